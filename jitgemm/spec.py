@@ -1,0 +1,194 @@
+"""The frozen facts that the selector, the renderer and the cache work on: device, weight format, problem, kernel.
+
+Plain dataclasses with no torch and no CUDA, so that a machine without a GPU can choose, render and compile for any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+BLOCK_K = 128
+"""k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""
+
+STRIP_ROWS = 64
+"""Rows of n per weight record: wgmma's M."""
+
+CODE_BYTES = STRIP_ROWS * BLOCK_K // 2
+"""Bytes of 4-bit codes in one record."""
+
+GROUP_SIZES = (32, 64, 128, 256)
+"""Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
+
+LHS_TYPES = ("e4m3", "s8")
+SCALE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """What the selector needs to know of a GPU.
+
+    Rates are what a kernel can reach, not what a datasheet promises; sources stand in `jitgemm/device.py`.
+
+    Attributes:
+        name: short name, such as "h200".
+        num_sms: streaming multiprocessors.
+        smem_per_block: bytes of dynamic shared memory one CTA may ask for.
+        smem_per_sm: bytes of shared memory an SM has for all its CTAs; each CTA also costs 1 KiB of the system's.
+        l2_bytes: size of the L2.
+        hbm_bytes_per_us: streaming read rate of device memory, bytes per microsecond.
+        tensor_ops_per_us: dense 8-bit multiply-adds x 2 per microsecond, all SMs together.
+        clock_mhz: SM clock under tensor load.
+    """
+
+    name: str
+    num_sms: int
+    smem_per_block: int
+    smem_per_sm: int
+    l2_bytes: int
+    hbm_bytes_per_us: float
+    tensor_ops_per_us: float
+    clock_mhz: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a packed weight is laid out; see `record_bytes` for the picture.
+
+    Attributes:
+        group_size: 32, 64, 128 or 256 values of k share a scale; 0 means one scale per row of n (per channel).
+        zero_point: False for signed codes -8..7, True for codes 0..15 minus an integer zero point per group.
+        scale_type: "fp32", "bf16" or "fp16", as given by the checkpoint; never converted.
+    """
+
+    group_size: int
+    zero_point: bool
+    scale_type: str
+
+    def __post_init__(self) -> None:
+        if self.group_size not in (0, *GROUP_SIZES):
+            raise ValueError(f"group_size: expected 0 (per channel) or one of {GROUP_SIZES}, got {self.group_size!r}")
+        if self.scale_type not in SCALE_BYTES:
+            raise ValueError(f"scale_type: expected one of {tuple(SCALE_BYTES)}, got {self.scale_type!r}")
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of 64 scales in one record: groups that start in 128 k, at least 1; none per channel."""
+        return max(1, BLOCK_K // self.group_size) if self.group_size else 0
+
+    @property
+    def zero_rows(self) -> int:
+        """Rows of 64 zero points in one record; one even per channel, so that decode finds it where the codes are."""
+        return max(1, self.scale_rows) if self.zero_point else 0
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one packed record of 64 rows x 128 k.
+
+        ::
+
+            0        4096               4096 + 64*S*scale_rows    + 64*zero_rows
+            | codes  | scales [scale_rows][64] | zeros uint8 [zero_rows][64] |
+        """
+        return CODE_BYTES + STRIP_ROWS * (SCALE_BYTES[self.scale_type] * self.scale_rows + self.zero_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ."""
+
+    m: int
+    n: int
+    k: int
+    lhs: str
+    format: WeightFormat
+
+    def __post_init__(self) -> None:
+        if self.m < 1:
+            raise ValueError(f"m: expected at least 1, got {self.m}")
+        if self.n < 8 or self.n % 8:
+            raise ValueError(f"n: expected a positive multiple of 8, got {self.n}")
+        if self.k < 32 or self.k % 32:
+            raise ValueError(f"k: expected a positive multiple of 32, got {self.k}")
+        if self.lhs not in LHS_TYPES:
+            raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """Everything that is a compile-time constant of a kernel. Equal specs render to the same source.
+
+    Attributes:
+        lhs, group_size, zero_point, scale_type: the formats; scale_type is "fp32" for per-channel kernels, which read
+            their scales by a run-time type.
+        block_m: tokens per tile (wgmma's N over all `halves`).
+        halves: 1, or 2 when a warpgroup promotes one half of its tokens while the other half multiplies.
+        block_n: rows of n per tile; 64 per warpgroup along n.
+        warpgroups_k: warpgroups that share a tile's rows and take k-blocks in turn.
+        split_k: CTAs of a cluster that share a tile and take a run of k-blocks each.
+        multicast: CTAs of a cluster that share one operand; 1 for none.
+        multicast_side: "lhs" when neighbours along n share activations, "rhs" when neighbours along m share weights.
+        stages: pipeline depth; one stage holds `warpgroups_k` blocks of 128 k.
+        ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
+        debug: barrier waits trap after a spin limit instead of hanging.
+    """
+
+    lhs: str
+    group_size: int
+    zero_point: bool
+    scale_type: str
+    block_m: int
+    block_n: int
+    stages: int
+    halves: int = 1
+    warpgroups_k: int = 1
+    split_k: int = 1
+    multicast: int = 1
+    multicast_side: str = "none"
+    ctas_per_sm: int = 1
+    debug: bool = False
+
+    @property
+    def format(self) -> WeightFormat:
+        return WeightFormat(self.group_size, self.zero_point, self.scale_type)
+
+    @property
+    def warpgroups_n(self) -> int:
+        return self.block_n // STRIP_ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups of a CTA."""
+        return self.warpgroups_n * self.warpgroups_k
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the consumer warpgroups and one producer warp."""
+        return 128 * self.warpgroups + 32
+
+    @property
+    def cluster_size(self) -> int:
+        return self.split_k * self.multicast
+
+    @property
+    def label(self) -> str:
+        """Short name for people, such as "e4m3-g128-bf16-m16n64-k2x2-s8"."""
+        group = f"g{self.group_size}" if self.group_size else "channel"
+        parts = [self.lhs, group + ("z" if self.zero_point else "")]
+        if self.group_size:
+            parts.append(self.scale_type)
+        parts.append(f"m{self.block_m}{'h' if self.halves == 2 else ''}n{self.block_n}")
+        if self.warpgroups_k * self.split_k > 1:
+            parts.append(f"k{self.warpgroups_k}x{self.split_k}")
+        if self.multicast > 1:
+            parts.append(f"mc{self.multicast}{self.multicast_side}")
+        parts.append(f"s{self.stages}")
+        if self.debug:
+            parts.append("debug")
+        return "-".join(parts)
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
