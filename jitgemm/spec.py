@@ -16,6 +16,10 @@ STRIP_ROWS = 64
 CODE_BYTES = STRIP_ROWS * BLOCK_K // 2
 """Bytes of 4-bit codes in one record."""
 
+REGISTERS_PER_SM = 65536
+PRODUCER_REGISTERS = 40
+"""What a producer thread keeps; with 24, the least that `setmaxnreg` takes, it spills."""
+
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
 
@@ -166,8 +170,24 @@ class KernelSpec:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: the consumer warpgroups and one producer warp."""
-        return 128 * self.warpgroups + 32
+        """Threads of a CTA: the consumer warpgroups and one more, of which a single warp produces.
+
+        Registers are allocated for whole warpgroups, and `setmaxnreg` moves them between whole warpgroups only.
+        """
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def entry_registers(self) -> int:
+        """Registers a thread starts with: what the launch bounds leave it."""
+        return min(255, REGISTERS_PER_SM // self.ctas_per_sm // self.threads // 8 * 8)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers a consumer thread has once the producer's were handed over."""
+        if self.warpgroups == 1:
+            return self.entry_registers
+        pool = self.entry_registers * (self.warpgroups + 1)
+        return (pool - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8
 
     @property
     def cluster_size(self) -> int:

@@ -1,0 +1,114 @@
+// mbarriers, named barriers, cluster barriers and grid dependencies: everything that makes one thread wait for another.
+#pragma once
+#include <jitgemm/types.cuh>
+
+namespace jitgemm {
+
+// Shared-memory addresses are passed as 32-bit shared-window addresses throughout.
+__device__ __forceinline__ u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+// The same offset in the shared memory of another CTA of the cluster.
+__device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
+    u32 mapped;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+}
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the cluster and to the copy engine.
+__device__ __forceinline__ void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives at the barrier of any CTA of the cluster and publishes this thread's earlier writes to the cluster.
+__device__ __forceinline__ void barrier_arrive_cluster(u32 barrier, u32 rank) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
+}
+
+template <bool kCluster>
+__device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
+    u32 done;
+    if constexpr (kCluster) {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    }
+    return done;
+}
+
+// Waits until the phase of the given parity is over. kCluster acquires what CTAs of the cluster released; kDebug traps where a
+// release build would hang (each try already sleeps up to about a microsecond).
+template <bool kDebug, bool kCluster = false>
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    [[maybe_unused]] u32 spins = 0;
+    while (!barrier_try_wait<kCluster>(barrier, parity)) {
+        if constexpr (kDebug) {
+            if (++spins > (1u << 22)) __trap();
+        }
+    }
+}
+
+// Barrier of the 128 threads of one warpgroup; hardware barrier 0 is __syncthreads'.
+__device__ __forceinline__ void warpgroup_sync(u32 warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory"); }
+
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Programmatic dependent launch. Both do nothing in a kernel launched without it.
+__device__ __forceinline__ void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void launch_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Registers move between the warpgroups of a CTA: one gives down to kCount a thread, another takes up to kCount and waits until they are
+// there. Each is executed by all warps of the warpgroup.
+template <u32 kCount>
+__device__ __forceinline__ void release_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+template <u32 kCount>
+__device__ __forceinline__ void claim_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+
+// A position in a ring of stages and the parity of its current round.
+template <int kStages>
+struct Ring {
+    u32 stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == kStages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+}  // namespace jitgemm

@@ -1,0 +1,67 @@
+// 4-bit codes to wgmma A fragments. One 16-byte load holds the codes of two k-steps of 32; a 32-bit word holds two fragment registers of
+// one row: set A is k = 4*(lane%4)..+3 of the step, set B the same at k + 16.
+//
+// Word of signed codes: s is the sign, v the code's low three bits, inverted where it is negative (one's complement):
+//
+//     byte b, bit   7     6 5 4     3          2 1 0
+//                   sA_b  v(B_b)    sB_(b-1)   v(A_b)
+//
+// so that a rotation by 4 puts set B where set A was. Word of codes with a zero point: byte b is A_b | B_b << 4.
+#pragma once
+#include <jitgemm/types.cuh>
+
+namespace jitgemm {
+
+// Every byte becomes 0xFF where its highest bit is set, else 0.
+__device__ __forceinline__ u32 byte_sign_mask(u32 word) {
+    u32 mask;
+    asm("prmt.b32 %0, %1, 0, 0xBA98;" : "=r"(mask) : "r"(word));
+    return mask;
+}
+
+__device__ __forceinline__ u32 rotate_right_4(u32 word) { return __funnelshift_r(word, word, 4); }
+
+// e4m3 is linear from 0 to 16 in its lowest bits: byte s000 mmmm (or s001 0000) is exactly ±m * 2^-9. The epilogue multiplies by 2^9.
+struct DecodeE4m3 {
+    static constexpr float kOutputScale = 512.0f;
+
+    // One's complement plus its sign bit is sign and magnitude, -8 included.
+    __device__ static u32 signed_codes(u32 word) {
+        u32 bytes = word & 0x87878787u;
+        return bytes + ((bytes & 0x80808080u) >> 7);
+    }
+
+    // `biased` bytes are 128 + q - z; `zero` is the zero point in every byte.
+    __device__ static u32 zero_point_codes(u32 codes, u32 zero) {
+        u32 biased = (codes | 0x80808080u) - zero;
+        u32 bytes = biased ^ (~byte_sign_mask(biased) | 0x80808080u);
+        return bytes + ((bytes & 0x80808080u) >> 7);
+    }
+};
+
+struct DecodeS8 {
+    static constexpr float kOutputScale = 1.0f;
+
+    __device__ static u32 signed_codes(u32 word) { return (word & 0x07070707u) ^ byte_sign_mask(word); }
+
+    __device__ static u32 zero_point_codes(u32 codes, u32 zero) { return ((codes | 0x80808080u) - zero) ^ 0x80808080u; }
+};
+
+// Fragments of one k-step of 32 from its two words (rows lane/4 and lane/4 + 8). Registers 0 and 2 are the first row at k and k + 16,
+// registers 1 and 3 the second row.
+template <typename Decode, bool kZeroPoint>
+__device__ __forceinline__ void decode_step(u32 (&fragment)[4], u32 low_row, u32 high_row, u32 low_zero, u32 high_zero) {
+    if constexpr (kZeroPoint) {
+        fragment[0] = Decode::zero_point_codes(low_row & 0x0F0F0F0Fu, low_zero);
+        fragment[1] = Decode::zero_point_codes(high_row & 0x0F0F0F0Fu, high_zero);
+        fragment[2] = Decode::zero_point_codes(low_row >> 4 & 0x0F0F0F0Fu, low_zero);
+        fragment[3] = Decode::zero_point_codes(high_row >> 4 & 0x0F0F0F0Fu, high_zero);
+    } else {
+        fragment[0] = Decode::signed_codes(low_row);
+        fragment[1] = Decode::signed_codes(high_row);
+        fragment[2] = Decode::signed_codes(rotate_right_4(low_row));
+        fragment[3] = Decode::signed_codes(rotate_right_4(high_row));
+    }
+}
+
+}  // namespace jitgemm

@@ -1,0 +1,304 @@
+// The W4A8 GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ with 4-bit rhs. Operands are swapped: weights are wgmma's A, decoded from shared memory
+// into registers (64 rows of n), activations its B, read from shared memory (block_m tokens).
+//
+//     producer warp                         consumer warpgroups
+//     weights of the first stages
+//     griddepcontrol.wait                   griddepcontrol.wait
+//     for tile, for stage:                  for tile, for stage:
+//       wait empty                            wait full
+//       bulk copy of weight records           load and decode 64 rows x 128 k
+//       tile copy of activations    ---->     wgmma, promote each group's partial sums by its exact scale
+//                                    <----     arrive at empty
+//                                           sum the splits of k, scale, bf16, store
+#pragma once
+#include <jitgemm/decode.cuh>
+#include <jitgemm/scheduler.cuh>
+#include <jitgemm/epilogue.cuh>
+#include <jitgemm/wgmma.cuh>
+
+namespace jitgemm {
+
+// ---- producer -----------------------------------------------------------------------------------------------------------------------
+
+// Announces a stage's bytes and copies its weight records: for each strip of 64 rows one contiguous run of `blocks` records.
+template <typename Config>
+__device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile, u32 stage, u32 block,
+                                             u32 blocks, u32 rank, u64 policy) {
+    u32 bytes = blocks * Config::kRecordBytes;
+    barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + blocks * Shared<Config>::kLhsTile);
+    u32 k_blocks = ceil_div(args.k, 128);
+    u32 last_strip = ceil_div(args.n, 64) - 1;
+#pragma unroll
+    for (u32 i = 0; i < Config::kWarpgroupsN; ++i) {
+        // A strip past the end is computed from the last one and clipped by the store.
+        u32 strip = min(tile.n / 64 + i, last_strip);
+        const u8* source = args.records + (u64(strip) * k_blocks + block) * Config::kRecordBytes;
+        u32 destination = shared.record(stage, i, 0);
+        if constexpr (Config::kMulticastRhs) {
+            u32 share = bytes / Config::kMulticast;
+            bulk_load_multicast(destination + rank * share, source + rank * share, share, shared.full(stage),
+                                (1 << Config::kMulticast) - 1, policy);
+        } else {
+            bulk_load(destination, source, bytes, shared.full(stage), policy);
+        }
+    }
+}
+
+template <typename Config>
+__device__ __forceinline__ void load_activations(const TensorMap* map, const Shared<Config>& shared, const Tile& tile, u32 stage, u32 block,
+                                                 u32 blocks, u32 rank) {
+    for (u32 i = 0; i < blocks; ++i) {
+        u32 destination = shared.lhs(stage, i);
+        i32 k = (block + i) * 128;
+        if constexpr (Config::kMulticastLhs) {
+            constexpr u32 kShare = Config::kBlockM / Config::kMulticast;
+            tile_load_multicast(destination + rank * kShare * 128, map, k, tile.m + rank * kShare, shared.full(stage),
+                                (1 << Config::kMulticast) - 1);
+        } else {
+            tile_load(destination, map, k, tile.m, shared.full(stage));
+        }
+    }
+}
+
+// Weights do not depend on the previous kernel: the first tile's are under way before this grid waits for it. Returns the stages filled.
+template <typename Config>
+__device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<Config>& shared, u32 rank, u64 policy) {
+    Scheduler<Config> scheduler(args);
+    BlockRange range = block_range<Config>(args, rank);
+    Tile tile;
+    u32 filled = 0;
+    if (scheduler.next(tile, rank)) {
+        for (u32 block = range.begin; block < range.end && filled < Config::kStages; block += Config::kWarpgroupsK, ++filled)
+            load_weights<Config>(args, shared, tile, filled, block, min(u32(Config::kWarpgroupsK), range.end - block), rank, policy);
+    }
+    return filled;
+}
+
+template <typename Config>
+__device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const Shared<Config>& shared, u32 rank, u32 prefetched,
+                                        u64 policy) {
+    Scheduler<Config> scheduler(args);
+    BlockRange range = block_range<Config>(args, rank);
+    Ring<Config::kStages> ring;
+    Tile tile;
+    while (scheduler.next(tile, rank)) {
+        for (u32 block = range.begin; block < range.end; block += Config::kWarpgroupsK) {
+            u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
+            if (prefetched > 0) {
+                --prefetched;
+            } else {
+                barrier_wait<Config::kDebug, (Config::kMulticast > 1)>(shared.empty(ring.stage), ring.parity ^ 1);
+                load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy);
+            }
+            load_activations<Config>(lhs_map, shared, tile, ring.stage, block, blocks, rank);
+            ring.advance();
+        }
+    }
+}
+
+// ---- consumers ----------------------------------------------------------------------------------------------------------------------
+
+// acc += scale of the row * partial sum, for accumulators [first, first + kCount).
+template <int kCount, int kTotal, typename Partial>
+__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kCount], float low_row, float high_row) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
+}
+
+template <typename Config>
+struct Multiplier {
+    using Wgmma = typename Config::Wgmma;
+    using Decode = typename Config::Decode;
+    static constexpr int kHalves = Config::kHalves;
+    static constexpr int kTokens = Config::kBlockM / kHalves;  // wgmma's N
+    static constexpr int kPartials = kTokens / 2;
+    // Chunks: runs of k within one record that are promoted on their own.
+    static constexpr u32 kChunks = Config::kGroupSize == 0 || Config::kGroupSize >= 128 ? 1 : 128 / Config::kGroupSize;
+    static constexpr u32 kSteps = 4 / kChunks;
+
+    typename Wgmma::Accumulator partial[kHalves][kPartials];
+    u32 pending = 0;  // records summed in `partial` since the last promotion
+
+    __device__ __forceinline__ Multiplier() {
+#pragma unroll
+        for (int h = 0; h < kHalves; ++h)
+#pragma unroll
+            for (int i = 0; i < kPartials; ++i) partial[h][i] = 0;
+    }
+
+    // Multiplies one record by its activations. Promotes when kPromoteRecords records are summed up, or at the last one; 0 is never.
+    __device__ __forceinline__ void record(float (&acc)[Config::kBlockM / 2], u32 record, u32 lhs, const Place& place, bool last) {
+        u32 words[8];
+        {
+            uint4 first = load_shared_v4(record + place.thread * 16);
+            uint4 second = load_shared_v4(record + 2048 + place.thread * 16);
+            words[0] = first.x, words[1] = first.y, words[2] = first.z, words[3] = first.w;
+            words[4] = second.x, words[5] = second.y, words[6] = second.z, words[7] = second.w;
+        }
+        u32 row = place.warp * 16 + place.lane / 4;
+        u64 descriptor = k_major_descriptor(lhs);
+        // Partial sums that nothing scales stay in the tensor cores' registers to the end of the tile.
+        constexpr bool kNever = Config::kPromoteRecords == 0;
+        bool promote_now = !kNever && (Config::kPromoteRecords == 1 || last || pending + 1 == Config::kPromoteRecords);
+
+#pragma unroll
+        for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+            float low_scale = 1.0f, high_scale = 1.0f;
+            if constexpr (Config::kGroupSize != 0) {
+                u32 scales = record + 4096 + chunk * 64 * (Config::kScaleType == kFp32 ? 4 : 2);
+                low_scale = load_shared_real<Config::kScaleType>(scales, row);
+                high_scale = load_shared_real<Config::kScaleType>(scales, row + 8);
+            }
+            u32 low_zero = 0, high_zero = 0;
+            if constexpr (Config::kZeroPoint) {
+                u32 zeros = record + Config::kZeroOffset + chunk * 64 + row;
+                low_zero = load_shared_u8(zeros) * 0x01010101u;
+                high_zero = load_shared_u8(zeros + 8) * 0x01010101u;
+            }
+            u32 fragments[kSteps][4];
+#pragma unroll
+            for (u32 s = 0; s < kSteps; ++s) {
+                u32 step = chunk * kSteps + s;
+                decode_step<Decode, Config::kZeroPoint>(fragments[s], words[2 * step], words[2 * step + 1], low_zero, high_zero);
+            }
+
+            wgmma_fence();
+#pragma unroll
+            for (int h = 0; h < kHalves; ++h) {
+#pragma unroll
+                for (u32 s = 0; s < kSteps; ++s) {
+                    u32 step = chunk * kSteps + s;
+                    bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
+                    Wgmma::issue(partial[h], fragments[s], descriptor + h * (kTokens * 128 >> 4) + step * 2, accumulate);
+                }
+                wgmma_commit();
+            }
+            if constexpr (kHalves == 2) {
+                wgmma_wait<1>();
+                register_fence(partial[0]);
+                if (promote_now) promote(acc, 0, partial[0], low_scale, high_scale);
+            }
+            wgmma_wait<0>();
+            register_fence(partial[kHalves - 1]);
+#pragma unroll
+            for (u32 s = 0; s < kSteps; ++s) register_fence(fragments[s]);
+            if (promote_now) promote(acc, (kHalves - 1) * kPartials, partial[kHalves - 1], low_scale, high_scale);
+        }
+        pending = promote_now ? 0 : pending + 1;
+    }
+
+    // The tile's sums, where no group promoted them.
+    __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2]) {
+        if constexpr (Config::kPromoteRecords == 0) {
+#pragma unroll
+            for (int h = 0; h < kHalves; ++h)
+#pragma unroll
+                for (int i = 0; i < kPartials; ++i) acc[h * kPartials + i] = float(partial[h][i]);
+        }
+    }
+};
+
+template <typename Config>
+__device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const Shared<Config>& shared, u32 rank) {
+    Place place;
+    place.warpgroup = threadIdx.x / 128;
+    place.along_n = place.warpgroup % Config::kWarpgroupsN;
+    place.along_k = place.warpgroup / Config::kWarpgroupsN;
+    place.thread = threadIdx.x % 128;
+    place.warp = place.thread / 32;
+    place.lane = place.thread % 32;
+    place.rank = rank;
+    place.split = (Config::kSplitK > 1 ? rank * Config::kWarpgroupsK : 0) + place.along_k;
+
+    Scheduler<Config> scheduler(args);
+    BlockRange range = block_range<Config>(args, rank);
+    Ring<Config::kStages> ring;
+    u32 reduce_parity = 0;
+    Tile tile;
+    while (scheduler.next(tile, rank)) {
+        RowTerms terms;
+        if (place.split == 0) {
+            stage_lhs_scales<Config>(args, shared, place, tile);
+            terms = load_row_terms<Config>(args, place, tile);
+        }
+        float acc[Config::kBlockM / 2];
+#pragma unroll
+        for (int i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
+
+        Multiplier<Config> multiplier;
+        for (u32 stage_block = range.begin; stage_block < range.end; stage_block += Config::kWarpgroupsK) {
+            u32 block = stage_block + place.along_k;
+            barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
+            if (Config::kWarpgroupsK == 1 || block < range.end) {
+                bool last = block + Config::kWarpgroupsK >= range.end;
+                multiplier.record(acc, shared.record(ring.stage, place.along_n, place.along_k), shared.lhs(ring.stage, place.along_k), place,
+                                  last);
+            }
+            __syncwarp();
+            if (place.lane == 0) {
+                if constexpr (Config::kMulticast == 1) {
+                    barrier_arrive(shared.empty(ring.stage));
+                } else {
+                    for (u32 peer = 0; peer < Config::kMulticast; ++peer) barrier_arrive_cluster(shared.empty(ring.stage), peer);
+                }
+            }
+            ring.advance();
+        }
+        multiplier.finish(acc);
+
+        if constexpr (Shared<Config>::kSplits > 1) {
+            reduce_splits<Config>(acc, shared, place, reduce_parity);
+            reduce_parity ^= 1;
+        }
+        if (place.split == 0) store_tile<Config>(acc, args, out_map, shared, place, tile, terms);
+    }
+    if (place.split == 0 && place.thread == 0) store_wait_written();
+}
+
+// ---- kernel -------------------------------------------------------------------------------------------------------------------------
+
+template <typename Config>
+__device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const TensorMap* out_map, const Args& args) {
+    extern __shared__ __align__(1024) u8 memory[];
+    const Shared<Config> shared{shared_address(memory)};
+    const u32 rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
+    const bool producer_warpgroup = threadIdx.x / 128 == Shared<Config>::kWarpgroups;
+    const bool producer = threadIdx.x == Shared<Config>::kWarpgroups * 128;
+
+    u32 prefetched = 0;
+    u64 policy = 0;
+    if (producer) {
+        if (shared.base % 1024 != 0) __trap();  // swizzled tiles and their descriptors would be wrong
+        prefetch_descriptor(lhs_map);
+        prefetch_descriptor(out_map);
+        shared.init_barriers();
+        policy = args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_normal();
+        // Multicast weights land in the neighbour too, whose barriers must exist first.
+        if constexpr (!Config::kMulticastRhs) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+    }
+    __syncwarp();
+    if constexpr (Config::kClusterSize > 1) {
+        cluster_sync();
+    } else {
+        __syncthreads();
+    }
+    if (producer && Config::kMulticastRhs) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+
+    // Only now: a kernel that starts while this one has not asked for its weights would ask for its own first.
+    if (producer) launch_next_grid();
+    // Every thread of every CTA waits, also one without work, so that the end of this grid implies the end of its predecessor.
+    wait_for_previous_grid();
+
+    if (producer_warpgroup) {
+        if constexpr (Config::kConsumerRegisters > 0) release_registers<Config::kProducerRegisters>();
+        if (producer) produce<Config>(args, lhs_map, shared, rank, prefetched, policy);
+        __syncwarp();
+    } else {
+        if constexpr (Config::kConsumerRegisters > 0) claim_registers<Config::kConsumerRegisters>();
+        consume<Config>(args, out_map, shared, rank);
+    }
+    // A CTA stays until its neighbours no longer reach into its shared memory.
+    if constexpr (Config::kClusterSize > 1) cluster_sync();
+}
+
+}  // namespace jitgemm

@@ -1,0 +1,283 @@
+"""Choosing a kernel: enumerate what fits, predict each one's time from the device's figures, take the least.
+
+Pure functions over frozen dataclasses; no torch, no driver, no table of tuned shapes. The model's constants are at the top, each with its unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Iterator
+
+from jitgemm.render import promote_records, wgmma_shapes
+from jitgemm.spec import BLOCK_K, STRIP_ROWS, DeviceSpec, KernelSpec, Problem, WeightFormat, ceil_div
+
+# ---- what fits ----------------------------------------------------------------------------------------------------------------------
+
+BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
+MAX_STAGES = 12
+SYSTEM_SMEM = 1024
+"""Bytes of shared memory the system takes from an SM for each resident CTA."""
+OVERHEAD_REGISTERS = 56
+"""Registers of a consumer thread beside its accumulators: codes, fragments, addresses, loop state."""
+
+
+def smem_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
+    panel = spec.block_m * 128
+    stage = spec.warpgroups_k * panel + spec.warpgroups * spec.format.record_bytes
+    slots = (spec.split_k * spec.warpgroups_k - 1) * spec.warpgroups_n * spec.block_m * STRIP_ROWS * 4
+    scales = spec.warpgroups_n * spec.block_m * 4
+    barriers = 8 * (2 * spec.stages + spec.warpgroups_n + spec.warpgroups)
+    return spec.stages * stage + spec.warpgroups_n * panel + slots + scales + barriers
+
+
+def accumulator_registers(spec: KernelSpec) -> int:
+    """Registers of a consumer thread for sums: the tensor cores' and, where groups are promoted, the promoted ones."""
+    return spec.block_m // 2 * (1 if promote_records(spec) == 0 else 2)
+
+
+def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
+    """Why this kernel cannot be built or cannot run on the device; None when it can."""
+    if spec.block_m % spec.halves or spec.block_m // spec.halves not in wgmma_shapes(spec.lhs):
+        return f"wgmma has no N of {spec.block_m}/{spec.halves} for {spec.lhs}"
+    if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
+        return f"{spec.warpgroups} warpgroups"
+    if spec.multicast > 1 and spec.split_k > 1:
+        return "a cluster either splits k or shares an operand"
+    if spec.multicast_side == "lhs" and spec.block_m % (8 * spec.multicast):
+        return "multicast shares must be whole swizzle rows"
+    if spec.cluster_size > 8:
+        return "clusters of more than 8 are not portable"
+    if spec.stages < 2:
+        return "fewer than two stages fit"
+    limit = min(device.smem_per_block, device.smem_per_sm // spec.ctas_per_sm - SYSTEM_SMEM)
+    if smem_bytes(spec) > limit:
+        return f"{smem_bytes(spec)} bytes of shared memory, {limit} available"
+    if accumulator_registers(spec) + OVERHEAD_REGISTERS > spec.consumer_registers:
+        return f"{accumulator_registers(spec)} accumulator registers of {spec.consumer_registers}"
+    return None
+
+
+def _with_stages(spec: KernelSpec, device: DeviceSpec) -> KernelSpec:
+    """The spec with as many stages as shared memory holds."""
+    fixed = smem_bytes(_replace(spec, stages=0))
+    per_stage = smem_bytes(_replace(spec, stages=1)) - fixed
+    limit = min(device.smem_per_block, device.smem_per_sm // spec.ctas_per_sm - SYSTEM_SMEM)
+    return _replace(spec, stages=max(0, min(MAX_STAGES, (limit - fixed) // per_stage)))
+
+
+def _replace(spec: KernelSpec, **changes: object) -> KernelSpec:
+    return KernelSpec(**{**spec.to_dict(), **changes})  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec) -> tuple[KernelSpec, ...]:
+    """Every kernel the selector considers for these formats on this device."""
+    return tuple(spec for spec in _enumerate(lhs, fmt, device) if illegal(spec, device) is None)
+
+
+def _enumerate(lhs: str, fmt: WeightFormat, device: DeviceSpec) -> Iterator[KernelSpec]:
+    base = dict(
+        lhs=lhs,
+        group_size=fmt.group_size,
+        zero_point=fmt.zero_point,
+        # Per-channel kernels read their scales by a run-time type.
+        scale_type=fmt.scale_type if fmt.group_size else "fp32",
+        stages=0,
+    )
+    for block_m in BLOCK_MS:
+        # Narrow tiles: k over clusters and warpgroups; two CTAs fit an SM, so that the next kernel can prefetch its weights.
+        if block_m <= 64:
+            for warpgroups_n, warpgroups_k in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4)):
+                for split_k in (1, 2, 4, 8):
+                    for ctas in (1, 2):
+                        yield _with_stages(
+                            KernelSpec(
+                                **base,
+                                block_m=block_m,
+                                block_n=64 * warpgroups_n,
+                                warpgroups_k=warpgroups_k,
+                                split_k=split_k,
+                                ctas_per_sm=ctas,
+                            ),
+                            device,
+                        )
+        # Wide tiles: all warpgroups along n, neighbours may share an operand.
+        if block_m >= 48:
+            for warpgroups_n in (2, 3):
+                for halves in (1, 2):
+                    for multicast, side in ((1, "none"), (2, "lhs"), (2, "rhs")):
+                        yield _with_stages(
+                            KernelSpec(
+                                **base,
+                                block_m=block_m,
+                                block_n=64 * warpgroups_n,
+                                halves=halves,
+                                multicast=multicast,
+                                multicast_side=side,
+                            ),
+                            device,
+                        )
+                if warpgroups_n == 2:
+                    for split_k in (2, 4):
+                        yield _with_stages(KernelSpec(**base, block_m=block_m, block_n=128, split_k=split_k), device)
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------------------------
+
+LAUNCH_US = 1.0
+"""From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
+NO_PREFETCH_US = 1.6
+"""Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
+REDUCE_US = 0.7
+"""Sum over splits of k: writes to the leader's shared memory, one cluster-wide hand-over, reads."""
+STORE_US = 0.5
+"""Epilogue of the last tile: conversion, transposition, tile store."""
+CLUSTER_US = 0.3
+"""Start and end barrier of a cluster."""
+WGMMA_MIN_CYCLES = 20.0
+"""Cycles of one m64nNk32 with A in registers, however narrow."""
+RECORD_LATENCY_CYCLES = 260.0
+"""Barrier wait, shared loads, wgmma latency of one record, as one warpgroup sees them one after another."""
+DECODE_CYCLES = {("e4m3", False): 130.0, ("s8", False): 75.0, ("e4m3", True): 210.0, ("s8", True): 130.0}
+"""Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and zero point."""
+PROMOTE_CYCLES = {"e4m3": 1.0, "s8": 3.0}
+"""Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
+CHUNK_LATENCY_CYCLES = 70.0
+"""Added for every group beyond the first within a record: its promotion waits for its own wgmma."""
+L2_BYTES_PER_CYCLE = 40.0
+"""Bytes an SM draws from the L2 in a cycle when all draw."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel and what the model says of it.
+
+    Attributes:
+        kernel: the kernel.
+        predicted_us: predicted microseconds of one call in a chain of calls.
+        terms: the prediction's parts in microseconds: memory, tensor, issue, latency, l2 bound the stream together (the longest counts, times
+            waves); fixed is added.
+        waves: rounds of tiles, the last one perhaps not full.
+        ctas: CTAs launched.
+    """
+
+    kernel: KernelSpec
+    predicted_us: float
+    terms: dict[str, float]
+    waves: int
+    ctas: int
+
+
+def grid_clusters(spec: KernelSpec, m: int, n: int, num_sms: int) -> tuple[int, int]:
+    """(clusters with work, clusters launched): at most one CTA an SM, the rest of the work in persistent strides."""
+    along_m = spec.multicast if spec.multicast_side == "rhs" else 1
+    along_n = spec.multicast if spec.multicast_side == "lhs" else 1
+    units = ceil_div(m, spec.block_m * along_m) * ceil_div(n, spec.block_n * along_n)
+    return units, min(units, max(1, num_sms // spec.cluster_size))
+
+
+def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate:
+    """Predicted time of `problem` on `device` with this kernel."""
+    m, n, k = problem.m, problem.n, problem.k
+    units, clusters = grid_clusters(spec, m, n, device.num_sms)
+    waves = ceil_div(units, clusters)
+    splits = spec.split_k * spec.warpgroups_k
+    records = ceil_div(ceil_div(k, BLOCK_K), splits)  # of one warpgroup and tile, one after another
+    us_per_cycle = 1.0 / device.clock_mhz
+
+    # One record of 64 x 128 on one warpgroup, in cycles.
+    tokens = spec.block_m // spec.halves
+    full_rate = device.tensor_ops_per_us * us_per_cycle / device.num_sms  # ops a cycle and SM
+    wgmma = 4 * spec.halves * max(WGMMA_MIN_CYCLES, 2 * 64 * 32 * tokens / full_rate)
+    groups = max(1, BLOCK_K // spec.group_size) if spec.group_size else 1
+    every = promote_records(spec)
+    promotions = groups / every if every else 0.0
+    issue = DECODE_CYCLES[spec.lhs, spec.zero_point] + promotions * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs]
+    exposed = issue / spec.halves + CHUNK_LATENCY_CYCLES * (groups - 1)
+    serial = wgmma + exposed + RECORD_LATENCY_CYCLES
+
+    # Warpgroups of an SM overlap one another's wgmma, issue and latency.
+    resident = spec.warpgroups
+    tensor_us = waves * records * resident * wgmma * us_per_cycle
+    issue_us = waves * records * resident * issue * us_per_cycle
+    latency_us = waves * records * serial * us_per_cycle
+    lhs_bytes = spec.block_m * BLOCK_K / (spec.multicast if spec.multicast_side == "lhs" else 1)
+    rhs_bytes = spec.block_n * BLOCK_K / 2 / (spec.multicast if spec.multicast_side == "rhs" else 1)
+    stage_bytes = (lhs_bytes + rhs_bytes) * spec.warpgroups_k
+    l2_us = waves * records * stage_bytes / L2_BYTES_PER_CYCLE * us_per_cycle
+
+    fmt = problem.format
+    weight_bytes = ceil_div(n, STRIP_ROWS) * ceil_div(k, BLOCK_K) * fmt.record_bytes
+    memory_us = (weight_bytes + m * k + 2 * m * n) / device.hbm_bytes_per_us
+    # Few CTAs cannot draw the whole bandwidth.
+    busy = min(1.0, clusters * spec.cluster_size / device.num_sms)
+    memory_us /= max(busy, 0.05) ** 0.8
+
+    fixed = LAUNCH_US + STORE_US
+    if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
+        fixed += NO_PREFETCH_US
+    if splits > 1:
+        fixed += REDUCE_US
+    if spec.cluster_size > 1:
+        fixed += CLUSTER_US
+    terms = {"memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "l2": l2_us, "fixed": fixed}
+    # What is not hidden behind the longest part still costs a little of itself.
+    parts = sorted((memory_us, tensor_us, issue_us, latency_us, l2_us))
+    predicted = fixed + parts[-1] + 0.15 * parts[-2]
+    return Candidate(spec, predicted, terms, waves, clusters * spec.cluster_size)
+
+
+# ---- the choice ---------------------------------------------------------------------------------------------------------------------
+
+
+def bands(max_m: int) -> list[tuple[int, int]]:
+    """The runs of m, first and last included, within which one layer uses one kernel: steps of 8, 16, 32, 128, 1024, then doubling."""
+    if max_m < 1:
+        raise ValueError(f"max_m: expected at least 1, got {max_m}")
+    out = []
+    first = 1
+    while first <= max_m:
+        last = band_end(first)
+        out.append((first, last))
+        first = last + 1
+    return out
+
+
+def band_end(m: int) -> int:
+    """The largest m that shares a kernel with this one; the selector sees this m only."""
+    for limit, step in ((64, 8), (256, 16), (512, 32), (2048, 128), (16384, 1024)):
+        if m <= limit:
+            return ceil_div(m, step) * step
+    return 1 << (m - 1).bit_length()
+
+
+def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
+    """Every legal kernel for the problem with its prediction, best first; ties go to the smaller tile."""
+    problem = Problem(band_end(problem.m), problem.n, problem.k, problem.lhs, problem.format)
+    found = [
+        predict(spec, problem, device)
+        for spec in legal_kernels(problem.lhs, problem.format, device)
+        # A tile twice as tall as the problem computes nothing but padding.
+        if spec.block_m < 2 * max(problem.m, 8)
+    ]
+    return sorted(found, key=lambda c: (c.predicted_us, c.kernel.block_m * c.kernel.block_n, c.kernel.label))
+
+
+@lru_cache(maxsize=4096)
+def _choose(band_m: int, n: int, k: int, lhs: str, fmt: WeightFormat, device: DeviceSpec) -> KernelSpec:
+    found = candidates(Problem(band_m, n, k, lhs, fmt), device)
+    if not found:
+        raise ValueError(f"device: no kernel fits {device}")
+    return found[0].kernel
+
+
+def choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
+    """The kernel for a problem: a pure function of the problem's band over m and the device's figures."""
+    return _choose(band_end(problem.m), problem.n, problem.k, problem.lhs, problem.format, device)
+
+
+def kernels_for(n: int, k: int, lhs: str, format: WeightFormat, device: DeviceSpec, max_m: int) -> list[KernelSpec]:
+    """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once."""
+    return list(dict.fromkeys(_choose(last, n, k, lhs, format, device) for _, last in bands(max_m)))

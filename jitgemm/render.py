@@ -1,0 +1,136 @@
+"""Kernel spec to CUDA source. Pure: the same spec gives the same text on every machine; knows no torch, no CUDA library, no cache.
+
+The algorithm lives in the headers under `include/jitgemm`. What is rendered is the part that differs from kernel to kernel: the constants, and
+the wgmma wrapper for the one shape and type the kernel uses, so that no table of a hundred wrappers has to be carried.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from jitgemm.spec import CODE_BYTES, PRODUCER_REGISTERS, SCALE_BYTES, STRIP_ROWS, KernelSpec
+
+KERNEL_NAME = "jitgemm_w4a8"
+
+OPTIONS = ("-arch=sm_90a", "-std=c++17", "-default-device", "--ptxas-options=-v")
+
+E4M3_PROMOTE_RECORDS = 2
+"""Records of 128 k that an e4m3 kernel without group scales sums before it promotes: the tensor cores keep about 14 bits of a sum."""
+
+
+def wgmma_shapes(lhs: str) -> tuple[int, ...]:
+    """Legal N of `wgmma.mma_async.m64nNk32` for this type (PTX ISA, table of wgmma shapes)."""
+    if lhs == "e4m3":
+        return tuple(range(8, 257, 8))
+    return (8, 16, 24, 32, *range(48, 257, 16))
+
+
+def promote_records(spec: KernelSpec) -> int:
+    """Records of 128 k summed in the tensor cores before they are promoted to fp32; 0 means the whole tile."""
+    if spec.group_size == 0:
+        return 0 if spec.lhs == "s8" else E4M3_PROMOTE_RECORDS
+    # Two warpgroups along k take alternate records, so neither sees both halves of a group of 256.
+    return 2 if spec.group_size == 256 and spec.warpgroups_k == 1 else 1
+
+
+def _wgmma(spec: KernelSpec) -> str:
+    tokens = spec.block_m // spec.halves
+    if tokens not in wgmma_shapes(spec.lhs):
+        raise ValueError(f"spec: wgmma has no N = {tokens} for {spec.lhs}")
+    count = tokens // 2
+    integer = spec.lhs == "s8"
+    accumulator, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
+    # e4m3 takes the signs of both operands as immediates, s8 does not.
+    signs = "" if integer else ", 1, 1"
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"{constraint}"(d[{i}])' for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""\
+// d = a * b, or d += a * b: a is 64 x 32 in registers, b is {tokens} x 32 in shared memory.
+struct Wgmma {{
+    using Accumulator = {accumulator};
+    __device__ __forceinline__ static void issue({accumulator} (&d)[{count}], const u32 (&a)[4], u64 b, bool accumulate) {{
+        asm volatile(
+            "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
+            "wgmma.mma_async.sync.aligned.m64n{tokens}k32.{types} {{{registers}}}, {{{a}}}, %{count + 4}, p{signs};\\n}}"
+            : {outputs}
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(i32(accumulate)));
+    }}
+}};
+"""
+
+
+def _config(spec: KernelSpec, smem_bytes: int) -> str:
+    fmt = spec.format
+    scale_type = {"fp32": "kFp32", "bf16": "kBf16", "fp16": "kFp16"}[spec.scale_type]
+    constants = {
+        "u32 kBlockM": spec.block_m,
+        "u32 kBlockN": spec.block_n,
+        "u32 kHalves": spec.halves,
+        "u32 kWarpgroupsN": spec.warpgroups_n,
+        "u32 kWarpgroupsK": spec.warpgroups_k,
+        "u32 kStages": spec.stages,
+        "u32 kSplitK": spec.split_k,
+        "u32 kMulticast": spec.multicast,
+        "bool kMulticastLhs": str(spec.multicast_side == "lhs").lower(),
+        "bool kMulticastRhs": str(spec.multicast_side == "rhs").lower(),
+        "u32 kClusterSize": spec.cluster_size,
+        "u32 kProducerRegisters": PRODUCER_REGISTERS,
+        "u32 kConsumerRegisters": spec.consumer_registers if spec.warpgroups > 1 else 0,
+        "u32 kGroupSize": spec.group_size,
+        "u32 kPromoteRecords": promote_records(spec),
+        "bool kZeroPoint": str(spec.zero_point).lower(),
+        "u32 kZeroOffset": CODE_BYTES + STRIP_ROWS * SCALE_BYTES[spec.scale_type] * fmt.scale_rows,
+        "u32 kRecordBytes": fmt.record_bytes,
+        "RealType kScaleType": scale_type,
+        "bool kDebug": str(spec.debug).lower(),
+    }
+    lines = [f"    static constexpr {name} = {value};" for name, value in constants.items()]
+    decode = {"e4m3": "DecodeE4m3", "s8": "DecodeS8"}[spec.lhs]
+    return "\n".join(
+        [
+            "struct Config {",
+            "    using Wgmma = jitgemm::Wgmma;",
+            f"    using Decode = {decode};",
+            *lines,
+            "};",
+            f'static_assert(Shared<Config>::kBytes == {smem_bytes}, "jitgemm/config.py and shared.cuh disagree");',
+        ]
+    )
+
+
+def render(spec: KernelSpec) -> str:
+    """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`; the entry point is `KERNEL_NAME`."""
+    from jitgemm.config import smem_bytes
+
+    cluster = f"__cluster_dims__({spec.cluster_size}, 1, 1) " if spec.cluster_size > 1 else ""
+    return f"""\
+// jitgemm W4A8 kernel {spec.label}
+#include <jitgemm/types.cuh>
+
+namespace jitgemm {{
+{_wgmma(spec)}}}
+
+#include <jitgemm/kernel.cuh>
+
+namespace jitgemm {{
+{_config(spec, smem_bytes(spec))}
+}}
+
+extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas_per_sm})
+{KERNEL_NAME}(const __grid_constant__ jitgemm::TensorMap lhs_map, const __grid_constant__ jitgemm::TensorMap out_map,
+             const __grid_constant__ jitgemm::Args args) {{
+    jitgemm::w4a8_gemm<jitgemm::Config>(&lhs_map, &out_map, args);
+}}
+"""
+
+
+@lru_cache(maxsize=1)
+def headers() -> dict[str, str]:
+    """Name, as included, to text of every kernel header. NVRTC gets them in memory, so no path reaches the source or the key."""
+    package = Path(__file__).resolve().parent
+    for root in (package / "include", package.parent / "include"):
+        if (root / "jitgemm").is_dir():
+            return {f"jitgemm/{path.name}": path.read_text() for path in sorted((root / "jitgemm").glob("*.cuh"))}
+    raise FileNotFoundError(f"jitgemm's kernel headers are missing: neither {package}/include nor {package.parent}/include holds them")
