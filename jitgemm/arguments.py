@@ -1,0 +1,165 @@
+"""Checks of a GEMM call's arguments: what each must be, said in one message that names it, what was expected and what came.
+
+Works on real and fake tensors alike; looks at dtypes, shapes, strides and devices here, at addresses in `check_addresses`. Never at values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from jitgemm.spec import WeightFormat
+
+LHS_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.int8: "s8"}
+REAL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Run-time numbers of the types a kernel reads scales and bias in; `RealType` in include/jitgemm/types.cuh."""
+SCALE_TYPE_NUMBERS = {"fp32": 0, "bf16": 1, "fp16": 2}
+
+ALIGNMENT = 16
+"""Bytes that addresses and row strides of TMA tensors must be multiples of (CUDA driver API, cuTensorMapEncodeTiled)."""
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A packed weight as a call sees it: its tensors and what they hold. A `W4Weight` has these attributes too."""
+
+    blocks: torch.Tensor
+    channel_scale: torch.Tensor | None
+    n: int
+    k: int
+    format: WeightFormat
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return "[" + ", ".join(str(size) for size in tensor.shape) + "]"
+
+
+def _tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    return value
+
+
+def split_lhs(lhs: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x, x_scale) out of the call's first argument."""
+    if not isinstance(lhs, (tuple, list)) or len(lhs) != 2:
+        what = f"{type(lhs).__name__} of {len(lhs)}" if isinstance(lhs, (tuple, list)) else type(lhs).__name__
+        raise TypeError(f"lhs: expected a pair (x, x_scale), got {what}")
+    return _tensor("lhs[0] (x)", lhs[0]), _tensor("lhs[1] (x_scale)", lhs[1])
+
+
+def _rows(name: str, tensor: torch.Tensor, columns: int, what: str) -> None:
+    """A matrix with contiguous rows whose stride TMA can walk."""
+    if tensor.dim() != 2:
+        raise ValueError(f"{name}: expected shape {what}, got {_shape(tensor)}")
+    if tensor.shape[1] != columns:
+        raise ValueError(f"{name}: expected shape {what} with {columns} columns, got {_shape(tensor)}")
+    if tensor.stride(1) != 1:
+        raise ValueError(f"{name}: expected stride 1 along its columns, got strides {tuple(tensor.stride())}")
+    # One row has no stride to walk.
+    if tensor.shape[0] > 1:
+        unit = ALIGNMENT // tensor.element_size()
+        if tensor.stride(0) % unit != 0:
+            raise ValueError(
+                f"{name}: expected a row stride that is a multiple of {unit} elements ({ALIGNMENT} bytes), got {tensor.stride(0)}"
+            )
+        if tensor.stride(0) < columns:
+            raise ValueError(f"{name}: expected rows that do not overlap (row stride at least {columns}), got row stride {tensor.stride(0)}")
+
+
+def check_arguments(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight, out: object, bias: object
+) -> None:
+    """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
+    n, k = weight.n, weight.k
+    if x.dtype not in LHS_DTYPES:
+        raise TypeError(f"lhs[0] (x): expected float8_e4m3fn or int8, got {_dtype(x)}")
+    _rows("lhs[0] (x)", x, k, "[m, k]")
+    m = x.shape[0]
+
+    if x_scale.dtype != torch.float32:
+        raise TypeError(f"lhs[1] (x_scale): expected float32, got {_dtype(x_scale)}")
+    per_token = (x_scale.dim() == 1 or (x_scale.dim() == 2 and x_scale.shape[1] == 1)) and x_scale.shape[0] == m
+    per_tensor = x_scale.numel() == 1 and x_scale.dim() <= 2
+    if not (per_token or per_tensor):
+        raise ValueError(f"lhs[1] (x_scale): expected shape [{m}], [{m}, 1] or one element, got {_shape(x_scale)}")
+
+    out = _tensor("out", out)
+    if out.dtype != torch.bfloat16:
+        raise TypeError(f"out: expected bfloat16, got {_dtype(out)}")
+    _rows("out", out, n, "[m, n]")
+    if out.shape[0] != m:
+        raise ValueError(f"out: expected shape [{m}, {n}], got {_shape(out)}")
+    if out.requires_grad:
+        raise ValueError("out: expected a tensor that does not require grad, got one that does")
+
+    if bias is not None:
+        bias = _tensor("bias", bias)
+        if bias.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"bias: expected bfloat16 or float32, got {_dtype(bias)}")
+        if bias.dim() != 1 or bias.shape[0] != n:
+            raise ValueError(f"bias: expected shape [{n}], got {_shape(bias)}")
+        if bias.stride(0) != 1:
+            raise ValueError(f"bias: expected a contiguous tensor, got stride {bias.stride(0)}")
+
+    device = x.device
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"lhs[0] (x): expected a CUDA or CPU tensor, got one on {device}")
+    for name, tensor in (("lhs[1] (x_scale)", x_scale), ("rhs", weight.blocks), ("out", out), ("bias", bias)):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name}: expected a tensor on {device}, where lhs[0] (x) is, got one on {tensor.device}")
+
+
+def lhs_scale_stride(x_scale: torch.Tensor) -> int:
+    """Elements between the scales of consecutive tokens; 0 when one element serves all."""
+    return 0 if x_scale.numel() == 1 else x_scale.stride(0)
+
+
+def byte_extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    return (sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1) * tensor.element_size()
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share a byte. Column slices of one matrix interleave without sharing any."""
+    start_a, start_b = a.data_ptr(), b.data_ptr()
+    if start_a + byte_extent(a) <= start_b or start_b + byte_extent(b) <= start_a:
+        return False
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] < 2 or b.shape[0] < 2:
+        return byte_extent(a) > 0 and byte_extent(b) > 0
+    pitch = a.stride(0) * a.element_size()
+    if pitch != b.stride(0) * b.element_size():
+        return True
+    # Rows of the same pitch: they meet only if their windows within the pitch do, wrapping around it.
+    offset = (start_b - start_a) % pitch
+    return offset < a.shape[1] * a.element_size() or offset + b.shape[1] * b.element_size() > pitch
+
+
+def check_addresses(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Raises ValueError for a misaligned tensor or an output that overlaps an input."""
+    if x.is_cuda:
+        aligned = (("lhs[0] (x)", x), ("out", out), ("rhs.blocks", weight.blocks))
+        for name, tensor in aligned:
+            if tensor.data_ptr() % ALIGNMENT:
+                raise ValueError(
+                    f"{name}: expected an address that is a multiple of {ALIGNMENT} bytes, got one that is {tensor.data_ptr() % ALIGNMENT} bytes past it"
+                )
+    inputs = (
+        ("lhs[0] (x)", x),
+        ("lhs[1] (x_scale)", x_scale),
+        ("rhs.blocks", weight.blocks),
+        ("rhs.channel_scale", weight.channel_scale),
+        ("bias", bias),
+    )
+    for name, tensor in inputs:
+        if tensor is not None and _overlap(out, tensor):
+            raise ValueError(f"out: expected memory of its own, got a tensor that overlaps {name}")

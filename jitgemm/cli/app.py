@@ -1,0 +1,24 @@
+"""Puts the commands together; each lives in a module of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from .cache import cache_app
+from .env import env
+from .explain import explain
+from .warmup import warmup
+
+app = typer.Typer(
+    name="jitgemm",
+    help="4-bit weight x 8-bit activation GEMM for NVIDIA Hopper, compiled at run time.",
+    epilog="Exit codes: 0 done, 1 a check found something, 2 wrong arguments, 3 failed (compiler, disk).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("warmup")(warmup)
+app.add_typer(cache_app, name="cache")
+app.command("explain")(explain)
+app.command("env")(env)

@@ -1,0 +1,260 @@
+"""`jitgemm cache`: look into the on-disk kernel cache, check it, and make it smaller. Changes nothing unless told to."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, Optional
+
+import typer
+
+from .. import settings
+from ..cache import KernelCache
+from ..entry import EntryInfo
+from . import common
+
+cache_app = typer.Typer(
+    help="Look into the cache of compiled kernels, check it, make it smaller.",
+    epilog="The folders are those of `jitgemm env`; JITGEMM_CACHE_DIR names others.",
+    no_args_is_help=True,
+)
+
+_SORTS = {
+    "used": (lambda info: info.last_used or 0.0, True),
+    "age": (lambda info: info.created or 0.0, True),
+    "size": (lambda info: info.size, True),
+    "registers": (lambda info: info.registers or 0, True),
+    "spills": (lambda info: info.spill_bytes or 0, True),
+    "kernel": (lambda info: info.label or "", False),
+}
+"""--sort's choices: key and whether the largest comes first."""
+
+
+def entry_dict(info: EntryInfo) -> dict[str, Any]:
+    """What --json prints of an entry."""
+    return {
+        "key": info.key,
+        "path": str(info.path),
+        "root": str(info.root),
+        "problem": info.problem,
+        "size": info.size,
+        "label": info.label,
+        "spec": info.spec,
+        "registers": info.registers,
+        "spill_bytes": info.spill_bytes,
+        "created": info.created,
+        "last_used": info.last_used,
+        "seconds": info.seconds,
+        "nvrtc": info.nvrtc,
+    }
+
+
+def entry_row(info: EntryInfo) -> tuple[object, ...]:
+    """One line of `cache ls`."""
+    if not info.ok:
+        return (info.key[:12], f"(bad: {info.problem})", "-", "-", "-", "-", "-", common.show_size(info.size), "-", "-")
+    spec = info.spec
+    group = f"{spec['group_size'] or 'channel'}{' + zero' if spec['zero_point'] else ''}"
+    return (
+        info.key[:12],
+        info.label,
+        f"{spec['block_m']} x {spec['block_n']}",
+        spec["lhs"],
+        group,
+        info.registers,
+        info.spill_bytes,
+        common.show_size(info.size),
+        common.show_age(info.created),
+        common.show_age(info.last_used),
+    )
+
+
+_COLUMNS = ("key", "kernel", "tile m x n", "lhs", "group size", "registers", "spills", "size", "age", "last use")
+
+
+def _table(entries: list[EntryInfo]):
+    return common.table(_COLUMNS, map(entry_row, entries), left=("key", "kernel", "lhs"))
+
+
+@cache_app.command("ls")
+@common.guarded
+def ls(
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="|".join(_SORTS), help="Column to sort by; the largest or newest first.")
+    ] = "used",
+    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+) -> None:
+    """List the kernels: tile, types, group size, registers, spills, size, age and last use.
+
+    \b
+    Examples:
+      jitgemm cache ls
+      jitgemm cache ls --sort size --json | jq '.[].label'
+    """
+    if sort not in _SORTS:
+        raise ValueError(f"--sort: expected one of {', '.join(_SORTS)}, got {sort!r}")
+    key, descending = _SORTS[sort]
+    entries = sorted(sorted(KernelCache().entries(), key=lambda info: info.key), key=key, reverse=descending)
+    if as_json:
+        common.print_json([entry_dict(info) for info in entries])
+        return
+    if entries:
+        common.out().print(_table(entries))
+    common.note(f"{len(entries)} kernels, {common.show_size(sum(info.size for info in entries))}")
+
+
+@cache_app.command("info")
+@common.guarded
+def info(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False) -> None:
+    """Print the folders in use, with the number and size of the kernels in each."""
+    import os
+
+    entries = list(KernelCache().entries())
+    roots = []
+    for root in settings.cache_roots():
+        inside = [entry for entry in entries if entry.root == root]
+        present = root
+        while not present.exists() and present != present.parent:
+            present = present.parent
+        roots.append(
+            {
+                "path": str(root),
+                "exists": root.is_dir(),
+                "writable": os.access(present, os.W_OK),
+                "kernels": sum(entry.ok for entry in inside),
+                "bad": sum(not entry.ok for entry in inside),
+                "size": sum(entry.size for entry in inside),
+            }
+        )
+    if as_json:
+        common.print_json({"jit": settings.jit_mode(), "roots": roots})
+        return
+    rows = [
+        (root["path"], "yes" if root["writable"] else "no", root["kernels"], root["bad"], common.show_size(root["size"]))
+        for root in roots
+    ]
+    common.out().print(common.table(("folder", "writable", "kernels", "bad", "size"), rows, left=("folder",)))
+    common.note(f"JITGEMM_JIT={settings.jit_mode()}; the first writable folder takes new kernels, all are read")
+
+
+@cache_app.command("show")
+@common.guarded
+def show(
+    key: Annotated[str, typer.Argument(help="A kernel's key, or the beginning of one.")],
+    source: Annotated[bool, typer.Option("--source", help="Print the rendered CUDA source alone.")] = False,
+    log: Annotated[bool, typer.Option("--log", help="Print NVRTC's log alone, ptxas's registers and spills in it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all metadata as JSON, source and log in it.")] = False,
+) -> None:
+    """Print what is known of one kernel.
+
+    \b
+    Examples:
+      jitgemm cache show 3fa9
+      jitgemm cache show 3fa9 --source > kernel.cu
+
+    \b
+    Exit codes:
+      0  printed
+      2  wrong arguments
+      3  no kernel with this key, or several
+    """
+    if source + log + as_json > 1:
+        raise ValueError("--source, --log and --json: expected at most one of them")
+    entry = KernelCache().read(key)
+    if source or log:
+        text = entry.metadata["source" if source else "log"]
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        return
+    shown = {"path": str(entry.path), "cubin_bytes": len(entry.cubin)} | entry.metadata
+    if as_json:
+        common.print_json(shown)
+        return
+    rows = []
+    for name, value in shown.items():
+        if name in ("source", "log"):
+            value = f"{len(str(value).splitlines())} lines (--{name})"
+        elif isinstance(value, dict):
+            value = ", ".join(f"{inner}={item}" for inner, item in value.items())
+        elif isinstance(value, (list, tuple)):
+            value = " ".join(map(str, value))
+        elif name in ("created", "last_used"):
+            value = f"{common.show_age(value)} ago"
+        rows.append((name, value))
+    common.print_facts(rows)
+
+
+@cache_app.command("verify")
+@common.guarded
+def verify(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False) -> None:
+    """Re-check every kernel's hash. Nothing is changed; a bad entry is compiled again when it is needed.
+
+    \b
+    Exit codes:
+      0  all are good
+      1  a bad one was found
+    """
+    checked = KernelCache().verify()
+    bad = [(entry, problem) for entry, problem in checked if problem]
+    if as_json:
+        common.print_json([entry_dict(entry) | {"problem": problem} for entry, problem in checked])
+    elif bad:
+        rows = [(str(entry.path), problem) for entry, problem in bad]
+        common.out().print(common.table(("bad entry", "problem"), rows, left=("bad entry", "problem")))
+    common.note(f"{len(checked)} checked, {len(bad)} bad")
+    if bad:
+        raise typer.Exit(common.FOUND)
+
+
+@cache_app.command("prune")
+@common.guarded
+def prune(
+    older_than: Annotated[
+        Optional[str], typer.Option("--older-than", metavar="AGE", help="Drop kernels not used for this long: 30d, 12h, 90m.")
+    ] = None,
+    max_size: Annotated[
+        Optional[str],
+        typer.Option("--max-size", metavar="SIZE", help="Drop the least recently used until this much is left: 500M, 2G."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be dropped.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+) -> None:
+    """Drop kernels that were not used lately, or until the cache is small enough.
+
+    \b
+    Examples:
+      jitgemm cache prune --older-than 30d
+      jitgemm cache prune --max-size 200M --dry-run
+    """
+    if older_than is None and max_size is None:
+        raise ValueError("prune: give --older-than AGE or --max-size SIZE (to drop everything: jitgemm cache clear)")
+    dropped = KernelCache().prune(
+        older_than_s=None if older_than is None else common.parse_age(older_than),
+        max_bytes=None if max_size is None else common.parse_size(max_size),
+        dry_run=dry_run,
+    )
+    _report_dropped(dropped, dry_run, as_json)
+
+
+@cache_app.command("clear")
+@common.guarded
+def clear(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be dropped.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+) -> None:
+    """Drop every kernel from the folders that can be written. Asks first in a terminal."""
+    cache = KernelCache()
+    if dry_run:
+        _report_dropped(cache.prune(max_bytes=0, dry_run=True), True, as_json)
+        return
+    if not yes and sys.stdin.isatty():
+        typer.confirm(f"Drop {sum(1 for _ in cache.entries())} kernels?", abort=True, err=True)
+    _report_dropped(cache.clear(), False, as_json)
+
+
+def _report_dropped(dropped: list[EntryInfo], dry_run: bool, as_json: bool) -> None:
+    if as_json:
+        common.print_json([entry_dict(info) for info in dropped])
+    elif dropped:
+        common.out().print(_table(dropped))
+    size = common.show_size(sum(info.size for info in dropped))
+    common.note(f"{'would drop' if dry_run else 'dropped'} {len(dropped)} kernels, {size}")

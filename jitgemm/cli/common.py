@@ -1,0 +1,195 @@
+"""What the commands share: output, exit codes, and the options that describe a layer. Knows no single command."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..device import DEVICES, device_spec
+from ..errors import JitGemmError
+from ..spec import GROUP_SIZES, DeviceSpec
+
+FOUND, USAGE, FAILED = 1, 2, 3
+"""Exit codes beside 0: a check found something, wrong arguments, the work failed."""
+
+
+class Lhs(str, Enum):
+    """Type of the activations, by the name people use."""
+
+    fp8 = "fp8"
+    int8 = "int8"
+
+    @property
+    def kernel_type(self) -> str:
+        return {"fp8": "e4m3", "int8": "s8"}[self.value]
+
+
+class ScaleType(str, Enum):
+    """Type of the weights' group scales in the checkpoint. Kernels read it as it is, so it is part of the kernel."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+LHS_HELP = "Type of the activations."
+GROUP_HELP = f"Values of k that share a scale: {', '.join(map(str, GROUP_SIZES))}, or 'channel' for one scale per row of n."
+ZERO_HELP = "Weights have integer zero points (codes 0..15) instead of signed codes -8..7."
+SCALE_HELP = "Type of the weights' scales in the checkpoint."
+DEVICE_HELP = (
+    f"Device to choose kernels for: {', '.join(DEVICES)}, or explicit figures such as 'h200,sms=66'. "
+    "Default: the Hopper GPU at hand, else h200."
+)
+JSON_HELP = "Print JSON on stdout instead of a table."
+
+
+def out() -> Console:
+    """Console for data. Piped output is not cut to a terminal's width."""
+    return Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+
+
+def err() -> Console:
+    """Console for progress and notes."""
+    return Console(stderr=True, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ("kernel",)) -> Table:
+    """A borderless table; numbers to the right, the columns named in `left` to the left."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    for row in rows:
+        made.add_row(*(str(cell) for cell in row))
+    return made
+
+
+def print_facts(rows: Iterable[tuple[str, object]]) -> None:
+    """Names and values, one pair a line, nothing cut."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    sys.stdout.write("".join(f"{name:<{width}}  {value}\n" for name, value in rows))
+
+
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn the package's errors into a line on stderr and an exit code; anything else is a bug and keeps its traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except BrokenPipeError:  # the reader of our stdout has seen enough, as in `jitgemm cache ls | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except ValueError as error:
+            fail(str(error), USAGE)
+        except (JitGemmError, OSError) as error:
+            fail(str(error), FAILED)
+
+    return run
+
+
+def fail(message: str, code: int) -> None:
+    err().print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def note(message: str) -> None:
+    err().print(message, style="dim", markup=False, soft_wrap=True)
+
+
+def pick_device(name: str | None) -> DeviceSpec:
+    """The device named on the command line, the Hopper GPU at hand, or an H200."""
+    if name is not None:
+        return device_spec(name)
+    return local_device() or device_spec("h200")
+
+
+def local_device() -> DeviceSpec | None:
+    """The current Hopper GPU, or None. Looks for a driver before it pays for importing torch."""
+    if not os.path.exists("/dev/nvidiactl"):
+        return None
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    from ..plan import device_of
+
+    return device_of(torch.cuda.current_device())
+
+
+def parse_group_size(text: str) -> int:
+    """A group size, 0 for per channel."""
+    if text in ("channel", "k", "0"):
+        return 0
+    if text.isdecimal() and int(text) in GROUP_SIZES:
+        return int(text)
+    raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUP_SIZES))} or 'channel', got {text!r}")
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """(n, k) from "N,K" or "NxK"."""
+    match = re.fullmatch(r"\s*(\d+)\s*[,x]\s*(\d+)\s*", text)
+    if not match:
+        raise ValueError(f"--shape: expected N,K such as 4096,14336, got {text!r}")
+    n, k = int(match[1]), int(match[2])
+    if n < 8 or n % 8:
+        raise ValueError(f"--shape {text}: n: expected a positive multiple of 8, got {n}")
+    if k < 32 or k % 32:
+        raise ValueError(f"--shape {text}: k: expected a positive multiple of 32, got {k}")
+    return n, k
+
+
+_SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "500M", "2GiB" or a plain number; units are powers of 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"--max-size: expected a size such as 500M or 2G, got {text!r}")
+    return int(float(match[1]) * _SIZES[match[2].upper()])
+
+
+def parse_age(text: str) -> float:
+    """Seconds from "30d", "12h", "90m", "2w" or "45s"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"--older-than: expected an age such as 30d, 12h or 90m, got {text!r}")
+    return float(match[1]) * _AGES[match[2].lower()]
+
+
+def show_size(size: int) -> str:
+    """Bytes for people."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def show_age(stamp: float | None, now: float | None = None) -> str:
+    """How long ago a unix time was, for people."""
+    if not stamp:
+        return "-"
+    age = max(0.0, (time.time() if now is None else now) - stamp)
+    for unit, seconds in (("w", 7 * 86400), ("d", 86400), ("h", 3600), ("m", 60)):
+        if age >= 2 * seconds:
+            return f"{age / seconds:.0f}{unit}"
+    return f"{age:.0f}s"

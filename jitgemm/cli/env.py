@@ -1,0 +1,109 @@
+"""`jitgemm env`: versions, libraries, device and folders; the text to paste into a bug report. Never fails on what it lacks."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+
+from .. import settings
+from . import common
+
+_PACKAGES = (
+    "jitgemm",
+    "torch",
+    "cuda-bindings",
+    "cuda-python",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
+    "numpy",
+    "typer",
+    "rich",
+)
+
+
+@common.guarded
+def env(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False) -> None:
+    """Print versions, libraries found, device, settings and cache folders: the text to paste into a bug report.
+
+    \b
+    Examples:
+      jitgemm env
+      jitgemm env --json | jq .nvrtc
+    """
+    facts = gather()
+    if as_json:
+        common.print_json(facts)
+        return
+    rows: list[tuple[str, object]] = []
+    for section, values in facts.items():
+        if isinstance(values, dict):
+            rows += [(f"{section}.{name}", _text(value)) for name, value in values.items()]
+        else:
+            rows.append((section, _text(values)))
+    common.print_facts(rows)
+
+
+def gather() -> dict[str, Any]:
+    """All facts, as `--json` prints them. What cannot be found out stands as the reason why."""
+    return {
+        "python": f"{platform.python_version()} at {sys.executable}",
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "nvrtc": _try(_nvrtc),
+        "driver": _try(_driver),
+        "devices": _try(_devices),
+        "cache": _try(lambda: [str(root) for root in settings.cache_roots()]),
+        "settings": {name: os.environ.get(name, "(not set)") for name in settings.VARIABLES},
+    }
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "not installed" if value is None else str(value)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _try(find: Callable[[], Any]) -> Any:
+    try:
+        return find()
+    except Exception as error:  # a broken part is what this command is there to show
+        return f"{type(error).__name__}: {error}"
+
+
+def _nvrtc() -> dict[str, Any]:
+    from ..nvrtc import nvrtc_info
+
+    info = nvrtc_info()
+    return {"version": ".".join(map(str, info.version)), "build": info.build, "library": info.library}
+
+
+def _driver() -> str:
+    from ..driver import driver_version
+
+    return "CUDA {}.{}".format(*driver_version())
+
+
+def _devices() -> list[str]:
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        props = torch.cuda.get_device_properties(index)
+        found.append(
+            f"{index}: {props.name}, sm_{props.major}{props.minor}, {props.multi_processor_count} SMs, "
+            f"{common.show_size(props.total_memory)}"
+        )
+    return found

@@ -1,0 +1,121 @@
+"""`jitgemm explain`: the selector's candidates for one GEMM, what it predicts for each, and why one won."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Optional
+
+import typer
+
+from ..config import Candidate, band_end, bands, candidates, smem_bytes
+from ..models import weight_group
+from ..spec import Problem, WeightFormat
+from . import common
+
+
+@common.guarded
+def explain(
+    m: Annotated[int, typer.Argument(min=1, help="Tokens.")],
+    n: Annotated[int, typer.Argument(min=8, help="Rows of the weight: output features.")],
+    k: Annotated[int, typer.Argument(min=32, help="Columns of the weight: input features.")],
+    lhs: Annotated[common.Lhs, typer.Option("--lhs", help=common.LHS_HELP)] = common.Lhs.fp8,
+    group_size: Annotated[str, typer.Option("--group-size", metavar="G", help=common.GROUP_HELP)] = "128",
+    zero_point: Annotated[bool, typer.Option("--zero-point", help=common.ZERO_HELP)] = False,
+    scale_dtype: Annotated[
+        common.ScaleType, typer.Option("--scale-dtype", help=common.SCALE_HELP)
+    ] = common.ScaleType.bf16,
+    device: Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=common.DEVICE_HELP)] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to print.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+) -> None:
+    """Print the candidates for out[M, N] = lhs[M, K] · weight[N, K]ᵀ, the model's prediction for each, and why one won.
+
+    Predictions are in microseconds on the named device. Of memory, tensor, issue, latency and l2 the longest counts, since they
+    overlap; fixed comes on top. m is rounded up to the end of its band first: every m of a band runs the same kernel.
+
+    \b
+    Examples:
+      jitgemm explain 16 4096 4096
+      jitgemm explain 4096 28672 8192 --lhs int8 --group-size channel --device h20
+      jitgemm explain 1 4096 14336 --json --top 1
+
+    \b
+    Exit codes:
+      0  printed
+      2  wrong arguments
+    """
+    target = common.pick_device(device)
+    format = WeightFormat(weight_group(common.parse_group_size(group_size), k), zero_point, scale_dtype.value)
+    ranked = candidates(Problem(m, n, k, lhs.kernel_type, format), target)
+    if not ranked:
+        raise ValueError(f"no kernel fits {target.name}")
+    first, last = bands(band_end(m))[-1]
+    if as_json:
+        report = {
+            "problem": {"m": m, "n": n, "k": k, "lhs": lhs.kernel_type, **asdict(format)},
+            "band": [first, last],
+            "device": asdict(target),
+            "chosen": ranked[0].kernel.label,
+            "candidates_in_all": len(ranked),
+            "candidates": [_candidate_dict(candidate, rank) for rank, candidate in enumerate(ranked[:top])],
+        }
+        common.print_json(report)
+        return
+    terms = list(ranked[0].terms)
+    rows = [
+        (
+            "" if rank else "→",
+            candidate.kernel.label,
+            f"{candidate.predicted_us:.2f}",
+            _bound(candidate),
+            *(f"{candidate.terms[name]:.2f}" for name in terms),
+            candidate.waves,
+            candidate.ctas,
+            common.show_size(smem_bytes(candidate.kernel)),
+        )
+        for rank, candidate in enumerate(ranked[:top])
+    ]
+    columns = ("", "kernel", "predicted us", "bound by", *terms, "waves", "CTAs", "shared memory")
+    common.out().print(common.table(columns, rows, left=("", "kernel", "bound by")))
+    common.note(
+        f"{target.name} ({target.num_sms} SMs), m = {first}..{last} share a kernel and are predicted for {last}; "
+        f"{min(top, len(ranked))} of {len(ranked)} candidates\n{_why(ranked)}"
+    )
+
+
+def _candidate_dict(candidate: Candidate, rank: int) -> dict[str, Any]:
+    return {
+        "label": candidate.kernel.label,
+        "chosen": rank == 0,
+        "predicted_us": candidate.predicted_us,
+        "bound_by": _bound(candidate),
+        "terms": candidate.terms,
+        "waves": candidate.waves,
+        "ctas": candidate.ctas,
+        "smem_bytes": smem_bytes(candidate.kernel),
+        "kernel": candidate.kernel.to_dict(),
+    }
+
+
+def _bound(candidate: Candidate) -> str:
+    """The part of the prediction that takes longest; `fixed` comes on top of it whatever it is."""
+    return max((name for name in candidate.terms if name != "fixed"), key=candidate.terms.__getitem__)
+
+
+def _why(ranked: list[Candidate]) -> str:
+    """One sentence on the winner against the runner-up."""
+    winner = ranked[0]
+    if len(ranked) == 1:
+        return f"{winner.kernel.label} is the only one that fits"
+    second = ranked[1]
+    lead = second.predicted_us - winner.predicted_us
+    if lead < 0.005:
+        return f"{winner.kernel.label} ties with {second.kernel.label}; ties go to the smaller tile, then by name"
+    gains = {name: second.terms[name] - winner.terms[name] for name in winner.terms}
+    reasons = [
+        f"{'fixed costs' if name == 'fixed' else name} {winner.terms[name]:.2f} instead of {second.terms[name]:.2f}"
+        for name in dict.fromkeys((_bound(second), "fixed"))
+        if gains[name] > 0.005
+    ]
+    because = f": {', '.join(reasons)}" if reasons else ""
+    return f"{winner.kernel.label} won over {second.kernel.label} by {lead:.2f} us{because}"

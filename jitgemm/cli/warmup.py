@@ -1,0 +1,248 @@
+"""`jitgemm warmup`: compile every kernel that some layers can need, before the first call needs it.
+
+The kernels are enumerated from the selector's bands over m, never sampled: after a warm-up no m up to --max-m compiles.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from .. import settings
+from ..cache import KernelCache, KernelSource, cache_key, kernel_source
+from ..config import kernels_for
+from ..errors import JitGemmError
+from ..models import LAYER_FORMS, LinearLayer, linear_layers, read_config, weight_group
+from ..nvrtc import nvrtc_info
+from ..spec import DeviceSpec, KernelSpec, WeightFormat
+from . import common
+
+
+@dataclass
+class Job:
+    """One kernel of the warm-up and what became of it.
+
+    Attributes:
+        status: "cached", "missing", "compiled" or "failed".
+        layers: names of the layers that can need it.
+        metadata: what the cache entry says of the kernel, empty while it has none.
+    """
+
+    kernel: KernelSpec
+    source: KernelSource
+    key: str
+    status: str = "missing"
+    layers: list[str] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        seconds = self.metadata.get("seconds") if self.status == "compiled" else None
+        return {
+            "label": self.kernel.label,
+            "key": self.key,
+            "status": self.status,
+            "layers": self.layers,
+            "registers": self.metadata.get("registers"),
+            "spill_bytes": self.metadata.get("spill_bytes"),
+            "seconds": seconds,
+            "path": None if self.path is None else str(self.path),
+            "error": self.error,
+        }
+
+
+@common.guarded
+def warmup(
+    shape: Annotated[
+        Optional[list[str]], typer.Option("--shape", metavar="N,K", help="A layer's weight shape; may be repeated.")
+    ] = None,
+    model: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--model", metavar="CONFIG", help="A Hugging Face config.json, or the folder it is in; may be repeated."
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks that --model is cut into.")] = 1,
+    form: Annotated[
+        str,
+        typer.Option(
+            "--form",
+            metavar="|".join(LAYER_FORMS),
+            help="--model's projections: fused (qkv, gate_up) as serving engines run them, separate, or both.",
+        ),
+    ] = "both",
+    lhs: Annotated[Optional[list[common.Lhs]], typer.Option("--lhs", help=common.LHS_HELP + " May be repeated.")] = None,
+    group_size: Annotated[str, typer.Option("--group-size", metavar="G", help=common.GROUP_HELP)] = "128",
+    zero_point: Annotated[bool, typer.Option("--zero-point", help=common.ZERO_HELP)] = False,
+    scale_dtype: Annotated[
+        common.ScaleType, typer.Option("--scale-dtype", help=common.SCALE_HELP)
+    ] = common.ScaleType.bf16,
+    max_m: Annotated[int, typer.Option("--max-m", min=1, help="Largest number of tokens in one call.")] = 8192,
+    device: Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=common.DEVICE_HELP)] = None,
+    jobs: Annotated[
+        Optional[int], typer.Option("--jobs", "-j", min=1, help="Threads that compile.", show_default="all cores")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile nothing; list what would be.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if a kernel is missing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+) -> None:
+    """Compile every kernel that these layers can need, for any number of tokens up to --max-m.
+
+    Needs no GPU: kernels are chosen and compiled for the named device. What the cache holds already is not compiled again.
+
+    \b
+    Examples:
+      jitgemm warmup --shape 4096,14336
+      jitgemm warmup --model Meta-Llama-3-8B/config.json --tp 2 --device h100-sxm
+      jitgemm warmup --model config.json --lhs int8 --group-size channel --max-m 2048
+      jitgemm warmup --model config.json --check && echo warm
+
+    \b
+    Exit codes:
+      0  every kernel is in the cache (or would be, with --dry-run)
+      1  --check: a kernel is missing
+      2  wrong arguments, or a model that cannot be read or cut
+      3  a kernel failed to compile
+    """
+    if not shape and not model:
+        raise ValueError("nothing to warm up: give at least one --shape N,K or --model config.json")
+    if tp > 1 and not model:
+        raise ValueError("--tp cuts the layers of --model; a --shape is taken as one rank's already")
+    group = common.parse_group_size(group_size)
+    target = common.pick_device(device)
+    layers = [LinearLayer("shape", *common.parse_shape(text)) for text in shape or ()]
+    for path in model or ():
+        layers += linear_layers(read_config(path), tp, group_size=group, form=form)
+    types = [choice.kernel_type for choice in lhs or [common.Lhs.fp8]]
+
+    cache = KernelCache()
+    plan = enumerate_jobs(layers, types, group, zero_point, scale_dtype.value, target, max_m)
+    missing = [job for job in plan if not _find(cache, job)]
+    started = time.perf_counter()
+    if missing and not (dry_run or check):
+        _compile(cache, missing, jobs or os.cpu_count() or 1)
+    seconds = time.perf_counter() - started
+
+    _report(plan, layers, target, max_m, seconds, as_json)
+    if any(job.status == "failed" for job in plan):
+        raise typer.Exit(common.FAILED)
+    if check and missing:
+        raise typer.Exit(common.FOUND)
+
+
+def enumerate_jobs(
+    layers: list[LinearLayer],
+    lhs_types: list[str],
+    group_size: int,
+    zero_point: bool,
+    scale_type: str,
+    device: DeviceSpec,
+    max_m: int,
+) -> list[Job]:
+    """Every kernel the layers can need for m = 1..max_m, each once, in the order first needed."""
+    jobs: dict[KernelSpec, Job] = {}
+    nvrtc, debug = nvrtc_info(), settings.debug()
+    for layer in layers:
+        format = WeightFormat(weight_group(group_size, layer.k), zero_point, scale_type)
+        for lhs in lhs_types:
+            for kernel in kernels_for(layer.n, layer.k, lhs, format, device, max_m):
+                if debug:
+                    kernel = replace(kernel, debug=True)
+                job = jobs.get(kernel)
+                if job is None:
+                    source = kernel_source(kernel)
+                    key = cache_key(source.source, source.headers, source.options, nvrtc)
+                    job = jobs[kernel] = Job(kernel, source, key)
+                name = f"{layer.name} {layer.n}x{layer.k}"
+                if name not in job.layers:
+                    job.layers.append(name)
+    return list(jobs.values())
+
+
+def _find(cache: KernelCache, job: Job) -> bool:
+    entry = cache.lookup(job.key)
+    if entry is not None:
+        job.status, job.metadata, job.path = "cached", entry.metadata, entry.path
+    return entry is not None
+
+
+def _compile(cache: KernelCache, jobs: list[Job], threads: int) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar_and_count = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    progress = Progress(TextColumn("compiling"), *bar_and_count, console=common.err())
+    with _compiling_allowed(), progress, ThreadPoolExecutor(threads) as pool:
+        bar = progress.add_task("", total=len(jobs))
+        futures = {pool.submit(cache.get_or_compile_source, job.source): job for job in jobs}
+        for future in as_completed(futures):
+            job = futures[future]
+            try:
+                entry, compiled = future.result()
+            except JitGemmError as error:
+                job.status, job.error = "failed", str(error)
+                progress.console.print(f"{job.kernel.label}: {error}", style="red", markup=False, soft_wrap=True)
+            else:
+                job.status = "compiled" if compiled else "cached"
+                job.metadata, job.path = entry.metadata, entry.path
+            progress.update(bar, advance=1, description=job.kernel.label)
+
+
+@contextmanager
+def _compiling_allowed() -> Iterator[None]:
+    """This command is what JITGEMM_JIT=off tells people to run, so it compiles under that setting too."""
+    before = os.environ.get("JITGEMM_JIT")
+    os.environ["JITGEMM_JIT"] = "on"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["JITGEMM_JIT"]
+        else:
+            os.environ["JITGEMM_JIT"] = before
+
+
+def _report(
+    jobs: list[Job], layers: list[LinearLayer], device: DeviceSpec, max_m: int, seconds: float, as_json: bool
+) -> None:
+    counts = {status: sum(job.status == status for job in jobs) for status in ("cached", "compiled", "missing", "failed")}
+    if as_json:
+        common.print_json(
+            {
+                "device": device.name,
+                "max_m": max_m,
+                "seconds": round(seconds, 3),
+                "summary": counts,
+                "layers": [layer.to_dict() for layer in layers],
+                "kernels": [job.to_dict() for job in jobs],
+            }
+        )
+        return
+    rows = []
+    for job in jobs:
+        compiled = job.status == "compiled"
+        rows.append(
+            (
+                job.kernel.label,
+                job.status,
+                job.metadata.get("registers", "-"),
+                job.metadata.get("spill_bytes", "-"),
+                f"{job.metadata['seconds']:.2f} s" if compiled and "seconds" in job.metadata else "-",
+                job.key[:12],
+                len(job.layers),
+            )
+        )
+    columns = ("kernel", "status", "registers", "spills", "compiled in", "key", "layers")
+    common.out().print(common.table(columns, rows, left=("kernel", "status", "key")))
+    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    common.note(
+        f"{len(layers)} layer shapes on {device.name}, m up to {max_m}: {len(jobs)} kernels, {said}, {seconds:.1f} s"
+    )

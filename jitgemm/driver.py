@@ -1,0 +1,186 @@
+"""The CUDA driver as jitgemm uses it: load a cubin, encode a tensor map, build and issue a launch. Every return code is checked.
+
+Knows bytes, addresses and integers; knows no tensors. Imported only when something runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+
+from cuda.bindings import driver as cu
+
+from jitgemm.errors import DriverError, UnsupportedDeviceError
+
+_SUCCESS = cu.CUresult.CUDA_SUCCESS
+
+
+def check(result: tuple, what: str) -> object:
+    """The value of a driver call's result tuple, or DriverError with the code's name and the driver's own words."""
+    code = result[0]
+    if code != _SUCCESS:
+        name = code.name if hasattr(code, "name") else str(code)
+        error, text = cu.cuGetErrorString(code)
+        words = f": {text.decode()}" if error == _SUCCESS and text else ""
+        raise DriverError(f"{what} failed with {name}{words}", code=name)
+    return result[1] if len(result) == 2 else result[2:] if len(result) > 2 else None
+
+
+def driver_version() -> tuple[int, int]:
+    """Version of CUDA that the installed driver supports, such as (12, 8)."""
+    version = int(check(cu.cuDriverGetVersion(), "cuDriverGetVersion"))
+    return version // 1000, version % 1000 // 10
+
+
+# ---- contexts -----------------------------------------------------------------------------------------------------------------------
+
+_bound = threading.local()
+_primary: dict[int, object] = {}
+_primary_lock = threading.Lock()
+
+
+def bind(device: int) -> None:
+    """Makes the device's primary context, which PyTorch uses too, this thread's current one."""
+    if getattr(_bound, "device", None) == device:
+        return
+    use_context(device)
+    _bound.device = device
+
+
+def use_context(device: int) -> None:
+    """`bind` without the short cut: for callers that know the current context to be another."""
+    with _primary_lock:
+        if device not in _primary:
+            check(cu.cuInit(0), "cuInit")
+            handle = check(cu.cuDeviceGet(device), "cuDeviceGet")
+            # Held to the end of the process, as PyTorch holds it.
+            _primary[device] = check(cu.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain")
+    check(cu.cuCtxSetCurrent(_primary[device]), "cuCtxSetCurrent")
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A function in a device's primary context; `module` keeps it loaded."""
+
+    function: object
+    module: object
+    device: int
+    smem_bytes: int
+    threads: int
+
+
+def check_nvrtc_against_driver(nvrtc: tuple[int, int]) -> None:
+    """Refuses cubins of an NVRTC whose major version the driver cannot load.
+
+    Within a major version CUDA's minor-version compatibility applies to cubins.
+    """
+    have = driver_version()
+    if nvrtc[0] > have[0]:
+        raise UnsupportedDeviceError(
+            f"NVRTC {nvrtc[0]}.{nvrtc[1]} builds kernels that this driver (CUDA {have[0]}.{have[1]}) cannot load. Update the driver, or install "
+            f"jitgemm with the extra for CUDA {have[0]}: pip install 'jitgemm[cu{have[0]}]'"
+        )
+
+
+def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int, threads: int) -> LoadedKernel:
+    """Loads a cubin into the device's primary context and raises the function's shared-memory limit."""
+    bind(device)
+    module = check(cu.cuModuleLoadData(cubin), "cuModuleLoadData")
+    function = check(cu.cuModuleGetFunction(module, name.encode()), f"cuModuleGetFunction({name})")
+    attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    check(cu.cuFuncSetAttribute(function, attribute, smem_bytes), f"cuFuncSetAttribute(dynamic shared memory = {smem_bytes})")
+    return LoadedKernel(function, module, device, smem_bytes, threads)
+
+
+# ---- tensor maps --------------------------------------------------------------------------------------------------------------------
+
+_U8 = cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
+_BF16 = cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+_INTERLEAVE = cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
+_SWIZZLE_128 = cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+_PROMOTE_256 = cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+_FILL_ZERO = cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+_ELEMENT_STRIDES = [cu.cuuint32_t(1), cu.cuuint32_t(1)]
+
+
+class TileMap:
+    """Encodes tensor maps of one two-dimensional shape; only the address changes from call to call.
+
+    Args:
+        bf16: element type, bf16 or single bytes.
+        columns, rows: extent in elements, columns contiguous.
+        row_bytes: distance between rows, a multiple of 16.
+        box: (columns, rows) of a tile; a tile row is 128 bytes, swizzled.
+    """
+
+    __slots__ = ("_type", "_extent", "_strides", "_box")
+
+    def __init__(self, *, bf16: bool, columns: int, rows: int, row_bytes: int, box: tuple[int, int]):
+        self._type = _BF16 if bf16 else _U8
+        self._extent = [cu.cuuint64_t(columns), cu.cuuint64_t(rows)]
+        self._strides = [cu.cuuint64_t(row_bytes)]
+        self._box = [cu.cuuint32_t(box[0]), cu.cuuint32_t(box[1])]
+
+    def encode(self, address: int) -> object:
+        """The 128-byte map for a tensor at `address` (16-byte aligned); keep the object alive while a launch may read it."""
+        result = cu.cuTensorMapEncodeTiled(
+            self._type, 2, address, self._extent, self._strides, self._box, _ELEMENT_STRIDES,
+            _INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO,
+        )  # fmt: skip
+        if result[0] != _SUCCESS:
+            check(result, "cuTensorMapEncodeTiled")
+        return result[1]
+
+
+# ---- launches -----------------------------------------------------------------------------------------------------------------------
+
+
+class Launch:
+    """A prepared launch: grid, attributes and parameter block are built once, addresses and scalars are written in place.
+
+    Not thread-safe: each thread has its own.
+    """
+
+    __slots__ = ("_config", "_plain", "_kernel", "_parameters", "_address", "_keep", "_stream")
+
+    def __init__(self, kernel: LoadedKernel, grid: int, arguments: ctypes.Array):
+        self._kernel = kernel.function
+        dependent = cu.CUlaunchAttribute()
+        dependent.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        dependent.value.programmaticStreamSerializationAllowed = 1
+        self._config = self._launch_config(kernel, grid, [dependent])
+        self._plain = self._launch_config(kernel, grid, [])
+        self._parameters = (ctypes.c_void_p * 3)()
+        self._parameters[2] = ctypes.addressof(arguments)
+        self._address = ctypes.addressof(self._parameters)
+        self._keep: list[object] = [None, None, arguments, kernel]
+        self._stream = -1
+
+    @staticmethod
+    def _launch_config(kernel: LoadedKernel, grid: int, attributes: list) -> object:
+        config = cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+        config.sharedMemBytes = kernel.smem_bytes
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        return config
+
+    def set_map(self, index: int, tensor_map: object) -> None:
+        """Uses this tensor map as parameter 0 (activations) or 1 (output)."""
+        self._keep[index] = tensor_map
+        self._parameters[index] = tensor_map.getPtr()  # type: ignore[attr-defined]
+
+    def run(self, stream: int, dependent: bool) -> None:
+        """Launches on a stream handle. `dependent`: may start while the kernel before it still runs (programmatic dependent launch)."""
+        if stream != self._stream:
+            self._config.hStream = stream
+            self._plain.hStream = stream
+            self._stream = stream
+        (code,) = cu.cuLaunchKernelEx(self._config if dependent else self._plain, self._kernel, self._address, 0)
+        if code != _SUCCESS:
+            check((code,), "cuLaunchKernelEx")

@@ -1,0 +1,167 @@
+"""One kernel of the cache as one file: its layout, reading it with suspicion, writing it so that nobody sees half.
+
+Knows bytes and files; knows neither folders' order, nor locks, nor how a kernel comes about. See docs/cache.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+SCHEMA = 1
+"""Version of the key's fields and of the entry's layout. A change orphans every older entry."""
+
+MAGIC = b"JITGEMM1"
+SUFFIX = ".jgk"
+SET_ASIDE = SUFFIX + ".bad"
+
+_HEADER = struct.Struct("<8sQQ32s")  # magic, bytes of metadata, bytes of cubin, checksum
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel from the cache. `path` is None when it could not be written and lives in this process only."""
+
+    key: str
+    path: Path | None
+    metadata: dict
+    cubin: bytes
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """What is known of a file of the cache without reading its cubin.
+
+    Attributes:
+        key, path, root: the kernel's key, its file, and the cache folder that holds it.
+        size: bytes of the file.
+        last_used: unix time; the file's mtime, which every look-up renews.
+        problem: what is wrong with the file, or None. Only `KernelCache.verify` compares hashes.
+        label, spec, registers, spill_bytes, stack_bytes, seconds, created, nvrtc: from the metadata; empty where it
+            cannot be read.
+    """
+
+    key: str
+    path: Path
+    root: Path
+    size: int
+    last_used: float
+    problem: str | None = None
+    label: str = ""
+    spec: dict = field(default_factory=dict)
+    registers: int = 0
+    spill_bytes: int = 0
+    stack_bytes: int = 0
+    seconds: float = 0.0
+    created: float = 0.0
+    nvrtc: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None
+
+
+class BadEntry(Exception):
+    """A file that is not the entry its name says."""
+
+
+def encode_entry(metadata: dict, cubin: bytes) -> bytes:
+    """The bytes of an entry::
+
+    0       8                16            24       56
+    | magic | metadata bytes | cubin bytes | sha256 | metadata, JSON | cubin |
+
+    The two sizes are little-endian 64-bit. The checksum covers the metadata's size, the metadata and the cubin.
+    """
+    text = json.dumps(metadata, sort_keys=True).encode()
+    return _HEADER.pack(MAGIC, len(text), len(cubin), _checksum(text, cubin)) + text + cubin
+
+
+def _checksum(text: bytes, cubin: bytes) -> bytes:
+    # The length keeps one part's end from passing for the other's beginning.
+    return hashlib.sha256(struct.pack("<Q", len(text)) + text + cubin).digest()
+
+
+def _read_header(file: BinaryIO) -> tuple[bytes, bytes, int]:
+    """(metadata text, expected sha256, cubin bytes) of an open entry, left at its cubin. Raises BadEntry."""
+    head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size or not head.startswith(MAGIC):
+        raise BadEntry("not a kernel cache entry")
+    _, text_bytes, cubin_bytes, digest = _HEADER.unpack(head)
+    # Before any big read: a flipped length must not ask for exabytes.
+    expected, size = _HEADER.size + text_bytes + cubin_bytes, os.fstat(file.fileno()).st_size
+    if size != expected:
+        raise BadEntry(f"{size} bytes long, {expected} expected")
+    return file.read(text_bytes), digest, cubin_bytes
+
+
+def _parse_metadata(text: bytes, key: str) -> dict:
+    try:
+        metadata = json.loads(text)
+    except ValueError as error:
+        raise BadEntry(f"unreadable metadata: {error}") from None
+    if not isinstance(metadata, dict) or metadata.get("schema") != SCHEMA:
+        raise BadEntry("metadata of another schema")
+    if metadata.get("key") != key:
+        raise BadEntry("holds another kernel than its name says")
+    return metadata
+
+
+def read_entry(file: BinaryIO, key: str) -> tuple[dict, bytes]:
+    """(metadata, cubin) of an open entry, checked against its checksum and `key`. Raises BadEntry."""
+    text, digest, cubin_bytes = _read_header(file)
+    cubin = file.read(cubin_bytes)
+    if _checksum(text, cubin) != digest:
+        raise BadEntry("checksum mismatch")
+    return _parse_metadata(text, key), cubin
+
+
+def describe_entry(root: Path, path: Path) -> EntryInfo:
+    """What a file of the cache says of itself. Raises OSError when it is gone."""
+    key = path.name.split(".", 1)[0]
+    status = path.stat()
+    base = EntryInfo(key, path, root, status.st_size, status.st_mtime)
+    try:
+        if path.name.endswith(SET_ASIDE):
+            raise BadEntry("set aside")
+        with open(path, "rb") as file:
+            data = _parse_metadata(_read_header(file)[0], key)
+        shown = {name: data[name] for name in ("label", "spec", "registers", "spill_bytes", "stack_bytes", "seconds")}
+        return replace(base, created=data["created"], nvrtc=data["nvrtc"]["build"], **shown)
+    except (KeyError, TypeError) as error:
+        problem = f"incomplete metadata: {error}"
+    except (BadEntry, OSError) as error:
+        problem = str(error)
+    return replace(base, problem=problem)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`, or leave it as it was and raise OSError. Mode 0600."""
+    import tempfile
+
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # a rename may reach the disk before the data it names
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def set_aside(path: Path, seen: os.stat_result, problem: BadEntry) -> None:
+    """Rename a bad entry to *.bad, unless another process has put a new file there since it was read."""
+    with suppress(OSError):
+        if os.path.samestat(os.stat(path), seen):
+            os.replace(path, path.with_suffix(SET_ASIDE))
+            warnings.warn(f"kernel cache entry set aside as {path.stem}{SET_ASIDE}: {problem}", stacklevel=4)

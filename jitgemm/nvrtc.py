@@ -1,0 +1,267 @@
+"""NVRTC: which library there is, and source text in, cubin out.
+
+Knows nothing of kernels' meaning, of the cache's files or of a GPU. Two rules shape it. Asking which NVRTC there is
+must not load it, because a cached kernel's key needs the version and loading takes longer than reading the kernel. And
+what it says must hold for the library that cuda.bindings then loads, so every compilation checks that first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import site
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jitgemm import settings
+from jitgemm.errors import CompileError
+
+# Where NVIDIA's wheels put the library and what they are called, in the order in which cuda.pathfinder looks: the wheel
+# of CUDA 13 wins even under cuda-bindings 12.
+_WHEELS = (
+    ("nvidia/cu13/lib/libnvrtc.so.13", "nvidia_cuda_nvrtc"),
+    ("nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "nvidia_cuda_nvrtc_cu12"),
+)
+_INSTALL = "install it with `pip install jitgemm[cu12]` or `pip install jitgemm[cu13]`"
+
+# Constant, so that no name reaches the cubin.
+_PROGRAM_NAME = b"jitgemm.cu"
+
+_FATAL_WARNINGS = {
+    "C7508": "setmaxnreg was ignored",
+    "C7514": "wgmma was serialised",
+    "C7517": "wgmma was serialised",
+}
+_FUNCTION = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
+
+
+@dataclass(frozen=True)
+class NvrtcInfo:
+    """The NVRTC that a compilation uses.
+
+    Attributes:
+        version: (major, minor).
+        build: full version, such as "12.9.86". Where only (major, minor) is known, the library's size stands in for the
+            rest, as "12.9+106244480".
+        library: path of the shared library, or None when it could not be told.
+    """
+
+    version: tuple[int, int]
+    build: str
+    library: str | None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and what ptxas said of it: registers of the hungriest entry; bytes of spills, of stack and of static
+    shared memory; `seconds` of wall clock, NVRTC's loading left out."""
+
+    cubin: bytes
+    log: str
+    seconds: float
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    smem_static: int
+
+
+@lru_cache(maxsize=1)
+def nvrtc_info() -> NvrtcInfo:
+    """The NVRTC that cuda.bindings loads or has loaded; found without loading it when it comes from a wheel.
+
+    Raises:
+        CompileError: there is none.
+    """
+    library = _mapped_library() or _wheel_library()
+    build = _build_of(library) if library else None
+    if build is None:
+        return _loaded_info()
+    return NvrtcInfo(_major_minor(build), build, library)
+
+
+def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str], *, name: str) -> Compiled:
+    """Compile one translation unit. Thread-safe; NVRTC leaves the GIL to others meanwhile.
+
+    Args:
+        source: CUDA C++.
+        headers: name -> text of everything `source` includes as `<name>`.
+        options: NVRTC options. Must hold a real -arch=sm_* and --ptxas-options=-v, without which spills stay unseen.
+        name: what messages and kept files call the kernel; does not reach the cubin.
+
+    Raises:
+        CompileError: NVRTC is missing or is not the one `nvrtc_info()` reported, refused the source, or built a kernel
+            that spills, serialises its wgmma or ignores setmaxnreg. The source is kept and the message says where.
+    """
+    nvrtc = _load()
+    _check_is_reported(nvrtc)
+    names = sorted(headers)
+    # NVRTC 12.9 brought a cache of its own, whose hits leave the log empty.
+    extra = ("--no-cache",) if nvrtc_info().version >= (12, 9) else ()
+    flags = [option.encode() for option in (*options, *extra)]
+    started = time.perf_counter()
+    code, program = nvrtc.nvrtcCreateProgram(
+        source.encode(), _PROGRAM_NAME, len(names), [headers[n].encode() for n in names], [n.encode() for n in names]
+    )
+    _check(nvrtc, code, "nvrtcCreateProgram")
+    try:
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        log = _read(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+        if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise _failure(f"NVRTC refused kernel {name} ({_text(nvrtc, code)})", log, name, source)
+        cubin = _read(nvrtc, program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    seconds = time.perf_counter() - started
+    if not cubin:
+        raise _failure(f"NVRTC built no cubin for kernel {name}: options need a real -arch=sm_*", log, name, source)
+    frames = [tuple(map(int, found)) for found in _FUNCTION.findall(log)]
+    used = _USED.findall(log)
+    if not frames or not used:
+        raise _failure(f"ptxas reported nothing on kernel {name}: options need --ptxas-options=-v", log, name, source)
+    spill_bytes = sum(stores + loads for _, stores, loads in frames)
+    problems = [f"{code}, {meaning}" for code, meaning in _FATAL_WARNINGS.items() if re.search(rf"\b{code}\b", log)]
+    if spill_bytes:
+        problems.append(f"{spill_bytes} bytes of register spills")
+    if problems:
+        raise _failure(f"kernel {name} counts as a failed build: {'; '.join(problems)}", log, name, source)
+    return Compiled(
+        cubin=cubin,
+        log=log,
+        seconds=seconds,
+        registers=max(int(registers) for registers, _ in used),
+        spill_bytes=spill_bytes,
+        stack_bytes=sum(stack for stack, _, _ in frames),
+        smem_static=max(int(smem or 0) for _, smem in used),
+    )
+
+
+def _load() -> Any:
+    """cuda.bindings.nvrtc with its library loaded."""
+    try:
+        from cuda.bindings import nvrtc
+
+        with _load_lock:
+            # Loading happens at the first call; the lock keeps threads from racing through it.
+            _check(nvrtc, nvrtc.nvrtcVersion()[0], "nvrtcVersion")
+    except CompileError:
+        raise
+    except (ImportError, RuntimeError) as error:
+        # The bindings report a missing library as a RuntimeError of their own.
+        raise CompileError(f"NVRTC or cuda.bindings is missing: {_INSTALL} ({error})") from error
+    return nvrtc
+
+
+_load_lock = threading.Lock()
+
+
+def _check_is_reported(nvrtc: Any) -> None:
+    """Refuse to file a kernel under an NVRTC that did not compile it."""
+    info = nvrtc_info()
+    _, major, minor = nvrtc.nvrtcVersion()
+    mapped = _mapped_library()
+    moved = mapped and info.library and not os.path.samefile(mapped, info.library)
+    if (major, minor) != info.version or moved:
+        raise CompileError(
+            f"NVRTC {info.build} ({info.library}) was found, but NVRTC {major}.{minor} ({mapped}) was loaded: "
+            "two NVRTCs are installed; keep the wheel of one CUDA line"
+        )
+
+
+def _mapped_library() -> str | None:
+    """The libnvrtc this process has mapped, whoever loaded it: the bindings take that one before any other."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = set(re.findall(r"(/[^\n]*/libnvrtc\.so\.\d[^\n/]*)\n", maps))
+    return max(found, key=os.path.basename, default=None)
+
+
+def _wheel_library() -> str | None:
+    """The library that the bindings would find in a wheel: theirs is the order of the folders too."""
+    folders = list(site.getsitepackages())
+    if site.ENABLE_USER_SITE:
+        folders.insert(1 if sys.prefix != sys.base_prefix else 0, site.getusersitepackages())
+    for relative, _ in _WHEELS:
+        for folder in folders:
+            path = os.path.join(folder, relative)
+            if os.path.exists(path):
+                return path
+    return None
+
+
+def _build_of(library: str) -> str | None:
+    """Full version from the dist-info of the library's wheel or from a toolkit's file name; None if neither says."""
+    for relative, distribution in _WHEELS:
+        if library.endswith("/" + relative):
+            folder = library[: -len(relative)]
+            pattern = re.compile(rf"{distribution}-([^-]+)\.dist-info")
+            builds = [match[1] for match in map(pattern.fullmatch, os.listdir(folder)) if match]
+            # Two are left by a broken upgrade: then only the library itself knows.
+            if len(builds) == 1:
+                return builds[0]
+    match = re.search(r"libnvrtc\.so\.(\d+\.\d+\.\d+)$", os.path.realpath(library))
+    return match[1] if match else None
+
+
+def _loaded_info() -> NvrtcInfo:
+    """Load NVRTC and ask it; for toolkits, conda and broken installations."""
+    _, major, minor = _load().nvrtcVersion()
+    library = _mapped_library()
+    if library is None:
+        return NvrtcInfo((major, minor), f"{major}.{minor}", None)
+    build = _build_of(library)
+    if build is None or _major_minor(build) != (major, minor):
+        build = f"{major}.{minor}+{os.path.getsize(library)}"
+    return NvrtcInfo((major, minor), build, library)
+
+
+def _major_minor(build: str) -> tuple[int, int]:
+    major, minor = build.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _read(nvrtc: Any, program: Any, what: str) -> bytes:
+    """`what` ("ProgramLog" or "CUBIN") of a program; empty when there is none."""
+    code, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+    _check(nvrtc, code, f"nvrtcGet{what}Size")
+    data = bytes(size)
+    if size:
+        # The bindings fill the bytes object in place.
+        _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, data)[0], f"nvrtcGet{what}")
+    return data
+
+
+def _check(nvrtc: Any, code: Any, call: str) -> None:
+    if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise CompileError(f"{call} failed: {_text(nvrtc, code)}")
+
+
+def _text(nvrtc: Any, code: Any) -> str:
+    return nvrtc.nvrtcGetErrorString(code)[1].decode()
+
+
+def _failure(message: str, log: str, name: str, source: str) -> CompileError:
+    """A CompileError whose source is kept: in the dump folder if there is one, else in a temporary file."""
+    import tempfile
+
+    path: str | None = None
+    try:
+        folder = settings.dump_dir()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=f"jitgemm-{name}-", suffix=".cu", dir=folder)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(source)
+    except OSError as error:
+        kept = f"source could not be kept: {error}"
+    else:
+        kept = f"source kept in {path}"
+    return CompileError(f"{message}\n{kept}\nNVRTC's log:\n{log or '(empty)'}", log=log, source_path=path)

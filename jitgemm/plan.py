@@ -1,0 +1,189 @@
+"""From checked tensors to a launch. A plan is everything about a call that its shapes decide: kernel, grid, argument block, tensor maps.
+
+The hot path is one dictionary look-up and a few writes into the plan's argument block. A miss goes down the layers: choose, render, cache or
+compile, load. Knows nothing of what arguments are legal; `arguments.py` has checked them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from jitgemm import driver, settings
+from jitgemm.arguments import (
+    ALIGNMENT,
+    LHS_DTYPES,
+    REAL_TYPES,
+    SCALE_TYPE_NUMBERS,
+    PackedWeight,
+    byte_extent,
+    check_addresses,
+    lhs_scale_stride,
+)
+from jitgemm.cache import KernelCache
+from jitgemm.config import choose, grid_clusters, smem_bytes
+from jitgemm.device import device_from_properties
+from jitgemm.errors import CacheMissError, UnsupportedDeviceError
+from jitgemm.render import KERNEL_NAME
+from jitgemm.spec import DeviceSpec, KernelSpec, Problem
+
+_ARGUMENTS = struct.Struct("<5Q3I2iI")
+"""`Args` in include/jitgemm/types.cuh: records, channel_scale, lhs_scale, bias, lhs_scale_stride, m, n, k, channel_scale_type, bias_type."""
+
+_cache = KernelCache()
+_loaded: dict[tuple[KernelSpec, int], driver.LoadedKernel] = {}
+_load_lock = threading.Lock()
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=None)
+def device_of(index: int) -> DeviceSpec:
+    """The figures of a GPU of this machine."""
+    properties = torch.cuda.get_device_properties(index)
+    if (properties.major, properties.minor) != (9, 0):
+        raise UnsupportedDeviceError(
+            f"cuda:{index} is a {properties.name} of compute capability {properties.major}.{properties.minor}; jitgemm's kernels need 9.0 (Hopper)"
+        )
+    return device_from_properties(
+        properties.name,
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_multiprocessor,
+        properties.L2_cache_size,
+    )
+
+
+def loaded_kernel(spec: KernelSpec, device: int) -> driver.LoadedKernel:
+    """The kernel, ready to launch on the device: in memory, else from the cache, else compiled.
+
+    Raises:
+        CacheMissError: a CUDA graph is being captured, and loading would break the capture; or compiling is switched off.
+    """
+    kernel = _loaded.get((spec, device))
+    if kernel is not None:
+        return kernel
+    if torch.cuda.is_current_stream_capturing():
+        raise CacheMissError(
+            f"kernel {spec.label} is not loaded, and loading it now would break the CUDA graph being captured: call the GEMM once with these "
+            "shapes before the capture"
+        )
+    with _load_lock:
+        kernel = _loaded.get((spec, device))
+        if kernel is None:
+            entry, _ = _cache.get_or_compile(spec)
+            driver.check_nvrtc_against_driver(tuple(entry.metadata["nvrtc"]["version"]))
+            kernel = driver.load_kernel(
+                entry.cubin, KERNEL_NAME, device=device, smem_bytes=smem_bytes(spec), threads=spec.threads
+            )
+            _loaded[spec, device] = kernel
+    return kernel
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------------------------
+
+
+class Plan:
+    """A prepared call. Belongs to one thread; addresses are written in place before each launch."""
+
+    __slots__ = ("spec", "_device", "_block", "_words", "_launch", "_x_map", "_out_map", "_addresses", "_ends", "_out_end")
+
+    def __init__(
+        self, x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None,
+        spec: KernelSpec | None = None,
+    ):  # fmt: skip
+        device = x.get_device()
+        m, n, k = x.shape[0], weight.n, weight.k
+        figures = device_of(device)
+        if spec is None:
+            spec = choose(Problem(m, n, k, LHS_DTYPES[x.dtype], weight.format), figures)
+        if settings.debug():
+            spec = replace(spec, debug=True)
+        self.spec = spec
+        kernel = loaded_kernel(spec, device)
+
+        scale_type = SCALE_TYPE_NUMBERS[weight.format.scale_type]
+        bias_type = 0 if bias is None else REAL_TYPES[bias.dtype]
+        self._block = ctypes.create_string_buffer(_ARGUMENTS.size)
+        _ARGUMENTS.pack_into(self._block, 0, 0, 0, 0, 0, lhs_scale_stride(x_scale), m, n, k, scale_type, bias_type, 0)
+        self._words = (ctypes.c_uint64 * 4).from_buffer(self._block)
+
+        _, clusters = grid_clusters(spec, m, n, figures.num_sms)
+        self._launch = driver.Launch(kernel, clusters * spec.cluster_size, self._block)
+        # One row's stride is never walked, and torch may report any value for it.
+        x_bytes = x.stride(0) if m > 1 else k
+        out_bytes = 2 * (out.stride(0) if m > 1 else n)
+        lhs_rows = spec.block_m // (spec.multicast if spec.multicast_side == "lhs" else 1)
+        self._x_map = driver.TileMap(bf16=False, columns=k, rows=m, row_bytes=x_bytes, box=(128, lhs_rows))
+        self._out_map = driver.TileMap(bf16=True, columns=n, rows=m, row_bytes=out_bytes, box=(64, spec.block_m))
+        self._device = device
+        self._addresses: tuple[int, ...] = ()
+        self._out_end = byte_extent(out)
+        self._ends = tuple(
+            0 if tensor is None else byte_extent(tensor) for tensor in (x, x_scale, weight.blocks, weight.channel_scale, bias)
+        )
+
+    def launch(
+        self, x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None, dependent: bool
+    ) -> None:
+        """Runs on the tensors' device and its current stream.
+
+        Args:
+            x, x_scale, weight, out, bias: tensors of the shapes, strides, dtypes and device that the plan was made for.
+            dependent: nothing that may still be running writes the weight, so the kernel may start before its predecessor ends.
+
+        Raises:
+            ValueError: a tensor is misaligned, or out overlaps an input.
+        """
+        channel_scale = weight.channel_scale
+        addresses = (
+            x.data_ptr(),
+            x_scale.data_ptr(),
+            weight.blocks.data_ptr(),
+            0 if channel_scale is None else channel_scale.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+        )
+        if addresses != self._addresses:
+            if not self._plainly_legal(addresses):
+                check_addresses(x, x_scale, weight, out, bias)
+            self._write(addresses)
+        device = self._device
+        if torch._C._cuda_getDevice() == device:
+            driver.bind(device)
+            self._launch.run(torch._C._cuda_getCurrentRawStream(device), dependent)
+        else:
+            with torch.cuda.device(device):
+                driver.use_context(device)
+                self._launch.run(torch._C._cuda_getCurrentRawStream(device), dependent)
+
+    def _plainly_legal(self, addresses: tuple[int, ...]) -> bool:
+        """Aligned, and no input within the bytes that out spans; what fails this may still be legal."""
+        x, _, records, _, _, out = addresses
+        if (x | records | out) % ALIGNMENT:
+            return False
+        end = out + self._out_end
+        for start, extent in zip(addresses, self._ends):
+            if start < end and out < start + extent:
+                return False
+        return True
+
+    def _write(self, addresses: tuple[int, ...]) -> None:
+        x, lhs_scale, records, channel_scale, bias, out = addresses
+        before = self._addresses
+        if not before or x != before[0]:
+            self._launch.set_map(0, self._x_map.encode(x))
+        if not before or out != before[5]:
+            self._launch.set_map(1, self._out_map.encode(out))
+        words = self._words
+        words[0] = records
+        words[1] = channel_scale
+        words[2] = lhs_scale
+        words[3] = bias
+        self._addresses = addresses

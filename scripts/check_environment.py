@@ -1,0 +1,37 @@
+"""Exit 0 if this Python can run jitgemm, and its tests with --tests; else say what is missing on stderr and exit 1.
+
+Imports what is used instead of comparing lists of packages: a system's Python counts when it works, however it was set up.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+REQUIRED = ["torch", "numpy", "filelock", "rich", "typer", "cuda.bindings.driver", "cuda.bindings.nvrtc"]
+TESTS = ["pytest", "hypothesis"]
+
+
+def main() -> int:
+    if sys.version_info < (3, 10):
+        print(f"Python {sys.version.split()[0]} is older than 3.10", file=sys.stderr)
+        return 1
+    for name in REQUIRED + (TESTS if "--tests" in sys.argv[1:] else []):
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            print(f"{sys.executable}: cannot import {name}: {error}", file=sys.stderr)
+            return 1
+    try:
+        from jitgemm.nvrtc import nvrtc_info
+
+        nvrtc_info()
+    except Exception as error:
+        print(f"{sys.executable}: NVRTC: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The main job of scripts/quickstart.sh: the gate and up projection of a Llama-3-8B, 4-bit weights on 8-bit activations.
+
+With a Hopper GPU the GEMM runs there, is checked against the exact reference and timed. Without one, the kernels of all the
+model's layers are compiled and listed, and the GEMM runs through the reference.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+import jitgemm
+from jitgemm.reference import gemm_w4a8_reference, gemm_w4a8_terms
+
+MODEL = ROOT / "scripts" / "data" / "llama-3-8b.json"
+N, K, GROUP = 28672, 4096, 128
+
+
+def make_weight(device: str) -> jitgemm.W4Weight:
+    """A random weight, rounded to 4 bits with a bf16 scale per group of 128."""
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.randn(N, K // GROUP, GROUP, generator=generator, device=device) * K**-0.5
+    scale = (weight.abs().amax(-1) / 7).to(torch.bfloat16)
+    q = (weight / scale.float().unsqueeze(-1)).round_().clamp_(-8, 7).to(torch.int8)
+    return jitgemm.pack_w4(q.view(N, K), scale, group_size=GROUP)
+
+
+def make_lhs(m: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random activations, quantised with one scale per token: x [m, K] and its scale fp32 [m]."""
+    x = torch.randn(m, K, generator=torch.Generator(device).manual_seed(m), device=device)
+    largest = 127.0 if dtype == torch.int8 else 448.0
+    scale = x.abs().amax(-1) / largest
+    x = x / scale.unsqueeze(-1)
+    return (x.round_() if dtype == torch.int8 else x).to(dtype), scale
+
+
+def error_over_bound(out: torch.Tensor, lhs: tuple, rhs: jitgemm.W4Weight) -> float:
+    """The largest error as a part of what is allowed; at most 1 is right.
+
+    Allowed: half a bf16 unit, 2^-8 |ref|, and what the tensor cores' fp32 sums lose (int8: 2^-20 of the groups' sums, e4m3:
+    2^-10 of all terms).
+    """
+    ref, terms = gemm_w4a8_terms(lhs, rhs)
+    bound = 2.0**-8 * ref.abs() + (2.0**-20 if lhs[0].dtype == torch.int8 else 2.0**-10) * terms
+    return float(((out.double() - ref).abs() / bound).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+
+
+def microseconds(run, calls: int = 20, rounds: int = 5) -> float:
+    """Time of one call on the GPU: `calls` of them back to back in a CUDA graph, the best of `rounds`."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    times = []
+    for _ in range(rounds + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return min(times[1:])
+
+
+def on_gpu() -> int:
+    name = torch.cuda.get_device_name()
+    print(f"{name}: out[m, {N}] = lhs[m, {K}] · rhs[{N}, {K}]ᵀ, 4-bit weights, a bf16 scale per {GROUP}")
+    rhs = make_weight("cuda")
+    print(f"{'lhs':>6} {'m':>6} {'first call':>12} {'time':>12} {'':>16}  error / bound")
+    right = True
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        for m in (1, 16, 64, 512, 4096):
+            lhs = make_lhs(m, dtype, "cuda")
+            out = torch.full((m, N), torch.nan, dtype=torch.bfloat16, device="cuda")
+            begin = time.perf_counter()
+            jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+            torch.cuda.synchronize()
+            first = (time.perf_counter() - begin) * 1e3
+            ratio = error_over_bound(out, lhs, rhs)
+            us = microseconds(lambda: jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out))
+            rate = f"{2 * m * N * K / us / 1e6:.0f} TFLOP/s" if m > 256 else f"{rhs.nbytes / us / 1e3:.0f} GB/s"
+            print(f"{'fp8' if dtype != torch.int8 else 'int8':>6} {m:>6} {first:>9.1f} ms {us:>9.1f} us {rate:>16}"
+                  f"  {ratio:.3f} {'ok' if ratio <= 1 else 'WRONG'}")
+            right &= ratio <= 1
+    print("The first call compiles the kernel unless the cache has it (`jitgemm warmup` fills it ahead of time).")
+    return 0 if right else 1
+
+
+def without_gpu() -> int:
+    from jitgemm.cli import main as jitgemm_command
+
+    def run(*argv: str) -> None:
+        print(f"\n$ jitgemm {' '.join(argv)}", flush=True)
+        try:
+            jitgemm_command(argv)
+        except SystemExit as done:
+            if done.code:
+                raise
+
+    print("No Hopper GPU here: compiling the kernels of Llama-3-8B for an H200 instead.")
+    run("warmup", "--model", str(MODEL.relative_to(Path.cwd()) if MODEL.is_relative_to(Path.cwd()) else MODEL),
+        "--device", "h200")
+    run("cache", "ls")
+
+    m = 16
+    print(f"\nThe same GEMM through the exact reference: out[{m}, {N}] = lhs[{m}, {K}] · rhs[{N}, {K}]ᵀ")
+    rhs = make_weight("cpu")
+    lhs = make_lhs(m, torch.float8_e4m3fn, "cpu")
+    out = torch.empty(m, N, dtype=torch.bfloat16)
+    begin = time.perf_counter()
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)  # CPU tensors run the reference
+    seconds = time.perf_counter() - begin
+    same = torch.equal(out, gemm_w4a8_reference(lhs, rhs))
+    plain = (lhs[0].float() * lhs[1].unsqueeze(-1)) @ rhs.dequantize().T
+    error = float((out.double() - plain.double()).norm() / plain.double().norm())
+    print(f"{seconds:.2f} s; relative RMS difference from a plain fp32 matmul {error:.1e} (bf16 rounding is about 1.7e-3)")
+    return 0 if same and error < 2.5e-3 else 1
+
+
+def main() -> int:
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return on_gpu() if hopper else without_gpu()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

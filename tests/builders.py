@@ -1,0 +1,150 @@
+"""Random problems by seed, for CPU and GPU tests alike.
+
+Everything is drawn on the CPU and then moved, so that a seed means the same problem on every machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from jitgemm.spec import GROUP_SIZES, SCALE_BYTES, ceil_div
+from jitgemm.weight import SCALE_DTYPES, W4Weight, pack_w4
+
+PER_CHANNEL = 0
+"""As a group size: one scale per row, whatever k is."""
+
+ALL_FORMATS = tuple(itertools.product((*GROUP_SIZES, PER_CHANNEL), (False, True), SCALE_BYTES))
+"""(group_size, zero_point, scale_type) of every weight format."""
+
+LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
+LHS_MEANS = ("zero", "positive")
+SCALE_KINDS = ("plain", "negative", "tiny", "huge", "mixed")
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class WeightParts:
+    """What `pack_w4` is given; `packed` is what it makes of it."""
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    group_size: int
+
+    @property
+    def packed(self) -> W4Weight:
+        return pack_w4(self.q, self.scale, self.zero, group_size=self.group_size, k=self.q.shape[1])
+
+    def dequantize_fp64(self) -> torch.Tensor:
+        """The definition, element by element: (q - zero) * scale in fp64 [n, k]."""
+        group = torch.arange(self.q.shape[1], device=self.q.device) // self.group_size
+        d = self.q.double()
+        if self.zero is not None:
+            d = d - self.zero.double()[:, group]
+        return d * self.scale.double()[:, group]
+
+
+def weight_parts(
+    seed: int,
+    n: int,
+    k: int,
+    group_size: int = 128,
+    *,
+    zero_point: bool = False,
+    scale_type: str = "bf16",
+    scales: str = "plain",
+    max_zero: int = 15,
+    device: str = "cpu",
+) -> WeightParts:
+    """A random weight [n, k] with all sixteen codes and zero points 0..max_zero.
+
+    Args:
+        scales: "plain" near 0.01, "negative" of both signs, "tiny" and "huge" near the ends of the scale type (but far
+            enough for a result to stay finite), "mixed" all of them.
+    """
+    g = generator(seed)
+    group_size = group_size or k
+    groups = ceil_div(k, group_size)
+    if zero_point:
+        q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
+        zero = torch.randint(0, max_zero + 1, (n, groups), generator=g, dtype=torch.uint8)
+    else:
+        q = torch.randint(-8, 8, (n, k), generator=g, dtype=torch.int8)
+        zero = None
+    scale = (0.5 + torch.rand((n, groups), generator=g)) * 0.01
+    sign = torch.randint(0, 2, (n, groups), generator=g) * 2.0 - 1
+    small, big = (1e-6, 1e2) if scale_type == "fp16" else (1e-20, 1e20)
+    size = {"tiny": small, "huge": big}.get(scales, 1.0)
+    if scales == "mixed":
+        size = torch.tensor([1.0, small, big])[torch.randint(0, 3, (n, groups), generator=g)]
+    if scales in ("negative", "mixed"):
+        scale = scale * sign
+    scale = (scale * size).to(SCALE_DTYPES[scale_type])
+    return WeightParts(q.to(device), scale.to(device), None if zero is None else zero.to(device), group_size)
+
+
+def lhs(
+    seed: int,
+    m: int,
+    k: int,
+    dtype: str = "e4m3",
+    *,
+    mean: str = "zero",
+    outliers: bool = True,
+    per_token: bool = True,
+    device: str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations quantised as a serving engine does: (x [m, k], x_scale [m, 1] or one element).
+
+    Args:
+        mean: "zero", or "positive": as after an activation function, mean well above the deviation's half.
+        outliers: a few columns fifty times as big, as language models have.
+    """
+    g = generator(seed)
+    x = torch.randn((m, k), generator=g)
+    if mean == "positive":
+        x = x.abs() + 0.5
+    if outliers:
+        columns = torch.randperm(k, generator=g)[: max(1, k // 512)]
+        x[:, columns] *= 50
+    largest = 448.0 if dtype == "e4m3" else 127.0
+    amax = x.abs().amax(dim=1, keepdim=True) if per_token else x.abs().max().reshape(1) if m else torch.ones(1)
+    x_scale = (amax / largest).clamp(min=1e-12)
+    x = (x / x_scale).clamp(-largest, largest)
+    x = x.to(LHS_DTYPES[dtype]) if dtype == "e4m3" else x.round().to(torch.int8)
+    return x.to(device), x_scale.to(device)
+
+
+def bias(seed: int, n: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(n, generator=generator(seed)).to(dtype).to(device)
+
+
+def all_codes_all_zeros(n: int = 128, group_size: int = 32, k: int = 544) -> WeightParts:
+    """A zero-point weight in which every code meets every zero point 0..16, in every row."""
+    if k < 17 * group_size or group_size < 16:
+        raise ValueError("k must hold 17 groups of at least 16")
+    groups = ceil_div(k, group_size)
+    row, column = torch.arange(n)[:, None], torch.arange(k)[None, :]
+    q = ((row + column) % 16).to(torch.uint8)
+    zero = ((row + torch.arange(groups)[None, :]) % 17).to(torch.uint8)
+    scale = torch.full((n, groups), 2.0**-4, dtype=torch.bfloat16)
+    return WeightParts(q, scale, zero, group_size)
+
+
+def canonical(q: torch.Tensor) -> torch.Tensor:
+    """One value each [n, k] -> canonical uint8 [n, k / 2], even k in the low nibble."""
+    nibbles = q.to(torch.int16) & 0xF
+    return (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).to(torch.uint8)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same bits: NaNs equal themselves, -0.0 is not 0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

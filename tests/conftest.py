@@ -1,0 +1,33 @@
+"""What all tests share: tests marked `gpu` are skipped, with the reason, where there is no Hopper GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+
+@functools.cache
+def no_gpu_reason() -> str | None:
+    """Why tests marked `gpu` cannot run here, or None when they can."""
+    try:
+        import torch
+    except ImportError:
+        return "needs a Hopper GPU: torch is not installed"
+    if not torch.cuda.is_available():
+        return "needs a Hopper GPU: torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        name = torch.cuda.get_device_name()
+        return f"needs a Hopper GPU (compute capability 9.0): found {name}, {capability[0]}.{capability[1]}"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any("gpu" in item.keywords for item in items):
+        return
+    reason = no_gpu_reason()
+    if reason is not None:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))

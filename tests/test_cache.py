@@ -1,0 +1,599 @@
+"""The kernel cache, with real compilations, files and processes: what is found again, and what no disk can break."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_kernel import HEADERS, OPTIONS, tiny_kernel
+
+from jitgemm.cache import STALE_AFTER_S, KernelCache, cache_key
+from jitgemm.errors import CacheMissError, CompileError, JitGemmError
+from jitgemm.nvrtc import NvrtcInfo, nvrtc_info
+from jitgemm.spec import KernelSpec
+
+pytestmark = pytest.mark.nvrtc
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+INFO = NvrtcInfo((12, 9), "12.9.86", "/somewhere/libnvrtc.so.12")
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in ("JITGEMM_CACHE_DIR", "JITGEMM_JIT", "JITGEMM_DUMP_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "cache"
+
+
+def child(script: str, root: Path, **variables: str) -> subprocess.Popen:
+    """A process that runs `script` with `cache`, `request` and `root` ready."""
+    prelude = f"""
+import hashlib, os, resource, signal, sys, threading, time, warnings
+from pathlib import Path
+from tiny_kernel import tiny_kernel
+from jitgemm.cache import KernelCache, cache_key
+root = Path({str(root)!r})
+cache, request = KernelCache([root]), tiny_kernel()
+"""
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    return subprocess.Popen(
+        [sys.executable, "-c", prelude + script],
+        env={**os.environ, "PYTHONPATH": paths, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def output(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out
+
+
+def key_of(request) -> str:
+    return cache_key(request.source, request.headers, request.options, nvrtc_info())
+
+
+def filled(root: Path, salts=(0,)) -> list:
+    """Entries of kernels compiled into `root`."""
+    cache = KernelCache([root])
+    return [cache.get_or_compile_source(tiny_kernel(salt))[0] for salt in salts]
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+# What is found again
+
+
+def test_a_kernel_is_compiled_once_and_found_by_another_process(root):
+    entry, compiled = KernelCache([root]).get_or_compile_source(tiny_kernel())
+    assert compiled and entry.cubin.startswith(b"\x7fELF") and entry.path == root / f"{entry.key}.jgk"
+    said = output(child("entry, compiled = cache.get_or_compile_source(request); print(entry.key, compiled)", root))
+    assert said.split() == [entry.key, "False"]
+    again = KernelCache([root]).lookup(entry.key)
+    assert (again.cubin, again.metadata) == (entry.cubin, entry.metadata)
+
+
+def test_a_found_kernel_needs_no_nvrtc_loaded(root):
+    filled(root)
+    script = "cache.get_or_compile_source(request); print('libnvrtc' in open('/proc/self/maps').read())"
+    said = output(child(script, root))
+    if "site-packages" not in nvrtc_info().library:
+        pytest.skip("NVRTC comes from no wheel: only the library itself knows its version")
+    assert said.strip() == "False"
+
+
+def test_the_entry_describes_itself(root):
+    request = tiny_kernel()
+    (entry,) = filled(root)
+    known = entry.metadata
+    assert known["key"] == entry.key and known["label"] == request.label and known["spec"] == request.spec
+    assert known["source"] == request.source and known["options"] == list(OPTIONS) and known["arch"] == "sm_90a"
+    assert known["nvrtc"]["build"] == nvrtc_info().build and "ptxas info" in known["log"]
+    assert known["registers"] > 0 and known["spill_bytes"] == 0 and known["cubin_bytes"] == len(entry.cubin)
+    assert abs(time.time() - known["created"]) < 600
+
+
+def test_files_are_for_their_owner_only_and_nothing_else_is_left(root):
+    (entry,) = filled(root)
+    assert entry.path.stat().st_mode & 0o777 == 0o600
+    assert names(root) == [entry.path.name]
+
+
+def test_a_kernel_spec_is_rendered_keyed_and_compiled(root):
+    render = pytest.importorskip("jitgemm.render")
+    spec = KernelSpec("e4m3", 128, False, "bf16", block_m=16, block_n=64, stages=4)
+    cache = KernelCache([root])
+    entry, compiled = cache.get_or_compile(spec)
+    assert compiled and entry.metadata["spec"] == spec.to_dict() and entry.metadata["source"] == render.render(spec)
+    assert cache.get_or_compile(spec)[1] is False
+
+
+# The key
+
+
+def test_every_field_changes_the_key():
+    fields = {"source": "s", "headers": {"a": "1", "b": "2"}, "options": ("-x", "-y"), "nvrtc": INFO}
+    others = [
+        {"source": "t"},
+        {"headers": {"a": "1", "b": "3"}},
+        {"headers": {"a": "1", "c": "2"}},
+        {"headers": {"a": "1"}},
+        {"headers": {"a": "2", "b": "1"}},
+        {"options": ("-x",)},
+        {"options": ("-y", "-x")},
+        {"options": ("-x-y",)},
+        {"options": ("-x", "-y", "")},
+        {"nvrtc": replace(INFO, version=(12, 8))},
+        {"nvrtc": replace(INFO, build="12.9.87")},
+    ]
+    keys = [cache_key(**fields), *(cache_key(**{**fields, **other}) for other in others)]
+    assert len(set(keys)) == len(keys)
+
+
+def test_moving_text_between_fields_changes_the_key():
+    keys = {
+        cache_key("ab", {"c": "d"}, (), INFO),
+        cache_key("a", {"bc": "d"}, (), INFO),
+        cache_key("a", {"b": "cd"}, (), INFO),
+        cache_key("ab", {}, ("c", "d"), INFO),
+    }
+    assert len(keys) == 4
+
+
+def test_the_order_of_headers_and_the_place_of_the_library_do_not_change_the_key():
+    one = cache_key("s", {"a": "1", "b": "2"}, (), INFO)
+    assert one == cache_key("s", {"b": "2", "a": "1"}, (), replace(INFO, library="/elsewhere/libnvrtc.so.12"))
+
+
+def test_a_new_schema_changes_the_key(monkeypatch):
+    before = cache_key("s", {}, (), INFO)
+    monkeypatch.setattr("jitgemm.cache.SCHEMA", 999)
+    assert cache_key("s", {}, (), INFO) != before
+
+
+def test_two_checkouts_give_the_same_key(tmp_path):
+    pytest.importorskip("jitgemm.render")
+    script = """
+from jitgemm.cache import cache_key, kernel_source
+from jitgemm.nvrtc import nvrtc_info
+from jitgemm.spec import KernelSpec
+kernel = kernel_source(KernelSpec("s8", 64, True, "fp16", block_m=32, block_n=128, stages=3))
+print(cache_key(kernel.source, kernel.headers, kernel.options, nvrtc_info()))
+"""
+    keys = set()
+    for name in ("one", "a longer name/two"):
+        checkout = tmp_path / name
+        for part in ("jitgemm", "include"):
+            shutil.copytree(REPOSITORY / part, checkout / part, ignore=shutil.ignore_patterns("__pycache__"))
+        environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=checkout, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        keys.add(done.stdout)
+    assert len(keys) == 1
+
+
+# Many at once
+
+
+def test_eight_processes_on_one_cold_key_compile_once(root, tmp_path):
+    script = f"""
+(Path({str(tmp_path)!r}) / f"ready-{{os.getpid()}}").touch()
+while not Path({str(tmp_path / "go")!r}).exists(): time.sleep(0.005)
+entry, compiled = cache.get_or_compile_source(request)
+print(compiled, entry.key, hashlib.sha256(entry.cubin).hexdigest())
+"""
+    processes = [child(script, root) for _ in range(8)]
+    deadline = time.time() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 8 and time.time() < deadline:
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    said = [output(process).split() for process in processes]
+    assert sorted(compiled for compiled, *_ in said) == ["False"] * 7 + ["True"]
+    assert len({(key, digest) for _, key, digest in said}) == 1
+    assert names(root) == [f"{said[0][1]}.jgk"]
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_threads_on_one_key_compile_once(root, tmp_path, writable):
+    (tmp_path / "file").write_text("")
+    cache = KernelCache([root if writable else tmp_path / "file" / "cache"])
+    with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:
+        warnings.simplefilter("ignore")
+        results = list(pool.map(lambda _: cache.get_or_compile_source(tiny_kernel()), range(8)))
+    assert sum(compiled for _, compiled in results) == 1
+    assert len({entry.cubin for entry, _ in results}) == 1
+
+
+# Bad entries
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def lengthen(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(b"\0")
+
+
+def replace_by_text(path: Path) -> None:
+    path.write_text("#!/bin/sh\necho not a kernel\n")
+
+
+def replace_by_another_kernel(path: Path) -> None:
+    other, _ = KernelCache([path.parent / "other"]).get_or_compile_source(tiny_kernel(1))
+    shutil.copy(other.path, path)
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, lengthen, replace_by_text, replace_by_another_kernel])
+def test_a_bad_entry_is_set_aside_and_compiled_anew(root, damage):
+    (entry,) = filled(root)
+    damage(entry.path)
+    bad = entry.path.read_bytes()
+    cache = KernelCache([root])
+    with pytest.warns(UserWarning, match="set aside"):
+        assert cache.lookup(entry.key) is None
+    assert entry.path.with_suffix(".jgk.bad").read_bytes() == bad and not entry.path.exists()
+    again, compiled = cache.get_or_compile_source(tiny_kernel())
+    assert compiled and again.cubin == entry.cubin
+    assert KernelCache([root]).lookup(entry.key).cubin == entry.cubin
+
+
+def test_no_flipped_bit_goes_unnoticed(root):
+    (entry,) = filled(root)
+    good = entry.path.read_bytes()
+    cache = KernelCache([root])
+    spots = {*range(0, 60), *range(60, len(good), 97), len(good) - 1}
+    for spot in spots:
+        flipped = bytearray(good)
+        flipped[spot] ^= 1 << spot % 8
+        entry.path.write_bytes(flipped)
+        with pytest.warns(UserWarning, match="set aside"):
+            assert cache.lookup(entry.key) is None, f"byte {spot}"
+    entry.path.write_bytes(good)
+    assert cache.lookup(entry.key).cubin == entry.cubin
+
+
+def test_a_folder_in_an_entrys_place_is_no_entry(root):
+    (root / f"{key_of(tiny_kernel())}.jgk").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="cannot be written"):
+        entry, compiled = KernelCache([root]).get_or_compile_source(tiny_kernel())
+    assert compiled and entry.path is None
+
+
+def test_a_writer_killed_half_way_leaves_no_entry(root):
+    # The kernel kills the process by SIGXFSZ in the middle of its write, with lock and temporary file in place.
+    script = """
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+cache.get_or_compile_source(request)
+"""
+    process = child(script, root)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGXFSZ
+    (half,) = root.glob("*.tmp")
+    assert half.stat().st_size == 1000 and not list(root.glob("*.jgk"))
+    started = time.perf_counter()
+    entry, compiled = KernelCache([root]).get_or_compile_source(tiny_kernel())
+    assert compiled and time.perf_counter() - started < 5
+    assert KernelCache([root]).lookup(entry.key).cubin == entry.cubin
+    os.utime(half, (0, time.time() - STALE_AFTER_S - 1))
+    filled(root, [1])
+    assert not half.exists()
+
+
+# Locks
+
+
+def test_a_lock_left_behind_by_a_killed_process_is_taken_over(root):
+    key = key_of(tiny_kernel())
+    script = f"""
+import filelock
+root.mkdir()
+lock = filelock.FileLock(root / "{key}.lock")
+lock.acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+    holder = child(script, root)
+    assert holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.communicate()
+    assert names(root) == [f"{key}.lock"]
+    started = time.perf_counter()
+    entry, compiled = KernelCache([root], lock_timeout_s=60).get_or_compile_source(tiny_kernel())
+    assert compiled and time.perf_counter() - started < 30
+    assert names(root) == [entry.path.name]
+
+
+def test_a_lock_that_nobody_gives_back_costs_its_timeout_and_no_more(root):
+    import filelock
+
+    root.mkdir()
+    with filelock.FileLock(root / f"{key_of(tiny_kernel())}.lock"):
+        entry, compiled = KernelCache([root], lock_timeout_s=0.2).get_or_compile_source(tiny_kernel())
+    assert compiled and entry.path.exists()
+
+
+# Folders that cannot be written
+
+
+@contextmanager
+def tmpfs(folder: Path, options: str):
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"may not mount a tmpfs here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Write into `folder` until its disk is full."""
+    with open(folder / "filler", "wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC, error
+
+
+@pytest.fixture(params=["below a file", "no write permission", "read-only mount", "full"])
+def unwritable(request, tmp_path):
+    """A cache folder that cannot take an entry, each for another reason."""
+    if request.param == "below a file":
+        (tmp_path / "file").write_text("")
+        yield tmp_path / "file" / "cache"
+    elif request.param == "no write permission":
+        if os.geteuid() == 0:
+            pytest.skip("root may write everywhere")
+        (tmp_path / "closed").mkdir(mode=0o555)
+        yield tmp_path / "closed"
+    elif request.param == "read-only mount":
+        with tmpfs(tmp_path / "mount", "ro") as folder:
+            yield folder
+    else:
+        with tmpfs(tmp_path / "mount", "size=64k") as folder:
+            fill(folder)
+            yield folder
+
+
+def test_an_unwritable_folder_warns_once_and_compiles(unwritable):
+    cache = KernelCache([unwritable])
+    with pytest.warns(UserWarning, match="cannot be written") as caught:
+        results = [cache.get_or_compile_source(tiny_kernel(salt)) for salt in (0, 1, 0)]
+    assert [compiled for _, compiled in results] == [True, True, False]
+    assert all(entry.cubin.startswith(b"\x7fELF") and entry.path is None for entry, _ in results)
+    assert len([one for one in caught if "cannot be written" in str(one.message)]) == 1
+    if unwritable.is_dir():
+        assert not [name for name in names(unwritable) if name != "filler"]
+
+
+def test_a_write_that_fails_half_way_leaves_nothing(root):
+    # A file size limit stands in for a full disk where none can be mounted: the write itself fails, after 1000 bytes.
+    script = """
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    entry, compiled = cache.get_or_compile_source(request)
+print(compiled, entry.path, len(entry.cubin) > 1000, ["cannot be written" in str(w.message) for w in caught])
+print(os.listdir(root))
+"""
+    assert output(child(script, root)).splitlines() == ["True None True [True]", "[]"]
+
+
+def test_a_read_only_folder_still_serves_what_it_holds(tmp_path):
+    (entry,) = filled(tmp_path / "first")
+    with tmpfs(tmp_path / "mount", "size=1m") as folder:
+        shutil.copy(entry.path, folder)
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        found, compiled = KernelCache([folder]).get_or_compile_source(tiny_kernel())
+    assert not compiled and found.cubin == entry.cubin
+
+
+# Several folders
+
+
+def test_all_roots_are_read_and_the_first_writable_one_is_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    closed, mine, shared = tmp_path / "file" / "cache", tmp_path / "mine", tmp_path / "shared"
+    (theirs,) = filled(shared, [0])
+    cache = KernelCache([closed, mine, shared])
+    found, compiled = cache.get_or_compile_source(tiny_kernel(0))
+    assert not compiled and found.path == theirs.path and not mine.exists()
+    made, compiled = cache.get_or_compile_source(tiny_kernel(1))
+    assert compiled and made.path.parent == mine
+    assert {info.root for info in cache.entries()} == {mine, shared}
+
+
+def test_a_bad_entry_in_one_root_does_not_hide_a_good_one_in_the_next(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    (good,) = filled(second)
+    first.mkdir()
+    (first / good.path.name).write_bytes(b"")
+    with pytest.warns(UserWarning, match="set aside"):
+        assert KernelCache([first, second]).lookup(good.key).path == good.path
+
+
+def test_without_roots_of_its_own_the_cache_follows_the_environment(monkeypatch, tmp_path):
+    cache = KernelCache()
+    for name in ("one", "two"):
+        monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / name))
+        entry, compiled = cache.get_or_compile_source(tiny_kernel())
+        assert compiled and entry.path.parent == tmp_path / name
+
+
+# When compiling is not wanted
+
+
+def test_jit_off_turns_a_miss_into_an_error_that_names_the_command(monkeypatch, root):
+    spec = KernelSpec("s8", 128, True, "bf16", block_m=16, block_n=64, stages=4)
+    missing = replace(tiny_kernel(), label=spec.label, spec=spec.to_dict())
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    with pytest.raises(CacheMissError) as caught:
+        KernelCache([root]).get_or_compile_source(missing)
+    said = str(caught.value)
+    assert spec.label in said and "JITGEMM_JIT=off" in said and str(root) in said
+    assert "jitgemm warmup --shape N,K --lhs int8 --group-size 128 --zero-point" in said
+    assert not root.exists()
+
+
+def test_jit_off_uses_what_is_there(monkeypatch, root):
+    filled(root)
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    assert KernelCache([root]).get_or_compile_source(tiny_kernel())[1] is False
+
+
+def test_a_caller_can_forbid_compiling(root):
+    with pytest.raises(CacheMissError, match="graph.*jitgemm warmup"):
+        KernelCache([root]).get_or_compile_source(tiny_kernel(), allow_compile=False)
+    filled(root)
+    assert KernelCache([root]).get_or_compile_source(tiny_kernel(), allow_compile=False)[1] is False
+
+
+def test_jit_warn_compiles_and_says_so(monkeypatch, root):
+    monkeypatch.setenv("JITGEMM_JIT", "warn")
+    with pytest.warns(UserWarning, match="compiling kernel tiny-0"):
+        assert KernelCache([root]).get_or_compile_source(tiny_kernel())[1] is True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert KernelCache([root]).get_or_compile_source(tiny_kernel())[1] is False
+
+
+def test_a_wrong_jit_mode_is_named(monkeypatch, root):
+    monkeypatch.setenv("JITGEMM_JIT", "perhaps")
+    with pytest.raises(ValueError, match="JITGEMM_JIT"):
+        KernelCache([root]).get_or_compile_source(tiny_kernel())
+
+
+def test_a_kernel_that_does_not_compile_leaves_nothing(monkeypatch, root, tmp_path):
+    monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path / "dump"))
+    with pytest.raises(CompileError, match="not_a_name"):
+        KernelCache([root]).get_or_compile_source(replace(tiny_kernel(), source="int x = not_a_name;"))
+    assert names(root) == []
+
+
+def test_the_dump_folder_receives_source_log_and_cubin(monkeypatch, root, tmp_path):
+    monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path / "dump"))
+    (entry,) = filled(root)
+    stem = tmp_path / "dump" / f"tiny-0-{entry.key[:12]}"
+    assert stem.with_suffix(".cu").read_text() == tiny_kernel().source
+    assert stem.with_suffix(".cubin").read_bytes() == entry.cubin
+    assert stem.with_suffix(".log").read_text() == entry.metadata["log"]
+
+
+# Inspection and maintenance
+
+
+def test_entries_tell_what_the_metadata_tells(root):
+    first, second = filled(root, [0, 1])
+    infos = {info.key: info for info in KernelCache([root]).entries()}
+    info = infos[first.key]
+    assert set(infos) == {first.key, second.key} and info.ok
+    assert (info.label, info.spec, info.root, info.path) == ("tiny-0", {"salt": 0}, root, first.path)
+    assert info.size == first.path.stat().st_size and info.registers == first.metadata["registers"]
+    assert info.nvrtc == nvrtc_info().build and info.created == first.metadata["created"]
+
+
+def test_a_look_up_renews_the_last_use(root):
+    (entry,) = filled(root)
+    os.utime(entry.path, (1e9, 1e9))
+    cache = KernelCache([root])
+    cache.read(entry.key)
+    cache.verify()
+    assert next(cache.entries()).last_used == 1e9
+    cache.lookup(entry.key)
+    assert time.time() - next(cache.entries()).last_used < 600
+
+
+def test_read_takes_a_prefix_and_names_what_is_unknown_or_ambiguous(root):
+    first, second = filled(root, [0, 1])
+    cache = KernelCache([root])
+    assert cache.read(first.key[:16]).cubin == first.cubin
+    with pytest.raises(JitGemmError, match="no kernel in the cache has a key that starts with 'zz'"):
+        cache.read("zz")
+    with pytest.raises(JitGemmError, match=f"2 kernels have a key .*({first.key[:16]}|{second.key[:16]})"):
+        cache.read("")
+    truncate(first.path)
+    with pytest.raises(JitGemmError, match="bytes long"):
+        cache.read(first.key)
+
+
+def test_verify_finds_the_flipped_bit_and_changes_nothing(root):
+    good, bad = filled(root, [0, 1])
+    data = bytearray(bad.path.read_bytes())
+    data[-1] ^= 1
+    bad.path.write_bytes(data)
+    found = {info.key: problem for info, problem in KernelCache([root]).verify()}
+    assert found == {good.key: None, bad.key: "checksum mismatch"}
+    assert bad.path.read_bytes() == data
+
+
+def test_prune_by_age(root):
+    old, new = filled(root, [0, 1])
+    os.utime(old.path, (1e9, 1e9))
+    cache = KernelCache([root])
+    assert [info.key for info in cache.prune(older_than_s=86400, dry_run=True)] == [old.key] and old.path.exists()
+    assert [info.key for info in cache.prune(older_than_s=86400)] == [old.key]
+    assert names(root) == [new.path.name]
+
+
+def test_prune_by_size_removes_the_least_recently_used_first(root):
+    made = filled(root, range(3))
+    for age, entry in enumerate(made):
+        os.utime(entry.path, (2e9 - age, 2e9 - age))
+    room = made[0].path.stat().st_size + made[1].path.stat().st_size
+    assert [info.key for info in KernelCache([root]).prune(max_bytes=room)] == [made[2].key]
+    assert names(root) == sorted([made[0].path.name, made[1].path.name])
+
+
+def test_prune_removes_what_is_bad_or_left_by_the_dead(root):
+    good, bad = filled(root, [0, 1])
+    empty(bad.path)
+    with pytest.warns(UserWarning, match="set aside"):
+        KernelCache([root]).lookup(bad.key)
+    dead, living, foreign = [f"{good.key}.x1_y.tmp", f"{bad.key}.lock"], f"{good.key}.lock", "poetry.lock"
+    for name in (*dead, living, foreign):
+        (root / name).touch()
+    for name in (*dead, foreign):
+        os.utime(root / name, (1e9, 1e9))
+    KernelCache([root]).prune()
+    assert names(root) == sorted([good.path.name, living, foreign])
+
+
+def test_clear_empties_the_writable_root_only_and_leaves_what_is_not_its_own(tmp_path):
+    mine, shared = tmp_path / "mine", tmp_path / "shared"
+    filled(shared)
+    (entry,) = filled(mine)
+    for name in ("README.md", "poetry.lock", f"{entry.key}.x1_y.tmp"):
+        (mine / name).touch()
+    assert [info.key for info in KernelCache([mine, shared]).clear()] == [entry.key]
+    assert names(mine) == ["README.md", "poetry.lock"] and len(names(shared)) == 1

@@ -1,0 +1,373 @@
+"""The jitgemm command: what it prints where, its exit codes, and that it agrees with the cache on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from jitgemm import settings
+from jitgemm.cli import common, main
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYER = ("--shape", "256,256", "--max-m", "16", "--device", "h200")
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+class Result:
+    def __init__(self, code: int, stdout: str, stderr: str):
+        self.code, self.stdout, self.stderr = code, stdout, stderr
+
+    @property
+    def json(self):
+        return json.loads(self.stdout)
+
+
+@pytest.fixture
+def cache_dir(tmp_path, monkeypatch) -> Path:
+    """An empty kernel cache of this test's own."""
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.delenv("JITGEMM_JIT", raising=False)
+    return tmp_path / "kernels"
+
+
+@pytest.fixture
+def run(capsys, cache_dir):
+    """Run the command in this process: run("cache", "ls") -> Result."""
+
+    def call(*argv: str) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            main(argv)
+        captured = capsys.readouterr()
+        return Result(exit.value.code or 0, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def warm_dir(tmp_path_factory) -> Path:
+    """A cache that `jitgemm warmup` filled with LAYER's kernels; tests may only read it."""
+    folder = tmp_path_factory.mktemp("warm")
+    environment = os.environ | {"JITGEMM_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environment.pop("JITGEMM_JIT", None)
+    command = [sys.executable, str(ROOT / "scripts" / "warmup.py"), *LAYER, "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["summary"]["compiled"] == len(report["kernels"]) > 0
+    return folder
+
+
+@pytest.fixture
+def warm(warm_dir, cache_dir) -> Path:
+    """This test's own copy of a warm cache."""
+    cache_dir.mkdir()
+    for path in warm_dir.glob("*.jgk"):
+        (cache_dir / path.name).write_bytes(path.read_bytes())
+    return cache_dir
+
+
+# warmup
+
+
+@pytest.mark.nvrtc
+def test_warmup_compiles_every_kernel_once_and_the_second_finds_them(run):
+    first, second = run("warmup", *LAYER, "--json"), run("warmup", *LAYER, "--json")
+    assert first.code == second.code == 0
+    kernels = first.json["kernels"]
+    assert {kernel["status"] for kernel in kernels} == {"compiled"}
+    assert len({kernel["key"] for kernel in kernels}) == len(kernels) > 0
+    assert all(kernel["spill_bytes"] == 0 and kernel["registers"] > 0 for kernel in kernels)
+    assert {kernel["status"] for kernel in second.json["kernels"]} == {"cached"}
+    assert [kernel["key"] for kernel in second.json["kernels"]] == [kernel["key"] for kernel in kernels]
+
+
+@pytest.mark.nvrtc
+def test_warmup_prints_a_table_on_stdout_and_progress_on_stderr(run):
+    done = run("warmup", *LAYER)
+    assert done.code == 0
+    assert re.search(r"kernel +status +registers", done.stdout)
+    assert "compiled" in done.stdout and "e4m3-g128-bf16" in done.stdout
+    assert "compiling" in done.stderr and re.search(r"\d+ kernels, \d+ compiled", done.stderr)
+
+
+@pytest.mark.nvrtc
+def test_warmup_compiles_even_where_calls_may_not(run, monkeypatch):
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    assert run("warmup", *LAYER).code == 0
+    assert os.environ["JITGEMM_JIT"] == "off"
+
+
+@pytest.mark.nvrtc
+def test_check_says_by_its_exit_code_whether_all_is_warm(run, warm):
+    assert run("warmup", *LAYER, "--check").code == 0
+    next(warm.glob("*.jgk")).unlink()
+    done = run("warmup", *LAYER, "--check", "--json")
+    assert done.code == 1
+    assert done.json["summary"]["missing"] == 1
+    assert run("warmup", *LAYER).code == 0
+    assert run("warmup", *LAYER, "--check").code == 0
+
+
+def test_dry_run_and_check_compile_nothing(run, cache_dir):
+    dry, check = run("warmup", *LAYER, "--dry-run", "--json"), run("warmup", *LAYER, "--check")
+    assert (dry.code, check.code) == (0, 1)
+    assert dry.json["summary"]["missing"] == len(dry.json["kernels"]) > 0
+    assert not list(cache_dir.glob("*"))
+
+
+def test_options_change_the_kernels(run):
+    def labels(*options: str) -> list[str]:
+        return [kernel["label"] for kernel in run("warmup", *LAYER, "--dry-run", "--json", *options).json["kernels"]]
+
+    assert all(label.startswith("e4m3-g128-bf16-") for label in labels())
+    assert all(label.startswith("s8-") for label in labels("--lhs", "int8"))
+    assert {label.partition("-")[0] for label in labels("--lhs", "int8", "--lhs", "fp8")} == {"s8", "e4m3"}
+    assert all(label.startswith("e4m3-g32z-fp16-") for label in
+               labels("--group-size", "32", "--zero-point", "--scale-dtype", "fp16"))
+    assert all(label.startswith("e4m3-channel-") for label in labels("--group-size", "channel"))
+
+
+def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
+    def keys(max_m: int) -> set[str]:
+        done = run("warmup", "--shape", "4096,4096", "--device", "h200", "--max-m", str(max_m), "--dry-run", "--json")
+        return {kernel["key"] for kernel in done.json["kernels"]}
+
+    assert keys(16) <= keys(4096)
+
+
+def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    done = run("warmup", "--model", str(tmp_path), "--tp", "2", "--device", "h200", "--max-m", "16", "--dry-run", "--json")
+    assert done.code == 0
+    layers = {layer["name"]: (layer["n"], layer["k"], layer["count"]) for layer in done.json["layers"]}
+    assert layers["qkv_proj"] == (3072, 4096, 2)
+    assert layers["down_proj"] == (4096, 7168, 2)
+    assert {name for kernel in done.json["kernels"] for name in kernel["layers"]} == {
+        f"{name} {n}x{k}" for name, (n, k, _) in layers.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["warmup"], "at least one --shape N,K or --model"),
+        (["warmup", "--shape", "4096"], "--shape: expected N,K such as 4096,14336, got '4096'"),
+        (["warmup", "--shape", "12,4096"], "n: expected a positive multiple of 8, got 12"),
+        (["warmup", "--shape", "16,40"], "k: expected a positive multiple of 32, got 40"),
+        (["warmup", "--shape", "16,64", "--group-size", "48"], "--group-size: expected one of 32, 64, 128, 256 or 'channel'"),
+        (["warmup", "--shape", "16,64", "--tp", "2"], "--tp cuts the layers of --model"),
+        (["warmup", "--shape", "16,64", "--device", "gtx280"], "h100-sxm"),
+        (["warmup", "--model", "/nonexistent/config.json"], "No such file"),
+        (["explain", "1", "12", "64"], "n: expected a positive multiple of 8, got 12"),
+        (["cache", "ls", "--sort", "colour"], "--sort: expected one of"),
+        (["cache", "prune"], "--older-than AGE or --max-size SIZE"),
+        (["cache", "prune", "--max-size", "much"], "expected a size such as 500M"),
+        (["cache", "prune", "--older-than", "long"], "expected an age such as 30d"),
+        (["cache", "show", "00", "--source", "--log"], "at most one of them"),
+        (["warmup", "--no-such-option"], "No such option"),
+    ],
+)
+def test_wrong_arguments_exit_2_and_say_what_was_expected(run, argv, message):
+    done = run(*argv)
+    assert done.code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert done.stdout == ""
+
+
+# cache
+
+
+@pytest.mark.nvrtc
+def test_ls_shows_what_people_ask(run, warm):
+    done = run("cache", "ls")
+    assert done.code == 0
+    header, *lines = done.stdout.splitlines()
+    assert header.split() == "key kernel tile m x n lhs group size registers spills size age last use".split()
+    assert len(lines) == len(list(warm.glob("*.jgk")))
+    assert all("e4m3" in line and "128" in line for line in lines)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("sort", ["used", "age", "size", "registers", "spills", "kernel"])
+def test_ls_sorts(run, warm, sort):
+    entries = run("cache", "ls", "--sort", sort, "--json").json
+    field = {"used": "last_used", "age": "created", "spills": "spill_bytes", "kernel": "label"}.get(sort, sort)
+    values = [entry[field] for entry in entries]
+    assert values == sorted(values, reverse=sort != "kernel")
+
+
+def test_an_empty_cache_is_no_error(run):
+    assert run("cache", "ls").code == run("cache", "verify").code == run("cache", "info").code == 0
+    assert run("cache", "ls", "--json").json == []
+
+
+@pytest.mark.nvrtc
+def test_info_counts_each_folder(run, warm, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join([str(other), str(warm)]))
+    roots = run("cache", "info", "--json").json["roots"]
+    assert [root["path"] for root in roots] == [str(other), str(warm)]
+    assert [root["kernels"] for root in roots] == [0, len(list(warm.glob("*.jgk")))]
+    assert roots[1]["size"] == sum(path.stat().st_size for path in warm.glob("*.jgk"))
+
+
+@pytest.mark.nvrtc
+def test_show_prints_metadata_source_or_log(run, warm):
+    key = next(warm.glob("*.jgk")).stem
+    shown = run("cache", "show", key[:16], "--json").json
+    assert shown["key"] == key
+    source = run("cache", "show", key[:16], "--source")
+    assert source.stdout.strip() == shown["source"].strip() and "__global__" in source.stdout
+    assert "registers" in run("cache", "show", key, "--log").stdout
+    assert shown["label"] in run("cache", "show", key).stdout
+
+
+@pytest.mark.nvrtc
+def test_show_of_an_unknown_key_exits_3(run, warm):
+    done = run("cache", "show", "not-a-key")
+    assert (done.code, done.stdout) == (3, "")
+    assert "not-a-key" in done.stderr
+
+
+@pytest.mark.nvrtc
+def test_verify_exits_1_on_a_flipped_bit_and_names_the_file(run, warm):
+    assert run("cache", "verify").code == 0
+    path = next(warm.glob("*.jgk"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    done = run("cache", "verify")
+    assert done.code == 1 and path.name in done.stdout
+    problems = {entry["key"]: entry["problem"] for entry in run("cache", "verify", "--json").json}
+    assert problems.pop(path.stem)
+    assert not any(problems.values())
+
+
+@pytest.mark.nvrtc
+def test_prune_drops_the_unused_and_dry_run_only_says_so(run, warm):
+    path = next(warm.glob("*.jgk"))
+    os.utime(path, (1, 1))
+    would = run("cache", "prune", "--older-than", "30d", "--dry-run", "--json").json
+    assert [entry["key"] for entry in would] == [path.stem] and path.exists()
+    assert run("cache", "prune", "--older-than", "30d", "--json").json[0]["key"] == path.stem
+    assert not path.exists()
+
+
+@pytest.mark.nvrtc
+def test_prune_to_a_size(run, warm):
+    sizes = [path.stat().st_size for path in warm.glob("*.jgk")]
+    assert run("cache", "prune", "--max-size", str(max(sizes))).code == 0
+    assert sum(path.stat().st_size for path in warm.glob("*.jgk")) <= max(sizes)
+
+
+@pytest.mark.nvrtc
+def test_clear_drops_everything(run, warm):
+    count = len(list(warm.glob("*.jgk")))
+    assert len(run("cache", "clear", "--dry-run", "--json").json) == count == len(list(warm.glob("*.jgk")))
+    assert len(run("cache", "clear", "--yes", "--json").json) == count
+    assert not list(warm.glob("*.jgk"))
+
+
+# explain and env
+
+
+def test_explain_names_the_winner_and_why(run):
+    done = run("explain", "16", "4096", "4096", "--device", "h200")
+    assert done.code == 0
+    assert "→" in done.stdout and "predicted us" in done.stdout
+    assert "h200 (132 SMs), m = 9..16 share a kernel" in done.stderr and re.search(r"won over|ties with|only one", done.stderr)
+
+
+def test_explain_json_holds_the_chosen_kernel_with_its_prediction(run):
+    report = run("explain", "16", "4096", "4096", "--device", "h200", "--top", "3", "--json").json
+    chosen = [candidate for candidate in report["candidates"] if candidate["chosen"]]
+    assert [candidate["label"] for candidate in chosen] == [report["chosen"]]
+    assert chosen[0]["predicted_us"] > 0 and chosen[0]["smem_bytes"] > 0
+    assert all(value >= 0 for value in chosen[0]["terms"].values())
+
+
+def test_explain_agrees_with_what_warmup_compiles(run):
+    chosen = run("explain", "9", "256", "256", "--device", "h200", "--json").json["chosen"]
+    kernels = run("warmup", *LAYER, "--dry-run", "--json").json["kernels"]
+    assert chosen in {kernel["label"] for kernel in kernels}
+
+
+def test_env_names_versions_settings_and_folders(run, cache_dir):
+    facts = run("env", "--json").json
+    assert facts["cache"] == [str(cache_dir)]
+    assert set(facts["settings"]) == set(settings.VARIABLES)
+    assert facts["packages"]["torch"]
+    text = run("env")
+    assert text.code == 0 and str(cache_dir) in text.stdout and sys.executable in text.stdout
+
+
+def test_env_works_with_settings_that_are_wrong(run, monkeypatch):
+    monkeypatch.setenv("JITGEMM_JIT", "sometimes")
+    assert run("env", "--json").json["settings"]["JITGEMM_JIT"] == "sometimes"
+
+
+# help and helpers
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["warmup"], ["explain"], ["env"], *(["cache", name] for name in ("ls", "info", "show", "verify", "prune", "clear"))],
+)
+def test_every_command_has_help_and_json(run, command):
+    done = run(*command, "--help")
+    assert done.code == 0 and "--json" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["warmup"], ["explain"], ["cache", "show"], ["cache", "verify"]])
+def test_exit_codes_stand_in_the_help(run, command):
+    assert "Exit codes:" in run(*command, "--help").stdout
+
+
+@pytest.mark.parametrize("script", ["warmup.py", "cache.py"])
+def test_the_scripts_are_the_commands(script):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / script), "--help"], capture_output=True, text=True, cwd="/", timeout=120
+    )
+    assert done.returncode == 0 and f"jitgemm {script.removesuffix('.py')}" in done.stdout
+
+
+def test_readme_lists_every_environment_variable():
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in settings.VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("500", 500), ("1K", 1024), ("1.5M", 3 << 19), ("2GiB", 2 << 30), ("3mb", 3 << 20)]
+)
+def test_sizes(text, size):
+    assert common.parse_size(text) == size
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("45s", 45), ("90m", 5400), ("12h", 43200), ("30d", 2592000), ("2w", 1209600)])
+def test_ages(text, seconds):
+    assert common.parse_age(text) == seconds
+
+
+def test_ages_and_sizes_for_people():
+    assert [common.show_size(size) for size in (0, 1023, 1536, 200 << 10, 5 << 30)] == [
+        "0 B", "1023 B", "1.5 KiB", "200 KiB", "5.0 GiB",
+    ]
+    assert [common.show_age(1000.0 - age, 1000.0) for age in (5, 119, 120, 600)] == ["5s", "119s", "2m", "10m"]
+    assert common.show_age(None) == "-"

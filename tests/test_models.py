@@ -1,0 +1,169 @@
+"""Which linear layers a config.json stands for, and how tensor parallelism cuts them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jitgemm.models import LinearLayer, linear_layers, read_config, weight_group
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+QWEN3_32B = {
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+}
+QWEN2_MOE = {
+    "model_type": "qwen2_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "decoder_sparse_step": 1,
+}
+
+
+def shapes(config: dict, tp: int = 1, **options) -> dict[str, tuple[int, int, int]]:
+    return {layer.name: (layer.n, layer.k, layer.count) for layer in linear_layers(config, tp, **options)}
+
+
+def test_llama_has_its_projections_fused_and_separate():
+    assert shapes(LLAMA_3_8B) == {
+        "qkv_proj": (6144, 4096, 32),
+        "q_proj": (4096, 4096, 32),
+        "k_proj": (1024, 4096, 32),
+        "v_proj": (1024, 4096, 32),
+        "o_proj": (4096, 4096, 32),
+        "gate_up_proj": (28672, 4096, 32),
+        "gate_proj": (14336, 4096, 32),
+        "up_proj": (14336, 4096, 32),
+        "down_proj": (4096, 14336, 32),
+    }
+
+
+def test_one_form_alone():
+    assert set(shapes(LLAMA_3_8B, form="fused")) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert set(shapes(LLAMA_3_8B, form="separate")) == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }
+
+
+def test_tp_cuts_columns_of_what_leaves_the_hidden_state_and_rows_of_what_returns():
+    assert shapes(LLAMA_3_8B, tp=4, form="fused") == {
+        "qkv_proj": (1536, 4096, 32),
+        "o_proj": (4096, 1024, 32),
+        "gate_up_proj": (7168, 4096, 32),
+        "down_proj": (4096, 3584, 32),
+    }
+
+
+def test_key_and_value_heads_are_repeated_when_ranks_outnumber_them():
+    layers = shapes(LLAMA_3_8B, tp=16)
+    assert layers["k_proj"] == (128, 4096, 32)
+    assert layers["qkv_proj"] == (2 * 128 + 2 * 128, 4096, 32)
+
+
+def test_head_dim_need_not_be_hidden_size_over_heads():
+    layers = shapes(QWEN3_32B)
+    assert layers["q_proj"] == (8192, 5120, 64)
+    assert layers["o_proj"] == (5120, 8192, 64)
+
+
+def test_every_expert_of_every_layer_counts():
+    layers = shapes(MIXTRAL_8X7B)
+    assert layers["experts.gate_up_proj"] == (28672, 4096, 8 * 32)
+    assert layers["experts.down_proj"] == (4096, 14336, 8 * 32)
+    assert "down_proj" not in layers
+
+
+def test_qwen_moe_has_routed_and_shared_experts():
+    layers = shapes(QWEN2_MOE)
+    assert layers["experts.down_proj"] == (2048, 1408, 24 * 60)
+    assert layers["shared_expert.down_proj"] == (2048, 5632, 24)
+    assert "down_proj" not in layers
+
+
+def test_qwen_moe_keeps_some_layers_dense():
+    layers = shapes(QWEN2_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]})
+    assert layers["experts.down_proj"][2] == 11 * 60
+    assert layers["down_proj"] == (2048, 5632, 13)
+
+
+def test_a_multimodal_config_is_read_through_its_text_config():
+    assert shapes({"model_type": "llava", "text_config": LLAMA_3_8B}) == shapes(LLAMA_3_8B)
+
+
+def test_attention_without_key_value_heads_has_one_per_query_head():
+    config = {key: value for key, value in LLAMA_3_8B.items() if key != "num_key_value_heads"}
+    assert shapes(config)["k_proj"] == (4096, 4096, 32)
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "group_size", "message"),
+    [
+        (LLAMA_3_8B, 0, 0, "tp: expected at least 1, got 0"),
+        (LLAMA_3_8B, 3, 0, "tp=3: num_attention_heads 32 is not divisible"),
+        (LLAMA_3_8B | {"num_key_value_heads": 6}, 4, 0, "tp=4: num_key_value_heads 6 is not divisible"),
+        (LLAMA_3_8B | {"num_key_value_heads": 3}, 8, 0, "num_key_value_heads 3 neither divides it nor"),
+        (QWEN2_MOE, 16, 0, "shared_expert.*|k of experts.down_proj|k = 88"),
+        (QWEN2_MOE, 4, 128, "experts.down_proj would be cut at k = 352, which is not a border of a group of 128"),
+        (LLAMA_3_8B | {"model_type": "gpt2"}, 1, 0, "model_type 'gpt2' is not known .*llama.*--shape"),
+        ({"hidden_size": 4096}, 1, 0, "expected a key 'model_type'"),
+        (LLAMA_3_8B | {"hidden_size": None}, 1, 0, "hidden_size: expected a positive integer, got None"),
+        (LLAMA_3_8B | {"intermediate_size": "big"}, 1, 0, "intermediate_size: expected a positive integer, got 'big'"),
+        (LLAMA_3_8B | {"hidden_size": 4100}, 1, 0, "hidden_size 4100 is not divisible by 32 heads"),
+        (LLAMA_3_8B | {"intermediate_size": 14336 + 8}, 1, 0, "down_proj: k = 14344 .* not a multiple of 32"),
+    ],
+)
+def test_what_cannot_be_read_or_cut_says_why(config, tp, group_size, message):
+    with pytest.raises(ValueError, match=message):
+        linear_layers(config, tp, group_size=group_size)
+
+
+def test_config_is_read_from_a_file_or_a_model_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    assert read_config(tmp_path) == read_config(tmp_path / "config.json") == LLAMA_3_8B
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "expected a JSON object, got list")])
+def test_a_file_that_is_no_config_says_so(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)
+    with pytest.raises(ValueError, match="No such file"):
+        read_config(tmp_path / "absent.json")
+
+
+def test_a_group_that_covers_all_of_k_is_per_channel():
+    assert weight_group(128, 4096) == 128
+    assert weight_group(128, 96) == 0
+    assert weight_group(0, 4096) == 0
+
+
+def test_layers_go_to_json():
+    assert LinearLayer("o_proj", 8, 32, 2).to_dict() == {"name": "o_proj", "n": 8, "k": 32, "count": 2}

@@ -1,0 +1,366 @@
+"""The packed order, bit for bit, and the kernel's decode, instruction by instruction.
+
+The oracle here follows the definition in `jitgemm/layout.py` one nibble at a time in plain integers, and shares no code
+with it. Its second half does to each thread's words what the kernel does to its registers.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import builders
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jitgemm import layout
+from jitgemm.spec import CODE_BYTES, WeightFormat, ceil_div
+from jitgemm.weight import pack_w4
+
+U32 = 0xFFFFFFFF
+E4M3_BYTES = {
+    d: int(torch.tensor(d * 2.0**-9).to(torch.float8_e4m3fn).view(torch.uint8)) for d in range(-16, 16)
+}
+"""The byte of torch.float8_e4m3fn for d * 2^-9."""
+
+
+# --- the definition, slowly ---
+
+
+def code_place(half: int, thread: int, word: int, byte: int, which: str) -> tuple[int, int]:
+    """(row in the strip, k in the block) of one weight of one word."""
+    warp, lane = thread // 32, thread % 32
+    r, c = lane // 4, lane % 4
+    w = 4 * half + word
+    k_step, p = w // 2, w % 2
+    row = 16 * warp + r + 8 * p
+    k = 32 * k_step + 4 * c + byte + (16 if which == "B" else 0)
+    return row, k
+
+
+def signed_byte(a: list[int], b: list[int], byte: int) -> int:
+    """Byte of a signed word whose weights are a[0..3] and b[0..3]."""
+
+    def sign(d: int) -> int:
+        return int(d < 0)
+
+    def magnitude(d: int) -> int:
+        return (~d if d < 0 else d) & 7
+
+    return sign(a[byte]) << 7 | magnitude(b[byte]) << 4 | sign(b[(byte - 1) % 4]) << 3 | magnitude(a[byte])
+
+
+def expected_record(parts: builders.WeightParts, strip: int, block: int, format: WeightFormat) -> bytes:
+    """One record, from the definition."""
+    n, k_all = parts.q.shape
+    q = parts.q.tolist()
+
+    def code(row: int, k: int) -> int:
+        row, k = 64 * strip + row, 128 * block + k
+        return q[row][k] if row < n and k < k_all else 0
+
+    record = bytearray(CODE_BYTES)
+    for half in range(2):
+        for thread in range(128):
+            for word in range(4):
+                a = [code(*code_place(half, thread, word, b, "A")) for b in range(4)]
+                b_ = [code(*code_place(half, thread, word, b, "B")) for b in range(4)]
+                for byte in range(4):
+                    if format.zero_point:
+                        value = a[byte] | b_[byte] << 4
+                    else:
+                        value = signed_byte(a, b_, byte)
+                    record[half * 2048 + thread * 16 + word * 4 + byte] = value
+
+    def group_of(line: int, rows: int) -> int:
+        if format.group_size == 0:
+            return 0
+        return block * 128 // format.group_size if format.group_size > 128 else block * rows + line
+
+    def row_values(values: torch.Tensor, line: int, rows: int) -> torch.Tensor:
+        out = torch.zeros(64, dtype=values.dtype)
+        group = group_of(line, rows)
+        for row in range(64):
+            if 64 * strip + row < n and group < values.shape[1]:
+                out[row] = values[64 * strip + row, group]
+        return out
+
+    for line in range(format.scale_rows):
+        record += row_values(parts.scale, line, format.scale_rows).view(torch.uint8).numpy().tobytes()
+    for line in range(format.zero_rows):
+        record += row_values(parts.zero, line, format.zero_rows).numpy().tobytes()
+    return bytes(record)
+
+
+# --- the kernel's decode, on 32-bit integers ---
+
+
+def rotr32(w: int, by: int) -> int:
+    return (w >> by | w << (32 - by)) & U32
+
+
+def sign_bytes(w: int) -> int:
+    """`prmt` in its sign mode: each byte's top bit all over the byte."""
+    return sum(0xFF << 8 * b for b in range(4) if w >> (8 * b + 7) & 1)
+
+
+def decode_s8_signed(w: int) -> int:
+    return (w & 0x07070707) ^ sign_bytes(w)
+
+
+def decode_e4m3_signed(w: int) -> int:
+    t = w & 0x87878787
+    return (t + ((t & 0x80808080) >> 7)) & U32
+
+
+def subtract_zero(w: int, zero: int) -> int:
+    return (((w & 0x0F0F0F0F) | 0x80808080) - zero * 0x01010101) & U32
+
+
+def decode_s8_zero(w: int, zero: int) -> int:
+    return subtract_zero(w, zero) ^ 0x80808080
+
+
+def decode_e4m3_zero(w: int, zero: int) -> int:
+    e = subtract_zero(w, zero)
+    r = e ^ ((~sign_bytes(e) & U32) | 0x80808080)
+    return (r + ((r & 0x80808080) >> 7)) & U32
+
+
+def decode(w: int, zero: int | None, lhs: str) -> tuple[int, int]:
+    """One packed word -> the two registers it holds: A (k + 0..3) and B (k + 16..19)."""
+    if zero is None:
+        f = decode_s8_signed if lhs == "s8" else decode_e4m3_signed
+        return f(w), f(rotr32(w, 4))
+    f = decode_s8_zero if lhs == "s8" else decode_e4m3_zero
+    return f(w, zero), f(w >> 4, zero)
+
+
+def operand_byte(d: int, lhs: str) -> int:
+    """What the tensor core must see for the integer weight d."""
+    return d & 0xFF if lhs == "s8" else E4M3_BYTES[d]
+
+
+def fragment_place(thread: int, register: int, byte: int) -> tuple[int, int]:
+    """(row, k) of a byte of wgmma m64k32's A fragment, after the PTX ISA's picture."""
+    warp, lane = thread // 32, thread % 32
+    return 16 * warp + lane // 4 + 8 * (register % 2), 16 * (register // 2) + 4 * (lane % 4) + byte
+
+
+# --- tests ---
+
+
+@pytest.mark.parametrize("group_size, zero_point, scale_type", builders.ALL_FORMATS)
+def test_records_follow_the_definition(group_size, zero_point, scale_type):
+    parts = builders.weight_parts(1, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type, max_zero=16)
+    weight = parts.packed
+    assert list(weight.blocks.shape) == [2, 4, weight.format.record_bytes]
+    for strip, block in ((0, 0), (0, 1), (0, 3), (1, 2), (1, 3)):
+        got = weight.blocks[strip, block].numpy().tobytes()
+        assert got == expected_record(parts, strip, block, weight.format), (strip, block)
+
+
+def test_a_record_is_little_endian():
+    scale = torch.full((64, 1), 1.0, dtype=torch.float32)
+    q = torch.zeros((64, 128), dtype=torch.int8)
+    record = pack_w4(q, torch.cat([scale] * 4, 1), group_size=32).blocks[0, 0].numpy().tobytes()
+    assert record[CODE_BYTES : CODE_BYTES + 4] == struct.pack("<f", 1.0)
+
+
+def test_every_place_of_a_record_is_used_once():
+    places = {
+        code_place(half, thread, word, byte, which)
+        for half in range(2)
+        for thread in range(128)
+        for word in range(4)
+        for byte in range(4)
+        for which in "AB"
+    }
+    assert places == {(row, k) for row in range(64) for k in range(128)}
+
+
+def test_each_nibble_goes_to_its_place_and_comes_back():
+    """One weight that is not zero at a time moves exactly its own four bits."""
+    seen = torch.zeros(CODE_BYTES, dtype=torch.int32)
+    for row, k in [(r, c) for r in range(0, 64, 7) for c in range(0, 128, 5)]:
+        q = torch.zeros((64, 128), dtype=torch.uint8)
+        q[row, k] = 15
+        words = layout.encode_codes(q, zero_point=True)
+        data = words.view(torch.uint8).flatten().to(torch.int32)
+        assert sorted(data[data != 0].tolist()) in ([0x0F], [0xF0])
+        assert not bool((seen & data).any())
+        seen |= data
+        assert torch.equal(layout.decode_codes(words, zero_point=True), q)
+
+
+@pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
+def test_decoded_words_are_the_a_fragment_for_all_signed_codes(lhs):
+    parts = builders.weight_parts(3, 64, 128)
+    parts.q[:16, :16] = torch.arange(-8, 8, dtype=torch.int8)[:, None].expand(16, 16)
+    check_fragments(parts, lhs)
+
+
+@pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
+def test_decoded_words_are_the_a_fragment_for_all_codes_and_zero_points(lhs):
+    check_fragments(builders.all_codes_all_zeros(), lhs)
+
+
+def check_fragments(parts: builders.WeightParts, lhs: str) -> None:
+    """Read records as the kernel's threads do and compare every byte of every register with (q - zero) at its place."""
+    weight = parts.packed
+    format = weight.format
+    zeros_at = format.record_bytes - 64 * format.zero_rows
+    q, zero = parts.q.tolist(), None if parts.zero is None else parts.zero.tolist()
+    n, k_all = parts.q.shape
+    for strip, block in [(s, b) for s in range(weight.blocks.shape[0]) for b in range(weight.blocks.shape[1])]:
+        record = weight.blocks[strip, block].numpy().tobytes()
+        for thread in range(128):
+            lane_row = 16 * (thread // 32) + thread % 32 // 4
+            words = [struct.unpack_from("<4I", record, half * 2048 + thread * 16) for half in range(2)]
+            for k_step in range(4):
+                registers = [0] * 4
+                line = 32 * k_step // format.group_size if 0 < format.group_size < 128 else 0
+                for p in range(2):
+                    z = None if zero is None else record[zeros_at + 64 * line + lane_row + 8 * p]
+                    word = words[k_step // 2][2 * (k_step % 2) + p]
+                    registers[p], registers[2 + p] = decode(word, z, lhs)
+                for register in range(4):
+                    for byte in range(4):
+                        row, k = fragment_place(thread, register, byte)
+                        row, k = 64 * strip + row, 128 * block + 32 * k_step + k
+                        if row < n and k < k_all:
+                            d = q[row][k] - (0 if zero is None else zero[row][k // parts.group_size])
+                        else:
+                            # Padding: rows are never stored, k meets activations that are zero.
+                            padded_zero = record[zeros_at + 64 * line + row % 64] if zero is not None else 0
+                            d = 0 - padded_zero
+                        got = registers[register] >> 8 * byte & 0xFF
+                        assert got == operand_byte(d, lhs), (row, k, d)
+
+
+@pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
+def test_signed_decode_of_every_code_beside_every_neighbour(lhs):
+    """No code disturbs the other seven of its word: every code beside every pair of codes around it, in every place."""
+    codes = range(-8, 8)
+    for d in codes:
+        for other in codes:
+            for place in range(8):
+                values = [other] * 8
+                values[place] = d
+                word = sum(signed_byte(values[:4], values[4:], b) << 8 * b for b in range(4))
+                a, b_ = decode(word, None, lhs)
+                expected = [operand_byte(x, lhs) for x in values]
+                assert list(a.to_bytes(4, "little") + b_.to_bytes(4, "little")) == expected
+
+
+@pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
+def test_zero_point_decode_of_every_code_and_zero_point_beside_every_neighbour(lhs):
+    for z in range(17):
+        for q in range(16):
+            for other in range(16):
+                for place in range(8):
+                    values = [other] * 8
+                    values[place] = q
+                    word = sum((values[b] | values[4 + b] << 4) << 8 * b for b in range(4))
+                    a, b_ = decode(word, z, lhs)
+                    expected = [operand_byte(x - z, lhs) for x in values]
+                    assert list(a.to_bytes(4, "little") + b_.to_bytes(4, "little")) == expected
+
+
+def test_e4m3_bytes_are_d_times_2_to_the_minus_9_exactly():
+    for d, byte in E4M3_BYTES.items():
+        assert byte == (0x80 | -d if d < 0 else d)  # sign and magnitude; zero is +0
+        value = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+        assert value.item() == d * 2.0**-9
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 20).map(lambda x: 8 * x),
+    k=st.integers(1, 28).map(lambda x: 32 * x),
+    format=st.sampled_from(builders.ALL_FORMATS),
+)
+@settings(max_examples=60, deadline=None)
+def test_unpacking_gives_back_what_was_packed(seed, n, k, format):
+    group_size, zero_point, scale_type = format
+    parts = builders.weight_parts(
+        seed, n, k, group_size, zero_point=zero_point, scale_type=scale_type, scales="mixed", max_zero=16
+    )
+    q, scale, zero = parts.packed.unpack()
+    assert builders.same_bits(q, parts.q)
+    assert builders.same_bits(scale, parts.scale)
+    assert zero is None if parts.zero is None else builders.same_bits(zero, parts.zero)
+
+
+@given(seed=st.integers(0, 2**31), zero_point=st.booleans(), strips=st.integers(1, 3), kblocks=st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_codes_survive_both_directions(seed, zero_point, strips, kblocks):
+    low, high, dtype = (0, 16, torch.uint8) if zero_point else (-8, 8, torch.int8)
+    g = builders.generator(seed)
+    codes = torch.randint(low, high, (64 * strips, 128 * kblocks), generator=g, dtype=dtype)
+    words = layout.encode_codes(codes, zero_point)
+    assert torch.equal(layout.decode_codes(words, zero_point), codes)
+    any_words = torch.randint(-(2**31), 2**31, (strips, kblocks, 1024), generator=g, dtype=torch.int64).to(torch.int32)
+    assert torch.equal(layout.encode_codes(layout.decode_codes(any_words, zero_point), zero_point), any_words)
+
+
+def test_chunking_does_not_change_the_bytes(monkeypatch):
+    for group_size, zero_point, scale_type in builders.ALL_FORMATS:
+        parts = builders.weight_parts(5, 200, 288, group_size, zero_point=zero_point, scale_type=scale_type)
+        whole = parts.packed
+        monkeypatch.setattr(layout, "CHUNK_CODES", 1)
+        assert len(list(layout.strip_chunks(200, 288))) == 4
+        chunked = parts.packed
+        assert torch.equal(chunked.blocks, whole.blocks)
+        assert builders.same_bits(chunked.unpack()[1], parts.scale)
+        assert torch.equal(chunked.dequantize(), whole.dequantize())
+        monkeypatch.undo()
+
+
+def test_chunks_cover_every_strip_once():
+    chunks = list(layout.strip_chunks(57344, 8192))
+    assert [s for first, end in chunks for s in range(first, end)] == list(range(ceil_div(57344, 64)))
+    assert len(chunks) <= 16
+
+
+@pytest.mark.parametrize("group_size, zero_point", [(g, z) for g in (32, 64, 128, 256, 0) for z in (False, True)])
+def test_padding_is_zero(group_size, zero_point):
+    parts = builders.weight_parts(6, 8, 160, group_size, zero_point=zero_point, scale_type="fp32")
+    weight = parts.packed
+    codes = layout.decode_codes(weight.blocks.view(torch.int32)[:, :, :1024], zero_point)
+    assert not codes[8:].any() and not codes[:, 160:].any()
+    if group_size:
+        scales = layout.unpack_scales(weight.blocks, 64, 256, weight.format, torch.float32)
+        assert not scales[8:].any() and not scales[:, parts.scale.shape[1] :].any()
+    else:
+        assert not weight.channel_scale[8:].any()
+    if zero_point:
+        assert not layout.unpack_zeros(weight.blocks, 64, 256, weight.format)[8:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group_size, zero_point, scale_type", builders.ALL_FORMATS)
+def test_a_gpu_packs_the_same_bytes(group_size, zero_point, scale_type):
+    parts = builders.weight_parts(7, 584, 1120, group_size, zero_point=zero_point, scale_type=scale_type)
+    cpu = parts.packed
+    gpu = builders.weight_parts(
+        7, 584, 1120, group_size, zero_point=zero_point, scale_type=scale_type, device="cuda"
+    ).packed
+    assert gpu.blocks.is_cuda and torch.equal(gpu.blocks.cpu(), cpu.blocks)
+    if cpu.channel_scale is not None:
+        assert builders.same_bits(gpu.channel_scale.cpu(), cpu.channel_scale)
+    for got, given_ in zip(gpu.unpack(), (parts.q, parts.scale, parts.zero), strict=True):
+        assert got is None if given_ is None else builders.same_bits(got.cpu(), given_)
+    assert torch.equal(gpu.dequantize().cpu(), cpu.dequantize())
+
+
+@pytest.mark.gpu
+def test_a_gpu_packs_past_2_to_the_31_codes():
+    n, k = 65536 + 64, 32768
+    q = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.ones((n, k // 128), dtype=torch.bfloat16, device="cuda")
+    weight = pack_w4(q, scale, group_size=128)
+    back, _, _ = weight.unpack()
+    low = (back[-64:].to(torch.int16) & 0xF)[:, 0::2] | (back[-64:].to(torch.int16) & 0xF)[:, 1::2] << 4
+    assert torch.equal(low.to(torch.uint8), q[-64:])

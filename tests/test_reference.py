@@ -1,0 +1,246 @@
+"""The reference against exact rational arithmetic, and its rounding against the definition of round to nearest even."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import builders
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jitgemm import reference
+from jitgemm.reference import gemm_w4a8_reference, gemm_w4a8_terms, round_fp64
+
+
+def rational_gemm(
+    lhs: tuple[torch.Tensor, torch.Tensor], parts: builders.WeightParts
+) -> tuple[list[list[Fraction]], list[list[Fraction]]]:
+    """The definition in exact arithmetic: result and sum of |terms|, a term per group (int8) or per k (e4m3)."""
+    x, x_scale = lhs
+    m, k = x.shape
+    xs = [[Fraction(v) for v in row] for row in x.double().tolist()]
+    q = parts.q.tolist()
+    scale = [[Fraction(v) for v in row] for row in parts.scale.double().tolist()]
+    zero = [[0] * len(scale[0])] * len(q) if parts.zero is None else parts.zero.tolist()
+    tokens = [Fraction(v) for v in x_scale.double().expand(m, 1).flatten().tolist()]
+    out, size = [], []
+    for i in range(m):
+        out.append([])
+        size.append([])
+        for j in range(len(q)):
+            groups = [Fraction(0)] * len(scale[0])
+            terms = Fraction(0)
+            for column in range(k):
+                g = column // parts.group_size
+                term = xs[i][column] * (q[j][column] - zero[j][g]) * scale[j][g]
+                groups[g] += term
+                terms += abs(term)
+            if x.dtype == torch.int8:
+                terms = sum(abs(g) for g in groups)
+            out[-1].append(sum(groups) * tokens[i])
+            size[-1].append(terms * abs(tokens[i]))
+    return out, size
+
+
+FORMATS = [(32, False, "fp32"), (64, True, "bf16"), (128, False, "fp16"), (256, True, "fp32"), (0, True, "bf16")]
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+@pytest.mark.parametrize("mean", builders.LHS_MEANS)
+@pytest.mark.parametrize("group_size, zero_point, scale_type", FORMATS)
+def test_terms_agree_with_exact_arithmetic(dtype, mean, group_size, zero_point, scale_type):
+    parts = builders.weight_parts(1, 8, 288, group_size, zero_point=zero_point, scale_type=scale_type, scales="mixed")
+    lhs = builders.lhs(2, 3, 288, dtype, mean=mean)
+    ref, terms = gemm_w4a8_terms(lhs, parts.packed)
+    exact, exact_terms = rational_gemm(lhs, parts)
+    assert ref.dtype == terms.dtype == torch.float64 and ref.shape == terms.shape == (3, 8)
+    for i in range(3):
+        for j in range(8):
+            # the number of operations times half an ulp of fp64, of what was added up
+            assert abs(Fraction(ref[i, j].item()) - exact[i][j]) <= exact_terms[i][j] * Fraction(300, 2**53)
+            assert abs(Fraction(terms[i, j].item()) - exact_terms[i][j]) <= exact_terms[i][j] * Fraction(300, 2**53)
+
+
+def test_int8_group_sums_are_exact_at_their_largest():
+    """-128 * (0 - 16) over k = 16384, and one that differs in the last place."""
+    k = 16384
+    q = torch.zeros((8, k), dtype=torch.uint8)
+    q[1, -1] = 1
+    zero = torch.full((8, 1), 16, dtype=torch.uint8)
+    weight = builders.WeightParts(q, torch.ones((8, 1)), zero, k).packed
+    x = torch.full((1, k), -128, dtype=torch.int8)
+    out = gemm_w4a8_reference((x, torch.ones(1)), weight, out_dtype=torch.float64)
+    assert out[0, 0].item() == 128 * 16 * k
+    assert out[0, 1].item() == 128 * 16 * k - 128
+
+
+def test_a_group_that_cancels_leaves_nothing_behind():
+    """int8 sums are integers per group: a huge scale on a group that sums to zero must not hide a tiny one."""
+    q = torch.ones((8, 64), dtype=torch.int8)
+    scale = torch.tensor([[1e30, 1e-30]]).expand(8, 2)
+    x = torch.ones((1, 64), dtype=torch.int8)
+    x[0, :32:2] = -1
+    weight = builders.WeightParts(q, scale, None, 32).packed
+    ref, terms = gemm_w4a8_terms((x, torch.ones(1)), weight)
+    assert torch.equal(ref, torch.full((1, 8), 32 * scale[0, 1].double().item(), dtype=torch.float64))
+    assert torch.equal(terms, ref)
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+@pytest.mark.parametrize("group_size, zero_point, scale_type", FORMATS)
+def test_tiles_do_not_change_the_result(monkeypatch, dtype, group_size, zero_point, scale_type):
+    parts = builders.weight_parts(3, 200, 416, group_size, zero_point=zero_point, scale_type=scale_type)
+    lhs, bias = builders.lhs(4, 9, 416, dtype), builders.bias(5, 200)
+    whole = gemm_w4a8_terms(lhs, parts.packed, bias=bias)
+    monkeypatch.setattr(reference, "_BUDGET", 2048)
+    tiled = gemm_w4a8_terms(lhs, parts.packed, bias=bias)
+    for a, b in zip(whole, tiled, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13 * float(whole[1].max()))
+    out = gemm_w4a8_reference(lhs, parts.packed, bias=bias, out_dtype=torch.float64)
+    assert torch.equal(out, tiled[0])
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+def test_it_agrees_with_a_plain_matmul_of_the_dequantized_weight(dtype):
+    parts = builders.weight_parts(6, 72, 544, 128, zero_point=True)
+    x, x_scale = builders.lhs(7, 5, 544, dtype)
+    bias = builders.bias(8, 72, torch.float32)
+    plain = (x.double() * x_scale.double()) @ parts.dequantize_fp64().T + bias.double()
+    tolerances = {torch.float64: 1e-11, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+    for out_dtype, rtol in tolerances.items():
+        out = gemm_w4a8_reference((x, x_scale), parts.packed, bias=bias, out_dtype=out_dtype)
+        assert out.dtype == out_dtype and out.shape == (5, 72)
+        assert torch.allclose(out.double(), plain, rtol=rtol, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+def test_x_scale_per_token_as_a_column_and_for_the_whole_tensor(dtype):
+    weight = builders.weight_parts(9, 8, 64, 32).packed
+    x, x_scale = builders.lhs(10, 4, 64, dtype)
+    column = gemm_w4a8_reference((x, x_scale), weight)
+    assert torch.equal(gemm_w4a8_reference((x, x_scale.flatten()), weight), column)
+    one = gemm_w4a8_reference((x, x_scale[2]), weight)
+    assert torch.equal(one[2], column[2])
+    assert torch.equal(gemm_w4a8_reference((x, x_scale[2, 0]), weight), one)
+    assert torch.equal(gemm_w4a8_reference((x, x_scale[2].expand(4)), weight), one)
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+def test_no_tokens(dtype):
+    weight = builders.weight_parts(9, 8, 64, 32).packed
+    for per_token in (True, False):
+        assert gemm_w4a8_reference(builders.lhs(10, 0, 64, dtype, per_token=per_token), weight).shape == (0, 8)
+
+
+def test_negative_token_scales_have_positive_terms():
+    weight = builders.weight_parts(9, 8, 64, 32).packed
+    x, x_scale = builders.lhs(10, 4, 64, "s8")
+    ref, terms = gemm_w4a8_terms((x, -x_scale), weight)
+    positive, positive_terms = gemm_w4a8_terms((x, x_scale), weight)
+    assert torch.equal(ref, -positive) and torch.equal(terms, positive_terms)
+
+
+def test_strided_activations():
+    weight = builders.weight_parts(9, 8, 64, 32).packed
+    x, x_scale = builders.lhs(10, 4, 256, "s8")
+    assert torch.equal(
+        gemm_w4a8_reference((x[:, 64:128], x_scale), weight),
+        gemm_w4a8_reference((x[:, 64:128].contiguous(), x_scale), weight),
+    )
+
+
+# --- rounding ---
+
+
+def nearest_even(x: float, dtype: torch.dtype) -> float:
+    """The definition, with fractions: precision and exponents of bf16 or fp16."""
+    precision, least, most = (8, -126, 127) if dtype == torch.bfloat16 else (11, -14, 15)
+    if x == 0 or not math.isfinite(x):
+        return x
+    exponent = max(math.frexp(x)[1] - 1, least)
+    ulp = Fraction(2) ** (exponent - precision + 1)
+    rounded = round(Fraction(x) / ulp) * ulp  # Python rounds halves to even
+    if abs(rounded) >= Fraction(2) ** (most + 1):
+        return math.copysign(math.inf, x)
+    return math.copysign(float(rounded), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_to_nearest_even_near_every_tie(dtype):
+    """Midpoints between neighbours and the doubles beside them: a rounding by way of fp32 gets these wrong."""
+    bits = torch.arange(0, 0x7F80 if dtype == torch.bfloat16 else 0x7C00, 37, dtype=torch.int16)
+    low = bits.view(dtype).double()
+    high = (bits + 1).view(dtype).double()
+    high = torch.where(high.isinf(), low + (low - (bits - 1).view(dtype).double()), high)
+    middle = (low + high) / 2
+    near = [middle, *(torch.nextafter(middle, end) for end in (low, high))]
+    x = torch.cat([*near, middle * (1 + 2.0**-40), middle * (1 - 2.0**-30), low])
+    x = torch.cat([x, -x])
+    expected = torch.tensor([nearest_even(v, dtype) for v in x.tolist()], dtype=torch.float64)
+    assert builders.same_bits(round_fp64(x, dtype).double(), expected)
+    assert not builders.same_bits(x.to(torch.float32).to(dtype).double(), expected)
+
+
+@given(x=st.floats(allow_nan=False), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
+@settings(max_examples=300, deadline=None)
+def test_rounding_of_any_double(x, dtype):
+    got = round_fp64(torch.tensor([x], dtype=torch.float64), dtype).double()
+    assert builders.same_bits(got, torch.tensor([nearest_even(x, dtype)], dtype=torch.float64))
+
+
+def test_rounding_of_what_is_not_finite():
+    x = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 1e300, -1e300, -1e-300, 0.0, -0.0], dtype=torch.float64)
+    got = round_fp64(x, torch.bfloat16)
+    assert got[:2].isnan().all()
+    assert got[2:6].tolist() == [math.inf, -math.inf, math.inf, -math.inf]
+    assert got[6:].tolist() == [0.0] * 3 and torch.signbit(got[6:]).tolist() == [True, False, True]
+
+
+# --- wrong arguments ---
+
+
+@pytest.mark.parametrize(
+    "x, x_scale, bias, error, message",
+    [
+        (torch.zeros(2, 64), torch.ones(2), None, TypeError, "lhs: expected x of float8_e4m3fn or int8"),
+        (torch.zeros(2, 32, dtype=torch.int8), torch.ones(2), None, ValueError, r"lhs: expected x of shape \[m, 64\]"),
+        (torch.zeros(64, dtype=torch.int8), torch.ones(1), None, ValueError, r"lhs: expected x of shape \[m, 64\]"),
+        (torch.zeros(2, 64, dtype=torch.int8), torch.ones(3), None, ValueError, r"lhs: expected x_scale of .*\[2\]"),
+        (
+            torch.zeros(2, 64, dtype=torch.int8),
+            torch.ones(2),
+            torch.ones(2),
+            ValueError,
+            r"bias: expected shape \[8\], got \[2\]",
+        ),
+        (
+            torch.zeros(2, 64, dtype=torch.int8, device="meta"),
+            torch.ones(2),
+            None,
+            ValueError,
+            "lhs: expected rhs's device cpu, got meta",
+        ),
+    ],
+)
+def test_wrong_arguments(x, x_scale, bias, error, message):
+    weight = builders.weight_parts(9, 8, 64, 32).packed
+    with pytest.raises(error, match=message):
+        gemm_w4a8_reference((x, x_scale), weight, bias=bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+@pytest.mark.parametrize("group_size, zero_point, scale_type", FORMATS)
+def test_a_gpu_gives_the_same_reference(dtype, group_size, zero_point, scale_type):
+    results = []
+    for device in ("cpu", "cuda"):
+        parts = builders.weight_parts(
+            11, 136, 544, group_size, zero_point=zero_point, scale_type=scale_type, device=device
+        )
+        lhs = builders.lhs(12, 17, 544, dtype, device=device)
+        results.append([t.cpu() for t in gemm_w4a8_terms(lhs, parts.packed)])
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13 * float(results[0][1].max()))
