@@ -1,8 +1,8 @@
 """Linear layers of a transformer from its Hugging Face config.json, as one tensor-parallel rank holds them.
 
 Reads a dictionary and does arithmetic: no torch, no kernels, no network. Sharding follows what serving engines do:
-projections out of the hidden state are cut along n (columns), projections back into it along k (rows), key and value heads
-are repeated when there are more ranks than heads, and every rank keeps its slice of every expert.
+projections out of the hidden state are cut along n (columns), projections back into it along k (rows), key and value
+heads are repeated when there are more ranks than heads, and every rank keeps its slice of every expert.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def _cut_k(name: str, size: int, tp: int, group_size: int) -> int:
     """Columns of a row-parallel weight on one rank; a group of scales stays whole."""
     part = _cut(f"k of {name},", size, tp)
     if tp > 1 and group_size and part % group_size:
-        raise ValueError(f"tp={tp}: {name} would be cut at k = {part}, which is not a border of a group of {group_size}")
+        raise ValueError(
+            f"tp={tp}: {name} would be cut at k = {part}, which is not a border of a group of {group_size}"
+        )
     return part
 
 

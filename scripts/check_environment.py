@@ -1,6 +1,6 @@
 """Exit 0 if this Python can run jitgemm, and its tests with --tests; else say what is missing on stderr and exit 1.
 
-Imports what is used instead of comparing lists of packages: a system's Python counts when it works, however it was set up.
+Imports what is used instead of comparing lists of packages: a Python counts when it works, however it was set up.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""The main job of scripts/quickstart.sh: the gate and up projection of a Llama-3-8B, 4-bit weights on 8-bit activations.
+"""The main job of scripts/quickstart.sh: gate and up projection of a Llama-3-8B, 4-bit weights on 8-bit activations.
 
-With a Hopper GPU the GEMM runs there, is checked against the exact reference and timed. Without one, the kernels of all the
-model's layers are compiled and listed, and the GEMM runs through the reference.
+With a Hopper GPU the GEMM runs there, is checked against the exact reference and timed. Without one, the kernels of all
+the model's layers are compiled and listed, and the GEMM runs through the reference.
 """
 
 import sys
@@ -41,7 +41,7 @@ def make_lhs(m: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, tor
 def error_over_bound(out: torch.Tensor, lhs: tuple, rhs: jitgemm.W4Weight) -> float:
     """The largest error as a part of what is allowed; at most 1 is right.
 
-    Allowed: half a bf16 unit, 2^-8 |ref|, and what the tensor cores' fp32 sums lose (int8: 2^-20 of the groups' sums, e4m3:
+    Allowed: a bf16 rounding, 2^-8 |ref|, and what the tensor cores' sums lose (int8: 2^-20 of the groups' sums, e4m3:
     2^-10 of all terms).
     """
     ref, terms = gemm_w4a8_terms(lhs, rhs)
@@ -119,7 +119,7 @@ def without_gpu() -> int:
     same = torch.equal(out, gemm_w4a8_reference(lhs, rhs))
     plain = (lhs[0].float() * lhs[1].unsqueeze(-1)) @ rhs.dequantize().T
     error = float((out.double() - plain.double()).norm() / plain.double().norm())
-    print(f"{seconds:.2f} s; relative RMS difference from a plain fp32 matmul {error:.1e} (bf16 rounding is about 1.7e-3)")
+    print(f"{seconds:.2f} s; relative RMS difference from a plain fp32 matmul {error:.1e} (bf16 rounds by 1.7e-3)")
     return 0 if same and error < 2.5e-3 else 1
 
 

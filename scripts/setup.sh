@@ -1,8 +1,8 @@
 # Sourced by the scripts beside it: sets PYTHON to a Python that can run jitgemm, and its tests if the caller set
 # WANT_TESTS=1, and makes `import jitgemm` find this checkout.
 #
-# What is there already is used where it suffices: $JITGEMM_PYTHON, the checkout's .venv, then python3. Otherwise a .venv is
-# made and filled from the network. JITGEMM_TORCH chooses torch's requirement (default torch==2.13.0) and
+# What is there already is used where it suffices: $JITGEMM_PYTHON, the checkout's .venv, then python3. Otherwise .venv
+# is made and filled from the network. JITGEMM_TORCH chooses torch's requirement (default torch==2.13.0) and
 # JITGEMM_TORCH_INDEX an index to install it from, such as https://download.pytorch.org/whl/cpu.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -18,7 +18,8 @@ check_python() {  # $1: a Python; 0 if it has what is needed
 base_python() {  # the newest Python 3.10 or later on the path
     local candidate
     for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
-        if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+        command -v "$candidate" >/dev/null || continue
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
             command -v "$candidate"
             return
         fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the tests; arguments go to pytest. Then the tests that compile run once more under the other
-# NVRTC line (12 or 13), which lives in a small environment of its own that borrows torch from the first.
+# Sets everything up and runs the tests; arguments go to pytest. Then the tests that compile run once more under the
+# other NVRTC line (12 or 13), which lives in a small environment of its own that borrows torch from the first.
 set -euo pipefail
 WANT_TESTS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

@@ -154,7 +154,8 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
 
 def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    done = run("warmup", "--model", str(tmp_path), "--tp", "2", "--device", "h200", "--max-m", "16", "--dry-run", "--json")
+    options = ("--tp", "2", "--device", "h200", "--max-m", "16", "--dry-run", "--json")
+    done = run("warmup", "--model", str(tmp_path), *options)
     assert done.code == 0
     layers = {layer["name"]: (layer["n"], layer["k"], layer["count"]) for layer in done.json["layers"]}
     assert layers["qkv_proj"] == (3072, 4096, 2)
@@ -171,7 +172,7 @@ def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
         (["warmup", "--shape", "4096"], "--shape: expected N,K such as 4096,14336, got '4096'"),
         (["warmup", "--shape", "12,4096"], "n: expected a positive multiple of 8, got 12"),
         (["warmup", "--shape", "16,40"], "k: expected a positive multiple of 32, got 40"),
-        (["warmup", "--shape", "16,64", "--group-size", "48"], "--group-size: expected one of 32, 64, 128, 256 or 'channel'"),
+        (["warmup", "--shape", "16,64", "--group-size", "48"], "expected one of 32, 64, 128, 256 or 'channel'"),
         (["warmup", "--shape", "16,64", "--tp", "2"], "--tp cuts the layers of --model"),
         (["warmup", "--shape", "16,64", "--device", "gtx280"], "h100-sxm"),
         (["warmup", "--model", "/nonexistent/config.json"], "No such file"),
@@ -292,7 +293,8 @@ def test_explain_names_the_winner_and_why(run):
     done = run("explain", "16", "4096", "4096", "--device", "h200")
     assert done.code == 0
     assert "→" in done.stdout and "predicted us" in done.stdout
-    assert "h200 (132 SMs), m = 9..16 share a kernel" in done.stderr and re.search(r"won over|ties with|only one", done.stderr)
+    assert "h200 (132 SMs), m = 9..16 share a kernel" in done.stderr
+    assert re.search(r"won over|ties with|only one", done.stderr)
 
 
 def test_explain_json_holds_the_chosen_kernel_with_its_prediction(run):
@@ -328,7 +330,7 @@ def test_env_works_with_settings_that_are_wrong(run, monkeypatch):
 
 @pytest.mark.parametrize(
     "command",
-    [["warmup"], ["explain"], ["env"], *(["cache", name] for name in ("ls", "info", "show", "verify", "prune", "clear"))],
+    [["warmup"], ["explain"], ["env"], *(["cache", name] for name in "ls info show verify prune clear".split())],
 )
 def test_every_command_has_help_and_json(run, command):
     done = run(*command, "--help")
@@ -360,7 +362,9 @@ def test_sizes(text, size):
     assert common.parse_size(text) == size
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("45s", 45), ("90m", 5400), ("12h", 43200), ("30d", 2592000), ("2w", 1209600)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("45s", 45), ("90m", 5400), ("12h", 43200), ("30d", 2592000), ("2w", 1209600)]
+)
 def test_ages(text, seconds):
     assert common.parse_age(text) == seconds
 

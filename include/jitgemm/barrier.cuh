@@ -38,36 +38,28 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier of any CTA of the cluster and publishes this thread's earlier writes to the cluster.
-__device__ __forceinline__ void barrier_arrive_cluster(u32 barrier, u32 rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
+// Arrives at the barrier of any CTA of the cluster. Orders this CTA's reads before what the other does next, which is all that handing back
+// a buffer needs; a release at cluster scope would flush to the GPU's memory each time.
+__device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }
 
-template <bool kCluster>
 __device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
     u32 done;
-    if constexpr (kCluster) {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } else {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    }
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
     return done;
 }
 
-// Waits until the phase of the given parity is over. kCluster acquires what CTAs of the cluster released; kDebug traps where a
-// release build would hang (each try already sleeps up to about a microsecond).
-template <bool kDebug, bool kCluster = false>
+// Waits until the phase of the given parity is over. kDebug traps where a release build would hang (each try sleeps up to about a
+// microsecond by itself).
+template <bool kDebug>
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     [[maybe_unused]] u32 spins = 0;
-    while (!barrier_try_wait<kCluster>(barrier, parity)) {
+    while (!barrier_try_wait(barrier, parity)) {
         if constexpr (kDebug) {
             if (++spins > (1u << 22)) __trap();
         }

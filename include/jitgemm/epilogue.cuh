@@ -11,29 +11,29 @@ namespace jitgemm {
 struct Place {
     u32 warpgroup, along_n, along_k;
     u32 thread, warp, lane;
-    u32 rank;   // of the CTA in its cluster
     u32 split;  // which share of k; 0 leads: it sums and stores
 };
 
-// Adds the partial tiles of all splits in the leader's registers, in the order of the splits: the same bits every run.
+// Adds the partial tiles of all splits in the leader's registers, in the order of the splits: the same bits every run. The others write
+// theirs into the leader's shared memory with stores that count on its barrier as they land, so nothing has to be flushed.
 template <typename Config>
 __device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared, const Place& place,
                                               u32 parity) {
     constexpr u32 kVectors = Config::kBlockM / 8;
     if (place.split > 0) {
         // The slot is free once the leader has read the previous tile from it.
-        barrier_wait<Config::kDebug, true>(shared.reduce_empty(place.warpgroup), parity ^ 1);
+        barrier_wait<Config::kDebug>(shared.reduce_empty(place.warpgroup), parity ^ 1);
         u32 slot = map_to_rank(shared.slot(place.split, place.along_n) + place.thread * 16, 0);
+        u32 barrier = map_to_rank(shared.reduce_full(place.along_n), 0);
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
-                         ::"r"(slot + i * 2048), "f"(acc[4 * i]), "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3])
+            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                         ::"r"(slot + i * 2048), "f"(acc[4 * i]), "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3]),
+                           "r"(barrier)
                          : "memory");
         }
-        __syncwarp();
-        if (place.lane == 0) barrier_arrive_cluster(shared.reduce_full(place.along_n), 0);
     } else {
-        barrier_wait<Config::kDebug, true>(shared.reduce_full(place.along_n), parity);
+        barrier_wait<Config::kDebug>(shared.reduce_full(place.along_n), parity);
         for (u32 split = 1; split < Shared<Config>::kSplits; ++split) {
             u32 slot = shared.slot(split, place.along_n) + place.thread * 16;
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2],
         if (place.lane == 0) {
             for (u32 split = 1; split < Shared<Config>::kSplits; ++split) {
                 u32 along_k = split % Config::kWarpgroupsK;
-                barrier_arrive_cluster(shared.reduce_empty(along_k * Config::kWarpgroupsN + place.along_n), split / Config::kWarpgroupsK);
+                barrier_arrive_remote(shared.reduce_empty(along_k * Config::kWarpgroupsN + place.along_n), split / Config::kWarpgroupsK);
             }
         }
     }

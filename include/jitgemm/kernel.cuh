@@ -87,7 +87,7 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
             if (prefetched > 0) {
                 --prefetched;
             } else {
-                barrier_wait<Config::kDebug, (Config::kMulticast > 1)>(shared.empty(ring.stage), ring.parity ^ 1);
+                barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
                 load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy);
             }
             load_activations<Config>(lhs_map, shared, tile, ring.stage, block, blocks, rank);
@@ -105,49 +105,28 @@ __device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const P
     for (int i = 0; i < kCount; ++i) acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
 }
 
+// One record on its way through a warpgroup: A fragments of its four k-steps and the scales of its chunks. A chunk is a run of k within the
+// record that has scales of its own.
 template <typename Config>
-struct Multiplier {
-    using Wgmma = typename Config::Wgmma;
-    using Decode = typename Config::Decode;
-    static constexpr int kHalves = Config::kHalves;
-    static constexpr int kTokens = Config::kBlockM / kHalves;  // wgmma's N
-    static constexpr int kPartials = kTokens / 2;
-    // Chunks: runs of k within one record that are promoted on their own.
+struct Fragments {
     static constexpr u32 kChunks = Config::kGroupSize == 0 || Config::kGroupSize >= 128 ? 1 : 128 / Config::kGroupSize;
     static constexpr u32 kSteps = 4 / kChunks;
 
-    typename Wgmma::Accumulator partial[kHalves][kPartials];
-    u32 pending = 0;  // records summed in `partial` since the last promotion
+    u32 step[4][4];
+    float low_scale[kChunks], high_scale[kChunks];  // of the thread's two rows
 
-    __device__ __forceinline__ Multiplier() {
-#pragma unroll
-        for (int h = 0; h < kHalves; ++h)
-#pragma unroll
-            for (int i = 0; i < kPartials; ++i) partial[h][i] = 0;
-    }
-
-    // Multiplies one record by its activations. Promotes when kPromoteRecords records are summed up, or at the last one; 0 is never.
-    __device__ __forceinline__ void record(float (&acc)[Config::kBlockM / 2], u32 record, u32 lhs, const Place& place, bool last) {
-        u32 words[8];
-        {
-            uint4 first = load_shared_v4(record + place.thread * 16);
-            uint4 second = load_shared_v4(record + 2048 + place.thread * 16);
-            words[0] = first.x, words[1] = first.y, words[2] = first.z, words[3] = first.w;
-            words[4] = second.x, words[5] = second.y, words[6] = second.z, words[7] = second.w;
-        }
-        u32 row = place.warp * 16 + place.lane / 4;
-        u64 descriptor = k_major_descriptor(lhs);
-        // Partial sums that nothing scales stay in the tensor cores' registers to the end of the tile.
-        constexpr bool kNever = Config::kPromoteRecords == 0;
-        bool promote_now = !kNever && (Config::kPromoteRecords == 1 || last || pending + 1 == Config::kPromoteRecords);
-
+    __device__ __forceinline__ void load(u32 record, const Place& place) {
+        const uint4 first = load_shared_v4(record + place.thread * 16);
+        const uint4 second = load_shared_v4(record + 2048 + place.thread * 16);
+        const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+        const u32 row = place.warp * 16 + place.lane / 4;
 #pragma unroll
         for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-            float low_scale = 1.0f, high_scale = 1.0f;
+            low_scale[chunk] = high_scale[chunk] = 1.0f;
             if constexpr (Config::kGroupSize != 0) {
                 u32 scales = record + 4096 + chunk * 64 * (Config::kScaleType == kFp32 ? 4 : 2);
-                low_scale = load_shared_real<Config::kScaleType>(scales, row);
-                high_scale = load_shared_real<Config::kScaleType>(scales, row + 8);
+                low_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row);
+                high_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row + 8);
             }
             u32 low_zero = 0, high_zero = 0;
             if constexpr (Config::kZeroPoint) {
@@ -155,96 +134,172 @@ struct Multiplier {
                 low_zero = load_shared_u8(zeros) * 0x01010101u;
                 high_zero = load_shared_u8(zeros + 8) * 0x01010101u;
             }
-            u32 fragments[kSteps][4];
 #pragma unroll
-            for (u32 s = 0; s < kSteps; ++s) {
-                u32 step = chunk * kSteps + s;
-                decode_step<Decode, Config::kZeroPoint>(fragments[s], words[2 * step], words[2 * step + 1], low_zero, high_zero);
-            }
-
-            wgmma_fence();
-#pragma unroll
-            for (int h = 0; h < kHalves; ++h) {
-#pragma unroll
-                for (u32 s = 0; s < kSteps; ++s) {
-                    u32 step = chunk * kSteps + s;
-                    bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
-                    Wgmma::issue(partial[h], fragments[s], descriptor + h * (kTokens * 128 >> 4) + step * 2, accumulate);
-                }
-                wgmma_commit();
-            }
-            if constexpr (kHalves == 2) {
-                wgmma_wait<1>();
-                register_fence(partial[0]);
-                if (promote_now) promote(acc, 0, partial[0], low_scale, high_scale);
-            }
-            wgmma_wait<0>();
-            register_fence(partial[kHalves - 1]);
-#pragma unroll
-            for (u32 s = 0; s < kSteps; ++s) register_fence(fragments[s]);
-            if (promote_now) promote(acc, (kHalves - 1) * kPartials, partial[kHalves - 1], low_scale, high_scale);
-        }
-        pending = promote_now ? 0 : pending + 1;
-    }
-
-    // The tile's sums, where no group promoted them.
-    __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2]) {
-        if constexpr (Config::kPromoteRecords == 0) {
-#pragma unroll
-            for (int h = 0; h < kHalves; ++h)
-#pragma unroll
-                for (int i = 0; i < kPartials; ++i) acc[h * kPartials + i] = float(partial[h][i]);
+            for (u32 s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s)
+                decode_step<typename Config::Decode, Config::kZeroPoint>(step[s], words[2 * s], words[2 * s + 1], low_zero, high_zero);
         }
     }
 };
 
 template <typename Config>
+struct Multiplier {
+    using Wgmma = typename Config::Wgmma;
+    static constexpr u32 kHalves = Config::kHalves;
+    static constexpr u32 kTokens = Config::kBlockM / kHalves;  // wgmma's N
+    static constexpr u32 kPartials = kTokens / 2;
+    static constexpr u32 kChunks = Fragments<Config>::kChunks;
+    static constexpr u32 kSteps = Fragments<Config>::kSteps;
+    // A unit is one half of the tokens times one chunk; as many units as there are halves are in flight.
+    static constexpr u32 kUnits = kChunks * kHalves;
+
+    typename Wgmma::Accumulator partial[kHalves][kPartials];
+    u32 pending = 0;  // records summed in `partial` since the last promotion
+
+    __device__ __forceinline__ Multiplier() {
+#pragma unroll
+        for (u32 h = 0; h < kHalves; ++h)
+#pragma unroll
+            for (u32 i = 0; i < kPartials; ++i) partial[h][i] = 0;
+    }
+
+    __device__ __forceinline__ void issue(u32 unit, const Fragments<Config>& fragments, u64 descriptor) {
+        const u32 half = unit % kHalves, chunk = unit / kHalves;
+        wgmma_fence();
+#pragma unroll
+        for (u32 s = 0; s < kSteps; ++s) {
+            const u32 step = chunk * kSteps + s;
+            const bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
+            Wgmma::issue(partial[half], fragments.step[step], descriptor + half * (kTokens * 128 >> 4) + step * 2, accumulate);
+        }
+        wgmma_commit();
+    }
+
+    // Starts one record's multiplies, as far as the registers for partial sums go.
+    __device__ __forceinline__ void start(const Fragments<Config>& fragments, u64 descriptor) {
+#pragma unroll
+        for (u32 unit = 0; unit < kHalves; ++unit) issue(unit, fragments, descriptor);
+    }
+
+    // Waits for them, promoting each unit's sums by its scales while the next one multiplies. Sums of several records are promoted when
+    // kPromoteRecords are summed up, or at the last one; 0 is never.
+    __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2], Fragments<Config>& fragments, u64 descriptor, bool last) {
+        constexpr bool kNever = Config::kPromoteRecords == 0;
+        const bool promote_now = !kNever && (Config::kPromoteRecords == 1 || last || pending + 1 == Config::kPromoteRecords);
+#pragma unroll
+        for (u32 unit = 0; unit < kUnits; ++unit) {
+            const u32 half = unit % kHalves, chunk = unit / kHalves;
+            if (kHalves == 2 && unit + 1 < kUnits) {
+                wgmma_wait<1>();
+            } else {
+                wgmma_wait<0>();
+            }
+            register_fence(partial[half]);
+            if (promote_now) {
+                promote(acc, half * kPartials, partial[half], fragments.low_scale[chunk], fragments.high_scale[chunk]);
+                // Here, not after the next wait, where the compiler would rather have it.
+                register_fence(acc, half * kPartials, kPartials);
+            }
+            if (unit + kHalves < kUnits) issue(unit + kHalves, fragments, descriptor);
+        }
+#pragma unroll
+        for (u32 s = 0; s < 4; ++s) register_fence(fragments.step[s]);
+        pending = promote_now ? 0 : pending + 1;
+    }
+
+    // The tile's sums, where no group promoted them.
+    __device__ __forceinline__ void take_sums(float (&acc)[Config::kBlockM / 2]) {
+        if constexpr (Config::kPromoteRecords == 0) {
+#pragma unroll
+            for (u32 h = 0; h < kHalves; ++h)
+#pragma unroll
+                for (u32 i = 0; i < kPartials; ++i) acc[h * kPartials + i] = float(partial[h][i]);
+        }
+    }
+};
+
+// Hands a stage back to the producers that fill it.
+template <typename Config>
+__device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 stage, const Place& place) {
+    __syncwarp();
+    if (place.lane == 0) {
+        if constexpr (Config::kMulticast == 1) {
+            barrier_arrive(shared.empty(stage));
+        } else {
+            for (u32 peer = 0; peer < Config::kMulticast; ++peer) barrier_arrive_remote(shared.empty(stage), peer);
+        }
+    }
+}
+
+// The warpgroup's share of a tile. While one record multiplies, the next is loaded and decoded.
+template <typename Config>
+__device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared, const Place& place,
+                                              BlockRange range, Ring<Config::kStages>& ring) {
+    const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
+    // The last stage may hold no record for this warpgroup.
+    const u32 records = ceil_div(max(range.end - range.begin, place.along_k) - place.along_k, Config::kWarpgroupsK);
+
+    Multiplier<Config> multiplier;
+    auto load = [&](Fragments<Config>& fragments) {
+        barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
+        fragments.load(shared.record(ring.stage, place.along_n, place.along_k), place);
+    };
+    u32 record = 0;
+    // Multiplies `current`, the record of the ring's stage, and loads the one after it. False after the last.
+    auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next) {
+        const u64 descriptor = k_major_descriptor(shared.lhs(ring.stage, place.along_k));
+        const u32 stage = ring.stage;
+        const bool last = ++record == records;
+        multiplier.start(current, descriptor);
+        ring.advance();
+        if (!last) load(next);
+        multiplier.finish(acc, current, descriptor, last);
+        release_stage(shared, stage, place);
+        return !last;
+    };
+    if (records > 0) {
+        // Two sets of registers in turn, so that nothing is copied.
+        Fragments<Config> even, odd;
+        load(even);
+        while (multiply(even, odd) && multiply(odd, even)) {
+        }
+    }
+    if (records < stages) {
+        barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
+        release_stage(shared, ring.stage, place);
+        ring.advance();
+    }
+    multiplier.take_sums(acc);
+}
+
+template <typename Config>
 __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const Shared<Config>& shared, u32 rank) {
     Place place;
-    place.warpgroup = threadIdx.x / 128;
+    // The shuffle tells the compiler that the value is the same in the whole warp, so that descriptors stay in uniform registers.
+    place.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
     place.along_n = place.warpgroup % Config::kWarpgroupsN;
     place.along_k = place.warpgroup / Config::kWarpgroupsN;
     place.thread = threadIdx.x % 128;
     place.warp = place.thread / 32;
     place.lane = place.thread % 32;
-    place.rank = rank;
     place.split = (Config::kSplitK > 1 ? rank * Config::kWarpgroupsK : 0) + place.along_k;
 
     Scheduler<Config> scheduler(args);
-    BlockRange range = block_range<Config>(args, rank);
+    const BlockRange range = block_range<Config>(args, rank);
     Ring<Config::kStages> ring;
     u32 reduce_parity = 0;
     Tile tile;
     while (scheduler.next(tile, rank)) {
         RowTerms terms;
         if (place.split == 0) {
+            constexpr u32 kPartialBytes = (Shared<Config>::kSplits - 1) * Shared<Config>::kSlot;
+            if (kPartialBytes > 0 && place.thread == 0) barrier_expect_bytes(shared.reduce_full(place.along_n), kPartialBytes);
             stage_lhs_scales<Config>(args, shared, place, tile);
             terms = load_row_terms<Config>(args, place, tile);
         }
         float acc[Config::kBlockM / 2];
 #pragma unroll
-        for (int i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
-
-        Multiplier<Config> multiplier;
-        for (u32 stage_block = range.begin; stage_block < range.end; stage_block += Config::kWarpgroupsK) {
-            u32 block = stage_block + place.along_k;
-            barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
-            if (Config::kWarpgroupsK == 1 || block < range.end) {
-                bool last = block + Config::kWarpgroupsK >= range.end;
-                multiplier.record(acc, shared.record(ring.stage, place.along_n, place.along_k), shared.lhs(ring.stage, place.along_k), place,
-                                  last);
-            }
-            __syncwarp();
-            if (place.lane == 0) {
-                if constexpr (Config::kMulticast == 1) {
-                    barrier_arrive(shared.empty(ring.stage));
-                } else {
-                    for (u32 peer = 0; peer < Config::kMulticast; ++peer) barrier_arrive_cluster(shared.empty(ring.stage), peer);
-                }
-            }
-            ring.advance();
-        }
-        multiplier.finish(acc);
+        for (u32 i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
+        multiply_tile<Config>(acc, shared, place, range, ring);
 
         if constexpr (Shared<Config>::kSplits > 1) {
             reduce_splits<Config>(acc, shared, place, reduce_parity);

@@ -56,7 +56,7 @@ struct Shared {
             barrier_init(full(stage), 1);
             barrier_init(empty(stage), kWarpgroups * 4 * Config::kMulticast);
         }
-        for (u32 n = 0; n < Config::kWarpgroupsN; ++n) barrier_init(reduce_full(n), kSplits > 1 ? (kSplits - 1) * 4 : 1);
+        for (u32 n = 0; n < Config::kWarpgroupsN; ++n) barrier_init(reduce_full(n), 1);
         for (u32 w = 0; w < kWarpgroups; ++w) barrier_init(reduce_empty(w), 4);
         barrier_init_fence();
     }

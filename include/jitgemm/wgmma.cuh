@@ -35,6 +35,12 @@ __device__ __forceinline__ void register_fence(u32 (&registers)[kCount]) {
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
+template <int kCount>
+__device__ __forceinline__ void register_fence(float (&registers)[kCount], u32 first, u32 count) {
+#pragma unroll
+    for (u32 i = 0; i < count; ++i) asm volatile("" : "+f"(registers[first + i])::"memory");
+}
+
 // Descriptor of a k-major operand in shared memory: rows of 128 bytes of k, 128-byte swizzle, 1024-byte aligned, 8 rows every 1024 bytes.
 // PTX ISA, "matrix descriptor": address >> 4 in bits 0-13, leading offset >> 4 from bit 16 (unused by this swizzle), stride >> 4 from
 // bit 32, swizzle mode 1 = 128 bytes in bits 62-63. A step of 32 bytes along k adds 2.

@@ -1,7 +1,7 @@
 """The `jitgemm` command: warm-up, cache inspection, explanations of a choice, and the environment. None needs a GPU.
 
-Data goes to stdout, progress and notes to stderr, so that output can be piped. Typer and rich are imported by these modules
-and nowhere else in the package.
+Data goes to stdout, progress and notes to stderr, so that output can be piped. Typer and rich are imported by these
+modules and nowhere else in the package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`jitgemm cache`: look into the on-disk kernel cache, check it, and make it smaller. Changes nothing unless told to."""
+"""`jitgemm cache`: look into the on-disk kernel cache, check it, make it smaller. Changes nothing unless told to."""
 
 from __future__ import annotations
 
@@ -129,7 +129,13 @@ def info(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)]
         common.print_json({"jit": settings.jit_mode(), "roots": roots})
         return
     rows = [
-        (root["path"], "yes" if root["writable"] else "no", root["kernels"], root["bad"], common.show_size(root["size"]))
+        (
+            root["path"],
+            "yes" if root["writable"] else "no",
+            root["kernels"],
+            root["bad"],
+            common.show_size(root["size"]),
+        )
         for root in roots
     ]
     common.out().print(common.table(("folder", "writable", "kernels", "bad", "size"), rows, left=("folder",)))
@@ -141,7 +147,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)]
 def show(
     key: Annotated[str, typer.Argument(help="A kernel's key, or the beginning of one.")],
     source: Annotated[bool, typer.Option("--source", help="Print the rendered CUDA source alone.")] = False,
-    log: Annotated[bool, typer.Option("--log", help="Print NVRTC's log alone, ptxas's registers and spills in it.")] = False,
+    log: Annotated[bool, typer.Option("--log", help="Print NVRTC's log alone, registers and spills in it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all metadata as JSON, source and log in it.")] = False,
 ) -> None:
     """Print what is known of one kernel.
@@ -208,11 +214,12 @@ def verify(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP
 @common.guarded
 def prune(
     older_than: Annotated[
-        Optional[str], typer.Option("--older-than", metavar="AGE", help="Drop kernels not used for this long: 30d, 12h, 90m.")
+        Optional[str],
+        typer.Option("--older-than", metavar="AGE", help="Drop kernels not used for this long: 30d, 12h, 90m."),
     ] = None,
     max_size: Annotated[
         Optional[str],
-        typer.Option("--max-size", metavar="SIZE", help="Drop the least recently used until this much is left: 500M, 2G."),
+        typer.Option("--max-size", metavar="SIZE", help="Drop the least recently used down to this much: 500M, 2G."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be dropped.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,

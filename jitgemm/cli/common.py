@@ -44,7 +44,7 @@ class ScaleType(str, Enum):
 
 
 LHS_HELP = "Type of the activations."
-GROUP_HELP = f"Values of k that share a scale: {', '.join(map(str, GROUP_SIZES))}, or 'channel' for one scale per row of n."
+GROUP_HELP = f"Values of k that share a scale: {', '.join(map(str, GROUP_SIZES))}, or 'channel' for one per row of n."
 ZERO_HELP = "Weights have integer zero points (codes 0..15) instead of signed codes -8..7."
 SCALE_HELP = "Type of the weights' scales in the checkpoint."
 DEVICE_HELP = (
@@ -86,7 +86,7 @@ def print_facts(rows: Iterable[tuple[str, object]]) -> None:
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn the package's errors into a line on stderr and an exit code; anything else is a bug and keeps its traceback."""
+    """Turn the package's errors into a line on stderr and an exit code; all else is a bug and keeps its traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:

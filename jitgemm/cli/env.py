@@ -1,4 +1,4 @@
-"""`jitgemm env`: versions, libraries, device and folders; the text to paste into a bug report. Never fails on what it lacks."""
+"""`jitgemm env`: versions, libraries, device and folders, for a bug report. Never fails on what it lacks."""
 
 from __future__ import annotations
 

@@ -80,7 +80,10 @@ def warmup(
             help="--model's projections: fused (qkv, gate_up) as serving engines run them, separate, or both.",
         ),
     ] = "both",
-    lhs: Annotated[Optional[list[common.Lhs]], typer.Option("--lhs", help=common.LHS_HELP + " May be repeated.")] = None,
+    lhs: Annotated[
+        Optional[list[common.Lhs]],
+        typer.Option("--lhs", help=common.LHS_HELP + " May be repeated.", show_default="fp8"),
+    ] = None,
     group_size: Annotated[str, typer.Option("--group-size", metavar="G", help=common.GROUP_HELP)] = "128",
     zero_point: Annotated[bool, typer.Option("--zero-point", help=common.ZERO_HELP)] = False,
     scale_dtype: Annotated[
@@ -92,12 +95,12 @@ def warmup(
         Optional[int], typer.Option("--jobs", "-j", min=1, help="Threads that compile.", show_default="all cores")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile nothing; list what would be.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if a kernel is missing.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if one is missing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
 ) -> None:
     """Compile every kernel that these layers can need, for any number of tokens up to --max-m.
 
-    Needs no GPU: kernels are chosen and compiled for the named device. What the cache holds already is not compiled again.
+    Needs no GPU: kernels are chosen and compiled for the named device. What the cache holds is not compiled again.
 
     \b
     Examples:
@@ -213,7 +216,8 @@ def _compiling_allowed() -> Iterator[None]:
 def _report(
     jobs: list[Job], layers: list[LinearLayer], device: DeviceSpec, max_m: int, seconds: float, as_json: bool
 ) -> None:
-    counts = {status: sum(job.status == status for job in jobs) for status in ("cached", "compiled", "missing", "failed")}
+    statuses = ("cached", "compiled", "missing", "failed")
+    counts = {status: sum(job.status == status for job in jobs) for status in statuses}
     if as_json:
         common.print_json(
             {
