@@ -18,8 +18,12 @@ BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
 MAX_STAGES = 12
 SYSTEM_SMEM = 1024
 """Bytes of shared memory the system takes from an SM for each resident CTA."""
-OVERHEAD_REGISTERS = 56
-"""Registers of a consumer thread beside its accumulators: codes, fragments, addresses, loop state."""
+OVERHEAD_REGISTERS = {"e4m3": 56, "s8": 64}
+"""Registers of a consumer thread beside its accumulators: codes, fragments of two records, addresses, loop state; s8 converts too."""
+UNPROMOTED_REGISTERS = 16
+"""More of them where sums stay in the tensor cores' registers from record to record."""
+SPLIT_REGISTERS = 8
+"""More of them where warpgroups share k."""
 
 
 def smem_bytes(spec: KernelSpec) -> int:
@@ -32,9 +36,12 @@ def smem_bytes(spec: KernelSpec) -> int:
     return spec.stages * stage + spec.warpgroups_n * panel + slots + scales + barriers
 
 
-def accumulator_registers(spec: KernelSpec) -> int:
-    """Registers of a consumer thread for sums: the tensor cores' and, where groups are promoted, the promoted ones."""
-    return spec.block_m // 2 * (1 if promote_records(spec) == 0 else 2)
+def registers_needed(spec: KernelSpec) -> int:
+    """Registers of a consumer thread: the tensor cores' sums, the promoted ones where groups are promoted, and the rest."""
+    rest = OVERHEAD_REGISTERS[spec.lhs] + (SPLIT_REGISTERS if spec.warpgroups_k > 1 else 0)
+    if promote_records(spec) == 0:
+        return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
+    return spec.block_m + rest
 
 
 def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
@@ -54,8 +61,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
     limit = min(device.smem_per_block, device.smem_per_sm // spec.ctas_per_sm - SYSTEM_SMEM)
     if smem_bytes(spec) > limit:
         return f"{smem_bytes(spec)} bytes of shared memory, {limit} available"
-    if accumulator_registers(spec) + OVERHEAD_REGISTERS > spec.consumer_registers:
-        return f"{accumulator_registers(spec)} accumulator registers of {spec.consumer_registers}"
+    if registers_needed(spec) > spec.consumer_registers:
+        return f"about {registers_needed(spec)} registers a thread, {spec.consumer_registers} available"
     return None
 
 

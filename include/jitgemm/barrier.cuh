@@ -44,25 +44,21 @@ __device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }
 
-__device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    return done;
-}
-
-// Waits until the phase of the given parity is over. kDebug traps where a release build would hang (each try sleeps up to about a
-// microsecond by itself).
+// Waits until the phase of the given parity is over. kDebug traps where a release build would hang.
 template <bool kDebug>
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    [[maybe_unused]] u32 spins = 0;
-    while (!barrier_try_wait(barrier, parity)) {
-        if constexpr (kDebug) {
-            if (++spins > (1u << 22)) __trap();
-        }
+    // Blocks of assembly: the same loops in C++ cost the consumers registers, the one with the trap hundreds of bytes of spills.
+    if constexpr (kDebug) {
+        asm volatile(
+            "{\n.reg .pred p;\n.reg .u32 spins;\nmov.u32 spins, 0;\n"
+            "wait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\n"
+            "add.u32 spins, spins, 1;\nsetp.lt.u32 p, spins, 4194304;\n@p bra wait;\ntrap;\ndone:\n}"
+            ::"r"(barrier), "r"(parity) : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "wait:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra wait;\n}"
+            ::"r"(barrier), "r"(parity) : "memory");
     }
 }
 

@@ -14,8 +14,8 @@ struct Place {
     u32 split;  // which share of k; 0 leads: it sums and stores
 };
 
-// Adds the partial tiles of all splits in the leader's registers, in the order of the splits: the same bits every run. The others write
-// theirs into the leader's shared memory with stores that count on its barrier as they land, so nothing has to be flushed.
+// Adds the partial tiles of all splits in the leader's registers, in the order of the splits: the same bits every run. Warpgroups of other
+// CTAs write theirs into the leader's shared memory with stores that count on its barrier as they land, so that nothing has to be flushed.
 template <typename Config>
 __device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared, const Place& place,
                                               u32 parity) {
@@ -23,14 +23,23 @@ __device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2],
     if (place.split > 0) {
         // The slot is free once the leader has read the previous tile from it.
         barrier_wait<Config::kDebug>(shared.reduce_empty(place.warpgroup), parity ^ 1);
-        u32 slot = map_to_rank(shared.slot(place.split, place.along_n) + place.thread * 16, 0);
-        u32 barrier = map_to_rank(shared.reduce_full(place.along_n), 0);
+        u32 slot = shared.slot(place.split, place.along_n) + place.thread * 16;
+        if (place.split < Config::kWarpgroupsK) {
+            // The leader's own CTA; where there is no cluster, stores into one are illegal.
 #pragma unroll
-        for (u32 i = 0; i < kVectors; ++i) {
-            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                         ::"r"(slot + i * 2048), "f"(acc[4 * i]), "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3]),
-                           "r"(barrier)
-                         : "memory");
+            for (u32 i = 0; i < kVectors; ++i) store_shared_float4(slot + i * 2048, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+            __syncwarp();
+            if (place.lane == 0) barrier_arrive(shared.reduce_full(place.along_n));
+        } else if constexpr (Config::kSplitK > 1) {
+            slot = map_to_rank(slot, 0);
+            u32 barrier = map_to_rank(shared.reduce_full(place.along_n), 0);
+#pragma unroll
+            for (u32 i = 0; i < kVectors; ++i) {
+                asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                             ::"r"(slot + i * 2048), "f"(acc[4 * i]), "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3]),
+                               "r"(barrier)
+                             : "memory");
+            }
         }
     } else {
         barrier_wait<Config::kDebug>(shared.reduce_full(place.along_n), parity);
@@ -48,8 +57,12 @@ __device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2],
         __syncwarp();
         if (place.lane == 0) {
             for (u32 split = 1; split < Shared<Config>::kSplits; ++split) {
-                u32 along_k = split % Config::kWarpgroupsK;
-                barrier_arrive_remote(shared.reduce_empty(along_k * Config::kWarpgroupsN + place.along_n), split / Config::kWarpgroupsK);
+                u32 slot_free = shared.reduce_empty(split % Config::kWarpgroupsK * Config::kWarpgroupsN + place.along_n);
+                if (split < Config::kWarpgroupsK) {
+                    barrier_arrive(slot_free);
+                } else {
+                    barrier_arrive_remote(slot_free, split / Config::kWarpgroupsK);
+                }
             }
         }
     }

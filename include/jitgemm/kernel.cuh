@@ -291,8 +291,8 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     while (scheduler.next(tile, rank)) {
         RowTerms terms;
         if (place.split == 0) {
-            constexpr u32 kPartialBytes = (Shared<Config>::kSplits - 1) * Shared<Config>::kSlot;
-            if (kPartialBytes > 0 && place.thread == 0) barrier_expect_bytes(shared.reduce_full(place.along_n), kPartialBytes);
+            constexpr u32 kRemoteBytes = (Config::kSplitK - 1) * Config::kWarpgroupsK * Shared<Config>::kSlot;
+            if (Shared<Config>::kSplits > 1 && place.thread == 0) barrier_expect_bytes(shared.reduce_full(place.along_n), kRemoteBytes);
             stage_lhs_scales<Config>(args, shared, place, tile);
             terms = load_row_terms<Config>(args, place, tile);
         }

@@ -56,7 +56,10 @@ struct Shared {
             barrier_init(full(stage), 1);
             barrier_init(empty(stage), kWarpgroups * 4 * Config::kMulticast);
         }
-        for (u32 n = 0; n < Config::kWarpgroupsN; ++n) barrier_init(reduce_full(n), 1);
+        for (u32 n = 0; n < Config::kWarpgroupsN; ++n) {
+            // The leader's announcement of the bytes from other CTAs, and each warp of the other warpgroups of its own.
+            barrier_init(reduce_full(n), 1 + 4 * (Config::kWarpgroupsK - 1));
+        }
         for (u32 w = 0; w < kWarpgroups; ++w) barrier_init(reduce_empty(w), 4);
         barrier_init_fence();
     }
@@ -78,6 +81,10 @@ __device__ __forceinline__ float2 load_shared_float2(u32 address) {
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
     return v;
+}
+
+__device__ __forceinline__ void store_shared_float4(u32 address, float x, float y, float z, float w) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_float(u32 address, float value) {

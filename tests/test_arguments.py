@@ -1,0 +1,505 @@
+"""What `gemm_w4a8_bf16_nt` takes and what it refuses: each refusal names the argument, what was expected and what came.
+
+On CPU tensors, where every check but that of CUDA addresses runs too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import builders
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import jitgemm
+
+M, N, K = 5, 72, 96
+POISON = -12345.0
+
+
+class Call:
+    """A legal call's arguments; tests replace one and see what happens."""
+
+    def __init__(self, dtype: str = "e4m3", m: int = M):
+        self.x, self.x_scale = builders.lhs(1, m, K, dtype)
+        self.rhs = builders.weight_parts(2, N, K, 32).packed
+        self.out = torch.full((m, N), POISON, dtype=torch.bfloat16)
+        self.bias: object = None
+
+    def run(self) -> torch.Tensor:
+        jitgemm.gemm_w4a8_bf16_nt((self.x, self.x_scale), self.rhs, self.out, bias=self.bias)
+        return self.out
+
+    def expected(self) -> torch.Tensor:
+        return jitgemm.gemm_w4a8_reference((self.x, self.x_scale), self.rhs, bias=self.bias)
+
+    def refused(self, error: type[Exception], argument: str, expected: str, got: str) -> None:
+        """The call raises, says all three, and wrote nothing."""
+        out = self.out
+        before = out.clone() if isinstance(out, torch.Tensor) and out.device.type == "cpu" else None
+        with pytest.raises(error) as caught:
+            self.run()
+        message = str(caught.value)
+        assert type(caught.value) is error
+        assert message.startswith(f"{argument}:"), message
+        assert expected in message, message
+        assert got in message.split("got", 1)[1], message
+        if before is not None:
+            assert builders.same_bits(out, before)
+
+
+@pytest.fixture
+def call() -> Call:
+    return Call()
+
+
+# ---- lhs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+def test_a_plain_call_is_the_reference(dtype):
+    call = Call(dtype)
+    assert builders.same_bits(call.run(), call.expected())
+
+
+def test_the_call_returns_nothing(call):
+    assert jitgemm.gemm_w4a8_bf16_nt((call.x, call.x_scale), call.rhs, call.out) is None
+
+
+def test_lhs_may_be_a_list(call):
+    jitgemm.gemm_w4a8_bf16_nt([call.x, call.x_scale], call.rhs, call.out)
+    assert builders.same_bits(call.out, call.expected())
+
+
+@pytest.mark.parametrize(
+    ("lhs", "got"),
+    [
+        (torch.zeros(M, K, dtype=torch.int8), "Tensor"),
+        (None, "NoneType"),
+        ((torch.zeros(M, K, dtype=torch.int8),), "tuple of 1"),
+        ([torch.zeros(M, K, dtype=torch.int8)] * 3, "list of 3"),
+        (torch.zeros(2, K, dtype=torch.int8), "Tensor"),
+    ],
+    ids=["tensor", "none", "one", "three", "tensor-of-two-rows"],
+)
+def test_lhs_must_be_a_pair(call, lhs, got):
+    message = rf"^lhs: expected a pair \(x, x_scale\), got {got}$"
+    with pytest.raises(TypeError, match=message):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, call.rhs, call.out)
+
+
+@pytest.mark.parametrize("value", [None, 1.0, "x", [[1, 2]]])
+def test_x_must_be_a_tensor(call, value):
+    call.x = value
+    call.refused(TypeError, "lhs[0] (x)", "torch.Tensor", type(value).__name__)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int32, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.bool]
+)
+def test_x_must_be_e4m3_or_int8(call, dtype):
+    call.x = torch.zeros(M, K).to(dtype)
+    call.refused(TypeError, "lhs[0] (x)", "float8_e4m3fn or int8", str(dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("shape", [(K,), (1, M, K), (M, K - 32), (M, K + 32), (K, M), (M, 0)])
+def test_x_must_be_m_by_k(call, shape):
+    call.x = torch.zeros(shape, dtype=torch.int8)
+    call.refused(ValueError, "lhs[0] (x)", "[m, k]", str(list(shape)))
+
+
+def test_x_must_have_stride_1_along_k(call):
+    call.x = torch.zeros(M, 2 * K, dtype=torch.int8)[:, ::2]
+    call.refused(ValueError, "lhs[0] (x)", "stride 1", f"({2 * K}, 2)")
+    call.x = torch.zeros(K, M, dtype=torch.int8).T
+    call.refused(ValueError, "lhs[0] (x)", "stride 1", f"(1, {M})")
+
+
+@pytest.mark.parametrize("stride", [K + 8, K + 1, K + 15])
+def test_x_must_have_a_row_stride_of_whole_16_bytes(call, stride):
+    call.x = torch.zeros(M, stride, dtype=torch.int8)[:, :K]
+    call.refused(ValueError, "lhs[0] (x)", "multiple of 16", str(stride))
+
+
+def test_x_must_not_have_overlapping_rows(call):
+    call.x = torch.zeros(1, K, dtype=torch.int8).expand(M, K)
+    call.refused(ValueError, "lhs[0] (x)", "rows that do not overlap", "row stride 0")
+    call.x = torch.zeros(M * K, dtype=torch.int8).as_strided((M, K), (K - 16, 1))
+    call.refused(ValueError, "lhs[0] (x)", "rows that do not overlap", f"row stride {K - 16}")
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+@pytest.mark.parametrize("pad", [16, 32, 112])
+def test_x_may_be_a_slice_of_rows_and_columns(dtype, pad):
+    call = Call(dtype)
+    whole = torch.zeros(2 * M, K + pad, dtype=torch.int8).view(call.x.dtype)
+    whole[::2, 16 : 16 + K] = call.x
+    expected = call.expected()
+    call.x = whole[::2, 16 : 16 + K]
+    assert builders.same_bits(call.run(), expected)
+
+
+def test_one_row_may_have_any_row_stride():
+    call = Call("s8", m=1)
+    expected = call.expected()
+    call.x = torch.cat([call.x, call.x], dim=1)[:, :K].as_strided((1, K), (7, 1))
+    call.out = torch.empty(N, dtype=torch.bfloat16).as_strided((1, N), (3, 1))
+    assert builders.same_bits(call.run().contiguous(), expected)
+
+
+# ---- x_scale ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, 1.0, 1])
+def test_x_scale_must_be_a_tensor(call, value):
+    call.x_scale = value
+    call.refused(TypeError, "lhs[1] (x_scale)", "torch.Tensor", type(value).__name__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32])
+def test_x_scale_must_be_fp32(call, dtype):
+    call.x_scale = call.x_scale.to(dtype)
+    call.refused(TypeError, "lhs[1] (x_scale)", "float32", str(dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("shape", [(M - 1,), (M + 1,), (1, M), (M, 2), (M, 1, 1), (1, 1, 1), (0,), (M, K // 32)])
+def test_x_scale_must_be_per_token_or_one_element(call, shape):
+    call.x_scale = torch.ones(shape)
+    call.refused(ValueError, "lhs[1] (x_scale)", f"[{M}], [{M}, 1] or one element", str(list(shape)))
+
+
+@pytest.mark.parametrize("shape", [(M,), (M, 1)])
+def test_x_scale_per_token(call, shape):
+    call.x_scale = torch.arange(1.0, M + 1).reshape(shape)
+    expected = call.expected()
+    assert builders.same_bits(call.run(), expected)
+    assert not builders.same_bits(expected[:1], expected[1:2])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_x_scale_of_one_element_serves_all_tokens(call, shape):
+    call.x_scale = torch.full((M,), 0.25)
+    expected = call.expected()
+    call.x_scale = torch.full(shape, 0.25)
+    assert builders.same_bits(call.run(), expected)
+
+
+def test_x_scale_may_have_any_stride(call):
+    values = torch.arange(1.0, M + 1)
+    call.x_scale = values
+    expected = call.expected()
+    table = torch.zeros(M, 3)
+    table[:, 1] = values
+    for x_scale in (table[:, 1], table[:, 1:2]):
+        call.x_scale = x_scale
+        assert builders.same_bits(call.run(), expected)
+    call.x_scale = torch.tensor(2.0)
+    expected = call.expected()
+    call.x_scale = torch.tensor(2.0).expand(M)
+    assert builders.same_bits(call.run(), expected)
+
+
+# ---- rhs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", [None, torch.zeros(N, K, dtype=torch.int8), (torch.zeros(N, K, dtype=torch.int8), torch.ones(N, 3)), 3]
+)
+def test_rhs_must_be_a_packed_weight(call, value):
+    call.rhs = value
+    call.refused(TypeError, "rhs", "W4Weight from pack_w4", type(value).__name__)
+
+
+def test_arguments_are_checked_against_the_weight_of_this_call(call):
+    """A legal call prepares nothing that lets a call with another weight through."""
+    call.run()
+    call.rhs = builders.weight_parts(3, N, K + 32, 32).packed
+    call.refused(ValueError, "lhs[0] (x)", f"{K + 32} columns", f"[{M}, {K}]")
+    call.rhs = builders.weight_parts(3, N + 8, K, 32).packed
+    call.refused(ValueError, "out", f"{N + 8} columns", f"[{M}, {N}]")
+
+
+# ---- out ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, 1.0, [[1.0]]])
+def test_out_must_be_a_tensor(call, value):
+    call.out = value
+    call.refused(TypeError, "out", "torch.Tensor", type(value).__name__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int16])
+def test_out_must_be_bf16(call, dtype):
+    call.out = call.out.to(dtype)
+    call.refused(TypeError, "out", "bfloat16", str(dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("shape", [(M - 1, N), (M + 1, N), (M, N + 8), (M, N - 8), (N, M), (M * N,), (1, M, N), (0, N)])
+def test_out_must_be_m_by_n(call, shape):
+    call.out = torch.zeros(shape, dtype=torch.bfloat16)
+    call.refused(ValueError, "out", "expected shape [", str(list(shape)))
+
+
+def test_out_must_have_stride_1_along_n(call):
+    call.out = torch.zeros(N, M, dtype=torch.bfloat16).T
+    call.refused(ValueError, "out", "stride 1", f"(1, {M})")
+
+
+@pytest.mark.parametrize("stride", [N + 1, N + 4, N + 7])
+def test_out_must_have_a_row_stride_of_whole_8_elements(call, stride):
+    call.out = torch.zeros(M, stride, dtype=torch.bfloat16)[:, :N]
+    call.refused(ValueError, "out", "multiple of 8 elements (16 bytes)", str(stride))
+
+
+def test_out_must_not_have_overlapping_rows(call):
+    call.out = torch.zeros(1, N, dtype=torch.bfloat16).expand(M, N)
+    call.refused(ValueError, "out", "rows that do not overlap", "row stride 0")
+    call.out = torch.zeros(M * N, dtype=torch.bfloat16).as_strided((M, N), (N - 8, 1))
+    call.refused(ValueError, "out", "rows that do not overlap", f"row stride {N - 8}")
+
+
+def test_out_must_not_require_grad(call):
+    call.out.requires_grad_()
+    call.refused(ValueError, "out", "does not require grad", "one that does")
+
+
+def test_out_may_be_a_column_slice_and_its_neighbours_stay(call):
+    expected = call.expected()
+    whole = torch.full((M + 2, N + 24), POISON, dtype=torch.bfloat16)
+    call.out = whole[1:-1, 8 : 8 + N]
+    assert builders.same_bits(call.run().contiguous(), expected)
+    call.out.fill_(POISON)
+    assert bool((whole == POISON).all())
+
+
+# ---- bias ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1.0, [1.0] * N])
+def test_bias_must_be_a_tensor(call, value):
+    call.bias = value
+    call.refused(TypeError, "bias", "torch.Tensor", type(value).__name__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8])
+def test_bias_must_be_bf16_or_fp32(call, dtype):
+    call.bias = torch.zeros(N, dtype=dtype)
+    call.refused(TypeError, "bias", "bfloat16 or float32", str(dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (N - 8,), (N + 8,), (1, N), (N, 1), (M,)])
+def test_bias_must_have_n_elements(call, shape):
+    call.bias = torch.zeros(shape)
+    call.refused(ValueError, "bias", f"[{N}]", str(list(shape)))
+
+
+def test_bias_must_be_contiguous(call):
+    call.bias = torch.zeros(2 * N)[::2]
+    call.refused(ValueError, "bias", "contiguous", "stride 2")
+    call.bias = torch.zeros(1).expand(N)
+    call.refused(ValueError, "bias", "contiguous", "stride 0")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bias_is_added_to_every_row(call, dtype):
+    without = call.expected()
+    call.bias = builders.bias(5, N, dtype)
+    expected = call.expected()
+    assert builders.same_bits(call.run(), expected)
+    assert not builders.same_bits(without, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parameters_may_require_grad_and_out_stays_without(call, dtype):
+    call.bias = torch.nn.Parameter(builders.bias(5, N, dtype))
+    call.x_scale = torch.nn.Parameter(call.x_scale)
+    call.run()
+    assert not call.out.requires_grad and call.out.grad_fn is None
+    call.run()  # the same out again
+
+
+# ---- devices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("attribute", "argument"), [("x_scale", "lhs[1] (x_scale)"), ("out", "out"), ("bias", "bias")]
+)
+def test_tensors_must_be_where_x_is(call, attribute, argument):
+    call.bias = torch.zeros(N)
+    setattr(call, attribute, getattr(call, attribute).to("meta"))
+    call.refused(ValueError, argument, "on cpu", "meta")
+
+
+def test_the_weight_must_be_where_x_is(call):
+    call.rhs = replace(call.rhs, blocks=call.rhs.blocks.to("meta"))
+    call.refused(ValueError, "rhs", "on cpu", "meta")
+
+
+def test_only_cuda_and_cpu_run(call):
+    call.x = call.x.to("meta")
+    call.refused(ValueError, "lhs[0] (x)", "CUDA or CPU", "meta")
+
+
+def test_two_gpus_do_not_mix(call):
+    rhs = call.rhs
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call.x = torch.empty(M, K, dtype=torch.int8, device="cuda:0")
+        call.x_scale = torch.empty(M, device="cuda:1")
+        call.out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda:0")
+        call.refused(ValueError, "lhs[1] (x_scale)", "on cuda:0", "cuda:1")
+        call.x_scale = torch.empty(M, device="cuda:0")
+        call.rhs = rhs
+        call.refused(ValueError, "rhs", "on cuda:0", "cpu")
+
+
+# ---- overlap ------------------------------------------------------------------------------------------------------
+
+
+def bytes_as(buffer: torch.Tensor, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor over part of a byte buffer."""
+    size = torch.empty(shape, dtype=dtype, device="meta").nbytes
+    return buffer[first : first + size].view(dtype).view(shape)
+
+
+@pytest.fixture
+def memory() -> torch.Tensor:
+    return torch.zeros(4 * M * (K + 2 * N) + 4096, dtype=torch.uint8)
+
+
+def test_out_must_not_overlap_x(call, memory):
+    call.x = bytes_as(memory, 0, (M, K), torch.int8)
+    call.out = bytes_as(memory, M * K - 32, (M, N), torch.bfloat16)
+    call.refused(ValueError, "out", "memory of its own", "overlaps lhs[0] (x)")
+    call.out = bytes_as(memory, M * K, (M, N), torch.bfloat16)  # begins where x ends
+    assert builders.same_bits(call.run(), call.expected())
+
+
+def test_out_must_not_overlap_x_scale(call, memory):
+    call.out = bytes_as(memory, 64, (M, N), torch.bfloat16)
+    call.x_scale = bytes_as(memory, 64 + 2 * M * N - 4, (M,), torch.float32)
+    call.refused(ValueError, "out", "memory of its own", "overlaps lhs[1] (x_scale)")
+    call.x_scale = bytes_as(memory, 64 + 2 * M * N, (M,), torch.float32).fill_(1)
+    assert builders.same_bits(call.run(), call.expected())
+
+
+def test_out_must_not_overlap_bias(call, memory):
+    call.out = bytes_as(memory, 1024, (M, N), torch.bfloat16)
+    call.bias = bytes_as(memory, 1024 - 4 * N + 4, (N,), torch.float32)
+    call.refused(ValueError, "out", "memory of its own", "overlaps bias")
+
+
+def test_out_must_not_overlap_the_weight(call):
+    blocks = call.rhs.blocks
+    call.out = blocks.view(-1)[: 2 * M * N].view(torch.bfloat16).view(M, N)
+    call.refused(ValueError, "out", "memory of its own", "overlaps rhs.blocks")
+
+
+def test_out_must_not_overlap_the_channel_scale(call):
+    call.rhs = builders.weight_parts(2, N, K, builders.PER_CHANNEL, scale_type="bf16").packed
+    call.x, call.x_scale, call.out = call.x[:1], call.x_scale[:1], call.rhs.channel_scale[:N].view(1, N)
+    call.refused(ValueError, "out", "memory of its own", "overlaps rhs.channel_scale")
+
+
+@pytest.mark.parametrize("out_first", [False, True])
+def test_interleaved_column_slices_do_not_overlap(call, out_first):
+    """x and out side by side in the rows of one buffer: their byte ranges cross, their bytes do not."""
+    expected = call.expected()
+    rows = torch.zeros(M, 16 + K + 2 * N, dtype=torch.uint8)
+    first = 2 * N if out_first else 0
+    x = rows[:, first : first + K].view(call.x.dtype)
+    out_at = 0 if out_first else K + 16
+    call.out = rows[:, out_at : out_at + 2 * N].view(torch.bfloat16)
+    x.copy_(call.x)
+    call.x = x
+    assert builders.same_bits(call.run().contiguous(), expected)
+    assert builders.same_bits(x.contiguous(), Call().x)
+
+
+def test_column_slices_that_share_a_column_overlap(call):
+    rows = torch.zeros(M, K + 2 * N, dtype=torch.uint8)
+    call.x = rows[:, :K].view(torch.int8)
+    call.out = rows[:, K - 16 : K - 16 + 2 * N].view(torch.bfloat16)
+    call.refused(ValueError, "out", "memory of its own", "overlaps lhs[0] (x)")
+
+
+def test_scales_beside_the_output_do_not_overlap(call):
+    rows = torch.zeros(M, N + 8, dtype=torch.bfloat16)
+    x_scale = rows[:, N : N + 2].view(torch.float32)
+    x_scale.copy_(torch.arange(1.0, M + 1)[:, None])
+    call.x_scale, call.out = x_scale, rows[:, :N]
+    expected = call.expected()
+    assert builders.same_bits(call.run().contiguous(), expected)
+
+
+# ---- no tokens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+@pytest.mark.parametrize("shape", [(0,), (0, 1), (1,), ()])
+def test_no_tokens_is_no_work(dtype, shape):
+    call = Call(dtype, m=0)
+    call.x_scale = torch.ones(shape)
+    call.bias = torch.zeros(N)
+    assert call.run().shape == (0, N)
+
+
+def test_no_tokens_is_still_checked():
+    call = Call("s8", m=0)
+    call.out = torch.zeros(1, N, dtype=torch.bfloat16)
+    call.refused(ValueError, "out", f"[0, {N}]", f"[1, {N}]")
+    call = Call("s8", m=0)
+    call.bias = torch.zeros(N + 8)
+    call.refused(ValueError, "bias", f"[{N}]", f"[{N + 8}]")
+
+
+# ---- addresses: CUDA only -------------------------------------------------------------------------------------------
+
+
+def test_cpu_tensors_need_no_alignment(call):
+    expected = call.expected()
+    x = torch.zeros(M * K + 1, dtype=torch.int8)[1:].view(call.x.dtype).view(M, K)
+    x.copy_(call.x)
+    call.x = x
+    call.out = torch.zeros(M * N + 1, dtype=torch.bfloat16)[1:].view(M, N)
+    assert builders.same_bits(call.run().clone(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prepared", [False, True], ids=["first-call", "after-a-legal-call"])
+@pytest.mark.parametrize(("attribute", "argument"), [("x", "lhs[0] (x)"), ("out", "out")])
+def test_cuda_tensors_must_be_aligned_to_16_bytes(attribute, argument, prepared):
+    call = Call("s8")
+    call.x, call.x_scale, call.rhs, call.out = call.x.cuda(), call.x_scale.cuda(), call.rhs.to("cuda"), call.out.cuda()
+    if prepared:
+        call.run()
+    tensor = getattr(call, attribute)
+    shifted = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:].view(tensor.shape)
+    setattr(call, attribute, shifted)
+    call.refused(ValueError, argument, "multiple of 16 bytes", f"{tensor.element_size()} bytes past")
+    setattr(call, attribute, tensor)
+    call.run()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_overlap_is_seen_after_a_legal_call_of_the_same_shapes():
+    call = Call("s8")
+    memory = torch.zeros(4 * M * (K + 2 * N), dtype=torch.uint8, device="cuda")
+    call.x_scale, call.rhs = call.x_scale.cuda(), call.rhs.to("cuda")
+    call.x = bytes_as(memory, 0, (M, K), torch.int8)
+    call.out = bytes_as(memory, M * K, (M, N), torch.bfloat16)
+    call.run()
+    call.out = bytes_as(memory, M * K - 32, (M, N), torch.bfloat16)
+    call.refused(ValueError, "out", "memory of its own", "overlaps lhs[0] (x)")
+    torch.cuda.synchronize()
+
+
+def test_every_message_has_one_form():
+    """`argument: expected …, got …` on one line, so that it can be searched for."""
+    call = Call()
+    call.out = call.out.float()
+    with pytest.raises(TypeError) as caught:
+        call.run()
+    assert re.fullmatch(r"\w+: expected [^\n]+, got [^\n]+", str(caught.value))

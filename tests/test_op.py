@@ -1,0 +1,307 @@
+"""The call as PyTorch sees it: a `torch.library` op that checks, fakes and traces, and an import that costs and touches little."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import builders
+import pytest
+import torch
+import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import jitgemm
+from jitgemm.config import choose
+from jitgemm.device import DEVICES
+from jitgemm.spec import Problem, WeightFormat
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+OP = torch.ops.jitgemm.gemm_w4a8_bf16_nt.default
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+N, K = 72, 96
+FORMATS = [(32, False, "bf16"), (64, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")]
+
+
+def weight(format=FORMATS[0], n: int = N, k: int = K) -> jitgemm.W4Weight:
+    group_size, zero_point, scale_type = format
+    return builders.weight_parts(2, n, k, group_size, zero_point=zero_point, scale_type=scale_type).packed
+
+
+def op_arguments(x, x_scale, rhs, out, bias=None) -> tuple:
+    fmt = rhs.format
+    return (
+        x, x_scale, rhs.blocks, rhs.channel_scale, out, bias, rhs.n, rhs.k,
+        fmt.group_size, fmt.zero_point, fmt.scale_type, rhs.blocks._version,
+    )  # fmt: skip
+
+
+def empty(m: int) -> torch.Tensor:
+    return torch.empty(m, N, dtype=torch.bfloat16)
+
+
+def reference(lhs, rhs, bias=None) -> torch.Tensor:
+    return jitgemm.gemm_w4a8_reference(lhs, rhs, bias=bias)
+
+
+# ---- the op -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_opcheck_passes(dtype, format):
+    bias = builders.bias(3, N, torch.float32)
+    # Its schema test compares inputs before and after with isclose, which PyTorch lacks for float8 on the CPU.
+    tests = [name for name in OPCHECKS if dtype == "s8" or name != "test_schema"]
+    arguments = op_arguments(*builders.lhs(1, 5, K, dtype), weight(format), empty(5), bias)
+    assert set(torch.library.opcheck(OP, arguments, test_utils=tests).values()) == {"SUCCESS"}
+
+
+def test_the_op_leaves_e4m3_inputs_alone():
+    (x, x_scale), rhs, bias = builders.lhs(1, 5, K, "e4m3"), weight(), builders.bias(3, N)
+    inputs = (x, x_scale, rhs.blocks, bias)
+    before = [tensor.clone() for tensor in inputs]
+    OP(*op_arguments(x, x_scale, rhs, empty(5), bias))
+    assert all(map(builders.same_bits, inputs, before))
+
+
+def test_opcheck_passes_without_bias_and_without_tokens():
+    for m in (0, 1, 5):
+        torch.library.opcheck(OP, op_arguments(*builders.lhs(1, m, K, "s8"), weight(), empty(m)))
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_the_op_is_the_direct_call(dtype, format):
+    lhs, rhs, bias = builders.lhs(1, 5, K, dtype), weight(format), builders.bias(3, N)
+    direct, through_op = empty(5), empty(5)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, direct, bias=bias)
+    assert OP(*op_arguments(*lhs, rhs, through_op, bias)) is None
+    assert builders.same_bits(direct, through_op)
+
+
+def test_the_op_says_that_it_writes_out_and_nothing_else():
+    written = [a.name for a in OP._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    assert written == ["out"]
+
+
+def test_the_op_refuses_what_the_call_refuses():
+    lhs, rhs = builders.lhs(1, 5, K, "s8"), weight()
+    with pytest.raises(ValueError, match=r"out: expected shape \[5, 72\], got \[6, 72\]"):
+        OP(*op_arguments(*lhs, rhs, empty(6)))
+    with pytest.raises(TypeError, match="out: expected bfloat16, got float32"):
+        OP(*op_arguments(*lhs, rhs, empty(5).float()))
+
+
+def test_no_gradient_flows_through_the_op():
+    x, x_scale = builders.lhs(1, 5, K, "s8")
+    out, bias = empty(5), torch.nn.Parameter(builders.bias(3, N))
+    OP(*op_arguments(x, x_scale, weight(), out, bias))
+    assert not out.requires_grad
+
+
+# ---- fake tensors -------------------------------------------------------------------------------------------------
+
+
+def test_fake_tensors_compute_nothing_and_are_checked():
+    rhs = weight()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, x_scale = torch.empty(5, K, dtype=torch.int8), torch.empty(5)
+        out = torch.empty(5, N, dtype=torch.bfloat16)
+        assert jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out) is None
+        with pytest.raises(ValueError, match=r"out: expected shape \[5, 72\], got \[4, 72\]"):
+            jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out[:4])
+        with pytest.raises(TypeError, match=r"lhs\[0\] \(x\): expected float8_e4m3fn or int8, got float32"):
+            jitgemm.gemm_w4a8_bf16_nt((x.float(), x_scale), rhs, out)
+
+
+def test_a_trace_holds_the_op_once():
+    rhs = weight()
+
+    def layer(x, x_scale):
+        out = x.new_empty((x.shape[0], N), dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
+        return out
+
+    lhs = builders.lhs(1, 5, K, "s8")
+    graph = make_fx(layer, tracing_mode="fake", _allow_non_fake_inputs=True)(*lhs)
+    assert [node.target for node in graph.graph.nodes].count(OP) == 1
+    assert builders.same_bits(graph(*lhs), reference(lhs, rhs))
+
+
+# ---- torch.compile ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def layer(x, x_scale, rhs, bias):
+    """A call amid other operations: activations are made before it, the output is used after it."""
+    out = x.new_empty((x.shape[0], rhs.n), dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_bf16_nt((x, x_scale * 2), rhs, out, bias=bias)
+    return out + 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_compiles_as_a_full_graph(fresh_dynamo, backend, dtype, format):
+    rhs, bias = weight(format), builders.bias(3, N, torch.float32)
+    compiled = torch.compile(lambda x, x_scale: layer(x, x_scale, rhs, bias), backend=backend, fullgraph=True)
+    for seed in (1, 2):
+        lhs = builders.lhs(seed, 5, K, dtype)
+        assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, bias))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_with_the_weight_as_an_argument(fresh_dynamo, backend):
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    lhs = builders.lhs(1, 5, K, "s8")
+    for rhs in (weight(), builders.weight_parts(9, N, K, 32).packed):
+        assert builders.same_bits(compiled(*lhs, rhs, None), layer(*lhs, rhs, None))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_in_a_module_that_holds_the_weight(fresh_dynamo, backend):
+    class Linear(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = weight()
+            self.bias = torch.nn.Parameter(builders.bias(3, N), requires_grad=False)
+
+        def forward(self, x, x_scale):
+            return layer(x, x_scale, self.weight, self.bias)
+
+    module, lhs = Linear(), builders.lhs(1, 5, K, "e4m3")
+    assert builders.same_bits(torch.compile(module, backend=backend, fullgraph=True)(*lhs), module(*lhs))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_one_graph_serves_every_m(fresh_dynamo, backend):
+    rhs, graphs = weight(), torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(lambda x, x_scale: layer(x, x_scale, rhs, None), backend=graphs, fullgraph=True, dynamic=True)
+    for m in (5, 7, 8, 65, 130):  # none that a size of the weight happens to equal
+        lhs = builders.lhs(m, m, K, "s8")
+        assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, None))
+    assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_out_given_from_outside_is_written(fresh_dynamo, backend):
+    rhs, lhs = weight(), builders.lhs(1, 5, K, "s8")
+    whole = torch.full((5, N + 16), -7.0, dtype=torch.bfloat16)
+
+    def write(x, x_scale, whole):
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, whole[:, 8 : 8 + N])
+        return whole.sum()
+
+    torch.compile(write, backend=backend, fullgraph=True)(*lhs, whole)
+    assert builders.same_bits(whole[:, 8 : 8 + N].contiguous(), reference(lhs, rhs))
+    assert bool((whole[:, :8] == -7).all()) and bool((whole[:, 8 + N :] == -7).all())
+
+
+def test_a_wrong_call_is_named_while_tracing(fresh_dynamo):
+    rhs, lhs = weight(), builders.lhs(1, 5, K, "s8")
+
+    def wrong(x, x_scale):
+        out = x.new_empty((4, N), dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
+        return out
+
+    with pytest.raises(Exception, match=r"out: expected shape \[5, 72\], got \[4, 72\]"):
+        torch.compile(wrong, backend="eager", fullgraph=True)(*lhs)
+
+
+def test_inference_mode(fresh_dynamo):
+    with torch.inference_mode():
+        rhs, lhs = weight(), builders.lhs(1, 5, K, "s8")
+        out = empty(5)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+        assert builders.same_bits(out, reference(lhs, rhs))
+        compiled = torch.compile(lambda x, x_scale: layer(x, x_scale, rhs, None), backend="eager", fullgraph=True)
+        assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, None))
+
+
+# ---- JITGEMM_JIT=off ----------------------------------------------------------------------------------------------
+
+
+def test_a_missing_kernel_with_the_jit_off_names_itself_and_the_command(monkeypatch, tmp_path):
+    from jitgemm.cache import KernelCache
+
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    spec = choose(Problem(16, 4096, 4096, "s8", WeightFormat(128, True, "bf16")), DEVICES["h200"])
+    with pytest.raises(jitgemm.CacheMissError) as caught:
+        KernelCache([tmp_path]).get_or_compile(spec)
+    message = str(caught.value)
+    assert spec.label in message and "JITGEMM_JIT=off" in message
+    assert "jitgemm warmup" in message and "--lhs int8 --group-size 128 --zero-point" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cpu_tensors_need_no_kernel(monkeypatch, tmp_path):
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    lhs, rhs, out = builders.lhs(1, 5, K, "s8"), weight(), empty(5)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    assert builders.same_bits(out, reference(lhs, rhs))
+    assert not (tmp_path / "cache").exists()
+
+
+# ---- import -------------------------------------------------------------------------------------------------------
+
+IMPORT = """
+import json, sys, torch
+before = set(sys.modules)
+touched = []
+def hook(event, arguments):
+    if event == "open":
+        path, mode, flags = arguments
+        if isinstance(path, str) and not path.endswith((".py", ".pyc")):
+            touched.append([event, path])
+    elif event in ("os.mkdir", "os.rename", "os.remove", "os.utime", "subprocess.Popen", "ctypes.dlopen", "socket.connect"):
+        touched.append([event, str(arguments)])
+sys.addaudithook(hook)
+import jitgemm
+touched = list(touched)
+print(json.dumps({"modules": sorted(set(sys.modules) - before), "touched": touched, "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory) -> dict:
+    """What `import jitgemm` did in a new process that had torch already."""
+    cache = tmp_path_factory.mktemp("import") / "cache"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "JITGEMM_CACHE_DIR": str(cache),
+        "JITGEMM_JIT": "no such mode",  # read when used, not at import
+    }
+    done = subprocess.run([sys.executable, "-c", IMPORT], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not cache.exists()
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("package", ["cuda", "typer", "click", "rich", "filelock", "platformdirs", "safetensors", "numpy"])
+def test_import_adds_no_package_that_only_some_calls_need(imported, package):
+    assert [name for name in imported["modules"] if name.split(".")[0] == package] == []
+
+
+def test_import_loads_no_layer_below_the_call(imported):
+    below = {"jitgemm.plan", "jitgemm.driver", "jitgemm.cache", "jitgemm.nvrtc", "jitgemm.cli", "jitgemm.render"}
+    assert below.isdisjoint(imported["modules"])
+
+
+def test_import_touches_neither_the_disk_nor_the_driver(imported):
+    assert imported["touched"] == []
+    assert not imported["cuda"]
