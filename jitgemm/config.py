@@ -132,29 +132,39 @@ def _enumerate(lhs: str, fmt: WeightFormat, device: DeviceSpec) -> Iterator[Kern
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------------------------
+#
+# Constants without another source were fitted to a sweep of 3,300 kernels x problems on an H200 (docs/notes/selector.md).
 
-LAUNCH_US = 1.0
+LAUNCH_US = 0.63
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 1.6
+NO_PREFETCH_US = 0.66
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-REDUCE_US = 0.7
-"""Sum over splits of k: writes to the leader's shared memory, one cluster-wide hand-over, reads."""
-STORE_US = 0.5
-"""Epilogue of the last tile: conversion, transposition, tile store."""
-CLUSTER_US = 0.3
+REDUCE_US = 0.18
+"""Sum over splits of k, per tile and split beyond the first: stores into the leader's shared memory, hand-over, reads."""
+STORE_US = 0.39
+"""Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
+CLUSTER_US = 1.5
 """Start and end barrier of a cluster."""
-WGMMA_MIN_CYCLES = 20.0
+WGMMA_MIN_CYCLES = 10.0
 """Cycles of one m64nNk32 with A in registers, however narrow."""
-RECORD_LATENCY_CYCLES = 260.0
-"""Barrier wait, shared loads, wgmma latency of one record, as one warpgroup sees them one after another."""
-DECODE_CYCLES = {("e4m3", False): 130.0, ("s8", False): 75.0, ("e4m3", True): 210.0, ("s8", True): 130.0}
+RECORD_CYCLES = 490.0
+"""Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
+DECODE_CYCLES = {("e4m3", False): 164.0, ("s8", False): 164.0, ("e4m3", True): 260.0, ("s8", True): 240.0}
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and zero point."""
-PROMOTE_CYCLES = {"e4m3": 1.0, "s8": 3.0}
+PROMOTE_CYCLES = {"e4m3": 3.3, "s8": 3.6}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-CHUNK_LATENCY_CYCLES = 70.0
+ISSUE_CYCLES = 44.0
+"""Issue cycles of a scheduler per record for everything else."""
+CHUNK_CYCLES = 70.0
 """Added for every group beyond the first within a record: its promotion waits for its own wgmma."""
-L2_BYTES_PER_CYCLE = 40.0
+L2_BYTES_PER_CYCLE = 48.0
 """Bytes an SM draws from the L2 in a cycle when all draw."""
+OVERLAP = 5.7
+"""Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a little."""
+FEW_SMS = 0.2
+"""Exponent with which memory time grows as fewer SMs draw."""
+CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.6, 8: 0.5}
+"""Share of the SMs that clusters of a size can fill, one CTA an SM: a cluster lies within a GPC, whose SMs it need not divide."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +174,7 @@ class Candidate:
     Attributes:
         kernel: the kernel.
         predicted_us: predicted microseconds of one call in a chain of calls.
-        terms: the prediction's parts in microseconds: memory, tensor, issue, latency, l2 bound the stream together (the longest counts, times
-            waves); fixed is added.
+        terms: the prediction's parts in microseconds: memory, tensor, issue, latency and l2 run side by side, fixed is added.
         waves: rounds of tiles, the last one perhaps not full.
         ctas: CTAs launched.
     """
@@ -178,11 +187,13 @@ class Candidate:
 
 
 def grid_clusters(spec: KernelSpec, m: int, n: int, num_sms: int) -> tuple[int, int]:
-    """(clusters with work, clusters launched): at most one CTA an SM, the rest of the work in persistent strides."""
+    """(clusters with work, clusters launched): about one CTA an SM, the rest of the work in persistent strides."""
     along_m = spec.multicast if spec.multicast_side == "rhs" else 1
     along_n = spec.multicast if spec.multicast_side == "lhs" else 1
     units = ceil_div(m, spec.block_m * along_m) * ceil_div(n, spec.block_n * along_n)
-    return units, min(units, max(1, num_sms // spec.cluster_size))
+    # A second CTA on an SM belongs to the next kernel, except where clusters would leave SMs empty otherwise.
+    share = 1.0 if spec.ctas_per_sm > 1 else CLUSTER_SHARE[spec.cluster_size]
+    return units, min(units, max(1, int(num_sms * share) // spec.cluster_size))
 
 
 def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate:
@@ -191,49 +202,42 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
     units, clusters = grid_clusters(spec, m, n, device.num_sms)
     waves = ceil_div(units, clusters)
     splits = spec.split_k * spec.warpgroups_k
-    records = ceil_div(ceil_div(k, BLOCK_K), splits)  # of one warpgroup and tile, one after another
+    records = waves * ceil_div(ceil_div(k, BLOCK_K), splits)  # of one warpgroup, one after another
     us_per_cycle = 1.0 / device.clock_mhz
 
     # One record of 64 x 128 on one warpgroup, in cycles.
     tokens = spec.block_m // spec.halves
-    full_rate = device.tensor_ops_per_us * us_per_cycle / device.num_sms  # ops a cycle and SM
-    wgmma = 4 * spec.halves * max(WGMMA_MIN_CYCLES, 2 * 64 * 32 * tokens / full_rate)
+    ops_per_cycle = device.tensor_ops_per_us * us_per_cycle / device.num_sms
+    wgmma = 4 * spec.halves * max(WGMMA_MIN_CYCLES, 2 * STRIP_ROWS * 32 * tokens / ops_per_cycle)
     groups = max(1, BLOCK_K // spec.group_size) if spec.group_size else 1
     every = promote_records(spec)
-    promotions = groups / every if every else 0.0
-    issue = DECODE_CYCLES[spec.lhs, spec.zero_point] + promotions * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs]
-    exposed = issue / spec.halves + CHUNK_LATENCY_CYCLES * (groups - 1)
-    serial = wgmma + exposed + RECORD_LATENCY_CYCLES
+    promote = (groups / every if every else 0.0) * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs]
+    decode = DECODE_CYCLES[spec.lhs, spec.zero_point]
+    serial = max(wgmma, decode) + promote / spec.halves + CHUNK_CYCLES * (groups - 1) + RECORD_CYCLES
 
-    # Warpgroups of an SM overlap one another's wgmma, issue and latency.
-    resident = spec.warpgroups
-    tensor_us = waves * records * resident * wgmma * us_per_cycle
-    issue_us = waves * records * resident * issue * us_per_cycle
-    latency_us = waves * records * serial * us_per_cycle
+    # The warpgroups of an SM share its tensor cores, its schedulers and its way to the L2.
+    tensor_us = records * spec.warpgroups * wgmma * us_per_cycle
+    issue_us = records * spec.warpgroups * (decode + promote + ISSUE_CYCLES) * us_per_cycle
+    latency_us = records * serial * us_per_cycle
     lhs_bytes = spec.block_m * BLOCK_K / (spec.multicast if spec.multicast_side == "lhs" else 1)
     rhs_bytes = spec.block_n * BLOCK_K / 2 / (spec.multicast if spec.multicast_side == "rhs" else 1)
-    stage_bytes = (lhs_bytes + rhs_bytes) * spec.warpgroups_k
-    l2_us = waves * records * stage_bytes / L2_BYTES_PER_CYCLE * us_per_cycle
+    l2_us = records * (lhs_bytes + rhs_bytes) * spec.warpgroups_k / L2_BYTES_PER_CYCLE * us_per_cycle
 
     fmt = problem.format
     weight_bytes = ceil_div(n, STRIP_ROWS) * ceil_div(k, BLOCK_K) * fmt.record_bytes
     memory_us = (weight_bytes + m * k + 2 * m * n) / device.hbm_bytes_per_us
     # Few CTAs cannot draw the whole bandwidth.
-    busy = min(1.0, clusters * spec.cluster_size / device.num_sms)
-    memory_us /= max(busy, 0.05) ** 0.8
+    memory_us /= min(1.0, clusters * spec.cluster_size / device.num_sms) ** FEW_SMS
 
-    fixed = LAUNCH_US + STORE_US
+    fixed = LAUNCH_US + STORE_US * waves
     if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
         fixed += NO_PREFETCH_US
-    if splits > 1:
-        fixed += REDUCE_US
+    fixed += REDUCE_US * waves * (splits - 1) ** 0.5
     if spec.cluster_size > 1:
-        fixed += CLUSTER_US
+        fixed += CLUSTER_US * spec.cluster_size**0.5
     terms = {"memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "l2": l2_us, "fixed": fixed}
-    # What is not hidden behind the longest part still costs a little of itself.
-    parts = sorted((memory_us, tensor_us, issue_us, latency_us, l2_us))
-    predicted = fixed + parts[-1] + 0.15 * parts[-2]
-    return Candidate(spec, predicted, terms, waves, clusters * spec.cluster_size)
+    side_by_side = sum(terms[part] ** OVERLAP for part in ("memory", "tensor", "issue", "latency", "l2")) ** (1 / OVERLAP)
+    return Candidate(spec, fixed + side_by_side, terms, waves, clusters * spec.cluster_size)
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------------------------

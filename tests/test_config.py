@@ -1,0 +1,345 @@
+"""The selector: every legal problem gets a legal kernel, on every device, and the same one wherever it is asked.
+
+No GPU, no compiler: the specs' own arithmetic. That kernels compile is tests/test_compile.py's business.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import builders
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jitgemm import config
+from jitgemm.config import bands, candidates, choose, grid_clusters, kernels_for, legal_kernels, predict, smem_bytes
+from jitgemm.device import DEVICES, device_from_properties, device_spec
+from jitgemm.render import render, wgmma_shapes
+from jitgemm.spec import (
+    LHS_TYPES,
+    PRODUCER_REGISTERS,
+    REGISTERS_PER_SM,
+    DeviceSpec,
+    KernelSpec,
+    Problem,
+    WeightFormat,
+    ceil_div,
+)
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+SMALLER = [
+    device_spec("h200,sms=66"),  # half a GPU
+    device_spec("h200,sms=1"),
+    device_spec("h20,sms=77"),
+    device_spec("h100-pcie,sms=113"),
+    device_spec("h100-sxm,sms=16,l2=12582912"),
+    device_spec("h200,smem=166912,smem_per_sm=167936"),
+]
+ALL_DEVICES = [*DEVICES.values(), *SMALLER]
+FORMATS = [WeightFormat(*format) for format in builders.ALL_FORMATS]
+
+devices = st.sampled_from(ALL_DEVICES)
+formats = st.sampled_from(FORMATS)
+tokens = st.one_of(st.integers(1, 300), st.integers(1, 20000), st.integers(1, 1 << 20))
+problems = st.builds(
+    Problem,
+    m=tokens,
+    n=st.one_of(st.integers(1, 64), st.integers(1, 20000)).map(lambda i: 8 * i),
+    k=st.one_of(st.integers(1, 32), st.integers(1, 2000)).map(lambda i: 32 * i),
+    lhs=st.sampled_from(LHS_TYPES),
+    format=formats,
+)
+relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
+    """The limits of the hardware, written out apart from the selector's own rules."""
+    assert config.illegal(spec, device) is None
+    # Tile and wgmma shape.
+    assert spec.block_n % 64 == 0 and 1 <= spec.warpgroups <= 4 and spec.threads <= 1024
+    assert spec.halves in (1, 2) and spec.block_m // spec.halves in wgmma_shapes(spec.lhs)
+    # Shared memory: of one CTA, and of all that are to share an SM (each costs 1 KiB of the system's).
+    assert spec.stages >= 2
+    assert smem_bytes(spec) <= device.smem_per_block
+    assert spec.ctas_per_sm * (smem_bytes(spec) + 1024) <= device.smem_per_sm
+    # Registers: what launch bounds leave at entry, and what setmaxnreg makes of them.
+    assert spec.entry_registers % 8 == 0 and spec.ctas_per_sm * spec.threads * spec.entry_registers <= REGISTERS_PER_SM
+    assert spec.consumer_registers % 8 == 0 and 24 <= spec.consumer_registers <= 256
+    if spec.warpgroups > 1:
+        held = 128 * (spec.warpgroups * spec.consumer_registers + PRODUCER_REGISTERS)
+        assert held <= spec.threads * spec.entry_registers
+    assert spec.block_m // 2 < spec.consumer_registers  # the accumulators alone
+    # Clusters.
+    assert spec.cluster_size in (1, 2, 4, 8) and (spec.multicast == 1 or spec.split_k == 1)
+    assert (spec.multicast > 1) == (spec.multicast_side != "none")
+
+
+# ---- every problem gets a kernel ------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_every_legal_problem_gets_a_legal_kernel_of_its_own_formats(problem, device):
+    spec = choose(problem, device)
+    assert_legal(spec, device)
+    assert (spec.lhs, spec.group_size, spec.zero_point) == (
+        problem.lhs,
+        problem.format.group_size,
+        problem.format.zero_point,
+    )
+    if problem.format.group_size:
+        assert spec.format == problem.format
+    assert not spec.debug
+
+
+@relaxed
+@given(problem=problems, sms=st.integers(1, 300), smem=st.integers(112, 227))
+def test_any_number_of_sms_and_less_shared_memory_will_do(problem, sms, smem):
+    device = replace(DEVICES["h200"], name="x", num_sms=sms, smem_per_block=smem << 10, smem_per_sm=(smem + 1) << 10)
+    assert_legal(choose(problem, device), device)
+
+
+@pytest.mark.parametrize("device", ALL_DEVICES, ids=lambda device: device.name)
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_every_candidate_is_legal(device, lhs):
+    for format in FORMATS:
+        kernels = legal_kernels(lhs, format, device)
+        assert kernels and len(set(kernels)) == len(kernels)
+        for spec in kernels:
+            assert_legal(spec, device)
+
+
+def test_labels_tell_the_kernels_of_a_format_apart_but_for_ctas_per_sm():
+    for lhs in LHS_TYPES:
+        kernels = legal_kernels(lhs, WeightFormat(128, False, "bf16"), DEVICES["h200"])
+        assert len({(spec.label, spec.ctas_per_sm) for spec in kernels}) == len(kernels)
+
+
+def test_per_channel_kernels_do_not_depend_on_the_scale_type():
+    """They read scales by a run-time type, so that three checkpoints' types share one kernel."""
+    for lhs in LHS_TYPES:
+        chosen = {
+            choose(Problem(64, 4096, 4096, lhs, WeightFormat(0, False, scale_type)), DEVICES["h200"])
+            for scale_type in ("fp32", "bf16", "fp16")
+        }
+        assert len(chosen) == 1
+
+
+def test_a_device_that_fits_no_kernel_is_named():
+    device = device_spec("h200,smem=8192")
+    with pytest.raises(ValueError, match="device: no kernel fits"):
+        choose(Problem(1, 8, 32, "s8", WeightFormat(128, False, "bf16")), device)
+
+
+def test_a_gpu_as_the_driver_describes_it_is_the_table_s():
+    for name, key in [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-sxm"), ("NVIDIA H100 PCIe", "h100-pcie"),
+                      ("NVIDIA H20", "h20")]:  # fmt: skip
+        known = DEVICES[key]
+        found = device_from_properties(name, known.num_sms, known.smem_per_block, known.smem_per_sm, known.l2_bytes)
+        assert found == known, name
+
+
+# ---- bands ----------------------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(max_m=st.one_of(st.integers(1, 3000), st.integers(1, 1 << 21)))
+def test_bands_cover_every_m_without_gaps(max_m):
+    found = bands(max_m)
+    assert found[0][0] == 1 and found[-1][0] <= max_m <= found[-1][1]
+    assert all(first <= last for first, last in found)
+    assert all(last + 1 == first for (_, last), (first, _) in zip(found, found[1:]))
+
+
+def test_bands_do_not_depend_on_where_they_end():
+    assert bands(5000)[: len(bands(700))] == bands(700)
+
+
+@pytest.mark.parametrize("max_m", [0, -1])
+def test_bands_need_a_token(max_m):
+    with pytest.raises(ValueError, match="max_m: expected at least 1"):
+        bands(max_m)
+
+
+@relaxed
+@given(problem=problems, device=devices, data=st.data())
+def test_one_band_one_kernel(problem, device, data):
+    first, last = next(band for band in bands(problem.m) if band[0] <= problem.m <= band[1])
+    other = data.draw(st.integers(first, last))
+    assert choose(problem, device) == choose(replace(problem, m=other), device)
+    assert [c.kernel for c in candidates(problem, device)] == [
+        c.kernel for c in candidates(replace(problem, m=other), device)
+    ]
+
+
+@pytest.mark.parametrize("device", [DEVICES["h200"], DEVICES["h20"], SMALLER[0]], ids=lambda device: device.name)
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (72, 96)])
+def test_kernels_for_a_layer_are_those_that_any_m_chooses(device, lhs, n, k):
+    format, max_m = WeightFormat(128, False, "bf16"), 2500
+    kernels = kernels_for(n, k, lhs, format, device, max_m)
+    assert len(set(kernels)) == len(kernels)
+    needed = {choose(Problem(m, n, k, lhs, format), device) for m in range(1, max_m + 1)}
+    assert needed <= set(kernels)
+    # Nothing is compiled that no m of a band needs.
+    last = bands(max_m)[-1][1]
+    assert set(kernels) == needed | {choose(Problem(last, n, k, lhs, format), device)}
+
+
+@relaxed
+@given(problem=problems, device=devices, slack=st.integers(0, 5000))
+def test_kernels_for_holds_the_choice_of_every_m(problem, device, slack):
+    kernels = kernels_for(problem.n, problem.k, problem.lhs, problem.format, device, problem.m + slack)
+    assert choose(problem, device) in kernels
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_candidates_are_sorted_and_the_first_is_chosen(problem, device):
+    found = candidates(problem, device)
+    times = [candidate.predicted_us for candidate in found]
+    assert times == sorted(times)
+    assert all(math.isfinite(time) and time > 0 for time in times)
+    assert all(math.isfinite(us) and us >= 0 for candidate in found for us in candidate.terms.values())
+    assert found[0].kernel == choose(problem, device)
+    assert {candidate.kernel for candidate in found} <= set(
+        legal_kernels(problem.lhs, problem.format, device)
+    )
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_no_prediction_beats_memory_and_tensor_cores(problem, device):
+    best = candidates(problem, device)[0]
+    last = next(last for first, last in bands(problem.m) if first <= problem.m <= last)
+    floor_us = max(
+        problem.n * problem.k / 2 / device.hbm_bytes_per_us, 2 * last * problem.n * problem.k / device.tensor_ops_per_us
+    )
+    assert best.predicted_us >= 0.99 * floor_us
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_the_grid_covers_the_output_and_fits_the_device(problem, device):
+    spec = choose(problem, device)
+    units, clusters = grid_clusters(spec, problem.m, problem.n, device.num_sms)
+    assert 1 <= clusters <= units
+    assert clusters * spec.cluster_size <= max(device.num_sms, spec.cluster_size)
+    tiles = ceil_div(problem.m, spec.block_m) * ceil_div(problem.n, spec.block_n)
+    assert tiles <= units * spec.multicast
+
+
+def test_more_sms_are_never_predicted_slower():
+    problem = Problem(4096, 8192, 8192, "e4m3", WeightFormat(128, False, "bf16"))
+    whole, half = DEVICES["h200"], SMALLER[0]
+    for spec in legal_kernels("e4m3", problem.format, whole):
+        assert predict(spec, problem, whole).predicted_us <= predict(spec, problem, half).predicted_us + 1e-9
+
+
+def test_decode_takes_narrow_tiles_and_prefill_wide_ones():
+    for lhs in LHS_TYPES:
+        for device in ALL_DEVICES:
+            narrow = choose(Problem(1, 4096, 4096, lhs, WeightFormat(128, False, "bf16")), device)
+            wide = choose(Problem(8192, 4096, 4096, lhs, WeightFormat(128, False, "bf16")), device)
+            assert narrow.block_m <= 16 and wide.block_m >= 64
+
+
+# ---- purity ---------------------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_equal_inputs_give_equal_outputs(problem, device):
+    before = candidates(problem, device)
+    config._choose.cache_clear()
+    legal_kernels.cache_clear()
+    copy = Problem(problem.m, problem.n, problem.k, problem.lhs, replace(problem.format))
+    assert candidates(copy, replace(device)) == before
+
+
+def test_other_processes_choose_alike():
+    script = """
+from jitgemm.config import candidates
+from jitgemm.device import DEVICES
+from jitgemm.spec import Problem, WeightFormat
+for lhs in ("e4m3", "s8"):
+    for m in (1, 100, 3000):
+        for c in candidates(Problem(m, 4096, 14336, lhs, WeightFormat(64, True, "fp16")), DEVICES["h100-sxm"])[:20]:
+            print(c.kernel, c.predicted_us.hex())
+"""
+    outputs = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": seed}
+        outputs.add(subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True).stdout)
+    assert len(outputs) == 1 and outputs.pop().count(b"KernelSpec") == 120
+
+
+# ---- shared memory --------------------------------------------------------------------------------------------------
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_the_rendered_source_checks_the_selector_s_shared_memory(problem, device):
+    spec = choose(problem, device)
+    assert re.findall(r"static_assert\(Shared<Config>::kBytes == (\d+),", render(spec)) == [str(smem_bytes(spec))]
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_one_stage_more_would_not_fit(problem, device):
+    """Unless the limit on stages was reached first."""
+    spec = choose(problem, device)
+    deeper = replace(spec, stages=spec.stages + 1)
+    assert spec.stages == config.MAX_STAGES or config.illegal(deeper, device) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"stages": 1}, "stages"),
+        ({"stages": 100}, "shared memory"),
+        ({"block_m": 20}, "wgmma has no N of 20"),
+        ({"block_m": 256, "block_n": 192, "stages": 2}, "registers"),
+        ({"multicast": 2, "multicast_side": "lhs", "split_k": 2}, "either splits k or shares"),
+        ({"split_k": 16}, "not portable"),
+        ({"block_m": 8, "multicast": 2, "multicast_side": "lhs"}, "swizzle rows"),
+        ({"warpgroups_k": 4, "block_n": 128}, "8 warpgroups"),
+    ],
+)
+def test_a_kernel_that_cannot_be_is_refused_with_the_reason(change, reason):
+    legal = KernelSpec("s8", 128, False, "bf16", block_m=16, block_n=64, stages=4)
+    assert config.illegal(legal, DEVICES["h200"]) is None
+    assert reason in config.illegal(replace(legal, **change), DEVICES["h200"])
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a100", "expected one of h200, h100-sxm, h100-pcie, h20"),
+        ("h200,cores=3", "unknown figure 'cores=3'"),
+        ("h200,sms=many", "needs a number"),
+        ("h200,sms=0", "must be positive"),
+        ("", "expected one of"),
+    ],
+)
+def test_an_unknown_device_is_refused_with_what_is_known(name, message):
+    with pytest.raises(ValueError, match=message):
+        device_spec(name)
+
+
+def test_figures_alone_start_from_the_h200():
+    assert device_spec("sms=66,l2=31457280") == replace(DEVICES["h200"], name="sms=66,l2=31457280", num_sms=66, l2_bytes=31457280)
