@@ -1,0 +1,170 @@
+"""The cells of a benchmark: shapes of GEMMs, the formats they run in, and the floor no kernel on this hardware passes.
+
+Plain arithmetic: no torch, no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jitgemm.cli.common import parse_shape
+from jitgemm.models import linear_layers, read_config
+from jitgemm.spec import GROUP_SIZES, ceil_div
+
+HBM_BYTES_PER_US = 4.5e6
+"""What an H200 streams from HBM under programmatic dependent launch: 4.5 TB/s, measured."""
+TENSOR_OPS_PER_US = 1.5e9
+"""What cuBLAS FP8 and the best W4A8 kernels reach on an H200 at its power limit: 1.5 PFLOP/s, measured. No hard limit: int8 passes it."""
+FLOOR_TEXT = "max(bytes / 4.5 TB/s, 2mnk / 1.5 PFLOP/s); bytes = n*k/2 + 2*n*k/128 + m*k + 2*m*n"
+
+COPY_BYTES = 300e6
+"""Copies of a weight together are at least this large, six times the L2, so that every call reads its weight from HBM."""
+
+LLAMA_8B = ((4096, 4096), (28672, 4096), (4096, 14336))
+MS = (1, 16, 64, 128, 256, 512, 1024, 4096, 8192)
+QUICK_SHAPES = ((4096, 4096), (28672, 4096))
+QUICK_MS = (1, 16, 64, 512, 4096)
+PRESETS = {"llama-8b": (LLAMA_8B, MS), "quick": (QUICK_SHAPES, QUICK_MS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ, and the layer it stands for."""
+
+    n: int
+    k: int
+    m: int
+    layer: str = ""
+
+    @property
+    def ops(self) -> float:
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def floor_bytes(self) -> float:
+        """Bytes a W4A8 GEMM with a 16-bit scale per 128 values has to move once."""
+        return self.n * self.k / 2 + 2 * self.n * self.k / 128 + self.m * self.k + 2 * self.m * self.n
+
+    @property
+    def floor_us(self) -> float:
+        """Microseconds below which no W4A8 kernel is expected: one figure for every format, so that formats compare."""
+        return max(self.floor_bytes / HBM_BYTES_PER_US, self.ops / TENSOR_OPS_PER_US)
+
+    @property
+    def name(self) -> str:
+        return f"{self.n}x{self.k} m={self.m}"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How jitgemm runs a cell.
+
+    Attributes:
+        lhs: "e4m3" or "s8".
+        group_size: 32, 64, 128 or 256; 0 for one scale per row of n.
+        zero_point: unsigned codes with an integer zero point per group.
+        batch_invariant: a row gets the same bits whatever m is.
+    """
+
+    lhs: str
+    group_size: int
+    zero_point: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_bi."""
+        group = f"g{self.group_size}" if self.group_size else "ch"
+        lhs = "int8" if self.lhs == "s8" else self.lhs
+        return f"{lhs}_{group}{'z' if self.zero_point else ''}{'_bi' if self.batch_invariant else ''}"
+
+    def weight_bytes(self, n: int, k: int) -> float:
+        """Bytes of codes, 16-bit scales and zero points; padding of tiles is not counted."""
+        groups = ceil_div(k, self.group_size) if self.group_size else 1
+        return n * k / 2 + n * groups * (3 if self.zero_point else 2)
+
+
+DEFAULT_FORMATS = (Format("e4m3", 128), Format("s8", 128), Format("s8", 0))
+MORE_FORMATS = (Format("e4m3", 32), Format("e4m3", 64), Format("e4m3", 128, True), Format("s8", 32), Format("s8", 64), Format("s8", 128, True))
+
+
+def parse_format(text: str) -> Format:
+    """A format from its name, such as e4m3_g128, fp8_g64z, int8_ch or e4m3_g128_bi.
+
+    Raises:
+        ValueError: says what a name is made of.
+    """
+    lhs, _, rest = text.strip().lower().partition("_")
+    group, _, switch = rest.partition("_")
+    zero_point = group.endswith("z")
+    group = group.removesuffix("z")
+    types = {"e4m3": "e4m3", "fp8": "e4m3", "int8": "s8", "s8": "s8"}
+    sizes = {f"g{size}": size for size in GROUP_SIZES} | {"ch": 0}
+    if lhs not in types or group not in sizes or switch not in ("", "bi"):
+        raise ValueError(
+            f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of {', '.join(sizes)}, then z for zero points and _bi for "
+            f"batch-invariant, such as int8_g64z; got {text!r}"
+        )
+    return Format(types[lhs], sizes[group], zero_point, switch == "bi")
+
+
+def parse_ms(text: str) -> tuple[int, ...]:
+    """Numbers of tokens from "1,16,64", or "1:512:8" for first:last:step.
+
+    Raises:
+        ValueError: names what was wrong.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        numbers = part.strip().split(":")
+        if not all(number.strip().isdecimal() for number in numbers) or len(numbers) > 3:
+            raise ValueError(f"--m: expected numbers such as 1,16,64 or first:last:step such as 1:512:8, got {part.strip()!r}")
+        values = [int(number) for number in numbers]
+        if len(values) == 1:
+            found.append(values[0])
+        else:
+            found += range(values[0], values[1] + 1, values[2] if len(values) == 3 else 1)
+    if not found or min(found) < 1:
+        raise ValueError(f"--m: expected numbers of at least 1, got {text!r}")
+    return tuple(dict.fromkeys(found))
+
+
+def make_cells(
+    shapes: Sequence[str] = (),
+    preset: str | None = None,
+    models: Sequence[str | Path] = (),
+    tp: int = 1,
+    ms: Sequence[int] | None = None,
+) -> list[Cell]:
+    """Every (n, k) of the shapes, the preset and the models, times every m; each cell once.
+
+    Args:
+        shapes: "N,K" each.
+        preset: a key of PRESETS; its m's are taken unless `ms` are given.
+        models: config.json files or folders holding one; their fused projections, cut into `tp` ranks.
+        ms: numbers of tokens; None for the preset's or MS.
+
+    Raises:
+        ValueError: an argument cannot be read, or nothing was asked for.
+    """
+    layers: list[tuple[int, int, str]] = [(*parse_shape(text), "") for text in shapes]
+    preset_ms: Sequence[int] = MS
+    if preset is not None:
+        if preset not in PRESETS:
+            raise ValueError(f"--preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+        preset_shapes, preset_ms = PRESETS[preset]
+        layers += [(n, k, "") for n, k in preset_shapes]
+    for path in models:
+        layers += [(layer.n, layer.k, layer.name) for layer in linear_layers(read_config(path), tp, group_size=128, form="fused")]
+    if not layers:
+        raise ValueError("nothing to measure: give --shape N,K, --preset or --model")
+    named: dict[tuple[int, int], str] = {}
+    for n, k, name in layers:
+        named[n, k] = ", ".join(filter(None, dict.fromkeys([*named.get((n, k), "").split(", "), name])))
+    return [Cell(n, k, m, name) for (n, k), name in named.items() for m in (ms or preset_ms)]
+
+
+def to_dict(value: Cell | Format) -> dict[str, object]:
+    return asdict(value)

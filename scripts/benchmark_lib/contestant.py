@@ -1,0 +1,92 @@
+"""What taking part in a benchmark means, and the list of all who can. Importing this module imports no peer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+EXACT, ROUNDED, WIDER = "exact", "rounded", "wider"
+"""Kinds: 4-bit weights with the scales as given; 4-bit with scales rounded on the way; weights of 8 or 16 bits."""
+
+
+class Refused(Exception):
+    """A contestant does not take this cell; the message says why, for the table's note."""
+
+
+@dataclass
+class Run:
+    """One contestant on one cell, ready to be timed.
+
+    Attributes:
+        calls: one call per copy of the weight; each enqueues one GEMM on the current stream and does nothing else.
+        rows: (indices of rows) -> those rows of the last result in fp32, scales applied.
+        bytes: what a call has to move at least: weight, activations, output.
+        poison: fills the output with NaN (or what stands for it), so that what is never written shows.
+        exact_check: (indices of rows) -> largest error over what is allowed, at most 1; None where only a coarse check is possible.
+        snapshot: a copy of the output's bits; None where run-to-run identity is not asked for.
+        note: what a reader must know of how this cell was run.
+    """
+
+    calls: list[Callable[[], Any]]
+    rows: Callable[[Any], Any]
+    bytes: float
+    poison: Callable[[], Any]
+    exact_check: Callable[[Any], float] | None = None
+    snapshot: Callable[[], Any] | None = None
+    kernel: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Someone who runs a GEMM.
+
+    Attributes:
+        name: key in results, such as "e4m3_g128" or "fp8row".
+        label: what it is, in words.
+        kind: EXACT, ROUNDED or WIDER.
+        ours: whether it is jitgemm.
+        package: distribution whose version is reported.
+        module: what must be importable, None when nothing beyond torch.
+        load: (source, copies or None) -> start, and start(m, buffers) -> Run. Loading packs the weights of one (n, k), `copies` of them or
+            as many as leave the L2; starting makes activations and outputs, `buffers` of each to rotate through. Both may raise `Refused`.
+        obstacle: why this one cannot take part at all, or None; asked once.
+    """
+
+    name: str
+    label: str
+    kind: str
+    ours: bool
+    package: str
+    module: str | None
+    load: Callable[[Any, int | None], Callable[[int, int], Run]]
+    obstacle: Callable[[], str | None] = lambda: None
+
+    def missing(self) -> str | None:
+        """Why it cannot take part here; None when it can. Imports the peer to find out."""
+        if self.module is not None:
+            try:
+                importlib.import_module(self.module)
+            except Exception as error:  # a broken installation is as good as none, and the reader wants to know how it is broken
+                return f"cannot import {self.module}: {short(error)}"
+        try:
+            return self.obstacle()
+        except Exception as error:
+            return short(error)
+
+    @property
+    def version(self) -> str | None:
+        try:
+            return metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            return None
+
+
+def short(error: BaseException, limit: int = 160) -> str:
+    """One line of an exception for a note."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,86 @@
+"""jitgemm as a contestant, one for each weight format."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+import jitgemm
+from jitgemm.config import choose
+from jitgemm.reference import gemm_w4a8_terms
+from jitgemm.spec import DeviceSpec, Problem
+
+from .cells import Format
+from .contestant import EXACT, Contestant, Refused, Run
+from .data import Source, quantise_groups, quantise_rows
+
+LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
+SUM_BOUND = {"e4m3": 2.0**-10, "s8": 2.0**-20}
+"""What sums may lose, as a part of all terms' sizes, beside the 2^-8 of one bf16 rounding; docs say the same of every result."""
+
+
+def ours(fmt: Format) -> Contestant:
+    group = f"group {fmt.group_size}" if fmt.group_size else "per channel"
+    zero = ", zero points" if fmt.zero_point else ""
+    invariant = ", batch-invariant" if fmt.batch_invariant else ""
+    label = f"jitgemm int4 x {'int8' if fmt.lhs == 's8' else 'e4m3'}, {group}{zero}{invariant}"
+
+    def obstacle() -> str | None:
+        known = inspect.signature(jitgemm.gemm_w4a8_bf16_nt).parameters
+        return "this jitgemm has no batch_invariant" if fmt.batch_invariant and "batch_invariant" not in known else None
+
+    return Contestant(fmt.name, label, EXACT, True, "jitgemm", None, partial(_load, fmt), obstacle)
+
+
+def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight:
+    if fmt.group_size and source.k <= fmt.group_size:
+        raise Refused(f"k = {source.k} is one group of {fmt.group_size}: that is per channel")
+    q, scale, zero = quantise_groups(source.weight, fmt.group_size, fmt.zero_point)
+    return jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or source.k)
+
+
+def kernel_label(fmt: Format, weight: jitgemm.W4Weight, m: int, device: DeviceSpec) -> str:
+    """What the selector chooses; a batch-invariant call may choose otherwise, so none is named for it."""
+    return "" if fmt.batch_invariant else choose(Problem(m, weight.n, weight.k, fmt.lhs, weight.format), device).label
+
+
+def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int], Run]:
+    from jitgemm.plan import device_of
+
+    first = weight_of(fmt, source)
+    weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
+    device = device_of(torch.cuda.current_device())
+    switches = {"batch_invariant": True} if fmt.batch_invariant else {}
+
+    def start(m: int, buffers: int) -> Run:
+        lhs = [quantise_rows(source.activations(m, i), LHS_DTYPES[fmt.lhs]) for i in range(buffers)]
+        outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(buffers)]
+        calls = [
+            partial(jitgemm.gemm_w4a8_bf16_nt, lhs[i % buffers], weight, outs[i % buffers], **switches) for i, weight in enumerate(weights)
+        ]
+        return Run(
+            calls=calls,
+            rows=lambda rows: outs[0][rows].float(),
+            bytes=fmt.weight_bytes(source.n, source.k) + m * source.k + 2 * m * source.n,
+            poison=lambda: [out.fill_(torch.nan) for out in outs],
+            exact_check=lambda rows: error_over_bound(fmt, outs[0], lhs[0], first, rows),
+            snapshot=outs[0].clone,
+            kernel=kernel_label(fmt, first, m, device),
+        )
+
+    return start
+
+
+def error_over_bound(fmt: Format, out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight, rows: torch.Tensor) -> float:
+    """The largest error over what is allowed, on some rows of the output; infinite where a NaN was left standing."""
+    x, x_scale = lhs
+    # Rows are taken from the bytes: indexing e4m3 is not implemented everywhere.
+    picked = x.view(torch.uint8)[rows].view(x.dtype)
+    ref, terms = gemm_w4a8_terms((picked, x_scale[rows]), weight)
+    bound = ref.abs() * 2.0**-8 + SUM_BOUND[fmt.lhs] * terms
+    over = (out[rows].double() - ref).abs() / bound.clamp_(min=1e-300)
+    return float(over.nan_to_num(nan=torch.inf, posinf=torch.inf).max())

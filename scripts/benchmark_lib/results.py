@@ -1,0 +1,237 @@
+"""The result document: what was measured where and with what, as JSON. Read back, it is checked before it is trusted."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .cells import FLOOR_TEXT
+from .contestant import EXACT, ROUNDED, WIDER, Contestant
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parent.parent.parent
+_PACKAGES = ("torch", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "humming-kernels", "quack-kernels", "nvidia-cutlass-dsl")
+_TOP = {"schema": int, "mode": str, "date": str, "environment": dict, "settings": dict, "floor": str, "contestants": list, "cells": list}
+_CELL = {"n": int, "k": int, "m": int, "floor_us": (int, float), "results": dict}
+
+
+def new_document(mode: str, settings: dict[str, Any], contestants: Sequence[Contestant], missing: dict[str, str]) -> dict[str, Any]:
+    """An empty document; cells are appended to its "cells".
+
+    Args:
+        mode: "burst" or "sustained".
+        settings: how it was run.
+        contestants: all that were asked for.
+        missing: name -> why it cannot take part.
+    """
+    return {
+        "schema": SCHEMA,
+        "tool": "jitgemm scripts/benchmark.py",
+        "mode": mode,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "environment": environment(),
+        "settings": settings,
+        "unit": "us: median microseconds a call over replays of one CUDA graph that holds one call per weight copy; weights come from HBM, "
+        "activations are the same each call and quantised before; contestants take turns",
+        "floor": FLOOR_TEXT,
+        "contestants": [
+            {
+                "name": each.name,
+                "label": each.label,
+                "kind": each.kind,
+                "ours": each.ours,
+                "version": each.version if each.name not in missing or not each.module else None,
+                "missing": missing.get(each.name),
+            }
+            for each in contestants
+        ],
+        "cells": [],
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Device, driver, versions and commit; what cannot be found out is None."""
+    facts: dict[str, Any] = {
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("JITGEMM_COMMIT"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "host": platform.platform(),
+        "cpu": _cpu(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "jitgemm": _try(_jitgemm_version),
+        "nvrtc": _try(_nvrtc),
+        "driver": _smi("driver_version"),
+        "power_limit_w": _smi("power.limit"),
+    }
+    return facts | (_try(_device) or {"device": None})
+
+
+def _device() -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"device": properties.name, "sms": properties.multi_processor_count, "cuda": torch.version.cuda}
+
+
+def _jitgemm_version() -> str:
+    import jitgemm
+
+    return jitgemm.__version__
+
+
+def _nvrtc() -> str:
+    from jitgemm.nvrtc import nvrtc_info
+
+    return nvrtc_info().build
+
+
+def _cpu() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _try(find: Callable[[], Any]) -> Any:
+    try:
+        return find()
+    except Exception:
+        return None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _output(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _git(*arguments: str) -> str | None:
+    return _output(["git", *arguments])
+
+
+def _smi(field: str) -> str | None:
+    text = _output(["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"])
+    return text.splitlines()[0].strip() if text else None
+
+
+# ---- reading and writing ----------------------------------------------------------------------------------------------------------------
+
+
+def write_document(path: Path, document: dict[str, Any]) -> None:
+    """Written beside and renamed: whoever stops the benchmark keeps the cells so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """A document that `write_document` wrote.
+
+    Raises:
+        ValueError: it cannot be read, or is not of this form.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    try:
+        validate(document)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return document
+
+
+def validate(document: Any) -> None:
+    """Raises ValueError, saying where, unless the document has this form."""
+    _has(document, _TOP, "document")
+    if document["schema"] != SCHEMA:
+        raise ValueError(f"schema: expected {SCHEMA}, got {document['schema']}")
+    if document["mode"] not in ("burst", "sustained"):
+        raise ValueError(f"mode: expected burst or sustained, got {document['mode']!r}")
+    names = set()
+    for i, each in enumerate(document["contestants"]):
+        _has(each, {"name": str, "label": str, "kind": str, "ours": bool}, f"contestants[{i}]")
+        if each["kind"] not in (EXACT, ROUNDED, WIDER):
+            raise ValueError(f"contestants[{i}].kind: got {each['kind']!r}")
+        names.add(each["name"])
+    for i, cell in enumerate(document["cells"]):
+        _has(cell, _CELL, f"cells[{i}]")
+        for name, result in cell["results"].items():
+            where = f"cells[{i}].results.{name}"
+            if name not in names:
+                raise ValueError(f"{where}: not among the contestants")
+            _has(result, {"note": str}, where)
+            if result.get("us") is not None:
+                _has(result, {"us": (int, float), "spread": (int, float), "tflops": (int, float), "gbs": (int, float)}, where)
+                if not (math.isfinite(result["us"]) and result["us"] > 0):
+                    raise ValueError(f"{where}.us: expected a positive number, got {result['us']}")
+
+
+def _has(value: Any, fields: dict[str, Any], where: str) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object, got {type(value).__name__}")
+    for name, kind in fields.items():
+        if name not in value:
+            raise ValueError(f"{where}: {name} is missing")
+        if not isinstance(value[name], kind) or (isinstance(value[name], bool) and kind is not bool):
+            raise ValueError(f"{where}.{name}: got {type(value[name]).__name__}")
+
+
+# ---- what is asked of a document --------------------------------------------------------------------------------------------------------
+
+
+def names_of(document: dict[str, Any], *, ours: bool | None = None, kinds: Sequence[str] = (EXACT, ROUNDED, WIDER)) -> list[str]:
+    return [e["name"] for e in document["contestants"] if (ours is None or e["ours"] == ours) and e["kind"] in kinds]
+
+
+def best_of(document: dict[str, Any], cell: dict[str, Any], names: Sequence[str]) -> tuple[str, float] | None:
+    """The fastest of these in a cell: (name, us); None when none was timed. Wrong results do not count."""
+    timed = [
+        (cell["results"][name]["us"], name)
+        for name in names
+        if cell["results"].get(name, {}).get("us") is not None and cell["results"][name].get("correct", True)
+    ]
+    return (min(timed)[1], min(timed)[0]) if timed else None
+
+
+def wrong_results(document: dict[str, Any]) -> list[str]:
+    """Results of ours that were not right."""
+    ours = set(names_of(document, ours=True))
+    return [
+        f"{cell['n']}x{cell['k']} m={cell['m']} {name}: {result['note'] or 'wrong'}"
+        for cell in document["cells"]
+        for name, result in cell["results"].items()
+        if name in ours and result.get("correct") is False
+    ]
+
+
+def failed_results(document: dict[str, Any]) -> list[str]:
+    """Cells of ours that could not be run though they should have been."""
+    ours = set(names_of(document, ours=True))
+    return [
+        f"{cell['n']}x{cell['k']} m={cell['m']} {name}: {result['note']}"
+        for cell in document["cells"]
+        for name, result in cell["results"].items()
+        if name in ours and result["note"].startswith("failed")
+    ]

@@ -1,0 +1,201 @@
+"""The measurement: cell by cell, everybody checked, then timed in turns. Whoever fails is noted and left out; the others go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+
+from .cells import Cell, Format
+from .contestant import Contestant, Refused, Run, short
+
+HOLD_S = 1.0
+"""Seconds that --sustained holds a cell."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    rounds: int
+    replays: int
+    sustained: bool
+    check: bool
+
+
+class DeviceLost(Exception):
+    """The CUDA context is broken (an illegal access somewhere); nothing more can be measured in this process."""
+
+
+def compile_ahead(cells: Sequence[Cell], formats: Sequence[Format]) -> tuple[int, int]:
+    """Compile what the selector chooses for all cells, in threads, so that no cell waits for it.
+
+    Returns:
+        (kernels, of them compiled now). A kernel that fails to compile fails again where it is used, and is noted there.
+    """
+    import torch
+
+    from jitgemm.cache import KernelCache
+    from jitgemm.config import choose
+    from jitgemm.errors import JitGemmError
+    from jitgemm.models import weight_group
+    from jitgemm.plan import device_of
+    from jitgemm.spec import Problem, WeightFormat
+
+    device = device_of(torch.cuda.current_device())
+    specs = []
+    for fmt in formats:
+        for cell in cells:
+            group = weight_group(fmt.group_size, cell.k)
+            specs.append(choose(Problem(cell.m, cell.n, cell.k, fmt.lhs, WeightFormat(group, fmt.zero_point, "bf16")), device))
+    cache = KernelCache()
+
+    def build(spec) -> bool:  # type: ignore[no-untyped-def]
+        try:
+            return cache.get_or_compile(spec)[1]
+        except JitGemmError:
+            return False
+
+    distinct = list(dict.fromkeys(specs))
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return len(distinct), sum(pool.map(build, distinct))
+
+
+def measure(
+    cells: Sequence[Cell],
+    contestants: Sequence[Contestant],
+    settings: Settings,
+    done: Callable[[dict], None],
+    say: Callable[[str], None],
+) -> None:
+    """Times every cell.
+
+    Args:
+        cells: in any order; cells of one (n, k) share weights, so they are taken together.
+        contestants: those that can take part here.
+        done: receives each cell's record as soon as it is there, so that a crash loses one cell at most.
+        say: told what goes on.
+
+    Raises:
+        DeviceLost: the cells given to `done` stand.
+    """
+    from .data import Source
+
+    for (n, k), group in groupby(sorted(cells, key=lambda cell: (cell.n, cell.k)), key=lambda cell: (cell.n, cell.k)):
+        say(f"{n}x{k}: packing weights")
+        source = Source(n, k)
+        starters: dict[str, Callable[[int, int], Run]] = {}
+        failures: dict[str, str] = {}
+        for each in contestants:
+            try:
+                starters[each.name] = each.load(source, None)
+            except Exception as error:
+                failures[each.name] = _reason(error)
+                _check_context(error)
+        for cell in group:
+            say(f"{cell.name}: checking and timing")
+            done(_measure_cell(cell, contestants, starters, failures, source, settings))
+        del starters, source
+        _free()
+
+
+def _measure_cell(
+    cell: Cell,
+    contestants: Sequence[Contestant],
+    starters: dict[str, Callable[[int, int], Run]],
+    failures: dict[str, str],
+    source,  # type: ignore[no-untyped-def]
+    settings: Settings,
+) -> dict:
+    import torch
+
+    from .checks import check
+    from .timing import Timed
+
+    results: dict[str, dict] = {}
+    timed: dict[str, Timed] = {}
+    runs: dict[str, Run] = {}
+    before: dict[str, object] = {}
+    for each in contestants:
+        result = results[each.name] = {"us": None, "note": failures.get(each.name, "")}
+        if each.name in failures:
+            continue
+        try:
+            run = starters[each.name](cell.m, 1)
+            result["note"], result["kernel"] = run.note, run.kernel
+            if settings.check:
+                result |= check(run, source, cell.m)
+                if not result["correct"]:
+                    result["note"] = "WRONG RESULT, not timed"
+                    continue
+                before[each.name] = run.snapshot() if run.snapshot is not None else None
+            timed[each.name], runs[each.name] = Timed(run.calls), run
+        except Exception as error:
+            result["note"] = _reason(error)
+            _check_context(error)
+
+    for name in _turns(timed, settings):
+        try:
+            if settings.sustained:
+                results[name] |= timed[name].hold(HOLD_S)
+            else:
+                timed[name].turn(settings.replays)
+        except Exception as error:
+            results[name]["note"] = _reason(error)
+            timed[name].turns.clear()
+            _check_context(error)
+
+    for name, clock in timed.items():
+        if not clock.turns:
+            continue
+        result, run = results[name], runs[name]
+        result |= {
+            "us": round(clock.us, 3),
+            "spread": round(clock.spread, 4),
+            "replays": len(clock.times),
+            "copies": clock.calls,
+            "tflops": round(cell.ops / clock.us / 1e6, 2),
+            "gbs": round(run.bytes / clock.us / 1e3, 1),
+            "floor_percent": round(100 * cell.floor_us / clock.us, 1),
+        }
+        if before.get(name) is not None and not torch.equal(before[name], run.snapshot()):
+            result["correct"] = False
+            result["note"] = "WRONG: bits changed between the check and the replays"
+    record = {"n": cell.n, "k": cell.k, "m": cell.m, "layer": cell.layer, "floor_us": round(cell.floor_us, 3), "results": results}
+    del timed, runs, before
+    _free()
+    return record
+
+
+def _turns(timed: dict, settings: Settings) -> list[str]:
+    """Who is measured when: everybody once a round, every second round backwards so that nobody always follows the same one."""
+    names = list(timed)
+    if settings.sustained:
+        return names
+    return [name for i in range(settings.rounds) for name in (names if i % 2 == 0 else names[::-1])]
+
+
+def _reason(error: BaseException) -> str:
+    return f"refused: {error}" if isinstance(error, Refused) else f"failed: {short(error)}"
+
+
+def _check_context(error: BaseException) -> None:
+    """After a failure: is the CUDA context still good?"""
+    import torch
+
+    if isinstance(error, Refused):
+        return
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(8, device="cuda").sum().item()
+    except Exception as broken:
+        raise DeviceLost(f"{short(error)}; after it the device answers: {short(broken)}") from error
+
+
+def _free() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()

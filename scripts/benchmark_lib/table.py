@@ -1,0 +1,141 @@
+"""Documents as tables for people, on stdout."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from jitgemm.cli.common import table
+
+from .compare import Comparison
+from .results import EXACT, best_of, names_of
+
+
+def print_cells(document: dict[str, Any], console: Console) -> None:
+    """Our formats in detail, then everybody's microseconds side by side, then what must be said of them."""
+    environment = document["environment"]
+    commit = str(environment.get("commit") or "unknown")[:10] + ("+" if environment.get("dirty") else "")
+    console.print(f"{environment.get('device')}, driver {environment.get('driver')}, jitgemm {commit}, {document['date']}, {document['mode']}")
+    console.print(f"floor = {document['floor']}\n", markup=False)
+    console.print(table(OURS_COLUMNS, ours_rows(document), left=("format", "best exact peer", "best peer", "kernel", "note")))
+    peers = names_of(document, ours=False)
+    if any(cell["results"].get(name, {}).get("us") for cell in document["cells"] for name in peers):
+        console.print("\nmicroseconds a call")
+        columns, rows = side_by_side(document)
+        console.print(table(columns, rows, left=("layer",)))
+    notes = peer_notes(document)
+    if notes:
+        console.print("\nnotes")
+        for note in notes:
+            console.print(f"  {note}", markup=False, soft_wrap=True)
+
+
+OURS_COLUMNS = (
+    "n", "k", "m", "format", "us", "+-", "TFLOP/s", "GB/s", "% floor", "best exact peer", "x", "best peer", "x", "kernel", "note"
+)  # fmt: skip
+
+
+def ours_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """x: how many times faster than that peer; below 1 it is the faster one."""
+    exact = names_of(document, ours=False, kinds=(EXACT,))
+    peers = names_of(document, ours=False)
+    rows = []
+    for cell in document["cells"]:
+        best_exact, best = best_of(document, cell, exact), best_of(document, cell, peers)
+        for name in names_of(document, ours=True):
+            result = cell["results"].get(name)
+            if result is None:
+                continue
+            us = result.get("us")
+            figures = ("-",) * 5
+            if us is not None:
+                figures = (_us(us), f"{100 * result['spread']:.1f}%", f"{result['tflops']:.0f}", f"{result['gbs']:.0f}")
+                figures += (f"{100 * cell['floor_us'] / us:.0f}",)
+            against = [_against(us, peer) for peer in (best_exact, best)]
+            place = (str(cell["n"]), str(cell["k"]), str(cell["m"]), name)
+            # Peers' kernels are their own business; of ours, what the name does not say already.
+            kernel = result.get("kernel", "").partition("-m")[2]
+            rows.append((*place, *figures, *against[0], *against[1], "m" + kernel if kernel else "", result["note"]))
+    return rows
+
+
+def side_by_side(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """(columns, rows) of everybody's microseconds."""
+    names = [n for n in names_of(document) if any(cell["results"].get(n, {}).get("us") for cell in document["cells"])]
+    with_layers = any(cell.get("layer") for cell in document["cells"])
+    columns = ["n", "k", "m", *(["layer"] if with_layers else []), "floor", *names]
+    rows = []
+    for cell in document["cells"]:
+        start = [str(cell["n"]), str(cell["k"]), str(cell["m"]), *([cell.get("layer", "")] if with_layers else []), _us(cell["floor_us"])]
+        rows.append(start + [_us(cell["results"].get(name, {}).get("us")) for name in names])
+    return columns, rows
+
+
+def peer_notes(document: dict[str, Any]) -> list[str]:
+    """Whoever is missing and why, and every cell that a peer refused, failed at or ran differently."""
+    notes = [f"{each['name']}: {each['missing']}" for each in document["contestants"] if each.get("missing")]
+    ours = set(names_of(document, ours=True))
+    cells: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for cell in document["cells"]:
+        for name, result in cell["results"].items():
+            if name not in ours and result["note"]:
+                cells[name, result["note"]].append(f"{cell['n']}x{cell['k']} m={cell['m']}")
+    for (name, note), where in cells.items():
+        more = f" and {len(where) - 4} more" if len(where) > 4 else ""
+        notes.append(f"{name}: {note} ({', '.join(where[:4])}{more})")
+    return notes
+
+
+def print_comparison(comparison: Comparison, console: Console, *, all_cells: bool = False) -> None:
+    shown = [change for change in comparison.changes if all_cells or change.verdict != "same"]
+    if shown:
+        rows = [
+            (
+                change.n, change.k, change.m, change.name, _us(change.base_us), _us(change.new_us),
+                "-" if change.new_us is None else f"{100 * (change.ratio - 1):+.1f}%", f"{100 * (change.allowed - 1):.1f}%", change.verdict,
+            )
+            for change in shown
+        ]  # fmt: skip
+        columns = ("n", "k", "m", "format", "baseline", "now", "change", "noise", "verdict")
+        console.print(table(columns, rows, left=("format", "verdict")))
+    counts = {verdict: sum(c.verdict == verdict for c in comparison.changes) for verdict in ("slower", "lost", "faster", "same")}
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    peers = f"; peers moved by {100 * (comparison.peers_ratio - 1):+.1f}% in the median" if comparison.peers_ratio is not None else ""
+    skipped = f"; {comparison.missing} cells of the baseline were not measured" if comparison.missing else ""
+    console.print(f"against the baseline: {said}{peers}{skipped}", markup=False)
+
+
+def print_host(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    console.print("\nhost microseconds a call (median over bursts)")
+    shown = [
+        (
+            row["label"], *(_us(row.get(key)) for key in ("same_us", "rotating_us")),
+            "-" if row.get("spread") is None else f"{100 * row['spread']:.0f}%", row.get("note", ""),
+        )
+        for row in rows
+    ]  # fmt: skip
+    console.print(table(("call", "same tensors", "32 layers in turn", "+-", "note"), shown, left=("call", "note")))
+
+
+def print_jit(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    console.print("\nfrom nothing to a kernel, milliseconds, each in a fresh process (imports not counted unless it says so)")
+    shown = [
+        (row["what"], "-" if row.get("ms") is None else f"{row['ms']:.1f}", row.get("spread", ""), row.get("note", "")) for row in rows
+    ]
+    console.print(table(("what", "ms", "least..most", "note"), shown, left=("what", "note")))
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
+
+
+def _against(us: float | None, peer: tuple[str, float] | None) -> tuple[str, str]:
+    if peer is None:
+        return "-", "-"
+    name, peer_us = peer
+    return f"{name} {_us(peer_us)}", "-" if us is None else f"{peer_us / us:.2f}"

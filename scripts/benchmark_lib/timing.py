@@ -1,0 +1,162 @@
+"""How long a call takes on the GPU: replays of a CUDA graph that holds one call per copy of the weight.
+
+Contestants take turns. A large GEMM runs at the GPU's power limit, so whoever is measured last on a hot chip would lose.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+ROUNDS = 5
+REPLAYS = 3
+"""Timed replays of a turn, behind one untimed: that one takes the launch latency, and the clock's and the L2's memory of the one before."""
+
+
+class Timed:
+    """The calls of a contestant as a CUDA graph, with the times of its replays in microseconds per call."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]):
+        import torch
+
+        self.calls = len(calls)
+        self.turns: list[list[float]] = []
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls[:2]:
+                call()
+        stream.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            for call in calls:
+                call()
+
+    def turn(self, replays: int) -> None:
+        """One untimed replay, then `replays` timed ones, all in one queue so that no launch latency shows."""
+        import torch
+
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        self.graph.replay()
+        events[0].record()
+        for event in events[1:]:
+            self.graph.replay()
+            event.record()
+        events[-1].synchronize()
+        self.turns.append([a.elapsed_time(b) * 1e3 / self.calls for a, b in zip(events, events[1:])])
+
+    def hold(self, seconds: float) -> dict[str, float]:
+        """Replays without a pause; the times of the second half are kept, when clocks and temperature have settled.
+
+        Returns:
+            power_w and sm_mhz as nvidia-smi saw them in the second half; empty where it cannot be asked.
+        """
+        import torch
+
+        self.graph.replay()
+        torch.cuda.synchronize()
+        queue: list[Any] = [torch.cuda.Event(enable_timing=True)]
+        queue[0].record()
+        times: list[float] = []
+        started, begun = time.perf_counter(), None
+        sampled: subprocess.Popen | None = None
+        while True:
+            elapsed = time.perf_counter() - started
+            if elapsed > seconds / 2 and begun is None:
+                begun, sampled = len(times), _ask_nvidia_smi()
+            if elapsed > seconds and begun is not None:
+                break
+            self.graph.replay()
+            queue.append(torch.cuda.Event(enable_timing=True))
+            queue[-1].record()
+            if len(queue) > 8:  # a short queue: the GPU never waits, and the loop ends soon after its time is up
+                queue[1].synchronize()
+                times.append(queue[0].elapsed_time(queue[1]) * 1e3 / self.calls)
+                queue.pop(0)
+        torch.cuda.synchronize()
+        self.turns.append(times[begun:] or times)
+        return _answer(sampled)
+
+    @property
+    def us(self) -> float:
+        """Median of all timed replays."""
+        return statistics.median(self.times)
+
+    @property
+    def spread(self) -> float:
+        return relative_spread(self.times)
+
+    @property
+    def times(self) -> list[float]:
+        return [value for turn in self.turns for value in turn]
+
+
+def relative_spread(times: Sequence[float]) -> float:
+    """The noise of a measurement: from its 10th to its 90th percentile, as a part of its median."""
+    if len(times) < 2:
+        return 0.0
+    ordered = sorted(times)
+    last = len(ordered) - 1
+
+    def percentile(part: float) -> float:
+        low = int(part * last)
+        high = min(low + 1, last)
+        return ordered[low] + (part * last - low) * (ordered[high] - ordered[low])
+
+    return (percentile(0.9) - percentile(0.1)) / statistics.median(ordered)
+
+
+def host_microseconds(calls: Sequence[Callable[[], Any]], synchronise: Callable[[], Any], burst: int, bursts: int) -> list[float]:
+    """Microseconds of host time per call, one figure a burst, that is how long enqueuing takes.
+
+    Args:
+        calls: called in turn, over and over.
+        synchronise: waits until all that was enqueued is done; outside the clock.
+        burst: calls between two waits; small enough that the GPU's queue (1024 launches) never fills and makes the host wait.
+        bursts: how many figures.
+    """
+    import gc
+
+    batch = [calls[i % len(calls)] for i in range(burst)]
+    times = []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(bursts + 1):
+            synchronise()
+            started = time.perf_counter()
+            for call in batch:
+                call()
+            times.append((time.perf_counter() - started) * 1e6 / burst)
+        synchronise()
+    finally:
+        if collecting:
+            gc.enable()
+    return times[1:]
+
+
+def _ask_nvidia_smi() -> subprocess.Popen | None:
+    import torch
+
+    uuid = str(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", ""))
+    where = ["--id=GPU-" + uuid] if uuid else []
+    command = ["nvidia-smi", *where, "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return None
+
+
+def _answer(sampled: subprocess.Popen | None) -> dict[str, float]:
+    if sampled is None:
+        return {}
+    try:
+        text, _ = sampled.communicate(timeout=10)
+        power, clock = (float(part) for part in text.strip().splitlines()[0].split(","))
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        sampled.kill()
+        return {}
+    return {"power_w": power, "sm_mhz": clock}

@@ -1,0 +1,258 @@
+"""What NVRTC makes of the rendered kernels: no spill, no serialised wgmma, the shape asked for, the same bytes everywhere.
+
+Needs NVRTC, no GPU. Everything is compiled once, two at a time, into one cache for the whole session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import builders
+import pytest
+
+from jitgemm.cache import KernelCache, kernel_source
+from jitgemm.config import choose, kernels_for, legal_kernels
+from jitgemm.device import DEVICES
+from jitgemm.entry import Entry
+from jitgemm.errors import CompileError
+from jitgemm.models import linear_layers, read_config
+from jitgemm.nvrtc import compile_cubin
+from jitgemm.render import OPTIONS, headers, render
+from jitgemm.spec import LHS_TYPES, KernelSpec, Problem, WeightFormat
+
+pytestmark = pytest.mark.nvrtc
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+H200 = DEVICES["h200"]
+MAX_M = 8192
+LLAMA_FORMAT = WeightFormat(128, False, "bf16")
+
+
+def llama_kernels() -> list[KernelSpec]:
+    """Every kernel that the layers of a Llama-3-8B can need on an H200, both lhs types."""
+    layers = linear_layers(read_config(REPOSITORY / "scripts/data/llama-3-8b.json"), group_size=LLAMA_FORMAT.group_size)
+    found: dict[KernelSpec, None] = {}
+    for n, k in dict.fromkeys((layer.n, layer.k) for layer in layers):
+        for lhs in LHS_TYPES:
+            found.update(dict.fromkeys(kernels_for(n, k, lhs, LLAMA_FORMAT, H200, MAX_M)))
+    return list(found)
+
+
+def sampled_kernels() -> list[KernelSpec]:
+    """One legal kernel of every other format for each lhs type, and of the Llama format one with spin limits."""
+    draw = random.Random(2024)
+    found = []
+    for format in (WeightFormat(*format) for format in builders.ALL_FORMATS):
+        # Scale types differ in one load only: two of three are left to the GPU tests.
+        if format.scale_type == ("fp32", "bf16", "fp16")[draw.randrange(3)] or format.group_size == 128:
+            for lhs in LHS_TYPES:
+                found.append(draw.choice(legal_kernels(lhs, format, H200)))
+    for lhs in LHS_TYPES:
+        for m in (1, 2048):
+            found.append(replace(choose(Problem(m, 4096, 4096, lhs, LLAMA_FORMAT), H200), debug=True))
+    return list(dict.fromkeys(found))
+
+
+LLAMA = llama_kernels()
+SAMPLE = [spec for spec in sampled_kernels() if spec not in LLAMA]
+
+
+def name_of(spec: KernelSpec) -> str:
+    return f"{spec.label}-c{spec.ctas_per_sm}"
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory) -> dict[KernelSpec, Entry | CompileError]:
+    """Every kernel of this module, compiled; a failure is kept for the test of that kernel."""
+    cache = KernelCache([tmp_path_factory.mktemp("kernels")])
+
+    def build(spec: KernelSpec) -> Entry | CompileError:
+        try:
+            return cache.get_or_compile(spec)[0]
+        except CompileError as error:
+            return error
+
+    specs = [*LLAMA, *SAMPLE]
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(specs, pool.map(build, specs)))
+
+
+# ---- builds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [*LLAMA, *SAMPLE], ids=name_of)
+def test_compiles_for_sm_90a_without_spills_or_serialised_wgmma(compiled, spec):
+    entry = compiled[spec]
+    if isinstance(entry, CompileError):
+        pytest.fail(str(entry)[:3000])
+    log = entry.metadata["log"]
+    assert entry.cubin.startswith(b"\x7fELF") and entry.metadata["arch"] == "sm_90a"
+    assert "for 'sm_90a'" in log
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert frames == [("0", "0", "0")]
+    # C7508: setmaxnreg ignored; C7510 to C7519: wgmma serialised for one reason or another.
+    assert re.findall(r"\bC75(?:08|1\d)\b", log) == []
+    assert "warning" not in log.lower(), log
+    assert entry.metadata["registers"] <= spec.entry_registers
+
+
+def test_llama_s_layers_need_few_kernels_and_bring_all_forms():
+    assert 20 <= len(LLAMA) <= 150
+    for lhs in LHS_TYPES:
+        kernels = [spec for spec in LLAMA if spec.lhs == lhs]
+        assert any(spec.split_k > 1 for spec in kernels) and any(spec.split_k == 1 for spec in kernels)
+        assert any(spec.block_m >= 64 for spec in kernels) and any(spec.block_m <= 16 for spec in kernels)
+
+
+# ---- wgmma shape ----------------------------------------------------------------------------------------------------
+
+
+def ptx(spec: KernelSpec) -> str:
+    """PTX of a kernel, from the same source, headers and options but for a virtual architecture."""
+    from cuda.bindings import nvrtc
+
+    done = nvrtc.nvrtcResult.NVRTC_SUCCESS
+    texts = headers()
+    names = sorted(texts)
+    code, program = nvrtc.nvrtcCreateProgram(
+        render(spec).encode(), b"kernel.cu", len(names), [texts[n].encode() for n in names], [n.encode() for n in names]
+    )
+    assert code == done
+    options = [o.replace("sm_90a", "compute_90a").encode() for o in OPTIONS if not o.startswith("--ptxas-options")]
+    (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    assert code == done
+    code, size = nvrtc.nvrtcGetPTXSize(program)
+    assert code == done
+    text = bytes(size)
+    assert nvrtc.nvrtcGetPTX(program, text)[0] == done
+    nvrtc.nvrtcDestroyProgram(program)
+    return text.decode()
+
+
+def one_per_shape() -> list[KernelSpec]:
+    return list({(spec.lhs, spec.block_m, spec.halves): spec for spec in (*SAMPLE, *LLAMA)}.values())
+
+
+@pytest.fixture(scope="session")
+def ptx_of() -> dict[KernelSpec, str]:
+    specs = one_per_shape()
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(specs, pool.map(ptx, specs)))
+
+
+@pytest.mark.parametrize("spec", one_per_shape(), ids=name_of)
+def test_the_ptx_holds_the_wgmma_asked_for_and_no_other(ptx_of, spec):
+    text = ptx_of[spec]
+    types = {"e4m3": "f32.e4m3.e4m3", "s8": "s32.s8.s8"}[spec.lhs]
+    expected = f"wgmma.mma_async.sync.aligned.m64n{spec.block_m // spec.halves}k32.{types}"
+    assert set(re.findall(r"wgmma\.mma_async[\w.]*", text)) == {expected}
+    assert ".target sm_90a" in text
+    # Weights come from registers: four 32-bit operands before one 64-bit descriptor.
+    assert re.search(re.escape(expected) + r" \{[^}]*\}, \{%r\d+, %r\d+, %r\d+, %r\d+\}, %rd\d+,", text)
+
+
+# ---- shared memory --------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_size_of_shared_memory_does_not_compile(monkeypatch, tmp_path):
+    """That it compiles at all is the proof that config.smem_bytes and shared.cuh agree."""
+    monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path))
+    source = re.sub(r"(kBytes == )(\d+)", lambda match: f"{match[1]}{int(match[2]) + 16}", render(LLAMA[0]))
+    with pytest.raises(CompileError, match="config.py and shared.cuh disagree"):
+        compile_cubin(source, headers(), OPTIONS, name="wrong")
+
+
+# ---- the same everywhere --------------------------------------------------------------------------------------------
+
+RENDER = """
+import hashlib, json, sys
+from dataclasses import fields
+from jitgemm.cache import KernelCache, cache_key, kernel_source
+from jitgemm.nvrtc import nvrtc_info
+from jitgemm.spec import KernelSpec
+out = {}
+for facts in json.loads(sys.argv[1]):
+    request = kernel_source(KernelSpec(**facts))
+    key = cache_key(request.source, request.headers, request.options, nvrtc_info())
+    out[key] = hashlib.sha256(request.source.encode()).hexdigest()
+    if len(sys.argv) > 2:
+        out[key] = hashlib.sha256(KernelCache([sys.argv[2]]).get_or_compile(KernelSpec(**facts))[0].cubin).hexdigest()
+import jitgemm
+print(json.dumps([jitgemm.__file__, out]))
+"""
+
+
+def start(checkout: Path, specs: list[KernelSpec], *arguments: str, hash_seed: str = "0") -> subprocess.Popen:
+    facts = json.dumps([spec.to_dict() for spec in specs])
+    return subprocess.Popen(
+        [sys.executable, "-c", RENDER, facts, *arguments],
+        env={**os.environ, "PYTHONPATH": str(checkout), "PYTHONHASHSEED": hash_seed},
+        cwd=checkout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process: subprocess.Popen) -> tuple[str, dict[str, str]]:
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return tuple(json.loads(out))
+
+
+def test_rendering_is_the_same_in_every_process():
+    specs = [*LLAMA[::4], *SAMPLE[::3]]
+    processes = [start(REPOSITORY, specs, hash_seed=seed) for seed in ("1", "77")]
+    (_, first), (_, second) = map(result, processes)
+    assert first == second and len(first) == len(specs)
+
+
+def test_two_checkouts_have_the_same_keys_and_cubins(compiled, tmp_path):
+    specs = [spec for spec in (LLAMA[0], LLAMA[-1], SAMPLE[0]) if isinstance(compiled[spec], Entry)]
+    assert specs
+    processes = []
+    for name in ("one", "a/longer path/two"):
+        checkout = tmp_path / name
+        for folder in ("jitgemm", "include"):
+            shutil.copytree(REPOSITORY / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        processes.append((checkout, start(checkout, specs, str(checkout / "cache"), hash_seed=str(len(name)))))
+    expected = {compiled[spec].key: compiled[spec].metadata["cubin_sha256"] for spec in specs}
+    for checkout, process in processes:
+        package, found = result(process)
+        assert Path(package).is_relative_to(checkout)  # its own copy, not this one
+        assert found == expected
+
+
+def test_different_kernels_have_different_sources():
+    sources = [render(spec) for spec in (*LLAMA, *SAMPLE)]
+    assert len(set(sources)) == len(sources)
+
+
+def test_no_path_and_no_date_reaches_what_is_keyed():
+    request = kernel_source(LLAMA[0])
+    text = "\n".join([request.source, *request.headers, *request.headers.values(), *request.options])
+    assert str(REPOSITORY) not in text and str(Path.home()) not in text
+    assert "__FILE__" not in text and "__DATE__" not in text and "__TIME__" not in text
+
+
+def test_every_field_of_a_kernel_reaches_its_source():
+    """But for those that cannot differ between kernels that are otherwise equal."""
+    base = KernelSpec("e4m3", 128, False, "bf16", block_m=64, block_n=128, stages=4)
+    changes = [
+        {"lhs": "s8"}, {"group_size": 64}, {"zero_point": True}, {"scale_type": "fp16"}, {"block_m": 32}, {"block_n": 192},
+        {"stages": 3}, {"halves": 2}, {"warpgroups_k": 2}, {"split_k": 2}, {"multicast": 2, "multicast_side": "lhs"},
+        {"multicast": 2, "multicast_side": "rhs"}, {"ctas_per_sm": 2}, {"debug": True},
+    ]  # fmt: skip
+    sources = {render(replace(base, **change)) for change in ({}, *changes)}
+    assert len(sources) == len(changes) + 1
+    # Not through the label in the first line alone.
+    assert len({source.split("\n", 1)[1] for source in sources}) == len(sources)

@@ -1,0 +1,973 @@
+"""The kernels on a Hopper GPU against the reference in fp64: the error bounds, every kind of argument, and everything around a launch.
+
+Bounds: int8 |out - ref| <= 2^-8 |ref| + 2^-20 sum over groups of |group's term|; e4m3 <= 2^-8 |ref| + 2^-10 sum over k of |term|
+and a relative RMS error of at most 2.2e-3. Every output lies between guard bands and is filled with NaN before it is written.
+At the end of the session one line tells how many outputs were compared and the worst errors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+import builders
+import pytest
+import torch
+from builders import PER_CHANNEL
+
+import jitgemm
+from jitgemm.config import choose, illegal, kernels_for, legal_kernels
+from jitgemm.errors import JitGemmError
+from jitgemm.reference import gemm_w4a8_terms
+from jitgemm.spec import LHS_TYPES, KernelSpec, Problem, WeightFormat
+from jitgemm.weight import W4Weight, pack_w4
+
+pytestmark = pytest.mark.gpu
+
+SEED = 20240607
+TERM_SHARE = {"e4m3": 2.0**-10, "s8": 2.0**-20}
+RMS_LIMIT = 2.2e-3
+RMS_ELEMENTS = 1000
+"""Outputs with fewer elements have no meaningful RMS."""
+POISON = 0x7FC5
+"""Bits of a bf16 NaN that no arithmetic makes."""
+GROUP_128 = (128, False, "bf16")
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Worst:
+    """What the session's last line reports."""
+
+    outputs: int = 0
+    elements: int = 0
+    ratio: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LHS_TYPES, 0.0))
+    rms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LHS_TYPES, 0.0))
+
+    def line(self) -> str:
+        ratio = ", ".join(f"{lhs} {self.ratio[lhs]:.3f}" for lhs in LHS_TYPES)
+        rms = ", ".join(f"{lhs} {self.rms[lhs]:.3e}" for lhs in LHS_TYPES)
+        return (
+            f"GPU numbers: {self.outputs} outputs, {self.elements} elements compared; "
+            f"worst error / bound: {ratio}; worst relative RMS: {rms}"
+        )
+
+
+WORST = Worst()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def report(request):
+    """Prints the worst errors at the end, past pytest's capturing."""
+    yield
+    if WORST.outputs:
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"\n{WORST.line()}")
+
+
+def lhs_type(x: torch.Tensor) -> str:
+    return "s8" if x.dtype == torch.int8 else "e4m3"
+
+
+def assert_right(out: torch.Tensor, lhs: tuple, rhs: W4Weight, bias: torch.Tensor | None = None) -> None:
+    """Every element within its bound, and the RMS where there is one."""
+    kind = lhs_type(lhs[0])
+    assert out.shape == (lhs[0].shape[0], rhs.n)
+    if out.numel() == 0:
+        return
+    ref, terms = gemm_w4a8_terms(lhs, rhs, bias=bias)
+    error = (out.double() - ref).abs()
+    bound = ref.abs() * 2.0**-8 + terms * TERM_SHARE[kind]
+    wrong = ~(error <= bound)  # NaN is wrong
+    if bool(wrong.any()):
+        i, j = wrong.nonzero()[0].tolist()
+        pytest.fail(
+            f"{int(wrong.sum())} of {wrong.numel()} elements are out of bounds; first at [{i}, {j}]: got {out[i, j].item()}, "
+            f"expected {ref[i, j].item()}, bound {bound[i, j].item()}; rows {wrong.any(1).nonzero().flatten().tolist()[:20]}, "
+            f"columns {wrong.any(0).nonzero().flatten().tolist()[:20]}"
+        )
+    WORST.outputs += 1
+    WORST.elements += out.numel()
+    WORST.ratio[kind] = max(WORST.ratio[kind], float((error / bound.clamp(min=1e-300)).max()))
+    size = float(ref.abs().max())
+    if out.numel() >= RMS_ELEMENTS and size > 0:
+        rms = float(((error / size).square().mean() / (ref / size).square().mean()).sqrt())
+        WORST.rms[kind] = max(WORST.rms[kind], rms)
+        if kind == "e4m3":
+            assert rms <= RMS_LIMIT
+
+
+class Guarded:
+    """An output full of NaN with guard bands on all sides; `check` says whether anything else was written.
+
+    Contiguous: bands before and after. Else a column slice of a wider tensor: bands between the rows too.
+    """
+
+    def __init__(self, m: int, n: int, *, contiguous: bool = False, device: str = "cuda"):
+        if contiguous:
+            flat = torch.full((m * n + 1024,), POISON, dtype=torch.int16, device=device)
+            self._whole, self._inside = flat, flat[512 : 512 + m * n].view(m, n)
+        else:
+            whole = torch.full((m + 4, n + 80), POISON, dtype=torch.int16, device=device)
+            self._whole, self._inside = whole, whole[2 : 2 + m, 72 : 72 + n]
+        self.out = self._inside.view(torch.bfloat16)
+
+    def check(self) -> None:
+        copy = self._inside.clone()
+        self._inside.fill_(POISON)
+        untouched = bool((self._whole == POISON).all())
+        self._inside.copy_(copy)
+        assert untouched, "the kernel wrote beside its output"
+
+
+def call(lhs, rhs, bias=None, *, contiguous: bool = False) -> torch.Tensor:
+    """The public call into a guarded output."""
+    guarded = Guarded(lhs[0].shape[0], rhs.n, contiguous=contiguous)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, guarded.out, bias=bias)
+    guarded.check()
+    return guarded.out
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem by what it is drawn from."""
+
+    m: int
+    n: int
+    k: int
+    lhs: str
+    format: tuple[int, bool, str] = GROUP_128
+    mean: str = "zero"
+    scales: str = "plain"
+    bias: str = "none"
+    per_token: bool = True
+    strided: bool = True
+    seed: int = 1
+
+    def __str__(self) -> str:
+        group, zero, scale = self.format
+        rest = [self.mean, self.scales, f"bias {self.bias}", "token" if self.per_token else "tensor"]
+        return f"{self.lhs}-{self.m}x{self.n}x{self.k}-g{group}{'z' if zero else ''}-{scale}-" + "-".join(rest)
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(max(1, self.m), self.n, self.k, self.lhs, WeightFormat(*self.format))
+
+    def run(self) -> None:
+        rhs = weight(self.n, self.k, self.format, self.scales, self.seed)
+        lhs = activations(self.m, self.k, self.lhs, self.mean, self.per_token, self.seed)
+        if self.strided:
+            whole = torch.zeros(self.m, self.k + 48, dtype=torch.uint8, device="cuda").view(lhs[0].dtype)
+            x = whole[:, 16 : 16 + self.k]
+            x.copy_(lhs[0])
+            lhs = (x, lhs[1])
+        bias = None
+        if self.bias != "none":
+            bias = builders.bias(self.seed, self.n, {"bf16": torch.bfloat16, "fp32": torch.float32}[self.bias], "cuda")
+        assert_right(call(lhs, rhs, bias, contiguous=not self.strided), lhs, rhs, bias)
+
+
+@lru_cache(maxsize=24)
+def weight(n: int, k: int, format=GROUP_128, scales: str = "plain", seed: int = 1) -> W4Weight:
+    group_size, zero_point, scale_type = format
+    return builders.weight_parts(
+        seed, n, k, group_size, zero_point=zero_point, scale_type=scale_type, scales=scales, max_zero=16, device="cuda"
+    ).packed
+
+
+@lru_cache(maxsize=4)
+def activations(m: int, k: int, lhs: str, mean: str = "zero", per_token: bool = True, seed: int = 1) -> tuple:
+    return builders.lhs(seed, m, k, lhs, mean=mean, per_token=per_token, device="cuda")
+
+
+def nasty_cases() -> list[Case]:
+    """Sizes at, just below and just above what tiles, records and groups are made of; the largest in pairs only."""
+    ms, ns, ks = (0, 1, 7, 63, 64, 65, 129, 4097), (8, 72, 4104), (32, 96, 4128, 16384)
+    cases = []
+    for k, m, lhs, n in itertools.product(ks, ms, LHS_TYPES, ns):
+        if m == 4097 and ((n == 4104 and k == 16384) or (n != 8 and k == 16384 and lhs == "s8")):
+            continue
+        cases.append(Case(m, n, k, lhs, strided=(m + n + k) % 3 != 0))
+    return cases
+
+
+def format_cases() -> list[Case]:
+    """Every weight format under both lhs types, with everything else drawn."""
+    draw = random.Random(SEED)
+    cases = []
+    for number, (format, lhs) in enumerate(itertools.product(builders.ALL_FORMATS, LHS_TYPES)):
+        n, k = 8 * draw.randrange(1, 140), 32 * draw.randrange(1, 80)
+        cases.append(draw_rest(draw, draw.choice((3, 16, 40, 90, 200, 600)), n, k, lhs, format, number))
+    return cases
+
+
+def random_cases(count: int = 48) -> list[Case]:
+    draw = random.Random(SEED + 1)
+    cases = []
+    for number in range(count):
+        m = int(2 ** draw.uniform(0, 11.5))
+        n, k = 8 * int(2 ** draw.uniform(0, 9.5)), 32 * int(2 ** draw.uniform(0, 8))
+        cases.append(draw_rest(draw, m, n, k, draw.choice(LHS_TYPES), draw.choice(builders.ALL_FORMATS), 100 + number))
+    return cases
+
+
+def draw_rest(draw: random.Random, m, n, k, lhs, format, seed) -> Case:
+    return Case(
+        m, n, k, lhs, format,
+        mean=draw.choice(builders.LHS_MEANS),
+        scales=draw.choice(builders.SCALE_KINDS),
+        bias=draw.choice(("none", "bf16", "fp32")),
+        per_token=draw.random() < 0.7,
+        strided=draw.random() < 0.7,
+        seed=seed,
+    )  # fmt: skip
+
+
+def mean_cases() -> list[Case]:
+    """Long sums of activations with and without a mean: where rounding of sums, not of terms, would show."""
+    formats = ((128, False, "bf16"), (32, True, "fp16"), (256, False, "fp32"), (PER_CHANNEL, False, "fp32"), (PER_CHANNEL, True, "bf16"))
+    return [
+        Case(m, 512, k, lhs, format, mean=mean, seed=7)
+        for lhs, mean, format in itertools.product(LHS_TYPES, builders.LHS_MEANS, formats)
+        for m, k in ((16, 16384), (256, 16384), (256, 4096))
+    ]
+
+
+def scale_cases() -> list[Case]:
+    return [
+        Case(m, 136, 1056, lhs, (group, False, scale_type), scales=scales, seed=11)
+        for lhs, scales, scale_type, (m, group) in itertools.product(
+            LHS_TYPES, builders.SCALE_KINDS, ("fp32", "bf16", "fp16"), ((24, 128), (100, PER_CHANNEL))
+        )
+    ]
+
+
+NASTY, FORMATS, RANDOM, MEANS, SCALES = nasty_cases(), format_cases(), random_cases(), mean_cases(), scale_cases()
+
+
+def device_figures():
+    from jitgemm.plan import device_of
+
+    return device_of(0)
+
+
+def drawn_kernels() -> list[tuple[str, WeightFormat, int]]:
+    """Lhs type, format and a number that chooses among the legal kernels, which depend on the device."""
+    draw = random.Random(SEED + 2)
+    return [(lhs, WeightFormat(*format), draw.randrange(1 << 30)) for format in builders.ALL_FORMATS for lhs in LHS_TYPES]
+
+
+FEATURES = (
+    lambda spec: spec.split_k > 1 and spec.warpgroups_k > 1,
+    lambda spec: spec.multicast_side == "lhs",
+    lambda spec: spec.multicast_side == "rhs",
+    lambda spec: spec.halves == 2,
+    lambda spec: spec.split_k == 8,
+    lambda spec: spec.warpgroups_n == 3,
+    lambda spec: spec.ctas_per_sm == 2,
+    lambda spec: True,
+)
+"""Each in turn is asked of the drawn kernels, so that sixty of thousands hold all of them several times."""
+
+
+def kernel_of(lhs: str, format: WeightFormat, number: int) -> KernelSpec:
+    kernels = legal_kernels(lhs, format, device_figures())
+    with_feature = [spec for spec in kernels if FEATURES[number % len(FEATURES)](spec)] or kernels
+    return with_feature[number // len(FEATURES) % len(with_feature)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_ahead(tmp_path_factory):
+    """A cache of the session's own, filled in threads with what the cases need: serially it would take minutes."""
+    from jitgemm import plan
+
+    before = os.environ.get("JITGEMM_CACHE_DIR")
+    os.environ["JITGEMM_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
+    figures = device_figures()
+    specs = {choose(case.problem, figures) for case in (*NASTY, *FORMATS, *RANDOM, *MEANS, *SCALES)}
+    specs |= {kernel_of(*drawn) for drawn in drawn_kernels()}
+    if plan.settings.debug():
+        specs = {replace(spec, debug=True) for spec in specs}
+
+    def build(spec: KernelSpec) -> None:
+        with suppress(JitGemmError):  # the test that needs it will say so
+            plan._cache.get_or_compile(spec)
+
+    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+        list(pool.map(build, specs))
+    yield
+    if before is None:
+        del os.environ["JITGEMM_CACHE_DIR"]
+    else:
+        os.environ["JITGEMM_CACHE_DIR"] = before
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", NASTY, ids=str)
+def test_nasty_sizes(case):
+    case.run()
+
+
+@pytest.mark.parametrize("case", FORMATS, ids=str)
+def test_every_weight_format(case):
+    case.run()
+
+
+@pytest.mark.parametrize("case", RANDOM, ids=str)
+def test_random_problems(case):
+    case.run()
+
+
+@pytest.mark.parametrize("case", MEANS, ids=str)
+def test_long_sums_with_and_without_a_mean(case):
+    case.run()
+
+
+@pytest.mark.parametrize("case", SCALES, ids=str)
+def test_negative_tiny_and_huge_scales(case):
+    case.run()
+
+
+@pytest.mark.parametrize("drawn", drawn_kernels(), ids=lambda d: f"{d[0]}-{d[1].group_size}{d[1].zero_point}{d[1].scale_type}")
+def test_kernels_that_the_selector_might_choose(drawn):
+    """Drawn from all legal kernels, each on a problem with tails on every side, several tiles a CTA row, twice."""
+    from jitgemm.plan import Plan
+
+    lhs_name, format, number = drawn
+    spec = kernel_of(*drawn)
+    draw = random.Random(number)
+    m = draw.randrange(1, 3 * spec.block_m + 1)
+    n, k = 2 * spec.block_n + 72, 2208
+    rhs = weight(n, k, (format.group_size, format.zero_point, format.scale_type), "plain", 3)
+    lhs = activations(m, k, lhs_name, draw.choice(builders.LHS_MEANS), True, 3)
+    bias = builders.bias(3, n, torch.float32, "cuda")
+    outputs = []
+    for _ in range(2):
+        guarded = Guarded(m, n)
+        plan = Plan(lhs[0], lhs[1], rhs, guarded.out, bias, spec=spec)
+        plan.launch(lhs[0], lhs[1], rhs, guarded.out, bias, True)
+        guarded.check()
+        outputs.append(guarded.out.contiguous())
+    assert_right(outputs[0], lhs, rhs, bias)
+    assert builders.same_bits(*outputs)
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize("m", [8, 64, 256, 8192])
+def test_more_tiles_than_sms(m, lhs_name):
+    """Persistent strides: every CTA takes several tiles, and their barriers' phases go on."""
+    Case(m, 8 * 1027, 544, lhs_name, seed=5).run()
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, PER_CHANNEL])
+def test_all_codes_meet_all_zero_points_exactly(lhs_name, group_size):
+    """The identity as activations picks out each weight: with scales that are powers of two the output is exact."""
+    k = 544 if group_size <= 32 else 17 * max(group_size, 32)
+    parts = builders.all_codes_all_zeros(group_size=group_size or 32, k=k)
+    if group_size == PER_CHANNEL:
+        parts = replace(parts, scale=parts.scale[:, :1], zero=parts.zero[:, :1], group_size=k)
+    rhs = replace(parts, q=parts.q.cuda(), scale=parts.scale.cuda(), zero=parts.zero.cuda()).packed
+    identity = torch.eye(k, device="cuda").to(builders.LHS_DTYPES[lhs_name])
+    out = call((identity, torch.ones(1, device="cuda")), rhs)
+    assert torch.equal(out.double(), parts.dequantize_fp64().T.cuda())
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize("group_size", [32, 128, 256, PER_CHANNEL])
+def test_all_signed_codes_exactly(lhs_name, group_size):
+    n, k = 72, 544
+    q = ((torch.arange(n)[:, None] + torch.arange(k)[None, :]) % 16 - 8).to(torch.int8)
+    groups = 1 if group_size == PER_CHANNEL else -(-k // group_size)
+    scale = 2.0 ** -(torch.arange(n * groups) % 7).view(n, groups) * torch.tensor([1.0, -1.0]).repeat(n * groups)[: n * groups].view(n, groups)
+    parts = builders.WeightParts(q.cuda(), scale.cuda(), None, group_size or k)
+    identity = torch.eye(k, device="cuda").to(builders.LHS_DTYPES[lhs_name])
+    out = call((identity, torch.ones(1, device="cuda")), parts.packed)
+    assert torch.equal(out.double(), parts.dequantize_fp64().T)
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+def test_the_ends_of_the_activations_range(lhs_name):
+    largest = 448.0 if lhs_name == "e4m3" else 127
+    x = torch.full((20, 4096), largest, device="cuda")
+    x[::2, ::3] *= -1
+    if lhs_name == "s8":
+        x[5] = -128
+    lhs = (x.to(builders.LHS_DTYPES[lhs_name]), torch.rand(20, device="cuda") + 0.5)
+    for format in ((128, True, "bf16"), (PER_CHANNEL, True, "fp32"), (PER_CHANNEL, False, "fp32")):
+        parts = builders.weight_parts(1, 72, 4096, format[0], zero_point=format[1], scale_type=format[2])
+        parts.q.fill_(15 if format[1] else -8)
+        if format[1]:
+            parts.zero.fill_(0)
+        rhs = parts.packed.to("cuda")
+        assert_right(call(lhs, rhs), lhs, rhs)
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [5, 200])
+def test_forms_of_x_scale_give_the_same_bits(m):
+    rhs, (x, _) = weight(264, 512), activations(m, 512, "s8")
+    values = torch.rand(m, device="cuda") + 0.5
+    table = torch.full((m, 3), float("nan"), device="cuda")
+    table[:, 1] = values
+    shifted = torch.cat([torch.zeros(1, device="cuda"), values])[1:]  # 4-byte aligned only
+    expected = call((x, values), rhs)
+    assert_right(expected, (x, values), rhs)
+    for x_scale in (values[:, None], table[:, 1], table[:, 1:2], shifted):
+        assert builders.same_bits(call((x, x_scale), rhs), expected)
+    one = torch.full((m,), 0.375, device="cuda")
+    expected = call((x, one), rhs)
+    for x_scale in (torch.tensor(0.375, device="cuda"), one[:1], one[:1, None], one[:1].expand(m)):
+        assert builders.same_bits(call((x, x_scale), rhs), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("m", [5, 200])
+def test_bias(m, dtype):
+    rhs, lhs = weight(264, 512), activations(m, 512, "e4m3")
+    bias = builders.bias(1, 264, dtype, "cuda") * 10
+    expected = call(lhs, rhs, bias)
+    assert_right(expected, lhs, rhs, bias)
+    assert builders.same_bits(call(lhs, rhs, torch.cat([bias[:1], bias])[1:]), expected)  # aligned to its type only
+    assert builders.same_bits(call(lhs, rhs, torch.nn.Parameter(bias)), expected)
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize("m", [1, 5, 200])
+def test_strides_do_not_change_the_bits(m, lhs_name):
+    rhs, (x, x_scale) = weight(264, 544), activations(m, 544, lhs_name)
+    expected = call((x, x_scale), rhs, contiguous=True)
+    assert_right(expected, (x, x_scale), rhs)
+    for pad, every in ((16, 1), (1024, 1), (0, 3)):
+        whole = torch.full((m * every, 544 + pad), 0x55, dtype=torch.uint8, device="cuda").view(x.dtype)
+        slice = whole[::every, pad : pad + 544]
+        slice.copy_(x)
+        assert builders.same_bits(call((slice, x_scale), rhs), expected)
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+def test_the_format_of_scales_is_exact(lhs_name):
+    """Scales that bf16 and fp16 can hold give the same bits in every scale type."""
+    q = builders.weight_parts(1, 136, 1024).q.cuda()
+    scale = (2.0 ** -torch.arange(136 * 8, device="cuda").remainder(9).float()).view(136, 8)
+    lhs = activations(33, 1024, lhs_name)
+    outputs = [call(lhs, pack_w4(q, scale.to(dtype), group_size=128)) for dtype in builders.SCALE_DTYPES.values()]
+    assert builders.same_bits(outputs[0], outputs[1]) and builders.same_bits(outputs[0], outputs[2])
+
+
+def test_a_wrong_call_launches_nothing_and_spoils_nothing():
+    rhs, lhs = weight(264, 512), activations(16, 512, "s8")
+    expected = call(lhs, rhs)
+    guarded = Guarded(16, 264)
+    for out in (guarded.out[:, :256], guarded.out[:8], guarded.out.float()):
+        with pytest.raises((ValueError, TypeError), match="^out: expected"):
+            jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    with pytest.raises(ValueError, match="^lhs.1. .x_scale.: expected a tensor on cuda:0"):
+        jitgemm.gemm_w4a8_bf16_nt((lhs[0], lhs[1].cpu()), rhs, guarded.out)
+    with pytest.raises(ValueError, match="^rhs: expected a tensor on cuda:0"):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs.to("cpu"), guarded.out)
+    assert bool(guarded.out.isnan().all())
+    guarded.check()
+    assert builders.same_bits(call(lhs, rhs), expected)
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        rhs = builders.weight_parts(4, 264, 512).packed.to("cuda")
+        lhs = builders.lhs(4, 16, 512, "s8", device="cuda")
+        out = torch.empty(16, 264, dtype=torch.bfloat16, device="cuda")
+        for _ in range(3):
+            jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    assert_right(out.clone(), lhs, rhs)
+
+
+# ---- run to run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (16, 4096, 14336), (64, 1024, 16384), (300, 4104, 4128), (2048, 2048, 4096)])
+def test_bits_never_change_from_run_to_run(m, n, k, lhs_name):
+    rhs, lhs = weight(n, k), activations(m, k, lhs_name)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    expected = out.clone()
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for run in range(60):
+        if run % 3 == 0:
+            out.fill_(float("nan"))
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+        different |= (out.view(torch.int16) != expected.view(torch.int16)).any()
+    assert not bool(different)
+    assert_right(expected, lhs, rhs)
+
+
+def test_back_to_back_calls_see_what_was_written_just_before():
+    """Kernels overlap the end of the one before them: each must still read its activations and write its output in order."""
+    n = k = 1024
+    rhs = weight(n, k)
+    sources = [builders.lhs(seed, 16, k, "s8", device="cuda") for seed in range(24)]
+    x, x_scale = (torch.empty_like(t) for t in sources[0])
+    out = torch.empty(16, n, dtype=torch.bfloat16, device="cuda")
+    outputs = torch.empty(len(sources), 16, n, dtype=torch.bfloat16, device="cuda")
+    for i, source in enumerate(sources):
+        x.copy_(source[0])
+        x_scale.copy_(source[1])
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
+        outputs[i].copy_(out)
+    for source, output in zip(sources, outputs):
+        assert_right(output, source, rhs)
+
+
+def test_a_chain_of_layers_is_the_layers_one_by_one():
+    """The bf16 output of one call, read as int8, is the input of the next, with no kernel between them."""
+    n, k, m = 1024, 2048, 16
+    layers = [builders.weight_parts(seed, n, k).packed.to("cuda") for seed in range(6)]
+    one = torch.ones(1, device="cuda")
+    first = activations(m, k, "s8")[0]
+    buffers = [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in layers]
+
+    def chain(synchronise: bool) -> list[torch.Tensor]:
+        x = first
+        for rhs, out in zip(layers, buffers):
+            jitgemm.gemm_w4a8_bf16_nt((x, one), rhs, out)
+            if synchronise:
+                torch.cuda.synchronize()
+            x = out.view(torch.int8)
+        return [out.clone() for out in buffers]
+
+    slow = chain(True)
+    x = first
+    for rhs, out in zip(layers, slow):
+        assert_right(out, (x, one), rhs)
+        x = out.view(torch.int8)
+    for _ in range(20):
+        for out in buffers:
+            out.fill_(float("nan"))
+        assert all(map(builders.same_bits, chain(False), slow))
+
+
+def test_a_weight_overwritten_in_place_is_read_anew():
+    rhs, other = (builders.weight_parts(seed, 1024, 1024).packed.to("cuda") for seed in (21, 22))
+    lhs = activations(16, 1024, "s8")
+    expected = [call(lhs, each) for each in (rhs, other)]
+    sources = [rhs.blocks.clone(), other.blocks.clone()]
+    out = torch.empty(16, 1024, dtype=torch.bfloat16, device="cuda")
+    for run in range(30):
+        rhs.blocks.copy_(sources[run % 2])
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+        assert builders.same_bits(out, expected[run % 2].contiguous())
+
+
+def test_a_weight_packed_a_moment_ago_is_read_whole():
+    lhs = activations(16, 2048, "s8")
+    for seed in range(6):
+        parts = builders.weight_parts(seed, 2048, 2048, device="cuda")
+        torch.cuda._sleep(1_000_000)
+        rhs = parts.packed
+        out = torch.empty(16, 2048, dtype=torch.bfloat16, device="cuda")
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+        assert_right(out, lhs, rhs)
+
+
+# ---- streams and threads --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [16, 300])
+def test_the_current_stream_is_honoured(m):
+    """Work queued behind a long sleep on a side stream: only a launch on that stream sees its inputs."""
+    rhs, (x, x_scale) = weight(1024, 1024), activations(m, 1024, "s8")
+    late = torch.zeros_like(x)
+    out = torch.full((m, 1024), float("nan"), dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt((late, x_scale), rhs, out)  # the default stream first, so that the plan knows it
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(x)
+        jitgemm.gemm_w4a8_bf16_nt((late, x_scale), rhs, out)
+    side.synchronize()
+    assert_right(out, (x, x_scale), rhs)
+
+
+def test_several_streams_at_once():
+    rhs = weight(1024, 2048)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    inputs = [builders.lhs(seed, 40, 2048, "e4m3", device="cuda") for seed in range(4)]
+    outputs = [torch.full((12, 40, 1024), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    for i in range(12):
+        for stream, lhs, output in zip(streams, inputs, outputs):
+            with torch.cuda.stream(stream):
+                jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, output[i])
+    torch.cuda.synchronize()
+    for lhs, output in zip(inputs, outputs):
+        assert_right(output[0], lhs, rhs)
+        assert all(builders.same_bits(output[0], each) for each in output[1:])
+
+
+@pytest.mark.parametrize("own_streams", [False, True])
+def test_two_threads_at_once(own_streams):
+    """Same shapes, other tensors: no thread's addresses may reach the other's launch. New kernels are loaded by both at once."""
+    rhs = [builders.weight_parts(seed, 520, 1120, 32).packed.to("cuda") for seed in (31, 32)]
+    inputs = [[builders.lhs(10 * t + i, m, 1120, "s8", device="cuda") for i, m in enumerate((1, 20, 70, 300))] for t in (0, 1)]
+    outputs: list[list[torch.Tensor]] = [[], []]
+    errors: list[BaseException] = []
+    start = threading.Barrier(2)
+    torch.cuda.synchronize()
+
+    def work(number: int) -> None:
+        try:
+            start.wait(timeout=60)
+            stream = torch.cuda.Stream() if own_streams else torch.cuda.current_stream()
+            with torch.cuda.stream(stream):
+                for _ in range(40):
+                    for lhs in inputs[number]:
+                        out = torch.empty(lhs[0].shape[0], 520, dtype=torch.bfloat16, device="cuda")
+                        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs[number], out)
+                        outputs[number].append(out)
+                stream.synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert errors == [] and not any(thread.is_alive() for thread in threads)
+    for number in (0, 1):
+        for i, lhs in enumerate(inputs[number]):
+            first, *rest = outputs[number][i::4]
+            assert_right(first, lhs, rhs[number])
+            assert all(builders.same_bits(first, each) for each in rest)
+
+
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize("m", [1, 16, 300])
+def test_a_graph_replays_with_what_its_inputs_hold_now(m, lhs_name):
+    rhs, lhs = weight(1024, 1024), activations(m, 1024, lhs_name)
+    x, x_scale = lhs[0].clone(), lhs[1].clone()
+    guarded = Guarded(m, 1024)
+    jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, guarded.out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, guarded.out)
+    for seed in (41, 42, 43):
+        new = builders.lhs(seed, m, 1024, lhs_name, device="cuda")
+        x.copy_(new[0])
+        x_scale.copy_(new[1])
+        guarded.out.fill_(float("nan"))
+        graph.replay()
+        assert_right(guarded.out.clone(), new, rhs)
+        guarded._inside.fill_(POISON)
+        guarded.check()
+
+
+def test_a_graph_of_many_layers_keeps_each_call_s_own_arguments():
+    """A plan is written in place: what was captured must not change with the next call of the same shapes."""
+    layers = [builders.weight_parts(seed, 1024, 1024).packed.to("cuda") for seed in (51, 52, 53)]
+    inputs = [builders.lhs(seed, 16, 1024, "e4m3", device="cuda") for seed in (1, 2, 3)]
+    outputs = [torch.empty(16, 1024, dtype=torch.bfloat16, device="cuda") for _ in layers]
+    jitgemm.gemm_w4a8_bf16_nt(inputs[0], layers[0], outputs[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for lhs, rhs, out in zip(inputs, layers, outputs):
+            jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    # Eager calls of the same shapes with other tensors, then the graph.
+    call(builders.lhs(9, 16, 1024, "e4m3", device="cuda"), weight(1024, 1024), contiguous=True)
+    for _ in range(5):
+        for out in outputs:
+            out.fill_(float("nan"))
+        graph.replay()
+        for lhs, rhs, out in zip(inputs, layers, outputs):
+            assert_right(out.clone(), lhs, rhs)
+
+
+def test_another_m_of_a_loaded_kernel_can_be_captured():
+    rhs = weight(1032, 1024)
+    call(activations(33, 1024, "s8"), rhs)  # same band, other shape
+    lhs = activations(40, 1024, "s8")
+    out = torch.empty(40, 1032, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    graph.replay()
+    assert_right(out.clone(), lhs, rhs)
+
+
+def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch):
+    from jitgemm import plan
+
+    monkeypatch.setattr(plan, "_loaded", {})
+    rhs, lhs = weight(1040, 1056), activations(24, 1056, "s8")
+    out = torch.full((24, 1040), float("nan"), dtype=torch.bfloat16, device="cuda")
+    counter = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter += 1
+        with pytest.raises(jitgemm.CacheMissError, match="CUDA graph being captured"):
+            jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+        counter += 1
+    before = float(counter)
+    graph.replay()
+    assert float(counter) == before + 2 and bool(out.isnan().all())
+    # The very call works outside, and then in a capture.
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    assert_right(out.clone(), lhs, rhs)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+
+
+# ---- the JIT --------------------------------------------------------------------------------------------------------
+
+
+def test_with_the_jit_off_a_missing_kernel_is_named(monkeypatch, tmp_path):
+    from jitgemm import plan
+
+    monkeypatch.setattr(plan, "_loaded", {})
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    rhs, lhs = weight(1048, 1056), activations(24, 1056, "s8")
+    out = torch.full((24, 1048), float("nan"), dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(jitgemm.CacheMissError, match="jitgemm warmup"):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    assert bool(out.isnan().all()) and list(tmp_path.iterdir()) == []
+
+
+def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
+    from jitgemm import plan
+
+    n, k, format = 2048, 1024, WeightFormat(64, False, "bf16")
+    kernels = kernels_for(n, k, "s8", format, device_figures(), 700)
+    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+        list(pool.map(plan._cache.get_or_compile, kernels))
+    monkeypatch.setattr(plan, "_loaded", {})
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    rhs = weight(n, k, (64, False, "bf16"))
+    x, x_scale = activations(700, k, "s8")
+    out = torch.empty(700, n, dtype=torch.bfloat16, device="cuda")
+    for m in (*range(1, 70), *range(71, 700, 13), 700):
+        jitgemm.gemm_w4a8_bf16_nt((x[:m], x_scale[:m]), rhs, out[:m])
+    assert_right(out, (x, x_scale), rhs)
+    assert len(plan._loaded) <= len(kernels)
+
+
+# ---- torch.library and torch.compile ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+def test_opcheck_passes_on_the_gpu(lhs_name):
+    rhs, (x, x_scale) = weight(264, 512), activations(16, 512, lhs_name)
+    fmt, out = rhs.format, torch.zeros(16, 264, dtype=torch.bfloat16, device="cuda")
+    arguments = (
+        x, x_scale, rhs.blocks, rhs.channel_scale, out, None, rhs.n, rhs.k, fmt.group_size, fmt.zero_point, fmt.scale_type, 0,
+    )  # fmt: skip
+    # Comparing float8 inputs before and after needs isclose, which PyTorch lacks for them.
+    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(
+        torch.ops.jitgemm.gemm_w4a8_bf16_nt.default, arguments, test_utils=tests + (["test_schema"] if lhs_name == "s8" else [])
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+def test_torch_compile_of_a_quantised_layer(backend, lhs_name):
+    """Quantisation before and an activation function after the call, in one graph; the same bits as without torch.compile."""
+    if backend == "inductor":
+        pytest.importorskip("triton")
+        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "gcc"))):
+            pytest.skip("inductor needs a C++ compiler")
+    torch._dynamo.reset()
+    rhs, bias, largest = weight(264, 512), builders.bias(1, 264, torch.bfloat16, "cuda"), 448.0 if lhs_name == "e4m3" else 127.0
+
+    def quantise(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x_scale = h.abs().amax(dim=1, keepdim=True).clamp(min=1e-6) * (1 / largest)
+        x = (h / x_scale).clamp(-largest, largest)
+        return (x.round() if lhs_name == "s8" else x).to(builders.LHS_DTYPES[lhs_name]), x_scale
+
+    def gemm(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((x.shape[0], 264), dtype=torch.bfloat16, device="cuda")
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out, bias=bias)
+        return out
+
+    def layer(h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, x_scale = quantise(h)
+        out = gemm(x, x_scale)
+        return x, x_scale, out, torch.relu(out)
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    for m in (16, 33, 130):
+        h = torch.randn(m, 512, generator=builders.generator(m)).cuda()
+        x, x_scale, out, activated = compiled(h)
+        assert_right(out.contiguous(), (x, x_scale), rhs, bias)
+        assert builders.same_bits(out, gemm(x, x_scale)) and torch.equal(activated, torch.relu(out))
+    torch._dynamo.reset()
+
+
+# ---- large ----------------------------------------------------------------------------------------------------------
+
+
+def need_memory(gib: float) -> None:
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    if free < gib:
+        pytest.skip(f"needs {gib} GiB of free GPU memory, found {free:.0f}")
+
+
+def rows_around(m: int, row_bytes: int, position: int = 2**31) -> list[int]:
+    middle = position // row_bytes
+    return sorted({row for first in (0, middle - 66, m - 130) for row in range(max(0, first), min(m, first + 130))})
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+def test_outputs_beyond_2_to_the_31_bytes(lhs_name):
+    m, n, k = 66000, 16392, 160
+    need_memory(8)
+    rhs = weight(n, k, (32, False, "bf16"))
+    x = torch.randint(-60, 60, (m, k), dtype=torch.int8, device="cuda").to(builders.LHS_DTYPES[lhs_name])
+    x_scale = torch.rand(m, device="cuda") + 0.5
+    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+    assert out.nbytes > 2**31
+    jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
+    rows = rows_around(m, 2 * n)
+    assert_right(out[rows], (x[rows], x_scale[rows]), rhs)
+    assert not bool(out[:, ::512].isnan().any())
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+def test_activations_beyond_2_to_the_31_bytes(lhs_name):
+    m, n, k = 131200, 72, 16416
+    need_memory(12)
+    rhs = weight(n, k)
+    x = torch.randint(-60, 60, (m, k), dtype=torch.int8, device="cuda")
+    # e4m3 has no bytes 0x7f and 0xff in this range but NaN's 0xff = -1.
+    x = x if lhs_name == "s8" else x.abs_().view(torch.float8_e4m3fn)
+    assert x.nbytes > 2**31
+    x_scale = torch.rand(m, device="cuda") + 0.5
+    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
+    rows = rows_around(m, k)
+    assert_right(out[rows], (x[rows], x_scale[rows]), rhs)
+    assert not bool(out.isnan().any())
+
+
+def test_strides_that_reach_beyond_2_to_the_31_bytes():
+    """Few rows, far apart, on both sides."""
+    m, n, k = 40, 264, 512
+    need_memory(8)
+    rhs, (x, x_scale) = weight(n, k), activations(m, k, "s8")
+    wide = torch.empty(m, 2**26, dtype=torch.int8, device="cuda")
+    wide[:, -k:] = x
+    out = torch.empty(m, 2**25, dtype=torch.bfloat16, device="cuda")[:, -n:]
+    jitgemm.gemm_w4a8_bf16_nt((wide[:, -k:], x_scale), rhs, out)
+    assert builders.same_bits(out.contiguous(), call((x, x_scale), rhs))
+
+
+@pytest.mark.parametrize("m", [3, 80])
+def test_weights_beyond_2_to_the_31_bytes(m):
+    n, k = 262144 + 72, 16384
+    need_memory(24)
+    generator = torch.Generator("cuda").manual_seed(1)
+    q = torch.randint(-8, 8, (n, k), dtype=torch.int8, device="cuda", generator=generator)
+    scale = (torch.rand((n, k // 128), device="cuda", generator=generator) + 0.5).to(torch.bfloat16)
+    rhs = pack_w4(q, scale, group_size=128)
+    del q, scale
+    assert rhs.nbytes > 2**31
+    lhs = activations(m, k, "s8")
+    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    strip_bytes = rhs.blocks[0].nbytes
+    middle, strips = 2**31 // strip_bytes, rhs.blocks.shape[0]
+    for first, end in ((0, 2), (middle - 2, middle + 2), (strips - 3, strips)):
+        rows = min(n, 64 * end) - 64 * first
+        part = W4Weight(rhs.blocks[first:end], None, rows, k, 128, rhs.format)
+        assert_right(out[:, 64 * first : 64 * first + rows], lhs, part)
+    assert not bool(out.isnan().any())
+
+
+def test_packing_a_large_weight_is_fast_and_gives_the_cpu_s_bytes():
+    n, k = 57344, 8192
+    need_memory(8)
+    q = torch.randint(-8, 8, (n, k), dtype=torch.int8, device="cuda")
+    scale = (torch.rand((n, k // 128), device="cuda") + 0.5).to(torch.bfloat16)
+    pack_w4(q[:4096], scale[:4096], group_size=128)  # loads PyTorch's kernels
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    rhs = pack_w4(q, scale, group_size=128)
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    for first in (0, 64 * 447, n - 128):
+        rows = slice(first, first + 128)
+        on_cpu = pack_w4(q[rows].cpu(), scale[rows].cpu(), group_size=128)
+        assert builders.same_bits(rhs.blocks[first // 64 : first // 64 + 2].cpu(), on_cpu.blocks)
+    assert seconds < 2, f"{seconds:.2f} s"
+
+
+# ---- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_the_gpu_gives_what_the_cpu_reference_gives():
+    """Both sides of the same call: the CPU's is exact, so the difference is within the bound and mostly nothing."""
+    lhs, rhs = builders.lhs(1, 33, 544, "s8"), builders.weight_parts(1, 136, 544, 64, zero_point=True).packed
+    expected = torch.empty(33, 136, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, expected)
+    out = call((lhs[0].cuda(), lhs[1].cuda()), rhs.to("cuda")).cpu()
+    assert float((out == expected).float().mean()) > 0.99
+    assert torch.allclose(out.float(), expected.float(), rtol=2**-7, atol=1e-6)
+
+
+def test_a_tensor_on_another_gpu_than_the_current_one():
+    if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability(1) != (9, 0):
+        pytest.skip("needs two Hopper GPUs")
+    lhs, rhs = builders.lhs(1, 33, 544, "s8", device="cuda:1"), weight(264, 544).to("cuda:1")
+    zero = [tensor.to("cuda:0") for tensor in lhs]
+    for _ in range(3):  # cold, then warm, in turns with the other device
+        with torch.cuda.device(0):
+            guarded = Guarded(33, 264, device="cuda:1")
+            jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, guarded.out)
+            assert torch.cuda.current_device() == 0
+            out = torch.empty(33, 264, dtype=torch.bfloat16, device="cuda:0")
+            jitgemm.gemm_w4a8_bf16_nt(tuple(zero), weight(264, 544), out)
+        with torch.cuda.device(1):
+            guarded.check()
+            assert_right(guarded.out.clone(), lhs, rhs)
+            assert builders.same_bits(out.cpu(), guarded.out.cpu().contiguous())
+    with pytest.raises(ValueError, match="^out: expected a tensor on cuda:1, where lhs"):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+
+
+# ---- coverage of this module ------------------------------------------------------------------------------------------
+
+
+def test_the_drawn_kernels_hold_every_feature():
+    kernels = [kernel_of(*drawn) for drawn in drawn_kernels()]
+    assert all(illegal(spec, device_figures()) is None for spec in kernels)
+    for has_feature in FEATURES:
+        assert sum(map(has_feature, kernels)) >= 2
+    assert Path(os.environ["JITGEMM_CACHE_DIR"]).is_dir()
