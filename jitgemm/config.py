@@ -14,11 +14,11 @@ from jitgemm.spec import BLOCK_K, STRIP_ROWS, DeviceSpec, KernelSpec, Problem, W
 
 # ---- what fits ----------------------------------------------------------------------------------------------------------------------
 
-BLOCK_MS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 112, 128, 144, 160, 192, 224, 256)
+BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
 MAX_STAGES = 12
 SYSTEM_SMEM = 1024
 """Bytes of shared memory the system takes from an SM for each resident CTA."""
-OVERHEAD_REGISTERS = {"e4m3": 64, "s8": 64}
+OVERHEAD_REGISTERS = {"e4m3": 56, "s8": 64}
 """Registers of a consumer thread beside its accumulators: codes, fragments of two records, addresses, loop state; s8 converts too."""
 UNPROMOTED_REGISTERS = 16
 """More of them where sums stay in the tensor cores' registers from record to record."""
@@ -31,9 +31,9 @@ def smem_bytes(spec: KernelSpec) -> int:
     panel = spec.block_m * 128
     stage = spec.warpgroups_k * panel + spec.warpgroups * spec.format.record_bytes
     slots = (spec.split_k * spec.warpgroups_k - 1) * spec.warpgroups_n * spec.block_m * STRIP_ROWS * 4
-    terms = spec.warpgroups_n * (2 * STRIP_ROWS + spec.block_m) * 4
+    scales = spec.warpgroups_n * spec.block_m * 4
     barriers = 8 * (2 * spec.stages + spec.warpgroups_n + spec.warpgroups)
-    return spec.stages * stage + spec.warpgroups_n * panel + slots + terms + barriers
+    return spec.stages * stage + spec.warpgroups_n * panel + slots + scales + barriers
 
 
 def registers_needed(spec: KernelSpec) -> int:

@@ -44,17 +44,6 @@ __device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }
 
-// Whether the phase of the given parity is over.
-__device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    return done;
-}
-
 // Waits until the phase of the given parity is over. kDebug traps where a release build would hang.
 template <bool kDebug>
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {

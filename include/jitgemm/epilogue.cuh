@@ -74,44 +74,46 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return packed;
 }
 
-// What the tile's sums are multiplied by and what is added, per token and per row of n. Each warpgroup reads its own from global memory into
-// shared memory before it multiplies and takes them back after a warpgroup barrier: registers are dear in between.
+// The per-token scales of a tile, once per warpgroup; read back after a warpgroup barrier.
 template <typename Config>
-__device__ __forceinline__ void stage_terms(const Args& args, const Shared<Config>& shared, const Place& place, const Tile& tile) {
+__device__ __forceinline__ void stage_lhs_scales(const Args& args, const Shared<Config>& shared, const Place& place, const Tile& tile) {
     for (u32 i = place.thread; i < Config::kBlockM; i += 128) {
-        const u32 token = tile.m + i;
-        const float scale = token < args.m ? args.lhs_scale[token * args.lhs_scale_stride] : 0.0f;
-        store_shared_float(shared.token_scales(place.along_n) + i * 4, scale * Config::Decode::kOutputScale);
+        u32 token = tile.m + i;
+        float scale = token < args.m ? args.lhs_scale[token * args.lhs_scale_stride] : 0.0f;
+        store_shared_float(shared.scales(place.along_n) + i * 4, scale * Config::Decode::kOutputScale);
     }
-    if (place.thread < 64) {
-        const u32 row = tile.n + place.along_n * 64 + place.thread;
-        const bool inside = row < args.n;
-        if constexpr (Config::kGroupSize == 0) {
-            const float scale = inside ? load_real(args.channel_scale, row, args.channel_scale_type) : 0.0f;
-            store_shared_float(shared.row_scales(place.along_n) + place.thread * 4, scale);
-        }
-        const float bias = inside && args.bias ? load_real(args.bias, row, args.bias_type) : 0.0f;
-        store_shared_float(shared.row_biases(place.along_n) + place.thread * 4, bias);
+}
+
+// What a thread multiplies and adds per row of n; it owns rows lane/4 and lane/4 + 8 of its warp's 16.
+struct RowTerms {
+    float scale[2];
+    float bias[2];
+};
+
+template <typename Config>
+__device__ __forceinline__ RowTerms load_row_terms(const Args& args, const Place& place, const Tile& tile) {
+    RowTerms terms;
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+        u32 row = tile.n + place.along_n * 64 + place.warp * 16 + place.lane / 4 + half * 8;
+        bool inside = row < args.n;
+        terms.scale[half] = 1.0f;
+        if constexpr (Config::kGroupSize == 0) terms.scale[half] = inside ? load_real(args.channel_scale, row, args.channel_scale_type) : 0.0f;
+        terms.bias[half] = inside && args.bias ? load_real(args.bias, row, args.bias_type) : 0.0f;
     }
+    return terms;
 }
 
 // Scales, converts and stores the warpgroup's 64 columns of the output tile. In shared memory a token is a row of 64 columns (128 bytes)
 // whose 16-byte chunks are swizzled: chunk c of token t lies at c ^ (t % 8), as the tile store expects and free of bank conflicts.
 template <typename Config>
-__device__ __forceinline__ void store_tile(const float (&acc)[Config::kBlockM / 2], const TensorMap* out_map,
-                                           const Shared<Config>& shared, const Place& place, const Tile& tile) {
+__device__ __forceinline__ void store_tile(float (&acc)[Config::kBlockM / 2], const Args& args, const TensorMap* out_map,
+                                           const Shared<Config>& shared, const Place& place, const Tile& tile, const RowTerms& terms) {
     u32 panel = shared.out(place.along_n);
     if (place.thread == 0) store_wait_read();
-    warpgroup_sync(place.warpgroup);  // the panel is free, the terms are there
+    warpgroup_sync(place.warpgroup);  // the panel is free, the per-token scales are there
 
-    const u32 token_scales = shared.token_scales(place.along_n) + (place.lane % 4) * 8;
-    float row_scale[2], row_bias[2];
-#pragma unroll
-    for (u32 half = 0; half < 2; ++half) {
-        const u32 row = place.warp * 16 + half * 8 + place.lane / 4;
-        row_scale[half] = Config::kGroupSize == 0 ? load_shared_real<kFp32>(shared.row_scales(place.along_n), row) : 1.0f;
-        row_bias[half] = load_shared_real<kFp32>(shared.row_biases(place.along_n), row);
-    }
+    u32 scales = shared.scales(place.along_n) + (place.lane % 4) * 8;
     // stmatrix: lanes 8i..8i+7 give the rows of matrix i; matrices are {rows 0-7, rows 8-15} of n for one or two runs of 8 tokens.
     u32 token_in_run = place.lane % 8;
     u32 chunk = place.warp * 2 + (place.lane / 8) % 2;
@@ -120,11 +122,11 @@ __device__ __forceinline__ void store_tile(const float (&acc)[Config::kBlockM / 
     u32 packed[4];
 #pragma unroll
     for (u32 run = 0; run < kRuns; ++run) {
-        float2 token_scale = load_shared_float2(token_scales + run * 32);
+        float2 token_scale = load_shared_float2(scales + run * 32);
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
-            float first = fmaf(acc[run * 4 + half * 2] * row_scale[half], token_scale.x, row_bias[half]);
-            float second = fmaf(acc[run * 4 + half * 2 + 1] * row_scale[half], token_scale.y, row_bias[half]);
+            float first = fmaf(acc[run * 4 + half * 2] * terms.scale[half], token_scale.x, terms.bias[half]);
+            float second = fmaf(acc[run * 4 + half * 2 + 1] * terms.scale[half], token_scale.y, terms.bias[half]);
             packed[run % 2 * 2 + half] = pack_bf16(first, second);
         }
         if (run % 2 == 1) {

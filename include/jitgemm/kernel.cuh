@@ -105,59 +105,38 @@ __device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const P
     for (int i = 0; i < kCount; ++i) acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
 }
 
-// A thread's share of one record as it lies in shared memory: codes of its two rows, their scales and zero points by chunk. A chunk is a run
-// of k within the record that has scales of its own.
-template <typename Config>
-struct Codes {
-    static constexpr u32 kChunks = Config::kGroupSize == 0 || Config::kGroupSize >= 128 ? 1 : 128 / Config::kGroupSize;
-
-    uint4 words[2];
-    float low_scale[kChunks], high_scale[kChunks];
-    u32 low_zero[kChunks], high_zero[kChunks];  // in every byte
-
-    __device__ __forceinline__ void load(u32 record, const Place& place) {
-        words[0] = load_shared_v4(record + place.thread * 16);
-        words[1] = load_shared_v4(record + 2048 + place.thread * 16);
-        const u32 row = place.warp * 16 + place.lane / 4;
-#pragma unroll
-        for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-            low_scale[chunk] = high_scale[chunk] = 1.0f;
-            if constexpr (Config::kGroupSize != 0) {
-                const u32 scales = record + 4096 + chunk * 64 * (Config::kScaleType == kFp32 ? 4 : 2);
-                low_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row);
-                high_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row + 8);
-            }
-            low_zero[chunk] = high_zero[chunk] = 0;
-            if constexpr (Config::kZeroPoint) {
-                const u32 zeros = record + Config::kZeroOffset + chunk * 64 + row;
-                low_zero[chunk] = load_shared_u8(zeros) * 0x01010101u;
-                high_zero[chunk] = load_shared_u8(zeros + 8) * 0x01010101u;
-            }
-        }
-    }
-};
-
-// The same record decoded: A fragments of its four k-steps.
+// One record on its way through a warpgroup: A fragments of its four k-steps and the scales of its chunks. A chunk is a run of k within the
+// record that has scales of its own.
 template <typename Config>
 struct Fragments {
-    static constexpr u32 kChunks = Codes<Config>::kChunks;
+    static constexpr u32 kChunks = Config::kGroupSize == 0 || Config::kGroupSize >= 128 ? 1 : 128 / Config::kGroupSize;
     static constexpr u32 kSteps = 4 / kChunks;
 
     u32 step[4][4];
     float low_scale[kChunks], high_scale[kChunks];  // of the thread's two rows
 
-    __device__ __forceinline__ void decode(const Codes<Config>& codes) {
-        const u32 words[8] = {codes.words[0].x, codes.words[0].y, codes.words[0].z, codes.words[0].w,
-                              codes.words[1].x, codes.words[1].y, codes.words[1].z, codes.words[1].w};
+    __device__ __forceinline__ void load(u32 record, const Place& place) {
+        const uint4 first = load_shared_v4(record + place.thread * 16);
+        const uint4 second = load_shared_v4(record + 2048 + place.thread * 16);
+        const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+        const u32 row = place.warp * 16 + place.lane / 4;
 #pragma unroll
         for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-            low_scale[chunk] = codes.low_scale[chunk];
-            high_scale[chunk] = codes.high_scale[chunk];
-#pragma unroll
-            for (u32 s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s) {
-                decode_step<typename Config::Decode, Config::kZeroPoint>(step[s], words[2 * s], words[2 * s + 1], codes.low_zero[chunk],
-                                                                         codes.high_zero[chunk]);
+            low_scale[chunk] = high_scale[chunk] = 1.0f;
+            if constexpr (Config::kGroupSize != 0) {
+                u32 scales = record + 4096 + chunk * 64 * (Config::kScaleType == kFp32 ? 4 : 2);
+                low_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row);
+                high_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row + 8);
             }
+            u32 low_zero = 0, high_zero = 0;
+            if constexpr (Config::kZeroPoint) {
+                u32 zeros = record + Config::kZeroOffset + chunk * 64 + row;
+                low_zero = load_shared_u8(zeros) * 0x01010101u;
+                high_zero = load_shared_u8(zeros + 8) * 0x01010101u;
+            }
+#pragma unroll
+            for (u32 s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s)
+                decode_step<typename Config::Decode, Config::kZeroPoint>(step[s], words[2 * s], words[2 * s + 1], low_zero, high_zero);
         }
     }
 };
@@ -203,7 +182,7 @@ struct Multiplier {
 
     // Waits for them, promoting each unit's sums by its scales while the next one multiplies. Sums of several records are promoted when
     // kPromoteRecords are summed up, or at the last one; 0 is never.
-    __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2], const Fragments<Config>& fragments, u64 descriptor, bool last) {
+    __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2], Fragments<Config>& fragments, u64 descriptor, bool last) {
         constexpr bool kNever = Config::kPromoteRecords == 0;
         const bool promote_now = !kNever && (Config::kPromoteRecords == 1 || last || pending + 1 == Config::kPromoteRecords);
 #pragma unroll
@@ -222,6 +201,8 @@ struct Multiplier {
             }
             if (unit + kHalves < kUnits) issue(unit + kHalves, fragments, descriptor);
         }
+#pragma unroll
+        for (u32 s = 0; s < 4; ++s) register_fence(fragments.step[s]);
         pending = promote_now ? 0 : pending + 1;
     }
 
@@ -249,8 +230,7 @@ __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 
     }
 }
 
-// The warpgroup's share of a tile. A multiply with A in registers holds its warps until the tensor cores have taken it, so everything that can
-// be asked for beforehand is: the next record's codes are loaded before this one multiplies, and decoded right after.
+// The warpgroup's share of a tile. While one record multiplies, the next is loaded and decoded.
 template <typename Config>
 __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared, const Place& place,
                                               BlockRange range, Ring<Config::kStages>& ring) {
@@ -259,26 +239,19 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
     const u32 records = ceil_div(max(range.end - range.begin, place.along_k) - place.along_k, Config::kWarpgroupsK);
 
     Multiplier<Config> multiplier;
-    u32 remaining = records;
-    // Multiplies `current`, the record of the ring's stage, while the one after it becomes `next`. False after the last.
+    auto load = [&](Fragments<Config>& fragments) {
+        barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
+        fragments.load(shared.record(ring.stage, place.along_n, place.along_k), place);
+    };
+    u32 record = 0;
+    // Multiplies `current`, the record of the ring's stage, and loads the one after it. False after the last.
     auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next) {
+        const u64 descriptor = k_major_descriptor(shared.lhs(ring.stage, place.along_k));
         const u32 stage = ring.stage;
-        const u64 descriptor = k_major_descriptor(shared.lhs(stage, place.along_k));
-        const bool last = --remaining == 0;
-        ring.advance();
-        const u32 full = shared.full(ring.stage);
-        const u32 record = shared.record(ring.stage, place.along_n, place.along_k);
-        Codes<Config> codes;
-        const bool early = !last && barrier_test(full, ring.parity);
-        if (early) codes.load(record, place);
+        const bool last = ++record == records;
         multiplier.start(current, descriptor);
-        if (!last) {
-            if (!early) {
-                barrier_wait<Config::kDebug>(full, ring.parity);
-                codes.load(record, place);
-            }
-            next.decode(codes);
-        }
+        ring.advance();
+        if (!last) load(next);
         multiplier.finish(acc, current, descriptor, last);
         release_stage(shared, stage, place);
         return !last;
@@ -286,10 +259,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
     if (records > 0) {
         // Two sets of registers in turn, so that nothing is copied.
         Fragments<Config> even, odd;
-        Codes<Config> codes;
-        barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
-        codes.load(shared.record(ring.stage, place.along_n, place.along_k), place);
-        even.decode(codes);
+        load(even);
         while (multiply(even, odd) && multiply(odd, even)) {
         }
     }
@@ -319,10 +289,12 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     u32 reduce_parity = 0;
     Tile tile;
     while (scheduler.next(tile, rank)) {
+        RowTerms terms;
         if (place.split == 0) {
             constexpr u32 kRemoteBytes = (Config::kSplitK - 1) * Config::kWarpgroupsK * Shared<Config>::kSlot;
             if (Shared<Config>::kSplits > 1 && place.thread == 0) barrier_expect_bytes(shared.reduce_full(place.along_n), kRemoteBytes);
-            stage_terms<Config>(args, shared, place, tile);
+            stage_lhs_scales<Config>(args, shared, place, tile);
+            terms = load_row_terms<Config>(args, place, tile);
         }
         float acc[Config::kBlockM / 2];
 #pragma unroll
@@ -333,7 +305,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
             reduce_splits<Config>(acc, shared, place, reduce_parity);
             reduce_parity ^= 1;
         }
-        if (place.split == 0) store_tile<Config>(acc, out_map, shared, place, tile);
+        if (place.split == 0) store_tile<Config>(acc, args, out_map, shared, place, tile, terms);
     }
     if (place.split == 0 && place.thread == 0) store_wait_written();
 }

@@ -4,7 +4,7 @@
 //                    out      [warpgroups_n][block_m][128 B]               bf16 tile of 64 columns each, 128-byte swizzle
 //     64-aligned     records  [stages][warpgroups_n][warpgroups_k][record]
 //                    slots    [splits - 1][warpgroups_n][block_m / 8][128 threads][4] fp32 partial tiles (leader CTA)
-//                    terms    [warpgroups_n][64 + 64 + block_m] fp32       scales and biases per row, scales per token
+//                    scales   [warpgroups_n][block_m] fp32                 per-token scales
 //                    barriers full[stages] empty[stages] reduce_full[warpgroups_n] reduce_empty[warpgroups]
 #pragma once
 #include <jitgemm/barrier.cuh>
@@ -22,16 +22,15 @@ struct Shared {
     static constexpr u32 kRecordRun = Config::kWarpgroupsK * Config::kRecordBytes;
     static constexpr u32 kRecordStage = Config::kWarpgroupsN * kRecordRun;
     static constexpr u32 kSlot = Config::kBlockM * 64 * 4;
-    static constexpr u32 kTermBytes = (64 + 64 + Config::kBlockM) * 4;
 
     static constexpr u32 kOut = Config::kStages * kLhsStage;
     static constexpr u32 kRecords = kOut + Config::kWarpgroupsN * kOutPanel;
     static constexpr u32 kSlots = kRecords + Config::kStages * kRecordStage;
-    static constexpr u32 kTerms = kSlots + (kSplits - 1) * Config::kWarpgroupsN * kSlot;
-    static constexpr u32 kBarriers = kTerms + Config::kWarpgroupsN * kTermBytes;
+    static constexpr u32 kScales = kSlots + (kSplits - 1) * Config::kWarpgroupsN * kSlot;
+    static constexpr u32 kBarriers = kScales + Config::kWarpgroupsN * Config::kBlockM * 4;
     static constexpr u32 kBarrierCount = 2 * Config::kStages + Config::kWarpgroupsN + kWarpgroups;
     static constexpr u32 kBytes = kBarriers + kBarrierCount * 8;
-    static_assert(kRecords % 64 == 0 && kSlots % 64 == 0 && kTerms % 16 == 0 && kBarriers % 8 == 0, "misaligned shared memory");
+    static_assert(kRecords % 64 == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0, "misaligned shared memory");
 
     u32 base;
 
@@ -44,9 +43,7 @@ struct Shared {
     __device__ __forceinline__ u32 slot(u32 split, u32 along_n) const {
         return base + kSlots + ((split - 1) * Config::kWarpgroupsN + along_n) * kSlot;
     }
-    __device__ __forceinline__ u32 row_scales(u32 along_n) const { return base + kTerms + along_n * kTermBytes; }
-    __device__ __forceinline__ u32 row_biases(u32 along_n) const { return row_scales(along_n) + 64 * 4; }
-    __device__ __forceinline__ u32 token_scales(u32 along_n) const { return row_scales(along_n) + 128 * 4; }
+    __device__ __forceinline__ u32 scales(u32 along_n) const { return base + kScales + along_n * Config::kBlockM * 4; }
     __device__ __forceinline__ u32 full(u32 stage) const { return base + kBarriers + stage * 8; }
     __device__ __forceinline__ u32 empty(u32 stage) const { return full(Config::kStages + stage); }
     __device__ __forceinline__ u32 reduce_full(u32 along_n) const { return full(2 * Config::kStages + along_n); }

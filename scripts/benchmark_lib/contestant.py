@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-EXACT, ROUNDED, WIDER = "exact", "rounded", "wider"
-"""Kinds: 4-bit weights with the scales as given; 4-bit with scales rounded on the way; weights of 8 or 16 bits."""
+EXACT, CHANNEL, ROUNDED, WIDER = KINDS = ("exact", "channel", "rounded", "wider")
+"""Kinds: 4-bit weights with group scales applied as given; 4-bit with one scale per row of n; 4-bit with group scales rounded on the way;
+weights of 8 or 16 bits."""
 
 
 class Refused(Exception):
@@ -27,6 +28,7 @@ class Run:
         poison: fills the output with NaN (or what stands for it), so that what is never written shows.
         exact_check: (indices of rows) -> largest error over what is allowed, at most 1; None where only a coarse check is possible.
         snapshot: a copy of the output's bits; None where run-to-run identity is not asked for.
+        kernel: the name of the kernel that runs; asked after the calls ran, because finding out may warm what a first call pays for.
         note: what a reader must know of how this cell was run.
     """
 
@@ -36,7 +38,7 @@ class Run:
     poison: Callable[[], Any]
     exact_check: Callable[[Any], float] | None = None
     snapshot: Callable[[], Any] | None = None
-    kernel: str = ""
+    kernel: Callable[[], str] = str
     note: str = ""
 
 
@@ -47,7 +49,7 @@ class Contestant:
     Attributes:
         name: key in results, such as "e4m3_g128" or "fp8row".
         label: what it is, in words.
-        kind: EXACT, ROUNDED or WIDER.
+        kind: one of KINDS.
         ours: whether it is jitgemm.
         package: distribution whose version is reported.
         module: what must be importable, None when nothing beyond torch.

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from .contestant import EXACT, ROUNDED, Contestant, Refused, Run
+from .contestant import CHANNEL, EXACT, ROUNDED, Contestant, Refused, Run
 from .data import Source, quantise_rows
 
 
@@ -23,7 +23,7 @@ def other_peers() -> list[Contestant]:
         ("hum_fp8_g128", "humming int4 x e4m3, g128", EXACT, "float8e4m3", 128),
         # humming turns group scales into integers under a channel scale when the activations are int8.
         ("hum_int8_g128", "humming int4 x int8, g128, scales made integers", ROUNDED, "int8", 128),
-        ("hum_int8_ch", "humming int4 x int8, per channel", EXACT, "int8", 0),
+        ("hum_int8_ch", "humming int4 x int8, per channel", CHANNEL, "int8", 0),
     )
     quack = (
         ("quack_exact", "QuACK gemm_w4a8 int4sm, g128, codes -7..7", EXACT, "int4sm"),

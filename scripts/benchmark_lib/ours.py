@@ -15,7 +15,7 @@ from jitgemm.reference import gemm_w4a8_terms
 from jitgemm.spec import DeviceSpec, Problem
 
 from .cells import Format
-from .contestant import EXACT, Contestant, Refused, Run
+from .contestant import CHANNEL, EXACT, Contestant, Refused, Run
 from .data import Source, quantise_groups, quantise_rows
 
 LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
@@ -33,7 +33,7 @@ def ours(fmt: Format) -> Contestant:
         known = inspect.signature(jitgemm.gemm_w4a8_bf16_nt).parameters
         return "this jitgemm has no batch_invariant" if fmt.batch_invariant and "batch_invariant" not in known else None
 
-    return Contestant(fmt.name, label, EXACT, True, "jitgemm", None, partial(_load, fmt), obstacle)
+    return Contestant(fmt.name, label, EXACT if fmt.group_size else CHANNEL, True, "jitgemm", None, partial(_load, fmt), obstacle)
 
 
 def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight:
@@ -69,7 +69,7 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
             poison=lambda: [out.fill_(torch.nan) for out in outs],
             exact_check=lambda rows: error_over_bound(fmt, outs[0], lhs[0], first, rows),
             snapshot=outs[0].clone,
-            kernel=kernel_label(fmt, first, m, device),
+            kernel=lambda: kernel_label(fmt, first, m, device),
         )
 
     return start

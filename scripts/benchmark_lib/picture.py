@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .cells import HBM_BYTES_PER_US, TENSOR_OPS_PER_US
+from .cells import HBM_BYTES_PER_US, TENSOR_OPS_PER_US, Cell
 from .results import names_of
 
 _MARKERS = "osD^vP*X"
@@ -92,5 +92,5 @@ def _panel(panel: Any, document: dict[str, Any], cells: list[dict[str, Any]], sh
 
 def _intensity(cell: dict[str, Any]) -> float:
     """Operations per byte, with the bytes of the floor's formula."""
-    n, k, m = cell["n"], cell["k"], cell["m"]
-    return 2.0 * m * n * k / (n * k / 2 + 2 * n * k / 128 + m * k + 2 * m * n)
+    sizes = Cell(cell["n"], cell["k"], cell["m"])
+    return sizes.ops / sizes.floor_bytes

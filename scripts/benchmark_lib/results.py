@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .cells import FLOOR_TEXT
-from .contestant import EXACT, ROUNDED, WIDER, Contestant
+from .contestant import KINDS, Contestant
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -172,7 +172,7 @@ def validate(document: Any) -> None:
     names = set()
     for i, each in enumerate(document["contestants"]):
         _has(each, {"name": str, "label": str, "kind": str, "ours": bool}, f"contestants[{i}]")
-        if each["kind"] not in (EXACT, ROUNDED, WIDER):
+        if each["kind"] not in KINDS:
             raise ValueError(f"contestants[{i}].kind: got {each['kind']!r}")
         names.add(each["name"])
     for i, cell in enumerate(document["cells"]):
@@ -201,7 +201,7 @@ def _has(value: Any, fields: dict[str, Any], where: str) -> None:
 # ---- what is asked of a document --------------------------------------------------------------------------------------------------------
 
 
-def names_of(document: dict[str, Any], *, ours: bool | None = None, kinds: Sequence[str] = (EXACT, ROUNDED, WIDER)) -> list[str]:
+def names_of(document: dict[str, Any], *, ours: bool | None = None, kinds: Sequence[str] = KINDS) -> list[str]:
     return [e["name"] for e in document["contestants"] if (ours is None or e["ours"] == ours) and e["kind"] in kinds]
 
 

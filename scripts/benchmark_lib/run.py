@@ -122,7 +122,7 @@ def _measure_cell(
             continue
         try:
             run = starters[each.name](cell.m, 1)
-            result["note"], result["kernel"] = run.note, run.kernel
+            result["note"] = run.note
             if settings.check:
                 result |= check(run, source, cell.m)
                 if not result["correct"]:
@@ -130,6 +130,7 @@ def _measure_cell(
                     continue
                 before[each.name] = run.snapshot() if run.snapshot is not None else None
             timed[each.name], runs[each.name] = Timed(run.calls), run
+            result["kernel"] = run.kernel()
         except Exception as error:
             result["note"] = _reason(error)
             _check_context(error)

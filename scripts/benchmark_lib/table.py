@@ -11,7 +11,7 @@ from rich.console import Console
 from jitgemm.cli.common import table
 
 from .compare import Comparison
-from .results import EXACT, best_of, names_of
+from .results import best_of, names_of
 
 
 def print_cells(document: dict[str, Any], console: Console) -> None:
@@ -20,7 +20,7 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
     commit = str(environment.get("commit") or "unknown")[:10] + ("+" if environment.get("dirty") else "")
     console.print(f"{environment.get('device')}, driver {environment.get('driver')}, jitgemm {commit}, {document['date']}, {document['mode']}")
     console.print(f"floor = {document['floor']}\n", markup=False)
-    console.print(table(OURS_COLUMNS, ours_rows(document), left=("format", "best exact peer", "best peer", "kernel", "note")))
+    console.print(table(OURS_COLUMNS, ours_rows(document), left=("format", "best of its kind", "best peer", "kernel", "note")))
     peers = names_of(document, ours=False)
     if any(cell["results"].get(name, {}).get("us") for cell in document["cells"] for name in peers):
         console.print("\nmicroseconds a call")
@@ -34,17 +34,17 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
 
 
 OURS_COLUMNS = (
-    "n", "k", "m", "format", "us", "+-", "TFLOP/s", "GB/s", "% floor", "best exact peer", "x", "best peer", "x", "kernel", "note"
+    "n", "k", "m", "format", "us", "+-", "TFLOP/s", "GB/s", "% floor", "best of its kind", "x", "best peer", "x", "kernel", "note"
 )  # fmt: skip
 
 
 def ours_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """x: how many times faster than that peer; below 1 it is the faster one."""
-    exact = names_of(document, ours=False, kinds=(EXACT,))
+    """One row a cell and format. x: how many times faster than that peer; below 1 it is the faster one."""
     peers = names_of(document, ours=False)
+    kind_of = {each["name"]: each["kind"] for each in document["contestants"]}
     rows = []
     for cell in document["cells"]:
-        best_exact, best = best_of(document, cell, exact), best_of(document, cell, peers)
+        best = best_of(document, cell, peers)
         for name in names_of(document, ours=True):
             result = cell["results"].get(name)
             if result is None:
@@ -54,7 +54,8 @@ def ours_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
             if us is not None:
                 figures = (_us(us), f"{100 * result['spread']:.1f}%", f"{result['tflops']:.0f}", f"{result['gbs']:.0f}")
                 figures += (f"{100 * cell['floor_us'] / us:.0f}",)
-            against = [_against(us, peer) for peer in (best_exact, best)]
+            best_kin = best_of(document, cell, names_of(document, ours=False, kinds=(kind_of[name],)))
+            against = [_against(us, peer) for peer in (best_kin, best)]
             place = (str(cell["n"]), str(cell["k"]), str(cell["m"]), name)
             # Peers' kernels are their own business; of ours, what the name does not say already.
             kernel = result.get("kernel", "").partition("-m")[2]
