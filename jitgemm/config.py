@@ -24,6 +24,10 @@ UNPROMOTED_REGISTERS = 16
 """More of them where sums stay in the tensor cores' registers from record to record."""
 SPLIT_REGISTERS = 8
 """More of them where warpgroups share k."""
+CHUNK_REGISTERS = 10
+"""More of them for every group beyond the first within a record of 128 k."""
+ZERO_REGISTERS = 8
+"""More of them for zero points."""
 
 
 def smem_bytes(spec: KernelSpec) -> int:
@@ -38,7 +42,10 @@ def smem_bytes(spec: KernelSpec) -> int:
 
 def registers_needed(spec: KernelSpec) -> int:
     """Registers of a consumer thread: the tensor cores' sums, the promoted ones where groups are promoted, and the rest."""
-    rest = OVERHEAD_REGISTERS[spec.lhs] + (SPLIT_REGISTERS if spec.warpgroups_k > 1 else 0)
+    rest = OVERHEAD_REGISTERS[spec.lhs]
+    rest += SPLIT_REGISTERS if spec.warpgroups_k > 1 else 0
+    rest += CHUNK_REGISTERS * max(0, spec.format.scale_rows - 1)
+    rest += ZERO_REGISTERS if spec.zero_point else 0
     if promote_records(spec) == 0:
         return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
     return spec.block_m + rest

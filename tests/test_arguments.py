@@ -97,7 +97,8 @@ def test_x_must_be_a_tensor(call, value):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int32, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.bool]
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.uint8, torch.int32, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.bool],
 )
 def test_x_must_be_e4m3_or_int8(call, dtype):
     call.x = torch.zeros(M, K).to(dtype)

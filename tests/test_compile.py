@@ -1,4 +1,4 @@
-"""What NVRTC makes of the rendered kernels: no spill, no serialised wgmma, the shape asked for, the same bytes everywhere.
+"""What NVRTC makes of the rendered kernels: no spill, no serialised wgmma, the shape asked for, the same everywhere.
 
 Needs NVRTC, no GPU. Everything is compiled once, two at a time, into one cache for the whole session.
 """
@@ -245,12 +245,13 @@ def test_no_path_and_no_date_reaches_what_is_keyed():
 
 
 def test_every_field_of_a_kernel_reaches_its_source():
-    """But for those that cannot differ between kernels that are otherwise equal."""
+    """A field that did not would give two kernels one cubin."""
     base = KernelSpec("e4m3", 128, False, "bf16", block_m=64, block_n=128, stages=4)
     changes = [
-        {"lhs": "s8"}, {"group_size": 64}, {"zero_point": True}, {"scale_type": "fp16"}, {"block_m": 32}, {"block_n": 192},
-        {"stages": 3}, {"halves": 2}, {"warpgroups_k": 2}, {"split_k": 2}, {"multicast": 2, "multicast_side": "lhs"},
-        {"multicast": 2, "multicast_side": "rhs"}, {"ctas_per_sm": 2}, {"debug": True},
+        {"lhs": "s8"}, {"group_size": 64}, {"zero_point": True}, {"scale_type": "fp16"}, {"block_m": 32},
+        {"block_n": 192}, {"stages": 3}, {"halves": 2}, {"warpgroups_k": 2}, {"split_k": 2},
+        {"multicast": 2, "multicast_side": "lhs"}, {"multicast": 2, "multicast_side": "rhs"},
+        {"ctas_per_sm": 2}, {"debug": True},
     ]  # fmt: skip
     sources = {render(replace(base, **change)) for change in ({}, *changes)}
     assert len(sources) == len(changes) + 1

@@ -57,7 +57,7 @@ problems = st.builds(
     lhs=st.sampled_from(LHS_TYPES),
     format=formats,
 )
-relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+relaxed = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
@@ -289,7 +289,8 @@ for lhs in ("e4m3", "s8"):
     outputs = set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": seed}
-        outputs.add(subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True).stdout)
+        done = subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
+        outputs.add(done.stdout)
     assert len(outputs) == 1 and outputs.pop().count(b"KernelSpec") == 120
 
 
@@ -350,4 +351,5 @@ def test_an_unknown_device_is_refused_with_what_is_known(name, message):
 
 
 def test_figures_alone_start_from_the_h200():
-    assert device_spec("sms=66,l2=31457280") == replace(DEVICES["h200"], name="sms=66,l2=31457280", num_sms=66, l2_bytes=31457280)
+    name = "sms=66,l2=31457280"
+    assert device_spec(name) == replace(DEVICES["h200"], name=name, num_sms=66, l2_bytes=31457280)

@@ -1,8 +1,8 @@
-"""The kernels on a Hopper GPU against the reference in fp64: the error bounds, every kind of argument, and everything around a launch.
+"""The kernels on a Hopper GPU against the reference in fp64: error bounds, every kind of argument, all around a launch.
 
-Bounds: int8 |out - ref| <= 2^-8 |ref| + 2^-20 sum over groups of |group's term|; e4m3 <= 2^-8 |ref| + 2^-10 sum over k of |term|
-and a relative RMS error of at most 2.2e-3. Every output lies between guard bands and is filled with NaN before it is written.
-At the end of the session one line tells how many outputs were compared and the worst errors.
+Bounds: int8 |out - ref| <= 2^-8 |ref| + 2^-20 sum over groups of |group's term|; e4m3 <= 2^-8 |ref| + 2^-10 sum over k
+of |term|, and a relative RMS error of at most 2.2e-3. Every output lies between guard bands and is filled with NaN
+before it is written. At the end of the session one line tells how many outputs were compared and the worst errors.
 """
 
 from __future__ import annotations
@@ -48,19 +48,26 @@ GROUP_128 = (128, False, "bf16")
 
 @dataclass
 class Worst:
-    """What the session's last line reports."""
+    """What the session's last line reports.
+
+    The bound's first part is all but used up by rounding to bf16; `beyond` is the part of the second, that of the sums,
+    which the largest error took up.
+    """
 
     outputs: int = 0
     elements: int = 0
     ratio: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LHS_TYPES, 0.0))
+    beyond: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LHS_TYPES, 0.0))
     rms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LHS_TYPES, 0.0))
 
     def line(self) -> str:
         ratio = ", ".join(f"{lhs} {self.ratio[lhs]:.3f}" for lhs in LHS_TYPES)
+        beyond = ", ".join(f"{lhs} {self.beyond[lhs]:.3f}" for lhs in LHS_TYPES)
         rms = ", ".join(f"{lhs} {self.rms[lhs]:.3e}" for lhs in LHS_TYPES)
         return (
             f"GPU numbers: {self.outputs} outputs, {self.elements} elements compared; "
-            f"worst error / bound: {ratio}; worst relative RMS: {rms}"
+            f"worst error / bound: {ratio}; "
+            f"worst error beyond bf16 rounding / the bound's share for sums: {beyond}; worst relative RMS: {rms}"
         )
 
 
@@ -93,13 +100,16 @@ def assert_right(out: torch.Tensor, lhs: tuple, rhs: W4Weight, bias: torch.Tenso
     if bool(wrong.any()):
         i, j = wrong.nonzero()[0].tolist()
         pytest.fail(
-            f"{int(wrong.sum())} of {wrong.numel()} elements are out of bounds; first at [{i}, {j}]: got {out[i, j].item()}, "
-            f"expected {ref[i, j].item()}, bound {bound[i, j].item()}; rows {wrong.any(1).nonzero().flatten().tolist()[:20]}, "
+            f"{int(wrong.sum())} of {wrong.numel()} elements are out of bounds; first at [{i}, {j}]: "
+            f"got {out[i, j].item()}, expected {ref[i, j].item()}, bound {bound[i, j].item()}; "
+            f"rows {wrong.any(1).nonzero().flatten().tolist()[:20]}, "
             f"columns {wrong.any(0).nonzero().flatten().tolist()[:20]}"
         )
     WORST.outputs += 1
     WORST.elements += out.numel()
     WORST.ratio[kind] = max(WORST.ratio[kind], float((error / bound.clamp(min=1e-300)).max()))
+    beyond = (error - ref.abs() * 2.0**-8).clamp(min=0) / (terms * TERM_SHARE[kind]).clamp(min=1e-300)
+    WORST.beyond[kind] = max(WORST.beyond[kind], float(beyond.max()))
     size = float(ref.abs().max())
     if out.numel() >= RMS_ELEMENTS and size > 0:
         rms = float(((error / size).square().mean() / (ref / size).square().mean()).sqrt())
@@ -239,7 +249,8 @@ def draw_rest(draw: random.Random, m, n, k, lhs, format, seed) -> Case:
 
 def mean_cases() -> list[Case]:
     """Long sums of activations with and without a mean: where rounding of sums, not of terms, would show."""
-    formats = ((128, False, "bf16"), (32, True, "fp16"), (256, False, "fp32"), (PER_CHANNEL, False, "fp32"), (PER_CHANNEL, True, "bf16"))
+    grouped = ((128, False, "bf16"), (32, True, "fp16"), (256, False, "fp32"))
+    formats = (*grouped, (PER_CHANNEL, False, "fp32"), (PER_CHANNEL, True, "bf16"))
     return [
         Case(m, 512, k, lhs, format, mean=mean, seed=7)
         for lhs, mean, format in itertools.product(LHS_TYPES, builders.LHS_MEANS, formats)
@@ -268,7 +279,8 @@ def device_figures():
 def drawn_kernels() -> list[tuple[str, WeightFormat, int]]:
     """Lhs type, format and a number that chooses among the legal kernels, which depend on the device."""
     draw = random.Random(SEED + 2)
-    return [(lhs, WeightFormat(*format), draw.randrange(1 << 30)) for format in builders.ALL_FORMATS for lhs in LHS_TYPES]
+    pairs = itertools.product(builders.ALL_FORMATS, LHS_TYPES)
+    return [(lhs, WeightFormat(*format), draw.randrange(1 << 30)) for format, lhs in pairs]
 
 
 FEATURES = (
@@ -344,7 +356,12 @@ def test_negative_tiny_and_huge_scales(case):
     case.run()
 
 
-@pytest.mark.parametrize("drawn", drawn_kernels(), ids=lambda d: f"{d[0]}-{d[1].group_size}{d[1].zero_point}{d[1].scale_type}")
+def name_of(drawn: tuple[str, WeightFormat, int]) -> str:
+    lhs, format, _ = drawn
+    return f"{lhs}-g{format.group_size}{'z' if format.zero_point else ''}-{format.scale_type}"
+
+
+@pytest.mark.parametrize("drawn", drawn_kernels(), ids=name_of)
 def test_kernels_that_the_selector_might_choose(drawn):
     """Drawn from all legal kernels, each on a problem with tails on every side, several tiles a CTA row, twice."""
     from jitgemm.plan import Plan
@@ -395,7 +412,8 @@ def test_all_signed_codes_exactly(lhs_name, group_size):
     n, k = 72, 544
     q = ((torch.arange(n)[:, None] + torch.arange(k)[None, :]) % 16 - 8).to(torch.int8)
     groups = 1 if group_size == PER_CHANNEL else -(-k // group_size)
-    scale = 2.0 ** -(torch.arange(n * groups) % 7).view(n, groups) * torch.tensor([1.0, -1.0]).repeat(n * groups)[: n * groups].view(n, groups)
+    number = torch.arange(n * groups).view(n, groups)
+    scale = torch.ldexp(1.0 - 2.0 * (number % 2), -(number % 7))  # 1, -1/2, 1/4, ...
     parts = builders.WeightParts(q.cuda(), scale.cuda(), None, group_size or k)
     identity = torch.eye(k, device="cuda").to(builders.LHS_DTYPES[lhs_name])
     out = call((identity, torch.ones(1, device="cuda")), parts.packed)
@@ -503,7 +521,10 @@ def test_inference_mode():
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 4096), (16, 4096, 14336), (64, 1024, 16384), (300, 4104, 4128), (2048, 2048, 4096)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 4096, 4096), (16, 4096, 14336), (64, 1024, 16384), (300, 4104, 4128), (2048, 2048, 4096)],
+)
 def test_bits_never_change_from_run_to_run(m, n, k, lhs_name):
     rhs, lhs = weight(n, k), activations(m, k, lhs_name)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
@@ -520,7 +541,7 @@ def test_bits_never_change_from_run_to_run(m, n, k, lhs_name):
 
 
 def test_back_to_back_calls_see_what_was_written_just_before():
-    """Kernels overlap the end of the one before them: each must still read its activations and write its output in order."""
+    """Kernels overlap the end of the one before them, and still read and write in order."""
     n = k = 1024
     rhs = weight(n, k)
     sources = [builders.lhs(seed, 16, k, "s8", device="cuda") for seed in range(24)]
@@ -625,9 +646,10 @@ def test_several_streams_at_once():
 
 @pytest.mark.parametrize("own_streams", [False, True])
 def test_two_threads_at_once(own_streams):
-    """Same shapes, other tensors: no thread's addresses may reach the other's launch. New kernels are loaded by both at once."""
+    """Same shapes, other tensors: no thread's addresses may reach the other's launch. Both load new kernels at once."""
     rhs = [builders.weight_parts(seed, 520, 1120, 32).packed.to("cuda") for seed in (31, 32)]
-    inputs = [[builders.lhs(10 * t + i, m, 1120, "s8", device="cuda") for i, m in enumerate((1, 20, 70, 300))] for t in (0, 1)]
+    sizes = (1, 20, 70, 300)
+    inputs = [[builders.lhs(10 * t + i, m, 1120, "s8", device="cuda") for i, m in enumerate(sizes)] for t in (0, 1)]
     outputs: list[list[torch.Tensor]] = [[], []]
     errors: list[BaseException] = []
     start = threading.Barrier(2)
@@ -680,9 +702,8 @@ def test_a_graph_replays_with_what_its_inputs_hold_now(m, lhs_name):
         x_scale.copy_(new[1])
         guarded.out.fill_(float("nan"))
         graph.replay()
-        assert_right(guarded.out.clone(), new, rhs)
-        guarded._inside.fill_(POISON)
         guarded.check()
+        assert_right(guarded.out, new, rhs)
 
 
 def test_a_graph_of_many_layers_keeps_each_call_s_own_arguments():
@@ -765,6 +786,8 @@ def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
 
     n, k, format = 2048, 1024, WeightFormat(64, False, "bf16")
     kernels = kernels_for(n, k, "s8", format, device_figures(), 700)
+    if plan.settings.debug():
+        kernels = [replace(spec, debug=True) for spec in kernels]
     with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
         list(pool.map(plan._cache.get_or_compile, kernels))
     monkeypatch.setattr(plan, "_loaded", {})
@@ -778,7 +801,7 @@ def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
     assert len(plan._loaded) <= len(kernels)
 
 
-# ---- torch.library and torch.compile ----------------------------------------------------------------------------------
+# ---- torch.library and torch.compile -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
@@ -786,25 +809,27 @@ def test_opcheck_passes_on_the_gpu(lhs_name):
     rhs, (x, x_scale) = weight(264, 512), activations(16, 512, lhs_name)
     fmt, out = rhs.format, torch.zeros(16, 264, dtype=torch.bfloat16, device="cuda")
     arguments = (
-        x, x_scale, rhs.blocks, rhs.channel_scale, out, None, rhs.n, rhs.k, fmt.group_size, fmt.zero_point, fmt.scale_type, 0,
+        x, x_scale, rhs.blocks, rhs.channel_scale, out, None, rhs.n, rhs.k,
+        fmt.group_size, fmt.zero_point, fmt.scale_type, rhs.blocks._version,
     )  # fmt: skip
-    # Comparing float8 inputs before and after needs isclose, which PyTorch lacks for them.
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    torch.library.opcheck(
-        torch.ops.jitgemm.gemm_w4a8_bf16_nt.default, arguments, test_utils=tests + (["test_schema"] if lhs_name == "s8" else [])
-    )
+    if lhs_name == "s8":  # comparing float8 inputs before and after needs isclose, which PyTorch lacks for them
+        tests.append("test_schema")
+    results = torch.library.opcheck(torch.ops.jitgemm.gemm_w4a8_bf16_nt.default, arguments, test_utils=tests)
+    assert set(results.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
 def test_torch_compile_of_a_quantised_layer(backend, lhs_name):
-    """Quantisation before and an activation function after the call, in one graph; the same bits as without torch.compile."""
+    """Quantisation before and an activation function after the call, in one graph; the bits of the call alone."""
     if backend == "inductor":
         pytest.importorskip("triton")
         if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "gcc"))):
             pytest.skip("inductor needs a C++ compiler")
     torch._dynamo.reset()
-    rhs, bias, largest = weight(264, 512), builders.bias(1, 264, torch.bfloat16, "cuda"), 448.0 if lhs_name == "e4m3" else 127.0
+    rhs, bias = weight(264, 512), builders.bias(1, 264, torch.bfloat16, "cuda")
+    largest = 448.0 if lhs_name == "e4m3" else 127.0
 
     def quantise(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x_scale = h.abs().amax(dim=1, keepdim=True).clamp(min=1e-6) * (1 / largest)
@@ -850,7 +875,7 @@ def test_outputs_beyond_2_to_the_31_bytes(lhs_name):
     m, n, k = 66000, 16392, 160
     need_memory(8)
     rhs = weight(n, k, (32, False, "bf16"))
-    x = torch.randint(-60, 60, (m, k), dtype=torch.int8, device="cuda").to(builders.LHS_DTYPES[lhs_name])
+    x = torch.randint(-60, 60, (m, k), device="cuda").float().to(builders.LHS_DTYPES[lhs_name])
     x_scale = torch.rand(m, device="cuda") + 0.5
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
     assert out.nbytes > 2**31
@@ -866,8 +891,8 @@ def test_activations_beyond_2_to_the_31_bytes(lhs_name):
     need_memory(12)
     rhs = weight(n, k)
     x = torch.randint(-60, 60, (m, k), dtype=torch.int8, device="cuda")
-    # e4m3 has no bytes 0x7f and 0xff in this range but NaN's 0xff = -1.
-    x = x if lhs_name == "s8" else x.abs_().view(torch.float8_e4m3fn)
+    if lhs_name == "e4m3":
+        x = x.abs_().view(torch.float8_e4m3fn)  # bytes 0..60 are 0 to 1.5; byte 255 would be NaN
     assert x.nbytes > 2**31
     x_scale = torch.rand(m, device="cuda") + 0.5
     out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -962,7 +987,7 @@ def test_a_tensor_on_another_gpu_than_the_current_one():
         jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
 
 
-# ---- coverage of this module ------------------------------------------------------------------------------------------
+# ---- this module itself ----------------------------------------------------------------------------------------------
 
 
 def test_the_drawn_kernels_hold_every_feature():

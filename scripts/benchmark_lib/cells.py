@@ -87,7 +87,14 @@ class Format:
 
 
 DEFAULT_FORMATS = (Format("e4m3", 128), Format("s8", 128), Format("s8", 0))
-MORE_FORMATS = (Format("e4m3", 32), Format("e4m3", 64), Format("e4m3", 128, True), Format("s8", 32), Format("s8", 64), Format("s8", 128, True))
+MORE_FORMATS = (
+    Format("e4m3", 32),
+    Format("e4m3", 64),
+    Format("e4m3", 128, True),
+    Format("s8", 32),
+    Format("s8", 64),
+    Format("s8", 128, True),
+)
 
 
 def parse_format(text: str) -> Format:
@@ -120,7 +127,9 @@ def parse_ms(text: str) -> tuple[int, ...]:
     for part in text.split(","):
         numbers = part.strip().split(":")
         if not all(number.strip().isdecimal() for number in numbers) or len(numbers) > 3:
-            raise ValueError(f"--m: expected numbers such as 1,16,64 or first:last:step such as 1:512:8, got {part.strip()!r}")
+            raise ValueError(
+                f"--m: expected numbers such as 1,16,64 or first:last:step such as 1:512:8, got {part.strip()!r}"
+            )
         values = [int(number) for number in numbers]
         if len(values) == 1:
             found.append(values[0])
@@ -157,7 +166,10 @@ def make_cells(
         preset_shapes, preset_ms = PRESETS[preset]
         layers += [(n, k, "") for n, k in preset_shapes]
     for path in models:
-        layers += [(layer.n, layer.k, layer.name) for layer in linear_layers(read_config(path), tp, group_size=128, form="fused")]
+        layers += [
+            (layer.n, layer.k, layer.name)
+            for layer in linear_layers(read_config(path), tp, group_size=128, form="fused")
+        ]
     if not layers:
         raise ValueError("nothing to measure: give --shape N,K, --preset or --model")
     named: dict[tuple[int, int], str] = {}

@@ -88,7 +88,9 @@ def compare(base: dict[str, Any], new: dict[str, Any], noise_floor: float = NOIS
             if result.get("us") is not None and result.get("correct", True):
                 ratio = result["us"] / old["us"]
                 verdict = "slower" if ratio > allowed else "faster" if ratio < 1 / allowed else "same"
-            changes.append(Change(cell["n"], cell["k"], cell["m"], name, old["us"], result.get("us"), ratio, allowed, verdict))
+            changes.append(
+                Change(cell["n"], cell["k"], cell["m"], name, old["us"], result.get("us"), ratio, allowed, verdict)
+            )
     if not changes:
         raise ValueError("--compare: no cell was timed in both the baseline and this run")
     changes.sort(key=lambda change: -change.ratio)

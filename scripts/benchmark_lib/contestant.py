@@ -72,7 +72,9 @@ class Contestant:
         if self.module is not None:
             try:
                 importlib.import_module(self.module)
-            except Exception as error:  # a broken installation is as good as none, and the reader wants to know how it is broken
+            except (
+                Exception
+            ) as error:  # a broken installation is as good as none, and the reader wants to know how it is broken
                 return f"cannot import {self.module}: {short(error)}"
         try:
             return self.obstacle()

@@ -16,7 +16,9 @@ class Source:
     def __init__(self, n: int, k: int, device: str = "cuda", seed: int = 0):
         self.n, self.k, self.device = n, k, device
         generator = torch.Generator(device).manual_seed(seed)
-        self.weight = torch.randn(n, k, generator=generator, device=device, dtype=torch.float32).mul_(k**-0.5).to(torch.bfloat16)
+        self.weight = (
+            torch.randn(n, k, generator=generator, device=device, dtype=torch.float32).mul_(k**-0.5).to(torch.bfloat16)
+        )
         self._activations: dict[tuple[int, int], torch.Tensor] = {}
 
     def activations(self, m: int, index: int = 0) -> torch.Tensor:
@@ -42,7 +44,9 @@ def quantise_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return (y.round_().clamp_(-127, 127) if dtype == torch.int8 else y.clamp_(-448, 448)).to(dtype), scale
 
 
-def quantise_groups(weight: torch.Tensor, group_size: int, zero_point: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def quantise_groups(
+    weight: torch.Tensor, group_size: int, zero_point: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """4-bit codes [n, k], bf16 scales [n, groups] and zero points [n, groups] or None; group_size 0 is one group a row."""
     n, k = weight.shape
     group_size = group_size or k

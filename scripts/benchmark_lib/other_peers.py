@@ -71,7 +71,9 @@ def _humming(lhs: str, group: int, source: Source, copies: int | None) -> Callab
     def start(m: int, buffers: int) -> Run:
         pairs, outs = _lhs(source, m, buffers, torch.int8 if lhs == "int8" else torch.float8_e4m3fn)
         calls = [
-            partial(each, pairs[i % buffers][0], outputs=outs[i % buffers], input_scale=pairs[i % buffers][1].view(-1, 1))
+            partial(
+                each, pairs[i % buffers][0], outputs=outs[i % buffers], input_scale=pairs[i % buffers][1].view(-1, 1)
+            )
             for i, each in enumerate(layers)
         ]
         return _run(source, m, calls, outs, weight_bytes)
@@ -97,7 +99,18 @@ def _quack(wformat: str, source: Source, copies: int | None) -> Callable[[int, i
         calls = []
         for i, (codes, scales) in enumerate(weights):
             x, x_scale = pairs[i % buffers]
-            calls.append(partial(gemm_w4a8, x, codes, scales, act_scale=x_scale, chan_scale=channel, out=outs[i % buffers], wformat=wformat))
+            calls.append(
+                partial(
+                    gemm_w4a8,
+                    x,
+                    codes,
+                    scales,
+                    act_scale=x_scale,
+                    chan_scale=channel,
+                    out=outs[i % buffers],
+                    wformat=wformat,
+                )
+            )
         return _run(source, m, calls, outs, weight_bytes)
 
     return start

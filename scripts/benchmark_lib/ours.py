@@ -12,7 +12,7 @@ import torch
 import jitgemm
 from jitgemm.config import choose
 from jitgemm.reference import gemm_w4a8_terms
-from jitgemm.spec import DeviceSpec, Problem
+from jitgemm.spec import Problem
 
 from .cells import Format
 from .contestant import CHANNEL, EXACT, Contestant, Refused, Run
@@ -33,7 +33,9 @@ def ours(fmt: Format) -> Contestant:
         known = inspect.signature(jitgemm.gemm_w4a8_bf16_nt).parameters
         return "this jitgemm has no batch_invariant" if fmt.batch_invariant and "batch_invariant" not in known else None
 
-    return Contestant(fmt.name, label, EXACT if fmt.group_size else CHANNEL, True, "jitgemm", None, partial(_load, fmt), obstacle)
+    return Contestant(
+        fmt.name, label, EXACT if fmt.group_size else CHANNEL, True, "jitgemm", None, partial(_load, fmt), obstacle
+    )
 
 
 def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight:
@@ -43,24 +45,27 @@ def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight:
     return jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or source.k)
 
 
-def kernel_label(fmt: Format, weight: jitgemm.W4Weight, m: int, device: DeviceSpec) -> str:
-    """What the selector chooses; a batch-invariant call may choose otherwise, so none is named for it."""
-    return "" if fmt.batch_invariant else choose(Problem(m, weight.n, weight.k, fmt.lhs, weight.format), device).label
+def kernel_label(fmt: Format, weight: jitgemm.W4Weight, m: int) -> str:
+    """What the selector chooses here; a batch-invariant call may choose otherwise, so none is named for it."""
+    from jitgemm.plan import device_of
+
+    if fmt.batch_invariant:
+        return ""
+    device = device_of(torch.cuda.current_device())
+    return choose(Problem(m, weight.n, weight.k, fmt.lhs, weight.format), device).label
 
 
 def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int], Run]:
-    from jitgemm.plan import device_of
-
     first = weight_of(fmt, source)
     weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
-    device = device_of(torch.cuda.current_device())
     switches = {"batch_invariant": True} if fmt.batch_invariant else {}
 
     def start(m: int, buffers: int) -> Run:
         lhs = [quantise_rows(source.activations(m, i), LHS_DTYPES[fmt.lhs]) for i in range(buffers)]
         outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(buffers)]
         calls = [
-            partial(jitgemm.gemm_w4a8_bf16_nt, lhs[i % buffers], weight, outs[i % buffers], **switches) for i, weight in enumerate(weights)
+            partial(jitgemm.gemm_w4a8_bf16_nt, lhs[i % buffers], weight, outs[i % buffers], **switches)
+            for i, weight in enumerate(weights)
         ]
         return Run(
             calls=calls,
@@ -69,7 +74,7 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
             poison=lambda: [out.fill_(torch.nan) for out in outs],
             exact_check=lambda rows: error_over_bound(fmt, outs[0], lhs[0], first, rows),
             snapshot=outs[0].clone,
-            kernel=lambda: kernel_label(fmt, first, m, device),
+            kernel=lambda: kernel_label(fmt, first, m),
         )
 
     return start

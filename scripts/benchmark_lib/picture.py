@@ -41,7 +41,9 @@ def draw(document: dict[str, Any], path: Path) -> int:
     shapes = list(dict.fromkeys((cell["n"], cell["k"]) for cell in cells))
     across = min(3, len(shapes))
     down = -(-len(shapes) // across)
-    figure, axes = pyplot.subplots(down, across, figsize=(5.2 * across, 4.6 * down + 0.9), squeeze=False, sharex=True, sharey=True)
+    figure, axes = pyplot.subplots(
+        down, across, figsize=(5.2 * across, 4.6 * down + 0.9), squeeze=False, sharex=True, sharey=True
+    )
     points = sum(_panel(panel, document, cells, shape) for panel, shape in zip(axes.flat, shapes))
     for panel in list(axes.flat)[len(shapes) :]:
         panel.set_visible(False)
@@ -56,7 +58,9 @@ def draw(document: dict[str, Any], path: Path) -> int:
     for panel in axes.flat:
         for handle, label in zip(*panel.get_legend_handles_labels()):
             handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=min(6, len(handles)), fontsize=8, frameon=False)
+    figure.legend(
+        handles.values(), handles.keys(), loc="lower center", ncols=min(6, len(handles)), fontsize=8, frameon=False
+    )
     figure.tight_layout(rect=(0, 0.04 + 0.05 / down * -(-len(handles) // 6), 1, 0.98))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140, format="png")
@@ -72,10 +76,20 @@ def _panel(panel: Any, document: dict[str, Any], cells: list[dict[str, Any]], sh
     low, high = min(intensities) / 1.5, max(intensities) * 1.5
     ridge = TENSOR_OPS_PER_US / HBM_BYTES_PER_US
     xs = sorted({low, high, *([ridge] if low < ridge < high else [])})
-    panel.plot(xs, [min(x * HBM_BYTES_PER_US, TENSOR_OPS_PER_US) / 1e6 for x in xs], color="black", linewidth=1, label="4.5 TB/s, 1.5 PFLOP/s")
+    panel.plot(
+        xs,
+        [min(x * HBM_BYTES_PER_US, TENSOR_OPS_PER_US) / 1e6 for x in xs],
+        color="black",
+        linewidth=1,
+        label="4.5 TB/s, 1.5 PFLOP/s",
+    )
     points = 0
     for i, name in enumerate(names_of(document)):
-        timed = sorted((_intensity(cell), cell["results"][name]["tflops"]) for cell in mine if cell["results"].get(name, {}).get("us"))
+        timed = sorted(
+            (_intensity(cell), cell["results"][name]["tflops"])
+            for cell in mine
+            if cell["results"].get(name, {}).get("us")
+        )
         if not timed:
             continue
         points += len(timed)
@@ -84,7 +98,15 @@ def _panel(panel: Any, document: dict[str, Any], cells: list[dict[str, Any]], sh
             panel.plot(*zip(*timed), linewidth=1.2, markersize=5, zorder=3, **style)
         else:
             shade = 0.45 + 0.3 * (i % 4) / 4
-            panel.plot(*zip(*timed), linewidth=0.6, linestyle=":", markersize=4, color=str(shade), markerfacecolor="none", **style)
+            panel.plot(
+                *zip(*timed),
+                linewidth=0.6,
+                linestyle=":",
+                markersize=4,
+                color=str(shade),
+                markerfacecolor="none",
+                **style,
+            )
     panel.set(xscale="log", yscale="log", title=f"n = {n}, k = {k}")
     panel.grid(True, which="major", linewidth=0.3)
     return points

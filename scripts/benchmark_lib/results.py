@@ -18,12 +18,31 @@ from .contestant import KINDS, Contestant
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent.parent
-_PACKAGES = ("torch", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "humming-kernels", "quack-kernels", "nvidia-cutlass-dsl")
-_TOP = {"schema": int, "mode": str, "date": str, "environment": dict, "settings": dict, "floor": str, "contestants": list, "cells": list}
+_PACKAGES = (
+    "torch",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
+    "humming-kernels",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+)
+_TOP = {
+    "schema": int,
+    "mode": str,
+    "date": str,
+    "environment": dict,
+    "settings": dict,
+    "floor": str,
+    "contestants": list,
+    "cells": list,
+}
 _CELL = {"n": int, "k": int, "m": int, "floor_us": (int, float), "results": dict}
 
 
-def new_document(mode: str, settings: dict[str, Any], contestants: Sequence[Contestant], missing: dict[str, str]) -> dict[str, Any]:
+def new_document(
+    mode: str, settings: dict[str, Any], contestants: Sequence[Contestant], missing: dict[str, str]
+) -> dict[str, Any]:
     """An empty document; cells are appended to its "cells".
 
     Args:
@@ -183,7 +202,11 @@ def validate(document: Any) -> None:
                 raise ValueError(f"{where}: not among the contestants")
             _has(result, {"note": str}, where)
             if result.get("us") is not None:
-                _has(result, {"us": (int, float), "spread": (int, float), "tflops": (int, float), "gbs": (int, float)}, where)
+                _has(
+                    result,
+                    {"us": (int, float), "spread": (int, float), "tflops": (int, float), "gbs": (int, float)},
+                    where,
+                )
                 if not (math.isfinite(result["us"]) and result["us"] > 0):
                     raise ValueError(f"{where}.us: expected a positive number, got {result['us']}")
 

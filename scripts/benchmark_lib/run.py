@@ -47,7 +47,9 @@ def compile_ahead(cells: Sequence[Cell], formats: Sequence[Format]) -> tuple[int
     for fmt in formats:
         for cell in cells:
             group = weight_group(fmt.group_size, cell.k)
-            specs.append(choose(Problem(cell.m, cell.n, cell.k, fmt.lhs, WeightFormat(group, fmt.zero_point, "bf16")), device))
+            specs.append(
+                choose(Problem(cell.m, cell.n, cell.k, fmt.lhs, WeightFormat(group, fmt.zero_point, "bf16")), device)
+            )
     cache = KernelCache()
 
     def build(spec) -> bool:  # type: ignore[no-untyped-def]
@@ -162,7 +164,14 @@ def _measure_cell(
         if before.get(name) is not None and not torch.equal(before[name], run.snapshot()):
             result["correct"] = False
             result["note"] = "WRONG: bits changed between the check and the replays"
-    record = {"n": cell.n, "k": cell.k, "m": cell.m, "layer": cell.layer, "floor_us": round(cell.floor_us, 3), "results": results}
+    record = {
+        "n": cell.n,
+        "k": cell.k,
+        "m": cell.m,
+        "layer": cell.layer,
+        "floor_us": round(cell.floor_us, 3),
+        "results": results,
+    }
     del timed, runs, before
     _free()
     return record

@@ -18,9 +18,13 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
     """Our formats in detail, then everybody's microseconds side by side, then what must be said of them."""
     environment = document["environment"]
     commit = str(environment.get("commit") or "unknown")[:10] + ("+" if environment.get("dirty") else "")
-    console.print(f"{environment.get('device')}, driver {environment.get('driver')}, jitgemm {commit}, {document['date']}, {document['mode']}")
+    console.print(
+        f"{environment.get('device')}, driver {environment.get('driver')}, jitgemm {commit}, {document['date']}, {document['mode']}"
+    )
     console.print(f"floor = {document['floor']}\n", markup=False)
-    console.print(table(OURS_COLUMNS, ours_rows(document), left=("format", "best of its kind", "best peer", "kernel", "note")))
+    console.print(
+        table(OURS_COLUMNS, ours_rows(document), left=("format", "best of its kind", "best peer", "kernel", "note"))
+    )
     peers = names_of(document, ours=False)
     if any(cell["results"].get(name, {}).get("us") for cell in document["cells"] for name in peers):
         console.print("\nmicroseconds a call")
@@ -70,7 +74,13 @@ def side_by_side(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     columns = ["n", "k", "m", *(["layer"] if with_layers else []), "floor", *names]
     rows = []
     for cell in document["cells"]:
-        start = [str(cell["n"]), str(cell["k"]), str(cell["m"]), *([cell.get("layer", "")] if with_layers else []), _us(cell["floor_us"])]
+        start = [
+            str(cell["n"]),
+            str(cell["k"]),
+            str(cell["m"]),
+            *([cell.get("layer", "")] if with_layers else []),
+            _us(cell["floor_us"]),
+        ]
         rows.append(start + [_us(cell["results"].get(name, {}).get("us")) for name in names])
     return columns, rows
 
@@ -102,9 +112,16 @@ def print_comparison(comparison: Comparison, console: Console, *, all_cells: boo
         ]  # fmt: skip
         columns = ("n", "k", "m", "format", "baseline", "now", "change", "noise", "verdict")
         console.print(table(columns, rows, left=("format", "verdict")))
-    counts = {verdict: sum(c.verdict == verdict for c in comparison.changes) for verdict in ("slower", "lost", "faster", "same")}
+    counts = {
+        verdict: sum(c.verdict == verdict for c in comparison.changes)
+        for verdict in ("slower", "lost", "faster", "same")
+    }
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    peers = f"; peers moved by {100 * (comparison.peers_ratio - 1):+.1f}% in the median" if comparison.peers_ratio is not None else ""
+    peers = (
+        f"; peers moved by {100 * (comparison.peers_ratio - 1):+.1f}% in the median"
+        if comparison.peers_ratio is not None
+        else ""
+    )
     skipped = f"; {comparison.missing} cells of the baseline were not measured" if comparison.missing else ""
     console.print(f"against the baseline: {said}{peers}{skipped}", markup=False)
 
@@ -122,9 +139,12 @@ def print_host(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def print_jit(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    console.print("\nfrom nothing to a kernel, milliseconds, each in a fresh process (imports not counted unless it says so)")
+    console.print(
+        "\nfrom nothing to a kernel, milliseconds, each in a fresh process (imports not counted unless it says so)"
+    )
     shown = [
-        (row["what"], "-" if row.get("ms") is None else f"{row['ms']:.1f}", row.get("spread", ""), row.get("note", "")) for row in rows
+        (row["what"], "-" if row.get("ms") is None else f"{row['ms']:.1f}", row.get("spread", ""), row.get("note", ""))
+        for row in rows
     ]
     console.print(table(("what", "ms", "least..most", "note"), shown, left=("what", "note")))
 

@@ -109,7 +109,9 @@ def relative_spread(times: Sequence[float]) -> float:
     return (percentile(0.9) - percentile(0.1)) / statistics.median(ordered)
 
 
-def host_microseconds(calls: Sequence[Callable[[], Any]], synchronise: Callable[[], Any], burst: int, bursts: int) -> list[float]:
+def host_microseconds(
+    calls: Sequence[Callable[[], Any]], synchronise: Callable[[], Any], burst: int, bursts: int
+) -> list[float]:
     """Microseconds of host time per call, one figure a burst, that is how long enqueuing takes.
 
     Args:

@@ -32,7 +32,9 @@ def _bf16(source: Source, copies: int | None) -> Callable[[int, int], Run]:
         xs = [source.activations(m, i) for i in range(buffers)]
         outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(buffers)]
         return Run(
-            calls=[partial(torch.mm, xs[i % buffers], weight, out=outs[i % buffers]) for i, weight in enumerate(weights)],
+            calls=[
+                partial(torch.mm, xs[i % buffers], weight, out=outs[i % buffers]) for i, weight in enumerate(weights)
+            ],
             rows=lambda rows: outs[0][rows].float(),
             bytes=2.0 * (source.n * source.k + m * source.k + m * source.n),
             poison=lambda: [out.fill_(torch.nan) for out in outs],
@@ -67,7 +69,13 @@ def _fp8(by_row: bool, source: Source, copies: int | None) -> Callable[[int, int
         options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         calls = [
             partial(
-                torch._scaled_mm, pairs[i % buffers][0], weight, scale_a=pairs[i % buffers][1], scale_b=scale_b, **options, out=outs[i % buffers]
+                torch._scaled_mm,
+                pairs[i % buffers][0],
+                weight,
+                scale_a=pairs[i % buffers][1],
+                scale_b=scale_b,
+                **options,
+                out=outs[i % buffers],
             )
             for i, weight in enumerate(weights)
         ]
@@ -95,7 +103,10 @@ def _int8(source: Source, copies: int | None) -> Callable[[int, int], Run]:
             pairs.append((torch.nn.functional.pad(x, (0, 0, 0, padded - m)), scale))
         outs = [torch.empty(padded, source.n, dtype=torch.int32, device=source.device) for _ in range(buffers)]
         return Run(
-            calls=[partial(torch._int_mm, pairs[i % buffers][0], weight, out=outs[i % buffers]) for i, weight in enumerate(weights)],
+            calls=[
+                partial(torch._int_mm, pairs[i % buffers][0], weight, out=outs[i % buffers])
+                for i, weight in enumerate(weights)
+            ],
             rows=lambda rows: outs[0][rows].float() * pairs[0][1][rows, None] * scale_b,
             bytes=1.0 * source.n * source.k + m * source.k + 4.0 * m * source.n,
             poison=lambda: [out.fill_(-(2**31)) for out in outs],

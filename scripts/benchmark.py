@@ -1,0 +1,406 @@
+#!/usr/bin/env python3
+"""Times jitgemm beside its peers on the GPU at hand; `python scripts/benchmark.py --help`. The work is done in benchmark_lib."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import typer
+
+from benchmark_lib import cells as cells_lib
+from benchmark_lib import results as results_lib
+from benchmark_lib.compare import NOISE_FLOOR, compare
+from jitgemm.cli import common
+
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+@app.command()
+@common.guarded
+def benchmark(
+    shape: Annotated[
+        Optional[list[str]], typer.Option("--shape", metavar="N,K", help="A weight's shape; may be repeated.")
+    ] = None,
+    m: Annotated[
+        Optional[str],
+        typer.Option(
+            "--m",
+            metavar="LIST",
+            help="Numbers of tokens: 1,16,64 or first:last:step.",
+            show_default="the preset's, or 1..8192",
+        ),
+    ] = None,
+    preset: Annotated[
+        Optional[str],
+        typer.Option(
+            "--preset", metavar="|".join(cells_lib.PRESETS), help="Shapes and m's by name.", show_default="llama-8b"
+        ),
+    ] = None,
+    model: Annotated[
+        Optional[list[str]],
+        typer.Option("--model", metavar="CONFIG", help="A Hugging Face config.json, or its folder; may be repeated."),
+    ] = None,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks that --model is cut into.")] = 1,
+    formats: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="A format of ours: e4m3 or int8, then _g32, _g64, _g128, _g256 or _ch, then z for zero points, then _bi for batch-invariant; "
+            "'all' for the usual ones; may be repeated.",
+            show_default="e4m3_g128, int8_g128, int8_ch",
+        ),
+    ] = None,
+    peer: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--peer",
+            metavar="NAME",
+            help="Who to time beside: all, none, torch, humming, quack, or a name of --list-peers.",
+        ),
+    ] = None,
+    sustained: Annotated[
+        bool,
+        typer.Option(
+            "--sustained", help="Hold each cell for a second: a serving GPU runs at its power limit, a burst does not."
+        ),
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Ten cells, torch as the only peer, three rounds: under two minutes.")
+    ] = False,
+    host: Annotated[
+        bool, typer.Option("--host", help="Instead: host microseconds a call, ours and the peers'.")
+    ] = False,
+    jit: Annotated[
+        bool,
+        typer.Option(
+            "--jit",
+            help="Instead: compile, warm look-up and first-call times, in fresh processes; needs no GPU for the first two.",
+        ),
+    ] = False,
+    device: Annotated[
+        Optional[str], typer.Option("--device", metavar="NAME", help="--jit: device to compile for.")
+    ] = None,
+    rounds: Annotated[
+        Optional[int], typer.Option("--rounds", min=1, help="Turns each contestant gets in a cell.", show_default="5")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compare results with the reference before timing.")
+    ] = True,
+    json_file: Annotated[
+        Optional[Path], typer.Option("--json", metavar="FILE", help="Write all results; - for stdout.")
+    ] = None,
+    plot: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--plot",
+            metavar="FILE.png",
+            help="Draw the roofline; needs matplotlib.",
+            show_default="beside --json, if matplotlib is there",
+        ),
+    ] = None,
+    baseline: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--compare", metavar="BASELINE.json", help="Exit 1 if a cell is slower than there by more than noise."
+        ),
+    ] = None,
+    noise_floor: Annotated[
+        float,
+        typer.Option("--noise-floor", min=0.0, help="--compare: part by which two runs on one machine differ anyway."),
+    ] = NOISE_FLOOR,
+    recorded: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--from", metavar="RESULT.json", help="Measure nothing: table, --plot and --compare from a recorded file."
+        ),
+    ] = None,
+    list_peers: Annotated[
+        bool, typer.Option("--list-peers", help="Say who can take part here, and why the others cannot.")
+    ] = False,
+) -> None:
+    """Time jitgemm beside its peers: checked results, microseconds, part of the floor, and who is faster.
+
+    A cell is one weight shape (n, k) and one number of tokens m. Its time is the median over replays of a CUDA graph that holds one call per copy
+    of the weight, with copies of 300 MB and more, so that weights come from HBM as in a model. Contestants take turns, because large cells run at
+    the power limit. Every result is compared with the exact reference first; a wrong one is not timed. A peer that is not installed, refuses a
+    cell or fails stands in the notes, and the others go on.
+
+    \b
+    Reading the table:
+      % floor  floor_us / us. The floor is the longer of bytes / 4.5 TB/s and operations / 1.5 PFLOP/s, one figure
+               a cell; int8 may pass 100, because it draws less power.
+      +-       how much the replays varied: 10th to 90th percentile, over the median.
+      x        how many times faster than the best peer of its kind (exact group scales, or per channel), and than
+               the best of any kind (also 8 and 16 bits, also rounded scales). Below 1 the peer is faster.
+
+    \b
+    Examples:
+      python scripts/benchmark.py --quick
+      python scripts/benchmark.py --preset llama-8b --json result.json
+      python scripts/benchmark.py --shape 4096,14336 --m 1,16,64 --peer none
+      python scripts/benchmark.py --model config.json --tp 2 --m 16 --format int8_ch --sustained
+      python scripts/benchmark.py --from result.json --plot roofline.png
+      python scripts/benchmark.py --quick --compare baseline.json
+      python scripts/benchmark.py --host
+      python scripts/benchmark.py --jit --device h200
+
+    \b
+    --compare: a cell of ours is slower when  us > baseline_us * (1 + max(noise floor, +- there and +- here)).
+    Same mode and same device only; cells that only one file has are left out and counted.
+
+    \b
+    Exit codes:
+      0  done; nothing slower than the baseline
+      1  a result of ours was wrong, or a cell was slower than the baseline allows
+      2  wrong arguments, or a file that cannot be read
+      3  could not measure: no Hopper GPU, a cell of ours failed, the GPU was lost, or --plot without matplotlib
+    """
+    to_stdout = json_file == Path("-")
+    if sum((host, jit, recorded is not None, list_peers)) > 1:
+        raise ValueError("--host, --jit, --from and --list-peers are different things to do: give one of them")
+    if (host or jit) and (baseline or plot or sustained):
+        raise ValueError("--compare, --plot and --sustained are about GPU times: they do not go with --host or --jit")
+    base = results_lib.read_document(baseline) if baseline is not None else None
+    console = common.err() if to_stdout else common.out()
+
+    if recorded is not None:
+        document = results_lib.read_document(recorded)
+        _finish(document, console, base, noise_floor, plot, json_file, to_stdout)
+        return
+
+    from benchmark_lib.contestants import pick
+
+    chosen = list(cells_lib.DEFAULT_FORMATS)
+    if formats:
+        usual = [*cells_lib.DEFAULT_FORMATS, *cells_lib.MORE_FORMATS]
+        chosen = [fmt for text in formats for fmt in (usual if text == "all" else [cells_lib.parse_format(text)])]
+    everybody = pick(chosen, peer or (["torch"] if quick else ["all"]))
+    if list_peers:
+        _list_peers(pick(chosen, ["all"]), console, to_stdout)
+        return
+    if jit:
+        _jit(shape, m, chosen, everybody, device, console, json_file)
+        return
+
+    missing = _cannot_take_part(everybody)
+    _need_hopper()
+    able = [each for each in everybody if each.name not in missing]
+    if host:
+        _host(shape, m, able, missing, console, json_file)
+        return
+
+    asked_preset = preset or (None if shape or model else "quick" if quick else "llama-8b")
+    ms = cells_lib.parse_ms(m) if m else cells_lib.QUICK_MS if quick else None
+    cells = cells_lib.make_cells(shape or (), asked_preset, model or (), tp, ms)
+    _measure(
+        cells,
+        chosen,
+        everybody,
+        able,
+        missing,
+        sustained,
+        rounds or (3 if quick else 5),
+        check,
+        json_file,
+        to_stdout,
+        console,
+        base,
+        noise_floor,
+        plot,
+    )
+
+
+def _measure(
+    cells,
+    formats,
+    everybody,
+    able,
+    missing,
+    sustained,
+    rounds,
+    check,
+    json_file,
+    to_stdout,
+    console,
+    base,
+    noise_floor,
+    plot,
+) -> None:  # type: ignore[no-untyped-def]  # noqa: E501
+    from benchmark_lib.run import HOLD_S, DeviceLost, Settings, compile_ahead, measure
+    from benchmark_lib.timing import REPLAYS
+
+    settings = {
+        "rounds": rounds,
+        "replays": REPLAYS,
+        "check": check,
+        "hold_s": HOLD_S if sustained else None,
+        "argv": sys.argv[1:],
+    }
+    document = results_lib.new_document("sustained" if sustained else "burst", settings, everybody, missing)
+
+    def done(record: dict[str, Any]) -> None:
+        document["cells"].append(record)
+        if json_file is not None and not to_stdout:
+            results_lib.write_document(json_file, document)
+
+    taking_part = {each.name for each in able}
+    count, compiled = compile_ahead(cells, [fmt for fmt in formats if fmt.name in taking_part])
+    common.note(f"{len(cells)} cells, {len(able)} contestants, {count} kernels of ours, {compiled} compiled now")
+    lost = None
+    try:
+        measure(cells, able, Settings(rounds, REPLAYS, sustained, check), done, common.note)
+    except DeviceLost as error:
+        lost = str(error)
+    except KeyboardInterrupt:
+        common.note("stopped; these cells were done")
+    _finish(document, console, base, noise_floor, plot, json_file, to_stdout, lost)
+
+
+def _finish(  # type: ignore[no-untyped-def]
+    document: dict[str, Any], console, base: dict[str, Any] | None, noise_floor: float, plot: Path | None, json_file: Path | None,
+    to_stdout: bool, lost: str | None = None,
+) -> None:  # fmt: skip
+    """Everything that is made of a document, and the exit code."""
+    from benchmark_lib.table import print_cells, print_comparison
+
+    print_cells(document, console)
+    if to_stdout:
+        common.print_json(document)
+    elif json_file is not None:
+        results_lib.write_document(json_file, document)
+    code = 0
+    if base is not None:
+        comparison = compare(base, document, noise_floor)
+        console.print()
+        print_comparison(comparison, console)
+        code = common.FOUND if comparison.regressions else 0
+    if not _draw(document, plot, json_file if not to_stdout else None):
+        code = code or common.FAILED
+    for line in results_lib.wrong_results(document):
+        common.err().print(f"wrong: {line}", style="red", markup=False, soft_wrap=True)
+        code = common.FOUND
+    for line in results_lib.failed_results(document):
+        common.err().print(f"failed: {line}", style="red", markup=False, soft_wrap=True)
+        code = code or common.FAILED
+    if lost is not None:
+        common.fail(f"the GPU was lost after {len(document['cells'])} cells: {lost}", common.FAILED)
+    if code:
+        raise typer.Exit(code)
+
+
+def _draw(document: dict[str, Any], plot: Path | None, json_file: Path | None) -> bool:
+    """Whether the picture that was asked for is there. One that was not asked for may be skipped."""
+    from benchmark_lib.picture import NoMatplotlib, draw
+
+    path = plot or (json_file.with_suffix(".png") if json_file is not None else None)
+    if path is None:
+        return True
+    try:
+        draw(document, path)
+        common.note(f"roofline: {path}")
+    except (NoMatplotlib, ValueError) as error:
+        if plot is None:
+            common.note(f"{error}; skipped")
+            return True
+        common.err().print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return False
+    return True
+
+
+def _cannot_take_part(everybody) -> dict[str, str]:  # type: ignore[no-untyped-def]
+    return {each.name: reason for each in everybody if (reason := each.missing()) is not None}
+
+
+def _need_hopper() -> None:
+    if common.local_device() is None:
+        common.fail(
+            "no Hopper GPU here: times need one. --jit measures compiling and finding kernels without, --from reads recorded results",
+            common.FAILED,
+        )
+
+
+def _list_peers(everybody, console, to_stdout: bool) -> None:  # type: ignore[no-untyped-def]
+    missing = _cannot_take_part(everybody)
+    facts = [
+        {"name": e.name, "kind": "jitgemm" if e.ours else e.kind, "label": e.label, "version": e.version, "missing": missing.get(e.name)}
+        for e in everybody
+    ]  # fmt: skip
+    if to_stdout:
+        common.print_json(facts)
+        return
+    rows = [(f["name"], f["kind"], f["label"], f["version"] or "-", f["missing"] or "yes") for f in facts]
+    console.print(
+        common.table(
+            ("name", "kind", "what", "version", "takes part"),
+            rows,
+            left=("name", "kind", "what", "version", "takes part"),
+        )
+    )
+
+
+def _one_shape(shape: list[str] | None, m: str | None, default_ms: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+    n, k = common.parse_shape(shape[0]) if shape else (4096, 4096)
+    return n, k, cells_lib.parse_ms(m) if m else default_ms
+
+
+def _host(shape, m, able, missing, console, json_file: Path | None) -> None:  # type: ignore[no-untyped-def]
+    from benchmark_lib.host import BURST, BURSTS, LAYERS, measure_host
+    from benchmark_lib.table import print_host
+
+    n, k, ms = _one_shape(shape, m, (1,))
+    rows = measure_host(n, k, ms[0], able, common.note)
+    rows += [
+        {"name": name, "label": name, "same_us": None, "rotating_us": None, "spread": None, "note": why}
+        for name, why in missing.items()
+    ]
+    settings = {"n": n, "k": k, "m": ms[0], "burst": BURST, "bursts": BURSTS, "layers": LAYERS}
+    _write_other("host", settings, rows, json_file, lambda: print_host(rows, console))
+
+
+def _jit(shape, m, formats, everybody, device: str | None, console, json_file: Path | None) -> None:  # type: ignore[no-untyped-def]
+    from benchmark_lib.jit import measure_jit
+    from benchmark_lib.table import print_jit
+
+    n, k, ms = _one_shape(shape, m, (16, 512))
+    callers: list[str] = []
+    missing: dict[str, str] = {}
+    if common.local_device() is None:
+        missing["first calls"] = "need a Hopper GPU"
+    else:
+        missing = _cannot_take_part(everybody)
+        callers = [each.name for each in everybody if each.name not in missing]
+    kernels = [(fmt.lhs, fmt.group_size) for fmt in formats if not fmt.zero_point and not fmt.batch_invariant]
+    rows = measure_jit(n, k, ms[0], ms[-1], kernels, callers, device, common.note)
+    rows += [{"what": name, "ms": None, "note": why} for name, why in missing.items()]
+    settings = {"n": n, "k": k, "m": ms[0], "other_m": ms[-1], "device": device}
+    _write_other("jit", settings, rows, json_file, lambda: print_jit(rows, console))
+    if all(row["ms"] is None for row in rows):
+        common.fail("nothing could be measured; the notes say why", common.FAILED)
+
+
+def _write_other(mode: str, settings: dict[str, Any], rows: list[dict[str, Any]], json_file: Path | None, show) -> None:  # type: ignore[no-untyped-def]
+    """--host and --jit have documents of their own: no cells in them, but the same environment."""
+    document = {
+        "schema": results_lib.SCHEMA,
+        "mode": mode,
+        "environment": results_lib.environment(),
+        "settings": settings,
+        "rows": rows,
+    }
+    show()
+    if json_file == Path("-"):
+        common.print_json(document)
+    elif json_file is not None:
+        results_lib.write_document(json_file, document)
+
+
+if __name__ == "__main__":
+    app()

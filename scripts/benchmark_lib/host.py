@@ -1,0 +1,95 @@
+"""What a call costs the host: microseconds from entering it to being free again, while the GPU's queue never fills."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from .cells import DEFAULT_FORMATS, Format
+from .contestant import Contestant, Run, short
+from .timing import host_microseconds, relative_spread
+
+LAYERS = 32
+BURST = 250
+"""Calls between two waits; with at most one launch each, a quarter of what the queue holds."""
+BURSTS = 40
+
+
+def measure_host(
+    n: int, k: int, m: int, contestants: Sequence[Contestant], say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """One row a contestant, then the call as a `torch.library` op, then an empty call: what the clock's own loop costs.
+
+    Returns:
+        name, label; same_us: one weight, activation and output, over and over; rotating_us: 32 weights in turn, activations and outputs
+        alternating between two, as a model's layers do; spread of the latter; note.
+    """
+    import torch
+
+    from .data import Source
+
+    source = Source(n, k)
+    rows = []
+    for each in contestants:
+        say(f"host: {each.name}")
+        rows.append(_row(each.name, each.label, lambda: each.load(source, LAYERS)(m, 2).calls, torch.cuda.synchronize))
+    formats = {fmt.name: fmt for fmt in DEFAULT_FORMATS}
+    for fmt in [formats[each.name] for each in contestants if each.name in formats][:1]:
+        say("host: torch.library op")
+        label = f"the same as a torch.library op ({fmt.name})"
+        rows.append(_row(f"{fmt.name}_op", label, lambda: _op_calls(fmt, source, m), torch.cuda.synchronize))
+    rows.append(
+        _row("empty", "an empty call, part of every figure above", lambda: [partial(_nothing, None)] * LAYERS, _nothing)
+    )
+    return rows
+
+
+def _row(
+    name: str, label: str, make: Callable[[], Sequence[Callable[[], Any]]], synchronise: Callable[[], Any]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "name": name,
+        "label": label,
+        "same_us": None,
+        "rotating_us": None,
+        "spread": None,
+        "note": "",
+    }
+    try:
+        calls = make()
+        for call in calls:
+            call()
+        same = host_microseconds(calls[:1], synchronise, BURST, BURSTS)
+        rotating = host_microseconds(calls, synchronise, BURST, BURSTS)
+    except Exception as error:
+        return row | {"note": short(error)}
+    return row | {
+        "same_us": round(statistics.median(same), 3),
+        "rotating_us": round(statistics.median(rotating), 3),
+        "spread": round(relative_spread(rotating), 4),
+    }
+
+
+def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
+    """The op with the arguments that `gemm_w4a8_bf16_nt` gives it under `torch.compile`."""
+    import copy
+
+    import torch
+
+    from jitgemm import api
+
+    from .data import quantise_rows
+    from .ours import LHS_DTYPES, weight_of
+
+    first = weight_of(fmt, source)
+    pairs = [quantise_rows(source.activations(m, i), LHS_DTYPES[fmt.lhs]) for i in range(2)]
+    outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(2)]
+    return [
+        partial(api._call_op, *pairs[i % 2], first if i == 0 else copy.deepcopy(first), outs[i % 2], None) for i in range(LAYERS)
+    ]  # fmt: skip
+
+
+def _nothing(*_: Any) -> None:
+    return None

@@ -1,0 +1,71 @@
+"""Prints the note that scripts/gpu_tests.sh writes: what ran where, how much of it, and the worst errors found.
+
+Arguments: pytest's output in a file, the commit, pytest's exit status.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def driver() -> str:
+    """Version of the NVIDIA driver, from the tool that comes with it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.split("\n")[0].strip() or "unknown"
+
+
+def devices() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none"
+    properties = torch.cuda.get_device_properties(0)
+    return f"{torch.cuda.device_count()} x {properties.name}, {properties.multi_processor_count} SMs"
+
+
+def main(log: str, commit: str, status: str) -> None:
+    import torch
+
+    from jitgemm.nvrtc import nvrtc_info
+
+    text = re.sub(r"\x1b\[[0-9;]*m", "", Path(log).read_text(errors="replace"))
+    counts = re.findall(r"^(?:=+ )?((?:\d+ \w+(?:, )?)+ in [\d.]+s.*?)(?: =+)?$", text, re.M)
+    numbers = re.findall(r"^GPU numbers: (.*)$", text, re.M)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", text, re.M)
+    skipped = re.findall(r"^SKIPPED (.*)$", text, re.M)
+    print(f"# GPU tests, {datetime.date.today().isoformat()}\n")
+    print("| | |\n|---|---|")
+    facts = {
+        "Commit": commit,
+        "Device": devices(),
+        "Driver": f"{driver()}, CUDA of PyTorch {torch.version.cuda}",
+        "Python, PyTorch, NVRTC": f"{platform.python_version()}, {torch.__version__}, {nvrtc_info().build}",
+        "Command": "`scripts/gpu_tests.sh`: `pytest -m gpu`",
+        "Result": counts[-1] if counts else f"no result, exit status {status} (124: time limit)",
+    }
+    for name, value in facts.items():
+        print(f"| {name} | {value} |")
+    print()
+    for line in numbers:
+        print(line[0].upper() + line[1:].replace("; ", ";\n") + ".\n")
+    print("Bounds: int8 2^-8 |ref| + 2^-20 times the sum over groups of |group's term|; e4m3 2^-8 |ref| + 2^-10 times the")
+    print("sum over k of |term|, relative RMS at most 2.2e-3. Rounding to bf16 alone takes up to 2^-8 |ref|.")
+    for title, lines in (("Failed", failed), ("Skipped", skipped)):
+        if lines:
+            print(f"\n{title}:")
+            print("\n".join(f"- {line}" for line in lines))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

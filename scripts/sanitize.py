@@ -1,0 +1,70 @@
+"""A handful of small GEMMs that take every way through the kernels, for compute-sanitizer (scripts/sanitize.sh).
+
+Inputs and references are computed on the CPU, so that the tool watches little beside our kernels. Exits 1 on a wrong
+result. Needs a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import builders  # noqa: E402
+import torch  # noqa: E402
+
+from jitgemm.config import legal_kernels  # noqa: E402
+from jitgemm.plan import Plan, device_of  # noqa: E402
+from jitgemm.reference import gemm_w4a8_terms  # noqa: E402
+from jitgemm.spec import KernelSpec, WeightFormat  # noqa: E402
+
+# What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
+G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")
+LHS, RHS = {"multicast_side": "lhs"}, {"multicast_side": "rhs"}
+CASES = [
+    ("plain", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "e4m3", (5, 72, 544)),
+    ("k over warpgroups", {"warpgroups_k": 4, "split_k": 1}, G128, "s8", (5, 72, 544)),
+    ("split k", {"warpgroups_k": 2, "split_k": 4}, G128, "e4m3", (13, 136, 1056)),
+    ("split k over 8", {"warpgroups_k": 1, "split_k": 8}, (64, False, "fp16"), "s8", (13, 136, 1056)),
+    ("split k, wide", {"block_m": 96, "split_k": 2}, CHANNEL, "e4m3", (100, 136, 1056)),
+    ("multicast lhs", {"halves": 1, **LHS}, G128, "e4m3", (100, 392, 544)),
+    ("multicast rhs", {"halves": 1, **RHS}, G128, "s8", (200, 200, 544)),
+    ("halves", {"halves": 2, "multicast": 1}, (256, False, "fp32"), "e4m3", (100, 264, 544)),
+    ("halves, multicast lhs", {"halves": 2, **LHS}, (32, False, "bf16"), "e4m3", (200, 392, 544)),
+    ("halves, multicast rhs", {"halves": 2, **RHS}, G128, "s8", (200, 392, 544)),
+    ("zero points", {"block_m": 16, "warpgroups": 2}, G32Z, "e4m3", (21, 136, 544)),
+    ("zero points, per channel", {"warpgroups_n": 3}, (builders.PER_CHANNEL, True, "bf16"), "s8", (150, 200, 544)),
+    ("several tiles a CTA", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "s8", (40, 3272, 288)),
+]
+
+
+def first(wanted: dict[str, object], lhs: str, format: WeightFormat) -> KernelSpec:
+    """The first legal kernel with these properties; StopIteration when there is none any more."""
+    kernels = legal_kernels(lhs, format, device_of(0))
+    return next(spec for spec in kernels if all(getattr(spec, name) == value for name, value in wanted.items()))
+
+
+def main() -> int:
+    wrong = 0
+    for name, wanted, format, lhs_type, (m, n, k) in CASES:
+        spec = first(wanted, lhs_type, WeightFormat(*format))
+        weight = builders.weight_parts(1, n, k, format[0], zero_point=format[1], scale_type=format[2]).packed
+        lhs, bias = builders.lhs(2, m, k, lhs_type), builders.bias(3, n, torch.float32)
+        ref, terms = gemm_w4a8_terms(lhs, weight, bias=bias)
+        x, x_scale, rhs, bias = lhs[0].cuda(), lhs[1].cuda(), weight.to("cuda"), bias.cuda()
+        out = torch.empty(m, n + 8, dtype=torch.bfloat16, device="cuda")[:, 8:]
+        plan = Plan(x, x_scale, rhs, out, bias, spec=spec)
+        for _ in range(3):
+            plan.launch(x, x_scale, rhs, out, bias, True)
+        torch.cuda.synchronize()
+        share = 2.0**-20 if lhs_type == "s8" else 2.0**-10
+        good = bool(((out.cpu().double() - ref).abs() <= ref.abs() * 2.0**-8 + terms * share).all())
+        wrong += not good
+        print(f"{'ok   ' if good else 'WRONG'} {name}: {spec.label} {m} x {n} x {k}", flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
