@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from jitgemm.arguments import PackedWeight, check_addresses, check_arguments, split_lhs
+from jitgemm.arguments import PackedWeight, check_addresses, check_arguments, check_tensor, split_lhs
 from jitgemm.spec import WeightFormat
 from jitgemm.weight import W4Weight
 
@@ -76,7 +76,7 @@ def gemm_w4a8_bf16_nt(
         plan = _plans.by_signature[signature]
     except (AttributeError, KeyError):
         # New shapes, a weight's first call, or something that is no tensor or no weight.
-        _check_types(x, x_scale, rhs)
+        _check_types(x, x_scale, rhs, out, bias)
         _plan_and_run(x, x_scale, rhs, out, bias, _may_overlap_predecessor(rhs))
         return
     plan.launch(x, x_scale, rhs, out, bias, _may_overlap_predecessor(rhs))
@@ -93,10 +93,13 @@ def _may_overlap_predecessor(rhs: W4Weight) -> bool:
     return rhs.settled and (version is None or rhs.blocks._version == version)
 
 
-def _check_types(x: object, x_scale: object, rhs: object) -> None:
+def _check_types(x: object, x_scale: object, rhs: object, out: object, bias: object) -> None:
     split_lhs((x, x_scale))
     if not isinstance(rhs, W4Weight):
         raise TypeError(f"rhs: expected a W4Weight from pack_w4, got {type(rhs).__name__}")
+    check_tensor("out", out)
+    if bias is not None:
+        check_tensor("bias", bias)
 
 
 def _plan_key(weight: PackedWeight | W4Weight) -> tuple:
@@ -159,7 +162,7 @@ _library.define(
 
 
 def _call_op(x: torch.Tensor, x_scale: torch.Tensor, rhs: W4Weight, out: torch.Tensor, bias: torch.Tensor | None) -> None:
-    _check_types(x, x_scale, rhs)
+    _check_types(x, x_scale, rhs, out, bias)
     fmt = rhs.format
     version = rhs._version0 if rhs.settled and rhs._version0 is not None else -1
     torch.ops.jitgemm.gemm_w4a8_bf16_nt(

@@ -39,7 +39,8 @@ def _shape(tensor: torch.Tensor) -> str:
     return "[" + ", ".join(str(size) for size in tensor.shape) + "]"
 
 
-def _tensor(name: str, value: object) -> torch.Tensor:
+def check_tensor(name: str, value: object) -> torch.Tensor:
+    """The value, if it is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     return value
@@ -50,7 +51,7 @@ def split_lhs(lhs: object) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(lhs, (tuple, list)) or len(lhs) != 2:
         what = f"{type(lhs).__name__} of {len(lhs)}" if isinstance(lhs, (tuple, list)) else type(lhs).__name__
         raise TypeError(f"lhs: expected a pair (x, x_scale), got {what}")
-    return _tensor("lhs[0] (x)", lhs[0]), _tensor("lhs[1] (x_scale)", lhs[1])
+    return check_tensor("lhs[0] (x)", lhs[0]), check_tensor("lhs[1] (x_scale)", lhs[1])
 
 
 def _rows(name: str, tensor: torch.Tensor, columns: int, what: str) -> None:
@@ -73,7 +74,7 @@ def _rows(name: str, tensor: torch.Tensor, columns: int, what: str) -> None:
 
 
 def check_arguments(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight, out: object, bias: object
+    x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
     n, k = weight.n, weight.k
@@ -89,7 +90,6 @@ def check_arguments(
     if not (per_token or per_tensor):
         raise ValueError(f"lhs[1] (x_scale): expected shape [{m}], [{m}, 1] or one element, got {_shape(x_scale)}")
 
-    out = _tensor("out", out)
     if out.dtype != torch.bfloat16:
         raise TypeError(f"out: expected bfloat16, got {_dtype(out)}")
     _rows("out", out, n, "[m, n]")
@@ -99,7 +99,6 @@ def check_arguments(
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
 
     if bias is not None:
-        bias = _tensor("bias", bias)
         if bias.dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"bias: expected bfloat16 or float32, got {_dtype(bias)}")
         if bias.dim() != 1 or bias.shape[0] != n:

@@ -163,7 +163,7 @@ class KernelCache:
         command = "jitgemm warmup --shape N,K"
         if spec:
             command += " --lhs int8" if spec.get("lhs") == "s8" else " --lhs fp8"
-            command += f" --group-size {spec.get('group_size') or 'K'}"
+            command += f" --group-size {spec.get('group_size') or 'channel'}"
             command += " --zero-point" if spec.get("zero_point") else ""
         why = forbidden_by or "this call must not compile (a CUDA graph is being captured)"
         folders = os.pathsep.join(map(str, self.roots))

@@ -5,9 +5,9 @@ Pure functions over frozen dataclasses; no torch, no driver, no table of tuned s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Iterator
+from typing import Iterator, NamedTuple
 
 from jitgemm.render import promote_records, wgmma_shapes
 from jitgemm.spec import BLOCK_K, STRIP_ROWS, DeviceSpec, KernelSpec, Problem, WeightFormat, ceil_div
@@ -61,8 +61,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return "a cluster either splits k or shares an operand"
     if spec.multicast_side == "lhs" and spec.block_m % (8 * spec.multicast):
         return "multicast shares must be whole swizzle rows"
-    if spec.cluster_size > 8:
-        return "clusters of more than 8 are not portable"
+    if spec.cluster_size > min(8, device.num_sms):
+        return f"clusters of more than {min(8, device.num_sms)} do not fit"
     if spec.stages < 2:
         return "fewer than two stages fit"
     limit = min(device.smem_per_block, device.smem_per_sm // spec.ctas_per_sm - SYSTEM_SMEM)
@@ -73,69 +73,62 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
     return None
 
 
-def _with_stages(spec: KernelSpec, device: DeviceSpec) -> KernelSpec:
-    """The spec with as many stages as shared memory holds."""
-    fixed = smem_bytes(_replace(spec, stages=0))
-    per_stage = smem_bytes(_replace(spec, stages=1)) - fixed
+def _most_stages(spec: KernelSpec, device: DeviceSpec) -> int:
+    """How many stages shared memory holds; `spec.stages` does not count."""
+    per_stage = spec.warpgroups_k * spec.block_m * 128 + spec.warpgroups * spec.format.record_bytes + 16
+    fixed = smem_bytes(spec) - spec.stages * per_stage
     limit = min(device.smem_per_block, device.smem_per_sm // spec.ctas_per_sm - SYSTEM_SMEM)
-    return _replace(spec, stages=max(0, min(MAX_STAGES, (limit - fixed) // per_stage)))
-
-
-def _replace(spec: KernelSpec, **changes: object) -> KernelSpec:
-    return KernelSpec(**{**spec.to_dict(), **changes})  # type: ignore[arg-type]
+    return max(0, min(MAX_STAGES, (limit - fixed) // per_stage))
 
 
 @lru_cache(maxsize=256)
 def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec) -> tuple[KernelSpec, ...]:
     """Every kernel the selector considers for these formats on this device."""
-    return tuple(spec for spec in _enumerate(lhs, fmt, device) if illegal(spec, device) is None)
+    legal = []
+    for shape in dict.fromkeys(_shapes()):
+        spec = KernelSpec(
+            lhs=lhs,
+            group_size=fmt.group_size,
+            zero_point=fmt.zero_point,
+            # Per-channel kernels read their scales by a run-time type.
+            scale_type=fmt.scale_type if fmt.group_size else "fp32",
+            stages=2,
+            **shape._asdict(),
+        )
+        if illegal(spec, device) is None:
+            legal.append(replace(spec, stages=_most_stages(spec, device)))
+    return tuple(legal)
 
 
-def _enumerate(lhs: str, fmt: WeightFormat, device: DeviceSpec) -> Iterator[KernelSpec]:
-    base = dict(
-        lhs=lhs,
-        group_size=fmt.group_size,
-        zero_point=fmt.zero_point,
-        # Per-channel kernels read their scales by a run-time type.
-        scale_type=fmt.scale_type if fmt.group_size else "fp32",
-        stages=0,
-    )
+class _Shape(NamedTuple):
+    """The fields of a `KernelSpec` that the selector is free to choose, stages apart."""
+
+    block_m: int
+    block_n: int
+    halves: int = 1
+    warpgroups_k: int = 1
+    split_k: int = 1
+    multicast: int = 1
+    multicast_side: str = "none"
+    ctas_per_sm: int = 1
+
+
+def _shapes() -> Iterator[_Shape]:
     for block_m in BLOCK_MS:
         # Narrow tiles: k over clusters and warpgroups; two CTAs fit an SM, so that the next kernel can prefetch its weights.
         if block_m <= 64:
             for warpgroups_n, warpgroups_k in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4)):
                 for split_k in (1, 2, 4, 8):
                     for ctas in (1, 2):
-                        yield _with_stages(
-                            KernelSpec(
-                                **base,
-                                block_m=block_m,
-                                block_n=64 * warpgroups_n,
-                                warpgroups_k=warpgroups_k,
-                                split_k=split_k,
-                                ctas_per_sm=ctas,
-                            ),
-                            device,
-                        )
+                        yield _Shape(block_m, 64 * warpgroups_n, warpgroups_k=warpgroups_k, split_k=split_k, ctas_per_sm=ctas)
         # Wide tiles: all warpgroups along n, neighbours may share an operand.
         if block_m >= 48:
-            for warpgroups_n in (2, 3):
+            for block_n in (128, 192):
                 for halves in (1, 2):
                     for multicast, side in ((1, "none"), (2, "lhs"), (2, "rhs")):
-                        yield _with_stages(
-                            KernelSpec(
-                                **base,
-                                block_m=block_m,
-                                block_n=64 * warpgroups_n,
-                                halves=halves,
-                                multicast=multicast,
-                                multicast_side=side,
-                            ),
-                            device,
-                        )
-                if warpgroups_n == 2:
-                    for split_k in (2, 4):
-                        yield _with_stages(KernelSpec(**base, block_m=block_m, block_n=128, split_k=split_k), device)
+                        yield _Shape(block_m, block_n, halves=halves, multicast=multicast, multicast_side=side)
+            for split_k in (2, 4):
+                yield _Shape(block_m, 128, split_k=split_k)
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------------------------

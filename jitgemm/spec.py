@@ -195,7 +195,7 @@ class KernelSpec:
 
     @property
     def label(self) -> str:
-        """Short name for people, such as "e4m3-g128-bf16-m16n64-k2x2-s8"."""
+        """Short name for people, such as "e4m3-g128-bf16-m16n64-k2x2-s8-c2"; different kernels have different ones."""
         group = f"g{self.group_size}" if self.group_size else "channel"
         parts = [self.lhs, group + ("z" if self.zero_point else "")]
         if self.group_size:
@@ -206,6 +206,8 @@ class KernelSpec:
         if self.multicast > 1:
             parts.append(f"mc{self.multicast}{self.multicast_side}")
         parts.append(f"s{self.stages}")
+        if self.ctas_per_sm > 1:
+            parts.append(f"c{self.ctas_per_sm}")
         if self.debug:
             parts.append("debug")
         return "-".join(parts)

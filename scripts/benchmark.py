@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Times jitgemm beside its peers on the GPU at hand; `python scripts/benchmark.py --help`. The work is done in benchmark_lib."""
+"""Times jitgemm beside its peers on the GPU at hand: `python scripts/benchmark.py --help`. benchmark_lib does it."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -53,8 +54,8 @@ def benchmark(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="A format of ours: e4m3 or int8, then _g32, _g64, _g128, _g256 or _ch, then z for zero points, then _bi for batch-invariant; "
-            "'all' for the usual ones; may be repeated.",
+            help="A format of ours: e4m3 or int8, then _g32, _g64, _g128, _g256 or _ch, then z for zero points, then "
+            "_bi for batch-invariant; 'all' for the usual ones; may be repeated.",
             show_default="e4m3_g128, int8_g128, int8_ch",
         ),
     ] = None,
@@ -82,7 +83,7 @@ def benchmark(
         bool,
         typer.Option(
             "--jit",
-            help="Instead: compile, warm look-up and first-call times, in fresh processes; needs no GPU for the first two.",
+            help="Instead: compile, warm look-up and first-call times, in fresh processes; the first two need no GPU.",
         ),
     ] = False,
     device: Annotated[
@@ -128,10 +129,11 @@ def benchmark(
 ) -> None:
     """Time jitgemm beside its peers: checked results, microseconds, part of the floor, and who is faster.
 
-    A cell is one weight shape (n, k) and one number of tokens m. Its time is the median over replays of a CUDA graph that holds one call per copy
-    of the weight, with copies of 300 MB and more, so that weights come from HBM as in a model. Contestants take turns, because large cells run at
-    the power limit. Every result is compared with the exact reference first; a wrong one is not timed. A peer that is not installed, refuses a
-    cell or fails stands in the notes, and the others go on.
+    A cell is one weight shape (n, k) and one number of tokens m. Its time is the median over replays of a CUDA graph
+    that holds one call per copy of the weight, with copies of 300 MB and more, so that weights come from HBM as in a
+    model. Contestants take turns, because large cells run at the power limit. Every result is compared with the exact
+    reference first; a wrong one is not timed. A peer that is not installed, refuses a cell or fails stands in the
+    notes, and the others go on.
 
     \b
     Reading the table:
@@ -170,11 +172,16 @@ def benchmark(
         raise ValueError("--compare, --plot and --sustained are about GPU times: they do not go with --host or --jit")
     base = results_lib.read_document(baseline) if baseline is not None else None
     console = common.err() if to_stdout else common.out()
+    outputs = Outputs(console, json_file, plot, base, noise_floor)
 
     if recorded is not None:
         document = results_lib.read_document(recorded)
-        _finish(document, console, base, noise_floor, plot, json_file, to_stdout)
+        _finish(document, outputs)
         return
+
+    asked_preset = preset or (None if shape or model else "quick" if quick else "llama-8b")
+    ms = cells_lib.parse_ms(m) if m else cells_lib.QUICK_MS if quick else None
+    cells = cells_lib.make_cells(shape or (), asked_preset, model or (), tp, ms)
 
     from benchmark_lib.contestants import pick
 
@@ -197,43 +204,32 @@ def benchmark(
         _host(shape, m, able, missing, console, json_file)
         return
 
-    asked_preset = preset or (None if shape or model else "quick" if quick else "llama-8b")
-    ms = cells_lib.parse_ms(m) if m else cells_lib.QUICK_MS if quick else None
-    cells = cells_lib.make_cells(shape or (), asked_preset, model or (), tp, ms)
-    _measure(
-        cells,
-        chosen,
-        everybody,
-        able,
-        missing,
-        sustained,
-        rounds or (3 if quick else 5),
-        check,
-        json_file,
-        to_stdout,
-        console,
-        base,
-        noise_floor,
-        plot,
-    )
+    turns = rounds or (3 if quick else 5)
+    _measure(cells, chosen, everybody, missing, sustained, turns, check, outputs)
 
 
-def _measure(
-    cells,
-    formats,
-    everybody,
-    able,
-    missing,
-    sustained,
-    rounds,
-    check,
-    json_file,
-    to_stdout,
-    console,
-    base,
-    noise_floor,
-    plot,
-) -> None:  # type: ignore[no-untyped-def]  # noqa: E501
+@dataclass(frozen=True)
+class Outputs:
+    """Where a document goes once it is there."""
+
+    console: Any
+    json_file: Path | None
+    plot: Path | None
+    baseline: dict[str, Any] | None
+    noise_floor: float
+
+    @property
+    def to_stdout(self) -> bool:
+        return self.json_file == Path("-")
+
+    @property
+    def file(self) -> Path | None:
+        return None if self.to_stdout else self.json_file
+
+
+def _measure(  # type: ignore[no-untyped-def]
+    cells, formats, everybody, missing, sustained: bool, rounds: int, check: bool, outputs: Outputs
+) -> None:
     from benchmark_lib.run import HOLD_S, DeviceLost, Settings, compile_ahead, measure
     from benchmark_lib.timing import REPLAYS
 
@@ -248,11 +244,11 @@ def _measure(
 
     def done(record: dict[str, Any]) -> None:
         document["cells"].append(record)
-        if json_file is not None and not to_stdout:
-            results_lib.write_document(json_file, document)
+        if outputs.file is not None:
+            results_lib.write_document(outputs.file, document)
 
-    taking_part = {each.name for each in able}
-    count, compiled = compile_ahead(cells, [fmt for fmt in formats if fmt.name in taking_part])
+    able = [each for each in everybody if each.name not in missing]
+    count, compiled = compile_ahead(cells, [fmt for fmt in formats if fmt.name not in missing])
     common.note(f"{len(cells)} cells, {len(able)} contestants, {count} kernels of ours, {compiled} compiled now")
     lost = None
     try:
@@ -261,28 +257,25 @@ def _measure(
         lost = str(error)
     except KeyboardInterrupt:
         common.note("stopped; these cells were done")
-    _finish(document, console, base, noise_floor, plot, json_file, to_stdout, lost)
+    _finish(document, outputs, lost)
 
 
-def _finish(  # type: ignore[no-untyped-def]
-    document: dict[str, Any], console, base: dict[str, Any] | None, noise_floor: float, plot: Path | None, json_file: Path | None,
-    to_stdout: bool, lost: str | None = None,
-) -> None:  # fmt: skip
+def _finish(document: dict[str, Any], outputs: Outputs, lost: str | None = None) -> None:
     """Everything that is made of a document, and the exit code."""
     from benchmark_lib.table import print_cells, print_comparison
 
-    print_cells(document, console)
-    if to_stdout:
+    print_cells(document, outputs.console)
+    if outputs.to_stdout:
         common.print_json(document)
-    elif json_file is not None:
-        results_lib.write_document(json_file, document)
+    elif outputs.file is not None:
+        results_lib.write_document(outputs.file, document)
     code = 0
-    if base is not None:
-        comparison = compare(base, document, noise_floor)
-        console.print()
-        print_comparison(comparison, console)
+    if outputs.baseline is not None and document["cells"]:
+        comparison = compare(outputs.baseline, document, outputs.noise_floor)
+        outputs.console.print()
+        print_comparison(comparison, outputs.console)
         code = common.FOUND if comparison.regressions else 0
-    if not _draw(document, plot, json_file if not to_stdout else None):
+    if not _draw(document, outputs.plot, outputs.file):
         code = code or common.FAILED
     for line in results_lib.wrong_results(document):
         common.err().print(f"wrong: {line}", style="red", markup=False, soft_wrap=True)
@@ -322,7 +315,7 @@ def _cannot_take_part(everybody) -> dict[str, str]:  # type: ignore[no-untyped-d
 def _need_hopper() -> None:
     if common.local_device() is None:
         common.fail(
-            "no Hopper GPU here: times need one. --jit measures compiling and finding kernels without, --from reads recorded results",
+            "no Hopper GPU here: times need one. --jit measures compiling without, --from reads recorded results",
             common.FAILED,
         )
 
@@ -330,7 +323,13 @@ def _need_hopper() -> None:
 def _list_peers(everybody, console, to_stdout: bool) -> None:  # type: ignore[no-untyped-def]
     missing = _cannot_take_part(everybody)
     facts = [
-        {"name": e.name, "kind": "jitgemm" if e.ours else e.kind, "label": e.label, "version": e.version, "missing": missing.get(e.name)}
+        {
+            "name": e.name,
+            "kind": "jitgemm" if e.ours else e.kind,
+            "label": e.label,
+            "version": e.version,
+            "missing": missing.get(e.name),
+        }
         for e in everybody
     ]  # fmt: skip
     if to_stdout:
@@ -365,7 +364,9 @@ def _host(shape, m, able, missing, console, json_file: Path | None) -> None:  # 
     _write_other("host", settings, rows, json_file, lambda: print_host(rows, console))
 
 
-def _jit(shape, m, formats, everybody, device: str | None, console, json_file: Path | None) -> None:  # type: ignore[no-untyped-def]
+def _jit(  # type: ignore[no-untyped-def]
+    shape, m, formats, everybody, device: str | None, console, json_file: Path | None
+) -> None:
     from benchmark_lib.jit import measure_jit
     from benchmark_lib.table import print_jit
 
@@ -386,7 +387,9 @@ def _jit(shape, m, formats, everybody, device: str | None, console, json_file: P
         common.fail("nothing could be measured; the notes say why", common.FAILED)
 
 
-def _write_other(mode: str, settings: dict[str, Any], rows: list[dict[str, Any]], json_file: Path | None, show) -> None:  # type: ignore[no-untyped-def]
+def _write_other(  # type: ignore[no-untyped-def]
+    mode: str, settings: dict[str, Any], rows: list[dict[str, Any]], json_file: Path | None, show
+) -> None:
     """--host and --jit have documents of their own: no cells in them, but the same environment."""
     document = {
         "schema": results_lib.SCHEMA,

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests marked `gpu` and writes a note on the run, for docs/notes/:
 #   scripts/gpu_tests.sh NOTE.md [COMMIT] [pytest arguments]
-# COMMIT is asked of git when it is not given or is "-". GPU_TESTS_LIMIT_S limits the run (default 540). Exits as pytest does.
+# COMMIT is asked of git when it is not given or is "-". GPU_TESTS_LIMIT_S limits the run (default 540 seconds).
+# Exits as pytest does.
 set -euo pipefail
 WANT_TESTS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

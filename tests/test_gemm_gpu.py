@@ -302,9 +302,9 @@ def kernel_of(lhs: str, format: WeightFormat, number: int) -> KernelSpec:
     return with_feature[number // len(FEATURES) % len(with_feature)]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def compiled_ahead(tmp_path_factory):
-    """A cache of the session's own, filled in threads with what the cases need: serially it would take minutes."""
+    """A cache of the module's own, filled in threads with what the cases need: serially it would take minutes."""
     from jitgemm import plan
 
     before = os.environ.get("JITGEMM_CACHE_DIR")
@@ -801,7 +801,7 @@ def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
     assert len(plan._loaded) <= len(kernels)
 
 
-# ---- torch.library and torch.compile -----------------------------------------------------------------------------------
+# ---- torch.library and torch.compile --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
@@ -987,7 +987,7 @@ def test_a_tensor_on_another_gpu_than_the_current_one():
         jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
 
 
-# ---- this module itself ----------------------------------------------------------------------------------------------
+# ---- this module itself ---------------------------------------------------------------------------------------------
 
 
 def test_the_drawn_kernels_hold_every_feature():

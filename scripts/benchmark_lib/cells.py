@@ -16,11 +16,11 @@ from jitgemm.spec import GROUP_SIZES, ceil_div
 HBM_BYTES_PER_US = 4.5e6
 """What an H200 streams from HBM under programmatic dependent launch: 4.5 TB/s, measured."""
 TENSOR_OPS_PER_US = 1.5e9
-"""What cuBLAS FP8 and the best W4A8 kernels reach on an H200 at its power limit: 1.5 PFLOP/s, measured. No hard limit: int8 passes it."""
+"""What cuBLAS FP8 and the best W4A8 kernels reach on an H200: 1.5 PFLOP/s, measured. int8 passes it."""
 FLOOR_TEXT = "max(bytes / 4.5 TB/s, 2mnk / 1.5 PFLOP/s); bytes = n*k/2 + 2*n*k/128 + m*k + 2*m*n"
 
 COPY_BYTES = 300e6
-"""Copies of a weight together are at least this large, six times the L2, so that every call reads its weight from HBM."""
+"""Copies of a weight together are at least this large, five times the L2, so that weights come from HBM."""
 
 LLAMA_8B = ((4096, 4096), (28672, 4096), (4096, 14336))
 MS = (1, 16, 64, 128, 256, 512, 1024, 4096, 8192)
@@ -111,8 +111,8 @@ def parse_format(text: str) -> Format:
     sizes = {f"g{size}": size for size in GROUP_SIZES} | {"ch": 0}
     if lhs not in types or group not in sizes or switch not in ("", "bi"):
         raise ValueError(
-            f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of {', '.join(sizes)}, then z for zero points and _bi for "
-            f"batch-invariant, such as int8_g64z; got {text!r}"
+            f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of {', '.join(sizes)}, then z for zero "
+            f"points and _bi for batch-invariant, such as int8_g64z; got {text!r}"
         )
     return Format(types[lhs], sizes[group], zero_point, switch == "bi")
 

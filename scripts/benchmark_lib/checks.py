@@ -1,4 +1,4 @@
-"""Is a result right: ours against the exact reference, everybody's against a plain fp32 product of the shared 16-bit data."""
+"""Is a result right: ours against the exact reference, all against a plain fp32 product of the shared 16-bit data."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .data import Source
 ROWS = 48
 """Rows of the output that are compared: the first, the last, and some between."""
 COARSE = 0.3
-"""Largest relative RMS difference from the unquantised product. 4-bit weights quantised per row of 14336 differ by 0.18; a wrong
-operand or a tile left out differs by far more."""
+"""Largest relative RMS difference from the unquantised product. 4-bit weights quantised per row of 14336 differ by
+0.18; a wrong operand or a tile left out differs by far more."""
 
 
 def sample_rows(m: int, device: str, count: int = ROWS) -> torch.Tensor:
@@ -25,7 +25,8 @@ def check(run: Run, source: Source, m: int) -> dict[str, object]:
     """Runs the first and the last copy's call and compares.
 
     Returns:
-        correct: whether all is within bounds; error: relative RMS difference from the unquantised product; error_over_bound: of the
+        correct: whether all is within bounds; error: relative RMS difference from the unquantised product;
+            error_over_bound: of the
         exact check, where there is one.
     """
     rows = sample_rows(m, source.device)

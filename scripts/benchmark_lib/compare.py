@@ -4,9 +4,9 @@ The rule. A cell of ours is slower when
 
     new_us > base_us * (1 + max(floor, base_spread + new_spread))
 
-where spread is what its replays varied by, from the 10th to the 90th percentile over the median, in each of the two files, and floor is
-what two runs on one machine differ by anyway (clocks, temperature, placement in memory). Peers are no part of the gate; how much they moved is
-shown beside, since a chip that runs slower today slows them too.
+where spread is what its replays varied by, from the 10th to the 90th percentile over the median, in each of the two
+files, and floor is what two runs on one machine differ by anyway (clocks, temperature, placement in memory). Peers
+are no part of the gate; how much they moved is shown beside, since a chip that runs slower today slows them too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def compare(base: dict[str, Any], new: dict[str, Any], noise_floor: float = NOIS
     """Our formats in the cells that the new document has.
 
     Returns:
-        changes: the worst first. peers_ratio: median of new over base among the peers of those cells. missing: cells of the baseline that
+        changes: the worst first. peers_ratio: median of new over base among the peers of those cells. missing: cells
+            of the baseline that
         were not measured this time; a part may be compared.
 
     Raises:

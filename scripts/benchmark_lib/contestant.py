@@ -9,8 +9,8 @@ from importlib import metadata
 from typing import Any
 
 EXACT, CHANNEL, ROUNDED, WIDER = KINDS = ("exact", "channel", "rounded", "wider")
-"""Kinds: 4-bit weights with group scales applied as given; 4-bit with one scale per row of n; 4-bit with group scales rounded on the way;
-weights of 8 or 16 bits."""
+"""Kinds: 4-bit weights with group scales applied as given; 4-bit with one scale per row of n; 4-bit with group scales
+rounded on the way; weights of 8 or 16 bits."""
 
 
 class Refused(Exception):
@@ -26,9 +26,11 @@ class Run:
         rows: (indices of rows) -> those rows of the last result in fp32, scales applied.
         bytes: what a call has to move at least: weight, activations, output.
         poison: fills the output with NaN (or what stands for it), so that what is never written shows.
-        exact_check: (indices of rows) -> largest error over what is allowed, at most 1; None where only a coarse check is possible.
+        exact_check: (indices of rows) -> largest error over what is allowed, at most 1; None where only a coarse
+            check is possible.
         snapshot: a copy of the output's bits; None where run-to-run identity is not asked for.
-        kernel: the name of the kernel that runs; asked after the calls ran, because finding out may warm what a first call pays for.
+        kernel: the name of the kernel that runs; asked after the calls ran, because finding out may warm what a first
+            call pays for.
         note: what a reader must know of how this cell was run.
     """
 
@@ -53,8 +55,9 @@ class Contestant:
         ours: whether it is jitgemm.
         package: distribution whose version is reported.
         module: what must be importable, None when nothing beyond torch.
-        load: (source, copies or None) -> start, and start(m, buffers) -> Run. Loading packs the weights of one (n, k), `copies` of them or
-            as many as leave the L2; starting makes activations and outputs, `buffers` of each to rotate through. Both may raise `Refused`.
+        load: (source, copies or None) -> start, and start(m, buffers) -> Run. Loading packs the weights of one (n,
+            k), `copies` of them or as many as leave the L2; starting makes activations and outputs, `buffers` of each
+            to rotate through. Both may raise `Refused`.
         obstacle: why this one cannot take part at all, or None; asked once.
     """
 

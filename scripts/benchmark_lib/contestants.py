@@ -16,7 +16,8 @@ def all_peers() -> list[Contestant]:
 
 
 def pick(formats: Sequence[Format] = DEFAULT_FORMATS, peers: Sequence[str] = ("all",)) -> list[Contestant]:
-    """Our formats and the peers of these names; "all" and "none" are names too, "torch", "humming" and "quack" stand for a library's.
+    """Our formats and the peers of these names; "all" and "none" are names too, "torch", "humming" and "quack" stand
+    for a library's.
 
     Raises:
         ValueError: there is no such peer.

@@ -11,7 +11,7 @@ from .cells import COPY_BYTES
 
 
 class Source:
-    """One layer's weight [n, k] in bf16, and activations [m, k] for any m, on the current GPU (or the CPU, for tests)."""
+    """One layer's weight [n, k] in bf16, and activations [m, k] for any m, on the current GPU (tests: the CPU)."""
 
     def __init__(self, n: int, k: int, device: str = "cuda", seed: int = 0):
         self.n, self.k, self.device = n, k, device
@@ -22,7 +22,7 @@ class Source:
         self._activations: dict[tuple[int, int], torch.Tensor] = {}
 
     def activations(self, m: int, index: int = 0) -> torch.Tensor:
-        """bf16 [m, k], mean a little above 0 as after a norm with a bias; `index` tells different ones of one m apart."""
+        """bf16 [m, k], mean a little above 0; `index` tells different ones of one m apart."""
         if (m, index) not in self._activations:
             generator = torch.Generator(self.device).manual_seed(1000 + m + 100_003 * index)
             x = torch.randn(m, self.k, generator=generator, device=self.device) + 0.1
@@ -47,7 +47,7 @@ def quantise_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 def quantise_groups(
     weight: torch.Tensor, group_size: int, zero_point: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """4-bit codes [n, k], bf16 scales [n, groups] and zero points [n, groups] or None; group_size 0 is one group a row."""
+    """4-bit codes [n, k], bf16 scales and zero points or None [n, groups]; group_size 0 is one group a row."""
     n, k = weight.shape
     group_size = group_size or k
     grouped = torch.nn.functional.pad(weight.float(), (0, -k % group_size)).view(n, -1, group_size)

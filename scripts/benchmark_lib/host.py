@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from .cells import DEFAULT_FORMATS, Format
-from .contestant import Contestant, Run, short
+from .contestant import Contestant, short
 from .timing import host_microseconds, relative_spread
 
 LAYERS = 32
@@ -23,8 +23,8 @@ def measure_host(
     """One row a contestant, then the call as a `torch.library` op, then an empty call: what the clock's own loop costs.
 
     Returns:
-        name, label; same_us: one weight, activation and output, over and over; rotating_us: 32 weights in turn, activations and outputs
-        alternating between two, as a model's layers do; spread of the latter; note.
+        name, label; same_us: one weight, activation and output, over and over; rotating_us: 32 weights in turn,
+        activations and outputs alternating between two, as a model's layers do; spread of the latter; note.
     """
     import torch
 
@@ -87,7 +87,8 @@ def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
     pairs = [quantise_rows(source.activations(m, i), LHS_DTYPES[fmt.lhs]) for i in range(2)]
     outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(2)]
     return [
-        partial(api._call_op, *pairs[i % 2], first if i == 0 else copy.deepcopy(first), outs[i % 2], None) for i in range(LAYERS)
+        partial(api._call_op, *pairs[i % 2], first if i == 0 else copy.deepcopy(first), outs[i % 2], None)
+        for i in range(LAYERS)
     ]  # fmt: skip
 
 

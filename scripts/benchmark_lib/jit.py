@@ -1,7 +1,7 @@
 """What stands before a first call: compiling a kernel, finding one on disk, and whole first calls beside the peers'.
 
-Every figure comes from a fresh process (`jit_probe.py`), since only that pays for what a process loads once. Without a GPU the first two parts
-still run, for a named device.
+Every figure comes from a fresh process (`jit_probe.py`), since only that pays for what a process loads once. Without
+a GPU the first two parts still run, for a named device.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ProbeFailed(Exception):
 
 
 def measure_jit(
-    n: int, k: int, m: int, m2: int, formats: Sequence[tuple[str, int]], callers: Sequence[str], device: str | None, say: Callable[[str], None],
-    repeats: int = REPEATS,
+    n: int, k: int, m: int, m2: int, formats: Sequence[tuple[str, int]], callers: Sequence[str], device: str | None,
+    say: Callable[[str], None], repeats: int = REPEATS,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Rows of {what, ms, least, most, note}.
 

@@ -1,10 +1,10 @@
-"""One measurement of what stands before a first call, in the fresh process that runs this file; one JSON object on stdout.
+"""One measurement of what stands before a first call, in the process that runs this file; one JSON object on stdout.
 
     python jit_probe.py kernel '{"n": .., "k": .., "m": .., "m2": .., "lhs": .., "group": .., "device": ..}'
     python jit_probe.py call   '{"n": .., "k": .., "m": .., "m2": .., "name": ..}'
 
-`kernel` gets two kernels out of the cache folder that JITGEMM_CACHE_DIR names, whether they are there or not, and needs no GPU. `call` makes
-one contestant's first calls.
+`kernel` gets two kernels out of the cache folder that JITGEMM_CACHE_DIR names, whether they are there or not, and
+needs no GPU. `call` makes one contestant's first calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def kernel(n: int, k: int, m: int, m2: int, lhs: str, group: int, device: str | None) -> dict[str, object]:
-    """Milliseconds of each step for a first kernel, and the second one's total: NVRTC and the imports are there by then."""
+    """Milliseconds of each step for a first kernel, and the second one's total, with NVRTC and all imports there."""
     from jitgemm.cache import KernelCache, cache_key, kernel_source
     from jitgemm.cli.common import pick_device
     from jitgemm.config import choose

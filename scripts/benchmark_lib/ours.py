@@ -20,7 +20,7 @@ from .data import Source, quantise_groups, quantise_rows
 
 LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
 SUM_BOUND = {"e4m3": 2.0**-10, "s8": 2.0**-20}
-"""What sums may lose, as a part of all terms' sizes, beside the 2^-8 of one bf16 rounding; docs say the same of every result."""
+"""What sums may lose, as a part of all terms' sizes, beside the 2^-8 of one bf16 rounding."""
 
 
 def ours(fmt: Format) -> Contestant:

@@ -16,9 +16,11 @@ class NoMatplotlib(Exception):
 
 
 def draw(document: dict[str, Any], path: Path) -> int:
-    """Throughput over arithmetic intensity, log by log, under the roof; ours in colour, peers in grey. One panel a weight shape.
+    """Throughput over arithmetic intensity, log by log, under the roof; ours in colour, peers in grey. One panel a
+    weight shape.
 
-    All contestants of a cell stand at the same intensity, that of a 4-bit weight with group scales, so that they compare vertically.
+    All contestants of a cell stand at the same intensity, that of a 4-bit weight with group scales, so that they
+    compare vertically.
 
     Returns:
         Points drawn.
@@ -39,7 +41,7 @@ def draw(document: dict[str, Any], path: Path) -> int:
     if not cells:
         raise ValueError("no picture: nothing was timed")
     shapes = list(dict.fromkeys((cell["n"], cell["k"]) for cell in cells))
-    across = min(3, len(shapes))
+    across = 2 if len(shapes) == 4 else min(3, len(shapes))
     down = -(-len(shapes) // across)
     figure, axes = pyplot.subplots(
         down, across, figsize=(5.2 * across, 4.6 * down + 0.9), squeeze=False, sharex=True, sharey=True
@@ -61,7 +63,8 @@ def draw(document: dict[str, Any], path: Path) -> int:
     figure.legend(
         handles.values(), handles.keys(), loc="lower center", ncols=min(6, len(handles)), fontsize=8, frameon=False
     )
-    figure.tight_layout(rect=(0, 0.04 + 0.05 / down * -(-len(handles) // 6), 1, 0.98))
+    inches = figure.get_size_inches()[1]
+    figure.tight_layout(rect=(0, (0.15 + 0.2 * -(-len(handles) // 6)) / inches, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140, format="png")
     pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""The result document: what was measured where and with what, as JSON. Read back, it is checked before it is trusted."""
+"""The result document: what was measured, where and with what, as JSON. Read back, it is checked before use."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def new_document(
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "environment": environment(),
         "settings": settings,
-        "unit": "us: median microseconds a call over replays of one CUDA graph that holds one call per weight copy; weights come from HBM, "
-        "activations are the same each call and quantised before; contestants take turns",
+        "unit": "us: median microseconds a call over replays of one CUDA graph that holds one call per weight copy; "
+        "weights come from HBM, activations are the same each call and quantised before; contestants take turns",
         "floor": FLOOR_TEXT,
         "contestants": [
             {
@@ -77,10 +77,13 @@ def new_document(
 
 
 def environment() -> dict[str, Any]:
-    """Device, driver, versions and commit; what cannot be found out is None."""
+    """Device, driver, versions and commit; what cannot be found out is None.
+
+    BENCHMARK_COMMIT in the environment names the commit where the checkout travelled without its history.
+    """
     facts: dict[str, Any] = {
-        "commit": _git("rev-parse", "HEAD") or os.environ.get("JITGEMM_COMMIT"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("BENCHMARK_COMMIT"),
+        "dirty": None if (changed := _git("status", "--porcelain", "--untracked-files=no")) is None else bool(changed),
         "python": platform.python_version(),
         "host": platform.platform(),
         "cpu": _cpu(),
@@ -151,7 +154,7 @@ def _smi(field: str) -> str | None:
     return text.splitlines()[0].strip() if text else None
 
 
-# ---- reading and writing ----------------------------------------------------------------------------------------------------------------
+# ---- reading and writing --------------------------------------------------------------------------------------------
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
@@ -221,7 +224,7 @@ def _has(value: Any, fields: dict[str, Any], where: str) -> None:
             raise ValueError(f"{where}.{name}: got {type(value[name]).__name__}")
 
 
-# ---- what is asked of a document --------------------------------------------------------------------------------------------------------
+# ---- what is asked of a document ------------------------------------------------------------------------------------
 
 
 def names_of(document: dict[str, Any], *, ours: bool | None = None, kinds: Sequence[str] = KINDS) -> list[str]:

@@ -1,4 +1,4 @@
-"""The measurement: cell by cell, everybody checked, then timed in turns. Whoever fails is noted and left out; the others go on."""
+"""The measurement: cell by cell, all checked, then timed in turns. Whoever fails is noted; the others go on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def compile_ahead(cells: Sequence[Cell], formats: Sequence[Format]) -> tuple[int
     """Compile what the selector chooses for all cells, in threads, so that no cell waits for it.
 
     Returns:
-        (kernels, of them compiled now). A kernel that fails to compile fails again where it is used, and is noted there.
+        (kernels, of them compiled now). A kernel that fails to compile fails again where it is used, and is noted
+        there.
     """
     import torch
 
@@ -178,7 +179,7 @@ def _measure_cell(
 
 
 def _turns(timed: dict, settings: Settings) -> list[str]:
-    """Who is measured when: everybody once a round, every second round backwards so that nobody always follows the same one."""
+    """Who is measured when: everybody once a round, every second round backwards so that neighbours change."""
     names = list(timed)
     if settings.sustained:
         return names

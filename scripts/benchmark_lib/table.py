@@ -19,7 +19,8 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
     environment = document["environment"]
     commit = str(environment.get("commit") or "unknown")[:10] + ("+" if environment.get("dirty") else "")
     console.print(
-        f"{environment.get('device')}, driver {environment.get('driver')}, jitgemm {commit}, {document['date']}, {document['mode']}"
+        f"{environment.get('device')}, driver {environment.get('driver')}, jitgemm {commit}, "
+        f"{document['date']}, {document['mode']}"
     )
     console.print(f"floor = {document['floor']}\n", markup=False)
     console.print(
@@ -38,7 +39,8 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
 
 
 OURS_COLUMNS = (
-    "n", "k", "m", "format", "us", "+-", "TFLOP/s", "GB/s", "% floor", "best of its kind", "x", "best peer", "x", "kernel", "note"
+    "n", "k", "m", "format", "us", "+-", "TFLOP/s", "GB/s", "% floor",
+    "best of its kind", "x", "best peer", "x", "kernel", "note",
 )  # fmt: skip
 
 
@@ -106,7 +108,8 @@ def print_comparison(comparison: Comparison, console: Console, *, all_cells: boo
         rows = [
             (
                 change.n, change.k, change.m, change.name, _us(change.base_us), _us(change.new_us),
-                "-" if change.new_us is None else f"{100 * (change.ratio - 1):+.1f}%", f"{100 * (change.allowed - 1):.1f}%", change.verdict,
+                "-" if change.new_us is None else f"{100 * (change.ratio - 1):+.1f}%",
+                f"{100 * (change.allowed - 1):.1f}%", change.verdict,
             )
             for change in shown
         ]  # fmt: skip

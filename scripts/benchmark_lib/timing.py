@@ -1,6 +1,7 @@
 """How long a call takes on the GPU: replays of a CUDA graph that holds one call per copy of the weight.
 
-Contestants take turns. A large GEMM runs at the GPU's power limit, so whoever is measured last on a hot chip would lose.
+Contestants take turns. A large GEMM runs at the GPU's power limit, so whoever is measured last on a hot chip would
+lose.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 ROUNDS = 5
 REPLAYS = 3
-"""Timed replays of a turn, behind one untimed: that one takes the launch latency, and the clock's and the L2's memory of the one before."""
+"""Timed replays of a turn, behind one untimed that hides launch latency and what the one before left in the L2."""
 
 
 class Timed:
@@ -117,7 +118,8 @@ def host_microseconds(
     Args:
         calls: called in turn, over and over.
         synchronise: waits until all that was enqueued is done; outside the clock.
-        burst: calls between two waits; small enough that the GPU's queue (1024 launches) never fills and makes the host wait.
+        burst: calls between two waits; small enough that the GPU's queue (1024 launches) never fills and makes the
+            host wait.
         bursts: how many figures.
     """
     import gc

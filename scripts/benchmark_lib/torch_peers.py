@@ -1,4 +1,4 @@
-"""torch's own GEMMs as contestants: weights of 16 or 8 bits through cuBLAS, what a model runs on when it is not 4-bit."""
+"""torch's own GEMMs as contestants: weights of 16 or 8 bits, what a model runs on when it is not 4-bit."""
 
 from __future__ import annotations
 

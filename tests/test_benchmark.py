@@ -1,0 +1,537 @@
+"""scripts/benchmark.py without a GPU: arguments, the floor, documents, the gate, tables, the picture, JIT probes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "benchmark.py"
+sys.path.append(str(ROOT / "scripts"))  # at the end: scripts/cache.py and warmup.py must not hide anything
+
+from benchmark_lib import cells as cells_lib
+from benchmark_lib import results as results_lib
+from benchmark_lib import run as run_lib
+from benchmark_lib.cells import Cell, Format, make_cells, parse_format, parse_ms
+from benchmark_lib.compare import compare
+from benchmark_lib.contestant import EXACT, WIDER, Contestant, Refused, Run
+from benchmark_lib.timing import host_microseconds, relative_spread
+
+DEVICE = "NVIDIA H200"
+
+
+def result(us: float | None, spread: float = 0.01, note: str = "", **more) -> dict:
+    figures = {} if us is None else {"spread": spread, "tflops": 100.0, "gbs": 2000.0, "replays": 15}
+    return {"us": us, "note": note, **figures, **more}
+
+
+def contestant_facts(name: str, kind: str, ours: bool = False, missing: str | None = None) -> dict:
+    return {"name": name, "label": f"the {name}", "kind": kind, "ours": ours, "version": "1", "missing": missing}
+
+
+def document(**us: float | None) -> dict:
+    """A recorded run: one decode cell with these times, and one prefill cell ten times as long."""
+    times = {"e4m3_g128": 5.0, "int8_ch": 4.5, "fp8row": 13.0, "hum_fp8_g128": 9.0} | us
+    cells = []
+    for m, factor in ((16, 1), (4096, 10)):
+        results = {name: result(None if value is None else value * factor) for name, value in times.items()}
+        results["int8mm"] = result(None, note="refused: _int_mm: n and k must be multiples of 8")
+        cells.append({"n": 4096, "k": 4096, "m": m, "layer": "", "floor_us": 2.0 * factor, "results": results})
+    return {
+        "schema": results_lib.SCHEMA,
+        "mode": "burst",
+        "date": "2025-01-02T03:04:05+00:00",
+        "environment": {"device": DEVICE, "driver": "580", "commit": "0123456789abcdef", "dirty": False},
+        "settings": {},
+        "floor": cells_lib.FLOOR_TEXT,
+        "contestants": [
+            contestant_facts("e4m3_g128", "exact", ours=True),
+            contestant_facts("int8_ch", "channel", ours=True),
+            contestant_facts("fp8row", "wider"),
+            contestant_facts("int8mm", "wider"),
+            contestant_facts("hum_fp8_g128", "exact"),
+            contestant_facts("quack_exact", "exact", missing="cannot import quack.gemm_w4: ModuleNotFoundError"),
+        ],
+        "cells": cells,
+    }
+
+
+def script(*argv: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *map(str, argv)], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Writes a document to a file of this name and returns its path."""
+
+    def write(name: str, value: dict) -> Path:
+        path = tmp_path / name
+        results_lib.write_document(path, value)
+        return path
+
+    return write
+
+
+# cells, formats, arguments
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "m", "floor_us"),
+    [(4096, 4096, 1, 1.93), (4096, 4096, 64, 2.1), (4096, 4096, 8192, 183.25), (28672, 4096, 16, 13.68)],
+)
+def test_the_floor_is_the_longer_of_bytes_and_operations(n, k, m, floor_us):
+    assert Cell(n, k, m).floor_us == pytest.approx(floor_us, abs=0.006)
+
+
+def test_presets_name_the_cells_of_a_llama_8b():
+    cells = make_cells(preset="llama-8b")
+    assert len(cells) == 3 * 9
+    assert {(cell.n, cell.k) for cell in cells} == {(4096, 4096), (28672, 4096), (4096, 14336)}
+    assert len(make_cells(preset="quick", ms=cells_lib.QUICK_MS)) == 10
+
+
+def test_a_model_gives_its_fused_layers_on_one_rank_by_name():
+    cells = make_cells(models=[ROOT / "scripts" / "data" / "llama-3-8b.json"], tp=2, ms=[16])
+    by_shape = {(cell.n, cell.k): cell.layer for cell in cells}
+    assert by_shape[28672 // 2, 4096] == "gate_up_proj"
+    assert by_shape[4096, 14336 // 2] == "down_proj"
+
+
+def test_a_shape_given_twice_is_measured_once():
+    assert len(make_cells(shapes=["4096,4096", "4096x4096"], preset="quick", ms=[1, 2])) == 4
+
+
+def test_numbers_of_tokens_are_lists_and_ranges():
+    assert parse_ms("1,16,16,64") == (1, 16, 64)
+    assert parse_ms("1:9:4,512") == (1, 5, 9, 512)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,x", "-4", "1:2:3:4", "1:8:0"])
+def test_wrong_numbers_of_tokens_are_refused(text):
+    with pytest.raises(ValueError):
+        parse_ms(text)
+
+
+@pytest.mark.parametrize("fmt", [*cells_lib.DEFAULT_FORMATS, *cells_lib.MORE_FORMATS, Format("s8", 64, True, True)])
+def test_a_formats_name_reads_back(fmt):
+    assert parse_format(fmt.name) == fmt
+
+
+@pytest.mark.parametrize("text", ["e4m3", "bf16_g128", "e4m3_g48", "int8_g128_fast", ""])
+def test_an_unknown_format_is_refused_with_what_is_known(text):
+    with pytest.raises(ValueError, match="g32, g64, g128, g256, ch"):
+        parse_format(text)
+
+
+def test_a_formats_bytes_count_scales_and_zero_points():
+    codes = 4096 * 4096 / 2
+    assert Format("e4m3", 128).weight_bytes(4096, 4096) == codes + 4096 * 32 * 2
+    assert Format("e4m3", 128, True).weight_bytes(4096, 4096) == codes + 4096 * 32 * 3
+    assert Format("s8", 0).weight_bytes(4096, 4096) == codes + 4096 * 2
+
+
+def test_peers_are_picked_by_name_and_by_library():
+    from benchmark_lib.contestants import pick
+
+    assert [e.name for e in pick(peers=["none"])] == ["e4m3_g128", "int8_g128", "int8_ch"]
+    names = [e.name for e in pick(peers=["quack", "bf16", "quack_exact"]) if not e.ours]
+    assert names == ["bf16", "quack_exact", "quack_fold"]
+    with pytest.raises(ValueError, match="--peer.*fp8row"):
+        pick(peers=["cublas"])
+
+
+# the command
+
+
+def test_help_teaches_by_example():
+    done = script("--help")
+    assert done.returncode == 0
+    for word in ("--quick", "--compare", "--sustained", "--from", "Examples", "Exit codes"):
+        assert word in done.stdout
+
+
+def test_list_peers_says_who_is_missing_and_why():
+    done = script("--list-peers", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    facts = {each["name"]: each for each in json.loads(done.stdout)}
+    assert facts["bf16"]["missing"] is None
+    assert facts["e4m3_g128"]["kind"] == "jitgemm"
+    for name in ("hum_fp8_g128", "quack_exact"):
+        assert facts[name]["missing"] is None or "cannot import" in facts[name]["missing"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--shape", "4096"), "--shape"),
+        (("--m", "0"), "--m"),
+        (("--format", "int3_g128"), "--format"),
+        (("--peer", "cublas"), "--peer"),
+        (("--host", "--jit"), "give one of them"),
+        (("--host", "--sustained"), "--sustained"),
+        (("--from", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_wrong_arguments_exit_2_and_say_which(argv, said):
+    done = script(*argv)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+# documents
+
+
+def test_a_document_is_written_whole_and_reads_back(recorded):
+    path = recorded("result.json", document())
+    assert results_lib.read_document(path) == document()
+    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+
+
+def test_a_new_document_names_everything_a_reader_asks_for():
+    from benchmark_lib.contestants import pick
+
+    everybody = pick()
+    made = results_lib.new_document("burst", {}, everybody, {"quack_exact": "cannot import"})
+    results_lib.validate(made)
+    assert {"commit", "driver", "versions", "device", "python", "nvrtc"} <= set(made["environment"])
+    assert next(e for e in made["contestants"] if e["name"] == "quack_exact")["missing"] == "cannot import"
+
+
+@pytest.mark.parametrize(
+    ("breaking", "said"),
+    [
+        (lambda d: d.pop("cells"), "cells is missing"),
+        (lambda d: d.update(schema=99), "schema"),
+        (lambda d: d.update(mode="warm"), "mode"),
+        (lambda d: d["cells"][0].update(m="16"), r"cells\[0\].m"),
+        (lambda d: d["cells"][0]["results"].update(other=result(1.0)), "not among the contestants"),
+        (lambda d: d["cells"][0]["results"]["fp8row"].update(us=-1), "positive"),
+        (lambda d: d["cells"][0]["results"]["fp8row"].pop("spread"), "spread is missing"),
+    ],
+)
+def test_a_broken_document_is_refused_with_the_place(breaking, said):
+    broken = document()
+    breaking(broken)
+    with pytest.raises(ValueError, match=said):
+        results_lib.validate(broken)
+
+
+# the gate
+
+
+def verdicts(base: dict, new: dict, **more) -> dict[tuple[int, str], str]:
+    return {(change.m, change.name): change.verdict for change in compare(base, new, **more).changes}
+
+
+def test_within_the_noise_floor_nothing_is_slower():
+    found = verdicts(document(), document(e4m3_g128=5.0 * 1.039))
+    assert set(found.values()) == {"same"}
+
+
+def test_beyond_it_a_cell_is_slower_or_faster():
+    found = verdicts(document(), document(e4m3_g128=5.0 * 1.05, int8_ch=4.5 / 1.05))
+    assert found[16, "e4m3_g128"] == found[4096, "e4m3_g128"] == "slower"
+    assert found[16, "int8_ch"] == "faster"
+
+
+def test_the_spreads_of_both_files_widen_what_is_allowed():
+    base, new = document(), document(e4m3_g128=5.0 * 1.09)
+    for one in (base, new):
+        for cell in one["cells"]:
+            cell["results"]["e4m3_g128"]["spread"] = 0.05
+    assert verdicts(base, new)[16, "e4m3_g128"] == "same"
+    assert verdicts(base, document(e4m3_g128=5.0 * 1.09))[16, "e4m3_g128"] == "slower"
+
+
+def test_peers_do_not_fail_the_gate_but_their_drift_is_told():
+    compared = compare(document(), document(fp8row=26.0, hum_fp8_g128=18.0))
+    assert compared.regressions == []
+    assert compared.peers_ratio == pytest.approx(2.0)
+
+
+def test_a_cell_that_is_wrong_or_no_longer_runs_counts_as_lost():
+    assert verdicts(document(), document(int8_ch=None))[16, "int8_ch"] == "lost"
+    wrong = document()
+    wrong["cells"][0]["results"]["int8_ch"]["correct"] = False
+    assert verdicts(document(), wrong)[16, "int8_ch"] == "lost"
+
+
+def test_cells_of_the_baseline_that_were_left_out_are_counted():
+    part = document()
+    del part["cells"][1]
+    compared = compare(document(), part)
+    assert compared.missing == 1 and len(compared.changes) == 2
+
+
+@pytest.mark.parametrize(
+    ("breaking", "said"),
+    [
+        (lambda d: d.update(mode="sustained"), "baseline is burst"),
+        (lambda d: d["environment"].update(device="NVIDIA H20"), "measured on"),
+        (lambda d: d["cells"].clear(), "no cell"),
+    ],
+)
+def test_documents_that_cannot_be_compared_are_refused(breaking, said):
+    new = document()
+    breaking(new)
+    with pytest.raises(ValueError, match=said):
+        compare(document(), new)
+
+
+def test_the_command_compares_recorded_files_and_exits_1_on_a_regression(recorded):
+    base = recorded("base.json", document())
+    assert script("--from", base, "--compare", base).returncode == 0
+    slower = script("--from", recorded("new.json", document(e4m3_g128=6.0)), "--compare", base)
+    assert slower.returncode == 1, slower.stderr
+    assert "slower" in slower.stdout and "+20.0%" in slower.stdout
+    assert (
+        script("--from", base, "--compare", recorded("other.json", document() | {"mode": "sustained"})).returncode == 2
+    )
+
+
+def test_a_wrong_result_exits_1_without_any_baseline(recorded):
+    wrong = document(e4m3_g128=None)
+    wrong["cells"][0]["results"]["e4m3_g128"] = result(None, note="WRONG RESULT, not timed", correct=False)
+    done = script("--from", recorded("wrong.json", wrong))
+    assert done.returncode == 1
+    assert "m=16 e4m3_g128: WRONG RESULT" in done.stderr
+
+
+# tables and the picture
+
+
+def test_the_table_has_ours_in_detail_and_says_who_is_missing(recorded):
+    done = script("--from", recorded("result.json", document()))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    decode = next(line.split() for line in lines if line.split()[:4] == ["4096", "4096", "16", "e4m3_g128"])
+    assert decode[4] == "5.00" and "hum_fp8_g128" in decode and "1.80" in decode  # 9 / 5
+    assert "40" in decode  # % of the floor: 2 / 5
+    assert "quack_exact: cannot import quack.gemm_w4" in done.stdout
+    assert "int8mm: refused: _int_mm" in done.stdout
+
+
+def test_the_best_of_its_kind_leaves_other_kinds_out():
+    from benchmark_lib.table import ours_rows
+
+    row = next(row for row in ours_rows(document(fp8row=2.5)) if row[2:4] == ("16", "e4m3_g128"))
+    assert row[9:13] == ("hum_fp8_g128 9.00", "1.80", "fp8row 2.50", "0.50")
+    row = next(row for row in ours_rows(document()) if row[2:4] == ("16", "int8_ch"))
+    assert row[9:11] == ("-", "-")
+
+
+def test_the_picture_is_a_png(recorded, tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmark_lib.picture import draw
+
+    assert draw(document(), tmp_path / "roofline.png") == 2 * 4
+    assert (tmp_path / "roofline.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_without_matplotlib_only_a_picture_that_was_asked_for_fails(recorded, tmp_path):
+    blocked = tmp_path / "matplotlib.py"
+    blocked.write_text("raise ImportError('no matplotlib in this test')")
+    path = recorded("result.json", document())
+    environment = {"PYTHONPATH": str(tmp_path)}
+
+    def run(*argv: object) -> subprocess.CompletedProcess:
+        import os
+
+        command = [sys.executable, str(SCRIPT), "--from", str(path), *map(str, argv)]
+        return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, timeout=300)
+
+    skipped = run("--json", tmp_path / "again.json")
+    assert skipped.returncode == 0 and "no matplotlib in this test" in skipped.stderr
+    assert (tmp_path / "again.json").exists()
+    assert run("--plot", tmp_path / "picture.png").returncode == 3
+
+
+# the measurement, with nothing to measure on
+
+
+class FakeTimed:
+    """Takes the calls without a GPU: every replay of "fast" takes 2 us a call, of all others 4."""
+
+    def __init__(self, calls):
+        self.calls, self.turns = len(calls), []
+        self.each = calls[0]()
+
+    def turn(self, replays):
+        self.turns.append([self.each] * replays)
+
+    @property
+    def times(self):
+        return [value for turn in self.turns for value in turn]
+
+    us = property(lambda self: self.times[0])
+    spread = property(lambda self: 0.0)
+
+
+def fake(name: str, us: float, ours: bool = False, error: Exception | None = None) -> Contestant:
+    def load(source, copies):
+        def start(m, buffers):
+            if error is not None:
+                raise error
+            return Run(calls=[lambda: us] * 2, rows=lambda rows: None, bytes=1e6, poison=lambda: None)
+
+        return start
+
+    return Contestant(name, name, EXACT if ours else WIDER, ours, "torch", None, load)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    import benchmark_lib.data
+    import benchmark_lib.timing
+
+    source = benchmark_lib.data.Source
+    monkeypatch.setattr(benchmark_lib.timing, "Timed", FakeTimed)
+    monkeypatch.setattr(benchmark_lib.data, "Source", lambda n, k: source(n, k, device="cpu"))
+    monkeypatch.setattr(run_lib, "_check_context", lambda error: None)
+    monkeypatch.setattr(run_lib, "_free", lambda: None)
+
+
+def measured(contestants: list[Contestant], ms=(1, 16)) -> list[dict]:
+    records: list[dict] = []
+    cells = [Cell(64, 128, m) for m in ms]
+    run_lib.measure(cells, contestants, run_lib.Settings(3, 2, False, False), records.append, lambda text: None)
+    return records
+
+
+def test_a_failing_or_refusing_peer_is_noted_and_the_rest_is_measured(no_gpu):
+    peers = [
+        fake("broken", 1.0, error=RuntimeError("illegal\nsomething")),
+        fake("picky", 1.0, error=Refused("n too odd")),
+    ]
+    for record in measured([fake("ours", 2.0, ours=True), *peers, fake("slow", 4.0)]):
+        results = record["results"]
+        assert results["ours"]["us"] == 2.0 and results["slow"]["us"] == 4.0
+        assert results["ours"]["replays"] == 6 and results["ours"]["copies"] == 2
+        assert results["broken"] == {"us": None, "note": "failed: RuntimeError: illegal something"}
+        assert results["picky"]["note"] == "refused: n too odd"
+
+
+def test_a_lost_device_keeps_the_cells_before_it(no_gpu, monkeypatch):
+    def lost(error):
+        raise run_lib.DeviceLost("gone")
+
+    records: list[dict] = []
+    breaking = fake("ours", 2.0, ours=True)
+    seen = []
+
+    def load(source, copies):
+        start = breaking.load(source, copies)
+
+        def once(m, buffers):
+            seen.append(m)
+            if len(seen) > 1:
+                raise RuntimeError("illegal address")
+            return start(m, buffers)
+
+        return once
+
+    monkeypatch.setattr(run_lib, "_check_context", lost)
+    with pytest.raises(run_lib.DeviceLost):
+        run_lib.measure(
+            [Cell(64, 128, 1), Cell(64, 128, 2)],
+            [Contestant("ours", "", EXACT, True, "torch", None, load)],
+            run_lib.Settings(1, 1, False, False),
+            records.append,
+            lambda text: None,
+        )
+    assert [record["m"] for record in records] == [1]
+
+
+def test_turns_go_round_and_back():
+    settings = run_lib.Settings(3, 1, False, True)
+    assert run_lib._turns({"a": 0, "b": 0}, settings) == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_spread_is_from_the_10th_to_the_90th_percentile():
+    assert relative_spread([5.0] * 9) == 0.0
+    assert relative_spread([float(i) for i in range(101)]) == pytest.approx(80 / 50)
+    assert relative_spread([10.0] * 50 + [100.0]) == 0.0  # one outlier is no noise
+
+
+def test_host_time_waits_outside_the_clock():
+    import time
+
+    times = host_microseconds([lambda: None], lambda: time.sleep(0.002), burst=10, bursts=5)
+    assert len(times) == 5 and max(times) < 200
+
+
+# right and wrong results, on the CPU
+
+
+@pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g64z", "int8_g32", "int8_ch"])
+def test_our_results_pass_both_checks_and_wrong_ones_do_not(name):
+    import torch
+    from benchmark_lib.checks import check
+    from benchmark_lib.data import Source
+    from benchmark_lib.ours import ours
+
+    source = Source(72, 288, device="cpu")
+    run = ours(parse_format(name)).load(source, 2)(60, 1)
+    found = check(run, source, 60)
+    assert found["correct"] and found["error_over_bound"] <= 1 and 0.01 < found["error"] < 0.3
+
+    out = run.calls[0].args[2]
+    good = list(run.calls)
+    run.calls = [lambda: (good[0](), out[0].mul_(1.05))] * 2
+    assert not check(run, source, 60)["correct"]
+    run.calls = [lambda: (good[0](), out[33].fill_(torch.nan))] * 2
+    assert not check(run, source, 60)["correct"]
+
+
+def test_a_batch_invariant_format_needs_a_jitgemm_that_has_the_switch():
+    import inspect
+
+    import jitgemm
+    from benchmark_lib.ours import ours
+
+    has_it = "batch_invariant" in inspect.signature(jitgemm.gemm_w4a8_bf16_nt).parameters
+    assert (ours(Format("e4m3", 128, False, True)).missing() is None) == has_it
+
+
+# compile and look-up times
+
+
+@pytest.mark.nvrtc
+def test_jit_probes_compile_cold_and_find_warm(tmp_path):
+    from benchmark_lib.jit import run_probe
+
+    arguments = {"n": 256, "k": 256, "m": 16, "m2": 1024, "lhs": "e4m3", "group": 128, "device": "h200"}
+    variables = {"JITGEMM_CACHE_DIR": str(tmp_path)}
+    cold = run_probe("kernel", arguments, variables)
+    warm = run_probe("kernel", arguments, variables)
+    assert not cold["found"] and cold["compile_ms"] > 0 and cold["second_compiled"]
+    assert warm["found"] and "compile_ms" not in warm and not warm["second_compiled"]
+    assert warm["find_ms"] < cold["total_ms"]
+
+
+def test_a_probe_that_fails_leaves_a_row_with_its_reason(tmp_path):
+    from benchmark_lib.jit import ProbeFailed, _row, run_probe
+
+    with pytest.raises(ProbeFailed) as failure:
+        run_probe("kernel", {"n": 7}, {"JITGEMM_CACHE_DIR": str(tmp_path)})
+    row = _row("first call", [failure.value], "total_ms")
+    assert row["ms"] is None and "TypeError" in row["note"]
+
+
+def test_a_recorded_document_is_not_changed_by_showing_it():
+    from benchmark_lib.table import ours_rows, peer_notes, side_by_side
+
+    shown = document()
+    before = copy.deepcopy(shown)
+    ours_rows(shown), side_by_side(shown), peer_notes(shown)
+    assert shown == before
