@@ -150,18 +150,22 @@ class Plan:
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
         )
+        device = self._device
+        if torch._C._cuda_getDevice() == device:
+            driver.bind(device)
+            self._run(addresses, x, x_scale, weight, out, bias, dependent)
+        else:
+            with torch.cuda.device(device):
+                driver.use_context(device)
+                self._run(addresses, x, x_scale, weight, out, bias, dependent)
+
+    def _run(self, addresses, x, x_scale, weight, out, bias, dependent) -> None:  # type: ignore[no-untyped-def]
+        """`launch` in the right context, which encoding a tensor map needs as much as launching does."""
         if addresses != self._addresses:
             if not self._plainly_legal(addresses):
                 check_addresses(x, x_scale, weight, out, bias)
             self._write(addresses)
-        device = self._device
-        if torch._C._cuda_getDevice() == device:
-            driver.bind(device)
-            self._launch.run(torch._C._cuda_getCurrentRawStream(device), dependent)
-        else:
-            with torch.cuda.device(device):
-                driver.use_context(device)
-                self._launch.run(torch._C._cuda_getCurrentRawStream(device), dependent)
+        self._launch.run(torch._C._cuda_getCurrentRawStream(self._device), dependent)
 
     def _plainly_legal(self, addresses: tuple[int, ...]) -> bool:
         """Aligned, and no input within the bytes that out spans; what fails this may still be legal."""

@@ -321,7 +321,7 @@ def test_one_stage_more_would_not_fit(problem, device):
         ({"block_m": 20}, "wgmma has no N of 20"),
         ({"block_m": 256, "block_n": 192, "stages": 2}, "registers"),
         ({"multicast": 2, "multicast_side": "lhs", "split_k": 2}, "either splits k or shares"),
-        ({"split_k": 16}, "not portable"),
+        ({"split_k": 16}, "do not fit"),
         ({"block_m": 8, "multicast": 2, "multicast_side": "lhs"}, "swizzle rows"),
         ({"warpgroups_k": 4, "block_n": 128}, "8 warpgroups"),
     ],

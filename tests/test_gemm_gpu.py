@@ -34,7 +34,19 @@ from jitgemm.weight import W4Weight, pack_w4
 pytestmark = pytest.mark.gpu
 
 SEED = 20240607
-TERM_SHARE = {"e4m3": 2.0**-10, "s8": 2.0**-20}
+
+
+def term_share(kind: str, k: int) -> float:
+    """The share of the sum of |terms| that a result may miss beyond bf16 rounding.
+
+    The tensor cores cut each e4m3 product off at about 14 bits below the largest of its step of 32; over one to three steps, one element in a
+    million misses more than 2^-10 (docs/notes/e4m3-accuracy.md).
+    """
+    if kind == "s8":
+        return 2.0**-20
+    return 2.0**-10 if k >= 128 else 2.0**-9
+
+
 RMS_LIMIT = 2.2e-3
 RMS_ELEMENTS = 1000
 """Outputs with fewer elements have no meaningful RMS."""
@@ -95,7 +107,7 @@ def assert_right(out: torch.Tensor, lhs: tuple, rhs: W4Weight, bias: torch.Tenso
         return
     ref, terms = gemm_w4a8_terms(lhs, rhs, bias=bias)
     error = (out.double() - ref).abs()
-    bound = ref.abs() * 2.0**-8 + terms * TERM_SHARE[kind]
+    bound = ref.abs() * 2.0**-8 + terms * term_share(kind, rhs.k)
     wrong = ~(error <= bound)  # NaN is wrong
     if bool(wrong.any()):
         i, j = wrong.nonzero()[0].tolist()
@@ -108,7 +120,7 @@ def assert_right(out: torch.Tensor, lhs: tuple, rhs: W4Weight, bias: torch.Tenso
     WORST.outputs += 1
     WORST.elements += out.numel()
     WORST.ratio[kind] = max(WORST.ratio[kind], float((error / bound.clamp(min=1e-300)).max()))
-    beyond = (error - ref.abs() * 2.0**-8).clamp(min=0) / (terms * TERM_SHARE[kind]).clamp(min=1e-300)
+    beyond = (error - ref.abs() * 2.0**-8).clamp(min=0) / (terms * term_share(kind, rhs.k)).clamp(min=1e-300)
     WORST.beyond[kind] = max(WORST.beyond[kind], float(beyond.max()))
     size = float(ref.abs().max())
     if out.numel() >= RMS_ELEMENTS and size > 0:

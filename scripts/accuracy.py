@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""How far results are from the exact product, by length of k: the figures of docs/notes/e4m3-accuracy.md. Needs a Hopper GPU.
+
+    python scripts/accuracy.py [--m 2048] [--n 4096] > table.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+import jitgemm  # noqa: E402
+from jitgemm.reference import gemm_w4a8_terms  # noqa: E402
+
+SHARE = {"e4m3": 2.0**-10, "int8": 2.0**-20}
+
+
+def measure(lhs: str, k: int, group_size: int, mean: float, m: int, n: int) -> tuple[int, float, float]:
+    """(elements beyond 2^-8 |ref| + share * sum of |terms|, worst error over that bound, relative RMS)."""
+    x = torch.randn(m, k, device="cuda") + mean
+    x = x.to(torch.float8_e4m3fn) if lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
+    q = torch.randint(-8, 8, (n, k), device="cuda", dtype=torch.int8)
+    groups = 1 if group_size >= k else -(-k // group_size)
+    scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
+    weight = jitgemm.pack_w4(q, scale, group_size=group_size)
+    x_scale = torch.rand(m, device="cuda") + 0.5
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, out)
+    ref, terms = gemm_w4a8_terms((x, x_scale), weight)
+    error = (out.double() - ref).abs()
+    ratio = error / (ref.abs() * 2.0**-8 + terms * SHARE[lhs])
+    return int((ratio > 1).sum()), float(ratio.max()), float((error.square().mean() / ref.square().mean()).sqrt())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--m", type=int, default=2048)
+    parser.add_argument("--n", type=int, default=4096)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, {arguments.m} x {arguments.n} outputs a row\n")
+    print("| lhs | k | group | mean of x | beyond the bound | worst error / bound | relative RMS |\n|---|---|---|---|---|---|---|")
+    for lhs in ("e4m3", "int8"):
+        for k in (32, 64, 96, 128, 1024, 4096, 16384):
+            for group_size in (128, k):
+                for mean in (0.0, 1.0):
+                    beyond, worst, rms = measure(lhs, k, group_size, mean, arguments.m, arguments.n)
+                    group = "per channel" if group_size >= k else group_size
+                    print(f"| {lhs} | {k} | {group} | {mean:g} | {beyond} | {worst:.3f} | {rms:.2e} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
