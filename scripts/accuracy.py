@@ -20,10 +20,13 @@ from jitgemm.reference import gemm_w4a8_terms  # noqa: E402
 SHARE = {"e4m3": 2.0**-10, "int8": 2.0**-20}
 
 
-def measure(lhs: str, k: int, group_size: int, mean: float, m: int, n: int) -> tuple[int, float, float]:
+def measure(lhs: str, k: int, group_size: int, mean: float, outliers: bool, m: int, n: int) -> tuple[int, float, float]:
     """(elements beyond 2^-8 |ref| + share * sum of |terms|, worst error over that bound, relative RMS)."""
     x = torch.randn(m, k, device="cuda") + mean
-    x = x.to(torch.float8_e4m3fn) if lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
+    if outliers:  # a few columns fifty times as big, as language models have
+        x[:, torch.randperm(k, device="cuda")[: max(1, k // 512)]] *= 50
+    x *= (448.0 if lhs == "e4m3" else 127.0) / x.abs().amax(1, keepdim=True)
+    x = x.to(torch.float8_e4m3fn) if lhs == "e4m3" else x.round().to(torch.int8)
     q = torch.randint(-8, 8, (n, k), device="cuda", dtype=torch.int8)
     groups = 1 if group_size >= k else -(-k // group_size)
     scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
@@ -33,7 +36,7 @@ def measure(lhs: str, k: int, group_size: int, mean: float, m: int, n: int) -> t
     jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, out)
     ref, terms = gemm_w4a8_terms((x, x_scale), weight)
     error = (out.double() - ref).abs()
-    ratio = error / (ref.abs() * 2.0**-8 + terms * SHARE[lhs])
+    ratio = error / (ref.abs() * 2.0**-8 + terms * SHARE[lhs]).clamp(min=1e-30)
     return int((ratio > 1).sum()), float(ratio.max()), float((error.square().mean() / ref.square().mean()).sqrt())
 
 
@@ -44,14 +47,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, {arguments.m} x {arguments.n} outputs a row\n")
-    print("| lhs | k | group | mean of x | beyond the bound | worst error / bound | relative RMS |\n|---|---|---|---|---|---|---|")
+    print("| lhs | k | group | mean of x | outliers | beyond the bound | worst error / bound | relative RMS |\n|---|---|---|---|---|---|---|---|")
     for lhs in ("e4m3", "int8"):
         for k in (32, 64, 96, 128, 1024, 4096, 16384):
-            for group_size in (128, k):
-                for mean in (0.0, 1.0):
-                    beyond, worst, rms = measure(lhs, k, group_size, mean, arguments.m, arguments.n)
+            for group_size in dict.fromkeys((min(128, k), k)):
+                for mean, outliers in ((0.0, False), (0.0, True), (1.0, False), (1.0, True)):
+                    beyond, worst, rms = measure(lhs, k, group_size, mean, outliers, arguments.m, arguments.n)
                     group = "per channel" if group_size >= k else group_size
-                    print(f"| {lhs} | {k} | {group} | {mean:g} | {beyond} | {worst:.3f} | {rms:.2e} |", flush=True)
+                    kind = "yes" if outliers else "no"
+                    print(f"| {lhs} | {k} | {group} | {mean:g} | {kind} | {beyond} | {worst:.3f} | {rms:.2e} |", flush=True)
 
 
 if __name__ == "__main__":

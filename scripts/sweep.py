@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""Times many kernels on many problems and fits the selector's constants to them.
+
+    python scripts/sweep.py run SWEEP.json            # on a Hopper GPU; about a minute
+    python scripts/sweep.py regret SWEEP.json         # anywhere: how good is the selector as it stands?
+    python scripts/sweep.py fit SWEEP.json            # anywhere: constants for jitgemm/config.py that would do better
+
+Regret is the time of the kernel that the selector picks over the best time of all kernels measured for that problem. The kernels of a problem
+are the best by the model's own prediction, and the best of each family (warpgroups, splits, multicast, ...), so that a wrong model is found out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import random
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from jitgemm import config  # noqa: E402
+from jitgemm.device import device_spec  # noqa: E402
+from jitgemm.spec import DeviceSpec, KernelSpec, Problem, WeightFormat  # noqa: E402
+
+FORMATS = {
+    "e4m3_g128": ("e4m3", WeightFormat(128, False, "bf16")),
+    "int8_g128": ("s8", WeightFormat(128, False, "bf16")),
+    "e4m3_ch": ("e4m3", WeightFormat(0, False, "bf16")),
+    "int8_ch": ("s8", WeightFormat(0, False, "bf16")),
+    "e4m3_g32z": ("e4m3", WeightFormat(32, True, "bf16")),
+    "int8_g32z": ("s8", WeightFormat(32, True, "bf16")),
+    "e4m3_g64": ("e4m3", WeightFormat(64, False, "bf16")),
+}
+SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (2048, 7168))
+MS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+COLD_BYTES = 300e6
+"""Weights of one graph, so that every call reads its own from HBM."""
+
+
+def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelSpec]:
+    """The `count` kernels that the model likes best, and the best of each of `count` families."""
+    ranked = [candidate.kernel for candidate in config.candidates(problem, device)]
+    families: dict[tuple, KernelSpec] = {}
+    for kernel in ranked:
+        family = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_side, kernel.ctas_per_sm, kernel.halves)
+        families.setdefault(family, kernel)
+    return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
+
+
+def run(path: Path, names: list[str], count: int) -> None:
+    import torch
+    from benchmark_lib.timing import Timed
+
+    import jitgemm
+    from jitgemm.plan import Plan, device_of
+    from jitgemm.cache import KernelCache
+
+    device = device_of(0)
+    jobs = []
+    for name in names:
+        lhs, fmt = FORMATS[name]
+        for n, k in SHAPES:
+            for m in MS:
+                jobs.append((name, n, k, m, kernels_of(Problem(m, n, k, lhs, fmt), device, count)))
+    kernels = {kernel for job in jobs for kernel in job[-1]}
+    cache = KernelCache()
+
+    def compile_one(kernel: KernelSpec) -> KernelSpec | None:
+        try:
+            cache.get_or_compile(kernel)
+        except jitgemm.CompileError as error:
+            print(f"left out: {error.args[0].splitlines()[0]}", file=sys.stderr)
+            return kernel
+        return None
+
+    started = time.time()
+    with ThreadPoolExecutor() as pool:
+        failed = {kernel for kernel in pool.map(compile_one, kernels) if kernel}
+    print(f"{len(kernels)} kernels, {len(failed)} do not build, {time.time() - started:.0f} s", file=sys.stderr)
+
+    rows, weights, current = [], [], None
+    for name, n, k, m, chosen in jobs:
+        lhs, fmt = FORMATS[name]
+        if current != (name, n, k):
+            current = (name, n, k)
+            q = torch.randint(0 if fmt.zero_point else -8, 16 if fmt.zero_point else 8, (n, k), device="cuda", dtype=torch.int8)
+            groups = -(-k // fmt.group_size) if fmt.group_size else 1
+            scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
+            zero = torch.randint(0, 16, (n, groups), device="cuda", dtype=torch.uint8) if fmt.zero_point else None
+            weight = jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k)
+            weights = [weight] + [copy.deepcopy(weight) for _ in range(max(2, math.ceil(COLD_BYTES / weight.nbytes)) - 1)]
+        x = torch.randn(m, k, device="cuda")
+        x = x.to(torch.float8_e4m3fn) if lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
+        x_scale = torch.rand(m, device="cuda")
+        out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+        used = weights if m <= 512 else weights[:4]
+        for kernel in chosen:
+            if kernel in failed:
+                continue
+            plan = Plan(x, x_scale, used[0], out, None, spec=kernel)
+            timed = Timed([lambda w=w: plan.launch(x, x_scale, w, out, None, True) for w in used])
+            timed.turn(5 if m < 1024 else 3)
+            rows.append({"format": name, "n": n, "k": k, "m": m, "us": sorted(timed.turns[0])[len(timed.turns[0]) // 2], "kernel": kernel.to_dict()})
+    path.write_text(json.dumps({"device": torch.cuda.get_device_name(), "spec": "h200", "rows": rows}))
+    print(f"{len(rows)} timings in {path}, {time.time() - started:.0f} s", file=sys.stderr)
+    report(load(path))
+
+
+Row = tuple[tuple, Problem, KernelSpec, float]
+
+
+def load(path: Path) -> list[Row]:
+    rows = []
+    for row in json.loads(path.read_text())["rows"]:
+        lhs, fmt = FORMATS[row["format"]]
+        cell = (row["format"], row["n"], row["k"], row["m"])
+        problem = Problem(config.band_end(row["m"]), row["n"], row["k"], lhs, fmt)
+        rows.append((cell, problem, KernelSpec(**row["kernel"]), row["us"]))
+    return rows
+
+
+def regrets(rows: list[Row], device: DeviceSpec) -> tuple[dict[tuple, tuple[float, float, float, str]], float]:
+    """Per cell (regret, time of the choice, best time, label of the best); and the mean |log(predicted / measured)|."""
+    cells: dict[tuple, list[tuple[float, float, str]]] = defaultdict(list)
+    error = 0.0
+    for cell, problem, kernel, us in rows:
+        predicted = config.predict(kernel, problem, device).predicted_us
+        cells[cell].append((predicted, us, kernel.label))
+        error += abs(math.log(predicted / us))
+    out = {}
+    for cell, found in cells.items():
+        best = min(found, key=lambda f: f[1])
+        choice = min(found)
+        out[cell] = (choice[1] / best[1], choice[1], best[1], best[2])
+    return out, error / len(rows)
+
+
+def report(rows: list[Row], worst: int = 12) -> None:
+    found, error = regrets(rows, device_spec("h200"))
+    ranked = sorted(found.items(), key=lambda item: -item[1][0])
+    values = [value[0] for _, value in ranked]
+    print(f"{len(rows)} timings, {len(values)} problems: regret median {values[len(values) // 2]:.3f}, mean {sum(values) / len(values):.3f}, ")
+    print(f"worst {values[0]:.3f}; mean |log(predicted / measured)| {error:.3f}")
+    for cell, (regret, chosen, best, label) in ranked[:worst]:
+        print(f"  {regret:.3f}  {cell[0]} n={cell[1]} k={cell[2]} m={cell[3]}: {chosen:.1f} us, best {best:.1f} us by {label}")
+
+
+SCALARS = {
+    "LAUNCH_US": (0.3, 3), "NO_PREFETCH_US": (0.05, 4), "REDUCE_US": (0.05, 2), "STORE_US": (0.05, 1.5), "CLUSTER_US": (0.05, 3),
+    "WGMMA_MIN_CYCLES": (5, 60), "RECORD_CYCLES": (50, 800), "ISSUE_CYCLES": (10, 200), "CHUNK_CYCLES": (10, 400),
+    "L2_BYTES_PER_CYCLE": (15, 64), "OVERLAP": (1.2, 8), "FEW_SMS": (0.1, 1.2),
+}  # fmt: skip
+TABLES = {"DECODE_CYCLES": (40, 500), "PROMOTE_CYCLES": (0.8, 8), "CLUSTER_SHARE": (0.3, 1.0)}
+
+
+def fit(rows: list[Row], seconds: float, seed: int) -> None:
+    """Random descent on mean regret, worst regret and the error of the predictions."""
+    device = device_spec("h200")
+    entries = [(name, None, limits) for name, limits in SCALARS.items()]
+    entries += [(name, key, limits) for name, limits in TABLES.items() for key in getattr(config, name) if key not in (1, 2)]
+
+    def put(values: list[float]) -> None:
+        for (name, key, _), value in zip(entries, values):
+            if key is None:
+                setattr(config, name, value)
+            else:
+                getattr(config, name)[key] = value
+
+    def score() -> float:
+        found, error = regrets(rows, device)
+        values = [value[0] for value in found.values()]
+        return 4 * (sum(values) / len(values) - 1) + (max(values) - 1) + error
+
+    random.seed(seed)
+    best = [getattr(config, name) if key is None else getattr(config, name)[key] for name, key, _ in entries]
+    best_score, started = score(), time.time()
+    while time.time() - started < seconds:
+        trial = list(best)
+        for i in random.sample(range(len(trial)), random.choice((1, 1, 2, 3))):
+            low, high = entries[i][2]
+            trial[i] = min(max(trial[i] * math.exp(random.gauss(0, 0.25)), low), high)
+        put(trial)
+        trial_score = score()
+        if trial_score < best_score:
+            best, best_score = trial, trial_score
+    put(best)
+    report(rows)
+    for (name, key, _), value in zip(entries, best):
+        print(f"{name}{'' if key is None else f'[{key!r}]'} = {value:.3g}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("run", "regret", "fit"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--formats", default="e4m3_g128,int8_g128,int8_ch,e4m3_ch", help=f"of {','.join(FORMATS)}")
+    parser.add_argument("--kernels", type=int, default=12, help="kernels by prediction, and families, of a problem (default 12)")
+    parser.add_argument("--seconds", type=float, default=120, help="how long to fit (default 120)")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    if arguments.action == "run":
+        run(arguments.file, arguments.formats.split(","), arguments.kernels)
+    elif arguments.action == "regret":
+        report(load(arguments.file))
+    else:
+        fit(load(arguments.file), arguments.seconds, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
