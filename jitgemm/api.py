@@ -152,7 +152,7 @@ def _run_reference(x, x_scale, weight, out, bias) -> None:  # type: ignore[no-un
     out.copy_(gemm_w4a8_reference((x, x_scale), weight, bias=bias))
 
 
-# ---- torch.library ------------------------------------------------------------------------------------------------------------------
+# ---- torch.library ---------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("jitgemm", "DEF")
 _library.define(

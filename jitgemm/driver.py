@@ -33,7 +33,7 @@ def driver_version() -> tuple[int, int]:
     return version // 1000, version % 1000 // 10
 
 
-# ---- contexts -----------------------------------------------------------------------------------------------------------------------
+# ---- contexts --------------------------------------------------------------------------------------------------------
 
 _bound = threading.local()
 _primary: dict[int, object] = {}
@@ -59,7 +59,7 @@ def use_context(device: int) -> None:
     check(cu.cuCtxSetCurrent(_primary[device]), "cuCtxSetCurrent")
 
 
-# ---- kernels ------------------------------------------------------------------------------------------------------------------------
+# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int, thread
     return LoadedKernel(function, module, device, smem_bytes, threads)
 
 
-# ---- tensor maps --------------------------------------------------------------------------------------------------------------------
+# ---- tensor maps -----------------------------------------------------------------------------------------------------
 
 _U8 = cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
 _BF16 = cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
@@ -136,7 +136,7 @@ class TileMap:
         return result[1]
 
 
-# ---- launches -----------------------------------------------------------------------------------------------------------------------
+# ---- launches --------------------------------------------------------------------------------------------------------
 
 
 class Launch:

@@ -107,8 +107,10 @@ def run(path: Path, names: list[str], count: int) -> None:
             plan = Plan(x, x_scale, used[0], out, None, spec=kernel)
             timed = Timed([lambda w=w: plan.launch(x, x_scale, w, out, None, True) for w in used])
             timed.turn(5 if m < 1024 else 3)
-            rows.append({"format": name, "n": n, "k": k, "m": m, "us": sorted(timed.turns[0])[len(timed.turns[0]) // 2], "kernel": kernel.to_dict()})
-    path.write_text(json.dumps({"device": torch.cuda.get_device_name(), "spec": "h200", "rows": rows}))
+            us = sorted(timed.turns[0])[len(timed.turns[0]) // 2]
+            rows.append([name, n, k, m, round(us, 3), list(kernel.to_dict().values())])
+    head = {"device": torch.cuda.get_device_name(), "spec": "h200", "date": time.strftime("%Y-%m-%d"), "kernel": list(kernel.to_dict())}
+    path.write_text(json.dumps(head)[:-1] + ',\n"rows": [\n' + ",\n".join(json.dumps(row) for row in rows) + "\n]}\n")
     print(f"{len(rows)} timings in {path}, {time.time() - started:.0f} s", file=sys.stderr)
     report(load(path))
 
@@ -117,12 +119,12 @@ Row = tuple[tuple, Problem, KernelSpec, float]
 
 
 def load(path: Path) -> list[Row]:
+    document = json.loads(path.read_text())
     rows = []
-    for row in json.loads(path.read_text())["rows"]:
-        lhs, fmt = FORMATS[row["format"]]
-        cell = (row["format"], row["n"], row["k"], row["m"])
-        problem = Problem(config.band_end(row["m"]), row["n"], row["k"], lhs, fmt)
-        rows.append((cell, problem, KernelSpec(**row["kernel"]), row["us"]))
+    for name, n, k, m, us, values in document["rows"]:
+        lhs, fmt = FORMATS[name]
+        kernel = KernelSpec(**dict(zip(document["kernel"], values)))
+        rows.append(((name, n, k, m), Problem(config.band_end(m), n, k, lhs, fmt), kernel, us))
     return rows
 
 

@@ -5,7 +5,9 @@
 namespace jitgemm {
 
 // Shared-memory addresses are passed as 32-bit shared-window addresses throughout.
-__device__ __forceinline__ u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
 
 // The same offset in the shared memory of another CTA of the cluster.
 __device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
@@ -38,8 +40,8 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier of any CTA of the cluster. Orders this CTA's reads before what the other does next, which is all that handing back
-// a buffer needs; a release at cluster scope would flush to the GPU's memory each time.
+// Arrives at the barrier of any CTA of the cluster. Orders this CTA's reads before what the other does next, which is
+// all that handing back a buffer needs; a release at cluster scope would flush to the GPU's memory each time.
 __device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }
@@ -47,7 +49,8 @@ __device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 rank) {
 // Waits until the phase of the given parity is over. kDebug traps where a release build would hang.
 template <bool kDebug>
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    // Blocks of assembly: the same loops in C++ cost the consumers registers, the one with the trap hundreds of bytes of spills.
+    // Blocks of assembly: the same loops in C++ cost the consumers registers, the one with the trap hundreds of bytes
+    // of spills.
     if constexpr (kDebug) {
         asm volatile(
             "{\n.reg .pred p;\n.reg .u32 spins;\nmov.u32 spins, 0;\n"
@@ -63,7 +66,9 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
 }
 
 // Barrier of the 128 threads of one warpgroup; hardware barrier 0 is __syncthreads'.
-__device__ __forceinline__ void warpgroup_sync(u32 warpgroup) { asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory"); }
+__device__ __forceinline__ void warpgroup_sync(u32 warpgroup) {
+    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
 
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -74,8 +79,8 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void launch_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Registers move between the warpgroups of a CTA: one gives down to kCount a thread, another takes up to kCount and waits until they are
-// there. Each is executed by all warps of the warpgroup.
+// Registers move between the warpgroups of a CTA: one gives down to kCount a thread, another takes up to kCount and
+// waits until they are there. Each is executed by all warps of the warpgroup.
 template <u32 kCount>
 __device__ __forceinline__ void release_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));

@@ -1,5 +1,5 @@
-// 4-bit codes to wgmma A fragments. One 16-byte load holds the codes of two k-steps of 32; a 32-bit word holds two fragment registers of
-// one row: set A is k = 4*(lane%4)..+3 of the step, set B the same at k + 16.
+// 4-bit codes to wgmma A fragments. One 16-byte load holds the codes of two k-steps of 32; a 32-bit word holds two
+// fragment registers of one row: set A is k = 4*(lane%4)..+3 of the step, set B the same at k + 16.
 //
 // Word of signed codes: s is the sign, v the code's low three bits, inverted where it is negative (one's complement):
 //
@@ -21,7 +21,8 @@ __device__ __forceinline__ u32 byte_sign_mask(u32 word) {
 
 __device__ __forceinline__ u32 rotate_right_4(u32 word) { return __funnelshift_r(word, word, 4); }
 
-// e4m3 is linear from 0 to 16 in its lowest bits: byte s000 mmmm (or s001 0000) is exactly ±m * 2^-9. The epilogue multiplies by 2^9.
+// e4m3 is linear from 0 to 16 in its lowest bits: byte s000 mmmm (or s001 0000) is exactly ±m * 2^-9. The epilogue
+// multiplies by 2^9.
 struct DecodeE4m3 {
     static constexpr float kOutputScale = 512.0f;
 
@@ -47,10 +48,11 @@ struct DecodeS8 {
     __device__ static u32 zero_point_codes(u32 codes, u32 zero) { return ((codes | 0x80808080u) - zero) ^ 0x80808080u; }
 };
 
-// Fragments of one k-step of 32 from its two words (rows lane/4 and lane/4 + 8). Registers 0 and 2 are the first row at k and k + 16,
-// registers 1 and 3 the second row.
+// Fragments of one k-step of 32 from its two words (rows lane/4 and lane/4 + 8). Registers 0 and 2 are the first row at
+// k and k + 16, registers 1 and 3 the second row.
 template <typename Decode, bool kZeroPoint>
-__device__ __forceinline__ void decode_step(u32 (&fragment)[4], u32 low_row, u32 high_row, u32 low_zero, u32 high_zero) {
+__device__ __forceinline__ void decode_step(u32 (&fragment)[4], u32 low_row, u32 high_row, u32 low_zero,
+                                            u32 high_zero) {
     if constexpr (kZeroPoint) {
         fragment[0] = Decode::zero_point_codes(low_row & 0x0F0F0F0Fu, low_zero);
         fragment[1] = Decode::zero_point_codes(high_row & 0x0F0F0F0Fu, high_zero);

@@ -1,6 +1,8 @@
-// From accumulators to the output: sum of the k-splits, per-token scale, per-channel scale, bias, bf16, transposition, clipped store.
+// From accumulators to the output: sum of the k-splits, per-token scale, per-channel scale, bias, bf16, transposition,
+// clipped store.
 //
-// Accumulator i of a thread is row 16*warp + lane/4 + 8*((i/2)%2) of the 64-row strip and token 8*(i/4) + 2*(lane%4) + i%2.
+// Accumulator i of a thread is row 16*warp + lane/4 + 8*((i/2)%2) of the 64-row strip and token
+// 8*(i/4) + 2*(lane%4) + i%2.
 #pragma once
 #include <jitgemm/shared.cuh>
 #include <jitgemm/tma.cuh>
@@ -14,11 +16,12 @@ struct Place {
     u32 split;  // which share of k; 0 leads: it sums and stores
 };
 
-// Adds the partial tiles of all splits in the leader's registers, in the order of the splits: the same bits every run. Warpgroups of other
-// CTAs write theirs into the leader's shared memory with stores that count on its barrier as they land, so that nothing has to be flushed.
+// Adds the partial tiles of all splits in the leader's registers, in the order of the splits: the same bits every run.
+// Warpgroups of other CTAs write theirs into the leader's shared memory with stores that count on its barrier as they
+// land, so that nothing has to be flushed.
 template <typename Config>
-__device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared, const Place& place,
-                                              u32 parity) {
+__device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
+                                              const Place& place, u32 parity) {
     constexpr u32 kVectors = Config::kBlockM / 8;
     if (place.split > 0) {
         // The slot is free once the leader has read the previous tile from it.
@@ -27,7 +30,8 @@ __device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2],
         if (place.split < Config::kWarpgroupsK) {
             // The leader's own CTA; where there is no cluster, stores into one are illegal.
 #pragma unroll
-            for (u32 i = 0; i < kVectors; ++i) store_shared_float4(slot + i * 2048, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+            for (u32 i = 0; i < kVectors; ++i)
+                store_shared_float4(slot + i * 2048, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
             __syncwarp();
             if (place.lane == 0) barrier_arrive(shared.reduce_full(place.along_n));
         } else if constexpr (Config::kSplitK > 1) {
@@ -35,10 +39,11 @@ __device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2],
             u32 barrier = map_to_rank(shared.reduce_full(place.along_n), 0);
 #pragma unroll
             for (u32 i = 0; i < kVectors; ++i) {
-                asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                             ::"r"(slot + i * 2048), "f"(acc[4 * i]), "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3]),
-                               "r"(barrier)
-                             : "memory");
+                asm volatile(
+                    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                    ::"r"(slot + i * 2048), "f"(acc[4 * i]), "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]),
+                      "f"(acc[4 * i + 3]), "r"(barrier)
+                    : "memory");
             }
         }
     } else {
@@ -57,7 +62,8 @@ __device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2],
         __syncwarp();
         if (place.lane == 0) {
             for (u32 split = 1; split < Shared<Config>::kSplits; ++split) {
-                u32 slot_free = shared.reduce_empty(split % Config::kWarpgroupsK * Config::kWarpgroupsN + place.along_n);
+                u32 warpgroup = split % Config::kWarpgroupsK * Config::kWarpgroupsN + place.along_n;
+                u32 slot_free = shared.reduce_empty(warpgroup);
                 if (split < Config::kWarpgroupsK) {
                     barrier_arrive(slot_free);
                 } else {
@@ -76,7 +82,8 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 
 // The per-token scales of a tile, once per warpgroup; read back after a warpgroup barrier.
 template <typename Config>
-__device__ __forceinline__ void stage_lhs_scales(const Args& args, const Shared<Config>& shared, const Place& place, const Tile& tile) {
+__device__ __forceinline__ void stage_lhs_scales(const Args& args, const Shared<Config>& shared, const Place& place,
+                                                 const Tile& tile) {
     for (u32 i = place.thread; i < Config::kBlockM; i += 128) {
         u32 token = tile.m + i;
         float scale = token < args.m ? args.lhs_scale[token * args.lhs_scale_stride] : 0.0f;
@@ -98,23 +105,27 @@ __device__ __forceinline__ RowTerms load_row_terms(const Args& args, const Place
         u32 row = tile.n + place.along_n * 64 + place.warp * 16 + place.lane / 4 + half * 8;
         bool inside = row < args.n;
         terms.scale[half] = 1.0f;
-        if constexpr (Config::kGroupSize == 0) terms.scale[half] = inside ? load_real(args.channel_scale, row, args.channel_scale_type) : 0.0f;
+        if constexpr (Config::kGroupSize == 0)
+            terms.scale[half] = inside ? load_real(args.channel_scale, row, args.channel_scale_type) : 0.0f;
         terms.bias[half] = inside && args.bias ? load_real(args.bias, row, args.bias_type) : 0.0f;
     }
     return terms;
 }
 
-// Scales, converts and stores the warpgroup's 64 columns of the output tile. In shared memory a token is a row of 64 columns (128 bytes)
-// whose 16-byte chunks are swizzled: chunk c of token t lies at c ^ (t % 8), as the tile store expects and free of bank conflicts.
+// Scales, converts and stores the warpgroup's 64 columns of the output tile. In shared memory a token is a row of 64
+// columns (128 bytes) whose 16-byte chunks are swizzled: chunk c of token t lies at c ^ (t % 8), as the tile store
+// expects and free of bank conflicts.
 template <typename Config>
-__device__ __forceinline__ void store_tile(float (&acc)[Config::kBlockM / 2], const Args& args, const TensorMap* out_map,
-                                           const Shared<Config>& shared, const Place& place, const Tile& tile, const RowTerms& terms) {
+__device__ __forceinline__ void store_tile(float (&acc)[Config::kBlockM / 2], const Args& args,
+                                           const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
+                                           const Tile& tile, const RowTerms& terms) {
     u32 panel = shared.out(place.along_n);
     if (place.thread == 0) store_wait_read();
     warpgroup_sync(place.warpgroup);  // the panel is free, the per-token scales are there
 
     u32 scales = shared.scales(place.along_n) + (place.lane % 4) * 8;
-    // stmatrix: lanes 8i..8i+7 give the rows of matrix i; matrices are {rows 0-7, rows 8-15} of n for one or two runs of 8 tokens.
+    // stmatrix: lanes 8i..8i+7 give the rows of matrix i; matrices are {rows 0-7, rows 8-15} of n for one or two runs
+    // of 8 tokens.
     u32 token_in_run = place.lane % 8;
     u32 chunk = place.warp * 2 + (place.lane / 8) % 2;
     u32 address = panel + (place.lane / 16 * 8 + token_in_run) * 128 + ((chunk ^ token_in_run) * 16);
@@ -131,7 +142,9 @@ __device__ __forceinline__ void store_tile(float (&acc)[Config::kBlockM / 2], co
         }
         if (run % 2 == 1) {
             asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                         ::"r"(address + (run - 1) * 1024), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3]) : "memory");
+                         ::"r"(address + (run - 1) * 1024), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]),
+                           "r"(packed[3])
+                         : "memory");
         } else if (run == kRuns - 1) {
             asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
                          ::"r"(address + run * 1024), "r"(packed[0]), "r"(packed[1]) : "memory");

@@ -1,5 +1,6 @@
-// The W4A8 GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ with 4-bit rhs. Operands are swapped: weights are wgmma's A, decoded from shared memory
-// into registers (64 rows of n), activations its B, read from shared memory (block_m tokens).
+// The W4A8 GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ with 4-bit rhs. Operands are swapped: weights are wgmma's A,
+// decoded from shared memory into registers (64 rows of n), activations its B, read from shared memory
+// (block_m tokens).
 //
 //     producer warp                         consumer warpgroups
 //     weights of the first stages
@@ -18,12 +19,13 @@
 
 namespace jitgemm {
 
-// ---- producer -----------------------------------------------------------------------------------------------------------------------
+// ---- producer -------------------------------------------------------------------------------------------------------
 
-// Announces a stage's bytes and copies its weight records: for each strip of 64 rows one contiguous run of `blocks` records.
+// Announces a stage's bytes and copies its weight records: for each strip of 64 rows one contiguous run of
+// `blocks` records.
 template <typename Config>
-__device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile, u32 stage, u32 block,
-                                             u32 blocks, u32 rank, u64 policy) {
+__device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile, u32 stage,
+                                             u32 block, u32 blocks, u32 rank, u64 policy) {
     u32 bytes = blocks * Config::kRecordBytes;
     barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + blocks * Shared<Config>::kLhsTile);
     u32 k_blocks = ceil_div(args.k, 128);
@@ -45,8 +47,8 @@ __device__ __forceinline__ void load_weights(const Args& args, const Shared<Conf
 }
 
 template <typename Config>
-__device__ __forceinline__ void load_activations(const TensorMap* map, const Shared<Config>& shared, const Tile& tile, u32 stage, u32 block,
-                                                 u32 blocks, u32 rank) {
+__device__ __forceinline__ void load_activations(const TensorMap* map, const Shared<Config>& shared, const Tile& tile,
+                                                 u32 stage, u32 block, u32 blocks, u32 rank) {
     for (u32 i = 0; i < blocks; ++i) {
         u32 destination = shared.lhs(stage, i);
         i32 k = (block + i) * 128;
@@ -60,7 +62,8 @@ __device__ __forceinline__ void load_activations(const TensorMap* map, const Sha
     }
 }
 
-// Weights do not depend on the previous kernel: the first tile's are under way before this grid waits for it. Returns the stages filled.
+// Weights do not depend on the previous kernel: the first tile's are under way before this grid waits for it. Returns
+// the stages filled.
 template <typename Config>
 __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<Config>& shared, u32 rank, u64 policy) {
     Scheduler<Config> scheduler(args);
@@ -68,15 +71,18 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
     Tile tile;
     u32 filled = 0;
     if (scheduler.next(tile, rank)) {
-        for (u32 block = range.begin; block < range.end && filled < Config::kStages; block += Config::kWarpgroupsK, ++filled)
-            load_weights<Config>(args, shared, tile, filled, block, min(u32(Config::kWarpgroupsK), range.end - block), rank, policy);
+        u32 block = range.begin;
+        for (; block < range.end && filled < Config::kStages; block += Config::kWarpgroupsK, ++filled) {
+            u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
+            load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy);
+        }
     }
     return filled;
 }
 
 template <typename Config>
-__device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const Shared<Config>& shared, u32 rank, u32 prefetched,
-                                        u64 policy) {
+__device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const Shared<Config>& shared, u32 rank,
+                                        u32 prefetched, u64 policy) {
     Scheduler<Config> scheduler(args);
     BlockRange range = block_range<Config>(args, rank);
     Ring<Config::kStages> ring;
@@ -96,17 +102,19 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
     }
 }
 
-// ---- consumers ----------------------------------------------------------------------------------------------------------------------
+// ---- consumers ------------------------------------------------------------------------------------------------------
 
 // acc += scale of the row * partial sum, for accumulators [first, first + kCount).
 template <int kCount, int kTotal, typename Partial>
-__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kCount], float low_row, float high_row) {
+__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kCount], float low_row,
+                                        float high_row) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
+    for (int i = 0; i < kCount; ++i)
+        acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
 }
 
-// One record on its way through a warpgroup: A fragments of its four k-steps and the scales of its chunks. A chunk is a run of k within the
-// record that has scales of its own.
+// One record on its way through a warpgroup: A fragments of its four k-steps and the scales of its chunks. A chunk is a
+// run of k within the record that has scales of its own.
 template <typename Config>
 struct Fragments {
     static constexpr u32 kChunks = Config::kGroupSize == 0 || Config::kGroupSize >= 128 ? 1 : 128 / Config::kGroupSize;
@@ -135,8 +143,10 @@ struct Fragments {
                 high_zero = load_shared_u8(zeros + 8) * 0x01010101u;
             }
 #pragma unroll
-            for (u32 s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s)
-                decode_step<typename Config::Decode, Config::kZeroPoint>(step[s], words[2 * s], words[2 * s + 1], low_zero, high_zero);
+            for (u32 s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s) {
+                decode_step<typename Config::Decode, Config::kZeroPoint>(step[s], words[2 * s], words[2 * s + 1],
+                                                                         low_zero, high_zero);
+            }
         }
     }
 };
@@ -169,7 +179,8 @@ struct Multiplier {
         for (u32 s = 0; s < kSteps; ++s) {
             const u32 step = chunk * kSteps + s;
             const bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
-            Wgmma::issue(partial[half], fragments.step[step], descriptor + half * (kTokens * 128 >> 4) + step * 2, accumulate);
+            const u64 tokens = descriptor + half * (kTokens * 128 >> 4) + step * 2;
+            Wgmma::issue(partial[half], fragments.step[step], tokens, accumulate);
         }
         wgmma_commit();
     }
@@ -180,11 +191,13 @@ struct Multiplier {
         for (u32 unit = 0; unit < kHalves; ++unit) issue(unit, fragments, descriptor);
     }
 
-    // Waits for them, promoting each unit's sums by its scales while the next one multiplies. Sums of several records are promoted when
-    // kPromoteRecords are summed up, or at the last one; 0 is never.
-    __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2], Fragments<Config>& fragments, u64 descriptor, bool last) {
+    // Waits for them, promoting each unit's sums by its scales while the next one multiplies. Sums of several records
+    // are promoted when kPromoteRecords are summed up, or at the last one; 0 is never.
+    __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2], Fragments<Config>& fragments,
+                                           u64 descriptor, bool last) {
         constexpr bool kNever = Config::kPromoteRecords == 0;
-        const bool promote_now = !kNever && (Config::kPromoteRecords == 1 || last || pending + 1 == Config::kPromoteRecords);
+        const bool promote_now =
+            !kNever && (Config::kPromoteRecords == 1 || last || pending + 1 == Config::kPromoteRecords);
 #pragma unroll
         for (u32 unit = 0; unit < kUnits; ++unit) {
             const u32 half = unit % kHalves, chunk = unit / kHalves;
@@ -232,8 +245,8 @@ __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 
 
 // The warpgroup's share of a tile. While one record multiplies, the next is loaded and decoded.
 template <typename Config>
-__device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared, const Place& place,
-                                              BlockRange range, Ring<Config::kStages>& ring) {
+__device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
+                                              const Place& place, BlockRange range, Ring<Config::kStages>& ring) {
     const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
     // The last stage may hold no record for this warpgroup.
     const u32 records = ceil_div(max(range.end - range.begin, place.along_k) - place.along_k, Config::kWarpgroupsK);
@@ -272,9 +285,11 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
 }
 
 template <typename Config>
-__device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const Shared<Config>& shared, u32 rank) {
+__device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const Shared<Config>& shared,
+                                        u32 rank) {
     Place place;
-    // The shuffle tells the compiler that the value is the same in the whole warp, so that descriptors stay in uniform registers.
+    // The shuffle tells the compiler that the value is the same in the whole warp, so that descriptors stay in uniform
+    // registers.
     place.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
     place.along_n = place.warpgroup % Config::kWarpgroupsN;
     place.along_k = place.warpgroup / Config::kWarpgroupsN;
@@ -292,7 +307,8 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
         RowTerms terms;
         if (place.split == 0) {
             constexpr u32 kRemoteBytes = (Config::kSplitK - 1) * Config::kWarpgroupsK * Shared<Config>::kSlot;
-            if (Shared<Config>::kSplits > 1 && place.thread == 0) barrier_expect_bytes(shared.reduce_full(place.along_n), kRemoteBytes);
+            if (Shared<Config>::kSplits > 1 && place.thread == 0)
+                barrier_expect_bytes(shared.reduce_full(place.along_n), kRemoteBytes);
             stage_lhs_scales<Config>(args, shared, place, tile);
             terms = load_row_terms<Config>(args, place, tile);
         }
@@ -310,7 +326,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     if (place.split == 0 && place.thread == 0) store_wait_written();
 }
 
-// ---- kernel -------------------------------------------------------------------------------------------------------------------------
+// ---- kernel ---------------------------------------------------------------------------------------------------------
 
 template <typename Config>
 __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const TensorMap* out_map, const Args& args) {
@@ -341,7 +357,8 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
 
     // Only now: a kernel that starts while this one has not asked for its weights would ask for its own first.
     if (producer) launch_next_grid();
-    // Every thread of every CTA waits, also one without work, so that the end of this grid implies the end of its predecessor.
+    // Every thread of every CTA waits, also one without work, so that the end of this grid implies the end of its
+    // predecessor.
     wait_for_previous_grid();
 
     if (producer_warpgroup) {

@@ -9,8 +9,8 @@ struct Tile {
     u32 n;  // first row of the weight
 };
 
-// Persistent clusters walk the tiles in static strides. Tiles are ordered in bands of kBandTiles along m, m fastest inside a band, so
-// that the tiles in flight share both operands through the L2.
+// Persistent clusters walk the tiles in static strides. Tiles are ordered in bands of kBandTiles along m, m fastest
+// inside a band, so that the tiles in flight share both operands through the L2.
 template <typename Config>
 struct Scheduler {
     static constexpr u32 kAlongM = Config::kMulticastRhs ? Config::kMulticast : 1;  // tiles of one cluster along m
@@ -25,8 +25,8 @@ struct Scheduler {
           unit(blockIdx.x / Config::kClusterSize),
           step(gridDim.x / Config::kClusterSize) {}
 
-    // The tile of the CTA of this rank, or false when the cluster is done. A cluster at the edge may own a tile wholly outside: it still
-    // takes part in loads, and its stores are clipped.
+    // The tile of the CTA of this rank, or false when the cluster is done. A cluster at the edge may own a tile wholly
+    // outside: it still takes part in loads, and its stores are clipped.
     __device__ __forceinline__ bool next(Tile& tile, u32 rank) {
         if (unit >= units_m * units_n) return false;
         u32 per_band = kBandTiles * units_n;

@@ -1,7 +1,7 @@
-// The CTA's shared memory, by offset. jitgemm/config.py computes the same total; the rendered source checks that both agree.
+// The CTA's shared memory, by offset. jitgemm/config.py computes the same total; the rendered source checks it.
 //
 //     1024-aligned   lhs      [stages][warpgroups_k][block_m][128 B]       activations, 128-byte swizzle
-//                    out      [warpgroups_n][block_m][128 B]               bf16 tile of 64 columns each, 128-byte swizzle
+//                    out      [warpgroups_n][block_m][128 B]               bf16 tiles of 64 columns, 128-byte swizzle
 //     64-aligned     records  [stages][warpgroups_n][warpgroups_k][record]
 //                    slots    [splits - 1][warpgroups_n][block_m / 8][128 threads][4] fp32 partial tiles (leader CTA)
 //                    scales   [warpgroups_n][block_m] fp32                 per-token scales
@@ -30,11 +30,14 @@ struct Shared {
     static constexpr u32 kBarriers = kScales + Config::kWarpgroupsN * Config::kBlockM * 4;
     static constexpr u32 kBarrierCount = 2 * Config::kStages + Config::kWarpgroupsN + kWarpgroups;
     static constexpr u32 kBytes = kBarriers + kBarrierCount * 8;
-    static_assert(kRecords % 64 == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0, "misaligned shared memory");
+    static_assert(kRecords % 64 == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0,
+                  "misaligned shared memory");
 
     u32 base;
 
-    __device__ __forceinline__ u32 lhs(u32 stage, u32 along_k) const { return base + stage * kLhsStage + along_k * kLhsTile; }
+    __device__ __forceinline__ u32 lhs(u32 stage, u32 along_k) const {
+        return base + stage * kLhsStage + along_k * kLhsTile;
+    }
     __device__ __forceinline__ u32 out(u32 along_n) const { return base + kOut + along_n * kOutPanel; }
     __device__ __forceinline__ u32 record(u32 stage, u32 along_n, u32 along_k) const {
         return base + kRecords + stage * kRecordStage + along_n * kRecordRun + along_k * Config::kRecordBytes;
@@ -67,13 +70,19 @@ struct Shared {
 
 __device__ __forceinline__ uint4 load_shared_v4(u32 address) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
     return v;
 }
 
 __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     float4 v;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
     return v;
 }
 

@@ -1,4 +1,5 @@
-// Integer types and the kernel's argument block. NVRTC without a toolkit has no <cstdint>, so the few types are declared here.
+// Integer types and the kernel's argument block. NVRTC without a toolkit has no <cstdint>, so the few types are
+// declared here.
 #pragma once
 
 namespace jitgemm {
@@ -19,8 +20,8 @@ struct alignas(64) TensorMap {
 // Storage type of a value that is read through load_real().
 enum RealType : i32 { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 
-// Run-time arguments; jitgemm/plan.py fills the same layout. Everything that may change from call to call is here, so that a new m,
-// n, k or stride never compiles.
+// Run-time arguments; jitgemm/plan.py fills the same layout. Everything that may change from call to call is here, so
+// that a new m, n, k or stride never compiles.
 struct Args {
     const u8* records;          // packed weight, [strips][k_blocks][record_bytes]
     const void* channel_scale;  // [strips * 64] of channel_scale_type; read by per-channel kernels only

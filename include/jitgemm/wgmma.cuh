@@ -1,5 +1,5 @@
-// Warpgroup matrix multiply: ordering instructions, the shared-memory descriptor, register fences. The multiply itself is rendered for the
-// one shape and type that a kernel needs (struct Wgmma in the rendered source).
+// Warpgroup matrix multiply: ordering instructions, the shared-memory descriptor, register fences. The multiply itself
+// is rendered for the one shape and type that a kernel needs (struct Wgmma in the rendered source).
 #pragma once
 #include <jitgemm/types.cuh>
 
@@ -16,7 +16,8 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving reads or writes of registers across a wait: it does not know that a multiply is still at work on them.
+// Keeps the compiler from moving reads or writes of registers across a wait: it does not know that a multiply is still
+// at work on them.
 template <int kCount>
 __device__ __forceinline__ void register_fence(float (&registers)[kCount]) {
 #pragma unroll
@@ -41,9 +42,9 @@ __device__ __forceinline__ void register_fence(float (&registers)[kCount], u32 f
     for (u32 i = 0; i < count; ++i) asm volatile("" : "+f"(registers[first + i])::"memory");
 }
 
-// Descriptor of a k-major operand in shared memory: rows of 128 bytes of k, 128-byte swizzle, 1024-byte aligned, 8 rows every 1024 bytes.
-// PTX ISA, "matrix descriptor": address >> 4 in bits 0-13, leading offset >> 4 from bit 16 (unused by this swizzle), stride >> 4 from
-// bit 32, swizzle mode 1 = 128 bytes in bits 62-63. A step of 32 bytes along k adds 2.
+// Descriptor of a k-major operand in shared memory: rows of 128 bytes of k, 128-byte swizzle, 1024-byte aligned, 8 rows
+// every 1024 bytes. PTX ISA, "matrix descriptor": address >> 4 in bits 0-13, leading offset >> 4 from bit 16 (unused by
+// this swizzle), stride >> 4 from bit 32, swizzle mode 1 = 128 bytes in bits 62-63. A step of 32 bytes along k adds 2.
 __device__ __forceinline__ u64 k_major_descriptor(u32 address) {
     return u64((address & 0x3FFFF) >> 4) | u64(1) << 16 | u64(64) << 32 | u64(1) << 62;
 }
