@@ -1,7 +1,7 @@
-"""The public call. Checks arguments, then goes straight down to a plan; under a tracer it goes through the `torch.library` op instead.
+"""The public call: checks arguments, then straight down to a plan; under a tracer through the `torch.library` op.
 
-The hot path is `gemm_w4a8_bf16_nt` down to `Plan.launch`: one look-up by everything that decides legality and kernel. Only a miss imports the
-layers below, so that importing jitgemm touches neither the CUDA bindings nor the disk.
+The hot path is `gemm_w4a8_bf16_nt` down to `Plan.launch`: one look-up by everything that decides legality and kernel.
+Only a miss imports the layers below, so that importing jitgemm touches neither the CUDA bindings nor the disk.
 """
 
 from __future__ import annotations
@@ -44,19 +44,22 @@ def gemm_w4a8_bf16_nt(
 
     ::
 
-        out[i, j] = x_scale[i] * sum over groups g of scale[j, g] * (sum over k in g of x[i, k] * (q[j, k] - zero[j, g])) + bias[j]
+        out[i, j] = x_scale[i] * sum over groups g of scale[j, g] * part(i, j, g) + bias[j]
+        part(i, j, g) = sum over k in g of x[i, k] * (q[j, k] - zero[j, g])
 
-    int8 sums of a group are exact integers; e4m3 sums are kept in fp32 beyond each group. Bit-identical from run to run.
+    int8 sums of a group are exact integers; e4m3 sums are kept in fp32 beyond each group. Bit-identical from run to
+    run.
 
     Args:
-        lhs: (x, x_scale). x is float8_e4m3fn or int8 [m, k], stride 1 along k, row stride a multiple of 16 bytes, 16-byte aligned. x_scale is
-            fp32 [m], [m, 1] or one element.
+        lhs: (x, x_scale). x is float8_e4m3fn or int8 [m, k], stride 1 along k, row stride a multiple of 16 bytes,
+            16-byte aligned. x_scale is fp32 [m], [m, 1] or one element.
         rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 32.
-        out: bfloat16 [m, n], stride 1 along n, row stride a multiple of 8 elements, 16-byte aligned; may be a column slice.
+        out: bfloat16 [m, n], stride 1 along n, row stride a multiple of 8 elements, 16-byte aligned; may be a column
+            slice.
         bias: bfloat16 or fp32 [n], contiguous, or None.
 
-    All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (about 0.2 s), never for a new m once the layer is
-    warm. On the CPU: `gemm_w4a8_reference`. m = 0 returns at once.
+    All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (about 0.2 s), never for a
+    new m once the layer is warm. On the CPU: `gemm_w4a8_reference`. m = 0 returns at once.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
@@ -69,7 +72,8 @@ def gemm_w4a8_bf16_nt(
         return
     try:
         signature = (
-            rhs._plan_key, x.shape, x.stride(), x.dtype, x.device, x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
+            rhs._plan_key, x.shape, x.stride(), x.dtype, x.device,
+            x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
             out.shape, out.stride(), out.dtype, out.device, out.requires_grad,
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
         )  # fmt: skip
@@ -83,7 +87,7 @@ def gemm_w4a8_bf16_nt(
 
 
 def _traced(x: object, out: object) -> bool:
-    """Whether something other than plain eager execution looks on: tensor subclasses (fake, functional) or a dispatch mode."""
+    """Whether this is not plain eager execution: tensor subclasses (fake, functional) or a dispatch mode."""
     return type(x) not in _PLAIN or type(out) not in _PLAIN or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -109,9 +113,14 @@ def _plan_key(weight: PackedWeight | W4Weight) -> tuple:
 
 
 def _plan_and_run(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight | W4Weight, out: torch.Tensor, bias: torch.Tensor | None, dependent: bool
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: PackedWeight | W4Weight,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    dependent: bool,
 ) -> None:
-    """The cold path: all checks, then the reference on the CPU, or a plan that is kept for the next call of these shapes."""
+    """The cold path: all checks, then the reference on the CPU, or a plan kept for the next call of these shapes."""
     check_arguments(x, x_scale, weight, out, bias)
     if not x.is_cuda:
         check_addresses(x, x_scale, weight, out, bias)
@@ -135,9 +144,10 @@ def _plan_and_run(
 
 
 def _signature(x, x_scale, weight, out, bias) -> tuple:  # type: ignore[no-untyped-def]
-    """What `gemm_w4a8_bf16_nt` writes out in its hot path: all that decides whether a call is legal and which kernel runs."""
+    """What `gemm_w4a8_bf16_nt` writes out in its hot path: all that decides legality and kernel."""
     return (
-        _plan_key(weight), x.shape, x.stride(), x.dtype, x.device, x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
+        _plan_key(weight), x.shape, x.stride(), x.dtype, x.device,
+        x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
         out.shape, out.stride(), out.dtype, out.device, out.requires_grad,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
     )  # fmt: skip
@@ -161,16 +171,21 @@ _library.define(
 )
 
 
-def _call_op(x: torch.Tensor, x_scale: torch.Tensor, rhs: W4Weight, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _call_op(
+    x: torch.Tensor, x_scale: torch.Tensor, rhs: W4Weight, out: torch.Tensor, bias: torch.Tensor | None
+) -> None:
     _check_types(x, x_scale, rhs, out, bias)
     fmt = rhs.format
     version = rhs._version0 if rhs.settled and rhs._version0 is not None else -1
     torch.ops.jitgemm.gemm_w4a8_bf16_nt(
-        x, x_scale, rhs.blocks, rhs.channel_scale, out, bias, rhs.n, rhs.k, fmt.group_size, fmt.zero_point, fmt.scale_type, version
-    )
+        x, x_scale, rhs.blocks, rhs.channel_scale, out, bias,
+        rhs.n, rhs.k, fmt.group_size, fmt.zero_point, fmt.scale_type, version,
+    )  # fmt: skip
 
 
-def _op(x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_point, scale_type, settled_version) -> None:  # type: ignore[no-untyped-def]
+def _op(  # type: ignore[no-untyped-def]
+    x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_point, scale_type, settled_version
+) -> None:
     weight = PackedWeight(blocks, channel_scale, n, k, WeightFormat(group_size, zero_point, scale_type))
     plan = _plans.by_signature.get(_signature(x, x_scale, weight, out, bias)) if x.is_cuda else None
     dependent = settled_version >= 0 and not blocks.is_inference() and blocks._version == settled_version
@@ -180,8 +195,11 @@ def _op(x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_poi
         plan.launch(x, x_scale, weight, out, bias, dependent)
 
 
-def _fake_op(x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_point, scale_type, settled_version) -> None:  # type: ignore[no-untyped-def]
-    check_arguments(x, x_scale, PackedWeight(blocks, channel_scale, n, k, WeightFormat(group_size, zero_point, scale_type)), out, bias)
+def _fake_op(  # type: ignore[no-untyped-def]
+    x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_point, scale_type, settled_version
+) -> None:
+    weight = PackedWeight(blocks, channel_scale, n, k, WeightFormat(group_size, zero_point, scale_type))
+    check_arguments(x, x_scale, weight, out, bias)
 
 
 for _key in ("CUDA", "CPU"):

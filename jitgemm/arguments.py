@@ -1,6 +1,7 @@
-"""Checks of a GEMM call's arguments: what each must be, said in one message that names it, what was expected and what came.
+"""Checks of a GEMM call's arguments: what each must be, in one message that names it, what was expected and what came.
 
-Works on real and fake tensors alike; looks at dtypes, shapes, strides and devices here, at addresses in `check_addresses`. Never at values.
+Works on real and fake tensors alike; looks at dtypes, shapes, strides and devices here, at addresses in
+`check_addresses`. Never at values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ REAL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 SCALE_TYPE_NUMBERS = {"fp32": 0, "bf16": 1, "fp16": 2}
 
 ALIGNMENT = 16
-"""Bytes that addresses and row strides of TMA tensors must be multiples of (CUDA driver API, cuTensorMapEncodeTiled)."""
+"""Addresses and row strides of TMA tensors are multiples of so many bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,14 @@ def _rows(name: str, tensor: torch.Tensor, columns: int, what: str) -> None:
         unit = ALIGNMENT // tensor.element_size()
         if tensor.stride(0) % unit != 0:
             raise ValueError(
-                f"{name}: expected a row stride that is a multiple of {unit} elements ({ALIGNMENT} bytes), got {tensor.stride(0)}"
+                f"{name}: expected a row stride that is a multiple of {unit} elements ({ALIGNMENT} bytes), "
+                f"got {tensor.stride(0)}"
             )
         if tensor.stride(0) < columns:
-            raise ValueError(f"{name}: expected rows that do not overlap (row stride at least {columns}), got row stride {tensor.stride(0)}")
+            raise ValueError(
+                f"{name}: expected rows that do not overlap (row stride at least {columns}), "
+                f"got row stride {tensor.stride(0)}"
+            )
 
 
 def check_arguments(
@@ -150,7 +155,8 @@ def check_addresses(
         for name, tensor in aligned:
             if tensor.data_ptr() % ALIGNMENT:
                 raise ValueError(
-                    f"{name}: expected an address that is a multiple of {ALIGNMENT} bytes, got one that is {tensor.data_ptr() % ALIGNMENT} bytes past it"
+                    f"{name}: expected an address that is a multiple of {ALIGNMENT} bytes, "
+                    f"got one that is {tensor.data_ptr() % ALIGNMENT} bytes past it"
                 )
     inputs = (
         ("lhs[0] (x)", x),

@@ -1,6 +1,7 @@
 """Choosing a kernel: enumerate what fits, predict each one's time from the device's figures, take the least.
 
-Pure functions over frozen dataclasses; no torch, no driver, no table of tuned shapes. The model's constants are at the top, each with its unit.
+Pure functions over frozen dataclasses; no torch, no driver, no table of tuned shapes. The model's constants stand above
+it, each with its unit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ MAX_STAGES = 12
 SYSTEM_SMEM = 1024
 """Bytes of shared memory the system takes from an SM for each resident CTA."""
 OVERHEAD_REGISTERS = {"e4m3": 56, "s8": 64}
-"""Registers of a consumer thread beside its accumulators: codes, fragments of two records, addresses, loop state; s8 converts too."""
+"""Registers of a consumer thread beside its accumulators: codes, fragments of two records, addresses, loop state; s8
+converts too."""
 UNPROMOTED_REGISTERS = 16
 """More of them where sums stay in the tensor cores' registers from record to record."""
 SPLIT_REGISTERS = 8
@@ -41,7 +43,7 @@ def smem_bytes(spec: KernelSpec) -> int:
 
 
 def registers_needed(spec: KernelSpec) -> int:
-    """Registers of a consumer thread: the tensor cores' sums, the promoted ones where groups are promoted, and the rest."""
+    """Registers of a consumer thread: the tensor cores' sums, the promoted ones where groups are promoted, the rest."""
     rest = OVERHEAD_REGISTERS[spec.lhs]
     rest += SPLIT_REGISTERS if spec.warpgroups_k > 1 else 0
     rest += CHUNK_REGISTERS * max(0, spec.format.scale_rows - 1)
@@ -115,12 +117,15 @@ class _Shape(NamedTuple):
 
 def _shapes() -> Iterator[_Shape]:
     for block_m in BLOCK_MS:
-        # Narrow tiles: k over clusters and warpgroups; two CTAs fit an SM, so that the next kernel can prefetch its weights.
+        # Narrow tiles: k over clusters and warpgroups; two CTAs fit an SM, so that the next kernel can prefetch its
+        # weights.
         if block_m <= 64:
             for warpgroups_n, warpgroups_k in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4)):
                 for split_k in (1, 2, 4, 8):
                     for ctas in (1, 2):
-                        yield _Shape(block_m, 64 * warpgroups_n, warpgroups_k=warpgroups_k, split_k=split_k, ctas_per_sm=ctas)
+                        yield _Shape(
+                            block_m, 64 * warpgroups_n, warpgroups_k=warpgroups_k, split_k=split_k, ctas_per_sm=ctas
+                        )
         # Wide tiles: all warpgroups along n, neighbours may share an operand.
         if block_m >= 48:
             for block_n in (128, 192):
@@ -133,15 +138,16 @@ def _shapes() -> Iterator[_Shape]:
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted by `scripts/sweep.py fit` to 4,681 timings on an H200, 2026-11-21 (docs/notes/selector.md): they absorb
-# what the model leaves out, so that one of them alone need not be what its name would cost by itself.
+# The constants were fitted by `scripts/sweep.py fit` to 4,681 timings on an H200, 2026-11-21 (docs/notes/selector.md):
+# they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
 LAUNCH_US = 1.57
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
 NO_PREFETCH_US = 0.19
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
 REDUCE_US = 0.05
-"""Sum over splits of k, per tile and split beyond the first: stores into the leader's shared memory, hand-over, reads."""
+"""Sum over splits of k, per tile and split beyond the first: stores into the leader's shared memory, hand-over,
+reads."""
 STORE_US = 0.31
 """Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
 CLUSTER_US = 1.54
@@ -161,11 +167,13 @@ CHUNK_CYCLES = 10.0
 L2_BYTES_PER_CYCLE = 64.0
 """Bytes an SM draws from the L2 in a cycle when all draw."""
 OVERLAP = 3.84
-"""Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a little."""
+"""Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
+little."""
 FEW_SMS = 0.1
 """Exponent with which memory time grows as fewer SMs draw."""
 CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.61, 8: 0.59}
-"""Share of the SMs that clusters of a size can fill, one CTA an SM: a cluster lies within a GPC, whose SMs it need not divide."""
+"""Share of the SMs that clusters of a size can fill, one CTA an SM: a cluster lies within a GPC, whose SMs it need not
+divide."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,8 @@ class Candidate:
     Attributes:
         kernel: the kernel.
         predicted_us: predicted microseconds of one call in a chain of calls.
-        terms: the prediction's parts in microseconds: memory, tensor, issue, latency and l2 run side by side, fixed is added.
+        terms: the prediction's parts in microseconds: memory, tensor, issue, latency and l2 run side by side, fixed is
+            added.
         waves: rounds of tiles, the last one perhaps not full.
         ctas: CTAs launched.
     """
@@ -236,16 +245,19 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
     fixed += REDUCE_US * waves * (splits - 1) ** 0.5
     if spec.cluster_size > 1:
         fixed += CLUSTER_US * spec.cluster_size**0.5
-    terms = {"memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "l2": l2_us, "fixed": fixed}
-    side_by_side = sum(terms[part] ** OVERLAP for part in ("memory", "tensor", "issue", "latency", "l2")) ** (1 / OVERLAP)
-    return Candidate(spec, fixed + side_by_side, terms, waves, clusters * spec.cluster_size)
+    parts = {"memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "l2": l2_us}
+    side_by_side = sum(part**OVERLAP for part in parts.values()) ** (1 / OVERLAP)
+    return Candidate(spec, fixed + side_by_side, {**parts, "fixed": fixed}, waves, clusters * spec.cluster_size)
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
 def bands(max_m: int) -> list[tuple[int, int]]:
-    """The runs of m, first and last included, within which one layer uses one kernel: steps of 8, 16, 32, 128, 1024, then doubling."""
+    """The runs of m, first and last included, within which one layer uses one kernel.
+
+    Steps of 8, 16, 32, 128, 1024, then doubling.
+    """
     if max_m < 1:
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
     out = []

@@ -1,8 +1,8 @@
 """Figures of the GPUs that jitgemm can choose kernels for. Plain data: no torch, no driver.
 
-Shared memory, registers and SM counts are NVIDIA's published figures (CUDA programming guide, compute capability 9.0; data sheets). The H200's
-rates were measured (`docs/notes/`, DESIGN section 2): HBM as a stream of weights under programmatic dependent launch, tensor rate as wgmma on
-decoded weights. The others' are the H200's scaled by the data sheets.
+Shared memory, registers and SM counts are NVIDIA's published figures (CUDA programming guide, compute capability 9.0;
+data sheets). The H200's rates were measured (`docs/notes/`): HBM as a stream of weights under programmatic dependent
+launch, tensor rate as wgmma on decoded weights. The others' are the H200's scaled by the data sheets.
 """
 
 from __future__ import annotations
@@ -35,19 +35,31 @@ DEVICES: dict[str, DeviceSpec] = {
         clock_mhz=1620.0,
     ),
     "h20": replace(
-        _H200, name="h20", num_sms=78, hbm_bytes_per_us=4.5e6 * 4.0 / 4.8, tensor_ops_per_us=1.80e9 * 296 / 1979, clock_mhz=1830.0
+        _H200,
+        name="h20",
+        num_sms=78,
+        hbm_bytes_per_us=4.5e6 * 4.0 / 4.8,
+        tensor_ops_per_us=1.80e9 * 296 / 1979,
+        clock_mhz=1830.0,
     ),
 }
 
-_SHORT = {"sms": "num_sms", "smem": "smem_per_block", "l2": "l2_bytes", "hbm": "hbm_bytes_per_us", "tensor": "tensor_ops_per_us"}
+_SHORT = {
+    "sms": "num_sms",
+    "smem": "smem_per_block",
+    "l2": "l2_bytes",
+    "hbm": "hbm_bytes_per_us",
+    "tensor": "tensor_ops_per_us",
+}
 
 
 def device_spec(name: str) -> DeviceSpec:
     """The device of this name, or one given by figures.
 
     Args:
-        name: a key of `DEVICES`, optionally followed by figures that differ, such as "h200,sms=66" for half an H200; figures alone start
-            from the H200. Keys are the fields of `DeviceSpec` or sms, smem, l2 (bytes), hbm (bytes/us), tensor (ops/us).
+        name: a key of `DEVICES`, optionally followed by figures that differ, such as "h200,sms=66" for half an H200;
+            figures alone start from the H200. Keys are the fields of `DeviceSpec` or sms, smem, l2 (bytes),
+            hbm (bytes/us), tensor (ops/us).
 
     Raises:
         ValueError: names what is known.
@@ -57,7 +69,9 @@ def device_spec(name: str) -> DeviceSpec:
         figures.insert(0, base)
         base = "h200"
     if base not in DEVICES:
-        raise ValueError(f"device: expected one of {', '.join(DEVICES)} or figures such as 'sms=66,l2=31457280', got {name!r}")
+        raise ValueError(
+            f"device: expected one of {', '.join(DEVICES)} or figures such as 'sms=66,l2=31457280', got {name!r}"
+        )
     known = {field.name: field for field in fields(DeviceSpec) if field.name != "name"}
     changes: dict[str, float] = {}
     for figure in figures:
@@ -81,7 +95,8 @@ def device_from_properties(name: str, num_sms: int, smem_per_block: int, smem_pe
     A part of a GPU (MIG, a green context) has its share of the rates.
     """
     lowered = name.lower()
-    nearest = next((spec for key, spec in DEVICES.items() if key.split("-")[0] in lowered and key != "h100-pcie"), _H200)
+    matches = (spec for key, spec in DEVICES.items() if key.split("-")[0] in lowered and key != "h100-pcie")
+    nearest = next(matches, _H200)
     if "h100" in lowered and "pcie" in lowered:
         nearest = DEVICES["h100-pcie"]
     share = min(1.0, num_sms / nearest.num_sms)

@@ -1,6 +1,7 @@
-"""The CUDA driver as jitgemm uses it: load a cubin, encode a tensor map, build and issue a launch. Every return code is checked.
+"""The CUDA driver as jitgemm uses it: load a cubin, encode a tensor map, build and issue a launch.
 
-Knows bytes, addresses and integers; knows no tensors. Imported only when something runs on a GPU.
+Every return code is checked. Knows bytes, addresses and integers; knows no tensors. Imported only when something runs
+on a GPU.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ def check_nvrtc_against_driver(nvrtc: tuple[int, int]) -> None:
     have = driver_version()
     if nvrtc[0] > have[0]:
         raise UnsupportedDeviceError(
-            f"NVRTC {nvrtc[0]}.{nvrtc[1]} builds kernels that this driver (CUDA {have[0]}.{have[1]}) cannot load. Update the driver, or install "
-            f"jitgemm with the extra for CUDA {have[0]}: pip install 'jitgemm[cu{have[0]}]'"
+            f"NVRTC {nvrtc[0]}.{nvrtc[1]} builds kernels that this driver (CUDA {have[0]}.{have[1]}) cannot load. "
+            f"Update the driver, or install jitgemm with the extra for CUDA {have[0]}: "
+            f"pip install 'jitgemm[cu{have[0]}]'"
         )
 
 
@@ -92,7 +94,8 @@ def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int, thread
     module = check(cu.cuModuleLoadData(cubin), "cuModuleLoadData")
     function = check(cu.cuModuleGetFunction(module, name.encode()), f"cuModuleGetFunction({name})")
     attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    check(cu.cuFuncSetAttribute(function, attribute, smem_bytes), f"cuFuncSetAttribute(dynamic shared memory = {smem_bytes})")
+    result = cu.cuFuncSetAttribute(function, attribute, smem_bytes)
+    check(result, f"cuFuncSetAttribute(dynamic shared memory = {smem_bytes})")
     return LoadedKernel(function, module, device, smem_bytes, threads)
 
 
@@ -126,7 +129,7 @@ class TileMap:
         self._box = [cu.cuuint32_t(box[0]), cu.cuuint32_t(box[1])]
 
     def encode(self, address: int) -> object:
-        """The 128-byte map for a tensor at `address` (16-byte aligned); keep the object alive while a launch may read it."""
+        """The 128-byte map for a tensor at `address` (16-byte aligned); keep it alive while a launch may read it."""
         result = cu.cuTensorMapEncodeTiled(
             self._type, 2, address, self._extent, self._strides, self._box, _ELEMENT_STRIDES,
             _INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO,
@@ -140,7 +143,7 @@ class TileMap:
 
 
 class Launch:
-    """A prepared launch: grid, attributes and parameter block are built once, addresses and scalars are written in place.
+    """A prepared launch: grid, attributes and parameter block are built once, the values they hold written in place.
 
     Not thread-safe: each thread has its own.
     """
@@ -176,7 +179,10 @@ class Launch:
         self._parameters[index] = tensor_map.getPtr()  # type: ignore[attr-defined]
 
     def run(self, stream: int, dependent: bool) -> None:
-        """Launches on a stream handle. `dependent`: may start while the kernel before it still runs (programmatic dependent launch)."""
+        """Launches on a stream handle.
+
+        `dependent`: may start while the kernel before it still runs (programmatic dependent launch).
+        """
         if stream != self._stream:
             self._config.hStream = stream
             self._plain.hStream = stream

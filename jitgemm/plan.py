@@ -1,7 +1,8 @@
-"""From checked tensors to a launch. A plan is everything about a call that its shapes decide: kernel, grid, argument block, tensor maps.
+"""From checked tensors to a launch.
 
-The hot path is one dictionary look-up and a few writes into the plan's argument block. A miss goes down the layers: choose, render, cache or
-compile, load. Knows nothing of what arguments are legal; `arguments.py` has checked them.
+A plan is everything about a call that its shapes decide: kernel, grid, argument block, tensor maps. The hot path is one
+dictionary look-up and a few writes into the plan's argument block. A miss goes down the layers: choose, render, cache
+or compile, load. Knows nothing of what arguments are legal; `arguments.py` has checked them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from jitgemm.render import KERNEL_NAME
 from jitgemm.spec import DeviceSpec, KernelSpec, Problem
 
 _ARGUMENTS = struct.Struct("<5Q3I2iI")
-"""`Args` in include/jitgemm/types.cuh: records, channel_scale, lhs_scale, bias, lhs_scale_stride, m, n, k, channel_scale_type, bias_type."""
+"""`Args` in include/jitgemm/types.cuh: records, channel_scale, lhs_scale, bias, lhs_scale_stride, m, n, k,
+channel_scale_type, bias_type."""
 
 _cache = KernelCache()
 _loaded: dict[tuple[KernelSpec, int], driver.LoadedKernel] = {}
@@ -49,7 +51,8 @@ def device_of(index: int) -> DeviceSpec:
     properties = torch.cuda.get_device_properties(index)
     if (properties.major, properties.minor) != (9, 0):
         raise UnsupportedDeviceError(
-            f"cuda:{index} is a {properties.name} of compute capability {properties.major}.{properties.minor}; jitgemm's kernels need 9.0 (Hopper)"
+            f"cuda:{index} is a {properties.name} of compute capability {properties.major}.{properties.minor}; "
+            "jitgemm's kernels need 9.0 (Hopper)"
         )
     return device_from_properties(
         properties.name,
@@ -64,15 +67,16 @@ def loaded_kernel(spec: KernelSpec, device: int) -> driver.LoadedKernel:
     """The kernel, ready to launch on the device: in memory, else from the cache, else compiled.
 
     Raises:
-        CacheMissError: a CUDA graph is being captured, and loading would break the capture; or compiling is switched off.
+        CacheMissError: a CUDA graph is being captured, and loading would break the capture; or compiling is switched
+            off.
     """
     kernel = _loaded.get((spec, device))
     if kernel is not None:
         return kernel
     if torch.cuda.is_current_stream_capturing():
         raise CacheMissError(
-            f"kernel {spec.label} is not loaded, and loading it now would break the CUDA graph being captured: call the GEMM once with these "
-            "shapes before the capture"
+            f"kernel {spec.label} is not loaded, and loading it now would break the CUDA graph being captured: call "
+            "the GEMM once with these shapes before the capture"
         )
     with _load_lock:
         kernel = _loaded.get((spec, device))
@@ -92,12 +96,19 @@ def loaded_kernel(spec: KernelSpec, device: int) -> driver.LoadedKernel:
 class Plan:
     """A prepared call. Belongs to one thread; addresses are written in place before each launch."""
 
-    __slots__ = ("spec", "_device", "_block", "_words", "_launch", "_x_map", "_out_map", "_addresses", "_ends", "_out_end")
+    __slots__ = (
+        "spec", "_device", "_block", "_words", "_launch", "_x_map", "_out_map", "_addresses", "_ends", "_out_end",
+    )  # fmt: skip
 
     def __init__(
-        self, x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None,
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor,
+        weight: PackedWeight,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
         spec: KernelSpec | None = None,
-    ):  # fmt: skip
+    ):
         device = x.get_device()
         m, n, k = x.shape[0], weight.n, weight.k
         figures = device_of(device)
@@ -125,18 +136,24 @@ class Plan:
         self._device = device
         self._addresses: tuple[int, ...] = ()
         self._out_end = byte_extent(out)
-        self._ends = tuple(
-            0 if tensor is None else byte_extent(tensor) for tensor in (x, x_scale, weight.blocks, weight.channel_scale, bias)
-        )
+        inputs = (x, x_scale, weight.blocks, weight.channel_scale, bias)
+        self._ends = tuple(0 if tensor is None else byte_extent(tensor) for tensor in inputs)
 
     def launch(
-        self, x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None, dependent: bool
+        self,
+        x: torch.Tensor,
+        x_scale: torch.Tensor,
+        weight: PackedWeight,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        dependent: bool,
     ) -> None:
         """Runs on the tensors' device and its current stream.
 
         Args:
             x, x_scale, weight, out, bias: tensors of the shapes, strides, dtypes and device that the plan was made for.
-            dependent: nothing that may still be running writes the weight, so the kernel may start before its predecessor ends.
+            dependent: nothing that may still be running writes the weight, so the kernel may start before its
+                predecessor ends.
 
         Raises:
             ValueError: a tensor is misaligned, or out overlaps an input.

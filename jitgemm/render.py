@@ -1,7 +1,9 @@
-"""Kernel spec to CUDA source. Pure: the same spec gives the same text on every machine; knows no torch, no CUDA library, no cache.
+"""Kernel spec to CUDA source.
 
-The algorithm lives in the headers under `include/jitgemm`. What is rendered is the part that differs from kernel to kernel: the constants, and
-the wgmma wrapper for the one shape and type the kernel uses, so that no table of a hundred wrappers has to be carried.
+Pure: the same spec gives the same text on every machine; knows no torch, no CUDA library, no cache. The algorithm lives
+in the headers under `include/jitgemm`. What is rendered is the part that differs from kernel to kernel: the constants,
+and the wgmma wrapper for the one shape and type the kernel uses, so that no table of a hundred wrappers has to be
+carried.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ KERNEL_NAME = "jitgemm_w4a8"
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-default-device", "--ptxas-options=-v")
 
+
 def wgmma_shapes(lhs: str) -> tuple[int, ...]:
     """Legal N of `wgmma.mma_async.m64nNk32` for this type (PTX ISA, table of wgmma shapes)."""
     if lhs == "e4m3":
@@ -25,8 +28,9 @@ def wgmma_shapes(lhs: str) -> tuple[int, ...]:
 def promote_records(spec: KernelSpec) -> int:
     """Records of 128 k summed in the tensor cores before they are promoted to fp32; 0 means the whole tile.
 
-    int8 sums are exact in int32. e4m3 sums lose bits as they grow: the tensor cores cut every product off at about 14 bits below the sum, and
-    runs of 256 k miss 2^-10 of the sum of terms where all terms have one sign (docs/notes/e4m3-accuracy.md).
+    int8 sums are exact in int32. e4m3 sums lose bits as they grow: the tensor cores cut every product off at about 14
+    bits below the sum, and runs of 256 k miss 2^-10 of the sum of terms where all terms have one sign
+    (docs/notes/e4m3-accuracy.md).
     """
     if spec.lhs == "e4m3":
         return 1
@@ -52,10 +56,12 @@ def _wgmma(spec: KernelSpec) -> str:
 // d = a * b, or d += a * b: a is 64 x 32 in registers, b is {tokens} x 32 in shared memory.
 struct Wgmma {{
     using Accumulator = {accumulator};
-    __device__ __forceinline__ static void issue({accumulator} (&d)[{count}], const u32 (&a)[4], u64 b, bool accumulate) {{
+    __device__ __forceinline__ static void issue({accumulator} (&d)[{count}], const u32 (&a)[4], u64 b,
+                                                 bool accumulate) {{
         asm volatile(
             "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
-            "wgmma.mma_async.sync.aligned.m64n{tokens}k32.{types} {{{registers}}}, {{{a}}}, %{count + 4}, p{signs};\\n}}"
+            "wgmma.mma_async.sync.aligned.m64n{tokens}k32.{types}"
+            " {{{registers}}}, {{{a}}}, %{count + 4}, p{signs};\\n}}"
             : {outputs}
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(i32(accumulate)));
     }}
@@ -130,9 +136,11 @@ extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas
 
 @lru_cache(maxsize=1)
 def headers() -> dict[str, str]:
-    """Name, as included, to text of every kernel header. NVRTC gets them in memory, so no path reaches the source or the key."""
+    """Name, as included, to text of every kernel header. NVRTC gets them in memory: no path in source or key."""
     package = Path(__file__).resolve().parent
     for root in (package / "include", package.parent / "include"):
         if (root / "jitgemm").is_dir():
             return {f"jitgemm/{path.name}": path.read_text() for path in sorted((root / "jitgemm").glob("*.cuh"))}
-    raise FileNotFoundError(f"jitgemm's kernel headers are missing: neither {package}/include nor {package.parent}/include holds them")
+    raise FileNotFoundError(
+        f"jitgemm's kernel headers are missing: neither {package}/include nor {package.parent}/include holds them"
+    )

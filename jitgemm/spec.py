@@ -1,6 +1,7 @@
 """The frozen facts that the selector, the renderer and the cache work on: device, weight format, problem, kernel.
 
-Plain dataclasses with no torch and no CUDA, so that a machine without a GPU can choose, render and compile for any device.
+Plain dataclasses with no torch and no CUDA, so that a machine without a GPU can choose, render and compile for any
+device.
 """
 
 from __future__ import annotations

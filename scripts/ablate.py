@@ -26,8 +26,12 @@ NO_DECODE = (
 )
 NO_AHEAD = (
     "kernel",
-    "        if (!last) load(next);\n        multiplier.finish(acc, current, descriptor, last);\n        release_stage(shared, stage, place);",
-    "        multiplier.finish(acc, current, descriptor, last);\n        release_stage(shared, stage, place);\n        if (!last) load(next);",
+    "        if (!last) load(next);\n"
+    "        multiplier.finish(acc, current, descriptor, last);\n"
+    "        release_stage(shared, stage, place);",
+    "        multiplier.finish(acc, current, descriptor, last);\n"
+    "        release_stage(shared, stage, place);\n"
+    "        if (!last) load(next);",
 )
 VARIANTS = {
     "as it is": (),
@@ -40,9 +44,12 @@ VARIANTS = {
 
 def kernels() -> list[KernelSpec]:
     found = []
+    shapes = ((128, 128, 1, 7), (128, 128, 2, 7), (160, 128, 2, 6), (96, 192, 2, 7), (80, 192, 1, 8))
     for lhs in ("e4m3", "s8"):
-        for block_m, block_n, halves, stages in ((128, 128, 1, 7), (128, 128, 2, 7), (160, 128, 2, 6), (96, 192, 2, 7), (80, 192, 1, 8)):
-            found.append(KernelSpec(lhs, 128, False, "bf16", block_m=block_m, block_n=block_n, halves=halves, stages=stages))
+        for block_m, block_n, halves, stages in shapes:
+            found.append(
+                KernelSpec(lhs, 128, False, "bf16", block_m=block_m, block_n=block_n, halves=halves, stages=stages)
+            )
     return [*found, KernelSpec("s8", 0, False, "fp32", block_m=256, block_n=128, stages=4)]
 
 
@@ -61,9 +68,14 @@ def main() -> None:
     from jitgemm.cache import KernelCache
 
     q = torch.randint(-8, 8, (n, k), device="cuda", dtype=torch.int8)
-    weights = {g: jitgemm.pack_w4(q, torch.rand(n, -(-k // g), device="cuda").bfloat16(), group_size=g) for g in (128, k)}
+    weights = {}
+    for g in (128, k):
+        weights[g] = jitgemm.pack_w4(q, torch.rand(n, -(-k // g), device="cuda").bfloat16(), group_size=g)
     x_scale, out = torch.rand(m, device="cuda"), torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    x = {"s8": torch.randint(-127, 128, (m, k), device="cuda", dtype=torch.int8), "e4m3": torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn)}
+    x = {
+        "s8": torch.randint(-127, 128, (m, k), device="cuda", dtype=torch.int8),
+        "e4m3": torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn),
+    }
 
     headers, original = render.headers(), dict(render.headers())
     times: dict[tuple[str, KernelSpec], str] = {}

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""How far results are from the exact product, by length of k: the figures of docs/notes/e4m3-accuracy.md. Needs a Hopper GPU.
+"""How far results are from the exact product, by length of k. Needs a Hopper GPU.
+
+The figures of docs/notes/e4m3-accuracy.md.
 
     python scripts/accuracy.py [--m 2048] [--n 4096] > table.md
 """
@@ -47,7 +49,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name()}, {arguments.m} x {arguments.n} outputs a row\n")
-    print("| lhs | k | group | mean of x | outliers | beyond the bound | worst error / bound | relative RMS |\n|---|---|---|---|---|---|---|---|")
+    print("| lhs | k | group | mean of x | outliers | beyond the bound | worst error / bound | relative RMS |")
+    print("|---|---|---|---|---|---|---|---|")
     for lhs in ("e4m3", "int8"):
         for k in (32, 64, 96, 128, 1024, 4096, 16384):
             for group_size in dict.fromkeys((min(128, k), k)):
@@ -55,7 +58,10 @@ def main() -> None:
                     beyond, worst, rms = measure(lhs, k, group_size, mean, outliers, arguments.m, arguments.n)
                     group = "per channel" if group_size >= k else group_size
                     kind = "yes" if outliers else "no"
-                    print(f"| {lhs} | {k} | {group} | {mean:g} | {kind} | {beyond} | {worst:.3f} | {rms:.2e} |", flush=True)
+                    print(
+                        f"| {lhs} | {k} | {group} | {mean:g} | {kind} | {beyond} | {worst:.3f} | {rms:.2e} |",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

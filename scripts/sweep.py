@@ -5,8 +5,9 @@
     python scripts/sweep.py regret SWEEP.json         # anywhere: how good is the selector as it stands?
     python scripts/sweep.py fit SWEEP.json            # anywhere: constants for jitgemm/config.py that would do better
 
-Regret is the time of the kernel that the selector picks over the best time of all kernels measured for that problem. The kernels of a problem
-are the best by the model's own prediction, and the best of each family (warpgroups, splits, multicast, ...), so that a wrong model is found out.
+Regret is the time of the kernel that the selector picks over the best time of all kernels measured for that problem.
+The kernels of a problem are the best by the model's own prediction, and the best of each family (warpgroups, splits,
+multicast, ...), so that a wrong model is found out.
 """
 
 from __future__ import annotations
@@ -49,7 +50,14 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
     ranked = [candidate.kernel for candidate in config.candidates(problem, device)]
     families: dict[tuple, KernelSpec] = {}
     for kernel in ranked:
-        family = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_side, kernel.ctas_per_sm, kernel.halves)
+        family = (
+            kernel.warpgroups_n,
+            kernel.warpgroups_k,
+            kernel.split_k,
+            kernel.multicast_side,
+            kernel.ctas_per_sm,
+            kernel.halves,
+        )
         families.setdefault(family, kernel)
     return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
 
@@ -90,12 +98,14 @@ def run(path: Path, names: list[str], count: int) -> None:
         lhs, fmt = FORMATS[name]
         if current != (name, n, k):
             current = (name, n, k)
-            q = torch.randint(0 if fmt.zero_point else -8, 16 if fmt.zero_point else 8, (n, k), device="cuda", dtype=torch.int8)
+            low = 0 if fmt.zero_point else -8
+            q = torch.randint(low, low + 16, (n, k), device="cuda", dtype=torch.int8)
             groups = -(-k // fmt.group_size) if fmt.group_size else 1
             scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
             zero = torch.randint(0, 16, (n, groups), device="cuda", dtype=torch.uint8) if fmt.zero_point else None
             weight = jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k)
-            weights = [weight] + [copy.deepcopy(weight) for _ in range(max(2, math.ceil(COLD_BYTES / weight.nbytes)) - 1)]
+            copies = max(2, math.ceil(COLD_BYTES / weight.nbytes)) - 1
+            weights = [weight] + [copy.deepcopy(weight) for _ in range(copies)]
         x = torch.randn(m, k, device="cuda")
         x = x.to(torch.float8_e4m3fn) if lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
         x_scale = torch.rand(m, device="cuda")
@@ -109,7 +119,12 @@ def run(path: Path, names: list[str], count: int) -> None:
             timed.turn(5 if m < 1024 else 3)
             us = sorted(timed.turns[0])[len(timed.turns[0]) // 2]
             rows.append([name, n, k, m, round(us, 3), list(kernel.to_dict().values())])
-    head = {"device": torch.cuda.get_device_name(), "spec": "h200", "date": time.strftime("%Y-%m-%d"), "kernel": list(kernel.to_dict())}
+    head = {
+        "device": torch.cuda.get_device_name(),
+        "spec": "h200",
+        "date": time.strftime("%Y-%m-%d"),
+        "kernel": list(kernel.to_dict()),
+    }
     path.write_text(json.dumps(head)[:-1] + ',\n"rows": [\n' + ",\n".join(json.dumps(row) for row in rows) + "\n]}\n")
     print(f"{len(rows)} timings in {path}, {time.time() - started:.0f} s", file=sys.stderr)
     report(load(path))
@@ -148,14 +163,17 @@ def report(rows: list[Row], worst: int = 12) -> None:
     found, error = regrets(rows, device_spec("h200"))
     ranked = sorted(found.items(), key=lambda item: -item[1][0])
     values = [value[0] for _, value in ranked]
-    print(f"{len(rows)} timings, {len(values)} problems: regret median {values[len(values) // 2]:.3f}, mean {sum(values) / len(values):.3f}, ")
+    median, mean = values[len(values) // 2], sum(values) / len(values)
+    print(f"{len(rows)} timings, {len(values)} problems: regret median {median:.3f}, mean {mean:.3f}, ")
     print(f"worst {values[0]:.3f}; mean |log(predicted / measured)| {error:.3f}")
     for cell, (regret, chosen, best, label) in ranked[:worst]:
-        print(f"  {regret:.3f}  {cell[0]} n={cell[1]} k={cell[2]} m={cell[3]}: {chosen:.1f} us, best {best:.1f} us by {label}")
+        name, n, k, m = cell
+        print(f"  {regret:.3f}  {name} n={n} k={k} m={m}: {chosen:.1f} us, best {best:.1f} us by {label}")
 
 
 SCALARS = {
-    "LAUNCH_US": (0.3, 3), "NO_PREFETCH_US": (0.05, 4), "REDUCE_US": (0.05, 2), "STORE_US": (0.05, 1.5), "CLUSTER_US": (0.05, 3),
+    "LAUNCH_US": (0.3, 3), "NO_PREFETCH_US": (0.05, 4), "REDUCE_US": (0.05, 2), "STORE_US": (0.05, 1.5),
+    "CLUSTER_US": (0.05, 3),
     "WGMMA_MIN_CYCLES": (5, 60), "RECORD_CYCLES": (50, 800), "ISSUE_CYCLES": (10, 200), "CHUNK_CYCLES": (10, 400),
     "L2_BYTES_PER_CYCLE": (15, 64), "OVERLAP": (1.2, 8), "FEW_SMS": (0.1, 1.2),
 }  # fmt: skip
@@ -166,7 +184,8 @@ def fit(rows: list[Row], seconds: float, seed: int) -> None:
     """Random descent on mean regret, worst regret and the error of the predictions."""
     device = device_spec("h200")
     entries = [(name, None, limits) for name, limits in SCALARS.items()]
-    entries += [(name, key, limits) for name, limits in TABLES.items() for key in getattr(config, name) if key not in (1, 2)]
+    for name, limits in TABLES.items():
+        entries += [(name, key, limits) for key in getattr(config, name) if key not in (1, 2)]
 
     def put(values: list[float]) -> None:
         for (name, key, _), value in zip(entries, values):
@@ -203,7 +222,9 @@ def main() -> None:
     parser.add_argument("action", choices=("run", "regret", "fit"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--formats", default="e4m3_g128,int8_g128,int8_ch,e4m3_ch", help=f"of {','.join(FORMATS)}")
-    parser.add_argument("--kernels", type=int, default=12, help="kernels by prediction, and families, of a problem (default 12)")
+    parser.add_argument(
+        "--kernels", type=int, default=12, help="kernels by prediction, and families, of a problem (default 12)"
+    )
     parser.add_argument("--seconds", type=float, default=120, help="how long to fit (default 120)")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

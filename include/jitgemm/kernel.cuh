@@ -24,8 +24,8 @@ namespace jitgemm {
 // Announces a stage's bytes and copies its weight records: for each strip of 64 rows one contiguous run of
 // `blocks` records.
 template <typename Config>
-__device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile, u32 stage,
-                                             u32 block, u32 blocks, u32 rank, u64 policy) {
+__device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile,
+                                             u32 stage, u32 block, u32 blocks, u32 rank, u64 policy) {
     u32 bytes = blocks * Config::kRecordBytes;
     barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + blocks * Shared<Config>::kLhsTile);
     u32 k_blocks = ceil_div(args.k, 128);
@@ -81,8 +81,8 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
 }
 
 template <typename Config>
-__device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const Shared<Config>& shared, u32 rank,
-                                        u32 prefetched, u64 policy) {
+__device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const Shared<Config>& shared,
+                                        u32 rank, u32 prefetched, u64 policy) {
     Scheduler<Config> scheduler(args);
     BlockRange range = block_range<Config>(args, rank);
     Ring<Config::kStages> ring;
@@ -106,8 +106,8 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
 
 // acc += scale of the row * partial sum, for accumulators [first, first + kCount).
 template <int kCount, int kTotal, typename Partial>
-__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kCount], float low_row,
-                                        float high_row) {
+__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kCount],
+                                        float low_row, float high_row) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
         acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
