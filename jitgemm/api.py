@@ -72,29 +72,28 @@ def gemm_w4a8_bf16_nt(
         return
     try:
         signature = (
-            rhs._plan_key, x.shape, x.stride(), x.dtype, x.device,
+            rhs.plan_key, x.shape, x.stride(), x.dtype, x.device,
             x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
             out.shape, out.stride(), out.dtype, out.device, out.requires_grad,
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
         )  # fmt: skip
         plan = _plans.by_signature[signature]
     except (AttributeError, KeyError):
-        # New shapes, a weight's first call, or something that is no tensor or no weight.
+        # New shapes, or something that is no tensor or no weight.
         _check_types(x, x_scale, rhs, out, bias)
-        _plan_and_run(x, x_scale, rhs, out, bias, _may_overlap_predecessor(rhs))
+        _plan_and_run(x, x_scale, rhs, out, bias, rhs.settled)
         return
-    plan.launch(x, x_scale, rhs, out, bias, _may_overlap_predecessor(rhs))
+    plan.launch(x, x_scale, rhs, out, bias, rhs.settled)
 
 
 def _traced(x: object, out: object) -> bool:
-    """Whether this is not plain eager execution: tensor subclasses (fake, functional) or a dispatch mode."""
-    return type(x) not in _PLAIN or type(out) not in _PLAIN or torch._C._len_torch_dispatch_stack() > 0
-
-
-def _may_overlap_predecessor(rhs: W4Weight) -> bool:
-    """Whether the weight is known to be written: settled when made, and not written in place since."""
-    version = rhs._version0
-    return rhs.settled and (version is None or rhs.blocks._version == version)
+    """Whether this is not plain eager execution: tensor subclasses, a dispatch mode, a functorch transform."""
+    return (
+        type(x) not in _PLAIN
+        or type(out) not in _PLAIN
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _check_types(x: object, x_scale: object, rhs: object, out: object, bias: object) -> None:
@@ -104,12 +103,6 @@ def _check_types(x: object, x_scale: object, rhs: object, out: object, bias: obj
     check_tensor("out", out)
     if bias is not None:
         check_tensor("bias", bias)
-
-
-def _plan_key(weight: PackedWeight | W4Weight) -> tuple:
-    """What of a weight decides legality and kernel."""
-    fmt = weight.format
-    return weight.n, weight.k, fmt.group_size, fmt.zero_point, fmt.scale_type, weight.blocks.device
 
 
 def _plan_and_run(
@@ -134,8 +127,6 @@ def _plan_and_run(
 
     with torch.cuda.device(x.device):
         plan = Plan(x, x_scale, weight, out, bias)
-    if isinstance(weight, W4Weight):
-        object.__setattr__(weight, "_plan_key", _plan_key(weight))
     plans = _plans.by_signature
     if len(plans) >= MAX_PLANS:
         del plans[next(iter(plans))]
@@ -146,7 +137,7 @@ def _plan_and_run(
 def _signature(x, x_scale, weight, out, bias) -> tuple:  # type: ignore[no-untyped-def]
     """What `gemm_w4a8_bf16_nt` writes out in its hot path: all that decides legality and kernel."""
     return (
-        _plan_key(weight), x.shape, x.stride(), x.dtype, x.device,
+        weight.plan_key, x.shape, x.stride(), x.dtype, x.device,
         x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
         out.shape, out.stride(), out.dtype, out.device, out.requires_grad,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
@@ -167,7 +158,7 @@ def _run_reference(x, x_scale, weight, out, bias) -> None:  # type: ignore[no-un
 _library = torch.library.Library("jitgemm", "DEF")
 _library.define(
     "gemm_w4a8_bf16_nt(Tensor x, Tensor x_scale, Tensor blocks, Tensor? channel_scale, Tensor(a!) out, Tensor? bias, "
-    "int n, int k, int group_size, bool zero_point, str scale_type, int settled_version) -> ()"
+    "int n, int k, int group_size, bool zero_point, str scale_type) -> ()"
 )
 
 
@@ -176,27 +167,26 @@ def _call_op(
 ) -> None:
     _check_types(x, x_scale, rhs, out, bias)
     fmt = rhs.format
-    version = rhs._version0 if rhs.settled and rhs._version0 is not None else -1
     torch.ops.jitgemm.gemm_w4a8_bf16_nt(
         x, x_scale, rhs.blocks, rhs.channel_scale, out, bias,
-        rhs.n, rhs.k, fmt.group_size, fmt.zero_point, fmt.scale_type, version,
+        rhs.n, rhs.k, fmt.group_size, fmt.zero_point, fmt.scale_type,
     )  # fmt: skip
 
 
 def _op(  # type: ignore[no-untyped-def]
-    x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_point, scale_type, settled_version
+    x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_point, scale_type
 ) -> None:
     weight = PackedWeight(blocks, channel_scale, n, k, WeightFormat(group_size, zero_point, scale_type))
     plan = _plans.by_signature.get(_signature(x, x_scale, weight, out, bias)) if x.is_cuda else None
-    dependent = settled_version >= 0 and not blocks.is_inference() and blocks._version == settled_version
+    # A compiler may have put the weight's writer right before this, in a tensor of its own: never ahead of it.
     if plan is None:
-        _plan_and_run(x, x_scale, weight, out, bias, dependent)
+        _plan_and_run(x, x_scale, weight, out, bias, dependent=False)
     else:
-        plan.launch(x, x_scale, weight, out, bias, dependent)
+        plan.launch(x, x_scale, weight, out, bias, dependent=False)
 
 
 def _fake_op(  # type: ignore[no-untyped-def]
-    x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_point, scale_type, settled_version
+    x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_point, scale_type
 ) -> None:
     weight = PackedWeight(blocks, channel_scale, n, k, WeightFormat(group_size, zero_point, scale_type))
     check_arguments(x, x_scale, weight, out, bias)

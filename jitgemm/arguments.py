@@ -17,6 +17,11 @@ REAL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Run-time numbers of the types a kernel reads scales and bias in; `RealType` in include/jitgemm/types.cuh."""
 SCALE_TYPE_NUMBERS = {"fp32": 0, "bf16": 1, "fp16": 2}
 
+MAX_ROWS = 2**31 - 1
+"""Largest m and n: tile coordinates are 32-bit."""
+MAX_INT8_CHANNEL_K = 2**20 - 32
+"""Largest k of int8 per channel: its sums stay in int32, where k products of up to 128 * 16 must fit."""
+
 ALIGNMENT = 16
 """Addresses and row strides of TMA tensors are multiples of so many bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
 
@@ -30,6 +35,12 @@ class PackedWeight:
     n: int
     k: int
     format: WeightFormat
+
+    @property
+    def plan_key(self) -> tuple:
+        """As `W4Weight.plan_key`."""
+        fmt = self.format
+        return self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, self.blocks.device
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -83,10 +94,23 @@ def check_arguments(
 ) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
     n, k = weight.n, weight.k
+    names = ("lhs[0] (x)", "lhs[1] (x_scale)", "out", "bias")
+    for name, tensor in zip(names, (x, x_scale, out, bias)):
+        if tensor is not None and (tensor.layout != torch.strided or tensor.is_neg()):
+            kind = "a lazily negated one" if tensor.layout == torch.strided else f"layout {tensor.layout}"
+            raise TypeError(f"{name}: expected a plain strided tensor, got {kind}")
     if x.dtype not in LHS_DTYPES:
         raise TypeError(f"lhs[0] (x): expected float8_e4m3fn or int8, got {_dtype(x)}")
     _rows("lhs[0] (x)", x, k, "[m, k]")
     m = x.shape[0]
+    if m > MAX_ROWS or n > MAX_ROWS:
+        name, rows = ("lhs[0] (x)", m) if m > MAX_ROWS else ("rhs", n)
+        raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {rows}")
+    if x.dtype == torch.int8 and weight.format.group_size == 0 and k > MAX_INT8_CHANNEL_K:
+        raise ValueError(
+            f"lhs[0] (x): expected k of at most {MAX_INT8_CHANNEL_K} for int8 with scales per channel, whose sums are "
+            f"32-bit, got {k}"
+        )
 
     if x_scale.dtype != torch.float32:
         raise TypeError(f"lhs[1] (x_scale): expected float32, got {_dtype(x_scale)}")
@@ -136,6 +160,8 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     start_a, start_b = a.data_ptr(), b.data_ptr()
     if start_a + byte_extent(a) <= start_b or start_b + byte_extent(b) <= start_a:
         return False
+    if b.dim() == 1:
+        b = b[:, None]
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] < 2 or b.shape[0] < 2:
         return byte_extent(a) > 0 and byte_extent(b) > 0
     pitch = a.stride(0) * a.element_size()

@@ -10,8 +10,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Iterator, NamedTuple
 
-from jitgemm.render import promote_records, wgmma_shapes
-from jitgemm.spec import BLOCK_K, STRIP_ROWS, DeviceSpec, KernelSpec, Problem, WeightFormat, ceil_div
+from jitgemm.spec import (
+    BLOCK_K,
+    STRIP_ROWS,
+    DeviceSpec,
+    KernelSpec,
+    Problem,
+    WeightFormat,
+    ceil_div,
+    promote_records,
+    smem_bytes,
+    wgmma_shapes,
+)
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
 
@@ -30,16 +40,6 @@ CHUNK_REGISTERS = 10
 """More of them for every group beyond the first within a record of 128 k."""
 ZERO_REGISTERS = 8
 """More of them for zero points."""
-
-
-def smem_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
-    panel = spec.block_m * 128
-    stage = spec.warpgroups_k * panel + spec.warpgroups * spec.format.record_bytes
-    slots = (spec.split_k * spec.warpgroups_k - 1) * spec.warpgroups_n * spec.block_m * STRIP_ROWS * 4
-    scales = spec.warpgroups_n * spec.block_m * 4
-    barriers = 8 * (2 * spec.stages + spec.warpgroups_n + spec.warpgroups)
-    return spec.stages * stage + spec.warpgroups_n * panel + slots + scales + barriers
 
 
 def registers_needed(spec: KernelSpec) -> int:
@@ -77,8 +77,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
 
 def _most_stages(spec: KernelSpec, device: DeviceSpec) -> int:
     """How many stages shared memory holds; `spec.stages` does not count."""
-    per_stage = spec.warpgroups_k * spec.block_m * 128 + spec.warpgroups * spec.format.record_bytes + 16
-    fixed = smem_bytes(spec) - spec.stages * per_stage
+    per_stage = smem_bytes(replace(spec, stages=2)) - smem_bytes(replace(spec, stages=1))
+    fixed = smem_bytes(replace(spec, stages=1)) - per_stage
     limit = min(device.smem_per_block, device.smem_per_sm // spec.ctas_per_sm - SYSTEM_SMEM)
     return max(0, min(MAX_STAGES, (limit - fixed) // per_stage))
 

@@ -142,8 +142,20 @@ def describe_entry(root: Path, path: Path) -> EntryInfo:
     return replace(base, problem=problem)
 
 
+def _umask() -> int:
+    """This process's umask, without setting it: that would be seen by other threads."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("Umask:")).split()[1], 8)
+    except (OSError, StopIteration, ValueError):
+        return 0o077
+
+
 def write_atomically(path: Path, data: bytes) -> None:
-    """Make `path` hold `data`, or leave it as it was and raise OSError. Mode 0600."""
+    """Make `path` hold `data`, or leave it as it was and raise OSError.
+
+    Readable as the umask allows, like any file that is made in place: a folder may be warmed by one user for another.
+    """
     import tempfile
 
     descriptor, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent)
@@ -151,6 +163,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
             os.fsync(file.fileno())  # a rename may reach the disk before the data it names
         os.replace(temporary, path)
     except BaseException:

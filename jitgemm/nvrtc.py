@@ -33,11 +33,8 @@ _INSTALL = "install it with `pip install jitgemm[cu12]` or `pip install jitgemm[
 # Constant, so that no name reaches the cubin.
 _PROGRAM_NAME = b"jitgemm.cu"
 
-_FATAL_WARNINGS = {
-    "C7508": "setmaxnreg was ignored",
-    "C7514": "wgmma was serialised",
-    "C7517": "wgmma was serialised",
-}
+FATAL_WARNINGS = re.compile(r"\bC75(?:08|1\d)\b[^\n]*")
+"""ptxas on setmaxnreg ignored (C7508) and on wgmma serialised or given waits and fences it did not ask for (C7510-C7519)."""
 _FUNCTION = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 
@@ -117,7 +114,8 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
             raise _failure(f"NVRTC refused kernel {name} ({_text(nvrtc, code)})", log, name, source)
         cubin = _read(nvrtc, program, "CUBIN")
     finally:
-        nvrtc.nvrtcDestroyProgram(program)
+        (destroyed,) = nvrtc.nvrtcDestroyProgram(program)
+    _check(nvrtc, destroyed, "nvrtcDestroyProgram")
     seconds = time.perf_counter() - started
     if not cubin:
         raise _failure(f"NVRTC built no cubin for kernel {name}: options need a real -arch=sm_*", log, name, source)
@@ -126,7 +124,7 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
     if not frames or not used:
         raise _failure(f"ptxas reported nothing on kernel {name}: options need --ptxas-options=-v", log, name, source)
     spill_bytes = sum(stores + loads for _, stores, loads in frames)
-    problems = [f"{code}, {meaning}" for code, meaning in _FATAL_WARNINGS.items() if re.search(rf"\b{code}\b", log)]
+    problems = [f"({found.strip()}" for found in list(dict.fromkeys(FATAL_WARNINGS.findall(log)))[:1]]
     if spill_bytes:
         problems.append(f"{spill_bytes} bytes of register spills")
     if problems:
@@ -164,9 +162,12 @@ _load_lock = threading.Lock()
 def _check_is_reported(nvrtc: Any) -> None:
     """Refuse to file a kernel under an NVRTC that did not compile it."""
     info = nvrtc_info()
-    _, major, minor = nvrtc.nvrtcVersion()
+    major, minor = _version(nvrtc)
     mapped = _mapped_library()
-    moved = mapped and info.library and not os.path.samefile(mapped, info.library)
+    try:
+        moved = bool(mapped and info.library) and not os.path.samefile(mapped, info.library)
+    except OSError:
+        moved = True  # replaced on disk since it was loaded
     if (major, minor) != info.version or moved:
         raise CompileError(
             f"NVRTC {info.build} ({info.library}) was found, but NVRTC {major}.{minor} ({mapped}) was loaded: "
@@ -213,7 +214,7 @@ def _build_of(library: str) -> str | None:
 
 def _loaded_info() -> NvrtcInfo:
     """Load NVRTC and ask it; for toolkits, conda and broken installations."""
-    _, major, minor = _load().nvrtcVersion()
+    major, minor = _version(_load())
     library = _mapped_library()
     if library is None:
         return NvrtcInfo((major, minor), f"{major}.{minor}", None)
@@ -221,6 +222,12 @@ def _loaded_info() -> NvrtcInfo:
     if build is None or _major_minor(build) != (major, minor):
         build = f"{major}.{minor}+{os.path.getsize(library)}"
     return NvrtcInfo((major, minor), build, library)
+
+
+def _version(nvrtc: Any) -> tuple[int, int]:
+    code, major, minor = nvrtc.nvrtcVersion()
+    _check(nvrtc, code, "nvrtcVersion")
+    return major, minor
 
 
 def _major_minor(build: str) -> tuple[int, int]:
@@ -245,7 +252,8 @@ def _check(nvrtc: Any, code: Any, call: str) -> None:
 
 
 def _text(nvrtc: Any, code: Any) -> str:
-    return nvrtc.nvrtcGetErrorString(code)[1].decode()
+    found, text = nvrtc.nvrtcGetErrorString(code)
+    return text.decode() if found == nvrtc.nvrtcResult.NVRTC_SUCCESS and text else str(code)
 
 
 def _failure(message: str, log: str, name: str, source: str) -> CompileError:

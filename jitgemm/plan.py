@@ -29,6 +29,7 @@ from jitgemm.arguments import (
 from jitgemm.cache import KernelCache
 from jitgemm.config import choose, grid_clusters, smem_bytes
 from jitgemm.device import device_from_properties
+from jitgemm.nvrtc import nvrtc_info
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError
 from jitgemm.render import KERNEL_NAME
 from jitgemm.spec import DeviceSpec, KernelSpec, Problem
@@ -78,11 +79,12 @@ def loaded_kernel(spec: KernelSpec, device: int) -> driver.LoadedKernel:
             f"kernel {spec.label} is not loaded, and loading it now would break the CUDA graph being captured: call "
             "the GEMM once with these shapes before the capture"
         )
+    # Before anything is compiled: a cubin that the driver cannot load is of no use.
+    driver.check_nvrtc_against_driver(nvrtc_info().version)
+    entry, _ = _cache.get_or_compile(spec)
     with _load_lock:
         kernel = _loaded.get((spec, device))
         if kernel is None:
-            entry, _ = _cache.get_or_compile(spec)
-            driver.check_nvrtc_against_driver(tuple(entry.metadata["nvrtc"]["version"]))
             kernel = driver.load_kernel(
                 entry.cubin, KERNEL_NAME, device=device, smem_bytes=smem_bytes(spec), threads=spec.threads
             )

@@ -11,33 +11,20 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-from jitgemm.spec import CODE_BYTES, PRODUCER_REGISTERS, SCALE_BYTES, STRIP_ROWS, KernelSpec
+from jitgemm.spec import (
+    CODE_BYTES,
+    PRODUCER_REGISTERS,
+    SCALE_BYTES,
+    STRIP_ROWS,
+    KernelSpec,
+    promote_records,
+    smem_bytes,
+    wgmma_shapes,
+)
 
 KERNEL_NAME = "jitgemm_w4a8"
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-default-device", "--ptxas-options=-v")
-
-
-def wgmma_shapes(lhs: str) -> tuple[int, ...]:
-    """Legal N of `wgmma.mma_async.m64nNk32` for this type (PTX ISA, table of wgmma shapes)."""
-    if lhs == "e4m3":
-        return tuple(range(8, 257, 8))
-    return (8, 16, 24, 32, *range(48, 257, 16))
-
-
-def promote_records(spec: KernelSpec) -> int:
-    """Records of 128 k summed in the tensor cores before they are promoted to fp32; 0 means the whole tile.
-
-    int8 sums are exact in int32. e4m3 sums lose bits as they grow: the tensor cores cut every product off at about 14
-    bits below the sum, and runs of 256 k miss 2^-10 of the sum of terms where all terms have one sign
-    (docs/notes/e4m3-accuracy.md).
-    """
-    if spec.lhs == "e4m3":
-        return 1
-    if spec.group_size == 0:
-        return 0
-    # Two warpgroups along k take alternate records, so neither sees both halves of a group of 256.
-    return 2 if spec.group_size == 256 and spec.warpgroups_k == 1 else 1
 
 
 def _wgmma(spec: KernelSpec) -> str:
@@ -110,8 +97,6 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
 
 def render(spec: KernelSpec) -> str:
     """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`; the entry point is `KERNEL_NAME`."""
-    from jitgemm.config import smem_bytes
-
     cluster = f"__cluster_dims__({spec.cluster_size}, 1, 1) " if spec.cluster_size > 1 else ""
     return f"""\
 // jitgemm W4A8 kernel {spec.label}

@@ -215,3 +215,35 @@ class KernelSpec:
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+def wgmma_shapes(lhs: str) -> tuple[int, ...]:
+    """Legal N of `wgmma.mma_async.m64nNk32` for this type (PTX ISA, table of wgmma shapes)."""
+    if lhs == "e4m3":
+        return tuple(range(8, 257, 8))
+    return (8, 16, 24, 32, *range(48, 257, 16))
+
+
+def promote_records(spec: KernelSpec) -> int:
+    """Records of 128 k summed in the tensor cores before they are promoted to fp32; 0 means the whole tile.
+
+    int8 sums are exact in int32. e4m3 sums lose bits as they grow: the tensor cores cut every product off at about 14
+    bits below the sum, and runs of 256 k miss 2^-10 of the sum of terms where all terms have one sign
+    (docs/notes/e4m3-accuracy.md).
+    """
+    if spec.lhs == "e4m3":
+        return 1
+    if spec.group_size == 0:
+        return 0
+    # Two warpgroups along k take alternate records, so neither sees both halves of a group of 256.
+    return 2 if spec.group_size == 256 and spec.warpgroups_k == 1 else 1
+
+
+def smem_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
+    panel = spec.block_m * 128
+    stage = spec.warpgroups_k * panel + spec.warpgroups * spec.format.record_bytes
+    slots = (spec.split_k * spec.warpgroups_k - 1) * spec.warpgroups_n * spec.block_m * STRIP_ROWS * 4
+    scales = spec.warpgroups_n * spec.block_m * 4
+    barriers = 8 * (2 * spec.stages + spec.warpgroups_n + spec.warpgroups)
+    return spec.stages * stage + spec.warpgroups_n * panel + slots + scales + barriers

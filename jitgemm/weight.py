@@ -72,8 +72,11 @@ class W4Weight:
         group_size: as given to `pack_w4`; at least k means one scale per row.
         format: the layout of a record.
         layout_version: version of the packed order that `blocks` follows.
-        settled: False only when made while a CUDA graph was being captured. Kernels read weights before they wait for
-            the kernel before them, so what is not settled must not be given to them right after it was made.
+        plan_key: what of the weight decides which calls are legal and which kernel runs.
+
+    On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `settled`: what wrote it
+    has ended. Making a weight settles it. Writing `blocks` in place through PyTorch unsettles it, and calls wait again;
+    whoever writes it in another way (`.data`, a raw pointer) calls `settle()` before the next GEMM.
 
     Hashed and compared by identity. Copies, deep copies and pickles; a pickle names this class, so that files meant to
     last are better written from `state_dict()`.
@@ -86,8 +89,8 @@ class W4Weight:
     group_size: int
     format: WeightFormat
     layout_version: int = layout.LAYOUT_VERSION
-    settled: bool = field(init=False)
-    _version0: int | None = field(init=False)
+    plan_key: tuple[Any, ...] = field(init=False)
+    _settled_at: tuple[int, int] | None = field(init=False, default=None)  # address and version of blocks
 
     def __post_init__(self) -> None:
         if self.layout_version != layout.LAYOUT_VERSION:
@@ -113,15 +116,31 @@ class W4Weight:
                 raise ValueError(f"channel_scale: expected {self.blocks.device}, got {self.channel_scale.device}")
         elif self.channel_scale is not None:
             raise ValueError(f"channel_scale: expected None for group_size {self.group_size}, got a tensor")
-        # Kernels prefetch weights before they wait for the previous kernel, so that what wrote these must have ended.
-        settled = True
-        if self.blocks.is_cuda:
-            settled = not _capturing(self.device)
-            if settled:
+        fmt = self.format
+        key = (self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, self.blocks.device)
+        object.__setattr__(self, "plan_key", key)
+        self.settle()
+
+    def settle(self) -> bool:
+        """Waits for what the current stream still writes, so that kernels may read the weight ahead of their turn.
+
+        Returns:
+            Whether the weight is settled now: not while a CUDA graph is being captured, where nothing can be waited for,
+            nor for inference tensors, which do not tell when they are written.
+        """
+        settled_at = None
+        if not self.blocks.is_inference() and not (self.blocks.is_cuda and _capturing(self.device)):
+            if self.blocks.is_cuda:
                 torch.cuda.current_stream(self.device).synchronize()
-        object.__setattr__(self, "settled", settled)
-        # Inference tensors count no versions.
-        object.__setattr__(self, "_version0", None if self.blocks.is_inference() else self.blocks._version)
+            settled_at = (self.blocks.data_ptr(), self.blocks._version)
+        object.__setattr__(self, "_settled_at", settled_at)
+        return settled_at is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the weight is known to be written: settled, and not written or replaced since."""
+        at = self._settled_at
+        return at is not None and at == (self.blocks.data_ptr(), self.blocks._version)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor, so that a copy is checked and settled too.

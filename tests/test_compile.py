@@ -25,7 +25,7 @@ from jitgemm.device import DEVICES
 from jitgemm.entry import Entry
 from jitgemm.errors import CompileError
 from jitgemm.models import linear_layers, read_config
-from jitgemm.nvrtc import compile_cubin
+from jitgemm.nvrtc import FATAL_WARNINGS, compile_cubin
 from jitgemm.render import OPTIONS, headers, render
 from jitgemm.spec import LHS_TYPES, KernelSpec, Problem, WeightFormat
 
@@ -99,10 +99,13 @@ def test_compiles_for_sm_90a_without_spills_or_serialised_wgmma(compiled, spec):
     assert "for 'sm_90a'" in log
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert frames == [("0", "0", "0")]
-    # C7508: setmaxnreg ignored; C7510 to C7519: wgmma serialised for one reason or another.
-    assert re.findall(r"\bC75(?:08|1\d)\b", log) == []
+    assert FATAL_WARNINGS.findall(log) == []
     assert "warning" not in log.lower(), log
-    assert entry.metadata["registers"] <= spec.entry_registers
+    if spec.warpgroups > 1:
+        # setmaxnreg hands on what the launch allocated: with fewer than the spec counts on, consumers would wait forever.
+        assert entry.metadata["registers"] == spec.entry_registers
+    else:
+        assert entry.metadata["registers"] <= spec.entry_registers
 
 
 def test_llama_s_layers_need_few_kernels_and_bring_all_forms():

@@ -171,7 +171,7 @@ def test_spills_are_a_failed_build(monkeypatch, tmp_path):
 
 def test_serialised_wgmma_is_a_failed_build(monkeypatch, tmp_path):
     monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path))
-    with pytest.raises(CompileError, match="kernel early counts as a failed build: C75.., wgmma was serialised"):
+    with pytest.raises(CompileError, match="kernel early counts as a failed build: \\(C75..\\) "):
         compile_cubin(SERIALISED, {}, OPTIONS, name="early")
 
 

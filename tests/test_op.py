@@ -36,7 +36,7 @@ def op_arguments(x, x_scale, rhs, out, bias=None) -> tuple:
     fmt = rhs.format
     return (
         x, x_scale, rhs.blocks, rhs.channel_scale, out, bias, rhs.n, rhs.k,
-        fmt.group_size, fmt.zero_point, fmt.scale_type, rhs.blocks._version,
+        fmt.group_size, fmt.zero_point, fmt.scale_type,
     )  # fmt: skip
 
 
@@ -310,3 +310,27 @@ def test_import_loads_no_layer_below_the_call(imported):
 def test_import_touches_neither_the_disk_nor_the_driver(imported):
     assert imported["touched"] == []
     assert not imported["cuda"]
+
+
+def test_a_functorch_transform_meets_the_op_and_never_a_null_pointer():
+    rhs = builders.weight_parts(3, 64, 128, 32).packed
+    x, x_scale = builders.lhs(4, 5, 128, "s8")
+
+    def function(x, x_scale):
+        out = torch.zeros(x.shape[0], 64, dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out)
+        return out
+
+    # PyTorch's own refusal of operators that write into an argument; torch.compile functionalises them.
+    with pytest.raises(RuntimeError, match="jitgemm::gemm_w4a8_bf16_nt"):
+        torch.func.functionalize(function)(x, x_scale)
+
+
+def test_a_weight_written_in_place_is_no_longer_read_ahead():
+    rhs = builders.weight_parts(3, 64, 128, 32).packed
+    assert rhs.settled
+    rhs.blocks.copy_(rhs.blocks.clone())
+    assert not rhs.settled
+    assert rhs.settle() and rhs.settled
+    rhs.blocks.data = rhs.blocks.clone()
+    assert not rhs.settled

@@ -109,7 +109,10 @@ def test_packing_under_inference_mode():
         weight = parts.packed
         assert torch.equal(weight.unpack()[0], parts.q)
     assert not weight.blocks.is_inference()
-    assert weight._version0 == weight.blocks._version
+    assert weight.settled
+    weight.blocks.add_(0)
+    assert not weight.settled
+    assert weight.settle() and weight.settled
 
 
 # --- bits ---

@@ -270,10 +270,15 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
         return !last;
     };
     if (records > 0) {
-        // Two sets of registers in turn, so that nothing is copied.
         Fragments<Config> even, odd;
         load(even);
-        while (multiply(even, odd) && multiply(odd, even)) {
+        if constexpr (Fragments<Config>::kChunks < 4) {
+            // Two sets of registers in turn, so that nothing is copied.
+            while (multiply(even, odd) && multiply(odd, even)) {
+            }
+        } else {
+            // Groups of 32 unroll to four times the code: once is enough to compile.
+            while (multiply(even, odd)) even = odd;
         }
     }
     if (records < stages) {
@@ -343,7 +348,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         prefetch_descriptor(lhs_map);
         prefetch_descriptor(out_map);
         shared.init_barriers();
-        policy = args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_normal();
+        policy = args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_unchanged();
         // Multicast weights land in the neighbour too, whose barriers must exist first.
         if constexpr (!Config::kMulticastRhs) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
     }

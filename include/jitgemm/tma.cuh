@@ -16,7 +16,7 @@ __device__ __forceinline__ u64 policy_evict_first() {
     return policy;
 }
 
-__device__ __forceinline__ u64 policy_evict_normal() {
+__device__ __forceinline__ u64 policy_evict_unchanged() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
     return policy;

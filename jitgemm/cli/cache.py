@@ -52,7 +52,7 @@ def entry_row(info: EntryInfo) -> tuple[object, ...]:
     """One line of `cache ls`."""
     if not info.ok:
         return (info.key[:12], f"(bad: {info.problem})", "-", "-", "-", "-", "-", common.show_size(info.size), "-", "-")
-    spec = info.spec
+    spec = {"group_size": "?", "zero_point": False, "block_m": "?", "block_n": "?", "lhs": "?"} | info.spec
     group = f"{spec['group_size'] or 'channel'}{' + zero' if spec['zero_point'] else ''}"
     return (
         info.key[:12],
