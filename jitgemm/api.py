@@ -47,8 +47,11 @@ def gemm_w4a8_bf16_nt(
         out[i, j] = x_scale[i] * sum over groups g of scale[j, g] * part(i, j, g) + bias[j]
         part(i, j, g) = sum over k in g of x[i, k] * (q[j, k] - zero[j, g])
 
-    int8 sums of a group are exact integers; e4m3 sums are kept in fp32 beyond each group. Bit-identical from run to
-    run.
+    int8 sums of a group are exact integers: results are within 2^-8 |exact| (rounding to bf16) plus 2^-20 of the sum of
+    |group terms|. e4m3 sums stay in the tensor cores for at most 128 k, then in fp32: within 2^-8 |exact| plus 2^-10 of
+    the sum of |terms|; with k below 128 one element in a million may miss that by a fifth (docs/notes/e4m3-accuracy.md).
+    Every scaled sum is an fp32 number on its way: a group's, a channel's, and 512 times an e4m3 token scale must not
+    overflow. Bit-identical from run to run.
 
     Args:
         lhs: (x, x_scale). x is float8_e4m3fn or int8 [m, k], stride 1 along k, row stride a multiple of 16 bytes,
