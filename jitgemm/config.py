@@ -67,7 +67,7 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return f"clusters of more than {min(8, device.num_sms)} do not fit"
     if spec.stages < 2:
         return "fewer than two stages fit"
-    limit = min(device.smem_per_block, device.smem_per_sm // spec.ctas_per_sm - SYSTEM_SMEM)
+    limit = _smem_limit(spec, device)
     if smem_bytes(spec) > limit:
         return f"{smem_bytes(spec)} bytes of shared memory, {limit} available"
     if registers_needed(spec) > spec.consumer_registers:
@@ -75,12 +75,16 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
     return None
 
 
+def _smem_limit(spec: KernelSpec, device: DeviceSpec) -> int:
+    """Bytes of shared memory that a CTA of this kernel may take."""
+    return min(device.smem_per_block, device.smem_per_sm // spec.ctas_per_sm - SYSTEM_SMEM)
+
+
 def _most_stages(spec: KernelSpec, device: DeviceSpec) -> int:
-    """How many stages shared memory holds; `spec.stages` does not count."""
-    per_stage = smem_bytes(replace(spec, stages=2)) - smem_bytes(replace(spec, stages=1))
-    fixed = smem_bytes(replace(spec, stages=1)) - per_stage
-    limit = min(device.smem_per_block, device.smem_per_sm // spec.ctas_per_sm - SYSTEM_SMEM)
-    return max(0, min(MAX_STAGES, (limit - fixed) // per_stage))
+    """How many stages shared memory holds beside what the kernel needs however many there are."""
+    used = smem_bytes(spec)
+    per_stage = smem_bytes(replace(spec, stages=spec.stages + 1)) - used
+    return min(MAX_STAGES, spec.stages + (_smem_limit(spec, device) - used) // per_stage)
 
 
 @lru_cache(maxsize=256)

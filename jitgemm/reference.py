@@ -69,6 +69,16 @@ def gemm_w4a8_terms(
     return ref, terms
 
 
+def error_bound(ref: torch.Tensor, terms: torch.Tensor, x_dtype: torch.dtype) -> torch.Tensor:
+    """How far a result may be from `ref`, with both from `gemm_w4a8_terms`.
+
+    2^-8 |ref|, which rounding to bf16 may take, and what sums may lose: 2^-20 of the terms for int8, 2^-10 for e4m3. With
+    k below 128 an outlier can make a single e4m3 step of the tensor cores miss that (docs/notes/e4m3-accuracy.md).
+    """
+    share = 2.0**-20 if x_dtype == torch.int8 else 2.0**-10
+    return ref.abs() * 2.0**-8 + terms * share
+
+
 def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp64 -> dtype, correctly rounded to nearest even.
 

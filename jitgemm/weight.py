@@ -126,10 +126,11 @@ class W4Weight:
 
         Returns:
             Whether the weight is settled now: not while a CUDA graph is being captured, where nothing can be waited for,
-            nor for inference tensors, which do not tell when they are written.
+            nor for inference tensors, which do not tell when they are written, nor for fake ones, which have no address.
         """
         settled_at = None
-        if not self.blocks.is_inference() and not (self.blocks.is_cuda and _capturing(self.device)):
+        real = type(self.blocks) in (torch.Tensor, torch.nn.Parameter) and not self.blocks.is_inference()
+        if real and not (self.blocks.is_cuda and _capturing(self.device)):
             if self.blocks.is_cuda:
                 torch.cuda.current_stream(self.device).synchronize()
             settled_at = (self.blocks.data_ptr(), self.blocks._version)

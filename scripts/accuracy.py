@@ -17,13 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import jitgemm  # noqa: E402
-from jitgemm.reference import gemm_w4a8_terms  # noqa: E402
-
-SHARE = {"e4m3": 2.0**-10, "int8": 2.0**-20}
+from jitgemm.reference import error_bound, gemm_w4a8_terms  # noqa: E402
 
 
 def measure(lhs: str, k: int, group_size: int, mean: float, outliers: bool, m: int, n: int) -> tuple[int, float, float]:
-    """(elements beyond 2^-8 |ref| + share * sum of |terms|, worst error over that bound, relative RMS)."""
+    """(elements beyond the bound, worst error over the bound, relative RMS)."""
     x = torch.randn(m, k, device="cuda") + mean
     if outliers:  # a few columns fifty times as big, as language models have
         x[:, torch.randperm(k, device="cuda")[: max(1, k // 512)]] *= 50
@@ -38,7 +36,7 @@ def measure(lhs: str, k: int, group_size: int, mean: float, outliers: bool, m: i
     jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, out)
     ref, terms = gemm_w4a8_terms((x, x_scale), weight)
     error = (out.double() - ref).abs()
-    ratio = error / (ref.abs() * 2.0**-8 + terms * SHARE[lhs]).clamp(min=1e-30)
+    ratio = error / error_bound(ref, terms, x.dtype).clamp(min=1e-30)
     return int((ratio > 1).sum()), float(ratio.max()), float((error.square().mean() / ref.square().mean()).sqrt())
 
 

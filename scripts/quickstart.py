@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 import jitgemm
-from jitgemm.reference import gemm_w4a8_reference, gemm_w4a8_terms
+from jitgemm.reference import error_bound, gemm_w4a8_reference, gemm_w4a8_terms
 
 MODEL = ROOT / "scripts" / "data" / "llama-3-8b.json"
 N, K, GROUP = 28672, 4096, 128
@@ -39,13 +39,9 @@ def make_lhs(m: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, tor
 
 
 def error_over_bound(out: torch.Tensor, lhs: tuple, rhs: jitgemm.W4Weight) -> float:
-    """The largest error as a part of what is allowed; at most 1 is right.
-
-    Allowed: a bf16 rounding, 2^-8 |ref|, and what the tensor cores' sums lose (int8: 2^-20 of the groups' sums, e4m3:
-    2^-10 of all terms).
-    """
+    """The largest error as a part of what is allowed; at most 1 is right."""
     ref, terms = gemm_w4a8_terms(lhs, rhs)
-    bound = 2.0**-8 * ref.abs() + (2.0**-20 if lhs[0].dtype == torch.int8 else 2.0**-10) * terms
+    bound = error_bound(ref, terms, lhs[0].dtype)
     return float(((out.double() - ref).abs() / bound).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 

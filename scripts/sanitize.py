@@ -17,7 +17,7 @@ import torch  # noqa: E402
 
 from jitgemm.config import legal_kernels  # noqa: E402
 from jitgemm.plan import Plan, device_of  # noqa: E402
-from jitgemm.reference import gemm_w4a8_terms  # noqa: E402
+from jitgemm.reference import error_bound, gemm_w4a8_terms
 from jitgemm.spec import KernelSpec, WeightFormat  # noqa: E402
 
 # What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
@@ -60,8 +60,7 @@ def main() -> int:
             plan.launch(x, x_scale, rhs, out, bias, False)
             plan.launch(x, x_scale, rhs, out, bias, True)
         torch.cuda.synchronize()
-        share = 2.0**-20 if lhs_type == "s8" else 2.0**-10
-        good = bool(((out.cpu().double() - ref).abs() <= ref.abs() * 2.0**-8 + terms * share).all())
+        good = bool(((out.cpu().double() - ref).abs() <= error_bound(ref, terms, x.dtype)).all())
         wrong += not good
         print(f"{'ok   ' if good else 'WRONG'} {name}: {spec.label} {m} x {n} x {k}", flush=True)
     return 1 if wrong else 0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitgemm import reference
-from jitgemm.reference import gemm_w4a8_reference, gemm_w4a8_terms, round_fp64
+from jitgemm.reference import error_bound, gemm_w4a8_reference, gemm_w4a8_terms, round_fp64
 
 
 def rational_gemm(
@@ -244,3 +244,9 @@ def test_a_gpu_gives_the_same_reference(dtype, group_size, zero_point, scale_typ
         results.append([t.cpu() for t in gemm_w4a8_terms(lhs, parts.packed)])
     for a, b in zip(*results, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-13 * float(results[0][1].max()))
+
+
+def test_the_error_bound_is_bf16_rounding_and_a_share_of_the_terms():
+    ref, terms = torch.tensor([-256.0, 0.0], dtype=torch.float64), torch.tensor([1024.0, 2.0**20], dtype=torch.float64)
+    assert error_bound(ref, terms, torch.int8).tolist() == [1 + 2.0**-10, 1.0]
+    assert error_bound(ref, terms, torch.float8_e4m3fn).tolist() == [2.0, 1024.0]

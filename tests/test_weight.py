@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import pickle
 import re
+import warnings
 
 import builders
 import pytest
@@ -553,3 +554,13 @@ def test_packing_during_capture_is_not_settled():
     torch.cuda.synchronize()
     assert not captured.settled and expected.settled
     assert same_weight(captured, expected)
+
+
+def test_a_weight_of_fake_tensors_has_no_address_to_settle_at():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    weight = builders.weight_parts(1, 64, 256, 128).packed
+    with FakeTensorMode() as mode, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fake = W4Weight(mode.from_tensor(weight.blocks), None, 64, 256, 128, weight.format)
+        assert not fake.settled and fake.plan_key == weight.plan_key

@@ -11,7 +11,7 @@ import torch
 
 import jitgemm
 from jitgemm.config import choose
-from jitgemm.reference import gemm_w4a8_terms
+from jitgemm.reference import error_bound, gemm_w4a8_terms
 from jitgemm.spec import Problem
 
 from .cells import Format
@@ -19,8 +19,6 @@ from .contestant import CHANNEL, EXACT, Contestant, Refused, Run
 from .data import Source, quantise_groups, quantise_rows
 
 LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
-SUM_BOUND = {"e4m3": 2.0**-10, "s8": 2.0**-20}
-"""What sums may lose, as a part of all terms' sizes, beside the 2^-8 of one bf16 rounding."""
 
 
 def ours(fmt: Format) -> Contestant:
@@ -86,6 +84,5 @@ def error_over_bound(fmt: Format, out: torch.Tensor, lhs: tuple, weight: jitgemm
     # Rows are taken from the bytes: indexing e4m3 is not implemented everywhere.
     picked = x.view(torch.uint8)[rows].view(x.dtype)
     ref, terms = gemm_w4a8_terms((picked, x_scale[rows]), weight)
-    bound = ref.abs() * 2.0**-8 + SUM_BOUND[fmt.lhs] * terms
-    over = (out[rows].double() - ref).abs() / bound.clamp_(min=1e-300)
+    over = (out[rows].double() - ref).abs() / error_bound(ref, terms, x.dtype).clamp_(min=1e-300)
     return float(over.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
