@@ -126,23 +126,26 @@ class KernelCache:
             return entry
         return self._unwritten.get(key)
 
-    def get_or_compile(self, spec: KernelSpec, *, allow_compile: bool = True) -> tuple[Entry, bool]:
+    def get_or_compile(self, spec: KernelSpec, *, allow_compile: bool | None = None) -> tuple[Entry, bool]:
         """The kernel of `spec`, and whether this call compiled it.
 
+        Args:
+            allow_compile: whether a missing kernel may be compiled, without a word; None asks `JITGEMM_JIT`.
+
         Raises:
-            CacheMissError: it is missing and `JITGEMM_JIT` is "off" or `allow_compile` is False.
+            CacheMissError: it is missing and must not be compiled.
             CompileError: it is missing and does not compile.
         """
         return self.get_or_compile_source(kernel_source(spec), allow_compile=allow_compile)
 
-    def get_or_compile_source(self, request: KernelSource, *, allow_compile: bool = True) -> tuple[Entry, bool]:
+    def get_or_compile_source(self, request: KernelSource, *, allow_compile: bool | None = None) -> tuple[Entry, bool]:
         """`get_or_compile` for a source that is rendered already."""
         key = cache_key(request.source, request.headers, request.options, nvrtc_info())
         entry = self.lookup(key)
         if entry is not None:
             return entry, False
-        mode = settings.jit_mode()
-        if mode == "off" or not allow_compile:
+        mode = settings.jit_mode() if allow_compile is None else None
+        if mode == "off" or allow_compile is False:
             raise CacheMissError(self._miss_message(request, key, "JITGEMM_JIT=off" if mode == "off" else None))
         with self._guard:
             key_lock = self._key_locks.setdefault(key, threading.Lock())

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -183,9 +182,11 @@ def _compile(cache: KernelCache, jobs: list[Job], threads: int) -> None:
 
     bar_and_count = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     progress = Progress(TextColumn("compiling"), *bar_and_count, console=common.err())
-    with _compiling_allowed(), progress, ThreadPoolExecutor(threads) as pool:
+    with progress, ThreadPoolExecutor(threads) as pool:
         bar = progress.add_task("", total=len(jobs))
-        futures = {pool.submit(cache.get_or_compile_source, job.source): job for job in jobs}
+        # Also under JITGEMM_JIT=off: this command is what that setting's error tells people to run.
+        compile_one = partial(cache.get_or_compile_source, allow_compile=True)
+        futures = {pool.submit(compile_one, job.source): job for job in jobs}
         for future in as_completed(futures):
             job = futures[future]
             try:
@@ -197,20 +198,6 @@ def _compile(cache: KernelCache, jobs: list[Job], threads: int) -> None:
                 job.status = "compiled" if compiled else "cached"
                 job.metadata, job.path = entry.metadata, entry.path
             progress.update(bar, advance=1, description=job.kernel.label)
-
-
-@contextmanager
-def _compiling_allowed() -> Iterator[None]:
-    """This command is what JITGEMM_JIT=off tells people to run, so it compiles under that setting too."""
-    before = os.environ.get("JITGEMM_JIT")
-    os.environ["JITGEMM_JIT"] = "on"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["JITGEMM_JIT"]
-        else:
-            os.environ["JITGEMM_JIT"] = before
 
 
 def _report(
