@@ -22,14 +22,15 @@ __all__ = [
     "UnsupportedDeviceError",
     "W4Weight",
     "gemm_w4a8_bf16_nt",
+    "gemm_w4a8_nt",
     "gemm_w4a8_reference",
     "pack_w4",
 ]
 
 
 def _load() -> None:
-    global W4Weight, gemm_w4a8_bf16_nt, gemm_w4a8_reference, pack_w4
-    from jitgemm.api import gemm_w4a8_bf16_nt
+    global W4Weight, gemm_w4a8_bf16_nt, gemm_w4a8_nt, gemm_w4a8_reference, pack_w4
+    from jitgemm.api import gemm_w4a8_bf16_nt, gemm_w4a8_nt
     from jitgemm.reference import gemm_w4a8_reference
     from jitgemm.weight import W4Weight, pack_w4
 

@@ -1,13 +1,13 @@
 """The public call: checks arguments, then straight down to a plan; under a tracer through the `torch.library` op.
 
-The hot path is `gemm_w4a8_bf16_nt` down to `Plan.launch`: one look-up by everything that decides legality and kernel.
+The hot path is `gemm_w4a8_nt` down to `Plan.launch`: one look-up by everything that decides legality and kernel.
 Only a miss imports the layers below, so that importing jitgemm touches neither the CUDA bindings nor the disk.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,33 +33,49 @@ _plans = _Plans()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 def gemm_w4a8_bf16_nt(
-    lhs: tuple[torch.Tensor, torch.Tensor],
-    rhs: W4Weight,
-    out: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
+    lhs: Lhs, rhs: W4Weight, out: torch.Tensor, *, bias: torch.Tensor | None = None, batch_invariant: bool = False
+) -> None:
+    """`gemm_w4a8_nt` into bfloat16, the type that nearly every caller wants.
+
+    Raises:
+        TypeError: out is not bfloat16; else as `gemm_w4a8_nt`.
+    """
+    if isinstance(out, torch.Tensor) and out.dtype != torch.bfloat16:
+        raise TypeError(f"out: expected bfloat16 (gemm_w4a8_nt takes other types), got {str(out.dtype)[6:]}")
+    gemm_w4a8_nt(lhs, rhs, out, bias=bias, batch_invariant=batch_invariant)
+
+
+def gemm_w4a8_nt(
+    lhs: Lhs, rhs: W4Weight, out: torch.Tensor, *, bias: torch.Tensor | None = None, batch_invariant: bool = False
 ) -> None:
     """out = lhs · rhsᵀ with scales: 8-bit activations times 4-bit weights, group scales exact, on the current stream.
 
     ::
 
-        out[i, j] = x_scale[i] * sum over groups g of scale[j, g] * part(i, j, g) + bias[j]
-        part(i, j, g) = sum over k in g of x[i, k] * (q[j, k] - zero[j, g])
+        out[i, j] = x_scale[i] * sum over groups g of part(i, j, g) + bias[j]
+        part(i, j, g) = scale[j, g] * sum over k in g of (x[i, k] - x_zero[i]) * (q[j, k] - zero[j, g])
+                        + offset[j, g] * sum over k in g of (x[i, k] - x_zero[i])
 
-    int8 sums of a group are exact integers: results are within 2^-8 |exact| (rounding to bf16) plus 2^-20 of the sum of
-    |group terms|. e4m3 sums stay in the tensor cores for at most 128 k, then in fp32: within 2^-8 |exact| plus 2^-10 of
-    the sum of |terms|; with k below 128 one element in a million may miss that by a fifth (docs/notes/e4m3-accuracy.md).
-    Every scaled sum is an fp32 number on its way: a group's, a channel's, and 512 times an e4m3 token scale must not
-    overflow. Bit-identical from run to run.
+    int8 sums of a group are exact integers: results are within rounding to out's type (2^-8 |exact| for bf16) plus 2^-20
+    of the sum of |group terms|. e4m3 sums stay in the tensor cores for at most 128 k, then in fp32: within rounding plus
+    2^-10 of the sum of |terms|; with k below 128 one element in a million may miss that by a fifth
+    (docs/notes/e4m3-accuracy.md). Every scaled sum is an fp32 number on its way: a group's, a channel's, and 512 times an
+    e4m3 token scale must not overflow. Bit-identical from run to run.
 
     Args:
-        lhs: (x, x_scale). x is float8_e4m3fn or int8 [m, k], stride 1 along k, row stride a multiple of 16 bytes,
-            16-byte aligned. x_scale is fp32 [m], [m, 1] or one element.
+        lhs: (x, x_scale), or (x, x_scale, x_zero) for int8 with zero points. x is float8_e4m3fn or int8 [m, k], stride 1
+            along k, row stride a multiple of 16 bytes, 16-byte aligned. x_scale is fp32, x_zero int32, [m], [m, 1] or
+            one element.
         rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 32.
-        out: bfloat16 [m, n], stride 1 along n, row stride a multiple of 8 elements, 16-byte aligned; may be a column
-            slice.
+        out: bfloat16, float16 or float32 [m, n], stride 1 along n, row stride a multiple of 16 bytes, 16-byte aligned;
+            may be a column slice.
         bias: bfloat16 or fp32 [n], contiguous, or None.
+        batch_invariant: a row of out has the same bits whatever m is and whichever row it is. Costs time where k
+            would be summed in another order for other m (docs/performance.md).
 
     All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (about 0.2 s), never for a
     new m once the layer is warm. On the CPU: `gemm_w4a8_reference`. m = 0 returns at once.
@@ -69,9 +85,13 @@ def gemm_w4a8_bf16_nt(
         CacheMissError: the kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
-    x, x_scale = lhs if type(lhs) is tuple and len(lhs) == 2 else split_lhs(lhs)
+    if type(lhs) is tuple and len(lhs) == 2:
+        x, x_scale = lhs
+        x_zero = None
+    else:
+        x, x_scale, x_zero = split_lhs(lhs)
     if torch.compiler.is_compiling() or _traced(x, out):
-        _call_op(x, x_scale, rhs, out, bias)
+        _call_op(x, x_scale, x_zero, rhs, out, bias, batch_invariant)
         return
     try:
         signature = (
@@ -79,14 +99,16 @@ def gemm_w4a8_bf16_nt(
             x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
             out.shape, out.stride(), out.dtype, out.device, out.requires_grad,
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+            None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.device, rhs.row_sum is None),
+            batch_invariant,
         )  # fmt: skip
         plan = _plans.by_signature[signature]
     except (AttributeError, KeyError):
         # New shapes, or something that is no tensor or no weight.
         _check_types(x, x_scale, rhs, out, bias)
-        _plan_and_run(x, x_scale, rhs, out, bias, rhs.settled)
+        _plan_and_run(x, x_scale, x_zero, rhs, out, bias, bool(batch_invariant), rhs.settled)
         return
-    plan.launch(x, x_scale, rhs, out, bias, rhs.settled)
+    plan.launch(x, x_scale, rhs, out, bias, rhs.settled, x_zero)
 
 
 def _traced(x: object, out: object) -> bool:
@@ -111,90 +133,109 @@ def _check_types(x: object, x_scale: object, rhs: object, out: object, bias: obj
 def _plan_and_run(
     x: torch.Tensor,
     x_scale: torch.Tensor,
+    x_zero: torch.Tensor | None,
     weight: PackedWeight | W4Weight,
     out: torch.Tensor,
     bias: torch.Tensor | None,
+    batch_invariant: bool,
     dependent: bool,
 ) -> None:
     """The cold path: all checks, then the reference on the CPU, or a plan kept for the next call of these shapes."""
-    check_arguments(x, x_scale, weight, out, bias)
+    check_arguments(x, x_scale, weight, out, bias, x_zero)
     if not x.is_cuda:
-        check_addresses(x, x_scale, weight, out, bias)
+        check_addresses(x, x_scale, weight, out, bias, x_zero)
         if x.shape[0] > 0:
-            _run_reference(x, x_scale, weight, out, bias)
+            _run_reference(x, x_scale, x_zero, weight, out, bias)
         return
     if x.shape[0] == 0:
         return
-    check_addresses(x, x_scale, weight, out, bias)
+    check_addresses(x, x_scale, weight, out, bias, x_zero)
     from jitgemm.plan import Plan
 
     with torch.cuda.device(x.device):
-        plan = Plan(x, x_scale, weight, out, bias)
+        plan = Plan(x, x_scale, weight, out, bias, x_zero=x_zero, batch_invariant=batch_invariant)
     plans = _plans.by_signature
     if len(plans) >= MAX_PLANS:
         del plans[next(iter(plans))]
-    plans[_signature(x, x_scale, weight, out, bias)] = plan
-    plan.launch(x, x_scale, weight, out, bias, dependent)
+    plans[_signature(x, x_scale, x_zero, weight, out, bias, batch_invariant)] = plan
+    plan.launch(x, x_scale, weight, out, bias, dependent, x_zero)
 
 
-def _signature(x, x_scale, weight, out, bias) -> tuple:  # type: ignore[no-untyped-def]
-    """What `gemm_w4a8_bf16_nt` writes out in its hot path: all that decides legality and kernel."""
+def _signature(x, x_scale, x_zero, weight, out, bias, batch_invariant) -> tuple:  # type: ignore[no-untyped-def]
+    """What `gemm_w4a8_nt` writes out in its hot path: all that decides legality and kernel."""
     return (
         weight.plan_key, x.shape, x.stride(), x.dtype, x.device,
         x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
         out.shape, out.stride(), out.dtype, out.device, out.requires_grad,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+        None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.device, weight.row_sum is None),
+        batch_invariant,
     )  # fmt: skip
 
 
-def _run_reference(x, x_scale, weight, out, bias) -> None:  # type: ignore[no-untyped-def]
+def _run_reference(x, x_scale, x_zero, weight, out, bias) -> None:  # type: ignore[no-untyped-def]
     from jitgemm.reference import gemm_w4a8_reference
 
     if not isinstance(weight, W4Weight):
         group_size = weight.format.group_size or weight.k
         weight = W4Weight(weight.blocks, weight.channel_scale, weight.n, weight.k, group_size, weight.format)
-    out.copy_(gemm_w4a8_reference((x, x_scale), weight, bias=bias))
+    lhs = (x, x_scale) if x_zero is None else (x, x_scale, x_zero)
+    out.copy_(gemm_w4a8_reference(lhs, weight, bias=bias, out_dtype=out.dtype))
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("jitgemm", "DEF")
+_library = torch.library.Library("jitgemm", "FRAGMENT")
 _library.define(
-    "gemm_w4a8_bf16_nt(Tensor x, Tensor x_scale, Tensor blocks, Tensor? channel_scale, Tensor(a!) out, Tensor? bias, "
-    "int n, int k, int group_size, bool zero_point, str scale_type) -> ()"
+    "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
+    "Tensor(a!) out, Tensor? bias, int n, int k, int group_size, bool zero_point, str scale_type, str codes, "
+    "bool offset, bool batch_invariant) -> ()"
 )
 
 
 def _call_op(
-    x: torch.Tensor, x_scale: torch.Tensor, rhs: W4Weight, out: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    x_zero: torch.Tensor | None,
+    rhs: W4Weight,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> None:
     _check_types(x, x_scale, rhs, out, bias)
     fmt = rhs.format
-    torch.ops.jitgemm.gemm_w4a8_bf16_nt(
-        x, x_scale, rhs.blocks, rhs.channel_scale, out, bias,
-        rhs.n, rhs.k, fmt.group_size, fmt.zero_point, fmt.scale_type,
+    torch.ops.jitgemm.gemm_w4a8_nt(
+        x, x_scale, x_zero, rhs.blocks, rhs.channel_scale, rhs.row_sum, out, bias,
+        rhs.n, rhs.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, batch_invariant,
     )  # fmt: skip
 
 
+def _packed(blocks, channel_scale, row_sum, n, k, *fmt: Any) -> PackedWeight:  # type: ignore[no-untyped-def]
+    return PackedWeight(blocks, channel_scale, n, k, WeightFormat(*fmt), row_sum)
+
+
 def _op(  # type: ignore[no-untyped-def]
-    x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_point, scale_type
-) -> None:
-    weight = PackedWeight(blocks, channel_scale, n, k, WeightFormat(group_size, zero_point, scale_type))
-    plan = _plans.by_signature.get(_signature(x, x_scale, weight, out, bias)) if x.is_cuda else None
+    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias,
+    n, k, group_size, zero_point, scale_type, codes, offset, batch_invariant,
+) -> None:  # fmt: skip
+    weight = _packed(blocks, channel_scale, row_sum, n, k, group_size, zero_point, scale_type, codes, offset)
+    signature = _signature(x, x_scale, x_zero, weight, out, bias, batch_invariant) if x.is_cuda else None
+    plan = _plans.by_signature.get(signature)
     # A compiler may have put the weight's writer right before this, in a tensor of its own: never ahead of it.
     if plan is None:
-        _plan_and_run(x, x_scale, weight, out, bias, dependent=False)
+        _plan_and_run(x, x_scale, x_zero, weight, out, bias, batch_invariant, dependent=False)
     else:
-        plan.launch(x, x_scale, weight, out, bias, dependent=False)
+        plan.launch(x, x_scale, weight, out, bias, False, x_zero)
 
 
 def _fake_op(  # type: ignore[no-untyped-def]
-    x, x_scale, blocks, channel_scale, out, bias, n, k, group_size, zero_point, scale_type
-) -> None:
-    weight = PackedWeight(blocks, channel_scale, n, k, WeightFormat(group_size, zero_point, scale_type))
-    check_arguments(x, x_scale, weight, out, bias)
+    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias,
+    n, k, group_size, zero_point, scale_type, codes, offset, batch_invariant,
+) -> None:  # fmt: skip
+    weight = _packed(blocks, channel_scale, row_sum, n, k, group_size, zero_point, scale_type, codes, offset)
+    check_arguments(x, x_scale, weight, out, bias, x_zero)
 
 
 for _key in ("CUDA", "CPU"):
-    _library.impl("gemm_w4a8_bf16_nt", _op, _key)
-torch.library.register_fake("jitgemm::gemm_w4a8_bf16_nt", _fake_op, lib=_library)
+    _library.impl("gemm_w4a8_nt", _op, _key)
+torch.library.register_fake("jitgemm::gemm_w4a8_nt", _fake_op, lib=_library)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from jitgemm.spec import WeightFormat
+from jitgemm.weight import plan_key
 
 LHS_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.int8: "s8"}
+OUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 REAL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Run-time numbers of the types a kernel reads scales and bias in; `RealType` in include/jitgemm/types.cuh."""
 SCALE_TYPE_NUMBERS = {"fp32": 0, "bf16": 1, "fp16": 2}
@@ -35,12 +37,12 @@ class PackedWeight:
     n: int
     k: int
     format: WeightFormat
+    row_sum: torch.Tensor | None = None
 
     @property
     def plan_key(self) -> tuple:
         """As `W4Weight.plan_key`."""
-        fmt = self.format
-        return self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, self.blocks.device
+        return plan_key(self.n, self.k, self.format, self.blocks.device)
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -58,12 +60,16 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
     return value
 
 
-def split_lhs(lhs: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x, x_scale) out of the call's first argument."""
-    if not isinstance(lhs, (tuple, list)) or len(lhs) != 2:
+_LHS_NAMES = ("lhs[0] (x)", "lhs[1] (x_scale)", "lhs[2] (x_zero)")
+
+
+def split_lhs(lhs: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(x, x_scale, x_zero or None) out of the call's first argument."""
+    if not isinstance(lhs, (tuple, list)) or len(lhs) not in (2, 3):
         what = f"{type(lhs).__name__} of {len(lhs)}" if isinstance(lhs, (tuple, list)) else type(lhs).__name__
-        raise TypeError(f"lhs: expected a pair (x, x_scale), got {what}")
-    return check_tensor("lhs[0] (x)", lhs[0]), check_tensor("lhs[1] (x_scale)", lhs[1])
+        raise TypeError(f"lhs: expected a pair (x, x_scale), or (x, x_scale, x_zero), got {what}")
+    tensors = [check_tensor(name, tensor) for name, tensor in zip(_LHS_NAMES, lhs)]
+    return tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None
 
 
 def _rows(name: str, tensor: torch.Tensor, columns: int, what: str) -> None:
@@ -89,13 +95,28 @@ def _rows(name: str, tensor: torch.Tensor, columns: int, what: str) -> None:
             )
 
 
+def _check_per_token(name: str, tensor: torch.Tensor, m: int, dtype: torch.dtype) -> None:
+    """One value per token, or one for all."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {_dtype(tensor)}")
+    per_token = (tensor.dim() == 1 or (tensor.dim() == 2 and tensor.shape[1] == 1)) and tensor.shape[0] == m
+    per_tensor = tensor.numel() == 1 and tensor.dim() <= 2
+    if not (per_token or per_tensor):
+        raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {_shape(tensor)}")
+
+
 def check_arguments(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: PackedWeight,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_zero: torch.Tensor | None = None,
 ) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
     n, k = weight.n, weight.k
-    names = ("lhs[0] (x)", "lhs[1] (x_scale)", "out", "bias")
-    for name, tensor in zip(names, (x, x_scale, out, bias)):
+    names = (*_LHS_NAMES, "out", "bias")
+    for name, tensor in zip(names, (x, x_scale, x_zero, out, bias)):
         if tensor is not None and (tensor.layout != torch.strided or tensor.is_neg()):
             kind = "a lazily negated one" if tensor.layout == torch.strided else f"layout {tensor.layout}"
             raise TypeError(f"{name}: expected a plain strided tensor, got {kind}")
@@ -112,15 +133,22 @@ def check_arguments(
             f"32-bit, got {k}"
         )
 
-    if x_scale.dtype != torch.float32:
-        raise TypeError(f"lhs[1] (x_scale): expected float32, got {_dtype(x_scale)}")
-    per_token = (x_scale.dim() == 1 or (x_scale.dim() == 2 and x_scale.shape[1] == 1)) and x_scale.shape[0] == m
-    per_tensor = x_scale.numel() == 1 and x_scale.dim() <= 2
-    if not (per_token or per_tensor):
-        raise ValueError(f"lhs[1] (x_scale): expected shape [{m}], [{m}, 1] or one element, got {_shape(x_scale)}")
+    if weight.format.codes not in ("any", LHS_DTYPES[x.dtype]):
+        packed_for = "int8" if weight.format.codes == "s8" else "float8_e4m3fn"
+        raise TypeError(
+            f"lhs[0] (x): expected {packed_for}, for which rhs was packed (lhs_dtype of pack_w4), got {_dtype(x)}"
+        )
 
-    if out.dtype != torch.bfloat16:
-        raise TypeError(f"out: expected bfloat16, got {_dtype(out)}")
+    _check_per_token("lhs[1] (x_scale)", x_scale, m, torch.float32)
+    if x_zero is not None:
+        if x.dtype != torch.int8:
+            raise TypeError(f"lhs[0] (x): expected int8 beside lhs[2] (x_zero), got {_dtype(x)}")
+        _check_per_token("lhs[2] (x_zero)", x_zero, m, torch.int32)
+        if weight.row_sum is None:
+            raise ValueError("rhs: expected a weight with row_sum, which lhs[2] (x_zero) needs, got one without")
+
+    if out.dtype not in OUT_DTYPES:
+        raise TypeError(f"out: expected bfloat16, float16 or float32, got {_dtype(out)}")
     _rows("out", out, n, "[m, n]")
     if out.shape[0] != m:
         raise ValueError(f"out: expected shape [{m}, {n}], got {_shape(out)}")
@@ -138,14 +166,15 @@ def check_arguments(
     device = x.device
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"lhs[0] (x): expected a CUDA or CPU tensor, got one on {device}")
-    for name, tensor in (("lhs[1] (x_scale)", x_scale), ("rhs", weight.blocks), ("out", out), ("bias", bias)):
+    others = (x_scale, x_zero, weight.blocks, out, bias)
+    for name, tensor in zip((*_LHS_NAMES[1:], "rhs", "out", "bias"), others):
         if tensor is not None and tensor.device != device:
             raise ValueError(f"{name}: expected a tensor on {device}, where lhs[0] (x) is, got one on {tensor.device}")
 
 
-def lhs_scale_stride(x_scale: torch.Tensor) -> int:
-    """Elements between the scales of consecutive tokens; 0 when one element serves all."""
-    return 0 if x_scale.numel() == 1 else x_scale.stride(0)
+def per_token_stride(tensor: torch.Tensor | None) -> int:
+    """Elements between the values of consecutive tokens; 0 when one element serves all, or there is none."""
+    return 0 if tensor is None or tensor.numel() == 1 else tensor.stride(0)
 
 
 def byte_extent(tensor: torch.Tensor) -> int:
@@ -173,7 +202,12 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_addresses(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: PackedWeight, out: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: PackedWeight,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_zero: torch.Tensor | None = None,
 ) -> None:
     """Raises ValueError for a misaligned tensor or an output that overlaps an input."""
     if x.is_cuda:
@@ -187,8 +221,10 @@ def check_addresses(
     inputs = (
         ("lhs[0] (x)", x),
         ("lhs[1] (x_scale)", x_scale),
+        ("lhs[2] (x_zero)", x_zero),
         ("rhs.blocks", weight.blocks),
         ("rhs.channel_scale", weight.channel_scale),
+        ("rhs.row_sum", weight.row_sum),
         ("bias", bias),
     )
     for name, tensor in inputs:

@@ -6,6 +6,7 @@ it, each with its unit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Iterator, NamedTuple
@@ -40,6 +41,8 @@ CHUNK_REGISTERS = 10
 """More of them for every group beyond the first within a record of 128 k."""
 ZERO_REGISTERS = 8
 """More of them for zero points."""
+OFFSET_REGISTERS = 16
+"""More of them for offsets: four ones, two factors for each group of a record."""
 
 
 def registers_needed(spec: KernelSpec) -> int:
@@ -48,6 +51,7 @@ def registers_needed(spec: KernelSpec) -> int:
     rest += SPLIT_REGISTERS if spec.warpgroups_k > 1 else 0
     rest += CHUNK_REGISTERS * max(0, spec.format.scale_rows - 1)
     rest += ZERO_REGISTERS if spec.zero_point else 0
+    rest += OFFSET_REGISTERS if spec.offset else 0
     if promote_records(spec) == 0:
         return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
     return spec.block_m + rest
@@ -88,7 +92,7 @@ def _most_stages(spec: KernelSpec, device: DeviceSpec) -> int:
 
 
 @lru_cache(maxsize=256)
-def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec) -> tuple[KernelSpec, ...]:
+def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
     """Every kernel the selector considers for these formats on this device."""
     legal = []
     for shape in dict.fromkeys(_shapes()):
@@ -98,6 +102,9 @@ def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec) -> tuple[Kern
             zero_point=fmt.zero_point,
             # Per-channel kernels read their scales by a run-time type.
             scale_type=fmt.scale_type if fmt.group_size else "fp32",
+            codes=fmt.codes,
+            offset=fmt.offset,
+            out=out,
             stages=2,
             **shape._asdict(),
         )
@@ -144,40 +151,44 @@ def _shapes() -> Iterator[_Shape]:
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted by `scripts/sweep.py fit` to 4,681 timings on an H200, 2026-11-21 (docs/notes/selector.md):
+# The constants were fitted by `scripts/sweep.py fit` to 6,688 timings on an H200, 2026-11-21 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 1.57
+LAUNCH_US = 1.34
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.19
+NO_PREFETCH_US = 0.1
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
 REDUCE_US = 0.05
 """Sum over splits of k, per tile and split beyond the first: stores into the leader's shared memory, hand-over,
 reads."""
-STORE_US = 0.31
+STORE_US = 0.36
 """Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
-CLUSTER_US = 1.54
+CLUSTER_US = 0.73
 """Start and end barrier of a cluster."""
-WGMMA_MIN_CYCLES = 5.0
+WGMMA_MIN_CYCLES = 9.0
 """Cycles of one m64nNk32 with A in registers, however narrow."""
-RECORD_CYCLES = 297.0
+RECORD_CYCLES = 309.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
-DECODE_CYCLES = {("e4m3", False): 180.0, ("s8", False): 133.0, ("e4m3", True): 262.0, ("s8", True): 228.0}
-"""Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and zero point."""
-PROMOTE_CYCLES = {"e4m3": 2.1, "s8": 2.8}
+DECODE_CYCLES = {
+    ("e4m3", "any"): 156.0, ("s8", "any"): 145.0, ("e4m3", "fast"): 101.0, ("s8", "fast"): 93.0,
+    ("e4m3", "zero"): 297.0, ("s8", "zero"): 204.0,
+}  # fmt: skip
+"""Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
+activations, of this type's order, with zero points."""
+PROMOTE_CYCLES = {"e4m3": 2.1, "s8": 2.9}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-ISSUE_CYCLES = 55.0
+ISSUE_CYCLES = 86.0
 """Issue cycles of a scheduler per record for everything else."""
 CHUNK_CYCLES = 10.0
 """Added for every group beyond the first within a record: its promotion waits for its own wgmma."""
-L2_BYTES_PER_CYCLE = 64.0
+L2_BYTES_PER_CYCLE = 46.0
 """Bytes an SM draws from the L2 in a cycle when all draw."""
-OVERLAP = 3.84
+OVERLAP = 4.1
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
-FEW_SMS = 0.1
+FEW_SMS = 0.22
 """Exponent with which memory time grows as fewer SMs draw."""
-CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.61, 8: 0.59}
+CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.62, 8: 0.54}
 """Share of the SMs that clusters of a size can fill, one CTA an SM: a cluster lies within a GPC, whose SMs it need not
 divide."""
 
@@ -224,11 +235,13 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
     # One record of 64 x 128 on one warpgroup, in cycles.
     tokens = spec.block_m // spec.halves
     ops_per_cycle = device.tensor_ops_per_us * us_per_cycle / device.num_sms
-    wgmma = 4 * spec.halves * max(WGMMA_MIN_CYCLES, 2 * STRIP_ROWS * 32 * tokens / ops_per_cycle)
+    # Offsets take their own multiplies, by ones.
+    parts = 2 if spec.offset else 1
+    wgmma = 4 * parts * spec.halves * max(WGMMA_MIN_CYCLES, 2 * STRIP_ROWS * 32 * tokens / ops_per_cycle)
     groups = max(1, BLOCK_K // spec.group_size) if spec.group_size else 1
     every = promote_records(spec)
-    promote = (groups / every if every else 0.0) * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs]
-    decode = DECODE_CYCLES[spec.lhs, spec.zero_point]
+    promote = (parts * groups / every if every else 0.0) * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs]
+    decode = DECODE_CYCLES[spec.lhs, "zero" if spec.zero_point else "any" if spec.codes == "any" else "fast"]
     serial = max(wgmma, decode) + promote / spec.halves + CHUNK_CYCLES * (groups - 1) + RECORD_CYCLES
 
     # The warpgroups of an SM share its tensor cores, its schedulers and its way to the L2.
@@ -251,9 +264,9 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
     fixed += REDUCE_US * waves * (splits - 1) ** 0.5
     if spec.cluster_size > 1:
         fixed += CLUSTER_US * spec.cluster_size**0.5
-    parts = {"memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "l2": l2_us}
-    side_by_side = sum(part**OVERLAP for part in parts.values()) ** (1 / OVERLAP)
-    return Candidate(spec, fixed + side_by_side, {**parts, "fixed": fixed}, waves, clusters * spec.cluster_size)
+    terms = {"memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "l2": l2_us}
+    side_by_side = sum(term**OVERLAP for term in terms.values()) ** (1 / OVERLAP)
+    return Candidate(spec, fixed + side_by_side, {**terms, "fixed": fixed}, waves, clusters * spec.cluster_size)
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -285,19 +298,42 @@ def band_end(m: int) -> int:
 
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
     """Every legal kernel for the problem with its prediction, best first; ties go to the smaller tile."""
-    problem = Problem(band_end(problem.m), problem.n, problem.k, problem.lhs, problem.format)
+    problem = replace(problem, m=band_end(problem.m))
+    order = _invariant_order(replace(problem, m=1), device) if problem.batch_invariant else None
     found = [
         predict(spec, problem, device)
-        for spec in legal_kernels(problem.lhs, problem.format, device)
+        for spec in legal_kernels(problem.lhs, problem.format, device, problem.out)
         # A tile twice as tall as the problem computes nothing but padding.
-        if spec.block_m < 2 * max(problem.m, 8)
+        if spec.block_m < 2 * max(problem.m, 8) and (order is None or order == (spec.split_k, spec.warpgroups_k))
     ]
     return sorted(found, key=lambda c: (c.predicted_us, c.kernel.block_m * c.kernel.block_n, c.kernel.label))
 
 
+ORDER_MS = (1, 16, 64, 256, 1024, 4096)
+"""Values of m over which orders of summation are compared."""
+
+
+@lru_cache(maxsize=512)
+def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
+    """(split_k, warpgroups_k) that decide in which order k is summed: the one that costs a layer least over all m.
+
+    Tiles, stages and multicast change no sum; promotion follows from these two.
+    """
+    losses: dict[tuple[int, int], float] = {}
+    for m in ORDER_MS:
+        best: dict[tuple[int, int], float] = {}
+        for candidate in candidates(replace(layer, m=m, batch_invariant=False), device):
+            kernel = candidate.kernel
+            best.setdefault((kernel.split_k, kernel.warpgroups_k), candidate.predicted_us)
+        least = min(best.values())
+        for order, us in best.items():
+            losses[order] = losses.get(order, 0.0) + math.log(us / least)
+    return min(losses, key=lambda order: (losses[order], order))
+
+
 @lru_cache(maxsize=4096)
-def _choose(band_m: int, n: int, k: int, lhs: str, fmt: WeightFormat, device: DeviceSpec) -> KernelSpec:
-    found = candidates(Problem(band_m, n, k, lhs, fmt), device)
+def _choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
+    found = candidates(problem, device)
     if not found:
         raise ValueError(f"device: no kernel fits {device}")
     return found[0].kernel
@@ -305,9 +341,20 @@ def _choose(band_m: int, n: int, k: int, lhs: str, fmt: WeightFormat, device: De
 
 def choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
     """The kernel for a problem: a pure function of the problem's band over m and the device's figures."""
-    return _choose(band_end(problem.m), problem.n, problem.k, problem.lhs, problem.format, device)
+    return _choose(replace(problem, m=band_end(problem.m)), device)
 
 
-def kernels_for(n: int, k: int, lhs: str, format: WeightFormat, device: DeviceSpec, max_m: int) -> list[KernelSpec]:
+def kernels_for(
+    n: int,
+    k: int,
+    lhs: str,
+    format: WeightFormat,
+    device: DeviceSpec,
+    max_m: int,
+    *,
+    out: str = "bf16",
+    batch_invariant: bool = False,
+) -> list[KernelSpec]:
     """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once."""
-    return list(dict.fromkeys(_choose(last, n, k, lhs, format, device) for _, last in bands(max_m)))
+    layer = Problem(1, n, k, lhs, format, out, batch_invariant)
+    return list(dict.fromkeys(_choose(replace(layer, m=last), device) for _, last in bands(max_m)))

@@ -101,8 +101,12 @@ def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int, thread
 
 # ---- tensor maps -----------------------------------------------------------------------------------------------------
 
-_U8 = cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
-_BF16 = cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+_ELEMENTS = {
+    "u8": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    "bf16": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    "fp16": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    "fp32": cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+}
 _INTERLEAVE = cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
 _SWIZZLE_128 = cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
 _PROMOTE_256 = cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
@@ -114,7 +118,7 @@ class TileMap:
     """Encodes tensor maps of one two-dimensional shape; only the address changes from call to call.
 
     Args:
-        bf16: element type, bf16 or single bytes.
+        element: "u8", "bf16", "fp16" or "fp32".
         columns, rows: extent in elements, columns contiguous.
         row_bytes: distance between rows, a multiple of 16.
         box: (columns, rows) of a tile; a tile row is 128 bytes, swizzled.
@@ -122,8 +126,8 @@ class TileMap:
 
     __slots__ = ("_type", "_extent", "_strides", "_box")
 
-    def __init__(self, *, bf16: bool, columns: int, rows: int, row_bytes: int, box: tuple[int, int]):
-        self._type = _BF16 if bf16 else _U8
+    def __init__(self, element: str, *, columns: int, rows: int, row_bytes: int, box: tuple[int, int]):
+        self._type = _ELEMENTS[element]
         self._extent = [cu.cuuint64_t(columns), cu.cuuint64_t(rows)]
         self._strides = [cu.cuuint64_t(row_bytes)]
         self._box = [cu.cuuint32_t(box[0]), cu.cuuint32_t(box[1])]

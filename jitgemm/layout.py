@@ -1,4 +1,4 @@
-"""The packed order of a 4-bit weight: codes, scales and zero points to records and back.
+"""The packed order of a 4-bit weight: codes, scales, offsets and zero points to records and back.
 
 Pure functions over torch tensors, on whatever device those are. This module knows the order of bytes and nothing else:
 it checks no arguments, and knows no checkpoint formats, kernels or streams.
@@ -15,11 +15,13 @@ thread reads two 16-byte vectors::
     first k, B half   32 * (w / 2) + 4 * (lane % 4) + 16        byte b: weight B_b at this k + b
 
     signed codes, byte b      bit   7       6 5 4   3              2 1 0
-                                    s(A_b)  v(B_b)  s(B_(b-1)%4)   v(A_b)       s: d < 0    v: (s ? ~d : d) & 7
+      any                           s(A_b)  v(B_b)  s(B_(b-1)%4)   v(A_b)       s: d < 0    v: (s ? ~d : d) & 7
+      e4m3                          s(A_b)  v(B_b)  s(B_(b-1)%4)   v(A_b)       s: d < 0    v: |d|, no -8
+      s8                            A_b << 4 | B_b & 15                         two's complement
     zero-point codes, byte b        B_b << 4 | A_b
 
-The sign of B_b stands in the next byte so that rotating a signed word right by four puts B where A was. Magnitudes in
-one's complement, because sign-magnitude has no nibble for -8.
+The sign of B_b stands in the next byte so that rotating a signed word right by four puts B where A was. Sign and
+magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import torch
 
 from jitgemm.spec import BLOCK_K, CODE_BYTES, STRIP_ROWS, WeightFormat, ceil_div
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Changes when the same weight packs to other bytes."""
 
 CHUNK_CODES = 32 << 20
@@ -74,38 +76,52 @@ def _byte_masks(words: torch.Tensor) -> torch.Tensor:
     return (signs - ((signs >> 7) & 0x01010101)) | signs
 
 
-def encode_codes(codes: torch.Tensor, zero_point: bool) -> torch.Tensor:
+def encode_codes(codes: torch.Tensor, zero_point: bool, order: str = "any") -> torch.Tensor:
     """Put whole strips of codes into the order of the records.
 
     Args:
         codes: contiguous int8 or uint8 [64 * strips, 128 * kblocks], one value each: -8..7 (two's complement), or 0..15
             with zero_point.
+        order: `WeightFormat.codes`.
 
     Returns:
         int32 [strips, kblocks, 1024], the words of each record.
     """
     strips, kblocks = codes.shape[0] // STRIP_ROWS, codes.shape[1] // BLOCK_K
     # strip, warp, row half, lane / 4, block, half h, k step in the half, A or B, lane % 4; a word is four k
-    words = codes.view(torch.int32).view(strips, 4, 2, 8, kblocks, 2, 2, 2, 4)
+    signs = codes.view(torch.int32).view(strips, 4, 2, 8, kblocks, 2, 2, 2, 4)
+    words = codes.abs().view(torch.int32).view(signs.shape) if order == "e4m3" else signs
     if zero_point:
         a, b = (words & _LOW4).unbind(7)
         packed = a | (b << 4)
+    elif order == "s8":
+        a, b = (words & _LOW4).unbind(7)
+        packed = (a << 4) | b
+    elif order == "e4m3":
+        a, b = ((words & _LOW3) | (signs & _SIGNS)).unbind(7)
+        packed = a | (b << 4) | ((b >> 28) & 0xF)
     else:
         a, b = (((words ^ _byte_masks(words)) & _LOW3) | (words & _SIGNS)).unbind(7)
         packed = a | (b << 4) | ((b >> 28) & 0xF)  # b rotated left by four
     return packed.permute(0, 4, 5, 1, 3, 7, 6, 2).reshape(strips, kblocks, _CODE_WORDS)
 
 
-def decode_codes(words: torch.Tensor, zero_point: bool) -> torch.Tensor:
+def decode_codes(words: torch.Tensor, zero_point: bool, order: str = "any") -> torch.Tensor:
     """Undo `encode_codes`: int32 [strips, kblocks, 1024] -> int8, or uint8, [64 * strips, 128 * kblocks]."""
     strips, kblocks, _ = words.shape
     # strip, block, half h, warp, lane / 4, lane % 4, k step in the half, row half -> the order of the matrix
     words = words.reshape(strips, kblocks, 2, 4, 8, 4, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5)
     if zero_point:
         words = torch.stack((words & _LOW4, (words >> 4) & _LOW4), dim=7)
+    elif order == "s8":
+        words = torch.stack(((words >> 4) & _LOW4, words & _LOW4), dim=7)
+        words = (words.view(torch.int8) << 4) >> 4
     else:
         words = torch.stack((words, ((words >> 4) & 0x0FFFFFFF) | (words << 28)), dim=7)
-        words = (words & _LOW3) ^ _byte_masks(words)
+        masks = _byte_masks(words)
+        words = (words & _LOW3) ^ masks
+        if order == "e4m3":  # minus the magnitude is its complement plus one
+            words = words.view(torch.int8) - masks.view(torch.int8)
     return words.view(torch.uint8 if zero_point else torch.int8).reshape(strips * STRIP_ROWS, kblocks * BLOCK_K)
 
 
@@ -153,21 +169,28 @@ def bits_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pack_records(
-    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, *, k: int, canonical: bool, format: WeightFormat
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    *,
+    k: int,
+    canonical: bool,
+    format: WeightFormat,
 ) -> torch.Tensor:
-    """Codes, scales and zero points -> blocks uint8 [ceil(n / 64), ceil(k / 128), format.record_bytes].
+    """Codes, scales, offsets, zero points -> blocks uint8 [ceil(n / 64), ceil(k / 128), format.record_bytes].
 
     Args:
         q: [n, k] one value each, or uint8 [n, k / 2] when canonical.
         scale: [n, groups] in the format's scale type; not read per channel.
+        offset: [n, groups] in the format's scale type, or None.
         zero: uint8 [n, groups], or None.
 
-    Padding: rows of n and values of k that the weight does not have hold code, scale and zero point 0.
+    Padding: rows of n and values of k that the weight does not have hold code, scale, offset and zero point 0.
     """
     n = q.shape[0]
     kblocks = kblocks_of(k)
     blocks = torch.empty((strips_of(n), kblocks, format.record_bytes), dtype=torch.uint8, device=q.device)
-    zeros_at = format.record_bytes - STRIP_ROWS * format.zero_rows
     for first, end in strip_chunks(n, k):
         strips = end - first
         rows = slice(first * STRIP_ROWS, min(end * STRIP_ROWS, n))
@@ -181,15 +204,21 @@ def pack_records(
             pairs[: part.shape[0], : k // 2, 1] = odd
         else:
             codes[: part.shape[0], :k] = part
-        blocks[first:end].view(torch.int32)[:, :, :_CODE_WORDS] = encode_codes(codes, format.zero_point)
-        if format.scale_rows:
-            bits = scale[rows].view(bits_dtype(scale.dtype))
-            bits = _encode_rows(bits, strips, kblocks, format.scale_rows, format.group_size)
-            target = blocks[first:end, :, CODE_BYTES:zeros_at].view(bits.dtype)
-            target.view(strips, kblocks, format.scale_rows, STRIP_ROWS).copy_(bits)
+        blocks[first:end].view(torch.int32)[:, :, :_CODE_WORDS] = encode_codes(
+            codes, format.zero_point, format.codes
+        )
+        for values, start, stop in (
+            (scale if format.scale_rows else None, CODE_BYTES, format.offsets_at),
+            (offset, format.offsets_at, format.zeros_at),
+        ):
+            if values is not None:
+                bits = values[rows].view(bits_dtype(values.dtype))
+                bits = _encode_rows(bits, strips, kblocks, format.scale_rows, format.group_size)
+                target = blocks[first:end, :, start:stop].view(bits.dtype)
+                target.view(strips, kblocks, format.scale_rows, STRIP_ROWS).copy_(bits)
         if zero is not None:
             points = _encode_rows(zero[rows], strips, kblocks, format.zero_rows, format.group_size)
-            target = blocks[first:end, :, zeros_at:]
+            target = blocks[first:end, :, format.zeros_at :]
             target.view(strips, kblocks, format.zero_rows, STRIP_ROWS).copy_(points)
     return blocks
 
@@ -197,20 +226,27 @@ def pack_records(
 def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
     """Records of a run of strips that holds n rows -> int8 (uint8 with zero points) [n, k]. Not chunked."""
     words = blocks.view(torch.int32)[:, :, :_CODE_WORDS]
-    return decode_codes(words, format.zero_point)[:n, :k]
+    return decode_codes(words, format.zero_point, format.codes)[:n, :k]
 
 
 def unpack_scales(blocks: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
     """Records of a run of strips that holds n rows -> scales [n, groups] of `dtype`; only where records hold scales."""
-    end = format.record_bytes - STRIP_ROWS * format.zero_rows
-    bits = blocks[:, :, CODE_BYTES:end].view(bits_dtype(dtype))
-    bits = bits.view(*blocks.shape[:2], format.scale_rows, STRIP_ROWS)
+    return _unpack_reals(blocks[:, :, CODE_BYTES : format.offsets_at], n, k, format, dtype)
+
+
+def unpack_offsets(blocks: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Records of a run of strips that holds n rows -> offsets [n, groups] of `dtype`; only where records hold them."""
+    return _unpack_reals(blocks[:, :, format.offsets_at : format.zeros_at], n, k, format, dtype)
+
+
+def _unpack_reals(part: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
+    bits = part.view(bits_dtype(dtype)).view(*part.shape[:2], format.scale_rows, STRIP_ROWS)
     return _decode_rows(bits, n, k, format.group_size).view(dtype)
 
 
 def unpack_zeros(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
     """Records of a run of strips that holds n rows -> zero points uint8 [n, groups]; only where records hold them."""
-    points = blocks[:, :, format.record_bytes - STRIP_ROWS * format.zero_rows :]
+    points = blocks[:, :, format.zeros_at :]
     points = points.view(*blocks.shape[:2], format.zero_rows, STRIP_ROWS)
     return _decode_rows(points, n, k, format.group_size)
 

@@ -19,12 +19,13 @@ from jitgemm import driver, settings
 from jitgemm.arguments import (
     ALIGNMENT,
     LHS_DTYPES,
+    OUT_DTYPES,
     REAL_TYPES,
     SCALE_TYPE_NUMBERS,
     PackedWeight,
     byte_extent,
     check_addresses,
-    lhs_scale_stride,
+    per_token_stride,
 )
 from jitgemm.cache import KernelCache
 from jitgemm.config import choose, grid_clusters, smem_bytes
@@ -34,9 +35,9 @@ from jitgemm.errors import CacheMissError, UnsupportedDeviceError
 from jitgemm.render import KERNEL_NAME
 from jitgemm.spec import DeviceSpec, KernelSpec, Problem
 
-_ARGUMENTS = struct.Struct("<5Q3I2iI")
-"""`Args` in include/jitgemm/types.cuh: records, channel_scale, lhs_scale, bias, lhs_scale_stride, m, n, k,
-channel_scale_type, bias_type."""
+_ARGUMENTS = struct.Struct("<10Q3I2iI")
+"""`Args` in include/jitgemm/types.cuh: lhs, records, channel_scale, lhs_scale, bias, lhs_zero, row_sum, lhs_stride,
+lhs_scale_stride, lhs_zero_stride, m, n, k, channel_scale_type, bias_type."""
 
 _cache = KernelCache()
 _loaded: dict[tuple[KernelSpec, int], driver.LoadedKernel] = {}
@@ -110,12 +111,16 @@ class Plan:
         out: torch.Tensor,
         bias: torch.Tensor | None,
         spec: KernelSpec | None = None,
+        *,
+        x_zero: torch.Tensor | None = None,
+        batch_invariant: bool = False,
     ):
         device = x.get_device()
         m, n, k = x.shape[0], weight.n, weight.k
         figures = device_of(device)
         if spec is None:
-            spec = choose(Problem(m, n, k, LHS_DTYPES[x.dtype], weight.format), figures)
+            problem = Problem(m, n, k, LHS_DTYPES[x.dtype], weight.format, OUT_DTYPES[out.dtype], batch_invariant)
+            spec = choose(problem, figures)
         if settings.debug():
             spec = replace(spec, debug=True)
         self.spec = spec
@@ -124,21 +129,24 @@ class Plan:
         scale_type = SCALE_TYPE_NUMBERS[weight.format.scale_type]
         bias_type = 0 if bias is None else REAL_TYPES[bias.dtype]
         self._block = ctypes.create_string_buffer(_ARGUMENTS.size)
-        _ARGUMENTS.pack_into(self._block, 0, 0, 0, 0, 0, lhs_scale_stride(x_scale), m, n, k, scale_type, bias_type, 0)
-        self._words = (ctypes.c_uint64 * 4).from_buffer(self._block)
+        # One row's stride is never walked, and torch may report any value for it.
+        x_bytes = x.stride(0) if m > 1 else k
+        out_bytes = out.element_size() * (out.stride(0) if m > 1 else n)
+        strides = x_bytes, per_token_stride(x_scale), per_token_stride(x_zero)
+        _ARGUMENTS.pack_into(self._block, 0, *[0] * 7, *strides, m, n, k, scale_type, bias_type, 0)
+        self._words = (ctypes.c_uint64 * 7).from_buffer(self._block)
 
         _, clusters = grid_clusters(spec, m, n, figures.num_sms)
         self._launch = driver.Launch(kernel, clusters * spec.cluster_size, self._block)
-        # One row's stride is never walked, and torch may report any value for it.
-        x_bytes = x.stride(0) if m > 1 else k
-        out_bytes = 2 * (out.stride(0) if m > 1 else n)
         lhs_rows = spec.block_m // (spec.multicast if spec.multicast_side == "lhs" else 1)
-        self._x_map = driver.TileMap(bf16=False, columns=k, rows=m, row_bytes=x_bytes, box=(128, lhs_rows))
-        self._out_map = driver.TileMap(bf16=True, columns=n, rows=m, row_bytes=out_bytes, box=(64, spec.block_m))
+        self._x_map = driver.TileMap("u8", columns=k, rows=m, row_bytes=x_bytes, box=(128, lhs_rows))
+        box = (128 // out.element_size(), spec.block_m)
+        self._out_map = driver.TileMap(spec.out, columns=n, rows=m, row_bytes=out_bytes, box=box)
         self._device = device
         self._addresses: tuple[int, ...] = ()
         self._out_end = byte_extent(out)
-        inputs = (x, x_scale, weight.blocks, weight.channel_scale, bias)
+        row_sum = None if x_zero is None else weight.row_sum
+        inputs = (x, x_scale, weight.blocks, weight.channel_scale, bias, x_zero, row_sum)
         self._ends = tuple(0 if tensor is None else byte_extent(tensor) for tensor in inputs)
 
     def launch(
@@ -149,11 +157,12 @@ class Plan:
         out: torch.Tensor,
         bias: torch.Tensor | None,
         dependent: bool,
+        x_zero: torch.Tensor | None = None,
     ) -> None:
         """Runs on the tensors' device and its current stream.
 
         Args:
-            x, x_scale, weight, out, bias: tensors of the shapes, strides, dtypes and device that the plan was made for.
+            x, x_scale, weight, out, bias, x_zero: tensors of the shapes, strides, dtypes and device that the plan was made for.
             dependent: nothing that may still be running writes the weight, so the kernel may start before its
                 predecessor ends.
 
@@ -167,28 +176,30 @@ class Plan:
             weight.blocks.data_ptr(),
             0 if channel_scale is None else channel_scale.data_ptr(),
             0 if bias is None else bias.data_ptr(),
+            0 if x_zero is None else x_zero.data_ptr(),
+            0 if x_zero is None else weight.row_sum.data_ptr(),
             out.data_ptr(),
         )
         device = self._device
         if torch._C._cuda_getDevice() == device:
             driver.bind(device)
-            self._run(addresses, x, x_scale, weight, out, bias, dependent)
+            self._run(addresses, x, x_scale, weight, out, bias, dependent, x_zero)
         else:
             with torch.cuda.device(device):
                 driver.use_context(device)
-                self._run(addresses, x, x_scale, weight, out, bias, dependent)
+                self._run(addresses, x, x_scale, weight, out, bias, dependent, x_zero)
 
-    def _run(self, addresses, x, x_scale, weight, out, bias, dependent) -> None:  # type: ignore[no-untyped-def]
+    def _run(self, addresses, x, x_scale, weight, out, bias, dependent, x_zero) -> None:  # type: ignore[no-untyped-def]
         """`launch` in the right context, which encoding a tensor map needs as much as launching does."""
         if addresses != self._addresses:
             if not self._plainly_legal(addresses):
-                check_addresses(x, x_scale, weight, out, bias)
+                check_addresses(x, x_scale, weight, out, bias, x_zero)
             self._write(addresses)
         self._launch.run(torch._C._cuda_getCurrentRawStream(self._device), dependent)
 
     def _plainly_legal(self, addresses: tuple[int, ...]) -> bool:
         """Aligned, and no input within the bytes that out spans; what fails this may still be legal."""
-        x, _, records, _, _, out = addresses
+        x, records, out = addresses[0], addresses[2], addresses[-1]
         if (x | records | out) % ALIGNMENT:
             return False
         end = out + self._out_end
@@ -198,15 +209,18 @@ class Plan:
         return True
 
     def _write(self, addresses: tuple[int, ...]) -> None:
-        x, lhs_scale, records, channel_scale, bias, out = addresses
+        x, lhs_scale, records, channel_scale, bias, lhs_zero, row_sum, out = addresses
         before = self._addresses
         if not before or x != before[0]:
             self._launch.set_map(0, self._x_map.encode(x))
-        if not before or out != before[5]:
+        if not before or out != before[-1]:
             self._launch.set_map(1, self._out_map.encode(out))
         words = self._words
-        words[0] = records
-        words[1] = channel_scale
-        words[2] = lhs_scale
-        words[3] = bias
+        words[0] = x
+        words[1] = records
+        words[2] = channel_scale
+        words[3] = lhs_scale
+        words[4] = bias
+        words[5] = lhs_zero
+        words[6] = row_sum
         self._addresses = addresses

@@ -12,17 +12,23 @@ from functools import lru_cache
 from pathlib import Path
 
 from jitgemm.spec import (
-    CODE_BYTES,
     PRODUCER_REGISTERS,
-    SCALE_BYTES,
-    STRIP_ROWS,
     KernelSpec,
+    direct_lhs,
     promote_records,
     smem_bytes,
     wgmma_shapes,
 )
 
 KERNEL_NAME = "jitgemm_w4a8"
+
+_REAL_TYPES = {"fp32": "kFp32", "bf16": "kBf16", "fp16": "kFp16"}
+_DECODES = {
+    ("e4m3", "any"): "DecodeE4m3",
+    ("e4m3", "e4m3"): "DecodeE4m3SignMagnitude",
+    ("s8", "any"): "DecodeS8",
+    ("s8", "s8"): "DecodeS8TwosComplement",
+}
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "-default-device", "--ptxas-options=-v")
 
@@ -58,7 +64,6 @@ struct Wgmma {{
 
 def _config(spec: KernelSpec, smem_bytes: int) -> str:
     fmt = spec.format
-    scale_type = {"fp32": "kFp32", "bf16": "kBf16", "fp16": "kFp16"}[spec.scale_type]
     constants = {
         "u32 kBlockM": spec.block_m,
         "u32 kBlockN": spec.block_n,
@@ -76,13 +81,17 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kGroupSize": spec.group_size,
         "u32 kPromoteRecords": promote_records(spec),
         "bool kZeroPoint": str(spec.zero_point).lower(),
-        "u32 kZeroOffset": CODE_BYTES + STRIP_ROWS * SCALE_BYTES[spec.scale_type] * fmt.scale_rows,
+        "bool kDirectLhs": str(direct_lhs(spec)).lower(),
+        "bool kOffset": str(fmt.offset).lower(),
+        "u32 kOffsetsAt": fmt.offsets_at,
+        "u32 kZerosAt": fmt.zeros_at,
         "u32 kRecordBytes": fmt.record_bytes,
-        "RealType kScaleType": scale_type,
+        "RealType kScaleType": _REAL_TYPES[spec.scale_type],
+        "RealType kOutType": _REAL_TYPES[spec.out],
         "bool kDebug": str(spec.debug).lower(),
     }
     lines = [f"    static constexpr {name} = {value};" for name, value in constants.items()]
-    decode = {"e4m3": "DecodeE4m3", "s8": "DecodeS8"}[spec.lhs]
+    decode = _DECODES[spec.lhs, spec.codes]
     return "\n".join(
         [
             "struct Config {",

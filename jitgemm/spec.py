@@ -24,8 +24,13 @@ PRODUCER_REGISTERS = 40
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
 
+DIRECT_LHS_TOKENS = 16
+"""Up to so many tokens a tile's first activations are copied by threads (docs/notes/decode.md)."""
+
 LHS_TYPES = ("e4m3", "s8")
+CODES = ("any", *LHS_TYPES)
 SCALE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+OUT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -67,17 +72,28 @@ class WeightFormat:
         group_size: 32, 64, 128 or 256 values of k share a scale; 0 means one scale per row of n (per channel).
         zero_point: False for signed codes -8..7, True for codes 0..15 minus an integer zero point per group.
         scale_type: "fp32", "bf16" or "fp16", as given by the checkpoint; never converted.
+        codes: order of signed codes: "any" decodes for both types of activations and holds all sixteen codes; "e4m3"
+            (which has no code for -8) and "s8" decode for that one only, in half the instructions.
+        offset: a value of the scale's type per group is added to its scaled weights.
     """
 
     group_size: int
     zero_point: bool
     scale_type: str
+    codes: str = "any"
+    offset: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size not in (0, *GROUP_SIZES):
             raise ValueError(f"group_size: expected 0 (per channel) or one of {GROUP_SIZES}, got {self.group_size!r}")
         if self.scale_type not in SCALE_BYTES:
             raise ValueError(f"scale_type: expected one of {tuple(SCALE_BYTES)}, got {self.scale_type!r}")
+        if self.codes not in CODES:
+            raise ValueError(f"codes: expected one of {CODES}, got {self.codes!r}")
+        if self.zero_point and self.codes != "any":
+            raise ValueError(f"codes: expected 'any' with zero points, got {self.codes!r}")
+        if self.offset and not self.group_size:
+            raise ValueError("offset: expected none per channel; express it as groups that repeat it")
 
     @property
     def scale_rows(self) -> int:
@@ -90,28 +106,47 @@ class WeightFormat:
         return max(1, self.scale_rows) if self.zero_point else 0
 
     @property
+    def offset_rows(self) -> int:
+        """Rows of 64 offsets in one record."""
+        return self.scale_rows if self.offset else 0
+
+    @property
+    def offsets_at(self) -> int:
+        """Byte of a record at which its offsets start."""
+        return CODE_BYTES + STRIP_ROWS * SCALE_BYTES[self.scale_type] * self.scale_rows
+
+    @property
+    def zeros_at(self) -> int:
+        """Byte of a record at which its zero points start."""
+        return self.offsets_at + STRIP_ROWS * SCALE_BYTES[self.scale_type] * self.offset_rows
+
+    @property
     def record_bytes(self) -> int:
-        """Bytes of one packed record of 64 rows x 128 k.
+        """Bytes of one packed record of 64 rows x 128 k, S of them for each scale and offset.
 
         ::
 
-            0        4096               4096 + 64*S*scale_rows    + 64*zero_rows
-            | codes  | scales [scale_rows][64] | zeros uint8 [zero_rows][64] |
+            0        4096                      offsets_at                  zeros_at
+            | codes  | scales [scale_rows][64] | offsets [offset_rows][64] | zeros uint8 [zero_rows][64] |
         """
-        return CODE_BYTES + STRIP_ROWS * (SCALE_BYTES[self.scale_type] * self.scale_rows + self.zero_rows)
+        return self.zeros_at + STRIP_ROWS * self.zero_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ."""
+    """One GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ, with out's type and whether a row's bits may depend on m."""
 
     m: int
     n: int
     k: int
     lhs: str
     format: WeightFormat
+    out: str = "bf16"
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
+        if self.out not in OUT_BYTES:
+            raise ValueError(f"out: expected one of {tuple(OUT_BYTES)}, got {self.out!r}")
         if self.m < 1:
             raise ValueError(f"m: expected at least 1, got {self.m}")
         if self.n < 8 or self.n % 8:
@@ -138,6 +173,8 @@ class KernelSpec:
         multicast_side: "lhs" when neighbours along n share activations, "rhs" when neighbours along m share weights.
         stages: pipeline depth; one stage holds `warpgroups_k` blocks of 128 k.
         ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
+        codes, offset: as in `WeightFormat`.
+        out: type of the result.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
 
@@ -154,11 +191,14 @@ class KernelSpec:
     multicast: int = 1
     multicast_side: str = "none"
     ctas_per_sm: int = 1
+    codes: str = "any"
+    offset: bool = False
+    out: str = "bf16"
     debug: bool = False
 
     @property
     def format(self) -> WeightFormat:
-        return WeightFormat(self.group_size, self.zero_point, self.scale_type)
+        return WeightFormat(self.group_size, self.zero_point, self.scale_type, self.codes, self.offset)
 
     @property
     def warpgroups_n(self) -> int:
@@ -198,9 +238,13 @@ class KernelSpec:
     def label(self) -> str:
         """Short name for people, such as "e4m3-g128-bf16-m16n64-k2x2-s8-c2"; different kernels have different ones."""
         group = f"g{self.group_size}" if self.group_size else "channel"
-        parts = [self.lhs, group + ("z" if self.zero_point else "")]
+        parts = [self.lhs, group + ("z" if self.zero_point else "") + ("o" if self.offset else "")]
+        if self.codes != "any":
+            parts[0] += "fast"
         if self.group_size:
             parts.append(self.scale_type)
+        if self.out != "bf16":
+            parts.append(f"to{self.out}")
         parts.append(f"m{self.block_m}{'h' if self.halves == 2 else ''}n{self.block_n}")
         if self.warpgroups_k * self.split_k > 1:
             parts.append(f"k{self.warpgroups_k}x{self.split_k}")
@@ -231,7 +275,7 @@ def promote_records(spec: KernelSpec) -> int:
     bits below the sum, and runs of 256 k miss 2^-10 of the sum of terms where all terms have one sign
     (docs/notes/e4m3-accuracy.md).
     """
-    if spec.lhs == "e4m3":
+    if spec.lhs == "e4m3" or spec.offset:
         return 1
     if spec.group_size == 0:
         return 0
@@ -239,11 +283,17 @@ def promote_records(spec: KernelSpec) -> int:
     return 2 if spec.group_size == 256 and spec.warpgroups_k == 1 else 1
 
 
+def direct_lhs(spec: KernelSpec) -> bool:
+    """Whether the consumers of a tile copy the first stages' activations themselves instead of the copy engine."""
+    return spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1
+
+
 def smem_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
     panel = spec.block_m * 128
+    out_panel = spec.block_m * STRIP_ROWS * OUT_BYTES[spec.out]
     stage = spec.warpgroups_k * panel + spec.warpgroups * spec.format.record_bytes
     slots = (spec.split_k * spec.warpgroups_k - 1) * spec.warpgroups_n * spec.block_m * STRIP_ROWS * 4
     scales = spec.warpgroups_n * spec.block_m * 4
     barriers = 8 * (2 * spec.stages + spec.warpgroups_n + spec.warpgroups)
-    return spec.stages * stage + spec.warpgroups_n * panel + slots + scales + barriers
+    return spec.stages * stage + spec.warpgroups_n * out_panel + slots + scales + barriers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,23 +28,29 @@ _ZERO_DTYPES = (
     torch.uint32,
     torch.uint64,
 )
+MAX_CHANNEL_K_S8 = 2**16
+"""Largest k of a weight per channel in the order for int8: sums of 16 q x stay in int32 up to twice that."""
 MAX_ZERO = 16
 """Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""
 
 _META_MAGIC = 0x4A57345634  # tells a meta tensor of ours from some other int64 tensor
-_META_FIELDS = ("magic", "layout_version", "n", "k", "group_size", "zero_point", "scale_type")
+_META_FIELDS = ("magic", "layout_version", "n", "k", "group_size", "zero_point", "scale_type", "codes", "offset")
 _META_SCALE_TYPES = ("fp32", "bf16", "fp16")  # by their number in the meta tensor; append only
+_META_CODES = ("any", "e4m3", "s8")  # the same
+_LHS_CODES = {None: "any", torch.float8_e4m3fn: "e4m3", torch.int8: "s8"}
 
 
 def _group_count(k: int, group_size: int) -> int:
     return 1 if group_size >= k else ceil_div(k, group_size)
 
 
-def weight_format(k: int, group_size: int, zero_point: bool, scale_type: str) -> WeightFormat:
+def weight_format(
+    k: int, group_size: int, zero_point: bool, scale_type: str, codes: str = "any", offset: bool = False
+) -> WeightFormat:
     """The format of a weight with k columns. Raises ValueError for a group size that it cannot have."""
     if group_size < 1 or (group_size < k and group_size not in GROUP_SIZES):
         raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k = {k} for per channel, got {group_size}")
-    return WeightFormat(0 if group_size >= k else group_size, zero_point, scale_type)
+    return WeightFormat(0 if group_size >= k else group_size, zero_point, scale_type, codes, offset)
 
 
 def _check_sizes(n: int, k: int) -> None:
@@ -63,11 +69,15 @@ def _capturing(device: torch.device) -> bool:
 class W4Weight:
     """A 4-bit weight [n, k] packed for the kernel; made by `pack_w4`.
 
-    Weight (row, column) is (q - zero) * scale, with the scale and zero point of its group of `group_size` columns.
+    Weight (row, column) is (q - zero) * scale + offset, with the scale, zero point and offset of its group of
+    `group_size` columns.
 
     Attributes:
         blocks: uint8 [ceil(n / 64), ceil(k / 128), format.record_bytes], contiguous, in the order `layout.py` draws.
         channel_scale: [64 * ceil(n / 64)] in the scale's own type when the weight is per channel, else None.
+        row_sum: fp32 [64 * ceil(n / 64)], each row's sum of weights, which zero points of activations need; or None.
+        permutation: int32 [k], or None. Column j of the packed weight is column permutation[j] of the layer's input, so
+            that activations go in as x[:, permutation].
         n, k: rows and columns of the weight.
         group_size: as given to `pack_w4`; at least k means one scale per row.
         format: the layout of a record.
@@ -89,6 +99,8 @@ class W4Weight:
     group_size: int
     format: WeightFormat
     layout_version: int = layout.LAYOUT_VERSION
+    row_sum: torch.Tensor | None = None
+    permutation: torch.Tensor | None = None
     plan_key: tuple[Any, ...] = field(init=False)
     _settled_at: tuple[int, int] | None = field(init=False, default=None)  # address and version of blocks
 
@@ -98,7 +110,8 @@ class W4Weight:
                 f"layout_version: expected {layout.LAYOUT_VERSION}, got {self.layout_version}; pack the weight again"
             )
         _check_sizes(self.n, self.k)
-        expected = weight_format(self.k, self.group_size, self.format.zero_point, self.format.scale_type)
+        fmt = self.format
+        expected = weight_format(self.k, self.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset)
         if self.format != expected:
             raise ValueError(f"format: expected {expected} for group_size {self.group_size}, got {self.format}")
         _check_packed(
@@ -107,18 +120,22 @@ class W4Weight:
             (layout.strips_of(self.n), layout.kblocks_of(self.k), self.format.record_bytes),
             torch.uint8,
         )
+        rows = layout.strips_of(self.n) * STRIP_ROWS
         if self.format.group_size == 0:
             if self.channel_scale is None:
                 raise ValueError("channel_scale: expected a tensor for a per-channel weight, got None")
-            rows = layout.strips_of(self.n) * STRIP_ROWS
             _check_packed("channel_scale", self.channel_scale, (rows,), self.scale_dtype)
-            if self.channel_scale.device != self.blocks.device:
-                raise ValueError(f"channel_scale: expected {self.blocks.device}, got {self.channel_scale.device}")
         elif self.channel_scale is not None:
             raise ValueError(f"channel_scale: expected None for group_size {self.group_size}, got a tensor")
-        fmt = self.format
-        key = (self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, self.blocks.device)
-        object.__setattr__(self, "plan_key", key)
+        if self.row_sum is not None:
+            _check_packed("row_sum", self.row_sum, (rows,), torch.float32)
+        if self.permutation is not None:
+            _check_packed("permutation", self.permutation, (self.k,), torch.int32)
+        for name in ("channel_scale", "row_sum", "permutation"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != self.blocks.device:
+                raise ValueError(f"{name}: expected {self.blocks.device}, got {tensor.device}")
+        object.__setattr__(self, "plan_key", plan_key(self.n, self.k, fmt, self.blocks.device))
         self.settle()
 
     def settle(self) -> bool:
@@ -153,13 +170,18 @@ class W4Weight:
             self.group_size,
             self.format,
             self.layout_version,
+            self.row_sum,
+            self.permutation,
         )
 
     def __repr__(self) -> str:
         codes = "unsigned with zero points" if self.format.zero_point else "signed"
+        if self.format.codes != "any":
+            codes += f" for {'int8' if self.format.codes == 's8' else self.format.codes}"
         group = f"group_size={self.group_size}" if self.format.group_size else "per channel"
-        scale = self.format.scale_type
-        return f"W4Weight(n={self.n}, k={self.k}, {group}, {codes}, {scale} scales, device='{self.device}')"
+        reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
+        permuted = ", permuted" if self.permutation is not None else ""
+        return f"W4Weight(n={self.n}, k={self.k}, {group}, {codes}, {reals}{permuted}, device='{self.device}')"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -183,7 +205,8 @@ class W4Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory, padding included."""
-        return self.blocks.nbytes + (self.channel_scale.nbytes if self.channel_scale is not None else 0)
+        tensors = (self.blocks, self.channel_scale, self.row_sum, self.permutation)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def to(self, device: torch.device | str | int) -> W4Weight:
         """The same weight on another device; itself when it is there already."""
@@ -191,8 +214,20 @@ class W4Weight:
         if device == self.device:
             return self
         with torch.inference_mode(False):
-            channel_scale = self.channel_scale.to(device) if self.channel_scale is not None else None
-            return W4Weight(self.blocks.to(device), channel_scale, self.n, self.k, self.group_size, self.format)
+            tensors = (self.blocks, self.channel_scale, self.row_sum, self.permutation)
+            blocks, *others = (None if tensor is None else tensor.to(device) for tensor in tensors)
+            return self.with_tensors(blocks, *others)
+
+    def with_tensors(
+        self,
+        blocks: torch.Tensor,
+        channel_scale: torch.Tensor | None,
+        row_sum: torch.Tensor | None,
+        permutation: torch.Tensor | None,
+    ) -> W4Weight:
+        """The same weight over other tensors, such as copies on another device; checked and settled like a new one."""
+        sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
+        return W4Weight(blocks, channel_scale, *sizes, row_sum, permutation)
 
     def rows(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Unpack some strips of 64 rows.
@@ -210,8 +245,19 @@ class W4Weight:
         zero = layout.unpack_zeros(part, n, self.k, self.format) if self.format.zero_point else None
         return layout.unpack_codes(part, n, self.k, self.format), scale, zero
 
+    def row_offsets(self, first_strip: int, end_strip: int) -> torch.Tensor | None:
+        """Offsets of the rows that `rows` gives, [rows, groups] in the scale's type; None for a weight without."""
+        if not self.format.offset:
+            return None
+        n = min(end_strip * STRIP_ROWS, self.n) - first_strip * STRIP_ROWS
+        return layout.unpack_offsets(self.blocks[first_strip:end_strip], n, self.k, self.format, self.scale_dtype)
+
+    def unpack_offset(self) -> torch.Tensor | None:
+        """The offsets as packed, bit for bit, [n, groups] in the scale's type; None for a weight without."""
+        return self.row_offsets(0, layout.strips_of(self.n))
+
     def unpack(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What was packed, bit for bit.
+        """What was packed, bit for bit; offsets: `unpack_offset`.
 
         Returns:
             q: int8 [n, k] of -8..7, or uint8 [n, k] of 0..15 when there are zero points.
@@ -230,7 +276,10 @@ class W4Weight:
         return q, scale, torch.cat(zeros) if self.format.zero_point else None
 
     def dequantize(self) -> torch.Tensor:
-        """(q - zero) * scale as fp32 [n, k]: the scale widened to fp32, one rounding."""
+        """(q - zero) * scale + offset as fp32 [n, k], in the packed order of columns.
+
+        Scale and offset are widened to fp32; one rounding for the product, one for the sum.
+        """
         out = torch.empty(self.shape, dtype=torch.float32, device=self.device)
         for first, end in layout.strip_chunks(self.n, self.k):
             q, scale, zero = self.rows(first, end)
@@ -241,14 +290,18 @@ class W4Weight:
                     part -= value
             for part, value in by_group(rows, scale.float(), self.group_size):
                 part *= value
+            offset = self.row_offsets(first, end)
+            if offset is not None:
+                for part, value in by_group(rows, offset.float(), self.group_size):
+                    part += value
         return out
 
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Plain contiguous tensors for torch.save or safetensors; they share memory with the weight.
 
         Returns:
-            `prefix` + "blocks", "channel_scale" (per channel only) and "meta", a small int64 tensor on the CPU with the
-            layout version and sizes.
+            `prefix` + "blocks", "channel_scale" (per channel only), "row_sum" and "permutation" (where there are such)
+            and "meta", a small int64 tensor on the CPU with the layout version and sizes.
         """
         meta = (
             _META_MAGIC,
@@ -258,10 +311,13 @@ class W4Weight:
             self.group_size,
             int(self.format.zero_point),
             _META_SCALE_TYPES.index(self.format.scale_type),
+            _META_CODES.index(self.format.codes),
+            int(self.format.offset),
         )
         tensors = {prefix + "blocks": self.blocks, prefix + "meta": torch.tensor(meta, dtype=torch.int64, device="cpu")}
-        if self.channel_scale is not None:
-            tensors[prefix + "channel_scale"] = self.channel_scale
+        for name in ("channel_scale", "row_sum", "permutation"):
+            if getattr(self, name) is not None:
+                tensors[prefix + name] = getattr(self, name)
         return tensors
 
     @classmethod
@@ -289,13 +345,18 @@ class W4Weight:
             )
         if len(values) != len(_META_FIELDS):
             raise ValueError(f"{key}: expected {len(_META_FIELDS)} values, got {len(values)}")
-        _, version, n, k, group_size, zero_point, scale_type = values
-        if zero_point not in (0, 1) or not 0 <= scale_type < len(_META_SCALE_TYPES):
-            raise ValueError(f"{key}: expected zero_point 0 or 1 and a known scale type, got {values[5:]}")
-        blocks, channel_scale = tensors[prefix + "blocks"], tensors.get(prefix + "channel_scale")
+        _, version, n, k, group_size, zero_point, scale_type, codes, offset = values
+        known = 0 <= scale_type < len(_META_SCALE_TYPES) and 0 <= codes < len(_META_CODES)
+        if zero_point not in (0, 1) or offset not in (0, 1) or not known:
+            raise ValueError(f"{key}: expected zero_point and offset 0 or 1, known scale type and codes, got {values[5:]}")
+        blocks, channel_scale, row_sum, permutation = (
+            _aligned(tensors.get(prefix + name)) for name in ("blocks", "channel_scale", "row_sum", "permutation")
+        )
         try:
-            format = weight_format(k, group_size, bool(zero_point), _META_SCALE_TYPES[scale_type])
-            return cls(_aligned(blocks), _aligned(channel_scale), n, k, group_size, format, version)
+            format = weight_format(
+                k, group_size, bool(zero_point), _META_SCALE_TYPES[scale_type], _META_CODES[codes], bool(offset)
+            )
+            return cls(blocks, channel_scale, n, k, group_size, format, version, row_sum, permutation)
         except ValueError as error:
             raise ValueError(f"state dict: {prefix}{error}") from None
 
@@ -303,6 +364,12 @@ class W4Weight:
 def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A copy where a tensor read from a file does not start at 16 bytes."""
     return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
+
+
+def plan_key(n: int, k: int, fmt: WeightFormat, device: torch.device) -> tuple[Any, ...]:
+    """What of a weight decides which calls are legal and which kernel runs."""
+    # Plain values: hashing a dataclass costs the hot path more than hashing its fields.
+    return n, k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, device
 
 
 def by_group(
@@ -342,12 +409,16 @@ def pack_w4(
     scale: torch.Tensor,
     zero: torch.Tensor | None = None,
     *,
+    offset: torch.Tensor | None = None,
+    permutation: torch.Tensor | None = None,
     group_size: int,
     k: int | None = None,
+    lhs_dtype: torch.dtype | None = None,
 ) -> W4Weight:
     """Pack a 4-bit weight into the kernel's order, once, on the device where it is.
 
-    The weight is (q - zero) * scale; scales are applied as they are, never rounded or converted. Any strides will do.
+    The weight is (q - zero) * scale + offset; scales and offsets are applied as they are, never rounded or converted.
+    Any strides will do.
 
     Args:
         q: the codes, n a multiple of 8 and k a multiple of 32, in one of these forms:
@@ -360,8 +431,15 @@ def pack_w4(
             Which of the last two is meant follows from scale's columns.
         scale: fp32, bf16 or fp16 [n, ceil(k / group_size)]; values are not scanned.
         zero: None for signed codes, or integers 0..16 of any width, [n, ceil(k / group_size)].
+        offset: None, or [n, ceil(k / group_size)] of scale's dtype, added to each of the group's weights: the float zero
+            points of torchao, ExecuTorch and QServe. Not per channel: repeat scale and offset for groups instead.
+        permutation: None, or integers [k] that hold 0..k-1 once each: column j of q is column permutation[j] of the
+            layer's input, and the GEMM takes x[:, permutation]. Kept beside the weight.
         group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.
         k: only needed where both readings of a uint8 q fit scale.
+        lhs_dtype: torch.float8_e4m3fn or torch.int8 if the weight will only ever meet these activations: its codes then
+            decode in half the instructions where they can (not with zero points; e4m3: where no code is -8; int8: not
+            per channel with k above 65536). None packs for both.
 
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. On a GPU the current stream is
@@ -372,8 +450,8 @@ def pack_w4(
         TypeError: an argument is no tensor, or of a wrong dtype.
         ValueError: wrong shape or device, values out of range, or a form that cannot be told.
     """
-    for name, tensor in (("q", q), ("scale", scale), ("zero", zero)):
-        if not isinstance(tensor, torch.Tensor) and not (name == "zero" and tensor is None):
+    for name, tensor in (("q", q), ("scale", scale), ("zero", zero), ("offset", offset), ("permutation", permutation)):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "scale")):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
     if q.dtype not in (torch.int8, torch.uint8):
         raise TypeError(f"q: expected int8 or uint8, got {_dtype(q.dtype)}")
@@ -381,6 +459,10 @@ def pack_w4(
         raise TypeError(f"scale: expected float32, bfloat16 or float16, got {_dtype(scale.dtype)}")
     if zero is not None and zero.dtype not in _ZERO_DTYPES:
         raise TypeError(f"zero: expected an integer dtype, got {_dtype(zero.dtype)}")
+    if offset is not None and offset.dtype != scale.dtype:
+        raise TypeError(f"offset: expected scale's dtype {_dtype(scale.dtype)}, got {_dtype(offset.dtype)}")
+    if lhs_dtype not in _LHS_CODES:
+        raise TypeError(f"lhs_dtype: expected torch.float8_e4m3fn, torch.int8 or None, got {lhs_dtype}")
     group_size = _check_int("group_size", group_size)
     k = None if k is None else _check_int("k", k)
     if q.dim() != 2:
@@ -388,7 +470,7 @@ def pack_w4(
     n = q.shape[0]
     if scale.dim() != 2 or scale.shape[0] != n:
         raise ValueError(f"scale: expected shape [n, ceil(k / group_size)] with n = {n}, got {list(scale.shape)}")
-    for name, tensor in (("scale", scale), ("zero", zero)):
+    for name, tensor in (("scale", scale), ("zero", zero), ("offset", offset), ("permutation", permutation)):
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"{name}: expected q's device {q.device}, got {tensor.device}")
     if group_size < 1:
@@ -397,6 +479,8 @@ def pack_w4(
     k, canonical = _read_form(q, scale.shape[1], group_size, zero is not None, k)
     _check_sizes(n, k)
     format = weight_format(k, group_size, zero is not None, _SCALE_TYPES[scale.dtype])
+    if offset is not None and not format.group_size:
+        raise ValueError("offset: expected none per channel; repeat scale and offset for groups of 128 instead")
     groups = _group_count(k, group_size)
     if scale.shape[1] != groups:
         raise ValueError(
@@ -404,6 +488,9 @@ def pack_w4(
         )
     if zero is not None and zero.shape != scale.shape:
         raise ValueError(f"zero: expected scale's shape {list(scale.shape)}, got {list(zero.shape)}")
+    if offset is not None and offset.shape != scale.shape:
+        raise ValueError(f"offset: expected scale's shape {list(scale.shape)}, got {list(offset.shape)}")
+    permutation = None if permutation is None else _check_permutation(permutation, k)
 
     with torch.inference_mode(False), torch.no_grad():
         if not (q.is_cuda and _capturing(q.device)):  # a value cannot be looked at during capture
@@ -412,9 +499,61 @@ def pack_w4(
             if zero is not None:
                 _check_range("zero", zero.to(torch.int64), 0, MAX_ZERO)
         zero = None if zero is None else zero.to(torch.uint8)
-        blocks = layout.pack_records(q, scale, zero, k=k, canonical=canonical, format=format)
+        codes = _order_of_codes(q, k, canonical, format, _LHS_CODES[lhs_dtype])
+        format = replace(format, codes=codes, offset=offset is not None)
+        blocks = layout.pack_records(q, scale, offset, zero, k=k, canonical=canonical, format=format)
         channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
-        return W4Weight(blocks, channel_scale, n, k, group_size, format)
+        weight = W4Weight(blocks, channel_scale, n, k, group_size, format)
+        return weight.with_tensors(blocks, channel_scale, _row_sums(weight), permutation)
+
+
+def _order_of_codes(q: torch.Tensor, k: int, canonical: bool, format: WeightFormat, wanted: str) -> str:
+    """`WeightFormat.codes`: the order asked for if it can hold this weight, else the one that holds any."""
+    if format.zero_point:
+        return "any"
+    if wanted == "s8":
+        # Decoded to 16 times the code: the sums of a long row would leave int32.
+        return "s8" if format.group_size or k <= MAX_CHANNEL_K_S8 else "any"
+    if wanted == "e4m3" and not (q.is_cuda and _capturing(q.device)):
+        least = min(int(part.min()) for part in layout.split_canonical(q, False)) if canonical else int(q.min())
+        return "e4m3" if least > -8 else "any"
+    return "any"
+
+
+def _row_sums(weight: W4Weight) -> torch.Tensor:
+    """Each row's sum of dequantised weights, summed up in fp64: fp32 [64 * strips], zero where there is no row."""
+    sums = torch.zeros(layout.strips_of(weight.n) * STRIP_ROWS, dtype=torch.float32, device=weight.device)
+    for first, end in layout.strip_chunks(weight.n, weight.k):
+        q, scale, zero = weight.rows(first, end)
+        offset = weight.row_offsets(first, end)
+        total = torch.zeros(q.shape[0], dtype=torch.float64, device=weight.device)
+        column = 0
+        for part, _ in by_group(q, scale, weight.group_size):
+            count = part.shape[-1]
+            codes = part.sum(-1, dtype=torch.int32)
+            codes = codes[:, None] if codes.dim() == 1 else codes
+            groups = slice(column, column + codes.shape[1])
+            column += codes.shape[1]
+            if zero is not None:
+                codes = codes - count * zero[:, groups].to(torch.int32)
+            total += (codes * scale[:, groups].double()).sum(1)
+            if offset is not None:
+                total += count * offset[:, groups].double().sum(1)
+        sums[first * STRIP_ROWS : first * STRIP_ROWS + q.shape[0]] = total.float()
+    return sums
+
+
+def _check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
+    """As int32, with the values 0..k-1 once each; not looked at while a CUDA graph is captured."""
+    if permutation.dtype not in _ZERO_DTYPES:
+        raise TypeError(f"permutation: expected an integer dtype, got {_dtype(permutation.dtype)}")
+    if tuple(permutation.shape) != (k,):
+        raise ValueError(f"permutation: expected shape [{k}], got {list(permutation.shape)}")
+    indices = permutation.to(torch.int64)
+    if not (permutation.is_cuda and _capturing(permutation.device)):
+        if not torch.equal(indices.sort().values, torch.arange(k, device=permutation.device)):
+            raise ValueError(f"permutation: expected every value of 0..{k - 1} once, got repeated or other values")
+    return indices.to(torch.int32).contiguous()
 
 
 def _check_int(name: str, value: Any) -> int:

@@ -31,10 +31,12 @@ from jitgemm.device import device_spec  # noqa: E402
 from jitgemm.spec import DeviceSpec, KernelSpec, Problem, WeightFormat  # noqa: E402
 
 FORMATS = {
-    "e4m3_g128": ("e4m3", WeightFormat(128, False, "bf16")),
-    "int8_g128": ("s8", WeightFormat(128, False, "bf16")),
-    "e4m3_ch": ("e4m3", WeightFormat(0, False, "bf16")),
-    "int8_ch": ("s8", WeightFormat(0, False, "bf16")),
+    "e4m3_g128": ("e4m3", WeightFormat(128, False, "bf16", "e4m3")),
+    "int8_g128": ("s8", WeightFormat(128, False, "bf16", "s8")),
+    "e4m3_g128_any": ("e4m3", WeightFormat(128, False, "bf16")),
+    "int8_g128_any": ("s8", WeightFormat(128, False, "bf16")),
+    "e4m3_ch": ("e4m3", WeightFormat(0, False, "bf16", "e4m3")),
+    "int8_ch": ("s8", WeightFormat(0, False, "bf16", "s8")),
     "e4m3_g32z": ("e4m3", WeightFormat(32, True, "bf16")),
     "int8_g32z": ("s8", WeightFormat(32, True, "bf16")),
     "e4m3_g64": ("e4m3", WeightFormat(64, False, "bf16")),
@@ -98,12 +100,13 @@ def run(path: Path, names: list[str], count: int) -> None:
         lhs, fmt = FORMATS[name]
         if current != (name, n, k):
             current = (name, n, k)
-            low = 0 if fmt.zero_point else -8
-            q = torch.randint(low, low + 16, (n, k), device="cuda", dtype=torch.int8)
+            low = 0 if fmt.zero_point else -7
+            q = torch.randint(low, 16 if fmt.zero_point else 8, (n, k), device="cuda", dtype=torch.int8)
             groups = -(-k // fmt.group_size) if fmt.group_size else 1
             scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
             zero = torch.randint(0, 16, (n, groups), device="cuda", dtype=torch.uint8) if fmt.zero_point else None
-            weight = jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k)
+            lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[fmt.codes]
+            weight = jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k, lhs_dtype=lhs_dtype)
             copies = max(2, math.ceil(COLD_BYTES / weight.nbytes)) - 1
             weights = [weight] + [copy.deepcopy(weight) for _ in range(copies)]
         x = torch.randn(m, k, device="cuda")
@@ -221,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("run", "regret", "fit"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--formats", default="e4m3_g128,int8_g128,int8_ch,e4m3_ch", help=f"of {','.join(FORMATS)}")
+    parser.add_argument("--formats", default="e4m3_g128,int8_g128,e4m3_g128_any,int8_ch", help=f"of {','.join(FORMATS)}")
     parser.add_argument(
         "--kernels", type=int, default=12, help="kernels by prediction, and families, of a problem (default 12)"
     )

@@ -70,6 +70,18 @@ __device__ __forceinline__ void warpgroup_sync(u32 warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
+// Barrier of the `threads` threads of the warpgroups along n that share a place along k.
+__device__ __forceinline__ void along_k_sync(u32 along_k, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(along_k + 5), "r"(threads) : "memory");
+}
+
+// Every CTA of the cluster has started and its barriers are initialised (after barrier_init_fence). Relaxed: a release
+// waits for all that is under way, which takes microseconds while weights are being fetched.
+__device__ __forceinline__ void cluster_started() {
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");

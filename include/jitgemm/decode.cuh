@@ -6,7 +6,8 @@
 //     byte b, bit   7     6 5 4     3          2 1 0
 //                   sA_b  v(B_b)    sB_(b-1)   v(A_b)
 //
-// so that a rotation by 4 puts set B where set A was. Word of codes with a zero point: byte b is A_b | B_b << 4.
+// so that a rotation by 4 puts set B where set A was. For e4m3 alone, v is the code's magnitude. For int8 alone, byte b
+// is A_b << 4 | B_b in two's complement. Word of codes with a zero point: byte b is A_b | B_b << 4.
 #pragma once
 #include <jitgemm/types.cuh>
 
@@ -21,16 +22,19 @@ __device__ __forceinline__ u32 byte_sign_mask(u32 word) {
 
 __device__ __forceinline__ u32 rotate_right_4(u32 word) { return __funnelshift_r(word, word, 4); }
 
-// e4m3 is linear from 0 to 16 in its lowest bits: byte s000 mmmm (or s001 0000) is exactly ±m * 2^-9. The epilogue
-// multiplies by 2^9.
+// A decoder turns a code into kOutputScale times less than its value, kOne being four ones; the epilogue multiplies.
+//
+// e4m3 is linear from 0 to 16 in its lowest bits: byte s000 mmmm (or s001 0000) is exactly ±m * 2^-9.
 struct DecodeE4m3 {
     static constexpr float kOutputScale = 512.0f;
+    static constexpr u32 kOne = 0x01010101u;
 
     // One's complement plus its sign bit is sign and magnitude, -8 included.
-    __device__ static u32 signed_codes(u32 word) {
+    __device__ static u32 signed_a(u32 word) {
         u32 bytes = word & 0x87878787u;
         return bytes + ((bytes & 0x80808080u) >> 7);
     }
+    __device__ static u32 signed_b(u32 word) { return signed_a(rotate_right_4(word)); }
 
     // `biased` bytes are 128 + q - z; `zero` is the zero point in every byte.
     __device__ static u32 zero_point_codes(u32 codes, u32 zero) {
@@ -40,10 +44,29 @@ struct DecodeE4m3 {
     }
 };
 
+struct DecodeE4m3SignMagnitude {
+    static constexpr float kOutputScale = 512.0f;
+    static constexpr u32 kOne = 0x01010101u;
+
+    __device__ static u32 signed_a(u32 word) { return word & 0x87878787u; }
+    __device__ static u32 signed_b(u32 word) { return signed_a(rotate_right_4(word)); }
+};
+
+// 16 times the code: two's complement in the high nibble.
+struct DecodeS8TwosComplement {
+    static constexpr float kOutputScale = 0.0625f;
+    static constexpr u32 kOne = 0x10101010u;
+
+    __device__ static u32 signed_a(u32 word) { return word & 0xF0F0F0F0u; }
+    __device__ static u32 signed_b(u32 word) { return (word << 4) & 0xF0F0F0F0u; }
+};
+
 struct DecodeS8 {
     static constexpr float kOutputScale = 1.0f;
+    static constexpr u32 kOne = 0x01010101u;
 
-    __device__ static u32 signed_codes(u32 word) { return (word & 0x07070707u) ^ byte_sign_mask(word); }
+    __device__ static u32 signed_a(u32 word) { return (word & 0x07070707u) ^ byte_sign_mask(word); }
+    __device__ static u32 signed_b(u32 word) { return signed_a(rotate_right_4(word)); }
 
     __device__ static u32 zero_point_codes(u32 codes, u32 zero) { return ((codes | 0x80808080u) - zero) ^ 0x80808080u; }
 };
@@ -59,10 +82,10 @@ __device__ __forceinline__ void decode_step(u32 (&fragment)[4], u32 low_row, u32
         fragment[2] = Decode::zero_point_codes(low_row >> 4 & 0x0F0F0F0Fu, low_zero);
         fragment[3] = Decode::zero_point_codes(high_row >> 4 & 0x0F0F0F0Fu, high_zero);
     } else {
-        fragment[0] = Decode::signed_codes(low_row);
-        fragment[1] = Decode::signed_codes(high_row);
-        fragment[2] = Decode::signed_codes(rotate_right_4(low_row));
-        fragment[3] = Decode::signed_codes(rotate_right_4(high_row));
+        fragment[0] = Decode::signed_a(low_row);
+        fragment[1] = Decode::signed_a(high_row);
+        fragment[2] = Decode::signed_b(low_row);
+        fragment[3] = Decode::signed_b(high_row);
     }
 }
 

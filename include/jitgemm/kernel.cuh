@@ -3,8 +3,8 @@
 // (block_m tokens).
 //
 //     producer warp                         consumer warpgroups
-//     weights of the first stages
-//     griddepcontrol.wait                   griddepcontrol.wait
+//     weights of the first stages           load and decode the first records
+//     griddepcontrol.wait                   griddepcontrol.wait, activations of the first stages of narrow tiles
 //     for tile, for stage:                  for tile, for stage:
 //       wait empty                            wait full
 //       bulk copy of weight records           load and decode 64 rows x 128 k
@@ -22,12 +22,14 @@ namespace jitgemm {
 // ---- producer -------------------------------------------------------------------------------------------------------
 
 // Announces a stage's bytes and copies its weight records: for each strip of 64 rows one contiguous run of
-// `blocks` records.
+// `blocks` records. The bytes of activations count where a tile copy brings them too.
 template <typename Config>
 __device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile,
-                                             u32 stage, u32 block, u32 blocks, u32 rank, u64 policy) {
+                                             u32 stage, u32 block, u32 blocks, u32 rank, u64 policy,
+                                             bool with_activations) {
     u32 bytes = blocks * Config::kRecordBytes;
-    barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + blocks * Shared<Config>::kLhsTile);
+    barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes +
+                                                 (with_activations ? blocks * Shared<Config>::kLhsTile : 0));
     u32 k_blocks = ceil_div(args.k, 128);
     u32 last_strip = ceil_div(args.n, 64) - 1;
 #pragma unroll
@@ -74,7 +76,7 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
         u32 block = range.begin;
         for (; block < range.end && filled < Config::kStages; block += Config::kWarpgroupsK, ++filled) {
             u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
-            load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy);
+            load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, !Config::kDirectLhs);
         }
     }
     return filled;
@@ -90,13 +92,15 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
     while (scheduler.next(tile, rank)) {
         for (u32 block = range.begin; block < range.end; block += Config::kWarpgroupsK) {
             u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
-            if (prefetched > 0) {
+            const bool here = prefetched > 0;
+            if (here) {
                 --prefetched;
             } else {
                 barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
-                load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy);
+                load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, true);
             }
-            load_activations<Config>(lhs_map, shared, tile, ring.stage, block, blocks, rank);
+            if (!(Config::kDirectLhs && here))
+                load_activations<Config>(lhs_map, shared, tile, ring.stage, block, blocks, rank);
             ring.advance();
         }
     }
@@ -113,15 +117,18 @@ __device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const P
         acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
 }
 
-// One record on its way through a warpgroup: A fragments of its four k-steps and the scales of its chunks. A chunk is a
-// run of k within the record that has scales of its own.
+// One record on its way through a warpgroup: A fragments of its four k-steps, the scales and offsets of its chunks. A
+// chunk is a run of k within the record that has scales of its own.
 template <typename Config>
 struct Fragments {
     static constexpr u32 kChunks = Config::kGroupSize == 0 || Config::kGroupSize >= 128 ? 1 : 128 / Config::kGroupSize;
     static constexpr u32 kSteps = 4 / kChunks;
+    static constexpr u32 kRowOfScales = 64 * (Config::kScaleType == kFp32 ? 4 : 2);
 
     u32 step[4][4];
-    float low_scale[kChunks], high_scale[kChunks];  // of the thread's two rows
+    // Factors of the thread's two rows: for sums of codes times activations, for sums of activations.
+    float low_scale[kChunks], high_scale[kChunks];
+    float low_offset[kChunks], high_offset[kChunks];
 
     __device__ __forceinline__ void load(u32 record, const Place& place) {
         const uint4 first = load_shared_v4(record + place.thread * 16);
@@ -132,13 +139,18 @@ struct Fragments {
         for (u32 chunk = 0; chunk < kChunks; ++chunk) {
             low_scale[chunk] = high_scale[chunk] = 1.0f;
             if constexpr (Config::kGroupSize != 0) {
-                u32 scales = record + 4096 + chunk * 64 * (Config::kScaleType == kFp32 ? 4 : 2);
+                u32 scales = record + 4096 + chunk * kRowOfScales;
                 low_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row);
                 high_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row + 8);
             }
+            if constexpr (Config::kOffset) {
+                u32 offsets = record + Config::kOffsetsAt + chunk * kRowOfScales;
+                low_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row);
+                high_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row + 8);
+            }
             u32 low_zero = 0, high_zero = 0;
             if constexpr (Config::kZeroPoint) {
-                u32 zeros = record + Config::kZeroOffset + chunk * 64 + row;
+                u32 zeros = record + Config::kZerosAt + chunk * 64 + row;
                 low_zero = load_shared_u8(zeros) * 0x01010101u;
                 high_zero = load_shared_u8(zeros + 8) * 0x01010101u;
             }
@@ -159,8 +171,11 @@ struct Multiplier {
     static constexpr u32 kPartials = kTokens / 2;
     static constexpr u32 kChunks = Fragments<Config>::kChunks;
     static constexpr u32 kSteps = Fragments<Config>::kSteps;
-    // A unit is one half of the tokens times one chunk; as many units as there are halves are in flight.
-    static constexpr u32 kUnits = kChunks * kHalves;
+    // Offsets multiply the sums of activations, which the tensor cores add up as products with ones.
+    static constexpr u32 kParts = Config::kOffset ? 2 : 1;
+    // A unit is one half of the tokens times one part of a chunk; as many units as there are halves are in flight.
+    static constexpr u32 kUnits = kChunks * kParts * kHalves;
+    static_assert(!Config::kOffset || Config::kPromoteRecords == 1, "both parts use the same registers");
 
     typename Wgmma::Accumulator partial[kHalves][kPartials];
     u32 pending = 0;  // records summed in `partial` since the last promotion
@@ -173,14 +188,20 @@ struct Multiplier {
     }
 
     __device__ __forceinline__ void issue(u32 unit, const Fragments<Config>& fragments, u64 descriptor) {
-        const u32 half = unit % kHalves, chunk = unit / kHalves;
+        const u32 half = unit % kHalves, part = unit / kHalves % kParts, chunk = unit / kHalves / kParts;
+        constexpr u32 kOne = Config::Decode::kOne;
+        const u32 ones[4] = {kOne, kOne, kOne, kOne};
         wgmma_fence();
 #pragma unroll
         for (u32 s = 0; s < kSteps; ++s) {
             const u32 step = chunk * kSteps + s;
             const bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
             const u64 tokens = descriptor + half * (kTokens * 128 >> 4) + step * 2;
-            Wgmma::issue(partial[half], fragments.step[step], tokens, accumulate);
+            if (part == 0) {
+                Wgmma::issue(partial[half], fragments.step[step], tokens, accumulate);
+            } else {
+                Wgmma::issue(partial[half], ones, tokens, accumulate);
+            }
         }
         wgmma_commit();
     }
@@ -200,7 +221,7 @@ struct Multiplier {
             !kNever && (Config::kPromoteRecords == 1 || last || pending + 1 == Config::kPromoteRecords);
 #pragma unroll
         for (u32 unit = 0; unit < kUnits; ++unit) {
-            const u32 half = unit % kHalves, chunk = unit / kHalves;
+            const u32 half = unit % kHalves, part = unit / kHalves % kParts, chunk = unit / kHalves / kParts;
             if (kHalves == 2 && unit + 1 < kUnits) {
                 wgmma_wait<1>();
             } else {
@@ -208,7 +229,9 @@ struct Multiplier {
             }
             register_fence(partial[half]);
             if (promote_now) {
-                promote(acc, half * kPartials, partial[half], fragments.low_scale[chunk], fragments.high_scale[chunk]);
+                promote(acc, half * kPartials, partial[half],
+                        part == 0 ? fragments.low_scale[chunk] : fragments.low_offset[chunk],
+                        part == 0 ? fragments.high_scale[chunk] : fragments.high_offset[chunk]);
                 // Here, not after the next wait, where the compiler would rather have it.
                 register_fence(acc, half * kPartials, kPartials);
             }
@@ -243,20 +266,51 @@ __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 
     }
 }
 
-// The warpgroup's share of a tile. While one record multiplies, the next is loaded and decoded.
+// Copies the activations of the prefetched stages, by the threads that will multiply them: for a few tokens the copy
+// engine takes twice as long from the wait to the first byte. The layout is the tile copy's 128-byte swizzle.
 template <typename Config>
+__device__ __forceinline__ void copy_activations(const Args& args, const Shared<Config>& shared, const Place& place,
+                                                 const Tile& tile, BlockRange range) {
+    constexpr u32 kThreads = 128 * Config::kWarpgroupsN;
+    const u32 stages = prefetched_stages<Config>(range);
+    for (u32 stage = 0; stage < stages; ++stage) {
+        const u32 block = range.begin + stage * Config::kWarpgroupsK + place.along_k;
+        if (block >= range.end) break;
+        const u32 tile_base = shared.lhs(stage, place.along_k);
+#pragma unroll
+        for (u32 first = 0; first < Config::kBlockM * 8; first += kThreads) {
+            const u32 i = first + place.along_n * 128 + place.thread;
+            const u32 token = i / 8, chunk = i % 8;
+            if (Config::kBlockM * 8 % kThreads == 0 || i < Config::kBlockM * 8) {
+                const u32 k = block * 128 + chunk * 16;
+                const bool inside = tile.m + token < args.m && k < args.k;
+                const u8* source = inside ? args.lhs + (tile.m + token) * args.lhs_stride + k : args.lhs;
+                copy_16(tile_base + token * 128 + ((chunk ^ token % 8) * 16), source, inside);
+            }
+        }
+    }
+    copy_wait();
+    async_proxy_fence();
+    along_k_sync(place.along_k, kThreads);
+}
+
+// The warpgroup's share of a tile. While one record multiplies, the next is loaded and decoded. `begin` is called once
+// the tile's first records are decoded and before activations are needed.
+template <typename Config, typename Begin>
 __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
-                                              const Place& place, BlockRange range, Ring<Config::kStages>& ring) {
+                                              const Place& place, BlockRange range, Ring<Config::kStages>& ring,
+                                              Begin begin) {
     const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
     // The last stage may hold no record for this warpgroup.
     const u32 records = ceil_div(max(range.end - range.begin, place.along_k) - place.along_k, Config::kWarpgroupsK);
 
     Multiplier<Config> multiplier;
-    auto load = [&](Fragments<Config>& fragments) {
-        barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
-        fragments.load(shared.record(ring.stage, place.along_n, place.along_k), place);
+    auto load = [&](Fragments<Config>& fragments, const Ring<Config::kStages>& at) {
+        barrier_wait<Config::kDebug>(shared.full(at.stage), at.parity);
+        fragments.load(shared.record(at.stage, place.along_n, place.along_k), place);
     };
     u32 record = 0;
+    bool loaded_ahead = false;
     // Multiplies `current`, the record of the ring's stage, and loads the one after it. False after the last.
     auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next) {
         const u64 descriptor = k_major_descriptor(shared.lhs(ring.stage, place.along_k));
@@ -264,14 +318,28 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
         const bool last = ++record == records;
         multiplier.start(current, descriptor);
         ring.advance();
-        if (!last) load(next);
+        if (!last && !(Config::kDirectLhs && loaded_ahead)) load(next, ring);
+        loaded_ahead = false;
         multiplier.finish(acc, current, descriptor, last);
         release_stage(shared, stage, place);
         return !last;
     };
+    if (records == 0) begin();
     if (records > 0) {
         Fragments<Config> even, odd;
-        load(even);
+        if constexpr (Config::kDirectLhs) {
+            load(even, ring);
+            if (records > 1) {
+                Ring<Config::kStages> next = ring;
+                next.advance();
+                load(odd, next);
+                loaded_ahead = true;
+            }
+            begin();
+        } else {
+            begin();
+            load(even, ring);
+        }
         if constexpr (Fragments<Config>::kChunks < 4) {
             // Two sets of registers in turn, so that nothing is copied.
             while (multiply(even, odd) && multiply(odd, even)) {
@@ -307,27 +375,37 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     const BlockRange range = block_range<Config>(args, rank);
     Ring<Config::kStages> ring;
     u32 reduce_parity = 0;
+    bool waited = false;
     Tile tile;
     while (scheduler.next(tile, rank)) {
         RowTerms terms;
-        if (place.split == 0) {
-            constexpr u32 kRemoteBytes = (Config::kSplitK - 1) * Config::kWarpgroupsK * Shared<Config>::kSlot;
-            if (Shared<Config>::kSplits > 1 && place.thread == 0)
-                barrier_expect_bytes(shared.reduce_full(place.along_n), kRemoteBytes);
-            stage_lhs_scales<Config>(args, shared, place, tile);
-            terms = load_row_terms<Config>(args, place, tile);
-        }
         float acc[Config::kBlockM / 2];
 #pragma unroll
         for (u32 i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
-        multiply_tile<Config>(acc, shared, place, range, ring);
+        multiply_tile<Config>(acc, shared, place, range, ring, [&] {
+            if (!waited) {
+                wait_for_previous_grid();
+                // Not before: the next kernel's weights would be fetched ahead of this one's.
+                if (threadIdx.x == 0) launch_next_grid();
+                if constexpr (Config::kDirectLhs) copy_activations<Config>(args, shared, place, tile, range);
+                waited = true;
+            }
+            if (place.split == 0) {
+                constexpr u32 kRemoteBytes = (Config::kSplitK - 1) * Config::kWarpgroupsK * Shared<Config>::kSlot;
+                if (Shared<Config>::kSplits > 1 && place.thread == 0)
+                    barrier_expect_bytes(shared.reduce_full(place.along_n), kRemoteBytes);
+                stage_lhs_scales<Config>(args, shared, place, tile);
+                terms = load_row_terms<Config>(args, place, tile);
+            }
+        });
 
         if constexpr (Shared<Config>::kSplits > 1) {
-            reduce_splits<Config>(acc, shared, place, reduce_parity);
+            reduce_splits<Config>(acc, shared, place, reduce_parity, scheduler.done());
             reduce_parity ^= 1;
         }
         if (place.split == 0) store_tile<Config>(acc, args, out_map, shared, place, tile, terms);
     }
+    if (!waited) wait_for_previous_grid();
     if (place.split == 0 && place.thread == 0) store_wait_written();
 }
 
@@ -354,19 +432,16 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
     }
     __syncwarp();
     if constexpr (Config::kClusterSize > 1) {
-        cluster_sync();
+        cluster_started();
     } else {
         __syncthreads();
     }
     if (producer && Config::kMulticastRhs) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
 
-    // Only now: a kernel that starts while this one has not asked for its weights would ask for its own first.
-    if (producer) launch_next_grid();
-    // Every thread of every CTA waits, also one without work, so that the end of this grid implies the end of its
-    // predecessor.
-    wait_for_previous_grid();
-
+    // Every thread of every CTA waits for the grid before this one, also a thread without work, so that the end of this
+    // grid implies the end of its predecessor.
     if (producer_warpgroup) {
+        wait_for_previous_grid();
         if constexpr (Config::kConsumerRegisters > 0) release_registers<Config::kProducerRegisters>();
         if (producer) produce<Config>(args, lhs_map, shared, rank, prefetched, policy);
         __syncwarp();
@@ -374,8 +449,9 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         if constexpr (Config::kConsumerRegisters > 0) claim_registers<Config::kConsumerRegisters>();
         consume<Config>(args, out_map, shared, rank);
     }
-    // A CTA stays until its neighbours no longer reach into its shared memory.
-    if constexpr (Config::kClusterSize > 1) cluster_sync();
+    // A CTA stays until its neighbours no longer reach into its shared memory. Splits of k reach into the leader's only,
+    // and the leader waits for them.
+    if constexpr (Config::kMulticast > 1) cluster_sync();
 }
 
 }  // namespace jitgemm

@@ -25,10 +25,13 @@ struct Scheduler {
           unit(blockIdx.x / Config::kClusterSize),
           step(gridDim.x / Config::kClusterSize) {}
 
+    // Whether the tile that next() gave was the last.
+    __device__ __forceinline__ bool done() const { return unit >= units_m * units_n; }
+
     // The tile of the CTA of this rank, or false when the cluster is done. A cluster at the edge may own a tile wholly
     // outside: it still takes part in loads, and its stores are clipped.
     __device__ __forceinline__ bool next(Tile& tile, u32 rank) {
-        if (unit >= units_m * units_n) return false;
+        if (done()) return false;
         u32 per_band = kBandTiles * units_n;
         u32 band = unit / per_band;
         u32 inside = unit - band * per_band;
@@ -54,6 +57,12 @@ __device__ __forceinline__ BlockRange block_range(const Args& args, u32 rank) {
     // Runs start at even blocks so that no group of 256 is cut.
     u32 run = ceil_div(blocks, 2 * Config::kSplitK) * 2;
     return {min(rank * run, blocks), min((rank + 1) * run, blocks)};
+}
+
+// The stages that hold the first tile's weights before this grid waits for the one before it.
+template <typename Config>
+__device__ __forceinline__ u32 prefetched_stages(BlockRange range) {
+    return min(Config::kStages, ceil_div(range.end - range.begin, Config::kWarpgroupsK));
 }
 
 }  // namespace jitgemm

@@ -1,7 +1,7 @@
 // The CTA's shared memory, by offset. jitgemm/config.py computes the same total; the rendered source checks it.
 //
 //     1024-aligned   lhs      [stages][warpgroups_k][block_m][128 B]       activations, 128-byte swizzle
-//                    out      [warpgroups_n][block_m][128 B]               bf16 tiles of 64 columns, 128-byte swizzle
+//                    out      [warpgroups_n][64 columns][block_m]          in runs of 128 B a token, 128-byte swizzle
 //     64-aligned     records  [stages][warpgroups_n][warpgroups_k][record]
 //                    slots    [splits - 1][warpgroups_n][block_m / 8][128 threads][4] fp32 partial tiles (leader CTA)
 //                    scales   [warpgroups_n][block_m] fp32                 per-token scales
@@ -18,7 +18,7 @@ struct Shared {
 
     static constexpr u32 kLhsTile = Config::kBlockM * 128;
     static constexpr u32 kLhsStage = Config::kWarpgroupsK * kLhsTile;
-    static constexpr u32 kOutPanel = Config::kBlockM * 128;
+    static constexpr u32 kOutPanel = Config::kBlockM * 64 * (Config::kOutType == kFp32 ? 4 : 2);
     static constexpr u32 kRecordRun = Config::kWarpgroupsK * Config::kRecordBytes;
     static constexpr u32 kRecordStage = Config::kWarpgroupsN * kRecordRun;
     static constexpr u32 kSlot = Config::kBlockM * 64 * 4;

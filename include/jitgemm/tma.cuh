@@ -67,6 +67,13 @@ __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.
 // Until this thread's stores are in global memory.
 __device__ __forceinline__ void store_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// Copies 16 bytes by the thread itself, or writes zeros; done for all of the thread's copies after copy_wait().
+__device__ __forceinline__ void copy_16(u32 destination, const u8* source, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"(destination), "l"(source), "r"(inside ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Orders this thread's ordinary writes to shared memory before later reads by the copy engine.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

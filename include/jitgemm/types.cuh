@@ -23,17 +23,22 @@ enum RealType : i32 { kFp32 = 0, kBf16 = 1, kFp16 = 2 };
 // Run-time arguments; jitgemm/plan.py fills the same layout. Everything that may change from call to call is here, so
 // that a new m, n, k or stride never compiles.
 struct Args {
+    const u8* lhs;              // activations, as lhs_map has them
     const u8* records;          // packed weight, [strips][k_blocks][record_bytes]
     const void* channel_scale;  // [strips * 64] of channel_scale_type; read by per-channel kernels only
     const float* lhs_scale;     // one value every lhs_scale_stride elements; stride 0 is one scale for all tokens
     const void* bias;           // [n] of bias_type, or null
+    const i32* lhs_zero;        // zero points of activations, or null
+    const float* row_sum;       // [strips * 64] sums of weights; read where there are zero points
+    u64 lhs_stride;             // bytes between tokens
     u64 lhs_scale_stride;
+    u64 lhs_zero_stride;
     u32 m, n, k;
     i32 channel_scale_type;
     i32 bias_type;
     u32 reserved;
 };
-static_assert(sizeof(Args) == 64, "jitgemm/plan.py packs this struct");
+static_assert(sizeof(Args) == 104, "jitgemm/plan.py packs this struct");
 
 
 __host__ __device__ constexpr u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }
