@@ -1,0 +1,146 @@
+"""AWQ layers, packed from the definition and by AutoAWQ."""
+
+from __future__ import annotations
+
+import builders
+import checkpoints
+import layers
+import pytest
+import torch
+
+from jitgemm.formats.awq import FORMAT
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+GEMM = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
+GEMV = GEMM | {"version": "gemv"}
+
+
+def gemm(layer: layers.Layer) -> dict[str, torch.Tensor]:
+    return {
+        "qweight": checkpoints.words(layer.q.T, 1, order=ORDER),
+        "qzeros": checkpoints.words(layer.zero.T, 1, order=ORDER),
+        "scales": layer.scale.T.contiguous(),
+    }
+
+
+def gemv(layer: layers.Layer, width: int) -> dict[str, torch.Tensor]:
+    """Zeros and scales filled up to `width` words of eight groups."""
+    fill = (0, 8 * width - layer.scale.shape[1])
+    return {
+        "qweight": checkpoints.words(layer.q, 1),
+        "qzeros": checkpoints.words(torch.nn.functional.pad(layer.zero, fill), 1),
+        "scales": torch.nn.functional.pad(layer.scale, fill),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+def test_a_gemm_file_reads_as_what_the_definition_packed(tmp_path, group_size, dtype):
+    layer = layers.layer(group_size, k=512, group_size=group_size, dtype=dtype)
+    weight = layers.load(tmp_path, gemm(layer), GEMM | {"group_size": group_size})
+    layers.assert_exactly(weight, layer.weight)
+    assert builders.same_bits(weight.scale, layer.scale)
+    assert weight.group_size == group_size and weight.permutation is None
+
+
+@pytest.mark.parametrize("config", [None, {"w_bit": 4, "q_group_size": 64, "version": "GEMM", "zero_point": True}])
+def test_a_gemm_layer_needs_no_config_and_understands_autoawqs_own(config):
+    layer = layers.layer(1)
+    layers.assert_exactly(FORMAT.read(gemm(layer), config), layer.weight)
+
+
+def test_one_group_a_row():
+    layer = layers.layer(2, k=256, group_size=256)
+    layers.assert_exactly(FORMAT.read(gemm(layer), GEMM | {"group_size": -1}), layer.weight)
+
+
+def test_constant_zero_8_becomes_signed_codes():
+    layer = layers.layer(3, zeros=(8, 8))
+    weight = FORMAT.read(gemm(layer), GEMM)
+    assert weight.zero is None
+    layers.assert_exactly(weight, layer.weight)
+
+
+@pytest.mark.parametrize(("group_size", "width"), [(128, 1), (64, 2), (32, 4)])
+def test_a_gemv_file_reads_as_what_the_definition_packed(tmp_path, group_size, width):
+    layer = layers.layer(4, k=256, group_size=group_size)
+    weight = layers.load(tmp_path, gemv(layer, width), GEMV | {"group_size": group_size})
+    layers.assert_exactly(weight, layer.weight)
+
+
+def test_packing_keeps_the_matrix():
+    layer = layers.layer(5)
+    assert torch.equal(FORMAT.read(gemm(layer), GEMM).pack().dequantize().double(), layer.weight)
+
+
+@pytest.mark.parametrize("config", [None, GEMM, {"w_bit": 4, "version": "GEMM"}])
+def test_gemm_is_detected_and_taken_for_nothing_else(config):
+    assert layers.detecting(gemm(layers.layer(0)), config) == ["awq"]
+
+
+@pytest.mark.parametrize("config", [GEMV, {"w_bit": 4, "version": "GEMV"}])
+def test_gemv_is_detected_by_its_config(config):
+    assert layers.detecting(gemv(layers.layer(0), 1), config) == ["awq"]
+
+
+@pytest.mark.parametrize("version", ["gemv_fast", "llm-awq", "marlin"])
+def test_other_versions_are_refused(version):
+    config = GEMM | {"version": version}
+    assert layers.detecting(gemm(layers.layer(0)), config) == ["awq"]
+    with pytest.raises(ValueError, match=f"version: expected gemm or gemv, got '{version}'"):
+        FORMAT.read(gemm(layers.layer(0)), config)
+
+
+def test_gemv_without_a_group_size_is_refused():
+    with pytest.raises(ValueError, match="group_size: expected it in the config"):
+        FORMAT.read(gemv(layers.layer(0), 1), GEMV)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qzeros": None}, r"qzeros: expected int32 \[G, n / 8\], found none"),
+        ({"scales": torch.ones(3, 32).half()}, r"qzeros: expected shape \[3, 4\], got \[4, 4\]"),
+        ({"qweight": torch.zeros(256, 4, dtype=torch.int16)}, r"qweight: expected int32 .*, got int16"),
+    ],
+)
+def test_a_tensor_of_another_form_is_refused(change, message):
+    tensors = {name: t for name, t in (gemm(layers.layer(0)) | change).items() if t is not None}
+    with pytest.raises(ValueError, match=message):
+        FORMAT.read(tensors, GEMM)
+
+
+# ---- AutoAWQ ---------------------------------------------------------------------------------------------------------
+
+
+def linear_of(layer: layers.Layer) -> torch.nn.Linear:
+    linear = torch.nn.Linear(layer.k, layer.n, bias=False)
+    linear.weight.data = layer.weight.float()
+    return linear
+
+
+def test_a_layer_packed_by_autoawq_equals_its_own_dequantisation(tmp_path):
+    pytest.importorskip("awq")
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.utils.packing_utils import dequantize_gemm
+
+    layer = layers.layer(20, n=64, k=256, group_size=64)
+    module = WQLinear_GEMM.from_linear(linear_of(layer), 4, 64, scales=layer.scale.T, zeros=layer.zero.T)
+    weight = layers.load(tmp_path, module.state_dict(), GEMM | {"group_size": 64})
+    # AutoAWQ multiplies in the scale's dtype: with fp32 scales it rounds nothing, with fp16 once.
+    rounded = dequantize_gemm(module.qweight, module.qzeros, module.scales, 4, 64)
+    exact = dequantize_gemm(module.qweight, module.qzeros, module.scales.float(), 4, 64)
+    assert builders.same_bits(weight.dequantize().half(), rounded.T.contiguous())
+    layers.assert_exactly(weight, exact.T)
+    layers.assert_exactly(weight, layer.weight)
+
+
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_a_gemv_layer_packed_by_autoawq_is_what_was_quantised(tmp_path, group_size):
+    pytest.importorskip("awq")
+    from awq.modules.linear.gemv import WQLinear_GEMV
+
+    layer = layers.layer(21, n=64, k=256, group_size=group_size)
+    module = WQLinear_GEMV.from_linear(linear_of(layer), 4, group_size, scales=layer.scale, zeros=layer.zero)
+    weight = layers.load(tmp_path, module.state_dict(), GEMV | {"group_size": group_size})
+    layers.assert_exactly(weight, layer.weight)

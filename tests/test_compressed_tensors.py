@@ -1,0 +1,471 @@
+"""compressed-tensors: from the format's definition, and against the library itself where it is installed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+
+import builders
+import checkpoints
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as settings_of
+from hypothesis import strategies as st
+
+import jitgemm.formats.compressed_tensors as module
+from jitgemm.checkpoint import Checkpoint, load, read_layer
+
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+def scheme(strategy="group", group_size=128, *, symmetric=True, inputs=None, targets=("Linear",), **weights):
+    args = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    args |= {"group_size": group_size if strategy == "group" else None}
+    return {"targets": list(targets), "weights": args | weights, "input_activations": inputs}
+
+
+def config(*groups, **rest):
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups or [scheme()])},
+        "ignore": ["lm_head"],
+    } | rest
+
+
+def pack_quantized(parts: builders.WeightParts, layer: str = LAYER, *, zero="packed", shape=True):
+    """The tensors of a layer whose codes and zero points are in `parts` (0..15, or -8..7 without zero points)."""
+    q, zero_point = parts.q.int(), parts.zero
+    tensors = {
+        "weight_packed": checkpoints.words(q if zero_point is not None else q + 8, 1),
+        "weight_scale": parts.scale,
+    }
+    if shape:
+        tensors["weight_shape"] = torch.tensor(q.shape)
+    if zero_point is not None and zero == "packed":
+        tensors["weight_zero_point"] = checkpoints.words(zero_point, 0)
+    elif zero_point is not None:
+        tensors["weight_zero_point"] = (zero_point.int() - 8).to(torch.int8)
+    return {f"{layer}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def int_quantized(parts: builders.WeightParts, layer: str = LAYER):
+    offset = 0 if parts.zero is None else 8
+    tensors = {"weight": (parts.q.int() - offset).to(torch.int8), "weight_scale": parts.scale}
+    if parts.zero is not None:
+        tensors["weight_zero_point"] = (parts.zero.int() - 8).to(torch.int8)
+    return {f"{layer}.{name}": tensor for name, tensor in tensors.items()}
+
+
+FORMATS = {"pack-quantized": pack_quantized, "int-quantized": int_quantized}
+
+
+# --- from the definition ---
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("group_size, zero_point, scale_type", builders.ALL_FORMATS)
+def test_every_weight_is_the_definition_s(tmp_path, format, group_size, zero_point, scale_type):
+    parts = builders.weight_parts(1, 24, 512, group_size, zero_point=zero_point, scale_type=scale_type)
+    strategy = "group" if group_size else "channel"
+    settings = config(scheme(strategy, group_size, symmetric=not zero_point), format=format)
+    folder = checkpoints.save(tmp_path, FORMATS[format](parts), settings)
+    weight = load(folder, LAYER, device="cpu")
+    expected = checkpoints.dequantized(parts.q, parts.scale, parts.zero).float()
+    assert torch.equal(weight.dequantize(), expected)
+    assert weight.group_size == (group_size or 512) and weight.scale_dtype == parts.scale.dtype
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_tensors_alone_tell_everything_that_a_config_does(format, zero_point):
+    parts = builders.weight_parts(2, 16, 256, 32, zero_point=zero_point)
+    assert torch.equal(load(FORMATS[format](parts), LAYER, device="cpu").dequantize(), parts.dequantize_fp64().float())
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 8).map(lambda x: 8 * x),
+    groups=st.integers(1, 4),
+    format=st.sampled_from(builders.ALL_FORMATS),
+    layout=st.sampled_from(sorted(FORMATS)),
+    ordered=st.booleans(),
+)
+@settings_of(max_examples=60, deadline=None)
+def test_any_layer_packs_to_the_definition_s_weights(seed, n, groups, format, layout, ordered):
+    group_size, zero_point, scale_type = format
+    k = groups * (group_size or 32)
+    parts = builders.weight_parts(seed, n, k, group_size, zero_point=zero_point, scale_type=scale_type)
+    tensors, g_idx = FORMATS[layout](parts), None
+    if ordered:
+        g_idx = torch.arange(parts.scale.shape[1]).repeat_interleave(k // parts.scale.shape[1])
+        g_idx = g_idx[torch.randperm(k, generator=builders.generator(seed))]
+        tensors[f"{LAYER}.weight_g_idx"] = g_idx.int()
+    expected = checkpoints.dequantized(parts.q, parts.scale, parts.zero, g_idx).float()
+    weight = load(tensors, LAYER, device="cpu")
+    columns = torch.arange(k) if weight.permutation is None else weight.permutation.long()
+    assert torch.equal(weight.dequantize(), expected[:, columns])
+
+
+def test_rows_that_fill_no_whole_word_of_zero_points():
+    # 8 divides n of a packed weight, but a rank's or an expert's part can be read before it is cut.
+    parts = builders.weight_parts(3, 12, 64, 32, zero_point=True)
+    assert torch.equal(
+        read_layer(pack_quantized(parts), LAYER, device="cpu").dequantize(), parts.dequantize_fp64().float()
+    )
+
+
+def test_columns_that_fill_no_whole_word():
+    parts = builders.weight_parts(4, 16, 60, 0)
+    assert torch.equal(
+        read_layer(pack_quantized(parts), LAYER, device="cpu").dequantize(), parts.dequantize_fp64().float()
+    )
+
+
+def test_unpacked_zero_points_of_old_files():
+    parts = builders.weight_parts(5, 16, 256, 64, zero_point=True)
+    tensors = pack_quantized(parts, zero="int8")
+    assert torch.equal(load(tensors, LAYER, device="cpu").dequantize(), parts.dequantize_fp64().float())
+
+
+def test_zero_points_that_are_all_zero_are_a_symmetric_weight():
+    parts = builders.weight_parts(6, 16, 256, 64)
+    tensors = pack_quantized(parts) | {f"{LAYER}.weight_zero_point": torch.zeros((16, 4), dtype=torch.int8)}
+    weight = load(tensors, LAYER, device="cpu", config=config(scheme(group_size=64)))
+    assert not weight.format.zero_point
+    assert torch.equal(weight.dequantize(), parts.dequantize_fp64().float())
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1), ()])
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_one_scale_for_the_whole_tensor(shape, zero_point):
+    parts = builders.weight_parts(7, 16, 128, 0, zero_point=zero_point)
+    tensors = int_quantized(parts)
+    for name in ("weight_scale", "weight_zero_point")[: 1 + zero_point]:
+        tensors[f"{LAYER}.{name}"] = tensors[f"{LAYER}.{name}"][0, 0].reshape(shape)
+    weight = load(tensors, LAYER, device="cpu", config=config(scheme("tensor", symmetric=not zero_point)))
+    zero = parts.zero[:1].expand(16, 1) if zero_point else None
+    expected = checkpoints.dequantized(parts.q, parts.scale[:1].expand(16, 1), zero)
+    assert torch.equal(weight.dequantize(), expected.float())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_activation_order_becomes_a_permutation(tmp_path, format, zero_point):
+    n, k, group_size = 16, 256, 64
+    parts = builders.weight_parts(8, n, k, group_size, zero_point=zero_point)
+    g_idx = torch.arange(k // group_size).repeat_interleave(group_size)
+    g_idx = g_idx[torch.randperm(k, generator=builders.generator(9))].int()
+    tensors = FORMATS[format](parts) | {f"{LAYER}.weight_g_idx": g_idx}
+    folder = checkpoints.save(tmp_path, tensors, config(scheme(group_size=64, symmetric=not zero_point)))
+    expected = checkpoints.dequantized(parts.q, parts.scale, parts.zero, g_idx).float()
+    assert torch.equal(read_layer(folder, LAYER, device="cpu").dequantize(), expected)
+    weight = load(folder, LAYER, device="cpu")
+    assert torch.equal(weight.dequantize(), expected[:, weight.permutation.long()])
+
+
+def test_an_activation_order_that_was_never_set_is_the_order_of_columns():
+    parts = builders.weight_parts(10, 16, 256, 64)
+    tensors = pack_quantized(parts) | {f"{LAYER}.weight_g_idx": torch.full((256,), -1, dtype=torch.int32)}
+    weight = load(tensors, LAYER, device="cpu")
+    assert weight.permutation is None
+    assert torch.equal(weight.dequantize(), parts.dequantize_fp64().float())
+
+
+def test_static_activations_give_their_scale_in_fp32():
+    tensors = pack_quantized(builders.weight_parts(11, 16, 128, 128))
+    tensors[f"{LAYER}.input_scale"] = torch.tensor([0.03125], dtype=torch.bfloat16)
+    tensors[f"{LAYER}.input_zero_point"] = torch.zeros(1, dtype=torch.int8)
+    scale = read_layer(tensors, LAYER, device="cpu").input_scale
+    assert scale.dtype == torch.float32 and scale.tolist() == [0.03125]
+
+
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("dim", ["n", "k"])
+def test_ranks_together_hold_the_layer(dim, zero_point):
+    parts = builders.weight_parts(12, 32, 256, 64, zero_point=zero_point)
+    tensors = pack_quantized(parts)
+    ranks = [load(tensors, LAYER, device="cpu", tp_dim=dim, tp_rank=rank, tp_size=2) for rank in range(2)]
+    joined = torch.cat([weight.dequantize() for weight in ranks], dim=0 if dim == "n" else 1)
+    assert torch.equal(joined, parts.dequantize_fp64().float())
+
+
+@pytest.mark.parametrize(
+    "inputs", [{"num_bits": 4, "strategy": "token"}, {"num_bits": 8, "strategy": "group"}], ids=str
+)
+def test_what_the_settings_say_of_activations_changes_no_weight_and_is_passed_on(inputs):
+    parts = builders.weight_parts(23, 16, 256, 128)
+    settings = config(scheme(inputs=inputs))
+    weight = load(pack_quantized(parts), LAYER, device="cpu", config=settings)
+    assert torch.equal(weight.dequantize(), parts.dequantize_fp64().float())
+    assert layers_scheme(settings, LAYER)["input_activations"] == inputs
+
+
+# --- what is refused ---
+
+
+def transforms(*apply):
+    return {"config_groups": {"R": {"type": "hadamard", "apply": list(apply)}}}
+
+
+def refused(tensors, settings=None):
+    with pytest.raises(ValueError) as error:
+        load(tensors, LAYER, device="cpu", config=settings)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (config(scheme(num_bits=8)), "weights: expected num_bits 4 and type 'int', got 8 and 'int'"),
+        (config(scheme(type="float")), "weights: expected num_bits 4 and type 'int', got 4 and 'float'"),
+        (config(scheme("block")), "weights: expected strategy group, channel or tensor, got 'block'"),
+        (config(scheme("tensor_group")), "weights: expected strategy group, channel or tensor, got 'tensor_group'"),
+        (config(scheme(group_size=64)), "weight_scale: expected 4 columns for k = 256 and group_size 64, got 2"),
+        (config(scheme("channel")), "weight_scale: expected 1 columns for k = 256"),
+        (config(scheme(symmetric=False)), "weight_zero_point: expected the tensor, as the config says"),
+        (config(format="marlin-24"), "format: expected pack-quantized, int-quantized, .*got 'marlin-24'"),
+        (config(ignore=["re:.*down_proj"]), "ignore: expected no target that matches the quantised layer"),
+        (config(config_groups={"W4A16": ["Linear"]}), "expected schemes spelt out, got the preset 'W4A16'"),
+        (
+            config(scheme(targets=["re:.*up_proj"]), scheme(targets=["re:.*gate_proj"])),
+            "config_groups: expected one whose targets match 'model.layers.0.mlp.down_proj'",
+        ),
+        (
+            config(transform_config=transforms({"targets": ["re:.*down_proj$"], "location": "input"})),
+            "transform_config: expected no transform at run time, got one at the input",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_are_not_four_bit_integers_or_not_supported_are_refused(settings, message):
+    assert re.search(message, refused(pack_quantized(builders.weight_parts(13, 16, 256, 128)), settings))
+
+
+def test_transforms_that_are_in_the_weight_already_or_of_other_layers_do_no_harm():
+    parts = builders.weight_parts(13, 16, 256, 128)
+    harmless = transforms(
+        {"targets": ["Linear"], "location": "weight_input"},
+        {"targets": ["re:.*o_proj"], "location": "input"},
+        {"targets": ["Linear"], "location": "input", "ignore": ["re:.*down_proj"]},
+    )
+    settings = config(transform_config=harmless)
+    weight = load(pack_quantized(parts), LAYER, device="cpu", config=settings)
+    assert torch.equal(weight.dequantize(), parts.dequantize_fp64().float())
+
+
+@pytest.mark.parametrize(
+    "name, tensor, message",
+    [
+        ("weight_packed", torch.zeros((16, 128), dtype=torch.uint8), r"expected int32 .*fp4 is not supported"),
+        ("weight_packed", torch.zeros((16, 64), dtype=torch.int32), r"for weight_shape \[16, 256\], got \[16, 64\]"),
+        ("weight_shape", torch.tensor([16, 264]), r"for weight_shape \[16, 264\], got \[16, 32\]"),
+        ("weight_scale", None, "weight_scale: expected the tensor for format compressed-tensors, found none"),
+        ("weight_scale", torch.ones((16, 3)), "weight_scale: expected columns that divide k = 256, got 3"),
+        ("weight_scale", torch.ones((8, 2)), r"weight_scale: expected \[16, groups\]"),
+        ("weight_scale", torch.ones((16, 2)).double(), "scale: expected float32, bfloat16 or float16, got float64"),
+        ("weight_zero_point", torch.zeros((16, 2), dtype=torch.int32), r"expected int32 \[2, 2\], packed along n"),
+        ("weight_zero_point", torch.zeros((2, 2)), "weight_zero_point: expected int32, packed, or int8, got float32"),
+        ("weight_zero_point", torch.full((16, 2), 8, dtype=torch.int8), r"expected 4-bit values -8\.\.7, got 8\.\.8"),
+        ("weight_zero_point", torch.ones((16, 4), dtype=torch.int8), r"expected \[16, 2\] as weight_scale"),
+        ("weight_g_idx", torch.zeros(128, dtype=torch.int32), r"weight_g_idx: expected shape \[256\], got \[128\]"),
+        ("weight_g_idx", torch.zeros(256, dtype=torch.int32), "g_idx: expected 128 columns in group 0, got 256"),
+        ("weight_chan_scale", torch.ones((16, 1)), "weight_chan_scale: expected only weight_packed, weight_shape, "),
+        ("weight", torch.ones((16, 256)), "weight: expected only weight_packed, weight_shape, .* got also weight"),
+        ("input_scale", torch.ones(2), "input_scale: expected one element"),
+        ("input_zero_point", torch.ones(1), None),
+    ],
+)  # fmt: skip
+def test_tensors_that_contradict_each_other_are_refused(name, tensor, message):
+    tensors = pack_quantized(builders.weight_parts(14, 16, 256, 128))
+    if tensor is None:
+        del tensors[f"{LAYER}.{name}"]
+    else:
+        tensors[f"{LAYER}.{name}"] = tensor
+    if name == "input_zero_point":
+        tensors[f"{LAYER}.input_scale"] = torch.ones(1)
+        message = "input_zero_point: expected 0"
+    assert re.search(message, refused(tensors))
+
+
+def test_eight_bit_int_quantized_is_refused_without_a_config_too():
+    parts = builders.weight_parts(15, 16, 256, 128)
+    tensors = int_quantized(parts)
+    tensors[f"{LAYER}.weight"][3, 5] = 8
+    assert re.search(r"weight: expected 4-bit values -8\.\.7 .*got -8\.\.8", refused(tensors))
+
+
+def test_zero_points_beside_symmetric_settings_are_refused():
+    parts = builders.weight_parts(16, 16, 256, 128, zero_point=True)
+    message = refused(pack_quantized(parts), config())
+    assert "weight_zero_point: expected zeros, as the config says symmetric: true" in message
+
+
+# --- which group of settings a layer has ---
+
+
+def layers_scheme(settings, name):
+    return module.FORMAT.for_layer(settings, name)
+
+
+def test_exact_targets_come_before_expressions_and_those_before_classes():
+    settings = config(
+        scheme(group_size=32, targets=["Linear"]),
+        scheme(group_size=64, targets=["re:.*down_proj"]),
+        scheme(group_size=128, targets=[LAYER, "vision.down_proj"]),  # before and behind "re:" in the alphabet
+    )
+    sizes = [
+        layers_scheme(settings, name)["weights"]["group_size"]
+        for name in (LAYER, "vision.down_proj", "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj")
+    ]
+    assert sizes == [128, 128, 64, 32]
+
+
+def test_a_group_s_own_format_is_the_layer_s():
+    settings = config(scheme() | {"format": "int-quantized"}, format="mixed-precision")
+    assert layers_scheme(settings, LAYER)["format"] == "int-quantized"
+
+
+def test_a_single_group_needs_no_matching_name():
+    settings = config(scheme(targets=["re:other.*"], group_size=64))
+    assert layers_scheme(settings, "language_model.down_proj")["weights"]["group_size"] == 64
+
+
+def test_other_methods_are_not_this_format():
+    names = Checkpoint(pack_quantized(builders.weight_parts(17, 8, 32, 32)))
+    infos = {suffix: names.info(name) for suffix, name in names.layer(LAYER).items()}
+    assert module.FORMAT.detect(infos, None)
+    assert module.FORMAT.detect(infos, {"quant_method": "compressed-tensors"})
+    assert not module.FORMAT.detect(infos, {"quant_method": "gptq"})
+
+
+# --- against the library ---
+
+
+@pytest.fixture
+def library():
+    """compressed-tensors with the interface of its release 0.20."""
+    return pytest.importorskip("compressed_tensors", minversion="0.20")
+
+
+def quantized_model(library, weights: dict, inputs: dict | None, dtype: torch.dtype, seed: int = 20, k: int = 256):
+    """Three Linears with calibrated scales and zero points, not compressed yet, and their scheme."""
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        apply_quantization_config,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    torch.manual_seed(seed)
+    model = torch.nn.Module()
+    model.mlp = torch.nn.Module()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        setattr(model.mlp, name, torch.nn.Linear(k, 24, bias=name == "up_proj", dtype=dtype))
+    made = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(**weights),
+        input_activations=QuantizationArgs(**inputs) if inputs else None,
+    )
+    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": made}))
+    for linear in model.mlp.children():
+        grouped = linear.weight.detach().unflatten(1, (linear.weight_scale.numel() // 24 or 1, -1))
+        low, high = grouped.amin(-1), grouped.amax(-1)
+        if weights["strategy"] == "tensor":
+            low, high = low.min().reshape(1), high.max().reshape(1)
+        scale, zero = calculate_qparams(low, high, linear.quantization_scheme.weights)
+        linear.weight_scale.data.copy_(scale)
+        if hasattr(linear, "weight_zero_point"):
+            linear.weight_zero_point.data.copy_(zero)
+        if hasattr(linear, "input_scale"):
+            linear.input_scale.data.fill_(0.0625)
+    return model
+
+
+SCHEMES = [
+    ("pack-quantized", {"strategy": "group", "group_size": 32, "symmetric": True}, None),
+    ("pack-quantized", {"strategy": "group", "group_size": 64, "symmetric": False}, None),
+    ("pack-quantized", {"strategy": "group", "group_size": 128, "symmetric": True}, None),
+    ("pack-quantized", {"strategy": "group", "group_size": 128, "symmetric": False, "actorder": "weight"}, None),
+    ("pack-quantized", {"strategy": "channel", "symmetric": True}, None),
+    ("pack-quantized", {"strategy": "channel", "symmetric": False}, None),
+    ("pack-quantized", {"strategy": "tensor", "symmetric": True}, None),
+    ("int-quantized", {"strategy": "group", "group_size": 128, "symmetric": True}, "int8"),
+    ("int-quantized", {"strategy": "group", "group_size": 32, "symmetric": False}, "e4m3"),
+    ("int-quantized", {"strategy": "channel", "symmetric": True}, "static"),
+    ("pack-quantized", {"strategy": "group", "group_size": 128, "symmetric": True}, "e4m3"),
+]
+INPUTS = {
+    None: None,
+    "int8": {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True},
+    "e4m3": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
+    "static": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("format, weights, inputs", SCHEMES, ids=str)
+def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
+    library, tmp_path, format, weights, inputs, dtype
+):
+    """The library multiplies in the scale's dtype and rounds there; the same in fp32 must agree bit for bit."""
+    from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+
+    model = quantized_model(library, {"num_bits": 4, "type": "int"} | weights, INPUTS[inputs], dtype)
+    compressor = ModelCompressor.from_pretrained_model(model, format)
+    compressor.compress_model(model)
+    folder = checkpoints.save(tmp_path, model.state_dict(), shards=2)
+    compressor.update_config(str(folder))
+
+    kernels = BaseCompressor.get_value_from_registry(format)
+    for name, linear in model.mlp.named_children():
+        state = {key: tensor.detach() for key, tensor in linear.state_dict().items()}
+        in_its_dtype = kernels.decompress(copy.deepcopy(state), linear.quantization_scheme)["weight"]
+        state["weight_scale"] = state["weight_scale"].float()
+        in_fp32 = kernels.decompress(state, linear.quantization_scheme)["weight"]
+        weight = read_layer(folder, f"mlp.{name}", device="cpu")
+        assert weight.scale.dtype == dtype
+        assert builders.same_bits(weight.dequantize() + 0.0, in_fp32 + 0.0)  # 0 - 0 is +0 or -0 by the path taken
+        assert builders.same_bits(weight.dequantize().to(dtype) + 0.0, in_its_dtype + 0.0)
+        assert torch.equal(load(folder, f"mlp.{name}", device="cpu").dequantize(), in_fp32)
+        assert (weight.bias is None) == (name != "up_proj")
+        assert (weight.input_scale is None) == (inputs != "static")
+
+
+def test_the_library_s_activation_order_is_ours():
+    """Releases with `weight_g_idx` (up to the middle of 2026) dequantise through it."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    if "g_idx" not in inspect.signature(dequantize).parameters:
+        pytest.skip("this compressed-tensors no longer knows g_idx; 0.10 does")
+    parts = builders.weight_parts(21, 16, 256, 64, scale_type="fp32")
+    g_idx = torch.arange(4).repeat_interleave(64)[torch.randperm(256, generator=builders.generator(22))].int()
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=64, actorder="group")
+    expected = dequantize(x_q=parts.q, scale=parts.scale, zero_point=None, args=args, g_idx=g_idx)
+    tensors = pack_quantized(parts) | {f"{LAYER}.weight_g_idx": g_idx}
+    assert torch.equal(read_layer(tensors, LAYER, device="cpu").dequantize(), expected)
+
+
+def test_layers_get_the_scheme_that_the_library_gives_them(library):
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+
+    settings = config(
+        scheme(group_size=32, targets=["Linear"]),
+        scheme(group_size=64, targets=["re:.*gate_proj", "re:.*up.*"]),
+        scheme(group_size=128, targets=["mlp.up_proj", "re:.*proj_none"]),
+        scheme("channel", targets=["re:.*gate_p.*"]),
+        ignore=["mlp.other"],
+    )
+    model = torch.nn.Module()
+    model.mlp = torch.nn.Module()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        setattr(model.mlp, name, torch.nn.Linear(128, 8))
+    apply_quantization_config(model, QuantizationConfig(**settings))
+    for name, linear in model.mlp.named_children():
+        theirs = linear.quantization_scheme.weights
+        ours = layers_scheme(settings, f"mlp.{name}")["weights"]
+        assert (ours["strategy"], ours["group_size"]) == (theirs.strategy, theirs.group_size)

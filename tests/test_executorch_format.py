@@ -1,0 +1,126 @@
+"""ExecuTorch layers, packed from the definition; PyTorch's CPU op and torchao's primitive are what they must equal."""
+
+from __future__ import annotations
+
+import warnings
+
+import builders
+import checkpoints
+import layers
+import pytest
+import torch
+
+from jitgemm.formats.executorch import FORMAT
+
+
+def high_first(q: torch.Tensor) -> torch.Tensor:
+    return checkpoints.words(q, 1, torch.uint8, order=(1, 0))
+
+
+def qta8a_qga4w(layer: layers.Layer) -> dict[str, torch.Tensor]:
+    """Codes stored with 8 added, zero points without; parameters [G, n] as the operator takes them."""
+    return {
+        "weight": high_first(layer.q),
+        "weight_scales": layer.scale.T.contiguous(),
+        "weight_zeros": (layer.zero.T - 8).to(torch.int32),
+    }
+
+
+def exactly(layer: layers.Layer) -> torch.Tensor:
+    """(q - 8 - zero) * scale, in the operator's fp32."""
+    return (layer.q - layer.zero[:, layer.group]).float() * layer.scale[:, layer.group]
+
+
+@pytest.mark.parametrize("names", [("weight", "weight_scales_and_zeros"), ("weights_4x2", "scales_and_zeros")])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+def test_linear_qga4w_equals_pytorchs_cpu_op(tmp_path, group_size, names):
+    n, k = 64, 512
+    g = builders.generator(group_size)
+    q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.int32)
+    parameters = torch.randn((k // group_size, n, 2), generator=g).bfloat16().float()
+    weight = layers.load(tmp_path, dict(zip(names, (high_first(q), parameters), strict=True)))
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    by_op = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(k), packed, group_size, parameters)
+    layers.assert_exactly(weight, by_op.T)
+    assert weight.group_size == group_size and weight.offset is not None
+
+
+def test_linear_qga4w_rounds_the_product_and_the_sum_to_fp32():
+    g = builders.generator(0)
+    q, parameters = torch.randint(0, 16, (16, 256), generator=g), torch.randn((4, 16, 2), generator=g)
+    weight = FORMAT.read({"weight": high_first(q), "scales_and_zeros": parameters}, None)
+    scale, zero = (layers.over_k(parameters[..., i].T, 256) for i in (0, 1))
+    assert torch.equal(weight.dequantize(), (q - 8).float() * scale + zero)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("zeros", [(0, 15), (0, 16), (8, 8)])
+def test_linear_qta8a_qga4w_reads_as_the_definition(tmp_path, zeros, transposed):
+    layer = layers.layer(1, zeros=zeros, dtype=torch.float32)
+    tensors = qta8a_qga4w(layer)
+    if transposed:
+        tensors |= {name: tensors[name].T for name in ("weight_scales", "weight_zeros")}
+    assert layers.detecting(tensors) == ["executorch"]
+    weight = layers.load(tmp_path, tensors)
+    assert torch.equal(weight.dequantize(), exactly(layer))
+    assert (weight.zero is None) == (zeros == (8, 8))
+
+
+@pytest.mark.parametrize("zeros", ["none", torch.float32, torch.bfloat16, torch.int8])
+def test_8da4w_reads_as_the_definition(tmp_path, zeros):
+    layer = layers.layer(2, zeros=(8, 8) if zeros == "none" else (0, 15), dtype=torch.float32)
+    tensors = {"weight": (layer.q - 8).to(torch.int8), "scales": layer.scale}
+    if zeros != "none":
+        tensors["zeros"] = (layer.zero - 8).to(zeros)
+    assert layers.detecting(tensors) == ["executorch"]
+    assert torch.equal(layers.load(tmp_path, tensors).dequantize(), exactly(layer))
+
+
+def test_8da4w_equals_torchaos_dequantisation():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        primitives = pytest.importorskip("torchao.quantization.quant_primitives")
+    layer = layers.layer(3, dtype=torch.float32)
+    tensors = {"weight": (layer.q - 8).to(torch.int8), "scales": layer.scale, "zeros": (layer.zero - 8).float()}
+    exact = primitives.dequantize_affine(
+        tensors["weight"], (1, 64), tensors["scales"], tensors["zeros"], torch.int8, -8, 7, output_dtype=torch.float32
+    )
+    layers.assert_exactly(FORMAT.read(tensors, None), exact)
+
+
+def test_packing_keeps_the_matrix():
+    layer = layers.layer(4, dtype=torch.float32)
+    assert torch.equal(FORMAT.read(qta8a_qga4w(layer), None).pack().dequantize(), exactly(layer))
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        ({"weight_zeros": None}, None, r"weight_zeros: expected integers .*; found none \(linear_q4gsw"),
+        (
+            {"weight_zeros": torch.full((4, 32), 9, dtype=torch.int32)},
+            None,
+            r"weight_zeros \+ 8: expected zero points 0..16",
+        ),
+        ({"weight_zeros": torch.zeros(4, 32)}, None, r"weight_zeros: expected int32 or .*, got float32"),
+        ({"weight": torch.zeros((32, 128), dtype=torch.int8)}, None, r"weight: expected uint8 \[n, k / 2\], got int8"),
+        ({}, {"group_size": 32}, r"weight_scales: expected 8 groups for k = 256 and group_size 32, got 4"),
+        ({"weight_scales": torch.ones(3, 32)}, None, r"weight_zeros: expected shape \[3, 32\], got \[4, 32\]"),
+    ],
+)
+def test_a_layer_that_cannot_be_read_is_refused(change, config, message):
+    tensors = qta8a_qga4w(layers.layer(0, dtype=torch.float32)) | change
+    with pytest.raises(ValueError, match=message):
+        FORMAT.read({name: t for name, t in tensors.items() if t is not None}, config)
+
+
+def test_parameters_whose_layout_cannot_be_told_are_refused():
+    layer = layers.layer(5, n=8, k=256, group_size=32, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"weight_scales: expected \[G, n\] or \[n, G\], got .*which fits both"):
+        FORMAT.read(qta8a_qga4w(layer), None)
+
+
+def test_an_8_bit_layer_beside_the_4_bit_ones_is_refused():
+    tensors = {"weight": torch.full((32, 256), 100, dtype=torch.int8), "scales": torch.ones(32, 1)}
+    with pytest.raises(ValueError, match="weight: expected 4-bit values -8..7, got 100..100"):
+        FORMAT.read(tensors, None)

@@ -1,0 +1,225 @@
+"""GPTQ v1 and v2 layers, packed from the definition and by GPTQModel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import builders
+import checkpoints
+import layers
+import pytest
+import torch
+
+from jitgemm.formats.gptq import FORMAT
+
+V1 = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}
+V2 = V1 | {"checkpoint_format": "gptq_v2"}
+BY_GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
+
+
+def packed(layer: layers.Layer, *, minus_one: bool) -> dict[str, torch.Tensor]:
+    """The layer's tensors; v1 stores each zero less one in its own nibble."""
+    return {
+        "qweight": checkpoints.words(layer.q.T, 0),
+        "qzeros": checkpoints.words(layer.zero.T - int(minus_one), 1),
+        "scales": layer.scale.T.contiguous(),
+        "g_idx": layer.group.to(torch.int32),
+    }
+
+
+def read(tensors: dict[str, torch.Tensor], config: dict[str, Any] | None, prefix: str = layers.PREFIX):
+    return FORMAT.read(tensors, FORMAT.for_layer(config, prefix))
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_a_file_reads_as_what_the_definition_packed(tmp_path, version, group_size, act_order):
+    v1 = version == "gptq"
+    layer = layers.layer(
+        group_size, k=512, group_size=group_size, zeros=(1, 16) if v1 else (0, 15), act_order=act_order
+    )
+    config = V1 | {"checkpoint_format": version, "group_size": group_size, "desc_act": act_order}
+    weight = layers.load(tmp_path, packed(layer, minus_one=v1), config)
+    layers.assert_exactly(weight, layer.weight)
+    assert weight.group_size == group_size
+    assert (weight.permutation is not None) == act_order
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_keep_their_dtype(dtype):
+    layer = layers.layer(1, dtype=dtype)
+    weight = read(packed(layer, minus_one=False), V2)
+    assert builders.same_bits(weight.scale, layer.scale)
+
+
+def test_a_config_without_checkpoint_format_is_v1():
+    layer = layers.layer(2, zeros=(1, 16))
+    layers.assert_exactly(read(packed(layer, minus_one=True), {"bits": 4, "group_size": 64}), layer.weight)
+
+
+def test_group_size_minus_one_is_one_group_a_row():
+    layer = layers.layer(3, k=256, group_size=256)
+    weight = read(packed(layer, minus_one=False), V2 | {"group_size": -1})
+    layers.assert_exactly(weight, layer.weight)
+    assert weight.group_size >= weight.k
+
+
+@pytest.mark.parametrize("version", [V1, V2])
+def test_constant_zero_8_becomes_signed_codes(version):
+    layer = layers.layer(4, zeros=(8, 8))
+    weight = read(packed(layer, minus_one=version is V1), version | {"sym": True})
+    assert weight.zero is None and weight.q.dtype == torch.int8
+    layers.assert_exactly(weight, layer.weight)
+
+
+def test_g_idx_may_be_absent():
+    layer = layers.layer(5)
+    tensors = packed(layer, minus_one=False)
+    del tensors["g_idx"]
+    layers.assert_exactly(read(tensors, V2), layer.weight)
+
+
+def test_the_permutation_gathers_each_group_in_the_order_of_its_columns():
+    layer = layers.layer(6, k=128, group_size=32, act_order=True)
+    permutation = read(packed(layer, minus_one=False), V2).permutation
+    assert permutation.dtype == torch.int32
+    assert torch.equal(permutation.long(), torch.argsort(layer.group, stable=True))
+
+
+def borrowed(qzeros: torch.Tensor) -> torch.Tensor:
+    """GPTQModel's v1: one taken from every nibble of a word at once, with borrows."""
+    return (qzeros.long() - 0x11111111).to(torch.int32)
+
+
+def test_v1_of_gptqmodel_with_zeros_0_reads_back_what_was_borrowed():
+    layer = layers.layer(7, zeros=(0, 15))
+    tensors = packed(layer, minus_one=False)
+    tensors["qzeros"] = borrowed(tensors["qzeros"])
+    layers.assert_exactly(read(tensors, V1 | BY_GPTQMODEL), layer.weight)
+
+
+def test_v1_of_gptqmodel_without_zeros_0_reads_as_anyone_elses():
+    layer = layers.layer(8, zeros=(1, 15))
+    tensors = packed(layer, minus_one=True)
+    assert torch.equal(tensors["qzeros"], borrowed(packed(layer, minus_one=False)["qzeros"]))
+    layers.assert_exactly(read(tensors, V1 | BY_GPTQMODEL), layer.weight)
+    layers.assert_exactly(read(tensors, V1), layer.weight)
+
+
+def test_dynamic_overrides_the_config_of_the_layers_it_matches():
+    layer = layers.layer(9, group_size=32)
+    config = V2 | {"group_size": 128, "dynamic": {r".*\.down_proj": {"bits": 8}, r"+:.*\.up_proj": {"group_size": 32}}}
+    layers.assert_exactly(read(packed(layer, minus_one=False), config), layer.weight)
+
+
+def test_packing_keeps_the_matrix():
+    layer = layers.layer(10)
+    weight = read(packed(layer, minus_one=False), V2)
+    assert torch.equal(weight.pack().dequantize().double(), layer.weight)
+
+
+@pytest.mark.parametrize("config", [None, V1, {"bits": 4, "group_size": 64}])
+def test_detected_and_taken_for_nothing_else(config):
+    assert layers.detecting(packed(layers.layer(0), minus_one=False), config) == ["gptq"]
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "awq"}, {"quant_method": "auto-round"}])
+def test_not_detected_under_another_methods_config(config):
+    assert "gptq" not in layers.detecting(packed(layers.layer(0), minus_one=False), config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, r"quantization_config: .*checkpoint_format .*found none"),
+        (V1 | {"bits": 8}, r"bits: expected 4, got 8"),
+        (V1 | {"checkpoint_format": "marlin"}, r"checkpoint_format: expected gptq or gptq_v2, got 'marlin'"),
+        (V1 | {"pack_dtype": "int16"}, r"pack_dtype: expected int32, got 'int16'"),
+        (V2 | {"group_size": 32}, r"scales: expected 8 groups for k = 256 and group_size 32, got 4"),
+        (V2 | {"group_size": 0}, r"group_size: expected a positive integer"),
+        (V2 | {"dynamic": {r"-:.*\.up_proj": {}}}, r"dynamic: expected .* to be quantised"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        read(packed(layers.layer(0), minus_one=False), config)
+
+
+def test_rotation_is_refused_only_where_the_input_is_transformed():
+    layer = layers.layer(11)
+    tensors, config = packed(layer, minus_one=False), V2 | {"rotation": "hadamard"}
+    layers.assert_exactly(read(tensors, config), layer.weight)
+    with pytest.raises(ValueError, match="rotation: expected none"):
+        read(tensors, config, "model.layers.0.mlp.down_proj")
+
+
+def test_activation_order_with_unequal_groups_is_refused():
+    tensors = packed(layers.layer(0), minus_one=False)
+    tensors["g_idx"] = torch.zeros_like(tensors["g_idx"])
+    with pytest.raises(ValueError, match="g_idx: expected 64 columns in group 0, got 256"):
+        read(tensors, V2)
+
+
+@pytest.mark.parametrize("name", ["qweight", "qzeros", "scales"])
+def test_a_missing_tensor_is_named(name):
+    tensors = packed(layers.layer(0), minus_one=False)
+    del tensors[name]
+    with pytest.raises(ValueError, match=f"{name}: expected .*, found none"):
+        read(tensors, V2)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (
+            "qweight",
+            torch.zeros((32, 32), dtype=torch.int16),
+            r"qweight: expected int32 \[k / 8, n\], got int16 \[32, 32\]",
+        ),
+        ("qzeros", torch.zeros((4, 3), dtype=torch.int32), r"qzeros: expected shape \[4, 4\], got \[4, 3\]"),
+        ("g_idx", torch.zeros(128, dtype=torch.int32), r"g_idx: expected shape \[256\], got \[128\]"),
+    ],
+)
+def test_a_tensor_of_another_form_is_refused(name, tensor, message):
+    with pytest.raises(ValueError, match=message):
+        read(packed(layers.layer(0), minus_one=False) | {name: tensor}, V2)
+
+
+# ---- GPTQModel -------------------------------------------------------------------------------------------------------
+
+
+def gptqmodel_layer(layer: layers.Layer, group_size: int, act_order: bool):
+    """The layer as GPTQModel packs it (v2 inside)."""
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+
+    linear = torch.nn.Linear(layer.k, layer.n, bias=False)
+    linear.weight.data = layer.weight.float()
+    module = TorchLinear(4, group_size, False, act_order, layer.k, layer.n, register_buffers=True)
+    module.pack(linear, layer.scale.float(), layer.zero, layer.group.to(torch.int32))
+    return module.eval()
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_a_layer_packed_by_gptqmodel_equals_its_own_dequantisation(tmp_path, monkeypatch, version, act_order):
+    monkeypatch.setenv("GPTQMODEL_DISABLE_PACK_EXT", "1")  # its Python packer, instead of building a C++ one
+    pytest.importorskip("gptqmodel")
+    layer = layers.layer(20, n=64, k=256, group_size=64, zeros=(0, 15), act_order=act_order)
+    module = gptqmodel_layer(layer, 64, act_order)
+    from gptqmodel.quantization import QuantizeConfig
+    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
+
+    if version == "gptq":
+        module.qzero_format(format=2)
+        convert_gptq_v2_to_v1_format_module(module, QuantizeConfig(bits=4))
+    state = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
+    weight = layers.load(tmp_path, state, V1 | BY_GPTQMODEL | {"checkpoint_format": version, "group_size": 64})
+
+    if version == "gptq":
+        convert_gptq_v1_to_v2_format_module(module, 4, torch.int32)
+    # GPTQModel multiplies in the scale's dtype: with fp32 scales it rounds nothing, with fp16 once.
+    assert builders.same_bits(weight.dequantize().half(), module.dequantize_weight().T.contiguous())
+    module.scales = module.scales.float()
+    layers.assert_exactly(weight, module.dequantize_weight().T)
+    layers.assert_exactly(weight, layer.weight)

@@ -1,0 +1,328 @@
+"""`jitgemm.load`: where tensors and settings come from, what is read, tensor parallelism, joined layers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import builders
+import checkpoints
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from jitgemm import formats
+from jitgemm.checkpoint import Checkpoint, load, read_layer
+
+CONFIG = {"quant_method": "w4afp8", "group_size": 128}
+NAMES = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def name(layer: str, index: int = 0) -> str:
+    return f"model.layers.{index}.self_attn.{layer}"
+
+
+def parts(layer: str) -> builders.WeightParts:
+    n = {"q_proj": 64, "k_proj": 32, "v_proj": 32, "o_proj": 256}[layer]
+    return builders.weight_parts(NAMES.index(layer), n, 256)
+
+
+def expected(*layers: str) -> torch.Tensor:
+    return torch.cat([parts(layer).dequantize_fp64() for layer in layers]).float()
+
+
+def tensors(*layers: str, bias=()):
+    """A model's tensors: the layers, and others that no one should touch."""
+    found = {"model.embed_tokens.weight": torch.ones((16, 16)), "model.layers.0.input_layernorm.weight": torch.ones(16)}
+    for layer in layers or NAMES:
+        found[name(layer) + ".weight"] = checkpoints.words(parts(layer).q, 1, torch.int8)
+        found[name(layer) + ".weight_scale_inv"] = parts(layer).scale
+        if layer in bias:
+            found[name(layer) + ".bias"] = torch.randn(len(parts(layer).q), generator=builders.generator(9)).bfloat16()
+    return found
+
+
+def holds(source, *layers: str, **kwargs) -> bool:
+    prefix = [name(layer) for layer in layers] if len(layers) > 1 else name(layers[0])
+    return torch.equal(load(source, prefix, device="cpu", **kwargs).dequantize(), expected(*layers))
+
+
+# --- sources ---
+
+
+def test_a_folder_with_one_file(tmp_path):
+    assert holds(checkpoints.save(tmp_path, tensors(), CONFIG), "q_proj")
+
+
+def test_a_folder_with_shards_and_an_index(tmp_path):
+    folder = checkpoints.save(tmp_path, tensors(), CONFIG, shards=3)
+    assert all(holds(folder, layer) for layer in NAMES)
+
+
+def test_the_path_as_text_of_a_file_or_an_index(tmp_path):
+    one = checkpoints.save(tmp_path / "one", tensors(), CONFIG)
+    many = checkpoints.save(tmp_path / "many", tensors(), CONFIG, shards=2)
+    assert holds(str(one / "model.safetensors"), "k_proj")
+    assert holds(str(many / "model.safetensors.index.json"), "k_proj")
+
+
+def test_a_folder_whose_files_have_other_names(tmp_path):
+    one = checkpoints.save(tmp_path / "one", tensors("q_proj", "k_proj"), CONFIG)
+    (one / "model.safetensors").rename(one / "weights-a.safetensors")
+    save_file({"other": torch.ones(1)}, one / "weights-b.safetensors")
+    assert holds(one, "k_proj")
+    many = checkpoints.save(tmp_path / "many", tensors(), CONFIG, shards=2)
+    (many / "model.safetensors.index.json").rename(many / "language.safetensors.index.json")
+    assert holds(many, "k_proj")
+
+
+def test_tensors_in_memory():
+    assert holds(tensors(), "q_proj")
+    alone = {
+        key.removeprefix(name("q_proj") + "."): tensor for key, tensor in tensors("q_proj").items() if "q_proj" in key
+    }
+    assert torch.equal(load(alone, "", device="cpu").dequantize(), expected("q_proj"))
+
+
+def test_parameters_that_require_gradients_and_modules_state_dicts():
+    module = torch.nn.Module()
+    for key, tensor in tensors("q_proj").items():
+        if "q_proj" in key:
+            value = torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+            module.register_parameter(key.rsplit(".")[-1], value)
+    assert torch.equal(load(dict(module.named_parameters()), "", device="cpu").dequantize(), expected("q_proj"))
+
+
+def test_an_open_checkpoint_serves_many_layers(tmp_path):
+    checkpoint = Checkpoint(checkpoints.save(tmp_path, tensors(), CONFIG, shards=2))
+    assert set(checkpoint.names()) == set(tensors()) and checkpoint.config == CONFIG
+    assert all(holds(checkpoint, layer) for layer in NAMES)
+    with pytest.raises(ValueError, match="config: expected None with an open Checkpoint"):
+        load(checkpoint, name("q_proj"), config=CONFIG)
+
+
+def test_a_name_that_starts_like_another_is_not_that_layer():
+    twins = tensors("q_proj") | {
+        name("q_proj") + "_extra.weight": torch.ones(3),
+        name("q_proj") + ".lora.weight": torch.ones(3),
+    }
+    assert set(Checkpoint(twins).layer(name("q_proj"))) == {"weight", "weight_scale_inv"}
+    assert holds(twins, "q_proj")
+
+
+# --- laziness ---
+
+
+def test_only_the_files_of_the_layer_are_opened(tmp_path):
+    folder = checkpoints.save(tmp_path, tensors(), CONFIG, shards=len(tensors()))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    needed = {index[name("q_proj") + suffix] for suffix in (".weight", ".weight_scale_inv")}
+    for file in folder.glob("*.safetensors"):
+        if file.name not in needed:
+            file.unlink()
+    assert holds(folder, "q_proj")
+    with pytest.raises(FileNotFoundError, match="source: expected the file .*found none"):
+        load(folder, name("o_proj"), device="cpu")
+
+
+class Watched(Checkpoint):
+    """A checkpoint that notes which tensors' data are asked of its files."""
+
+    def read(self, name, device, expert=None):
+        self.seen = [*getattr(self, "seen", []), name]
+        return super().read(name, device, expert)
+
+
+def test_only_the_tensors_of_the_layer_are_read_and_each_once(tmp_path):
+    checkpoint = Watched(checkpoints.save(tmp_path, tensors(bias=["q_proj"]), CONFIG))
+    assert holds(checkpoint, "q_proj")
+    assert sorted(checkpoint.seen) == [name("q_proj") + suffix for suffix in (".bias", ".weight", ".weight_scale_inv")]
+
+
+# --- settings ---
+
+
+def test_settings_beside_the_files(tmp_path):
+    wrong = CONFIG | {"group_size": 64}  # refused, which shows that they were read
+    texts = {
+        "config.json": {"model_type": "llama", "quantization_config": wrong},
+        "quantize_config.json": wrong,
+        "quant_config.json": wrong,
+        "hf_quant_config.json": {"producer": {}, "quantization": wrong},
+    }
+    for file, text in texts.items():
+        folder = checkpoints.save(tmp_path / file, tensors())
+        assert holds(folder, "q_proj")
+        (folder / file).write_text(json.dumps(text))
+        for source in (folder, folder / "model.safetensors"):
+            with pytest.raises(ValueError, match="group_size: expected .*got 64"):
+                load(source, name("q_proj"), device="cpu")
+
+
+def test_settings_of_a_model_inside_a_model(tmp_path):
+    folder = checkpoints.save(tmp_path, tensors())
+    (folder / "config.json").write_text(
+        json.dumps({"text_config": {"quantization_config": CONFIG | {"group_size": 64}}})
+    )
+    with pytest.raises(ValueError, match="group_size: expected .*got 64"):
+        load(folder, name("q_proj"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG | {"group_size": 64}, {"model_type": "llama", "quantization_config": CONFIG | {"group_size": 64}}]
+)
+def test_settings_that_are_given_replace_those_beside_the_files(tmp_path, config):
+    with pytest.raises(ValueError, match="group_size: expected .*got 64"):
+        load(checkpoints.save(tmp_path, tensors(), CONFIG), name("q_proj"), device="cpu", config=config)
+
+
+def test_a_model_s_config_without_quantisation_says_nothing(tmp_path):
+    assert holds(tensors(), "q_proj", config={"model_type": "llama", "group_size": 64})
+
+
+def test_a_format_can_be_named():
+    assert holds(tensors(), "q_proj", format="w4afp8")
+    with pytest.raises(ValueError, match="weight_scale_inv: expected only weight, weight_scale, "):
+        load(tensors(), name("q_proj"), device="cpu", format="compressed-tensors")
+    with pytest.raises(ValueError, match="format: expected one of compressed-tensors"):
+        load(tensors(), name("q_proj"), device="cpu", format="int4")
+
+
+# --- bias, joined layers, tensor parallelism ---
+
+
+def test_the_bias_comes_with_the_layer_before_packing():
+    source = tensors(bias=["q_proj"])
+    assert builders.same_bits(read_layer(source, name("q_proj"), device="cpu").bias, source[name("q_proj") + ".bias"])
+    assert read_layer(source, name("k_proj"), device="cpu").bias is None
+
+
+def test_several_layers_become_one_in_the_order_of_their_names(tmp_path):
+    folder = checkpoints.save(tmp_path, tensors(bias=["q_proj", "v_proj"]), CONFIG, shards=2)
+    assert holds(folder, "q_proj", "k_proj", "v_proj")
+    joined = read_layer(folder, [name(layer) for layer in NAMES[:3]], device="cpu")
+    biases = [read_layer(folder, name(layer), device="cpu").bias for layer in ("q_proj", "v_proj")]
+    assert torch.equal(joined.bias, torch.cat([biases[0], torch.zeros(32).bfloat16(), biases[1]]))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_joined_layers_are_cut_along_n_each_by_itself(world):
+    source = tensors()
+    prefixes = [name(layer) for layer in NAMES[:3]]
+    for rank in range(world):
+        weight = load(source, prefixes, device="cpu", tp_dim="n", tp_rank=rank, tp_size=world)
+        rows = [expected(layer).chunk(world)[rank] for layer in NAMES[:3]]
+        assert torch.equal(weight.dequantize(), torch.cat(rows))
+
+
+def test_joined_layers_are_cut_along_k():
+    for rank in range(2):
+        weight = load(tensors(), [name("k_proj"), name("v_proj")], device="cpu", tp_dim="k", tp_rank=rank, tp_size=2)
+        assert torch.equal(weight.dequantize(), expected("k_proj", "v_proj").chunk(2, 1)[rank])
+
+
+def test_cut_along_k_only_rank_0_has_the_bias():
+    source = tensors(bias=["o_proj"])
+    cut = [read_layer(source, name("o_proj"), device="cpu", tp_dim="k", tp_rank=rank, tp_size=2) for rank in range(2)]
+    assert torch.equal(cut[0].bias, source[name("o_proj") + ".bias"]) and cut[1].bias is None
+
+
+def test_packing_for_one_kind_of_activations_keeps_the_weights():
+    assert holds(tensors(), "q_proj", lhs_dtype=torch.int8)
+
+
+@pytest.mark.gpu
+def test_the_gpu_is_the_default_device_and_packs_the_same_bytes(tmp_path):
+    folder = checkpoints.save(tmp_path, tensors(), CONFIG)
+    weight = load(folder, name("o_proj"))
+    assert weight.device.type == "cuda"
+    assert builders.same_bits(weight.blocks.cpu(), load(folder, name("o_proj"), device="cpu").blocks)
+
+
+def test_without_a_gpu_the_default_device_is_the_cpu():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert load(tensors(), name("q_proj")).device.type == "cpu"
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    "kwargs, error, message",
+    [
+        ({"prefix": name("x_proj")}, ValueError, r"prefix: expected a layer's name, found no tensor model.*x_proj\.\*"),
+        ({"prefix": []}, TypeError, "prefix: expected a layer's name or several"),
+        ({"prefix": 3}, TypeError, "prefix: expected a layer's name or several"),
+        ({"prefix": [name("q_proj"), 3]}, TypeError, "prefix: expected a layer's name or several"),
+        ({"tp_size": 2}, ValueError, "tp_dim: expected 'n' or 'k' with tp_size 2, got None"),
+        ({"tp_size": 2, "tp_dim": "rows"}, ValueError, "tp_dim: expected 'n' or 'k', got 'rows'"),
+        ({"tp_size": 2, "tp_rank": 2, "tp_dim": "n"}, ValueError, "tp_rank, tp_size: expected 0 <= rank < size"),
+        ({"tp_size": 4, "tp_dim": "k"}, ValueError, "multiple of the group size 128, got 256 / 4 = 64"),
+        ({"config": 3}, TypeError, "config: expected a mapping, got int"),
+        ({"prefix": "model.embed_tokens"}, ValueError, "layer 'model.embed_tokens' is of no 4-bit format known here"),
+    ],
+)
+def test_wrong_arguments_are_named(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        load(tensors(), **{"prefix": name("q_proj"), "device": "cpu"} | kwargs)
+
+
+def test_an_error_says_which_layer_of_which_checkpoint(tmp_path):
+    folder = checkpoints.save(tmp_path, tensors(), CONFIG | {"group_size": 64})
+    with pytest.raises(ValueError) as error:
+        load(folder, [name("q_proj"), name("k_proj")], device="cpu")
+    assert str(error.value).endswith(f"(layer '{name('q_proj')}' of {folder})")
+
+
+def test_sources_that_are_not_there_or_not_safetensors_are_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    (tmp_path / "bad.safetensors").write_bytes(b"not one")
+    (tmp_path / "bad.safetensors.index.json").write_text("{}")
+    (tmp_path / "worse.safetensors.index.json").write_text("{")
+    for source, error, message in [
+        (tmp_path / "none", FileNotFoundError, "source: expected a file or folder, found none at"),
+        (tmp_path / "empty", FileNotFoundError, "source: expected .safetensors files, found none in"),
+        (tmp_path / "pytorch_model.bin", ValueError, "tensors from another kind of file can be given as a mapping"),
+        (tmp_path / "bad.safetensors", ValueError, "source: expected a safetensors file"),
+        (tmp_path / "bad.safetensors.index.json", ValueError, "source: expected a weight_map"),
+        (tmp_path / "worse.safetensors.index.json", ValueError, "expected JSON in"),
+        (tmp_path, ValueError, "source: expected one index, got bad.safetensors.index.json, worse"),
+        (3, TypeError, "source: expected a path or a mapping of tensors, got int"),
+        ({"a.weight": 3}, TypeError, "source: expected tensors, got int for 'a.weight'"),
+    ]:
+        with pytest.raises(error, match=message):
+            load(source, "a", device="cpu")
+
+
+def test_an_index_that_names_the_wrong_file_is_refused(tmp_path):
+    folder = checkpoints.save(tmp_path, tensors(), CONFIG, shards=2)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    files = sorted(set(index["weight_map"].values()))
+    index["weight_map"] = {key: files[1 - files.index(file)] for key, file in index["weight_map"].items()}
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"source: expected 'model.*' in .*as the index says, found none"):
+        load(folder, name("q_proj"), device="cpu")
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    for file in ("a.safetensors", "b.safetensors"):
+        save_file({"x.weight": torch.ones(1)}, tmp_path / file)
+    with pytest.raises(ValueError, match="source: expected each tensor once, got 'x.weight' in a.safetensors and b"):
+        Checkpoint(tmp_path)
+
+
+def test_a_moved_checkpoint_is_still_one(tmp_path):
+    folder = checkpoints.save(tmp_path / "here", tensors(), CONFIG, shards=2)
+    shutil.move(folder, tmp_path / "there")
+    assert holds(tmp_path / "there", "q_proj")
+
+
+def test_no_format_is_left_out_of_the_registry():
+    import importlib
+    import pkgutil
+
+    modules = [importlib.import_module(f"jitgemm.formats.{m.name}") for m in pkgutil.iter_modules(formats.__path__)]
+    assert {id(m.FORMAT) for m in modules if hasattr(m, "FORMAT")} == {id(f) for f in formats.FORMATS}

@@ -1,0 +1,166 @@
+"""QServe layers, packed from the definition: the order that the kernel's lanes load, and its arithmetic on bytes."""
+
+from __future__ import annotations
+
+import builders
+import layers
+import pytest
+import torch
+
+from jitgemm.formats.qserve import FORMAT
+
+
+def tiled(q: torch.Tensor) -> torch.Tensor:
+    """int8 [n, k / 2]: for each tile of 32 by 32, each lane's 16 bytes, as the kernel picks its operands from them.
+
+    Lane l holds rows l / 4 + {0, 8, 16, 24} and columns 4 * (l % 4) + {0..3} + {0, 16}. Its four words, in order: rows
+    0 and 16, columns + 0; rows 8 and 24, columns + 0; the same two, columns + 16. Rows 0 and 8 have the low nibbles.
+    """
+    n, k = q.shape
+    out = torch.zeros((n // 32, k // 32, 32, 16), dtype=torch.int64)
+    for row_tile in range(n // 32):
+        for column_tile in range(k // 32):
+            tile = q[32 * row_tile :, 32 * column_tile :]
+            for lane in range(32):
+                row, column = lane // 4, 4 * (lane % 4)
+                for word, (up, right) in enumerate(((0, 0), (8, 0), (0, 16), (8, 16))):
+                    for byte in range(4):
+                        low = tile[row + up, column + right + byte]
+                        high = tile[row + up + 16, column + right + byte]
+                        out[row_tile, column_tile, lane, 4 * word + byte] = low + 16 * high
+    return out.to(torch.int8).reshape(n, k // 2)
+
+
+def interleaved(values: torch.Tensor) -> torch.Tensor:
+    """[n, G] -> int8 [G, n], the channels of each 32 in the order 0, 8, 16, 24, 1, 9, ..."""
+    n = values.shape[0]
+    order = [32 * tile + 8 * j + i for tile in range(n // 32) for i in range(8) for j in range(4)]
+    return values.T[:, order].to(torch.int8).contiguous()
+
+
+def s1_scales(seed: int, n: int) -> torch.Tensor:
+    return ((torch.rand(n, generator=builders.generator(seed)) + 0.5) * 0.01).half()
+
+
+def per_group(seed: int, n: int = 64, k: int = 256, group_size: int = 128):
+    """Tensors of a layer in which (q - zero) * s2 fits int8, as the quantiser sees to, and the kernel's int8 values."""
+    g = builders.generator(seed)
+    groups = k // group_size
+    s2 = torch.randint(1, 9, (n, groups), generator=g)
+    zero = torch.randint(0, 16, (n, groups), generator=g)
+    q = torch.randint(0, 16, (n, k), generator=g)
+    s2_zero = (-zero * s2).to(torch.int8)  # wraps, as the packer's does
+    tensors = {
+        "qweight": tiled(q),
+        "s1_scales": s1_scales(seed, n),
+        "s2_scales": interleaved(s2),
+        "s2_zeros": interleaved(s2_zero),
+    }
+    by_kernel = ((q * layers.over_k(s2, k)).to(torch.int8) + layers.over_k(s2_zero, k)).to(torch.int8)  # adds bytes
+    return tensors, by_kernel
+
+
+def per_channel(seed: int, zero: torch.Tensor, n: int = 64, k: int = 256):
+    """Tensors of a layer, and q * s1 - szero in fp64."""
+    q = torch.randint(0, 16, (n, k), generator=builders.generator(seed))
+    s1 = s1_scales(seed, n)
+    szero = zero.to(torch.int8) * s1  # rounds to fp16, as the packer's does
+    tensors = {"qweight": tiled(q), "s1_scales": s1, "s1_szeros": szero}
+    return tensors, q * s1.double()[:, None] - szero.double()[:, None]
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+def test_two_levels_read_as_the_kernels_int8_times_the_channel_scale(tmp_path, group_size):
+    tensors, by_kernel = per_group(group_size, k=512, group_size=group_size)
+    weight = layers.load(tmp_path, tensors)
+    layers.assert_exactly(weight, by_kernel.double() * tensors["s1_scales"].double()[:, None])
+    assert weight.group_size == group_size and weight.scale.dtype == torch.float32 and weight.offset is None
+
+
+def test_per_channel_reads_as_the_definition(tmp_path):
+    zero = torch.randint(0, 16, (64,), generator=builders.generator(1))
+    tensors, expected = per_channel(1, zero)
+    assert not torch.equal(tensors["s1_szeros"].double(), zero * tensors["s1_scales"].double()), "no zero was rounded"
+    weight = layers.load(tmp_path, tensors, {"group_size": -1})
+    layers.assert_exactly(weight, expected)
+    assert weight.offset is not None and weight.group_size >= weight.k
+
+
+def test_per_channel_packs_as_groups():
+    zero = torch.randint(0, 16, (64,), generator=builders.generator(2))
+    tensors, expected = per_channel(2, zero)
+    packed = FORMAT.read(tensors, None).pack()
+    assert torch.equal(packed.dequantize().double(), expected)
+
+
+def test_per_channel_zeros_that_were_not_rounded_are_integers_again():
+    zero = torch.tensor([0, 1, 2, 4, 8] * 13)[:64]  # powers of two round nothing
+    tensors, expected = per_channel(3, zero)
+    weight = FORMAT.read(tensors, None)
+    assert weight.offset is None and torch.equal(weight.zero[:, 0].long(), zero)
+    layers.assert_exactly(weight, expected)
+
+
+def test_per_channel_with_zeros_8_becomes_signed_codes():
+    tensors, expected = per_channel(4, torch.full((64,), 8))
+    weight = FORMAT.read(tensors, None)
+    assert weight.offset is None and weight.zero is None
+    layers.assert_exactly(weight, expected)
+
+
+def test_packing_keeps_the_matrix():
+    tensors, by_kernel = per_group(5)
+    packed = FORMAT.read(tensors, None).pack()
+    assert torch.equal(packed.dequantize().double(), by_kernel.double() * tensors["s1_scales"].double()[:, None])
+
+
+@pytest.mark.parametrize("config", [None, {"quant_method": "qoq", "wbits": 4, "group_size": 128}])
+def test_detected_and_taken_for_nothing_else(config):
+    assert layers.detecting(per_group(0)[0], config) == ["qserve"]
+    assert layers.detecting(per_channel(0, torch.zeros(64))[0], config) == ["qserve"]
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        ({"s2_scales": torch.full((2, 64), 18, dtype=torch.int8)}, None, r"s2_zeros: expected multiples of s2_scales"),
+        ({"s2_scales": torch.zeros((2, 64), dtype=torch.int8)}, None, r"s2_scales: expected 1..127, got 0"),
+        (
+            {"qweight": torch.zeros((48, 128), dtype=torch.int8)},
+            None,
+            r"qweight: expected n and k to be multiples of 32",
+        ),
+        (
+            {"qweight": torch.zeros((8, 64, 128), dtype=torch.int8)},
+            None,
+            r"qweight: expected int8 or uint8 \[n, k / 2\]",
+        ),
+        ({"s1_scales": torch.ones(64)}, None, r"s1_scales: expected float16 \[n\], got float32"),
+        ({}, {"group_size": 64}, r"s2_scales: expected 4 groups for k = 256 and group_size 64, got 2"),
+        ({}, {"wbits": 8}, r"bits: expected 4, got 8"),
+    ],
+)
+def test_a_layer_that_cannot_be_read_is_refused(change, config, message):
+    with pytest.raises(ValueError, match=message):
+        FORMAT.read(per_group(0)[0] | change, config)
+
+
+def same_everywhere(q: int, s2: int, s2_zero: int) -> dict[str, torch.Tensor]:
+    return {
+        "qweight": torch.full((32, 16), q * 17, dtype=torch.uint8),
+        "s1_scales": torch.ones(32, dtype=torch.float16),
+        "s2_scales": torch.full((1, 32), s2, dtype=torch.int8),
+        "s2_zeros": torch.full((1, 32), s2_zero, dtype=torch.int8),
+    }
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (same_everywhere(15, 18, 0), r"s2_scales: expected q \* s2_scales up to 255, got 270"),
+        (same_everywhere(15, 10, 0), r"s2_zeros: expected \(q - zero\) \* s2_scales within -128..127, got 150..150"),
+    ],
+)
+def test_bytes_that_the_kernel_cannot_hold_are_refused(layer, message):
+    with pytest.raises(ValueError, match=message):
+        FORMAT.read(layer, None)

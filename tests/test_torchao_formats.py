@@ -1,0 +1,321 @@
+"""tinygemm layers and torchao's tensor subclasses, against PyTorch's own CPU op and torchao's own dequantisation."""
+
+from __future__ import annotations
+
+import warnings
+
+import builders
+import checkpoints
+import layers
+import pytest
+import torch
+
+from jitgemm import checkpoint
+from jitgemm.formats.torchao import FORMAT, unpack_tiles
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TORCHAO = {"quant_method": "torchao"}
+
+
+def scales_and_zeros(seed: int, n: int, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """[G, n, 2] of values that bf16 holds, whatever the dtype."""
+    values = torch.randn((groups, n, 2), generator=builders.generator(seed))
+    return values.bfloat16().to(dtype)
+
+
+def codes(seed: int, n: int, k: int) -> torch.Tensor:
+    return torch.randint(0, 16, (n, k), generator=builders.generator(seed), dtype=torch.int32)
+
+
+def tinygemm(q: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+    """The definition, (q - 8) * scale + zero, fp64 [n, k]."""
+    scale, zero = (layers.over_k(parameters[..., i].T.double(), q.shape[1]) for i in (0, 1))
+    return (q - 8) * scale + zero
+
+
+def high_first(q: torch.Tensor) -> torch.Tensor:
+    return checkpoints.words(q, 1, torch.uint8, order=(1, 0))
+
+
+def tiles(q: torch.Tensor, inner_k_tiles: int) -> torch.Tensor:
+    """`_convert_weight_to_int4pack` on an NVIDIA GPU, lane by lane, each from the bytes that it reads."""
+    n, k = q.shape
+    high, low = q[:, 0::2], q[:, 1::2]  # of byte b: columns 2 * b and 2 * b + 1
+    out = torch.zeros((n // 8, k // (16 * inner_k_tiles), 32, inner_k_tiles // 2), dtype=torch.int64)
+    for n_tile, super_tile, lane, pair in torch.cartesian_prod(*map(torch.arange, out.shape)).tolist():
+        row = 8 * n_tile + lane // 4
+        first = (super_tile * inner_k_tiles + 2 * pair) * 8 + lane % 4
+        word = 0
+        for i in range(4):
+            word |= int(high[row, first + 4 * i]) << 4 * i | int(low[row, first + 4 * i]) << 16 + 4 * i
+        out[n_tile, super_tile, lane, pair] = word
+    return out.to(torch.int32)
+
+
+FORMS = {
+    "bytes, even k high": high_first,
+    "uint8, one code each": lambda q: q.to(torch.uint8),
+    "int32, one code each": lambda q: q,
+    "tiles of 2": lambda q: tiles(q, 2),
+    "tiles of 4": lambda q: tiles(q, 4),
+    "tiles of 8": lambda q: tiles(q, 8),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_form_of_a_tinygemm_weight_reads_as_the_definition(tmp_path, form, dtype):
+    q, parameters = codes(1, 16, 256), scales_and_zeros(1, 16, 4, dtype)
+    weight = layers.load(tmp_path, {"weight": FORMS[form](q), "scales_and_zeros": parameters})
+    layers.assert_exactly(weight, tinygemm(q, parameters))
+    assert weight.scale.dtype == weight.offset.dtype == dtype and weight.group_size == 64
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+def test_groups_of_every_size_equal_pytorchs_cpu_op(group_size, dtype):
+    n, k = 64, 512
+    q, parameters = codes(2, n, k), scales_and_zeros(2, n, k // group_size, dtype)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    by_op = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(k, dtype=dtype), packed, group_size, parameters)
+    weight = FORMAT.read({"weight": high_first(q), "scales_and_zeros": parameters}, None)
+    assert torch.equal(weight.dequantize().to(dtype), by_op.T)  # the op rounds its result to dtype
+    assert weight.group_size == group_size
+
+
+def test_pytorchs_cpu_packing_has_the_shape_of_plain_bytes_but_another_order():
+    q = codes(3, 64, 128)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+    plain = high_first(q)
+    assert packed.shape == plain.shape and packed.dtype == plain.dtype
+    assert not torch.equal(packed, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner_k_tiles", [2, 4, 8])
+def test_tiles_that_the_gpu_packed_unpack(inner_k_tiles):
+    q = codes(4, 64, 512)
+    packed = torch.ops.aten._convert_weight_to_int4pack(high_first(q).cuda(), inner_k_tiles)
+    assert torch.equal(packed.cpu(), tiles(q, inner_k_tiles))
+    assert torch.equal(unpack_tiles("weight", packed).cpu(), q.to(torch.uint8))
+
+
+def test_zeros_that_are_all_0_leave_no_offset():
+    q, parameters = codes(5, 16, 256), scales_and_zeros(5, 16, 4, torch.bfloat16)
+    parameters[..., 1] = 0
+    weight = FORMAT.read({"weight": q, "scales_and_zeros": parameters}, None)
+    assert weight.offset is None and weight.zero is None
+    layers.assert_exactly(weight, tinygemm(q, parameters))
+
+
+def test_group_size_tells_small_bytes_from_codes():
+    q, parameters = codes(6, 16, 256), scales_and_zeros(6, 16, 4, torch.bfloat16)
+    q[:, 0::2] = 0  # no byte is above 15
+    tensors = {"weight": high_first(q), "scales_and_zeros": parameters}
+    layers.assert_exactly(FORMAT.read(tensors, {"group_size": 64}), tinygemm(q, parameters))
+    assert FORMAT.read(tensors, {"group_size": 32}).k == 128
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tinygemm_weight_is_detected_and_taken_for_nothing_else(form):
+    tensors = {"weight": FORMS[form](codes(0, 16, 256)), "scales_and_zeros": scales_and_zeros(0, 16, 4, torch.bfloat16)}
+    assert layers.detecting(tensors) == layers.detecting(tensors, TORCHAO) == ["torchao"]
+
+
+def test_packing_keeps_the_matrix():
+    q, parameters = codes(7, 16, 256), scales_and_zeros(7, 16, 4, torch.bfloat16)
+    packed = FORMAT.read({"weight": q, "scales_and_zeros": parameters}, None).pack()
+    assert torch.equal(packed.dequantize().double(), tinygemm(q, parameters))
+
+
+@pytest.mark.parametrize(
+    ("weight", "config", "message"),
+    [
+        (torch.full((16, 256), 16, dtype=torch.int32), None, r"weight: expected 4-bit values 0..15, got 16..16"),
+        (torch.zeros((16, 128), dtype=torch.int8), None, r"weight: expected uint8 .*, got int8 \[16, 128\]"),
+        (
+            torch.zeros((2, 2, 64, 4), dtype=torch.int32),
+            None,
+            r"weight: expected int32 \[n / 8, .*got int32 \[2, 2, 64, 4\]",
+        ),
+        (torch.zeros((16, 256), dtype=torch.int32), {"group_size": 32}, r"scales_and_zeros: expected 8 groups"),
+        (
+            torch.zeros((8, 256), dtype=torch.int32),
+            None,
+            r"scales_and_zeros: expected shape \[4, 8, 2\], got \[4, 16, 2\]",
+        ),
+    ],
+)
+def test_a_weight_of_another_form_is_refused(weight, config, message):
+    with pytest.raises(ValueError, match=message):
+        FORMAT.read({"weight": weight, "scales_and_zeros": scales_and_zeros(0, 16, 4, torch.bfloat16)}, config)
+
+
+# ---- tensor subclasses, flattened as torchao's safetensors code does -------------------------------------------------
+
+
+def test_flattened_tiles_read_as_the_definition(tmp_path):
+    q, parameters = codes(8, 16, 256), scales_and_zeros(8, 16, 4, torch.bfloat16)
+    tensors = {"_weight_qdata": tiles(q, 8), "_weight_scale_and_zero": parameters}
+    layers.assert_exactly(layers.load(tmp_path, tensors), tinygemm(q, parameters))
+
+
+def test_a_flattened_int4_tensor_reads_as_the_definition(tmp_path):
+    q, parameters = codes(9, 16, 256), scales_and_zeros(9, 16, 4, torch.bfloat16)
+    flat = {
+        "qdata": checkpoints.words(q - 8, 1, torch.int8),
+        "scale": parameters[..., 0],
+        "zero_point": parameters[..., 1],
+    }
+    tensors = {f"_weight_{name}": t for name, t in flat.items()}
+    layers.assert_exactly(layers.load(tmp_path, tensors), tinygemm(q, parameters))
+
+
+def test_a_flattened_plain_int32_tensor_reads_as_the_definition(tmp_path):
+    layer = layers.layer(10, dtype=torch.bfloat16)
+    flat = {"qdata": checkpoints.words(layer.q, 1), "scale": layer.scale.T, "zero_point": layer.zero.T.to(torch.int8)}
+    tensors = {f"_weight_{name}": t for name, t in flat.items()}
+    layers.assert_exactly(layers.load(tmp_path, tensors), layer.weight)
+
+
+@pytest.mark.parametrize("zero_dtype", [torch.int8, torch.float32])
+def test_a_flattened_unpacked_tensor_reads_as_the_definition(tmp_path, zero_dtype):
+    layer = layers.layer(11, dtype=torch.float32)
+    flat = {"qdata": (layer.q - 8).to(torch.int8), "scale": layer.scale, "zero_point": (layer.zero - 8).to(zero_dtype)}
+    weight = layers.load(tmp_path, {f"_weight_{name}": t for name, t in flat.items()})
+    expected = (layer.q - layer.zero[:, layer.group]).float() * layer.scale[:, layer.group]
+    assert torch.equal(weight.dequantize(), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"act_pre_scale": torch.ones(256)}, r"_weight_act_pre_scale: expected none"),
+        ({"group_scale": torch.ones(4, 16)}, r"_weight_group_scale: expected a plain packing"),
+        ({"zero_point": torch.full((16, 4), 0.5)}, r"zero_point: expected integers, .*got fractions"),
+        ({"zero_point": torch.full((16, 4), 9.0)}, r"zero_point \+ 8: expected zero points 0..16 .*, got 17..17"),
+        (
+            {"qdata": torch.full((16, 256), 8, dtype=torch.int8)},
+            r"_weight_qdata: expected 4-bit values -8..7, got 8..8",
+        ),
+        ({"scale_and_zero": torch.ones(4, 16, 2)}, r"_weight_qdata: expected int32 in four dimensions"),
+        ({"scale": torch.ones(16, 16), "zero_point": torch.ones(16, 16)}, r"_weight_scale: .*which fits both"),
+        ({"qdata": torch.zeros((16, 32), dtype=torch.int32)}, r"_weight_zero_point: expected int8, .*\(NPU's\)"),
+    ],
+)
+def test_a_subclass_that_cannot_be_read_is_refused(change, message):
+    flat = {
+        "qdata": torch.zeros((16, 256), dtype=torch.int8),
+        "scale": torch.ones(16, 4),
+        "zero_point": torch.ones(16, 4),
+    }
+    with pytest.raises(ValueError, match=message):
+        FORMAT.read({f"_weight_{name}": t for name, t in (flat | change).items()}, None)
+
+
+def test_a_plain_weight_of_a_torchao_model_is_refused():
+    with pytest.raises(ValueError, match=r"weight: expected one of torchao's .*, got a plain bfloat16 \[8, 32\]"):
+        FORMAT.read({"weight": torch.zeros((8, 32), dtype=torch.bfloat16)}, TORCHAO)
+
+
+# ---- torchao itself --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def torchao():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("torchao", minversion="0.15")
+
+
+def high_precision(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn((n, k), generator=builders.generator(n + k)).to(dtype)
+
+
+def flattened(folder, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A layer's tensors behind its prefix, from the file that torchao's own safetensors code describes."""
+    from safetensors.torch import load_file, save_file
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    tensors, metadata = flatten_tensor_state_dict({"layer.weight": weight})
+    save_file(tensors, folder / "model.safetensors", metadata=metadata)
+    return {name.removeprefix("layer."): t for name, t in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mapping", ["SYMMETRIC", "ASYMMETRIC"])
+def test_torchaos_8da4w_tensor_equals_its_own_dequantisation(torchao, tmp_path, mapping, dtype):
+    from torchao.quantization import IntxUnpackedToInt8Tensor, MappingType
+    from torchao.quantization.quant_primitives import dequantize_affine
+
+    weight = IntxUnpackedToInt8Tensor.from_hp(
+        high_precision(32, 256, dtype), (1, 64), torch.int4, mapping_type=getattr(MappingType, mapping)
+    )
+    exact = dequantize_affine(weight.qdata, (1, 64), weight.scale, weight.zero_point, torch.int8, -8, 7)
+    for read in (FORMAT.read(flattened(tmp_path, weight), None), FORMAT.read({"weight": weight}, TORCHAO)):
+        layers.assert_exactly(read, exact)
+        assert torch.equal(read.dequantize().to(dtype), weight.dequantize())  # which rounds to dtype, once
+        assert (read.zero is None) == (mapping == "SYMMETRIC")
+
+
+def tile_packed(n: int, k: int, group_size: int):
+    """torchao's quantisation to tinygemm's parameters as its Int4TilePackedTo4dTensor, and its own dequantisation.
+
+    Its from_hp asks for a GPU to order the codes; everything else of it runs here, padding included.
+    """
+    from torchao.quantization import Int4TilePackedTo4dTensor, MappingType
+    from torchao.quantization.quant_primitives import (
+        _choose_qparams_affine_tinygemm,
+        _dequantize_affine_tinygemm,
+        _quantize_affine_tinygemm,
+    )
+    from torchao.quantization.utils import pack_tinygemm_scales_and_zeros
+
+    padded = torch.nn.functional.pad(high_precision(n, k, torch.bfloat16), (0, -k % 1024, 0, -n % 8))
+    block, bounds = (1, group_size), {"quant_min": 0, "quant_max": 15}
+    scale, zero = _choose_qparams_affine_tinygemm(
+        padded, MappingType.ASYMMETRIC, block, torch.int32, 0, 15, None, torch.bfloat16, torch.bfloat16
+    )
+    q = _quantize_affine_tinygemm(padded, block, scale, zero, torch.int32, **bounds)
+    exact = _dequantize_affine_tinygemm(q, block, scale, zero, torch.int32, **bounds, output_dtype=torch.float32)
+    scale, zero = (t.reshape(padded.shape[0], -1) for t in (scale, zero))
+    parameters = pack_tinygemm_scales_and_zeros(scale, zero, torch.bfloat16)
+    tensor = Int4TilePackedTo4dTensor(tiles(q, 8), parameters, list(block), torch.Size((n, k)))
+    return tensor, exact
+
+
+def test_torchaos_tile_packed_tensor_equals_its_own_dequantisation(torchao, tmp_path):
+    weight, exact = tile_packed(16, 1024, 128)
+    layers.assert_exactly(FORMAT.read(flattened(tmp_path, weight), None), exact)
+    layers.assert_exactly(FORMAT.read({"weight": weight}, TORCHAO), exact)
+
+
+def test_the_padding_of_a_tile_packed_tensor_is_dropped(torchao, tmp_path):
+    weight, exact = tile_packed(16, 320, 128)
+    for read in (
+        FORMAT.read({"weight": weight}, TORCHAO),
+        FORMAT.read(flattened(tmp_path, weight), TORCHAO | {"shape": [16, 320]}),
+    ):
+        layers.assert_exactly(read, exact[:, :320])
+        assert read.scale.shape == (16, 3)
+
+
+def test_torchaos_int4_tensor_through_a_state_dict(torchao, tmp_path):
+    from torchao.quantization import Int4Tensor
+
+    q, parameters = codes(12, 16, 256), scales_and_zeros(12, 16, 4, torch.bfloat16)
+    qdata = checkpoints.words(q - 8, 1, torch.int8)
+    weight = Int4Tensor(qdata, parameters[..., 0].clone(), parameters[..., 1].clone(), [1, 64], torch.Size((16, 256)))
+    torch.save({"weight": weight}, tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    loaded = checkpoint.read_layer({"layer.weight": state["weight"]}, "layer", device="cpu", config=TORCHAO)
+    for read in (loaded, FORMAT.read(flattened(tmp_path, weight), None)):
+        layers.assert_exactly(read, tinygemm(q, parameters))
+
+
+def test_torchaos_cpu_packing_is_refused(torchao):
+    from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
+
+    weight = Int4OpaqueTensor.from_hp(high_precision(32, 256, torch.bfloat16), [1, 64])
+    with pytest.raises(ValueError, match="weight: expected one of torchao's .*, got Int4OpaqueTensor"):
+        FORMAT.read({"weight": weight}, TORCHAO)
