@@ -1,0 +1,526 @@
+// Quantisation of activations to e4m3 or int8, row by row: one read of x, one write of q, the row in registers between.
+//
+//   y = x,  or silu(gate) * up,  or x * weight / sqrt(mean(x^2) + eps)      fp32, never rounded to x's type
+//   scale = max(range of y / range of the codes, 2^-126),  or as given
+//   q = round(y * (1 / scale)) + zero                                       to nearest even, saturated
+//
+// Every product, quotient and rounding outside of silu and the sum of squares is one IEEE operation in a fixed order,
+// and so the same bits as in jitgemm/reference_quantize.py: hence __fmul_rn and its like, which nothing contracts.
+//
+// A thread holds kVectors vectors of eight values, a row's vectors dealt out to its threads in turn:
+//
+//   vector    0   1   2  ..  T-1 | T  T+1  ..  2T-1 | ..        T = blockDim.x
+//   thread    0   1   2  ..  T-1 | 0   1   ..   T-1 | ..
+//
+// blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). CTAs walk the rows with stride gridDim.x.
+#pragma once
+#include <jitgemm/barrier.cuh>
+#include <jitgemm/types.cuh>
+
+namespace jitgemm {
+
+// Run-time arguments; jitgemm/quantize_plan.py fills the same layout.
+struct QuantizeArgs {
+    const u8* x;               // [m][k], or [m][2k] with gate first
+    u8* q;                     // [m][k]
+    float* scale;              // [m]
+    i32* zero;                 // [m], affine only
+    const float* given_scale;  // one element, static only
+    const i32* given_zero;     // one element, static affine only
+    const u8* norm_weight;     // [k] of norm_weight_type, RMSNorm only
+    const u32* permutation;    // [k], permuted only: column j of q is column permutation[j] of y
+    u64 x_row_bytes;
+    u64 q_row_bytes;
+    u32 m, k;
+    float eps;
+    i32 norm_weight_type;
+};
+static_assert(sizeof(QuantizeArgs) == 96, "jitgemm/quantize_plan.py packs this struct");
+
+constexpr u32 kVector = 8;          // values of a vector
+constexpr u32 kMaxWarps = 32;       // of a CTA
+constexpr u32 kAllLanes = 0xffffffffu;
+constexpr u32 kInfinity = 0x7f800000u;
+constexpr float kMinScale = 1.17549435e-38f;  // 2^-126: its reciprocal is finite, and 0 / scale is 0
+
+// ---- single instructions --------------------------------------------------------------------------------------------
+
+// 16 bytes that are read once. Not through the read-only path: the kernel before may still have been writing them when
+// this one started.
+__device__ __forceinline__ void load_streamed(const u8* source, u32 (&words)[4]) {
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(source)
+                 : "memory");
+}
+
+// Unsigned maximum of each half.
+__device__ __forceinline__ u32 max_halves(u32 a, u32 b) {
+    u32 result;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+    return result;
+}
+
+// Maximum that keeps NaN.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float result;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+__device__ __forceinline__ u32 warp_max(u32 value) {
+    u32 result;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
+    return result;
+}
+
+__device__ __forceinline__ float exp2_approximate(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+// Two values as e4m3 codes, `low` in the low byte; beyond 448 saturates, NaN stays NaN.
+__device__ __forceinline__ u16 to_e4m3(float low, float high) {
+    u16 codes;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+    return codes;
+}
+
+// To nearest even; NaN becomes 0, and what int32 does not hold its nearest end.
+__device__ __forceinline__ i32 to_integer(float x) {
+    i32 result;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(result) : "f"(x));
+    return result;
+}
+
+// Four integers saturated to int8, the first in the lowest byte.
+__device__ __forceinline__ u32 to_int8(i32 a, i32 b, i32 c, i32 d) {
+    u32 upper, codes;
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(upper) : "r"(d), "r"(c));
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(codes) : "r"(b), "r"(a), "r"(upper));
+    return codes;
+}
+
+// ---- vectors --------------------------------------------------------------------------------------------------------
+
+// Eight values as they lie in memory.
+template <RealType kType>
+struct Vector {
+    static constexpr u32 kBytes = kVector * (kType == kFp32 ? 4 : 2);
+    u32 words[kBytes / 4];
+
+    __device__ __forceinline__ float value(u32 i) const {
+        if constexpr (kType == kFp32) return __uint_as_float(words[i]);
+        const u32 word = words[i / 2];
+        if constexpr (kType == kBf16) return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+        return fp16_to_float(static_cast<u16>(i % 2 ? word >> 16 : word));
+    }
+};
+
+template <RealType kType>
+__device__ __forceinline__ Vector<kType> load_vector(const u8* source) {
+    Vector<kType> vector;
+#pragma unroll
+    for (u32 part = 0; part < Vector<kType>::kBytes / 16; ++part) {
+        u32 words[4];
+        load_streamed(source + 16 * part, words);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) vector.words[4 * part + i] = words[i];
+    }
+    return vector;
+}
+
+// Eight consecutive weights, whose type is known at run time only; rows share them, so they may stay in the L1.
+__device__ __forceinline__ void load_weights(const u8* weights, u32 vector, i32 type, float (&values)[kVector]) {
+    if (type == kFp32) {
+        const float4* source = reinterpret_cast<const float4*>(weights) + 2 * vector;
+        const float4 low = source[0], high = source[1];
+        values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+        values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+        return;
+    }
+    const uint4 packed = reinterpret_cast<const uint4*>(weights)[vector];
+    const Vector<kBf16> bf16{{packed.x, packed.y, packed.z, packed.w}};
+    const Vector<kFp16> fp16{{packed.x, packed.y, packed.z, packed.w}};
+#pragma unroll
+    for (u32 i = 0; i < kVector; ++i) values[i] = type == kBf16 ? bf16.value(i) : fp16.value(i);
+}
+
+// What is read of x for a vector of y: the vector itself, or gate and up.
+template <class Config>
+struct Loaded {
+    Vector<Config::kX> x[Config::kSiluMul ? 2 : 1];
+};
+
+// What a thread holds of y until the row's scale is known: x as it was read where y = x, else y (RMSNorm: y * rms) in
+// fp32.
+template <class Config>
+using Held = Vector<Config::kSiluMul || Config::kRmsNorm ? kFp32 : Config::kX>;
+
+template <class Config>
+__device__ __forceinline__ Loaded<Config> load(const QuantizeArgs& args, u32 row, u32 vector) {
+    constexpr u32 kBytes = Vector<Config::kX>::kBytes;
+    const u8* source = args.x + row * args.x_row_bytes + vector * kBytes;
+    Loaded<Config> loaded;
+    loaded.x[0] = load_vector<Config::kX>(source);
+    if constexpr (Config::kSiluMul) loaded.x[1] = load_vector<Config::kX>(source + args.k / kVector * kBytes);
+    return loaded;
+}
+
+// ---- a row's range --------------------------------------------------------------------------------------------------
+
+// What the scale of a row needs, of as much of the row as a thread, warp or CTA has seen. `high` and `low` are the bits
+// of floats that are not negative, or NaN's without sign: as integers they are in the same order, NaN above infinity.
+template <class Config>
+struct Range {
+    u32 high = 0;        // largest |y|; affine: largest y, at least 0
+    u32 low = 0;         // affine: largest -y, at least 0
+    float squares = 0;   // RMSNorm: sum of x^2
+
+    __device__ __forceinline__ void include(const Held<Config>& y) {
+        constexpr bool kPairs = sizeof(y.words) == 16;
+        if constexpr (kPairs && !Config::kAffine) {
+            u32 pair = y.words[0] & 0x7fff7fffu;
+#pragma unroll
+            for (u32 i = 1; i < 4; ++i) pair = max_halves(pair, y.words[i] & 0x7fff7fffu);
+            const Vector<Config::kX> largest{{max(pair >> 16, pair & 0xffffu)}};
+            high = max(high, __float_as_uint(largest.value(0)));
+        } else if constexpr (Config::kAffine) {
+            float highest = __uint_as_float(high), lowest = __uint_as_float(low);
+#pragma unroll
+            for (u32 i = 0; i < kVector; ++i) {
+                highest = max_nan(highest, y.value(i));
+                lowest = max_nan(lowest, -y.value(i));
+            }
+            high = __float_as_uint(highest) & 0x7fffffffu;
+            low = __float_as_uint(lowest) & 0x7fffffffu;
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < kVector; ++i) high = max(high, __float_as_uint(y.value(i)) & 0x7fffffffu);
+        }
+    }
+
+    // Combines the lanes of a warp; all of them get the result.
+    __device__ __forceinline__ void combine_lanes() {
+        high = warp_max(high);
+        if constexpr (Config::kAffine) low = warp_max(low);
+        if constexpr (Config::kRmsNorm) {
+#pragma unroll
+            for (u32 distance = 16; distance > 0; distance /= 2) {
+                squares = __fadd_rn(squares, __shfl_xor_sync(kAllLanes, squares, distance));
+            }
+        }
+    }
+};
+
+// The warps' ranges of one row.
+struct WarpRanges {
+    u32 high[kMaxWarps];
+    u32 low[kMaxWarps];
+    float squares[kMaxWarps];
+};
+
+// Combines the threads that share a row; all of them get the result. Consecutive rows use different `slots`: the
+// barrier in between then keeps writers of one row from readers of the one before.
+template <class Config>
+__device__ __forceinline__ void combine_threads(Range<Config>& range, WarpRanges& slots) {
+    range.combine_lanes();
+    if constexpr (Config::kRows == 1) {
+        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        if (lane == 0) {
+            slots.high[warp] = range.high;
+            if constexpr (Config::kAffine) slots.low[warp] = range.low;
+            if constexpr (Config::kRmsNorm) slots.squares[warp] = range.squares;
+        }
+        __syncthreads();
+        const bool used = lane < blockDim.x / 32;
+        range.high = used ? slots.high[lane] : 0;
+        if constexpr (Config::kAffine) range.low = used ? slots.low[lane] : 0;
+        if constexpr (Config::kRmsNorm) range.squares = used ? slots.squares[lane] : 0.0f;
+        range.combine_lanes();
+    }
+}
+
+// ---- from x to y ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float silu(float x) {
+    return __fmul_rn(x, reciprocal_approximate(__fadd_rn(1.0f, exp2_approximate(__fmul_rn(x, -1.44269504f)))));
+}
+
+// The vector of y, but for RMSNorm's factor, which is known at the end of the row only.
+template <class Config>
+__device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, const Loaded<Config>& loaded, u32 vector,
+                                                  Range<Config>& range) {
+    if constexpr (Config::kSiluMul) {
+        Held<Config> y;
+#pragma unroll
+        for (u32 i = 0; i < kVector; ++i) {
+            y.words[i] = __float_as_uint(__fmul_rn(silu(loaded.x[0].value(i)), loaded.x[1].value(i)));
+        }
+        return y;
+    } else if constexpr (Config::kRmsNorm) {
+        float weights[kVector];
+        load_weights(args.norm_weight, vector, args.norm_weight_type, weights);
+        Held<Config> y;
+#pragma unroll
+        for (u32 i = 0; i < kVector; ++i) {
+            const float x = loaded.x[0].value(i);
+            range.squares = __fmaf_rn(x, x, range.squares);
+            y.words[i] = __float_as_uint(__fmul_rn(x, weights[i]));
+        }
+        return y;
+    } else {
+        return loaded.x[0];
+    }
+}
+
+// ---- from y to codes ------------------------------------------------------------------------------------------------
+
+template <class Config>
+struct Quantizer {
+    float norm;     // RMSNorm: 1 / sqrt(mean + eps)
+    float scale;    // as the row's scale is returned
+    float inverse;  // 1 / scale
+    i32 zero;
+
+    __device__ __forceinline__ Quantizer(const QuantizeArgs& args, const Range<Config>& range) {
+        const float nan = __uint_as_float(0x7fffffffu);
+        float high = __uint_as_float(range.high), low = __uint_as_float(range.low);
+        norm = 1.0f;
+        if constexpr (Config::kRmsNorm) {
+            const float mean = __fdiv_rn(range.squares, static_cast<float>(args.k));
+            norm = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, args.eps)));
+            // An infinite sum would make every y zero.
+            if (__float_as_uint(range.squares) >= kInfinity) norm = nan;
+            high = __fmul_rn(high, norm);
+            low = __fmul_rn(low, norm);
+        }
+        zero = 0;
+        if constexpr (Config::kStatic) {
+            scale = *args.given_scale;
+            if constexpr (Config::kAffine) zero = *args.given_zero;
+            inverse = __fdiv_rn(1.0f, scale);
+            if (high != high) scale = nan;
+        } else {
+            // Affine: low is minus the smallest, so the sum is the range.
+            const float extent = Config::kAffine ? __fadd_rn(high, low) : high;
+            scale = __fdiv_rn(extent, Config::kE4m3 ? 448.0f : Config::kAffine ? 255.0f : 127.0f);
+            if (scale < kMinScale) scale = kMinScale;
+            if (__float_as_uint(extent) >= kInfinity) scale = nan;
+            inverse = __fdiv_rn(1.0f, scale);
+            if constexpr (Config::kAffine) zero = zero_point(high, low, scale);
+        }
+    }
+
+    // The zero point of -low..high. It follows from either end; the sum of both errors tells which, as in XNNPACK.
+    __device__ __forceinline__ static i32 zero_point(float high, float low, float scale) {
+        const float bottom = __fdiv_rn(-low, scale), top = __fdiv_rn(high, scale);
+        const bool from_bottom = __fadd_rn(__fadd_rn(-128.0f, bottom), __fadd_rn(127.0f, top)) > 0.0f;
+        const float exact = from_bottom ? __fsub_rn(-128.0f, bottom) : __fsub_rn(127.0f, top);
+        return min(max(to_integer(exact), -128), 127);
+    }
+
+    __device__ __forceinline__ uint2 codes(const Held<Config>& y) const {
+        float scaled[kVector];
+#pragma unroll
+        for (u32 i = 0; i < kVector; ++i) {
+            const float value = Config::kRmsNorm ? __fmul_rn(y.value(i), norm) : y.value(i);
+            scaled[i] = __fmul_rn(value, inverse);
+        }
+        uint2 result;
+        if constexpr (Config::kE4m3) {
+            result.x = to_e4m3(scaled[0], scaled[1]) | static_cast<u32>(to_e4m3(scaled[2], scaled[3])) << 16;
+            result.y = to_e4m3(scaled[4], scaled[5]) | static_cast<u32>(to_e4m3(scaled[6], scaled[7])) << 16;
+        } else {
+            i32 integers[kVector];
+#pragma unroll
+            for (u32 i = 0; i < kVector; ++i) {
+                integers[i] = to_integer(scaled[i]);
+                // A given scale may be far too small: the sum with zero must not wrap around.
+                if constexpr (Config::kAffine && Config::kStatic) integers[i] = min(max(integers[i], -65536), 65535);
+                if constexpr (Config::kAffine) integers[i] += zero;
+            }
+            result.x = to_int8(integers[0], integers[1], integers[2], integers[3]);
+            result.y = to_int8(integers[4], integers[5], integers[6], integers[7]);
+        }
+        return result;
+    }
+};
+
+// ---- permutation ----------------------------------------------------------------------------------------------------
+
+// The sources of eight codes, two to a word. Rows that are held have at most 2^15 columns.
+struct Sources {
+    u32 pairs[kVector / 2];
+};
+
+__device__ __forceinline__ Sources load_sources(const u32* permutation, u32 vector) {
+    const uint4* source = reinterpret_cast<const uint4*>(permutation) + 2 * vector;
+    const uint4 low = source[0], high = source[1];
+    return {{low.x | low.y << 16, low.z | low.w << 16, high.x | high.y << 16, high.z | high.w << 16}};
+}
+
+__device__ __forceinline__ u32 gather(const u8* row, u32 a, u32 b, u32 c, u32 d) {
+    return row[a] | row[b] << 8 | row[c] << 16 | static_cast<u32>(row[d]) << 24;
+}
+
+// Eight codes out of a row of them in shared memory.
+__device__ __forceinline__ uint2 gather_codes(const u8* row, const Sources& from) {
+    const u32(&p)[4] = from.pairs;
+    return {gather(row, p[0] & 0xffffu, p[0] >> 16, p[1] & 0xffffu, p[1] >> 16),
+            gather(row, p[2] & 0xffffu, p[2] >> 16, p[3] & 0xffffu, p[3] >> 16)};
+}
+
+__device__ __forceinline__ uint2 gather_codes(const u8* row, const u32* permutation, u32 vector) {
+    const uint4* source = reinterpret_cast<const uint4*>(permutation) + 2 * vector;
+    const uint4 low = source[0], high = source[1];
+    return {gather(row, low.x, low.y, low.z, low.w), gather(row, high.x, high.y, high.z, high.w)};
+}
+
+template <class Config>
+__device__ __forceinline__ void sync_row() {
+    if constexpr (Config::kRows == 1) {
+        __syncthreads();
+    } else {
+        __syncwarp();
+    }
+}
+
+__device__ __forceinline__ void store_codes(u8* row, u32 vector, uint2 codes) {
+    reinterpret_cast<uint2*>(row)[vector] = codes;
+}
+
+// The thread's share of a row, by a permutation that is read anew.
+__device__ __forceinline__ void gather_row(const QuantizeArgs& args, const u8* permuted, u8* out) {
+#pragma unroll 1
+    for (u32 vector = threadIdx.x; vector < args.k / kVector; vector += blockDim.x) {
+        store_codes(out, vector, gather_codes(permuted, args.permutation, vector));
+    }
+}
+
+// ---- rows -----------------------------------------------------------------------------------------------------------
+
+template <class Config>
+__device__ __forceinline__ void store_scale(const QuantizeArgs& args, u32 row, const Quantizer<Config>& quantizer) {
+    if (threadIdx.x == 0) {
+        args.scale[row] = quantizer.scale;
+        if constexpr (Config::kAffine) args.zero[row] = quantizer.zero;
+    }
+}
+
+// Rows that fit the registers of their threads; the next row is read while one is worked on.
+template <class Config>
+__device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted) {
+    constexpr u32 kVectors = Config::kVectors;
+    const u32 vectors = args.k / kVector, step = gridDim.x * Config::kRows;
+    u32 row = blockIdx.x * Config::kRows + threadIdx.y;
+    auto mine = [](u32 i) { return threadIdx.x + i * blockDim.x; };
+
+    Loaded<Config> loaded[kVectors];
+    auto load_row = [&](u32 of) {
+#pragma unroll
+        for (u32 i = 0; i < kVectors; ++i) {
+            if (mine(i) < vectors) loaded[i] = load<Config>(args, of, mine(i));
+        }
+    };
+    if (row < args.m) load_row(row);
+    Sources sources[Config::kSourcesHeld ? kVectors : 1];
+    if constexpr (Config::kSourcesHeld) {
+#pragma unroll
+        for (u32 i = 0; i < kVectors; ++i) {
+            if (mine(i) < vectors) sources[i] = load_sources(args.permutation, mine(i));
+        }
+    }
+
+    for (u32 turn = 0; row < args.m; row += step, turn ^= 1) {
+        Range<Config> range;
+        Held<Config> y[kVectors];
+#pragma unroll
+        for (u32 i = 0; i < kVectors; ++i) {
+            if (mine(i) < vectors) {
+                y[i] = transform(args, loaded[i], mine(i), range);
+                range.include(y[i]);
+            }
+        }
+        if (row + step < args.m) load_row(row + step);
+        combine_threads(range, slots[turn]);
+        const Quantizer<Config> quantizer(args, range);
+        store_scale(args, row, quantizer);
+
+        u8* const out = args.q + row * args.q_row_bytes;
+        u8* const target = Config::kPermuted ? permuted : out;
+#pragma unroll
+        for (u32 i = 0; i < kVectors; ++i) {
+            if (mine(i) < vectors) store_codes(target, mine(i), quantizer.codes(y[i]));
+        }
+        if constexpr (Config::kPermuted) {
+            // Codes are permuted, not values: a byte each. The next row's codes come after the barrier of its range.
+            sync_row<Config>();
+            if constexpr (Config::kSourcesHeld) {
+#pragma unroll
+                for (u32 i = 0; i < kVectors; ++i) {
+                    if (mine(i) < vectors) store_codes(out, mine(i), gather_codes(permuted, sources[i]));
+                }
+            } else {
+                gather_row(args, permuted, out);
+            }
+            if constexpr (Config::kRows > 1) sync_row<Config>();  // one warp's range needs no barrier
+        }
+    }
+}
+
+// Longer rows are read twice, the second time from the L2.
+template <class Config>
+__device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted) {
+    const u32 vectors = args.k / kVector;
+    u32 turn = 0;
+    for (u32 row = blockIdx.x; row < args.m; row += gridDim.x, turn ^= 1) {
+        Range<Config> range;
+#pragma unroll 2
+        for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
+            range.include(transform(args, load<Config>(args, row, vector), vector, range));
+        }
+        combine_threads(range, slots[turn]);
+        const Quantizer<Config> quantizer(args, range);
+        store_scale(args, row, quantizer);
+
+        u8* const out = args.q + row * args.q_row_bytes;
+        u8* const target = Config::kPermuted ? permuted : out;
+#pragma unroll 2
+        for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
+            const Held<Config> y = transform(args, load<Config>(args, row, vector), vector, range);
+            store_codes(target, vector, quantizer.codes(y));
+        }
+        if constexpr (Config::kPermuted) {
+            sync_row<Config>();
+            gather_row(args, permuted, out);
+        }
+    }
+}
+
+template <class Config>
+__device__ __forceinline__ void quantize_rows(const QuantizeArgs& args) {
+    __shared__ WarpRanges slots[2];
+    extern __shared__ __align__(16) u8 permuted[];  // [kRows][k], permuted only
+
+    // First of all, so that a GEMM behind this kernel fetches its weights meanwhile; it waits for the end of this grid,
+    // and so, because every thread here waits too, for the end of those before.
+    launch_next_grid();
+    wait_for_previous_grid();
+
+    u8* const row_of_codes = permuted + threadIdx.y * args.k;
+    if constexpr (Config::kVectors > 0) {
+        quantize_held_rows<Config>(args, slots, row_of_codes);
+    } else {
+        quantize_long_rows<Config>(args, slots, row_of_codes);
+    }
+}
+
+}  // namespace jitgemm

@@ -1,0 +1,94 @@
+"""The quantiser that the kernels are held against, and what calls on CPU tensors run.
+
+The same fp32 operations in the same order as `include/jitgemm/quantize.cuh`: bit for bit the same results, but for SiLU
+and the sum of squares of RMSNorm, which the kernels approximate and add up in another order. Knows tensors only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MIN_SCALE = 2.0**-126
+"""Smallest scale: the smallest normal fp32, whose reciprocal is finite."""
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+def quantize_reference(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    scheme: str = "token",
+    affine: bool = False,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    rms_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    permutation: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`jitgemm.quantize_activations` in plain PyTorch, for x of two dimensions whose arguments were checked.
+
+    Returns:
+        q [m, k] of dtype, scale fp32 [m], zero int32 [m] or None.
+    """
+    y = x.float()
+    if silu_mul:
+        gate, up = y.chunk(2, dim=1)
+        y = gate * (1 / (1 + torch.exp(-gate))) * up
+    norm = None
+    if rms_norm is not None:
+        norm = _norm(y, eps)
+        y = y * rms_norm.float()
+
+    nonfinite = torch.full((x.shape[0],), float("nan"), device=x.device)
+    high = (y if affine else y.abs()).amax(dim=1).clamp(min=0)
+    low = (-y).amax(dim=1).clamp(min=0)
+    if norm is not None:
+        y, high, low = y * norm[:, None], high * norm, low * norm
+    if scheme == "tensor":
+        row_scale = scale.reshape(1).repeat(x.shape[0])
+        row_zero = zero.reshape(1).repeat(x.shape[0]) if affine else None
+        inverse = 1 / row_scale
+        row_scale = torch.where(high.isnan(), nonfinite, row_scale)
+    else:
+        extent = high + low if affine else high
+        row_scale = (extent / (255.0 if affine else LARGEST[dtype])).clamp(min=MIN_SCALE)
+        row_scale = torch.where(extent.isfinite(), row_scale, nonfinite)
+        inverse = 1 / row_scale
+        row_zero = _zero_point(high, low, row_scale) if affine else None
+
+    q = _encode(y * inverse[:, None], dtype, row_zero)
+    if permutation is not None:
+        q = q.view(torch.int8)[:, permutation.long()].view(dtype)
+    return q, row_scale, row_zero
+
+
+def _norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps) by row; NaN where the sum of squares is beyond fp32, which would make a row zeros."""
+    squares = x.double().square().sum(dim=1).float()
+    mean = squares / x.shape[1]
+    norm = 1 / torch.sqrt(mean + torch.tensor(eps, dtype=torch.float32, device=x.device))
+    return torch.where(squares.isfinite(), norm, torch.full_like(norm, float("nan")))
+
+
+def _zero_point(high: torch.Tensor, low: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The integer that stands for 0, of a range -low..high that holds it; 0 where scale is NaN.
+
+    It follows from either end of the range, and the sum of both ends' errors tells which to take: as
+    `choose_qparams_per_token_asymmetric` of PyTorch and ExecuTorch, after XNNPACK's src/xnnpack/quantization.h.
+    """
+    bottom, top = -low / scale, high / scale
+    from_bottom = (-128 + bottom) + (127 + top) > 0
+    exact = torch.where(from_bottom, -128 - bottom, 127 - top)
+    return exact.round().nan_to_num(0).clamp(-128, 127).to(torch.int32)
+
+
+def _encode(scaled: torch.Tensor, dtype: torch.dtype, zero: torch.Tensor | None) -> torch.Tensor:
+    """To the nearest code, ties to even, saturated. NaN: e4m3's NaN 0x7f; int8 what stands for 0."""
+    if dtype == torch.float8_e4m3fn:
+        codes = scaled.clamp(-448.0, 448.0).to(dtype).view(torch.uint8)
+        return codes.masked_fill(scaled.isnan(), 0x7F).view(dtype)
+    integers = scaled.round().nan_to_num(0).clamp(-65536, 65535).to(torch.int32)
+    if zero is not None:
+        integers = integers + zero[:, None]
+    return integers.clamp(-128, 127).to(torch.int8)

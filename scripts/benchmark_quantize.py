@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""Times the activation quantiser beside a copy of as many bytes. Needs a Hopper GPU.
+
+The figures of docs/notes/quantiser.md. A call reads x and writes codes and scales; a copy of half those bytes
+(`Tensor.copy_`, what `torch.clone` does) reads and writes as many, and is timed in the same run, in turns. Both as CUDA
+graphs of calls on different buffers, which together are larger than the L2, launched dependently as in a model.
+
+    python scripts/benchmark_quantize.py [--k 4096,14336] [--m 1,16,1024,8192] [--x bf16] [--mode NAME] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from benchmark_lib.timing import REPLAYS, ROUNDS  # noqa: E402
+
+COLD_BYTES = 300e6
+"""What all buffers of a graph hold together at least: five times an H200's L2."""
+MAX_COPIES = 4096
+"""Calls of a graph at most: the smallest do not fill the L2 then, and "cold" in the results is false."""
+X_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+MODES = {
+    "e4m3": ("e4m3", {}),
+    "int8": ("int8", {}),
+    "int8 affine": ("int8", {"affine": True}),
+    "e4m3 static": ("e4m3", {"static": True}),
+    "int8 static": ("int8", {"static": True}),
+    "e4m3 silu_mul": ("e4m3", {"silu_mul": True}),
+    "int8 silu_mul": ("int8", {"silu_mul": True}),
+    "e4m3 rms_norm": ("e4m3", {"rms_norm": True}),
+    "int8 rms_norm": ("int8", {"rms_norm": True}),
+    "int8 affine rms_norm": ("int8", {"affine": True, "rms_norm": True}),
+    "e4m3 permuted": ("e4m3", {"permuted": True}),
+    "int8 permuted": ("int8", {"permuted": True}),
+}
+
+
+def calls_of(mode: str, m: int, k: int, x_type: str) -> tuple[list, list, int]:
+    """(quantiser calls, copies of as many bytes, bytes read and written by one call)."""
+    import torch
+
+    from jitgemm.quantize import quantize_activations
+
+    q_type, options = MODES[mode]
+    dtype = torch.float8_e4m3fn if q_type == "e4m3" else torch.int8
+    affine = options.get("affine", False)
+    arguments: dict[str, Any] = {"affine": affine}
+    parameter_bytes = 0
+    if options.get("static"):
+        arguments |= {"scheme": "tensor", "scale": torch.tensor([0.05], device="cuda")}
+    if options.get("silu_mul"):
+        arguments["silu_mul"] = True
+    if options.get("rms_norm"):
+        arguments["rms_norm"] = torch.ones(k, device="cuda", dtype=torch.bfloat16)
+        parameter_bytes = 2 * k
+    if options.get("permuted"):
+        arguments["permutation"] = torch.randperm(k, device="cuda").to(torch.int32)
+        parameter_bytes = 4 * k
+
+    columns = 2 * k if options.get("silu_mul") else k
+    x_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[x_type]
+    moved = m * (columns * X_BYTES[x_type] + k + 4 + (4 if affine else 0)) + parameter_bytes
+    copies = min(MAX_COPIES, max(2, int(COLD_BYTES / moved) + 1))
+    sources, targets = [], []
+    for _ in range(copies):
+        sources.append(torch.randn(m, columns, device="cuda").to(x_dtype))
+        out = [torch.empty(m, k, dtype=dtype, device="cuda"), torch.empty(m, device="cuda")]
+        if affine:
+            out.append(torch.empty(m, dtype=torch.int32, device="cuda"))
+        targets.append(tuple(out))
+    ours = [
+        lambda x=x, out=out: quantize_activations(x, dtype, out=out, **arguments) for x, out in zip(sources, targets)
+    ]
+    blocks = [torch.empty(2, max(1, moved // 2), dtype=torch.uint8, device="cuda") for _ in range(copies)]
+    return ours, [lambda block=block: block[0].copy_(block[1]) for block in blocks], moved
+
+
+def measure(mode: str, m: int, k: int, x_type: str, rounds: int) -> dict[str, Any]:
+    import torch
+    from benchmark_lib.timing import Timed
+
+    ours, clones, moved = calls_of(mode, m, k, x_type)
+    timed, copy = Timed(ours), Timed(clones)
+    for _ in range(rounds):
+        timed.turn(REPLAYS)
+        copy.turn(REPLAYS)
+    result = {
+        "mode": mode,
+        "x": x_type,
+        "m": m,
+        "k": k,
+        "us": timed.us,
+        "spread": timed.spread,
+        "copy_us": copy.us,
+        "bytes": moved,
+        "tb_per_s": moved / timed.us / 1e6,
+        "copy_tb_per_s": moved / copy.us / 1e6,
+        "of_copy": copy.us / timed.us,
+        "cold": len(ours) * moved >= COLD_BYTES,
+    }
+    del ours, clones, timed, copy
+    torch.cuda.empty_cache()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--m", default="1,16,1024,8192", help="numbers of rows (default: %(default)s)")
+    parser.add_argument("--k", default="4096,14336", help="codes of a row (default: %(default)s)")
+    parser.add_argument("--x", default="bf16", choices=list(X_BYTES), help="type of x (default: %(default)s)")
+    parser.add_argument("--mode", action="append", choices=list(MODES), help="may be repeated; default: all")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each contestant (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the results there too; - for stdout instead of the table")
+    arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        sys.exit("no Hopper GPU here: times need one")
+    from benchmark_lib.results import environment
+
+    table = arguments.json != "-"
+    if table:
+        print(f"{torch.cuda.get_device_name()}, x {arguments.x}, medians of {arguments.rounds * REPLAYS} replays\n")
+        print("| mode | m | k | us | +- | TB/s | copy us | copy TB/s | % of copy |")
+        print("|---|---|---|---|---|---|---|---|---|")
+    rows = []
+    for mode in arguments.mode or MODES:
+        for k in map(int, arguments.k.split(",")):
+            for m in map(int, arguments.m.split(",")):
+                row = measure(mode, m, k, arguments.x, arguments.rounds)
+                rows.append(row)
+                if table:
+                    print(
+                        f"| {mode} | {m} | {k} | {row['us']:.2f} | {row['spread']:.0%} | {row['tb_per_s']:.2f} "
+                        f"| {row['copy_us']:.2f} | {row['copy_tb_per_s']:.2f} | {row['of_copy']:.0%} |",
+                        flush=True,
+                    )
+    document = {"environment": environment(), "rows": rows}
+    if arguments.json == "-":
+        print(json.dumps(document, indent=1))
+    elif arguments.json:
+        Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

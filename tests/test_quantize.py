@@ -1,0 +1,471 @@
+"""Quantising activations as specified: formulas, special values, checks, the op, and which kernels there are.
+
+Results here are the CPU's; the kernels are held against them in test_quantize_gpu.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from fractions import Fraction
+
+import builders
+import pytest
+import torch
+import torch._dynamo.testing
+from quantize_cases import MODES, X_DTYPES, activations, given, parameters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from jitgemm import gemm_w4a8_bf16_nt, quantize_spec
+from jitgemm.cache import KernelCache
+from jitgemm.quantize import quantize_activations
+from jitgemm.quantize_spec import QuantizeSpec, block_dims, kernels_for_quantize, quantize_source, smem_bytes
+
+OP = torch.ops.jitgemm.quantize_activations.default
+K = 96
+E4M3 = torch.float8_e4m3fn
+
+
+def dequantize(results: tuple) -> torch.Tensor:
+    zero = results[2].double()[:, None] if len(results) == 3 else 0
+    return (results[0].double() - zero) * results[1].double()[:, None]
+
+
+# ---- formulas -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("mode, largest", [("e4m3", 448), ("s8", 127)])
+def test_a_symmetric_scale_is_the_largest_absolute_value_over_the_largest_code(mode, largest, x_dtype):
+    x = activations(1, 16, K, x_dtype)
+    _, scale = quantize_activations(x, MODES[mode][0])
+    expected = (x.float().abs().amax(1) / largest).clamp(min=2.0**-126)
+    assert builders.same_bits(scale, expected)
+
+
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("mode, step", [("s8", 0.5), ("s8z", 1.0)])
+def test_int8_is_within_half_a_step_and_the_zero_point_s_rounding(mode, step, x_dtype):
+    dtype, affine = MODES[mode]
+    x = activations(2, 16, K, x_dtype)
+    results = quantize_activations(x, dtype, affine=affine)
+    error = (dequantize(results) - x.double()).abs()
+    assert bool((error <= step * 1.0001 * results[1].double()[:, None]).all())
+
+
+def test_e4m3_is_within_half_a_step_of_three_bits():
+    x = activations(2, 16, K)
+    results = quantize_activations(x, E4M3)
+    y = x.double() / results[1].double()[:, None]
+    bound = torch.maximum(y.abs() * 2.0**-4, torch.tensor(2.0**-10)) * 1.0001
+    assert bool(((results[0].double() - y).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("mode, expected", [("s8", [0, 2, 2, 4, -2, -4]), ("e4m3", [0.5, 1.5, 2.5, 3.5, -1.5, -3.5])])
+def test_codes_are_the_nearest_and_of_two_the_even_one(mode, expected):
+    x = torch.zeros(1, 32)
+    x[0, :6] = torch.tensor([0.5, 1.5, 2.5, 3.5, -1.5, -3.5])
+    q, _ = quantize_activations(x, MODES[mode][0], **given(mode, 1.0))
+    assert q[0, :6].tolist() == expected
+    x[0, :2] = torch.tensor([17.0, 19.0])  # halfway between e4m3's 16, 18 and 20
+    if mode == "e4m3":
+        assert quantize_activations(x, E4M3, **given(mode, 1.0))[0][0, :2].tolist() == [16, 20]
+
+
+def test_every_code_is_the_correctly_rounded_product_with_the_reciprocal():
+    """In exact arithmetic: fp32(1 / scale), fp32(x * that), then to the nearest integer."""
+    x = activations(5, 1, 32, torch.float32)
+    q, scale = quantize_activations(x, torch.int8)
+    inverse = torch.tensor(float(1 / Fraction(float(scale))), dtype=torch.float64).float()
+    for value, code in zip(x[0].tolist(), q[0].tolist()):
+        product = torch.tensor(float(Fraction(value) * Fraction(float(inverse))), dtype=torch.float64).float()
+        assert round(Fraction(float(product))) == code
+
+
+def test_affine_scales_and_zero_points_are_pytorch_s_and_executorch_s():
+    from torch.ao.quantization.fx import _decomposed  # noqa: F401  (registers the ops)
+
+    x = activations(1, 200, K, torch.float32)
+    _, scale, zero = quantize_activations(x, torch.int8, affine=True)
+    theirs, their_zero = torch.ops.quantized_decomposed.choose_qparams_per_token_asymmetric(x, torch.int8)
+    plain = theirs.flatten() > torch.finfo(torch.float32).eps  # below, they round the scale up to that
+    assert int(plain.sum()) > 100
+    assert torch.equal(scale[plain], theirs.flatten()[plain].float())
+    assert torch.equal(zero[plain], their_zero.flatten()[plain].int())
+
+
+def test_an_affine_range_holds_zero():
+    x = torch.full((2, K), 3.0)
+    x[1] = -3.0
+    q, scale, zero = quantize_activations(x, torch.int8, affine=True)
+    assert zero.tolist() == [-128, 127] and q[:, 0].tolist() == [127, -128]
+    assert builders.same_bits(scale, torch.full((2,), 3.0) / 255)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_given_scales_and_zero_points_are_used_and_returned_for_each_row(mode):
+    x = activations(1, 9, K)
+    dtype, affine = MODES[mode]
+    results = quantize_activations(x, dtype, affine=affine, **given(mode, 0.25, zero=5))
+    assert results[1].tolist() == [0.25] * 9
+    if affine:
+        assert results[2].tolist() == [5] * 9
+    inside = (x.float() / 0.25).abs() < 100
+    assert bool(((dequantize(results) - x.double()).abs() <= (0.125 if dtype == torch.int8 else 2.0))[inside].all())
+
+
+def test_given_scales_saturate():
+    x = torch.tensor([[1e30, -1e30, float("inf"), -float("inf"), 500.0, -500.0, *[0.0] * 26]])
+    assert quantize_activations(x, torch.int8, **given("s8", 1.0))[0][0, :6].tolist() == [127, -128] * 3
+    assert quantize_activations(x, E4M3, **given("e4m3", 1.0))[0][0, :6].tolist() == [448, -448] * 3
+    z = quantize_activations(x, torch.int8, affine=True, **given("s8z", 1.0, zero=100))
+    assert z[0][0, :6].tolist() == [127, -128] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_permutation_gathers_columns(mode):
+    dtype, affine = MODES[mode]
+    x, permutation = activations(1, 9, K), parameters(2, K)["permutation"]
+    permuted = quantize_activations(x, dtype, affine=affine, permutation=permutation)
+    plain = quantize_activations(x[:, permutation.long()].contiguous(), dtype, affine=affine)
+    assert all(map(builders.same_bits, permuted, plain))
+
+
+def test_silu_mul_takes_the_gate_first():
+    x = torch.randn(5, 2 * K, generator=builders.generator(1))
+    y = torch.nn.functional.silu(x[:, :K].double()) * x[:, K:].double()
+    results = quantize_activations(x, torch.int8, silu_mul=True)
+    assert torch.allclose(results[1].double(), y.abs().amax(1) / 127, rtol=1e-6)
+    assert bool(((dequantize(results) - y).abs() <= 0.501 * results[1].double()[:, None]).all())
+
+
+@pytest.mark.parametrize("weight_dtype", X_DTYPES, ids=str)
+def test_rms_norm_comes_first(weight_dtype):
+    x = torch.randn(5, K, generator=builders.generator(1)).bfloat16()
+    weight = parameters(1, K, dtype=weight_dtype)["rms_norm"]
+    y = torch.nn.functional.rms_norm(x.double(), (K,), weight.double(), 1e-5)
+    results = quantize_activations(x, torch.int8, rms_norm=weight, eps=1e-5)
+    assert torch.allclose(results[1].double(), y.abs().amax(1) / 127, rtol=1e-6)
+    assert bool(((dequantize(results) - y).abs() <= 0.501 * results[1].double()[:, None]).all())
+
+
+# ---- special rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{}, {"silu_mul": True}, {"rms_norm": torch.ones(K)}], ids=lambda a: str(list(a)))
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_zeros_dequantise_to_zeros(mode, arguments):
+    dtype, affine = MODES[mode]
+    x = torch.zeros(2, 2 * K if "silu_mul" in arguments else K, dtype=torch.bfloat16)
+    results = quantize_activations(x, dtype, affine=affine, **arguments)
+    assert results[1].tolist() == [2.0**-126] * 2
+    assert bool((dequantize(results) == 0).all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_nan_or_an_infinity_makes_its_row_s_scale_nan(mode, value):
+    dtype, affine = MODES[mode]
+    x = activations(1, 3, K)
+    x[1, 40] = value
+    results = quantize_activations(x, dtype, affine=affine)
+    assert results[1].isnan().tolist() == [False, True, False]
+    codes = results[0][1].view(torch.uint8)
+    assert bool((codes == (0x7F if dtype == E4M3 else 0)).all())
+    if affine:
+        assert int(results[2][1]) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_nan_makes_its_row_s_scale_nan_under_a_given_scale_too(mode):
+    dtype, affine = MODES[mode]
+    x = activations(1, 3, K)
+    x[0, 2], x[1, 40] = float("inf"), float("nan")
+    results = quantize_activations(x, dtype, affine=affine, **given(mode, 0.5))
+    assert results[1].isnan().tolist() == [False, True, False]
+    assert results[0].view(torch.uint8)[1, 40] == (0x7F if dtype == E4M3 else 253 if affine else 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_with_nan_is_nan_behind_the_gemm_and_no_other_row_is(mode):
+    dtype, affine = MODES[mode]
+    x = activations(1, 3, K)
+    x[1, 40] = float("nan")
+    out = torch.empty(3, 64, dtype=torch.bfloat16)
+    gemm_w4a8_bf16_nt(quantize_activations(x, dtype, affine=affine), builders.weight_parts(1, 64, K, 32).packed, out)
+    assert bool(out[1].isnan().all()) and bool(out[[0, 2]].isfinite().all())
+
+
+def test_an_affine_range_beyond_fp32_is_nan():
+    x = torch.zeros(1, K)
+    x[0, 0], x[0, 1] = 3e38, -3e38
+    assert bool(quantize_activations(x, torch.int8, affine=True)[1].isnan())
+    assert bool(quantize_activations(x, torch.int8)[1].isfinite())
+
+
+def test_a_sum_of_squares_beyond_fp32_is_nan():
+    x = torch.full((1, K), 3e19)
+    assert bool(quantize_activations(x, torch.int8, rms_norm=torch.ones(K))[1].isnan())
+
+
+# ---- forms ----------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_of_more_or_fewer_dimensions():
+    x = activations(1, 12, K)
+    q, scale, zero = quantize_activations(x.view(2, 2, 3, K), torch.int8, affine=True)
+    assert q.shape == (2, 2, 3, K) and scale.shape == zero.shape == (2, 2, 3)
+    flat = quantize_activations(x, torch.int8, affine=True)
+    assert builders.same_bits(q.view(12, K), flat[0]) and builders.same_bits(scale.view(12), flat[1])
+    q, scale = quantize_activations(x[0], E4M3)
+    assert q.shape == (K,) and scale.shape == ()
+    q, scale = quantize_activations(x[:0].view(2, 0, K), E4M3)
+    assert q.shape == (2, 0, K) and scale.shape == (2, 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_out_is_written_and_returned(mode):
+    dtype, affine = MODES[mode]
+    x = activations(1, 5, K)
+    whole = torch.full((5, K + 32), 77, dtype=torch.uint8)
+    out = (whole[:, 16 : 16 + K].view(dtype), torch.empty(5, 1), torch.empty(5, dtype=torch.int32))[: 2 + affine]
+    returned = quantize_activations(x, dtype, affine=affine, out=out)
+    expected = quantize_activations(x, dtype, affine=affine)
+    assert returned is out
+    assert builders.same_bits(out[0], expected[0]) and builders.same_bits(out[1].view(5), expected[1])
+    assert not affine or builders.same_bits(out[2], expected[2])
+    assert bool((whole[:, :16] == 77).all()) and bool((whole[:, 16 + K :] == 77).all())
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+X, X2 = torch.zeros(4, K), torch.zeros(4, 2 * K)
+ONE = torch.ones(1)
+ELSEWHERE = torch.zeros(K, dtype=torch.int32, device="meta")
+
+
+@pytest.mark.parametrize(
+    "error, message, change",
+    [
+        (TypeError, "x: expected a torch.Tensor, got list", {"x": [1.0]}),
+        (TypeError, "x: expected bfloat16, float16 or float32, got float64", {"x": X.double()}),
+        (TypeError, "x: expected a plain strided tensor, got layout torch.sparse_coo", {"x": X.to_sparse()}),
+        (ValueError, "x: expected k to be a multiple of 32 from 32 to 1048576, got 100", {"x": torch.zeros(4, 100)}),
+        (ValueError, "x: expected k to be a multiple of 32 .*, got 0", {"x": torch.zeros(1, 0)}),
+        (ValueError, "x: expected 2k columns with silu_mul, k a multiple of 32, got 96", {"silu_mul": True}),
+        (ValueError, "x: expected stride 1 along its columns", {"x": torch.zeros(K, 32).t()}),
+        (ValueError, "x: expected a row stride that is a multiple of 4 elements", {"x": torch.zeros(4, 98)[:, :96]}),
+        (ValueError, "x: expected rows that are one stride apart", {"x": torch.zeros(4, 4, K).transpose(0, 1)}),
+        (ValueError, r"x: expected shape \[..., k\], got a scalar", {"x": torch.zeros(())}),
+        (TypeError, "dtype: expected float8_e4m3fn or int8, got uint8", {"dtype": torch.uint8}),
+        (TypeError, "dtype: expected float8_e4m3fn or int8, got int8", {"dtype": "int8"}),
+        (ValueError, "scheme: expected one of .*, got 'row'", {"scheme": "row"}),
+        (TypeError, "affine: expected a bool, got int", {"affine": 1}),
+        (ValueError, "affine: expected dtype int8, got float8_e4m3fn", {"affine": True, "dtype": E4M3}),
+        (ValueError, "scale: expected one element for scheme 'tensor', got None", {"scheme": "tensor"}),
+        (ValueError, "scale: expected None unless for scheme 'tensor', got a Tensor", {"scale": ONE}),
+        (TypeError, "scale: expected float32, got float64", {"scheme": "tensor", "scale": ONE.double()}),
+        (TypeError, "scale: expected a torch.Tensor, got float", {"scheme": "tensor", "scale": 1.0}),
+        (ValueError, r"scale: expected one element, got shape \[4\]", {"scheme": "tensor", "scale": torch.ones(4)}),
+        (ValueError, "zero: expected None unless", {"scheme": "tensor", "scale": ONE, "zero": ONE.int()}),
+        (ValueError, "zero: expected one element", {"scheme": "tensor", "scale": ONE, "affine": True}),
+        (TypeError, "zero: expected int32", {"scheme": "tensor", "scale": ONE, "affine": True, "zero": ONE}),
+        (ValueError, r"rms_norm: expected shape \[96\], got shape \[95\]", {"rms_norm": torch.ones(95)}),
+        (TypeError, "rms_norm: expected float32 or bfloat16 or float16", {"rms_norm": torch.ones(K).double()}),
+        (ValueError, "rms_norm: expected a contiguous tensor", {"rms_norm": torch.ones(2 * K)[::2]}),
+        (ValueError, "rms_norm: expected None with silu_mul", {"x": X2, "silu_mul": True, "rms_norm": torch.ones(K)}),
+        (TypeError, "eps: expected a float, got str", {"eps": "1e-6"}),
+        (ValueError, "eps: expected a finite number that is not negative, got -1", {"eps": -1}),
+        (ValueError, "eps: expected a finite number", {"eps": float("nan")}),
+        (TypeError, "permutation: expected int32, got int64", {"permutation": torch.arange(K)}),
+        (ValueError, r"permutation: expected shape \[96\]", {"permutation": torch.arange(64).int()}),
+        (ValueError, "permutation: expected a tensor on cpu", {"permutation": ELSEWHERE}),
+        (TypeError, r"out: expected \(q, scale\), got Tensor", {"out": X}),
+        (TypeError, r"out: expected \(q, scale, zero\), got tuple of 2", {"affine": True, "out": (X, X)}),
+        (TypeError, r"out\[0\]: expected int8, got float32", {"out": (X, ONE)}),
+        (ValueError, r"out\[0\]: expected shape \[4, 96\], got \[3, 96\]", {"out": (X[:3].char(), torch.ones(4))}),
+        (ValueError, r"out\[1\]: expected a contiguous tensor of shape \[4\] or \[4, 1\]", {"out": (X.char(), ONE)}),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named(error, message, change):
+    arguments = {"x": X, "dtype": torch.int8} | change
+    with pytest.raises(error, match=message):
+        quantize_activations(**arguments)
+
+
+def test_long_rows_have_a_limit():
+    with pytest.raises(ValueError, match="x: expected k .* from 32 to 1048576"):
+        quantize_activations(torch.zeros(1, 2**20 + 32), torch.int8)
+    with pytest.raises(ValueError, match="x: expected k .* from 32 to 131072 with a permutation, got 131104"):
+        quantize_activations(torch.zeros(1, 131104), torch.int8, permutation=torch.arange(131104).int())
+
+
+def test_an_output_that_overlaps_is_refused():
+    x = torch.zeros(4, K)
+    q = x.view(torch.int8)[:, :K]
+    with pytest.raises(ValueError, match=r"out\[0\]: expected memory of its own, got a tensor that overlaps x"):
+        quantize_activations(x, torch.int8, out=(q, torch.empty(4)))
+    q = torch.zeros(4, K, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"out\[1\]: expected memory of its own, got a tensor that overlaps out\[0\]"):
+        quantize_activations(x, torch.int8, out=(q, q.view(-1)[:16].view(torch.float32)))
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_opcheck_passes(mode):
+    dtype, affine = MODES[mode]
+    p = parameters(1, K)
+    # Comparing float8 tensors needs isclose, which PyTorch lacks for them on the CPU.
+    tests = ["test_autograd_registration", "test_faketensor"]
+    tests += ["test_schema", "test_aot_dispatch_dynamic"] if mode != "e4m3" else []
+    for m in (1, 5):
+        x = activations(1, m, K)
+        arguments = (x, dtype, False, affine, None, None, False, p["rms_norm"], 1e-6, p["permutation"])
+        assert set(torch.library.opcheck(OP, arguments, test_utils=tests).values()) == {"SUCCESS"}
+
+
+def test_opcheck_passes_with_given_scales():
+    zero = torch.tensor([3], dtype=torch.int32)
+    for m in (1, 5):
+        arguments = (activations(1, m, K), torch.int8, True, True, ONE, zero, False, None, 1e-6, None)
+        assert set(torch.library.opcheck(OP, arguments).values()) == {"SUCCESS"}
+
+
+def test_fake_tensors_compute_nothing_and_are_checked():
+    with FakeTensorMode():
+        x = torch.empty(2, 5, K)
+        q, scale, zero = quantize_activations(x, torch.int8, affine=True)
+        assert (q.shape, q.dtype) == ((2, 5, K), torch.int8)
+        assert (scale.shape, zero.shape, zero.dtype) == ((2, 5), (2, 5), torch.int32)
+        with pytest.raises(TypeError, match="x: expected bfloat16, float16 or float32, got float64"):
+            quantize_activations(x.double(), torch.int8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("front", ["plain", "silu_mul", "rms_norm", "out"])
+def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
+    torch._dynamo.reset()
+    dtype, affine = MODES[mode]
+    arguments = {"silu_mul": {"silu_mul": True}, "rms_norm": parameters(1, K)}.get(front, {})
+
+    def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = None
+        if front == "out":
+            m = x.shape[0]
+            out = (torch.empty(m, K, dtype=dtype), torch.empty(m), torch.empty(m, dtype=torch.int32))[: 2 + affine]
+        return tuple(quantize_activations(x + 0, dtype, affine=affine, out=out, **arguments))
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    counts = []  # the first compilation may start twice, to fix eps
+    for m in (2, 5, 9):
+        x = activations(m, m, 2 * K if front == "silu_mul" else K)
+        assert all(map(builders.same_bits, compiled(x), layer(x)))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1]
+    torch._dynamo.reset()
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+def every_spec(ks: tuple[int, ...]) -> list[tuple[int, QuantizeSpec]]:
+    found: dict[QuantizeSpec, int] = {}
+    for k in ks:
+        for x in quantize_spec.X_TYPES:
+            for q, affine in (("e4m3", False), ("s8", False), ("s8", True)):
+                for static in (False, True):
+                    for silu_mul, rms_norm in ((False, False), (True, False), (False, True)):
+                        for permuted in (False, True):
+                            options = dict(affine=affine, static=static, silu_mul=silu_mul, rms_norm=rms_norm)
+                            (spec,) = kernels_for_quantize(k, x, q, permuted=permuted, **options)
+                            found.setdefault(spec, k)
+    return [(k, spec) for spec, k in found.items()]
+
+
+ALL = every_spec((32, 256, 512, 1024, 2048, 8192, 14336, 16384, 28672, 32768, 65536))
+
+
+def test_a_layer_needs_one_kernel_for_all_m():
+    assert len(kernels_for_quantize(4096, "bf16", "e4m3")) == 1
+
+
+def test_labels_tell_kernels_apart():
+    assert len({spec.label for _, spec in ALL}) == len(ALL) == len({quantize_source(spec).source for _, spec in ALL})
+
+
+def test_blocks_hold_their_rows():
+    for k, spec in ALL:
+        threads, rows = block_dims(spec, k)
+        assert threads % 32 == 0 and threads * rows <= 1024
+        assert spec.vectors == 0 or threads * spec.vectors * 8 >= k
+        assert (rows == 1) or threads == 32
+        assert smem_bytes(spec, k) <= 131072 and (smem_bytes(spec, k) > 0) == spec.permuted
+
+
+@pytest.mark.parametrize(
+    "x, silu_mul, rms_norm, longest",
+    [
+        ("bf16", False, False, 32768),
+        ("fp16", False, True, 16384),
+        ("bf16", True, False, 16384),
+        ("fp32", False, False, 16384),
+        ("fp32", True, False, 8192),
+    ],
+)
+def test_rows_are_read_once_up_to_the_documented_length(x, silu_mul, rms_norm, longest):
+    def vectors(k: int) -> int:
+        return kernels_for_quantize(k, x, "s8", silu_mul=silu_mul, rms_norm=rms_norm)[0].vectors
+
+    assert vectors(longest) > 0 and vectors(longest + 32) == 0
+
+
+@pytest.mark.parametrize(
+    "message, k, arguments",
+    [
+        ("k: expected", 100, ("bf16", "s8")),
+        ("x: expected", 96, ("fp64", "s8")),
+        ("q: expected", 96, ("bf16", "u8")),
+    ],
+)
+def test_specs_refuse_what_there_is_no_kernel_for(message, k, arguments):
+    with pytest.raises(ValueError, match=message):
+        kernels_for_quantize(k, *arguments)
+
+
+def sampled() -> list[QuantizeSpec]:
+    """Of the kernels of each shape the ones that need most registers, and every feature."""
+    shapes: dict[tuple, QuantizeSpec] = {}
+    for _, spec in ALL:
+        if spec.q == "s8" and spec.affine and not spec.static:
+            front = "silu_mul" if spec.silu_mul else "rms_norm" if spec.rms_norm else None
+            shapes.setdefault((spec.x == "fp32", front, spec.permuted, spec.vectors, spec.rows > 1), spec)
+    features = [spec for _, spec in ALL if spec.vectors == 4 and spec.x == "fp16" and spec.rows == 1]
+    return list(dict.fromkeys([*shapes.values(), *features]))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> KernelCache:
+    return KernelCache([tmp_path_factory.mktemp("kernels")])
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("spec", sampled(), ids=lambda spec: spec.label)
+def test_compiles_for_sm_90a_without_spills_or_warnings(cache, spec):
+    entry, compiled = cache.get_or_compile_source(quantize_source(spec))
+    log = entry.metadata["log"]
+    assert compiled and entry.cubin.startswith(b"\x7fELF")
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", log) == [("0", "0")]
+    assert "warning" not in log.lower(), log
+    assert entry.metadata["registers"] <= 65536 // (32 * spec.rows if spec.rows > 1 else 1024)
+
+
+def test_importing_the_quantiser_loads_no_layer_below_it():
+    code = "import sys, jitgemm.quantize; print(*(name for name in sys.modules if name.startswith('jitgemm')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    below = {"plan", "quantize_plan", "driver", "cache", "nvrtc", "render", "config", "cli"}
+    assert "jitgemm.quantize" in done.stdout.split()
+    assert below.isdisjoint(name.removeprefix("jitgemm.") for name in done.stdout.split())

@@ -1,0 +1,476 @@
+"""The quantiser's kernels on a Hopper GPU against the CPU's results: the same bits, in every mode, all around a launch.
+
+SiLU and RMSNorm are approximated and added up in another order: scales within 2^-16, codes off by one at ties.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import builders
+import pytest
+import torch
+from quantize_cases import MODES, X_DTYPES, activations, assert_close, assert_same_bits, given, parameters
+
+import jitgemm
+from jitgemm.quantize import quantize_activations
+from jitgemm.quantize_spec import kernels_for_quantize, quantize_source
+
+pytestmark = pytest.mark.gpu
+
+KS = (32, 96, 256, 288, 512, 1024, 1056, 4096, 4128, 14336, 16384, 16416, 32768, 32800, 65536)
+"""At, just below and just above where kernels change; 32800 and more are read twice."""
+POISON = 0x5B
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    before = os.environ.get("JITGEMM_CACHE_DIR")
+    os.environ["JITGEMM_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
+    yield
+    if before is None:
+        del os.environ["JITGEMM_CACHE_DIR"]
+    else:
+        os.environ["JITGEMM_CACHE_DIR"] = before
+
+
+def on_cpu(arguments: dict) -> dict:
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+
+
+class Guarded:
+    """Outputs in a sea of poison; `check` says whether anything else was written."""
+
+    def __init__(self, m: int, k: int, mode: str):
+        dtype, affine = MODES[mode]
+        self._q = torch.full((m + 2, k + 48), POISON, dtype=torch.uint8, device="cuda")
+        self._rows = [torch.full((m + 2,), POISON, dtype=torch.int32, device="cuda") for _ in range(1 + affine)]
+        inside = (self._rows[0][1 : m + 1].view(torch.float32), *(t[1 : m + 1] for t in self._rows[1:]))
+        self.out = (self._q[1 : m + 1, 16 : 16 + k].view(dtype), *inside)
+
+    def check(self) -> tuple[torch.Tensor, ...]:
+        results = tuple(t.clone() for t in self.out)
+        m, k = self.out[0].shape
+        self._q[1 : m + 1, 16 : 16 + k] = POISON
+        assert bool((self._q == POISON).all()), "the kernel wrote beside q"
+        for rows in self._rows:
+            assert bool((rows[[0, -1]] == POISON).all()), "the kernel wrote beside a row's results"
+        return results
+
+
+def run_both(x: torch.Tensor, mode: str, **arguments) -> tuple[tuple, tuple]:
+    """(GPU's results, CPU's) of the same tensors, which are on the GPU."""
+    dtype, affine = MODES[mode]
+    k = x.shape[1] // 2 if arguments.get("silu_mul") else x.shape[1]
+    guarded = Guarded(x.shape[0], k, mode)
+    quantize_activations(x, dtype, affine=affine, out=guarded.out, **arguments)
+    expected = quantize_activations(x.cpu(), dtype, affine=affine, **on_cpu(arguments))
+    return guarded.check(), expected
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("k", KS)
+def test_codes_scales_and_zero_points_are_the_cpu_s_bits(k, x_dtype, mode):
+    m = 37 if k <= 4128 else 9
+    assert_same_bits(*run_both(activations(k, m, k, x_dtype, "cuda"), mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 1000, 5000])
+@pytest.mark.parametrize("k", [512, 2048])
+def test_any_number_of_rows(m, k, mode):
+    assert_same_bits(*run_both(activations(m, m, k, device="cuda"), mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("k", [256, 4096, 65536])
+def test_static_scales(k, x_dtype, mode):
+    x = activations(k, 20, k, x_dtype, "cuda")
+    for scale in (0.01, 1e-30, 3e30):
+        assert_same_bits(*run_both(x, mode, **given(mode, scale, device="cuda")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("k", [96, 4096, 40960])
+def test_nan_and_infinities_are_never_lost(k, static, mode):
+    x = activations(3, 24, k, torch.float32, "cuda")
+    nan, inf = float("nan"), float("inf")
+    x[0, 0], x[8, k - 1], x[9, 17], x[10, 5], x[11, 6] = nan, nan, -nan, inf, -inf
+    x[13, 3], x[13, 4] = inf, nan
+    x[14, 1], x[14, 2] = 3e38, -3e38
+    arguments = given(mode, 0.02, device="cuda") if static else {}
+    results, expected = run_both(x, mode, **arguments)
+    assert_same_bits(results, expected)
+    lost = results[1].isnan().nonzero().flatten().tolist()
+    overflowing = [14] if mode == "s8z" else []
+    assert lost == ([0, 8, 9, 13] if static else [0, 8, 9, 10, 11, 13, *overflowing])
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_nan_and_infinities_of_16_bit_values(x_dtype):
+    x = activations(3, 16, 2048, x_dtype, "cuda")
+    x[0, 1], x[1, 2000], x[8, 8], x[9, 9] = float("nan"), float("inf"), -float("inf"), -float("nan")
+    for mode in MODES:
+        results, expected = run_both(x, mode)
+        assert_same_bits(results, expected)
+        assert results[1].isnan().nonzero().flatten().tolist() == [0, 1, 8, 9]
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_16_bit_value_is_quantised_exactly(x_dtype, mode):
+    """All 65536 bit patterns under a static scale: every rounding, tie, subnormal and special value."""
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(x_dtype).view(64, 1024).cuda()
+    for scale in (1.0, 0.25, 3.0, 0.007):
+        assert_same_bits(*run_both(x, mode, **given(mode, scale, device="cuda")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("k", [32, 512, 1024, 4096, 14336, 20480, 65536])
+def test_a_permutation_of_columns(k, x_dtype, mode):
+    m = 1000 if k == 4096 else 11
+    x = activations(k, m, k, x_dtype, "cuda")
+    assert_same_bits(*run_both(x, mode, permutation=parameters(1, k, "cuda")["permutation"]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("k", [64, 512, 1024, 4096, 14336, 28672])
+def test_silu_mul(k, permuted, x_dtype, mode):
+    x = (torch.randn(33, 2 * k, generator=builders.generator(k)) * 4).to(x_dtype).cuda()
+    x[3] = 0
+    x[4, :k] = -150.0  # silu ends in zeros
+    arguments = {"permutation": parameters(1, k, "cuda")["permutation"]} if permuted else {}
+    assert_close(*run_both(x, mode, silu_mul=True, **arguments))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("k", [64, 512, 1024, 4096, 14336, 28672, 65536])
+def test_rms_norm(k, permuted, x_dtype, mode):
+    x = torch.randn(33, k, generator=builders.generator(k)).to(x_dtype).cuda()
+    x[3] = 0
+    for weight_dtype in X_DTYPES if k == 4096 else (x_dtype,):
+        arguments = parameters(1, k, "cuda", weight_dtype)
+        if not permuted:
+            del arguments["permutation"]
+        assert_close(*run_both(x, mode, eps=1e-5, **arguments))
+
+
+@pytest.mark.parametrize("front", ["silu_mul", "rms_norm"])
+def test_static_scales_behind_silu_and_rms_norm(front):
+    k = 2048
+    x = torch.randn(40, 2 * k if front == "silu_mul" else k, generator=builders.generator(1)).cuda()
+    x[7, 5] = float("nan")
+    arguments = {"silu_mul": True} if front == "silu_mul" else {"rms_norm": parameters(1, k, "cuda")["rms_norm"]}
+    for mode in MODES:
+        results, expected = run_both(x, mode, **arguments, **given(mode, 0.02, device="cuda"))
+        assert results[1].isnan().nonzero().flatten().tolist() == [7]
+        assert_close(results, expected)
+
+
+def test_rms_norm_of_an_overflowing_sum_of_squares_is_nan_not_zeros():
+    x = torch.randn(4, 512, generator=builders.generator(1)).cuda()
+    x[1] = 3e19
+    _, scale = quantize_activations(x, torch.int8, rms_norm=torch.ones(512, device="cuda"))
+    assert scale.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"silu_mul": True}, {"rms_norm": True}], ids=str)
+@pytest.mark.parametrize("k", [512, 4096, 14336])
+def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(k, arguments):
+    x = torch.randn(3000, 2 * k if "silu_mul" in arguments else k, generator=builders.generator(2)).bfloat16().cuda()
+    if "rms_norm" in arguments:
+        arguments = {"rms_norm": parameters(1, k, "cuda")["rms_norm"]}
+    together = quantize_activations(x, torch.int8, affine=True, **arguments)
+    for rows in (slice(0, 1), slice(2999, 3000), slice(100, 230)):
+        alone = quantize_activations(x[rows], torch.int8, affine=True, **arguments)
+        assert all(builders.same_bits(a, b[rows]) for a, b in zip(alone, together))
+
+
+# ---- forms of arguments ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_a_wider_tensor(mode):
+    whole = activations(1, 50, 4096 + 64, device="cuda")
+    assert_same_bits(*run_both(whole[:, 32 : 32 + 4096], mode))
+    assert_same_bits(*run_both(whole[::2, 8 : 8 + 1024], mode))
+
+
+def test_shapes_of_more_dimensions():
+    x = activations(1, 24, 512, device="cuda")
+    q, scale, zero = quantize_activations(x.view(2, 3, 4, 512), torch.int8, affine=True)
+    assert q.shape == (2, 3, 4, 512) and scale.shape == zero.shape == (2, 3, 4)
+    assert_same_bits((q.view(24, 512), scale.view(24), zero.view(24)), quantize_activations(x, torch.int8, affine=True))
+    q, scale = quantize_activations(x[0], torch.int8)
+    assert q.shape == (512,) and scale.shape == ()
+
+
+def test_no_rows_launch_nothing():
+    q, scale, zero = quantize_activations(torch.empty(0, 512, device="cuda"), torch.int8, affine=True)
+    assert q.shape == (0, 512) and scale.shape == zero.shape == (0,)
+
+
+def test_misaligned_tensors_are_refused():
+    x = activations(1, 4, 520, device="cuda")
+    with pytest.raises(ValueError, match="x: expected an address that is a multiple of 16 bytes, got one that is 2"):
+        quantize_activations(x[:, 1:513], torch.int8)
+    weight = torch.ones(513, device="cuda")[1:]
+    with pytest.raises(ValueError, match="rms_norm: expected an address"):
+        quantize_activations(x[:, :512], torch.int8, rms_norm=weight)
+
+
+def test_a_fast_call_is_checked_too():
+    """The second call of the same shapes skips the checks of shapes, not those of addresses."""
+    base = torch.zeros(2 * 4 * 512 + 64, dtype=torch.float32, device="cuda")
+    x = base[: 4 * 512].view(4, 512)
+    out = (torch.empty(4, 512, dtype=torch.int8, device="cuda"), torch.empty(4, device="cuda"))
+    quantize_activations(x, torch.int8, out=out)
+    with pytest.raises(ValueError, match="x: expected an address"):
+        quantize_activations(base[1 : 1 + 4 * 512].view(4, 512), torch.int8, out=out)
+    inside = (x.view(torch.int8).view(-1)[: 4 * 512].view(4, 512), out[1])
+    with pytest.raises(ValueError, match=r"out\[0\]: expected memory of its own, got a tensor that overlaps x"):
+        quantize_activations(x, torch.int8, out=inside)
+
+
+def test_tensors_on_different_devices_are_refused():
+    x = activations(1, 4, 512, device="cuda")
+    with pytest.raises(ValueError, match="permutation: expected a tensor on cuda:0"):
+        quantize_activations(x, torch.int8, permutation=torch.arange(512, dtype=torch.int32))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_tensor_on_another_gpu_than_the_current_one():
+    x = activations(1, 9, 1024)
+    results = quantize_activations(x.to("cuda:1"), torch.int8)
+    assert results[0].device == torch.device("cuda:1")
+    assert_same_bits(results, quantize_activations(x, torch.int8))
+
+
+# ---- streams, graphs, threads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [4, 2000])
+def test_the_current_stream_is_honoured(m):
+    x = activations(1, m, 1024, device="cuda")
+    late = torch.zeros_like(x)
+    quantize_activations(late, torch.int8)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(x)
+        results = quantize_activations(late, torch.int8)
+    side.synchronize()
+    assert_same_bits(results, quantize_activations(x.cpu(), torch.int8))
+
+
+def test_two_threads_at_once():
+    inputs = [activations(seed, 300, 1024, device="cuda") for seed in range(4)]
+    expected = [quantize_activations(x.cpu(), torch.int8) for x in inputs]
+    outputs: dict[int, list] = {}
+    start = threading.Barrier(2)
+
+    def work(number: int) -> None:
+        stream = torch.cuda.Stream()
+        start.wait(timeout=60)
+        with torch.cuda.stream(stream):
+            outputs[number] = [quantize_activations(inputs[i % 4], torch.int8) for i in range(200)]
+        stream.synchronize()
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert sorted(outputs) == [0, 1]
+    for results in outputs.values():
+        for i in (0, 1, 2, 3, 199):
+            assert_same_bits(results[i], expected[i % 4])
+        assert all(builders.same_bits(results[i][0], results[i % 4][0]) for i in range(200))
+
+
+def test_a_chain_of_quantisers_and_gemms_is_the_calls_one_by_one():
+    """Each kernel starts before its predecessor has ended, and still reads what that wrote."""
+    k, m = 1024, 16
+    layers = [builders.weight_parts(seed, k, k).packed.to("cuda") for seed in range(6)]
+    first = activations(1, m, k, device="cuda")
+    first[:] = torch.randn(m, k, generator=builders.generator(1)).bfloat16()
+    norm = parameters(1, k, "cuda")["rms_norm"]
+    buffers = [torch.empty(m, k, dtype=torch.bfloat16, device="cuda") for _ in layers]
+
+    def chain(synchronise: bool) -> list[torch.Tensor]:
+        x = first
+        for number, (rhs, out) in enumerate(zip(layers, buffers)):
+            dtype, affine = list(MODES.values())[number % 3]
+            lhs = quantize_activations(x, dtype, affine=affine, rms_norm=norm)
+            if synchronise:
+                torch.cuda.synchronize()
+            jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+            if synchronise:
+                torch.cuda.synchronize()
+            x = out
+        return [out.clone() for out in buffers]
+
+    slow = chain(True)
+    assert all(bool(out.isfinite().all()) and float(out.abs().max()) > 0 for out in slow)
+    for _ in range(50):
+        for out in buffers:
+            out.fill_(float("nan"))
+        assert all(map(builders.same_bits, chain(False), slow))
+
+
+def test_outputs_are_not_overwritten_while_the_gemm_before_still_reads_them():
+    """One pair of buffers for all layers: a quantiser waits for the GEMM that reads what it is about to write."""
+    k, m = 4096, 64
+    rhs = builders.weight_parts(1, k, k).packed.to("cuda")
+    inputs = [torch.randn(m, k, generator=builders.generator(seed)).bfloat16().cuda() for seed in range(8)]
+    lhs = (torch.empty(m, k, dtype=torch.int8, device="cuda"), torch.empty(m, device="cuda"))
+    outputs = torch.empty(8, m, k, dtype=torch.bfloat16, device="cuda")
+    for x, out in zip(inputs, outputs):
+        quantize_activations(x, torch.int8, out=lhs)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    for x, out in zip(inputs, outputs):
+        expected = torch.empty_like(out)
+        torch.cuda.synchronize()
+        jitgemm.gemm_w4a8_bf16_nt(quantize_activations(x, torch.int8), rhs, expected)
+        assert builders.same_bits(out, expected)
+
+
+@pytest.mark.parametrize("m", [1, 16, 3000])
+def test_a_graph_replays_with_what_its_inputs_hold_now(m):
+    x = activations(1, m, 1024, device="cuda")
+    quantize_activations(x, torch.int8, affine=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = quantize_activations(x, torch.int8, affine=True)
+    quantize_activations(activations(9, m, 1024, device="cuda"), torch.int8, affine=True)  # writes the plan anew
+    for seed in (2, 3):
+        x.copy_(activations(seed, m, 1024))
+        graph.replay()
+        assert_same_bits(results, quantize_activations(x.cpu(), torch.int8, affine=True))
+
+
+def test_a_graph_of_quantisers_and_gemms():
+    k, m = 2048, 8
+    layers = [builders.weight_parts(seed, k, k).packed.to("cuda") for seed in range(4)]
+    x = torch.randn(m, k, generator=builders.generator(1)).bfloat16().cuda()
+
+    def model() -> torch.Tensor:
+        h = x
+        for rhs in layers:
+            out = torch.empty(m, k, dtype=torch.bfloat16, device="cuda")
+            jitgemm.gemm_w4a8_bf16_nt(quantize_activations(h, torch.float8_e4m3fn), rhs, out)
+            h = out
+        return h
+
+    model()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = model()
+    for seed in (1, 2, 3):
+        x.copy_(torch.randn(m, k, generator=builders.generator(seed)))
+        graph.replay()
+        assert builders.same_bits(captured, model())
+
+
+def test_a_miss_during_capture_raises(monkeypatch):
+    from jitgemm import quantize, quantize_plan
+
+    monkeypatch.setattr(quantize_plan, "_loaded", {})
+    monkeypatch.setattr(quantize, "_plans", quantize._Plans())
+    x = activations(1, 4, 1024, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with pytest.raises(jitgemm.CacheMissError, match="CUDA graph being captured"):
+            quantize_activations(x, torch.int8)
+        x += 1
+
+
+# ---- the JIT --------------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
+    from jitgemm import quantize, quantize_plan
+
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
+    with ThreadPoolExecutor(4) as pool:
+        specs = kernels_for_quantize(1024, "bf16", "s8", affine=True)
+        list(pool.map(lambda spec: quantize_plan._cache.get_or_compile_source(quantize_source(spec)), specs))
+    monkeypatch.setattr(quantize_plan, "_loaded", {})
+    monkeypatch.setattr(quantize, "_plans", quantize._Plans())
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    x = activations(1, 700, 1024, device="cuda")
+    for m in (*range(1, 70), *range(71, 700, 13), 700):
+        quantize_activations(x[:m], torch.int8, affine=True)
+    with pytest.raises(jitgemm.CacheMissError):
+        quantize_activations(x, torch.float8_e4m3fn)
+
+
+# ---- torch.compile --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_opcheck_passes_on_the_gpu(mode):
+    dtype, affine = MODES[mode]
+    x, p = activations(1, 4, 512, device="cuda"), parameters(1, 512, "cuda")
+    arguments = (x, dtype, False, affine, None, None, False, p["rms_norm"], 1e-6, p["permutation"])
+    tests = ["test_autograd_registration", "test_faketensor"]
+    if mode != "e4m3":  # comparing float8 results needs isclose, which PyTorch lacks for them
+        tests += ["test_schema", "test_aot_dispatch_dynamic"]
+    op = torch.ops.jitgemm.quantize_activations.default
+    assert set(torch.library.opcheck(op, arguments, test_utils=tests).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("mode", MODES)
+def test_torch_compile_of_a_layer_with_its_quantiser(backend, mode):
+    if backend == "inductor":
+        pytest.importorskip("triton")
+        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "gcc"))):
+            pytest.skip("inductor needs a C++ compiler")
+    torch._dynamo.reset()
+    dtype, affine = MODES[mode]
+    rhs, norm = builders.weight_parts(1, 264, 512, device="cuda").packed, parameters(1, 512, "cuda")["rms_norm"]
+
+    def layer(h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = quantize_activations(h, dtype, affine=affine, rms_norm=norm)
+        out = torch.empty((h.shape[0], 264), dtype=torch.bfloat16, device="cuda")
+        jitgemm.gemm_w4a8_bf16_nt(results, rhs, out)
+        return (*results, out)
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    for m in (16, 33, 130):
+        h = torch.randn(m, 512, generator=builders.generator(m)).bfloat16().cuda()
+        assert all(map(builders.same_bits, compiled(h), layer(h)))
+    torch._dynamo.reset()
+
+
+# ---- large ----------------------------------------------------------------------------------------------------------
+
+
+def test_activations_beyond_2_to_the_31_bytes():
+    m, k = 300_000, 4096
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 8 * 2**30:
+        pytest.skip("needs 8 GiB of free GPU memory")
+    x = torch.empty(m, k, dtype=torch.bfloat16, device="cuda").normal_()
+    q, scale = quantize_activations(x, torch.int8)
+    for rows in (slice(0, 100), slice(2**31 // (2 * k) - 50, 2**31 // (2 * k) + 50), slice(m - 100, m)):
+        assert_same_bits((q[rows], scale[rows]), quantize_activations(x[rows].cpu(), torch.int8))
