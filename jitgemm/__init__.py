@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from jitgemm.errors import CacheMissError, CompileError, DriverError, JitGemmError, UnsupportedDeviceError
@@ -24,24 +25,45 @@ __all__ = [
     "gemm_w4a8_bf16_nt",
     "gemm_w4a8_nt",
     "gemm_w4a8_reference",
+    "load",
     "pack_w4",
+    "quantize_activations",
+    "quantize_w4",
 ]
 
 
-def _load() -> None:
-    global W4Weight, gemm_w4a8_bf16_nt, gemm_w4a8_nt, gemm_w4a8_reference, pack_w4
-    from jitgemm.api import gemm_w4a8_bf16_nt, gemm_w4a8_nt
-    from jitgemm.reference import gemm_w4a8_reference
-    from jitgemm.weight import W4Weight, pack_w4
+_HOMES = {
+    "W4Weight": "weight",
+    "gemm_w4a8_bf16_nt": "api",
+    "gemm_w4a8_nt": "api",
+    "gemm_w4a8_reference": "reference",
+    "load": "checkpoint",
+    "pack_w4": "weight",
+    "quantize_activations": "quantize",
+    "quantize_w4": "quantize_weight",
+}
+"""The module of every name that needs torch."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
+    if name == "nn":
+        return import_module("jitgemm.nn")
+    if name not in _HOMES:
         raise AttributeError(f"module 'jitgemm' has no attribute {name!r}")
-    _load()
-    return globals()[name]
+    value = getattr(import_module(f"jitgemm.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
-# Where nothing has imported torch yet, the names that need it load on first use: commands such as `jitgemm cache ls` answer a second sooner.
-if TYPE_CHECKING or "torch" in sys.modules:
-    _load()
+# Names load on first use, so that commands such as `jitgemm cache ls`, which need no torch, answer a second sooner. Where
+# torch is there already, what models call is loaded now: a compiler that traces them finds plain functions.
+if TYPE_CHECKING:
+    from jitgemm.api import gemm_w4a8_bf16_nt, gemm_w4a8_nt
+    from jitgemm.checkpoint import load
+    from jitgemm.quantize import quantize_activations
+    from jitgemm.quantize_weight import quantize_w4
+    from jitgemm.reference import gemm_w4a8_reference
+    from jitgemm.weight import W4Weight, pack_w4
+elif "torch" in sys.modules:
+    for _name in ("W4Weight", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "pack_w4", "quantize_activations"):
+        __getattr__(_name)

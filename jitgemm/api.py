@@ -90,7 +90,7 @@ def gemm_w4a8_nt(
         x_zero = None
     else:
         x, x_scale, x_zero = split_lhs(lhs)
-    if torch.compiler.is_compiling() or _traced(x, out):
+    if torch.compiler.is_compiling() or traced(x, out):
         _call_op(x, x_scale, x_zero, rhs, out, bias, batch_invariant)
         return
     try:
@@ -111,7 +111,7 @@ def gemm_w4a8_nt(
     plan.launch(x, x_scale, rhs, out, bias, rhs.settled, x_zero)
 
 
-def _traced(x: object, out: object) -> bool:
+def traced(x: object, out: object) -> bool:
     """Whether this is not plain eager execution: tensor subclasses, a dispatch mode, a functorch transform."""
     return (
         type(x) not in _PLAIN

@@ -164,7 +164,9 @@ class KernelCache:
     def _miss_message(self, request: KernelSource, key: str, forbidden_by: str | None) -> str:
         spec = request.spec
         command = "jitgemm warmup --shape N,K"
-        if spec:
+        if spec and "lhs" not in spec:  # a quantiser of activations
+            command = "jitgemm.nn.warmup(model)"
+        elif spec:
             command += " --lhs int8" if spec.get("lhs") == "s8" else " --lhs fp8"
             command += f" --group-size {spec.get('group_size') or 'channel'}"
             command += " --zero-point" if spec.get("zero_point") else ""

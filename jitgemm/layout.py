@@ -90,7 +90,7 @@ def encode_codes(codes: torch.Tensor, zero_point: bool, order: str = "any") -> t
     strips, kblocks = codes.shape[0] // STRIP_ROWS, codes.shape[1] // BLOCK_K
     # strip, warp, row half, lane / 4, block, half h, k step in the half, A or B, lane % 4; a word is four k
     signs = codes.view(torch.int32).view(strips, 4, 2, 8, kblocks, 2, 2, 2, 4)
-    words = codes.abs().view(torch.int32).view(signs.shape) if order == "e4m3" else signs
+    words = codes.view(torch.int8).abs().view(torch.int32).view(signs.shape) if order == "e4m3" else signs
     if zero_point:
         a, b = (words & _LOW4).unbind(7)
         packed = a | (b << 4)

@@ -15,6 +15,7 @@ import typer
 
 from benchmark_lib import cells as cells_lib
 from benchmark_lib import results as results_lib
+from benchmark_lib.cells import Format
 from benchmark_lib.compare import NOISE_FLOOR, compare
 from jitgemm.cli import common
 
@@ -55,8 +56,8 @@ def benchmark(
             "--format",
             metavar="NAME",
             help="A format of ours: e4m3 or int8, then _g32, _g64, _g128, _g256 or _ch, then z for zero points, then "
-            "_bi for batch-invariant; 'all' for the usual ones; may be repeated.",
-            show_default="e4m3_g128, int8_g128, int8_ch",
+            "_any for codes that any activations decode, _bi for batch-invariant; 'all' for the usual ones; may be repeated.",
+            show_default="e4m3_g128, int8_g128, int8_ch, e4m3_g128_any",
         ),
     ] = None,
     peer: Annotated[
@@ -378,7 +379,7 @@ def _jit(  # type: ignore[no-untyped-def]
     else:
         missing = _cannot_take_part(everybody)
         callers = [each.name for each in everybody if each.name not in missing]
-    kernels = [(fmt.lhs, fmt.group_size) for fmt in formats if not fmt.zero_point and not fmt.batch_invariant]
+    kernels = [(fmt.lhs, fmt.group_size) for fmt in formats if fmt == Format(fmt.lhs, fmt.group_size)]
     rows = measure_jit(n, k, ms[0], ms[-1], kernels, callers, device, common.note)
     rows += [{"what": name, "ms": None, "note": why} for name, why in missing.items()]
     settings = {"n": n, "k": k, "m": ms[0], "other_m": ms[-1], "device": device}

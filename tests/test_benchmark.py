@@ -493,16 +493,6 @@ def test_our_results_pass_both_checks_and_wrong_ones_do_not(name):
     assert not check(run, source, 60)["correct"]
 
 
-def test_a_batch_invariant_format_needs_a_jitgemm_that_has_the_switch():
-    import inspect
-
-    import jitgemm
-    from benchmark_lib.ours import ours
-
-    has_it = "batch_invariant" in inspect.signature(jitgemm.gemm_w4a8_bf16_nt).parameters
-    assert (ours(Format("e4m3", 128, False, True)).missing() is None) == has_it
-
-
 # compile and look-up times
 
 

@@ -66,19 +66,23 @@ class Format:
         group_size: 32, 64, 128 or 256; 0 for one scale per row of n.
         zero_point: unsigned codes with an integer zero point per group.
         batch_invariant: a row gets the same bits whatever m is.
+        any_codes: codes in the order that both types of activations decode and that holds all sixteen of them, instead
+            of the one that decodes fastest (`lhs_dtype` of `pack_w4`).
     """
 
     lhs: str
     group_size: int
     zero_point: bool = False
     batch_invariant: bool = False
+    any_codes: bool = False
 
     @property
     def name(self) -> str:
-        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_bi."""
+        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi."""
         group = f"g{self.group_size}" if self.group_size else "ch"
         lhs = "int8" if self.lhs == "s8" else self.lhs
-        return f"{lhs}_{group}{'z' if self.zero_point else ''}{'_bi' if self.batch_invariant else ''}"
+        switches = ("_any" if self.any_codes else "") + ("_bi" if self.batch_invariant else "")
+        return f"{lhs}_{group}{'z' if self.zero_point else ''}{switches}"
 
     def weight_bytes(self, n: int, k: int) -> float:
         """Bytes of codes, 16-bit scales and zero points; padding of tiles is not counted."""
@@ -86,7 +90,12 @@ class Format:
         return n * k / 2 + n * groups * (3 if self.zero_point else 2)
 
 
-DEFAULT_FORMATS = (Format("e4m3", 128), Format("s8", 128), Format("s8", 0))
+DEFAULT_FORMATS = (
+    Format("e4m3", 128),
+    Format("s8", 128),
+    Format("s8", 0),
+    Format("e4m3", 128, any_codes=True),
+)
 MORE_FORMATS = (
     Format("e4m3", 32),
     Format("e4m3", 64),
@@ -98,23 +107,23 @@ MORE_FORMATS = (
 
 
 def parse_format(text: str) -> Format:
-    """A format from its name, such as e4m3_g128, fp8_g64z, int8_ch or e4m3_g128_bi.
+    """A format from its name, such as e4m3_g128, fp8_g64z, int8_ch, e4m3_g128_any or e4m3_g128_bi.
 
     Raises:
         ValueError: says what a name is made of.
     """
     lhs, _, rest = text.strip().lower().partition("_")
-    group, _, switch = rest.partition("_")
+    group, *switches = rest.split("_")
     zero_point = group.endswith("z")
     group = group.removesuffix("z")
     types = {"e4m3": "e4m3", "fp8": "e4m3", "int8": "s8", "s8": "s8"}
     sizes = {f"g{size}": size for size in GROUP_SIZES} | {"ch": 0}
-    if lhs not in types or group not in sizes or switch not in ("", "bi"):
+    if lhs not in types or group not in sizes or switches not in ([], ["any"], ["bi"], ["any", "bi"]):
         raise ValueError(
             f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of {', '.join(sizes)}, then z for zero "
-            f"points and _bi for batch-invariant, such as int8_g64z; got {text!r}"
+            f"points, _any for codes of any activations and _bi for batch-invariant, such as int8_g64z; got {text!r}"
         )
-    return Format(types[lhs], sizes[group], zero_point, switch == "bi")
+    return Format(types[lhs], sizes[group], zero_point, "bi" in switches, "any" in switches)
 
 
 def parse_ms(text: str) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -25,32 +24,26 @@ def ours(fmt: Format) -> Contestant:
     group = f"group {fmt.group_size}" if fmt.group_size else "per channel"
     zero = ", zero points" if fmt.zero_point else ""
     invariant = ", batch-invariant" if fmt.batch_invariant else ""
-    label = f"jitgemm int4 x {'int8' if fmt.lhs == 's8' else 'e4m3'}, {group}{zero}{invariant}"
-
-    def obstacle() -> str | None:
-        known = inspect.signature(jitgemm.gemm_w4a8_bf16_nt).parameters
-        return "this jitgemm has no batch_invariant" if fmt.batch_invariant and "batch_invariant" not in known else None
-
-    return Contestant(
-        fmt.name, label, EXACT if fmt.group_size else CHANNEL, True, "jitgemm", None, partial(_load, fmt), obstacle
-    )
+    codes = ", codes of any activations" if fmt.any_codes else ""
+    label = f"jitgemm int4 x {'int8' if fmt.lhs == 's8' else 'e4m3'}, {group}{zero}{codes}{invariant}"
+    return Contestant(fmt.name, label, EXACT if fmt.group_size else CHANNEL, True, "jitgemm", None, partial(_load, fmt))
 
 
 def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight:
     if fmt.group_size and source.k <= fmt.group_size:
         raise Refused(f"k = {source.k} is one group of {fmt.group_size}: that is per channel")
     q, scale, zero = quantise_groups(source.weight, fmt.group_size, fmt.zero_point)
-    return jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or source.k)
+    lhs_dtype = None if fmt.any_codes else LHS_DTYPES[fmt.lhs]
+    return jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or source.k, lhs_dtype=lhs_dtype)
 
 
 def kernel_label(fmt: Format, weight: jitgemm.W4Weight, m: int) -> str:
-    """What the selector chooses here; a batch-invariant call may choose otherwise, so none is named for it."""
+    """What the selector chooses here."""
     from jitgemm.plan import device_of
 
-    if fmt.batch_invariant:
-        return ""
     device = device_of(torch.cuda.current_device())
-    return choose(Problem(m, weight.n, weight.k, fmt.lhs, weight.format), device).label
+    problem = Problem(m, weight.n, weight.k, fmt.lhs, weight.format, batch_invariant=fmt.batch_invariant)
+    return choose(problem, device).label
 
 
 def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int], Run]:

@@ -1,0 +1,14 @@
+"""Layers: a Linear with 4-bit weights and 8-bit activations, and what puts it into a model.
+
+    import jitgemm.nn
+    jitgemm.nn.quantize_(model)            # or, from a quantised checkpoint: jitgemm.nn.load_(model, folder)
+    jitgemm.nn.warmup(model, max_m=8192)   # compiles every kernel that the model can need
+"""
+
+from __future__ import annotations
+
+from jitgemm.nn.linear import ACTIVATIONS, W4A8Linear
+from jitgemm.nn.swap import load_, quantize_
+from jitgemm.nn.warm import warmup
+
+__all__ = ["ACTIVATIONS", "W4A8Linear", "load_", "quantize_", "warmup"]

@@ -1,0 +1,148 @@
+"""Compiling all kernels that a model's layers can need, before the first call needs one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from jitgemm import settings
+from jitgemm.arguments import OUT_DTYPES
+from jitgemm.nn.linear import W4A8Linear
+from jitgemm.quantize import X_TYPES
+
+
+def warmup(
+    model: torch.nn.Module,
+    max_m: int = 8192,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+    jobs: int | None = None,
+) -> list[str]:
+    """Compiles every kernel that the `W4A8Linear`s of a model can need, for any number of tokens up to max_m.
+
+    Kernels are compiled in threads, under a progress bar on stderr if that is a terminal; what the cache holds is not
+    compiled again. For layers on a GPU the kernels are loaded too: after this neither a first call nor the capture of a
+    CUDA graph waits for anything. Also under JITGEMM_JIT=off.
+
+    Args:
+        max_m: largest number of tokens in one call, batch and sequence together.
+        dtype: of the layers' input: bfloat16, float16 or float32; None: that of the model's floating-point parameters,
+            bfloat16 if it has none.
+        device: for layers on the CPU, the GPU to compile for, as `jitgemm warmup --device` takes it; None: the one at
+            hand, else h200.
+        jobs: threads; None: one per core.
+
+    Returns:
+        Labels of the kernels that had to be compiled, in the order of the layers.
+
+    Raises:
+        ValueError: an argument is wrong.
+        CompileError: a kernel did not compile; the others have.
+    """
+    from jitgemm.cache import KernelCache, cache_key
+    from jitgemm.errors import CompileError
+    from jitgemm.nvrtc import nvrtc_info
+
+    if max_m < 1:
+        raise ValueError(f"max_m: expected at least 1, got {max_m}")
+    dtypes = _dtypes(model, dtype)
+    cache, nvrtc = KernelCache(), nvrtc_info()
+    needed: dict[str, Any] = {}  # by cache key
+    on_gpu = []
+    for spec, source, index in _kernels(model, max_m, dtypes, device):
+        needed.setdefault(cache_key(source.source, source.headers, source.options, nvrtc), source)
+        if index is not None:
+            on_gpu.append((spec, index))
+    missing = [source for key, source in needed.items() if cache.lookup(key) is None]
+    failed = _compile(cache, missing, jobs or os.cpu_count() or 1)
+    if failed:
+        raise CompileError(
+            f"{len(failed)} of {len(missing)} kernels did not compile; the first: {failed[0]}", log=failed[0].log,
+            source_path=failed[0].source_path,
+        )  # fmt: skip
+    for spec, index in dict.fromkeys(on_gpu):
+        _load(spec, index)
+    return [source.label for source in missing]
+
+
+def _dtypes(model: torch.nn.Module, dtype: torch.dtype | None) -> list[torch.dtype]:
+    if dtype is not None:
+        if dtype not in OUT_DTYPES:
+            raise ValueError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+        return [dtype]
+    return list(dict.fromkeys(p.dtype for p in model.parameters() if p.dtype in OUT_DTYPES)) or [torch.bfloat16]
+
+
+def _kernels(
+    model: torch.nn.Module, max_m: int, dtypes: list[torch.dtype], device: str | None
+) -> Iterator[tuple[Any, Any, int | None]]:
+    """(spec, source, index of the GPU or None) of every kernel, layers of one kind once."""
+    from jitgemm.cache import kernel_source
+    from jitgemm.cli.common import pick_device
+    from jitgemm.config import kernels_for
+    from jitgemm.plan import device_of
+    from jitgemm.quantize_spec import kernels_for_quantize, quantize_source
+
+    seen = set()
+    for layer in model.modules():
+        if not isinstance(layer, W4A8Linear):
+            continue
+        weight, where = layer.weight, layer.weight.device
+        static, permuted = layer.input_scale is not None, weight.permutation is not None
+        kind = (weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted, where)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        index = where.index if where.type == "cuda" else None
+        figures = pick_device(device) if index is None else device_of(index)
+        lhs = "e4m3" if layer.activation == "e4m3" else "s8"
+        for dtype in dtypes:
+            x, out = X_TYPES[dtype], OUT_DTYPES[dtype]
+            affine = layer.activation == "int8_affine"
+            for spec in kernels_for_quantize(weight.k, x, lhs, affine=affine, static=static, permuted=permuted):
+                yield spec, quantize_source(spec), index
+            for spec in kernels_for(
+                weight.n, weight.k, lhs, weight.format, figures, max_m, out=out, batch_invariant=layer.batch_invariant
+            ):
+                spec = replace(spec, debug=True) if settings.debug() else spec
+                yield spec, kernel_source(spec), index
+
+
+def _compile(cache: Any, sources: list[Any], threads: int) -> list[Any]:
+    """Compiles under a bar; the errors, in the order of the sources."""
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from jitgemm.errors import JitGemmError
+
+    if not sources:
+        return []
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    bars = Progress(TextColumn("compiling"), *columns, console=console, disable=not console.is_terminal)
+    with bars, ThreadPoolExecutor(threads) as pool:
+        bar = bars.add_task("", total=len(sources))
+        futures = {pool.submit(cache.get_or_compile_source, source, allow_compile=True): source for source in sources}
+        for future in as_completed(futures):
+            bars.update(bar, advance=1, description=futures[future].label)
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None and not isinstance(error, JitGemmError):
+            raise error
+    return [error for error in errors if error is not None]
+
+
+def _load(spec: Any, index: int) -> None:
+    from jitgemm.plan import loaded_kernel
+    from jitgemm.quantize_plan import loaded_quantizer
+    from jitgemm.quantize_spec import QuantizeSpec
+
+    with torch.cuda.device(index):
+        (loaded_quantizer if isinstance(spec, QuantizeSpec) else loaded_kernel)(spec, index)

@@ -1,0 +1,889 @@
+"""jitgemm.nn on the CPU: what W4A8Linear computes, that copies and files keep it, and models full of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import re
+import weakref
+from dataclasses import replace
+
+import builders
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from safetensors.torch import load_file, load_model, save_file, save_model
+
+import jitgemm
+import jitgemm.nn
+from jitgemm.config import kernels_for
+from jitgemm.device import device_spec
+from jitgemm.errors import CompileError
+from jitgemm.nn import ACTIVATIONS, W4A8Linear
+from jitgemm.nn.checkpoint import activations
+from jitgemm.nn.warm import warmup
+from jitgemm.quantize import quantize_activations
+from jitgemm.quantize_spec import kernels_for_quantize
+from jitgemm.quantize_weight import quantize_w4
+from jitgemm.weight import W4Weight, pack_w4
+
+K, N = 256, 72
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int8_affine": torch.int8}
+
+
+def linear(seed: int = 1, k: int = K, n: int = N, bias: bool = True, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(k, n, bias=bias).to(dtype)
+
+
+def inputs(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=builders.generator(seed)).to(dtype)
+
+
+def permuted_weight(seed: int = 5) -> W4Weight:
+    parts = builders.weight_parts(seed, N, K, 64, zero_point=True)
+    permutation = torch.randperm(K, generator=builders.generator(seed))
+    return pack_w4(parts.q, parts.scale, parts.zero, permutation=permutation, group_size=64, k=K)
+
+
+def offset_weight(seed: int = 6) -> W4Weight:
+    parts = builders.weight_parts(seed, N, K, 32)
+    return pack_w4(parts.q, parts.scale, offset=parts.scale * 0.7, group_size=32)
+
+
+MAKERS = {
+    **{a: functools.partial(W4A8Linear.from_linear, linear(), activation=a) for a in ACTIVATIONS},
+    "zero points": lambda: W4A8Linear.from_linear(linear(bias=False), group_size=32, symmetric=False),
+    "per channel": lambda: W4A8Linear.from_linear(
+        linear(), activation="int8", group_size=K, scale_dtype=torch.float32
+    ),
+    "fp16 scales": lambda: W4A8Linear.from_linear(linear(dtype=torch.float16), scale_dtype=torch.float16),
+    "permutation": lambda: W4A8Linear.from_weight(permuted_weight(), activation="int8_affine"),
+    "offset": lambda: W4A8Linear.from_weight(offset_weight(), builders.bias(1, N), activation="int8"),
+    "static": lambda: W4A8Linear.from_weight(permuted_weight(), input_scale=torch.tensor([0.01])),
+}
+"""One of every kind of buffers."""
+
+
+@functools.cache
+def prototype(kind: str) -> W4A8Linear:
+    return MAKERS[kind]()
+
+
+def layer_of(kind: str) -> W4A8Linear:
+    return copy.deepcopy(prototype(kind))
+
+
+@pytest.fixture(params=MAKERS)
+def layer(request) -> W4A8Linear:
+    return layer_of(request.param)
+
+
+def same_layer(a: W4A8Linear, b: W4A8Linear) -> bool:
+    """The same tensors, bit for bit, and the same results."""
+    x, y = dict(a.named_buffers()), dict(b.named_buffers())
+    same = x.keys() == y.keys() and all(builders.same_bits(x[name], y[name]) for name in x)
+    m5 = inputs(3, 5, K)
+    return same and a.activation == b.activation and builders.same_bits(a(m5), b(m5))
+
+
+def bound(module: W4A8Linear) -> bool:
+    """Whether the weight's tensors are the module's buffers: resident once, and settled."""
+    names = ("blocks", "channel_scale", "row_sum", "permutation")
+    return module.weight.settled and all(getattr(module.weight, n) is getattr(module, n) for n in names)
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+def by_hand(layer: W4A8Linear, x: torch.Tensor) -> torch.Tensor:
+    """What forward is defined as."""
+    lhs = quantize_activations(
+        x,
+        CODES[layer.activation],
+        scheme="token" if layer.input_scale is None else "tensor",
+        affine=layer.activation == "int8_affine",
+        scale=layer.input_scale,
+        permutation=layer.weight.permutation,
+    )
+    out = torch.empty(x.shape[0], layer.out_features, dtype=x.dtype)
+    jitgemm.gemm_w4a8_nt(lhs, layer.weight, out, bias=layer.bias)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forward_is_quantiser_and_gemm(layer, dtype):
+    x = inputs(1, 7, K, dtype=dtype)
+    out = layer(x)
+    assert out.dtype == dtype and out.shape == (7, N) and not out.requires_grad
+    assert builders.same_bits(out, by_hand(layer, x))
+
+
+@pytest.mark.parametrize("activation, at_most", [("e4m3", 0.03), ("int8", 0.012), ("int8_affine", 0.012)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_forward_is_close_to_the_quantised_weight_times_x(activation, at_most, symmetric):
+    layer = W4A8Linear.from_linear(linear(), activation=activation, symmetric=symmetric)
+    x = inputs(2, 64, K, dtype=torch.float32)
+    exact = x @ layer.weight.dequantize().T + layer.bias
+    assert float((layer(x) - exact).norm() / exact.norm()) < at_most
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_permuted_weight_meets_permuted_activations(activation):
+    weight = permuted_weight()
+    layer = W4A8Linear.from_weight(weight, activation=activation)
+    dense = torch.zeros(N, K).index_copy_(1, weight.permutation.long(), weight.dequantize())
+    x = inputs(3, 32, K, dtype=torch.float32)
+    exact = x @ dense.T
+    assert float((layer(x) - exact).norm() / exact.norm()) < 0.03
+
+
+def test_a_static_input_scale_is_used():
+    scale = torch.tensor([0.02])
+    layer = W4A8Linear.from_weight(quantize_w4(linear().weight, 64), activation="int8", input_scale=scale)
+    x = torch.full((2, K), 1.99, dtype=torch.float32)
+    rounded = torch.full((2, K), 2.0)
+    assert torch.allclose(layer(x), rounded @ layer.weight.dequantize().T, rtol=1e-5, atol=1e-5)
+    clipped = torch.full((2, K), 127 * 0.02)
+    assert torch.allclose(layer(x * 100), clipped @ layer.weight.dequantize().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(K,), (0, K), (3, 0, K), (2, 3, K), (1, 1, 1, K)])
+def test_leading_dimensions_are_kept(shape):
+    layer = layer_of("int8")
+    x = inputs(4, *shape)
+    out = layer(x)
+    assert out.shape == (*shape[:-1], N)
+    assert builders.same_bits(out.view(-1, N), layer(x.reshape(-1, K)))
+
+
+def test_strided_inputs():
+    layer = layer_of("e4m3")
+    x = inputs(5, 4, 6, K)
+    expected = layer(x)
+    assert builders.same_bits(layer(x.transpose(0, 1)), expected.transpose(0, 1).contiguous())
+    assert builders.same_bits(layer(x.transpose(1, 2).contiguous().transpose(1, 2)), expected)
+    wide = torch.zeros(24, K + 3, dtype=x.dtype)  # rows that no tensor map can walk
+    wide[:, :K] = x.view(24, K)
+    assert builders.same_bits(layer(wide[:, :K]), expected.view(24, N))
+
+
+def test_no_gradient_is_an_error_that_says_so():
+    layer, x = layer_of("e4m3"), inputs(6, 2, K).requires_grad_()
+    with pytest.raises(ValueError, match=r"x: expected a tensor that does not require grad.*torch\.no_grad\(\)"):
+        layer(x)
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+    assert list(layer.parameters()) == []
+
+
+@pytest.mark.parametrize(
+    "x, error, text",
+    [
+        (torch.zeros(2, K + 32), ValueError, "x: expected shape [..., 256], got [2, 288]"),
+        (torch.tensor(1.0), ValueError, "x: expected shape [..., 256], got []"),
+        (torch.zeros(2, K, dtype=torch.float64), TypeError, "x: expected bfloat16, float16 or float32, got float64"),
+        (torch.zeros(2, K, dtype=torch.int8), TypeError, "x: expected bfloat16, float16 or float32, got int8"),
+    ],
+)
+def test_wrong_inputs_are_named(x, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        layer_of("e4m3")(x)
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        layer = W4A8Linear.from_linear(linear())
+        x = inputs(7, 3, K)
+        assert builders.same_bits(layer(x), by_hand(layer, x))
+    assert not layer.blocks.is_inference()
+
+
+# ---- making a layer --------------------------------------------------------------------------------------------------
+
+
+def test_from_linear_quantises_with_quantize_w4():
+    source = linear()
+    layer = W4A8Linear.from_linear(source, group_size=32, symmetric=False, scale_dtype=torch.float16, clip_steps=3)
+    expected = quantize_w4(source.weight, 32, symmetric=False, scale_dtype=torch.float16, clip_steps=3)
+    assert builders.same_bits(layer.blocks, expected.blocks)
+    assert torch.equal(layer.bias, source.bias) and layer.bias.data_ptr() != source.bias.data_ptr()
+
+
+@pytest.mark.parametrize("activation, order", [("e4m3", "e4m3"), ("int8", "s8"), ("int8_affine", "s8")])
+def test_from_linear_packs_for_its_activations(activation, order):
+    layer = W4A8Linear.from_linear(linear(), activation=activation, full_range=False)
+    assert layer.weight.format.codes == order
+
+
+def test_from_weight_copies_nothing():
+    weight = permuted_weight()
+    layer = W4A8Linear.from_weight(weight)
+    assert layer.weight is weight and bound(layer)
+
+
+def test_a_half_precision_bias_is_widened():
+    layer = W4A8Linear.from_linear(linear(dtype=torch.float16))
+    assert layer.bias.dtype == torch.float32 and torch.equal(layer.bias, linear(dtype=torch.float16).bias.float())
+
+
+def test_repr_says_what_the_layer_is():
+    text = "in_features=256, out_features=72, bias=False, activation='e4m3', group_size=64, zero points, permutation"
+    assert text + ", static input scale" in repr(layer_of("static"))
+    assert "per channel" in repr(layer_of("per channel"))
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error, text",
+    [
+        ((linear(),), {}, TypeError, "weight: expected a W4Weight, got Linear"),
+        ((permuted_weight(), torch.zeros(N - 1)), {}, ValueError, "bias: expected shape [72], got [71]"),
+        ((permuted_weight(), torch.zeros(N).double()), {}, TypeError, "bias: expected bfloat16, float16 or float32"),
+        ((permuted_weight(),), {"activation": "fp8"}, ValueError, "activation: expected one of e4m3, int8, int8"),
+        ((permuted_weight(),), {"input_scale": 0.5}, TypeError, "input_scale: expected a torch.Tensor or None"),
+        (
+            (permuted_weight(),),
+            {"input_scale": torch.ones(2)},
+            ValueError,
+            "input_scale: expected float32 of one element, got float32 [2]",
+        ),
+        (
+            (permuted_weight(),),
+            {"input_scale": torch.ones(1), "activation": "int8_affine"},
+            ValueError,
+            "input_scale: expected None with int8_affine",
+        ),
+        (
+            (quantize_w4(linear().weight, 64, lhs_dtype=torch.int8),),
+            {"activation": "e4m3"},
+            ValueError,
+            "weight: expected one packed for e4m3 or for any activations, got one for int8",
+        ),
+    ],
+)
+def test_wrong_arguments_of_from_weight_are_named(arguments, options, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        W4A8Linear.from_weight(*arguments, **options)
+
+
+def test_wrong_arguments_of_from_linear_are_named():
+    with pytest.raises(TypeError, match="linear: expected a torch.nn.Linear, got Tensor"):
+        W4A8Linear.from_linear(torch.zeros(8, 32))
+    with pytest.raises(ValueError, match="linear: expected a weight with data, got one on the meta device"):
+        W4A8Linear.from_linear(torch.nn.Linear(32, 8, device="meta"))
+    with pytest.raises(ValueError, match="w: expected n, its rows, to be a positive multiple of 8, got 10"):
+        W4A8Linear.from_linear(torch.nn.Linear(32, 10))
+
+
+# ---- copies, moves, files --------------------------------------------------------------------------------------------
+
+
+def test_buffers_are_the_weights_tensors(layer):
+    assert bound(layer)
+    held = {id(tensor) for tensor in layer.buffers()}
+    assert {id(tensor) for name, tensor in layer.weight.state_dict().items() if name != "meta"} <= held
+
+
+def test_deepcopy_and_pickle(layer):
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert same_layer(layer, other) and bound(other)
+        assert other.blocks.data_ptr() != layer.blocks.data_ptr()
+
+
+def test_torch_save_of_the_module(layer, tmp_path):
+    torch.save(layer, tmp_path / "layer.pt")
+    other = torch.load(tmp_path / "layer.pt", weights_only=False)
+    assert same_layer(layer, other) and bound(other)
+
+
+@pytest.mark.parametrize("convert", [torch.nn.Module.half, torch.nn.Module.double, lambda m: m.to(torch.bfloat16)])
+def test_conversions_leave_the_layer_alone(layer, convert):
+    before = copy.deepcopy(layer)
+    blocks = layer.blocks
+    assert convert(layer) is layer
+    assert same_layer(layer, before) and bound(layer) and layer.blocks is blocks
+
+
+def test_moving_to_another_device_moves_everything_but_the_description(layer):
+    moved = copy.deepcopy(layer).to("meta")
+    devices = {name: tensor.device.type for name, tensor in moved.named_buffers()}
+    assert {name for name, device in devices.items() if device == "cpu"} == {"meta", "activation_type"}
+    assert moved.weight.device.type == "meta" and moved.weight.blocks is moved.blocks
+    dtypes = {name: tensor.dtype for name, tensor in layer.named_buffers()}
+    assert dtypes == {name: tensor.dtype for name, tensor in moved.named_buffers()}
+
+
+def test_a_conversion_of_integers_is_refused():
+    with pytest.raises(TypeError, match="W4A8Linear: expected a move to another device, got a conversion to float16"):
+        layer_of("int8").type(torch.float16)
+
+
+def test_to_empty_and_share_memory():
+    layer = layer_of("per channel")
+    expected = copy.deepcopy(layer)
+    layer.share_memory()
+    assert layer.blocks.is_shared() and bound(layer) and same_layer(layer, expected)
+    layer.to("meta").to_empty(device="cpu")
+    assert bound(layer) and layer.blocks.device.type == "cpu"
+    layer.load_state_dict(expected.state_dict())
+    assert same_layer(layer, expected)
+
+
+def emptied(layer: W4A8Linear, device: str | None = None) -> W4A8Linear:
+    """`W4A8Linear.empty` for a state dict of this layer."""
+    weight = layer.weight
+    return W4A8Linear.empty(
+        layer.in_features,
+        layer.out_features,
+        bias=False if layer.bias is None else layer.bias.dtype,
+        activation=layer.activation,
+        group_size=weight.group_size,
+        symmetric=not weight.format.zero_point,
+        scale_dtype=weight.scale_dtype,
+        offset=weight.format.offset,
+        permutation=weight.permutation is not None,
+        input_scale=layer.input_scale is not None,
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_loads_into_an_empty_layer(layer, assign):
+    other = emptied(layer)
+    other.load_state_dict(layer.state_dict(), assign=assign)
+    assert same_layer(layer, other) and bound(other)
+    assert (other.blocks.data_ptr() == layer.blocks.data_ptr()) == assign
+
+
+def test_a_state_dict_is_assigned_to_a_layer_on_the_meta_device(layer):
+    other = emptied(layer, "meta")
+    assert other.blocks.is_meta
+    other.load_state_dict(layer.state_dict(), assign=True)
+    assert same_layer(layer, other) and bound(other)
+
+
+def test_safetensors_round_trip(layer, tmp_path):
+    save_file(layer.state_dict(prefix="a.b."), tmp_path / "layer.safetensors")
+    tensors = load_file(tmp_path / "layer.safetensors")
+    other = W4A8Linear.from_state_dict(tensors, "a.b.")
+    assert same_layer(layer, other) and bound(other)
+    third = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"b": emptied(layer)})})
+    third.load_state_dict(tensors)
+    assert same_layer(layer, third["a"]["b"])
+
+
+def test_the_order_of_codes_comes_from_the_state_dict():
+    """It depends on whether any code is -8, which an empty layer cannot know."""
+    layer = W4A8Linear.from_linear(linear(), full_range=False)
+    other = emptied(layer)
+    assert (layer.weight.format.codes, other.weight.format.codes) == ("e4m3", "any")
+    other.load_state_dict(layer.state_dict())
+    assert other.weight.format.codes == "e4m3" and same_layer(layer, other)
+
+
+def test_misaligned_tensors_of_a_file_are_copied():
+    layer = layer_of("per channel")
+    tensors = {}
+    for name, tensor in layer.state_dict().items():
+        raw = torch.empty(tensor.nbytes + 8, dtype=torch.uint8)
+        tensors[name] = raw[8:].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    other = emptied(layer, "meta")
+    other.load_state_dict(tensors, assign=True)
+    assert same_layer(layer, other) and bound(other) and other.blocks.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"group_size": 64}, "meta: expected W4Weight(n=72, k=256, group_size=64"),
+        ({"symmetric": False}, "meta: expected W4Weight(n=72, k=256, group_size=128, unsigned with zero points"),
+        ({"scale_dtype": torch.float16}, "meta: expected W4Weight("),
+        ({"activation": "int8"}, "activation_type: expected [1] (int8), got"),
+        ({"bias": torch.bfloat16}, "bias: expected bfloat16, got float32"),
+        ({"bias": False}, 'Unexpected key(s) in state_dict: "bias"'),
+        ({"input_scale": True}, 'Missing key(s) in state_dict: "input_scale"'),
+        ({"permutation": True}, 'Missing key(s) in state_dict: "permutation"'),
+    ],
+)
+def test_a_state_dict_of_another_layer_is_refused_and_nothing_is_loaded(change, text):
+    layer = layer_of("e4m3")
+    arguments = {"bias": torch.float32, "activation": "e4m3", "group_size": 128} | change
+    other = W4A8Linear.empty(K, N, **arguments)
+    other.blocks.zero_()
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        other.load_state_dict(layer.state_dict())
+
+
+def test_a_packed_tensor_of_another_type_is_not_converted():
+    layer = layer_of("per channel")
+    state = layer.state_dict()
+    state["channel_scale"] = state["channel_scale"].half()
+    with pytest.raises(RuntimeError, match=r"channel_scale: expected float32 \[128\], got float16 \[128\]"):
+        emptied(layer).load_state_dict(state)
+
+
+def test_missing_tensors_are_reported_as_missing():
+    state = layer_of("e4m3").state_dict()
+    del state["meta"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "meta"'):
+        emptied(layer_of("e4m3")).load_state_dict(state)
+    with pytest.raises(ValueError, match="state dict: expected a tensor 'meta', found none"):
+        W4A8Linear.from_state_dict(state)
+    state = layer_of("e4m3").state_dict()
+    del state["activation_type"]
+    with pytest.raises(ValueError, match="state dict: expected 'activation_type' to hold one of 0..2, got None"):
+        W4A8Linear.from_state_dict(state)
+
+
+def test_a_weight_written_in_place_is_used_as_written():
+    layer, other = layer_of("int8"), W4A8Linear.from_linear(linear(seed=9), activation="int8")
+    layer.blocks.copy_(other.blocks)
+    layer.row_sum.copy_(other.row_sum)
+    layer.bias.copy_(other.bias)
+    x = inputs(8, 3, K)
+    assert not layer.weight.settled
+    assert builders.same_bits(layer(x), other(x))
+
+
+def test_buffers_replaced_behind_the_modules_back_are_used():
+    layer, other = layer_of("int8"), W4A8Linear.from_linear(linear(seed=9), activation="int8")
+    layer._buffers.update(other._buffers)
+    x = inputs(9, 3, K)
+    assert builders.same_bits(layer(x), other(x)) and bound(layer)
+
+
+def test_functional_call():
+    layer, other = layer_of("int8"), W4A8Linear.from_linear(linear(seed=9), activation="int8")
+    x = inputs(10, 3, K)
+    expected = layer(x)
+    swapped = torch.func.functional_call(layer, dict(other.named_buffers()), (x,))
+    assert builders.same_bits(swapped, other(x))
+    assert builders.same_bits(layer(x), expected) and bound(layer)
+
+
+# ---- compilers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_as_a_full_graph(fresh_dynamo, layer, backend):
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for m in (5, 6):
+        x = inputs(m, 2, m, K)
+        assert builders.same_bits(compiled(x), layer(x))
+
+
+def test_one_graph_serves_every_m(fresh_dynamo):
+    layer, graphs = layer_of("e4m3"), CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, backend=graphs, fullgraph=True, dynamic=True)
+    for m in (5, 7, 65, 130):
+        x = inputs(m, m, K)
+        assert builders.same_bits(compiled(x), layer(x))
+    assert graphs.frame_count == 1
+
+
+def test_a_compiler_sees_the_weight_as_the_modules_own(fresh_dynamo):
+    """Inputs of fixed address: a CUDA graph made by the compiler does not copy them at each call."""
+    seen = {}
+
+    def backend(graph, _):
+        for node in graph.graph.nodes:
+            if node.op == "placeholder" and isinstance(node.meta["example_value"], torch.Tensor):
+                seen[node.name] = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+        return graph
+
+    layer = layer_of("permutation")
+    torch.compile(layer, backend=backend, fullgraph=True)(inputs(1, 5, K))
+    for name in ("blocks", "row_sum", "permutation"):
+        assert [kind for node, kind in seen.items() if name in node] == ["unguarded"]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(fresh_dynamo, strict):
+    model = torch.nn.Sequential(layer_of("int8"), torch.nn.ReLU())
+    x = inputs(1, 5, K)
+    program = torch.export.export(model, (x,), strict=strict)
+    assert builders.same_bits(program.module()(x), model(x))
+    assert bound(model[0])
+
+
+# ---- quantize_ -------------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(64)
+        self.up = torch.nn.Linear(64, 96)
+        self.down = torch.nn.Linear(96, 64, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(torch.nn.Module):
+    """A language model in small: embedding, blocks, a Linear that does not fit, a head."""
+
+    def __init__(self, tied: bool = False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = torch.nn.Embedding(48, 64)
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.odd = torch.nn.Linear(64, 10)
+        self.lm_head = torch.nn.Linear(64, 48, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x), self.odd(x)
+
+
+BLOCKS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
+IDS = torch.arange(10).view(2, 5)
+
+
+def quantised_names(model: torch.nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, W4A8Linear)]
+
+
+def test_quantize_swaps_the_linears_that_fit_but_the_head():
+    model = Model()
+    expected = {name: W4A8Linear.from_linear(model.get_submodule(name), group_size=32) for name in BLOCKS}
+    with torch.no_grad():
+        before = model(IDS)[0]
+    assert jitgemm.nn.quantize_(model, group_size=32) == BLOCKS == quantised_names(model)
+    for name in BLOCKS:
+        assert builders.same_bits(model.get_submodule(name).blocks, expected[name].blocks)
+    with torch.no_grad():
+        after = model(IDS)[0]
+    assert 0 < float((after - before).norm() / before.norm()) < 0.1
+
+
+def test_a_filter_chooses():
+    model = Model()
+    assert jitgemm.nn.quantize_(model, lambda name, _: "up" in name or name == "lm_head") == [
+        "blocks.0.up",
+        "blocks.1.up",
+        "lm_head",
+    ]
+    model = Model()
+    assert jitgemm.nn.quantize_(model, lambda _, linear: linear.in_features == 96) == ["blocks.0.down", "blocks.1.down"]
+
+
+def test_a_chosen_linear_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="odd: expected out_features a multiple of 8 and in_features a multiple of 32"):
+        jitgemm.nn.quantize_(Model(), lambda name, _: name == "odd")
+
+
+def test_a_failure_names_the_linear():
+    model = Model()
+    model.blocks[1].up.weight.data[3, 4] = torch.nan
+    with pytest.raises(ValueError, match=r"blocks\.1\.up: w: expected finite values, got nan at \[3, 4\]"):
+        jitgemm.nn.quantize_(model)
+    assert quantised_names(model) == BLOCKS[:2]
+
+
+def test_tied_weights_and_the_output_embedding_stay():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in "abc"})
+    model["b"].weight = model["a"].weight
+    assert jitgemm.nn.quantize_(model) == ["c"]
+    model = Model()
+    model.get_output_embeddings = lambda: model.blocks[1].down
+    assert jitgemm.nn.quantize_(model) == BLOCKS[:3]
+
+
+def test_a_linear_at_two_places_is_quantised_once():
+    model = torch.nn.ModuleDict({"a": Block(), "b": Block()})
+    model["b"].up = model["a"].up
+    assert jitgemm.nn.quantize_(model) == ["a.up", "a.down", "b.down"]
+    assert model["b"].up is model["a"].up and isinstance(model["a"].up, W4A8Linear)
+
+
+def test_linears_inside_torchs_attention_stay():
+    model = torch.nn.TransformerEncoderLayer(64, 4, 96)
+    assert jitgemm.nn.quantize_(model) == ["linear1", "linear2"]
+
+
+def test_a_linear_alone_cannot_be_swapped():
+    with pytest.raises(ValueError, match="model: expected a module that holds Linears, got a Linear; use W4A8Linear"):
+        jitgemm.nn.quantize_(linear())
+
+
+def test_every_original_is_freed_before_the_next_is_quantised(monkeypatch):
+    model, alive = Model(), []
+    originals = [weakref.ref(model.get_submodule(name).weight) for name in BLOCKS]
+    plain = W4A8Linear.from_linear.__func__
+
+    def watched(cls, linear, **options):
+        alive.append(sum(ref() is not None for ref in originals))
+        return plain(cls, linear, **options)
+
+    monkeypatch.setattr(W4A8Linear, "from_linear", classmethod(watched))
+    gc.disable()
+    try:
+        jitgemm.nn.quantize_(model)
+    finally:
+        gc.enable()
+    assert alive == [4, 3, 2, 1]
+    assert all(ref() is None for ref in originals)
+
+
+def test_training_mode_is_kept_and_options_reach_the_layers():
+    model = Model().eval()
+    jitgemm.nn.quantize_(model, activation="int8_affine", group_size=10_000, symmetric=False, scale_dtype=torch.float16)
+    layer = model.blocks[0].up
+    assert not layer.training and layer.activation == "int8_affine"
+    assert layer.weight.format.group_size == 0 and layer.weight.format.zero_point
+    assert layer.weight.scale_dtype == torch.float16
+
+
+def test_no_bar_where_stderr_is_no_terminal(capsys):
+    jitgemm.nn.quantize_(Model())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_whole_model_through_pickle_and_deepcopy():
+    model = Model()
+    jitgemm.nn.quantize_(model)
+    with torch.no_grad():
+        expected = model(IDS)[0]
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert builders.same_bits(other(IDS)[0], expected)
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        fresh = Model()
+        jitgemm.nn.quantize_(fresh, clip_steps=0)
+        fresh.load_state_dict(torch.load(buffer, weights_only=True))
+        assert builders.same_bits(fresh(IDS)[0], expected)
+
+
+# ---- load_ -----------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A model as compressed-tensors stores it, int-quantized per channel; and the weights that this stands for."""
+    tensors, dense = {}, {}
+    for name, tensor in model.state_dict().items():
+        if name.startswith("blocks.") and name.endswith(("up.weight", "down.weight")):
+            scale = (tensor.abs().amax(1, keepdim=True) / 7).bfloat16()
+            q = (tensor / scale.float()).round().clamp(-8, 7).to(torch.int8)
+            tensors |= {name: q, name.replace("weight", "weight_scale"): scale}
+            dense[name] = q * scale.float()
+        else:
+            tensors[name] = dense[name] = tensor
+    return tensors, dense
+
+
+def config(**inputs) -> dict:
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True} | inputs
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": scheme}
+    groups = {"group_0": group}
+    return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+
+
+def opened(tensors: dict[str, torch.Tensor], **inputs):
+    from jitgemm.checkpoint import Checkpoint
+
+    return Checkpoint(tensors, config(**inputs))
+
+
+def test_load_fills_a_model_from_a_checkpoint():
+    tensors, dense = checkpoint_tensors(Model())
+    model = Model()
+    torch.nn.init.zeros_(model.embed.weight)
+    assert jitgemm.nn.load_(model, opened(tensors)) == BLOCKS == quantised_names(model)
+    assert torch.equal(model.embed.weight, dense["embed.weight"]) and torch.equal(model.odd.bias, dense["odd.bias"])
+    for name in BLOCKS:
+        assert torch.equal(model.get_submodule(name).weight.dequantize(), dense[name + ".weight"])
+        assert model.get_submodule(name).activation == "e4m3"
+    assert torch.equal(model.blocks[0].up.bias, dense["blocks.0.up.bias"])
+
+
+def test_load_makes_tensors_for_a_model_on_the_meta_device():
+    tensors, _ = checkpoint_tensors(Model())
+    with torch.device("meta"):
+        model = Model()
+    jitgemm.nn.load_(model, opened(tensors), device="cpu")
+    filled = Model()
+    jitgemm.nn.load_(filled, opened(tensors))
+    with torch.no_grad():
+        assert builders.same_bits(model(IDS)[0], filled(IDS)[0])
+
+
+@pytest.mark.parametrize(
+    "inputs, activation",
+    [
+        ({}, "e4m3"),
+        ({"type": "int"}, "int8"),
+        ({"type": "int", "symmetric": False}, "int8_affine"),
+    ],
+)
+def test_the_checkpoint_says_which_activations(inputs, activation):
+    tensors, _ = checkpoint_tensors(Model())
+    layer = W4A8Linear.from_checkpoint(opened(tensors, **inputs), "blocks.0.up", device="cpu")
+    assert layer.activation == activation and layer.input_scale is None
+    other = W4A8Linear.from_checkpoint(opened(tensors, **inputs), "blocks.0.up", activation="int8_affine", device="cpu")
+    assert other.activation == "int8_affine"
+
+
+def test_a_static_scale_comes_from_the_checkpoint_unless_the_activations_are_others():
+    tensors, _ = checkpoint_tensors(Model())
+    tensors["blocks.0.up.input_scale"] = torch.tensor([0.5], dtype=torch.bfloat16)
+    source = opened(tensors, strategy="tensor", dynamic=False)
+    layer = W4A8Linear.from_checkpoint(source, "blocks.0.up", device="cpu")
+    assert layer.input_scale.tolist() == [0.5]
+    assert W4A8Linear.from_checkpoint(source, "blocks.0.up", activation="int8", device="cpu").input_scale is None
+    with pytest.raises(ValueError, match="input_scale: expected the static scale that the config names, found"):
+        W4A8Linear.from_checkpoint(source, "blocks.0.down", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "inputs, text",
+    [
+        ({"strategy": "tensor", "dynamic": True}, "got dynamic ones per tensor"),
+        ({"strategy": "group", "dynamic": True}, "got dynamic ones per group"),
+        ({"strategy": "token", "dynamic": False}, "got static ones per token"),
+        ({"num_bits": 4}, "expected num_bits 8, got 4"),
+        ({"strategy": "tensor", "dynamic": False, "symmetric": False}, "expected static scales to be symmetric"),
+    ],
+)
+def test_activations_that_the_layer_lacks_are_refused_unless_replaced(inputs, text):
+    scheme = config(**inputs)["config_groups"]["group_0"]
+    with pytest.raises(ValueError, match=f"input_activations: .*{text}"):
+        activations(scheme, None, "layer")
+    assert activations(scheme, "int8", "layer") == ("int8", False)
+
+
+def test_a_checkpoint_for_16_bit_activations_is_read_as_e4m3():
+    assert activations({}, None, "layer") == (None, False)
+    assert activations({"input_activations": None}, None, "layer") == (None, False)
+    assert activations({"input_activations": {"num_bits": 16, "type": "float"}}, None, "layer") == (None, False)
+    tensors, _ = checkpoint_tensors(Model())
+    assert W4A8Linear.from_checkpoint(tensors, "blocks.0.up", device="cpu").activation == "e4m3"
+
+
+def test_what_was_saved_of_a_quantised_model_loads_into_a_plain_one(tmp_path):
+    model = Model()
+    jitgemm.nn.quantize_(model, activation="int8", group_size=32)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    other = Model()
+    assert jitgemm.nn.load_(other, tmp_path) == BLOCKS
+    with torch.no_grad():
+        assert builders.same_bits(other(IDS)[0], model(IDS)[0])
+    third = Model()
+    jitgemm.nn.quantize_(third, activation="int8", group_size=32, clip_steps=0)
+    load_model(third, str(tmp_path / "model.safetensors"))
+    assert same_state(third, model)
+    with pytest.raises(ValueError, match="activation: expected int8, as layer 'blocks.0.up' was saved, got e4m3"):
+        jitgemm.nn.load_(Model(), tmp_path, activation="e4m3")
+
+
+def same_state(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    x, y = a.state_dict(), b.state_dict()
+    return x.keys() == y.keys() and all(builders.same_bits(x[name], y[name]) for name in x)
+
+
+def test_tied_weights_need_to_be_stored_once():
+    tensors, dense = checkpoint_tensors(Model(tied=True))
+    del tensors["lm_head.weight"]
+    model = Model(tied=True)
+    jitgemm.nn.load_(model, opened(tensors))
+    assert model.lm_head.weight is model.embed.weight and torch.equal(model.embed.weight, dense["embed.weight"])
+    with pytest.raises(ValueError, match=r"source: expected the model's tensors, found none for lm_head\.weight"):
+        jitgemm.nn.load_(Model(), opened(tensors))
+    jitgemm.nn.load_(Model(), opened(tensors), strict=False)
+
+
+def test_tensors_without_a_place_are_refused():
+    tensors, _ = checkpoint_tensors(Model())
+    tensors["blocks.2.up.weight"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"found no place for blocks\.2\.up\.weight"):
+        jitgemm.nn.load_(Model(), opened(tensors))
+
+
+def test_a_checkpoint_of_another_model_is_refused():
+    tensors, _ = checkpoint_tensors(Model())
+    other = {"blocks.0.down.weight": tensors["blocks.1.up.weight"], "blocks.0.down.weight_scale": torch.ones(96, 1)}
+    with pytest.raises(ValueError, match=r"blocks\.0\.down: expected k, n = \(96, 64\), got \(64, 96\)"):
+        jitgemm.nn.load_(Model(), opened(tensors | other))
+    wrong = {name: tensor for name, tensor in tensors.items() if name != "blocks.0.up.bias"}
+    with pytest.raises(ValueError, match=r"blocks\.0\.up: expected a bias, as the model has it, got none"):
+        jitgemm.nn.load_(Model(), opened(wrong))
+    with pytest.raises(ValueError, match=r"odd\.weight: expected shape \[10, 64\], got \[10, 32\]"):
+        jitgemm.nn.load_(Model(), opened(tensors | {"odd.weight": torch.zeros(10, 32)}))
+    with pytest.raises(ValueError, match=r"odd\.bias: expected torch.float32, got torch.int64"):
+        jitgemm.nn.load_(Model(), opened(tensors | {"odd.bias": torch.zeros(10, dtype=torch.int64)}))
+
+
+# ---- warmup ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def needed(layer: W4A8Linear, max_m: int, x: str, lhs: str) -> set[str]:
+    """Labels of the kernels of a layer, from the selectors."""
+    weight = layer.weight
+    static, permuted = layer.input_scale is not None, weight.permutation is not None
+    gemms = kernels_for(weight.n, weight.k, lhs, weight.format, device_spec("h200"), max_m, out=x)
+    return {s.label for s in (*gemms, *kernels_for_quantize(weight.k, x, lhs, static=static, permuted=permuted))}
+
+
+@pytest.mark.nvrtc
+def test_warmup_compiles_what_the_layers_need_once(own_cache):
+    plain, static = layer_of("e4m3"), layer_of("static")
+    model = torch.nn.ModuleDict({"a": plain, "b": layer_of("e4m3"), "c": static})
+    compiled = warmup(model, 8, dtype=torch.bfloat16, device="h200")
+    assert len(compiled) == len(set(compiled))
+    assert set(compiled) == needed(plain, 8, "bf16", "e4m3") | needed(static, 8, "bf16", "e4m3")
+    assert warmup(model, 8, dtype=torch.bfloat16, device="h200") == []
+
+
+@pytest.mark.nvrtc
+def test_warmup_takes_the_models_own_type(own_cache):
+    layer = layer_of("int8")
+    model = torch.nn.Sequential(torch.nn.LayerNorm(K), layer).half()
+    assert set(warmup(model, 1, device="h200")) == needed(layer, 1, "fp16", "s8")
+    assert warmup(model, 1, dtype=torch.float16, device="h200") == []
+
+
+@pytest.mark.nvrtc
+def test_what_does_not_compile_is_an_error_after_the_rest(own_cache, monkeypatch):
+    from jitgemm import cache
+
+    whole, model = cache.kernel_source, torch.nn.Sequential(layer_of("int8"))
+    with monkeypatch.context() as patch:  # the GEMM's source is broken, its quantiser's is not
+        patch.setattr(cache, "kernel_source", lambda spec: replace(whole(spec), source="#error broken"))
+        with pytest.raises(CompileError, match="(?s)1 of 2 kernels did not compile; the first: .*#error broken"):
+            warmup(model, 1, device="h200")
+    assert all(not label.startswith("quantize") for label in warmup(model, 1, device="h200"))
+
+
+def test_warmup_needs_no_kernels_for_a_model_without_layers(own_cache):
+    assert warmup(Model(), 16) == []
+
+
+def test_wrong_arguments_of_warmup_are_named():
+    with pytest.raises(ValueError, match="max_m: expected at least 1, got 0"):
+        warmup(Model(), 0)
+    with pytest.raises(ValueError, match="dtype: expected torch.bfloat16, torch.float16 or torch.float32, got"):
+        warmup(Model(), 1, dtype=torch.int8)
+    with pytest.raises(ValueError, match="device: expected one of h200"):
+        warmup(torch.nn.Sequential(layer_of("e4m3")), 1, device="z80")

@@ -1,0 +1,191 @@
+"""jitgemm.nn on a Hopper GPU: the layer against the exact reference, moves, graphs, compilers, memory, warm-up."""
+
+from __future__ import annotations
+
+import copy
+
+import builders
+import pytest
+import torch
+from test_nn import ACTIVATIONS, CODES, K, MAKERS, N, Block, inputs, layer_of, linear, same_state
+
+import jitgemm.nn
+from jitgemm.errors import CacheMissError
+from jitgemm.nn import W4A8Linear
+from jitgemm.nn.warm import warmup
+from jitgemm.quantize import quantize_activations
+from jitgemm.reference import gemm_w4a8_terms
+
+pytestmark = pytest.mark.gpu
+
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
+"""What rounding to the output's type may take of a result."""
+
+
+@pytest.fixture(params=MAKERS)
+def pair(request) -> tuple[W4A8Linear, W4A8Linear]:
+    """The same layer on the CPU and on the GPU."""
+    layer = layer_of(request.param)
+    return layer, copy.deepcopy(layer).cuda()
+
+
+def assert_right(out: torch.Tensor, layer: W4A8Linear, x: torch.Tensor) -> None:
+    """Within the GEMM's documented error of the layer on the CPU, which is exact."""
+    lhs = quantize_activations(
+        x.cpu().reshape(-1, layer.in_features),
+        CODES[layer.activation],
+        scheme="token" if layer.input_scale is None else "tensor",
+        affine=layer.activation == "int8_affine",
+        scale=layer.input_scale,
+        permutation=layer.weight.permutation,
+    )
+    ref, terms = gemm_w4a8_terms(lhs, layer.weight, bias=layer.bias)
+    share = 2.0**-10 if layer.activation == "e4m3" else 2.0**-20
+    bound = ref.abs() * UNIT[out.dtype] + terms * share + 1e-30
+    error = (out.cpu().double().view_as(ref) - ref).abs()
+    assert bool((error <= bound).all()), f"worst error / bound: {float((error / bound).max()):.3f}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("m", [1, 17, 300])
+def test_the_layer_on_the_gpu_is_within_the_error_bound(pair, dtype, m):
+    on_cpu, on_gpu = pair
+    x = inputs(m, m, K, dtype=dtype)
+    out = on_gpu(x.cuda())
+    assert out.is_cuda and out.dtype == dtype and out.shape == (m, N)
+    assert_right(out, on_cpu, x)
+
+
+def test_moving_there_and_back_changes_no_bit_and_settles(pair):
+    on_cpu, on_gpu = pair
+    assert on_gpu.weight.settled and on_gpu.weight.blocks is on_gpu.blocks
+    assert all(tensor.is_cuda for name, tensor in on_gpu.named_buffers() if name not in ("meta", "activation_type"))
+    assert same_state(copy.deepcopy(on_gpu).cpu(), on_cpu)
+
+
+def test_state_dicts_cross_devices(pair):
+    on_cpu, on_gpu = pair
+    expected = on_gpu(inputs(1, 5, K).cuda())
+    on_gpu.blocks.zero_()
+    on_gpu.load_state_dict(on_cpu.state_dict())
+    assert on_gpu.weight.settled
+    assert builders.same_bits(on_gpu(inputs(1, 5, K).cuda()), expected)
+    fresh = W4A8Linear.from_state_dict({name: tensor.cuda() for name, tensor in on_cpu.state_dict().items()})
+    assert builders.same_bits(fresh(inputs(1, 5, K).cuda()), expected)
+
+
+@pytest.mark.parametrize("shape", [(K,), (0, K), (3, 0, K), (2, 3, K)])
+def test_leading_dimensions_on_the_gpu(shape):
+    layer = layer_of("e4m3").cuda()
+    out = layer(inputs(2, *shape).cuda())
+    assert out.shape == (*shape[:-1], N)
+
+
+def test_strided_inputs_on_the_gpu():
+    layer, x = layer_of("int8").cuda(), inputs(3, 4, 6, K).cuda()
+    expected = layer(x)
+    assert builders.same_bits(layer(x.transpose(0, 1)), expected.transpose(0, 1).contiguous())
+    wide = torch.zeros(24, K + 3, dtype=x.dtype, device="cuda")
+    wide[:, :K] = x.view(24, K)
+    assert builders.same_bits(layer(wide[:, :K]), expected.view(24, N))
+
+
+def test_another_stream():
+    layer, x = layer_of("e4m3").cuda(), inputs(4, 33, K).cuda()
+    expected = layer(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = layer(x)
+    stream.synchronize()
+    assert builders.same_bits(out, expected)
+
+
+# ---- graphs and compilers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int8_affine", "permutation", "static", "per channel"])
+def test_a_cuda_graph_right_after_the_warm_up(kind):
+    """Nothing was called with these shapes before the capture."""
+    layer = layer_of(kind).cuda()
+    warmup(torch.nn.Sequential(layer), 64, dtype=torch.bfloat16)
+    x = inputs(5, 48, K).cuda()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    for seed in (6, 7):
+        x.copy_(inputs(seed, 48, K))
+        graph.replay()
+        assert builders.same_bits(out, layer(x))
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor(fresh_dynamo, mode):
+    torch.manual_seed(1)
+    model = Block().cuda().bfloat16()
+    jitgemm.nn.quantize_(model, activation="int8", group_size=32)
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        for seed in range(4):
+            x = inputs(seed, 16, 64).cuda()
+            expected = model(x).float()
+            assert float((compiled(x).float() - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("kind", list(MAKERS))
+def test_the_layer_alone_compiles_to_the_same_bits(fresh_dynamo, kind):
+    layer = layer_of(kind).cuda()
+    compiled = torch.compile(layer, fullgraph=True)
+    x = inputs(8, 24, K).cuda()
+    assert builders.same_bits(compiled(x), layer(x))
+
+
+# ---- quantize_, memory, warmup ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_quantising_on_the_gpu_gives_the_cpus_weight(activation):
+    source = linear(k=1024, n=256)
+    on_cpu = W4A8Linear.from_linear(source, activation=activation)
+    assert same_state(W4A8Linear.from_linear(source, activation=activation, device="cuda").cpu(), on_cpu)
+    assert same_state(W4A8Linear.from_linear(source.cuda(), activation=activation).cpu(), on_cpu)
+
+
+def test_weights_are_resident_once():
+    """After quantising, memory holds the packed weights and nothing else; on the way, little more than the original."""
+    n = k = 4096
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    options = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    model = torch.nn.Sequential(*(torch.nn.Linear(k, n, **options) for _ in range(4)))
+    original = torch.cuda.memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
+    jitgemm.nn.quantize_(model)
+    packed = sum(layer.weight.nbytes for layer in model)
+    assert torch.cuda.memory_allocated() - before <= packed + (1 << 16)
+    assert packed < 0.27 * original
+    assert torch.cuda.max_memory_allocated() - before < original + (512 << 20)
+    moved = copy.deepcopy(model).cpu().cuda()
+    del model
+    assert torch.cuda.memory_allocated() - before <= packed + (1 << 16)
+    del moved
+
+
+def test_after_the_warm_up_no_m_compiles(monkeypatch, tmp_path):
+    layer = W4A8Linear.from_linear(linear(k=512, n=384), activation="int8").cuda()
+    model = torch.nn.Sequential(layer)
+    warmup(model, 512, dtype=torch.float16)
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    for m in (1, 3, 8, 9, 31, 64, 65, 127, 200, 256, 400, 512):
+        layer(inputs(m, m, 512, dtype=torch.float16).cuda())
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
+    other = W4A8Linear.from_linear(linear(k=992, n=384), group_size=32, scale_dtype=torch.float16).cuda()
+    with pytest.raises(CacheMissError):
+        other(inputs(1, 5, 992).cuda())

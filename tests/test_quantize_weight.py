@@ -1,0 +1,293 @@
+"""quantize_w4: codes for the rounded scale, errors no worse than plain round to nearest, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import builders
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jitgemm.quantize_weight import MIN_CLIP, clip_ratios, quantize_w4
+from jitgemm.spec import ceil_div
+
+SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MARGIN = 1 + 1e-5
+"""The search compares errors of fp32 steps; they are recomputed here in fp64."""
+
+
+def weight(seed: int, n: int, k: int, *, outliers: bool = False) -> torch.Tensor:
+    g = builders.generator(seed)
+    w = torch.randn((n, k), generator=g) * 0.02
+    if outliers:
+        w[:, torch.randperm(k, generator=g)[: k // 64]] *= 20
+    return w
+
+
+def by_group(w: torch.Tensor, group_size: int) -> torch.Tensor:
+    """fp64 [n, groups, group_size], padded with zeros."""
+    n, k = w.shape
+    group_size = min(group_size, k)
+    groups = ceil_div(k, group_size)
+    return torch.nn.functional.pad(w.double(), (0, groups * group_size - k)).view(n, groups, group_size)
+
+
+def plain_signed(w: torch.Tensor, group_size: int, dtype: torch.dtype, divisor: float) -> torch.Tensor:
+    """Round to nearest with max |w| / divisor, fp64 [n, groups, group_size]."""
+    w = by_group(w.float(), group_size)
+    scale = (w.abs().amax(-1, keepdim=True).float() / divisor).to(dtype).double()
+    steps = torch.where(scale == 0, 0.0, w / scale)
+    return steps.round().clamp(-8, 7) * scale
+
+
+def plain_with_zero_points(w: torch.Tensor, group_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Round to nearest over a range that includes 0, fp64 [n, groups, group_size]."""
+    w = by_group(w.float(), group_size)
+    low, high = w.amin(-1, keepdim=True).clamp(max=0), w.amax(-1, keepdim=True).clamp(min=0)
+    scale = ((high - low).float() / 15).to(dtype).double()
+    steps, zero = (torch.where(scale == 0, 0.0, x / scale) for x in (w, -low))
+    zero = zero.round().clamp(0, 15)
+    return ((steps.round() + zero).clamp(0, 15) - zero) * scale
+
+
+def errors(got: torch.Tensor, w: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Squared error of each group, fp64 [n, groups]."""
+    return (by_group(got, group_size) - by_group(w.float(), group_size)).square().sum(-1)
+
+
+# --- errors ---
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 4).map(lambda x: 8 * x),
+    k=st.integers(1, 12).map(lambda x: 32 * x),
+    group_size=st.sampled_from((32, 64, 128, 256, 10_000)),
+    dtype=st.sampled_from(SCALE_DTYPES),
+    outliers=st.booleans(),
+    clip_steps=st.sampled_from((0, 3, 32)),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_group_is_worse_than_plain_round_to_nearest(seed, n, k, group_size, dtype, outliers, clip_steps):
+    w = weight(seed, n, k, outliers=outliers)
+    whole = by_group(w, group_size)
+    signed = quantize_w4(w, group_size, scale_dtype=dtype, clip_steps=clip_steps).dequantize()
+    for divisor in (7.0, 7.5, 8.0) if clip_steps else (7.0,):
+        plain = (plain_signed(w, group_size, dtype, divisor) - whole).square().sum(-1)
+        assert bool((errors(signed, w, group_size) <= plain * MARGIN).all())
+    unsigned = quantize_w4(w, group_size, symmetric=False, scale_dtype=dtype, clip_steps=clip_steps).dequantize()
+    plain = (plain_with_zero_points(w, group_size, dtype) - whole).square().sum(-1)
+    assert bool((errors(unsigned, w, group_size) <= plain * MARGIN).all())
+
+
+@pytest.mark.parametrize("group_size", [32, 128, 1024])
+@pytest.mark.parametrize("dtype", SCALE_DTYPES)
+def test_without_a_search_it_is_plain_round_to_nearest(group_size, dtype):
+    w = weight(1, 16, 1024)
+    signed = quantize_w4(w, group_size, scale_dtype=dtype, clip_steps=0).dequantize()
+    assert torch.equal(by_group(signed, group_size).float(), plain_signed(w, group_size, dtype, 7.0).float())
+    unsigned = quantize_w4(w, group_size, symmetric=False, scale_dtype=dtype, clip_steps=0).dequantize()
+    assert torch.equal(by_group(unsigned, group_size).float(), plain_with_zero_points(w, group_size, dtype).float())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size, at_most", [(32, 0.99), (128, 0.95), (4096, 0.75)])
+def test_the_search_pays_on_normal_weights(symmetric, group_size, at_most):
+    w = weight(2, 64, 4096)
+    plain, searched = (
+        errors(quantize_w4(w, group_size, symmetric=symmetric, clip_steps=steps).dequantize(), w, group_size).sum()
+        for steps in (0, 32)
+    )
+    assert searched <= at_most * plain
+
+
+def test_the_scale_is_the_best_of_those_tried():
+    w = weight(3, 8, 64)
+    got = errors(quantize_w4(w, 64, scale_dtype=torch.float32).dequantize(), w, 64)
+    largest = w.abs().amax(-1, keepdim=True)
+    for ratio in clip_ratios(32):
+        scale = (largest / (8 / ratio)).double()
+        for sign in (1, -1):
+            tried = (w.double() / (sign * scale)).round().clamp(-8, 7) * sign * scale
+            assert bool((got[:, 0] <= (tried - w.double()).square().sum(-1) * MARGIN).all())
+
+
+@pytest.mark.parametrize("group_size", [32, 128, 1024])
+@pytest.mark.parametrize("dtype", SCALE_DTYPES)
+def test_without_the_full_range_no_code_is_minus_eight(group_size, dtype):
+    w = weight(14, 32, 1024)
+    narrow = quantize_w4(w, group_size, scale_dtype=dtype, full_range=False, lhs_dtype=torch.float8_e4m3fn)
+    assert int(narrow.unpack()[0].min()) == -7
+    assert narrow.format.codes == "e4m3"
+    plain = (plain_signed(w, group_size, dtype, 7.0) - by_group(w, group_size)).square().sum(-1)
+    assert bool((errors(narrow.dequantize(), w, group_size) <= plain * MARGIN).all())
+    assert (errors(narrow.dequantize(), w, group_size) - plain).sum() < 0
+
+
+def test_ratios_end_at_the_smallest_clip():
+    ratios = clip_ratios(32)
+    assert len(ratios) == 32 and ratios[-1] == MIN_CLIP and ratios == sorted(ratios, reverse=True) and ratios[0] < 1
+    assert clip_ratios(0) == []
+
+
+# --- known cases ---
+
+
+@pytest.mark.parametrize("dtype", SCALE_DTYPES)
+def test_signed_weights_on_a_grid_come_back(dtype):
+    q = (torch.arange(16 * 64).view(16, 64) * 7 % 16 - 8).to(torch.int8)
+    scale = 2.0 ** torch.arange(-8, 8)[:, None]
+    got = quantize_w4(q * scale, 64, scale_dtype=dtype)
+    assert torch.equal(got.unpack()[0], q)
+    assert torch.equal(got.unpack()[1], scale.to(dtype))
+
+
+def test_a_negative_scale_puts_minus_eight_at_the_positive_end():
+    q = torch.arange(-8, 8, dtype=torch.int8).repeat(8, 2)
+    got = quantize_w4(q.float() * -0.5, 32)
+    assert torch.equal(got.unpack()[0], q)
+    assert torch.equal(got.unpack()[1], torch.full((8, 1), -0.5, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("zero", [0, 3, 8, 15])
+def test_weights_with_zero_points_on_a_grid_come_back(zero):
+    q = torch.arange(16, dtype=torch.uint8).repeat(8, 4)
+    got = quantize_w4((q.float() - zero) * 0.25, 64, symmetric=False)
+    assert torch.equal(got.unpack()[0], q)
+    assert torch.equal(got.unpack()[1], torch.full((8, 1), 0.25, dtype=torch.bfloat16))
+    assert torch.equal(got.unpack()[2], torch.full((8, 1), zero, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_group_of_zeros_is_zeros(symmetric):
+    w = weight(4, 8, 96)
+    w[:, 32:64] = 0
+    got = quantize_w4(w, 32, symmetric=symmetric)
+    assert torch.equal(got.dequantize()[:, 32:64], torch.zeros(8, 32))
+    assert torch.equal(got.unpack()[1][:, 1], torch.zeros(8, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_zero_stays_zero(symmetric):
+    w = weight(5, 16, 256).abs() + 0.01
+    w[:, ::3] = 0
+    assert bool((quantize_w4(w, 64, symmetric=symmetric).dequantize()[:, ::3] == 0).all())
+
+
+def test_codes_are_those_of_the_rounded_scale():
+    """bf16 keeps 8 bits of a scale: codes for the unrounded one would be off by one at the far end of the range."""
+    w = weight(6, 64, 512)
+    q, scale, _ = quantize_w4(w, 512).unpack()
+    exact = w.double() / scale.double()
+    assert torch.equal(q.double(), exact.round().clamp(-8, 7))
+
+
+@pytest.mark.parametrize("dtype, size", [(torch.float16, 1e-7), (torch.bfloat16, 1e-40), (torch.float32, 1e-44)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_tiny_weights_err_by_no_more_than_themselves(dtype, size, symmetric):
+    w = torch.linspace(-size, size, 256).repeat(8, 1)
+    got = quantize_w4(w, 64, symmetric=symmetric, scale_dtype=dtype).dequantize()
+    assert bool((errors(got, w, 64) <= errors(torch.zeros_like(w), w, 64)).all())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("exponent", [-100, 120])
+def test_a_power_of_two_changes_the_scales_only(symmetric, exponent):
+    """Squared errors would overflow or vanish in fp32."""
+    w = weight(13, 16, 256)
+    q, scale, zero = quantize_w4(w, 64, symmetric=symmetric).unpack()
+    big = quantize_w4(w * 2.0**exponent, 64, symmetric=symmetric).unpack()
+    assert torch.equal(big[0], q) and torch.equal(big[1], scale * 2.0**exponent)
+    assert zero is None or torch.equal(big[2], zero)
+
+
+# --- memory, strides, repeatability ---
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_chunks_of_rows_change_nothing(symmetric, monkeypatch):
+    w = weight(7, 40, 416)
+    whole = quantize_w4(w, 128, symmetric=symmetric)
+    monkeypatch.setattr("jitgemm.quantize_weight._CHUNK", {"cpu": 1})
+    assert builders.same_bits(quantize_w4(w, 128, symmetric=symmetric).blocks, whole.blocks)
+
+
+def test_strided_and_half_precision_weights():
+    w = weight(8, 16, 128)
+    expected = quantize_w4(w.bfloat16().float(), 64).blocks
+    assert builders.same_bits(quantize_w4(w.bfloat16(), 64).blocks, expected)
+    assert builders.same_bits(quantize_w4(w.bfloat16().T.contiguous().T, 64).blocks, expected)
+    half = w.half()
+    assert builders.same_bits(quantize_w4(half, 64).blocks, quantize_w4(half.float(), 64).blocks)
+
+
+def test_the_weight_is_left_alone_and_may_be_a_parameter():
+    w = weight(9, 16, 128)
+    parameter = torch.nn.Parameter(w.clone())
+    got = quantize_w4(parameter, 64)
+    assert torch.equal(parameter, w)
+    assert not got.blocks.requires_grad
+
+
+def test_the_group_size_is_kept():
+    for group_size in (32, 96, 128, 4096):
+        assert quantize_w4(weight(10, 8, 96), group_size).group_size == group_size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [32, 128, 10_000])
+def test_the_gpu_gives_the_same_weight(symmetric, group_size):
+    w = weight(11, 256, 1120, outliers=True)
+    on_gpu = quantize_w4(w.cuda(), group_size, symmetric=symmetric)
+    assert on_gpu.device.type == "cuda"
+    for got, expected in zip(on_gpu.unpack(), quantize_w4(w, group_size, symmetric=symmetric).unpack()):
+        assert got is expected or builders.same_bits(got.cpu(), expected)
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize("value, text", [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_values_that_are_not_finite_are_refused_with_their_place(value, text, symmetric):
+    w = weight(12, 16, 64)
+    w[9, 33] = value
+    with pytest.raises(ValueError, match=re.escape(f"w: expected finite values, got {text} at [9, 33]")):
+        quantize_w4(w, 32, symmetric=symmetric)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_too_large_for_the_scale_type_are_refused(symmetric):
+    w = torch.linspace(-1e6, 1e6, 64).repeat(8, 1)
+    with pytest.raises(ValueError, match="w: expected scales within float16's 65504"):
+        quantize_w4(w, 32, symmetric=symmetric, scale_dtype=torch.float16)
+
+
+W = torch.zeros(8, 64)
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error, text",
+    [
+        (([[1.0]], 32), {}, TypeError, "w: expected a torch.Tensor, got list"),
+        ((W.double(), 32), {}, TypeError, "w: expected float32, bfloat16 or float16, got float64"),
+        ((W[0], 32), {}, ValueError, "w: expected shape [n, k], got [64]"),
+        ((W[:7], 32), {}, ValueError, "w: expected n, its rows, to be a positive multiple of 8, got 7"),
+        ((W[:, :48], 32), {}, ValueError, "w: expected k, its columns, to be a positive multiple of 32, got 48"),
+        ((W, 48), {}, ValueError, "group_size: expected one of (32, 64, 128, 256), or k = 64 for per channel, got 48"),
+        ((W, 0), {}, ValueError, "group_size: expected one of"),
+        ((W, 32.0), {}, TypeError, "group_size: expected an int, got float"),
+        ((W, 32), {"symmetric": "yes"}, TypeError, "symmetric: expected a bool, got str"),
+        ((W, 32), {"full_range": 1}, TypeError, "full_range: expected a bool, got int"),
+        ((W, 32), {"lhs_dtype": torch.float16}, TypeError, "lhs_dtype: expected torch.float8_e4m3fn, torch.int8 or"),
+        ((W, 32), {"scale_dtype": torch.float64}, TypeError, "scale_dtype: expected torch.bfloat16, torch.float16 or"),
+        ((W, 32), {"clip_steps": -1}, ValueError, "clip_steps: expected at least 0, got -1"),
+        ((W, 32), {"clip_steps": True}, TypeError, "clip_steps: expected an int, got bool"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, options, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        quantize_w4(*arguments, **options)
