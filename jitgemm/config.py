@@ -13,6 +13,7 @@ from typing import Iterator, NamedTuple
 
 from jitgemm.spec import (
     BLOCK_K,
+    OUT_BYTES,
     STRIP_ROWS,
     DeviceSpec,
     KernelSpec,
@@ -41,8 +42,10 @@ CHUNK_REGISTERS = 10
 """More of them for every group beyond the first within a record of 128 k."""
 ZERO_REGISTERS = 8
 """More of them for zero points."""
-OFFSET_REGISTERS = 16
+OFFSET_REGISTERS = 24
 """More of them for offsets: four ones, two factors for each group of a record."""
+FP32_REGISTERS = 16
+"""More of them where results are stored in fp32."""
 
 
 def registers_needed(spec: KernelSpec) -> int:
@@ -52,6 +55,7 @@ def registers_needed(spec: KernelSpec) -> int:
     rest += CHUNK_REGISTERS * max(0, spec.format.scale_rows - 1)
     rest += ZERO_REGISTERS if spec.zero_point else 0
     rest += OFFSET_REGISTERS if spec.offset else 0
+    rest += FP32_REGISTERS if spec.out == "fp32" else 0
     if promote_records(spec) == 0:
         return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
     return spec.block_m + rest
@@ -163,8 +167,8 @@ REDUCE_US = 0.05
 reads."""
 STORE_US = 0.36
 """Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
-CLUSTER_US = 0.73
-"""Start and end barrier of a cluster."""
+CLUSTER_US = {1: 0.73, 2: 0.5}
+"""Launch of a cluster of two and its barriers, by CTAs of an SM; grows with the root of the further CTAs."""
 WGMMA_MIN_CYCLES = 9.0
 """Cycles of one m64nNk32 with A in registers, however narrow."""
 RECORD_CYCLES = 309.0
@@ -254,7 +258,7 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
 
     fmt = problem.format
     weight_bytes = ceil_div(n, STRIP_ROWS) * ceil_div(k, BLOCK_K) * fmt.record_bytes
-    memory_us = (weight_bytes + m * k + 2 * m * n) / device.hbm_bytes_per_us
+    memory_us = (weight_bytes + m * k + OUT_BYTES[spec.out] * m * n) / device.hbm_bytes_per_us
     # Few CTAs cannot draw the whole bandwidth.
     memory_us /= min(1.0, clusters * spec.cluster_size / device.num_sms) ** FEW_SMS
 
@@ -262,8 +266,7 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
     if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
         fixed += NO_PREFETCH_US
     fixed += REDUCE_US * waves * (splits - 1) ** 0.5
-    if spec.cluster_size > 1:
-        fixed += CLUSTER_US * spec.cluster_size**0.5
+    fixed += CLUSTER_US[spec.ctas_per_sm] * (spec.cluster_size - 1) ** 0.5
     terms = {"memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "l2": l2_us}
     side_by_side = sum(term**OVERLAP for term in terms.values()) ** (1 / OVERLAP)
     return Candidate(spec, fixed + side_by_side, {**terms, "fixed": fixed}, waves, clusters * spec.cluster_size)

@@ -114,6 +114,10 @@ _FILL_ZERO = cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 _ELEMENT_STRIDES = [cu.cuuint32_t(1), cu.cuuint32_t(1)]
 
 
+MAX_MAPS = 64
+"""Tensor maps that a shape keeps, by address: layers of a model call with few addresses, in turn."""
+
+
 class TileMap:
     """Encodes tensor maps of one two-dimensional shape; only the address changes from call to call.
 
@@ -124,23 +128,30 @@ class TileMap:
         box: (columns, rows) of a tile; a tile row is 128 bytes, swizzled.
     """
 
-    __slots__ = ("_type", "_extent", "_strides", "_box")
+    __slots__ = ("_type", "_extent", "_strides", "_box", "_encoded")
 
     def __init__(self, element: str, *, columns: int, rows: int, row_bytes: int, box: tuple[int, int]):
         self._type = _ELEMENTS[element]
         self._extent = [cu.cuuint64_t(columns), cu.cuuint64_t(rows)]
         self._strides = [cu.cuuint64_t(row_bytes)]
         self._box = [cu.cuuint32_t(box[0]), cu.cuuint32_t(box[1])]
+        self._encoded: dict[int, tuple[object, int]] = {}
 
-    def encode(self, address: int) -> object:
-        """The 128-byte map for a tensor at `address` (16-byte aligned); keep it alive while a launch may read it."""
+    def encode(self, address: int) -> tuple[object, int]:
+        """The 128-byte map for a tensor at `address` (16-byte aligned), to be kept alive, and where it lies."""
+        known = self._encoded.get(address)
+        if known is not None:
+            return known
         result = cu.cuTensorMapEncodeTiled(
             self._type, 2, address, self._extent, self._strides, self._box, _ELEMENT_STRIDES,
             _INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO,
         )  # fmt: skip
         if result[0] != _SUCCESS:
             check(result, "cuTensorMapEncodeTiled")
-        return result[1]
+        if len(self._encoded) >= MAX_MAPS:
+            self._encoded.clear()
+        self._encoded[address] = result[1], result[1].getPtr()
+        return self._encoded[address]
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -177,10 +188,9 @@ class Launch:
         config.numAttrs = len(attributes)
         return config
 
-    def set_map(self, index: int, tensor_map: object) -> None:
-        """Uses this tensor map as parameter 0 (activations) or 1 (output)."""
-        self._keep[index] = tensor_map
-        self._parameters[index] = tensor_map.getPtr()  # type: ignore[attr-defined]
+    def set_map(self, index: int, tensor_map: tuple[object, int]) -> None:
+        """Uses this tensor map, from `TileMap.encode`, as parameter 0 (activations) or 1 (output)."""
+        self._keep[index], self._parameters[index] = tensor_map
 
     def run(self, stream: int, dependent: bool) -> None:
         """Launches on a stream handle.

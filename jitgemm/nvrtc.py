@@ -163,26 +163,32 @@ def _check_is_reported(nvrtc: Any) -> None:
     """Refuse to file a kernel under an NVRTC that did not compile it."""
     info = nvrtc_info()
     major, minor = _version(nvrtc)
-    mapped = _mapped_library()
+    # Other libraries may have loaded an NVRTC of their own beside ours.
+    mapped = _mapped_libraries()
     try:
-        moved = bool(mapped and info.library) and not os.path.samefile(mapped, info.library)
+        moved = bool(mapped and info.library) and not any(os.path.samefile(each, info.library) for each in mapped)
     except OSError:
         moved = True  # replaced on disk since it was loaded
     if (major, minor) != info.version or moved:
+        loaded = ", ".join(mapped)
         raise CompileError(
-            f"NVRTC {info.build} ({info.library}) was found, but NVRTC {major}.{minor} ({mapped}) was loaded: "
+            f"NVRTC {info.build} ({info.library}) was found, but NVRTC {major}.{minor} ({loaded}) was loaded: "
             "two NVRTCs are installed; keep the wheel of one CUDA line"
         )
 
 
-def _mapped_library() -> str | None:
-    """The libnvrtc this process has mapped, whoever loaded it: the bindings take that one before any other."""
+def _mapped_libraries() -> list[str]:
+    """Every libnvrtc this process has mapped, whoever loaded it."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
-        return None
-    found = set(re.findall(r"(/[^\n]*/libnvrtc\.so\.\d[^\n/]*)\n", maps))
-    return max(found, key=os.path.basename, default=None)
+        return []
+    return sorted(set(re.findall(r"(/[^\n]*/libnvrtc\.so\.\d[^\n/]*)\n", maps)))
+
+
+def _mapped_library() -> str | None:
+    """The libnvrtc that the bindings take before any other, because it is mapped already."""
+    return max(_mapped_libraries(), key=os.path.basename, default=None)
 
 
 def _wheel_library() -> str | None:

@@ -199,4 +199,4 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     from jitgemm.cache import KernelSource
     from jitgemm.render import OPTIONS, headers
 
-    return KernelSource(spec.label, spec.to_dict(), render_quantize(spec), headers(), OPTIONS)
+    return KernelSource(spec.label, spec.to_dict(), render_quantize(spec), headers("quantize"), OPTIONS)

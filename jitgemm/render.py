@@ -8,6 +8,7 @@ carried.
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -128,13 +129,23 @@ extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas
 """
 
 
-@lru_cache(maxsize=1)
-def headers() -> dict[str, str]:
-    """Name, as included, to text of every kernel header. NVRTC gets them in memory: no path in source or key."""
+@lru_cache(maxsize=None)
+def headers(first: str = "kernel") -> dict[str, str]:
+    """Name, as included, to text of a kernel header and of all that it includes, in order of their names.
+
+    NVRTC gets them in memory: no path in source or key. Other headers have no part in a kernel's key.
+    """
     package = Path(__file__).resolve().parent
     for root in (package / "include", package.parent / "include"):
         if (root / "jitgemm").is_dir():
-            return {f"jitgemm/{path.name}": path.read_text() for path in sorted((root / "jitgemm").glob("*.cuh"))}
+            found: dict[str, str] = {}
+            todo = [f"jitgemm/{first}.cuh"]
+            while todo:
+                name = todo.pop()
+                if name not in found:
+                    found[name] = (root / name).read_text()
+                    todo += re.findall(r"^#include <(jitgemm/\w+\.cuh)>", found[name], re.MULTILINE)
+            return dict(sorted(found.items()))
     raise FileNotFoundError(
         f"jitgemm's kernel headers are missing: neither {package}/include nor {package.parent}/include holds them"
     )

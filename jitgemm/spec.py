@@ -155,6 +155,8 @@ class Problem:
             raise ValueError(f"k: expected a positive multiple of 32, got {self.k}")
         if self.lhs not in LHS_TYPES:
             raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
+        if self.format.codes not in ("any", self.lhs):
+            raise ValueError(f"format: expected codes 'any' or {self.lhs!r} for lhs {self.lhs!r}, got {self.format.codes!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +283,17 @@ def promote_records(spec: KernelSpec) -> int:
         return 0
     # Two warpgroups along k take alternate records, so neither sees both halves of a group of 256.
     return 2 if spec.group_size == 256 and spec.warpgroups_k == 1 else 1
+
+
+MAX_CHANNEL_K_S8 = 2**16
+"""Largest k of a weight per channel in the order for int8: sums of 16 q x stay in int32 up to twice that."""
+
+
+def tuned_codes(lhs: str, group_size: int, zero_point: bool, k: int) -> str:
+    """`WeightFormat.codes` that decode fastest for these activations; e4m3's holds no -8, else it must be "any"."""
+    if zero_point or (lhs == "s8" and not group_size and k > MAX_CHANNEL_K_S8):
+        return "any"
+    return lhs
 
 
 def direct_lhs(spec: KernelSpec) -> bool:

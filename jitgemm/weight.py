@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from jitgemm import layout
-from jitgemm.spec import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.spec import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
 
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SCALE_TYPES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
@@ -28,8 +28,6 @@ _ZERO_DTYPES = (
     torch.uint32,
     torch.uint64,
 )
-MAX_CHANNEL_K_S8 = 2**16
-"""Largest k of a weight per channel in the order for int8: sums of 16 q x stay in int32 up to twice that."""
 MAX_ZERO = 16
 """Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""
 
@@ -37,7 +35,7 @@ _META_MAGIC = 0x4A57345634  # tells a meta tensor of ours from some other int64 
 _META_FIELDS = ("magic", "layout_version", "n", "k", "group_size", "zero_point", "scale_type", "codes", "offset")
 _META_SCALE_TYPES = ("fp32", "bf16", "fp16")  # by their number in the meta tensor; append only
 _META_CODES = ("any", "e4m3", "s8")  # the same
-_LHS_CODES = {None: "any", torch.float8_e4m3fn: "e4m3", torch.int8: "s8"}
+_LHS_TYPES = {torch.float8_e4m3fn: "e4m3", torch.int8: "s8"}
 
 
 def _group_count(k: int, group_size: int) -> int:
@@ -120,6 +118,8 @@ class W4Weight:
             (layout.strips_of(self.n), layout.kblocks_of(self.k), self.format.record_bytes),
             torch.uint8,
         )
+        if fmt.codes != "any" and fmt.codes != tuned_codes(fmt.codes, fmt.group_size, fmt.zero_point, self.k):
+            raise ValueError(f"format: expected codes 'any' for per-channel int8 with k = {self.k}, got {fmt.codes!r}")
         rows = layout.strips_of(self.n) * STRIP_ROWS
         if self.format.group_size == 0:
             if self.channel_scale is None:
@@ -356,7 +356,10 @@ class W4Weight:
             format = weight_format(
                 k, group_size, bool(zero_point), _META_SCALE_TYPES[scale_type], _META_CODES[codes], bool(offset)
             )
-            return cls(blocks, channel_scale, n, k, group_size, format, version, row_sum, permutation)
+            weight = cls(blocks, channel_scale, n, k, group_size, format, version, row_sum, permutation)
+            if permutation is not None:
+                _check_permutation(permutation, k)
+            return weight
         except ValueError as error:
             raise ValueError(f"state dict: {prefix}{error}") from None
 
@@ -461,7 +464,7 @@ def pack_w4(
         raise TypeError(f"zero: expected an integer dtype, got {_dtype(zero.dtype)}")
     if offset is not None and offset.dtype != scale.dtype:
         raise TypeError(f"offset: expected scale's dtype {_dtype(scale.dtype)}, got {_dtype(offset.dtype)}")
-    if lhs_dtype not in _LHS_CODES:
+    if lhs_dtype is not None and lhs_dtype not in _LHS_TYPES:
         raise TypeError(f"lhs_dtype: expected torch.float8_e4m3fn, torch.int8 or None, got {lhs_dtype}")
     group_size = _check_int("group_size", group_size)
     k = None if k is None else _check_int("k", k)
@@ -499,7 +502,7 @@ def pack_w4(
             if zero is not None:
                 _check_range("zero", zero.to(torch.int64), 0, MAX_ZERO)
         zero = None if zero is None else zero.to(torch.uint8)
-        codes = _order_of_codes(q, k, canonical, format, _LHS_CODES[lhs_dtype])
+        codes = "any" if lhs_dtype is None else _order_of_codes(q, k, canonical, format, _LHS_TYPES[lhs_dtype])
         format = replace(format, codes=codes, offset=offset is not None)
         blocks = layout.pack_records(q, scale, offset, zero, k=k, canonical=canonical, format=format)
         channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
@@ -507,17 +510,15 @@ def pack_w4(
         return weight.with_tensors(blocks, channel_scale, _row_sums(weight), permutation)
 
 
-def _order_of_codes(q: torch.Tensor, k: int, canonical: bool, format: WeightFormat, wanted: str) -> str:
-    """`WeightFormat.codes`: the order asked for if it can hold this weight, else the one that holds any."""
-    if format.zero_point:
+def _order_of_codes(q: torch.Tensor, k: int, canonical: bool, format: WeightFormat, lhs: str) -> str:
+    """`WeightFormat.codes`: the order for these activations if it can hold this weight, else the one that holds any."""
+    codes = tuned_codes(lhs, format.group_size, format.zero_point, k)
+    if codes != "e4m3":
+        return codes
+    if q.is_cuda and _capturing(q.device):
         return "any"
-    if wanted == "s8":
-        # Decoded to 16 times the code: the sums of a long row would leave int32.
-        return "s8" if format.group_size or k <= MAX_CHANNEL_K_S8 else "any"
-    if wanted == "e4m3" and not (q.is_cuda and _capturing(q.device)):
-        least = min(int(part.min()) for part in layout.split_canonical(q, False)) if canonical else int(q.min())
-        return "e4m3" if least > -8 else "any"
-    return "any"
+    least = min(int(part.min()) for part in layout.split_canonical(q, False)) if canonical else int(q.min())
+    return "e4m3" if least > -8 else "any"
 
 
 def _row_sums(weight: W4Weight) -> torch.Tensor:

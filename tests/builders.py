@@ -36,18 +36,25 @@ class WeightParts:
     scale: torch.Tensor
     zero: torch.Tensor | None
     group_size: int
+    offset: torch.Tensor | None = None
+    permutation: torch.Tensor | None = None
+    lhs_dtype: torch.dtype | None = None
 
     @property
     def packed(self) -> W4Weight:
-        return pack_w4(self.q, self.scale, self.zero, group_size=self.group_size, k=self.q.shape[1])
+        return pack_w4(
+            self.q, self.scale, self.zero, offset=self.offset, permutation=self.permutation,
+            group_size=self.group_size, k=self.q.shape[1], lhs_dtype=self.lhs_dtype,
+        )  # fmt: skip
 
     def dequantize_fp64(self) -> torch.Tensor:
-        """The definition, element by element: (q - zero) * scale in fp64 [n, k]."""
+        """The definition, element by element: (q - zero) * scale + offset in fp64 [n, k]."""
         group = torch.arange(self.q.shape[1], device=self.q.device) // self.group_size
         d = self.q.double()
         if self.zero is not None:
             d = d - self.zero.double()[:, group]
-        return d * self.scale.double()[:, group]
+        d = d * self.scale.double()[:, group]
+        return d if self.offset is None else d + self.offset.double()[:, group]
 
 
 def weight_parts(
@@ -60,11 +67,15 @@ def weight_parts(
     scale_type: str = "bf16",
     scales: str = "plain",
     max_zero: int = 15,
+    offset: bool = False,
+    codes: str = "any",
     device: str = "cpu",
 ) -> WeightParts:
-    """A random weight [n, k] with all sixteen codes and zero points 0..max_zero.
+    """A random weight [n, k] with all codes, which are sixteen but for "e4m3", and zero points 0..max_zero.
 
     Args:
+        offset: with offsets of both signs, as large as the scaled codes.
+        codes: the order to pack for, as `WeightFormat.codes`; "e4m3" has no code -8.
         scales: "plain" near 0.01, "negative" of both signs, "tiny" and "huge" near the ends of the scale type (but far
             enough for a result to stay finite), "mixed" all of them.
     """
@@ -75,7 +86,7 @@ def weight_parts(
         q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
         zero = torch.randint(0, max_zero + 1, (n, groups), generator=g, dtype=torch.uint8)
     else:
-        q = torch.randint(-8, 8, (n, k), generator=g, dtype=torch.int8)
+        q = torch.randint(-7 if codes == "e4m3" else -8, 8, (n, k), generator=g, dtype=torch.int8)
         zero = None
     scale = (0.5 + torch.rand((n, groups), generator=g)) * 0.01
     sign = torch.randint(0, 2, (n, groups), generator=g) * 2.0 - 1
@@ -86,7 +97,9 @@ def weight_parts(
     if scales in ("negative", "mixed"):
         scale = scale * sign
     scale = (scale * size).to(SCALE_DTYPES[scale_type])
-    return WeightParts(q.to(device), scale.to(device), None if zero is None else zero.to(device), group_size)
+    added = (scale.double() * (torch.rand((n, groups), generator=g) * 16 - 8)).to(scale.dtype) if offset else None
+    q, scale, zero, added = (None if tensor is None else tensor.to(device) for tensor in (q, scale, zero, added))
+    return WeightParts(q, scale, zero, group_size, added, lhs_dtype=None if codes == "any" else LHS_DTYPES[codes])
 
 
 def lhs(
@@ -119,6 +132,24 @@ def lhs(
     x = (x / x_scale).clamp(-largest, largest)
     x = x.to(LHS_DTYPES[dtype]) if dtype == "e4m3" else x.round().to(torch.int8)
     return x.to(device), x_scale.to(device)
+
+
+def affine_lhs(
+    seed: int, m: int, k: int, *, mean: str = "zero", per_token: bool = True, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """int8 activations with a zero point: (x [m, k], x_scale, x_zero), the last two [m, 1] or one element.
+
+    x_scale * (x - x_zero) is the real value; -128..127 span the least to the largest of a token, zero included.
+    """
+    g = generator(seed)
+    x = torch.randn((m, k), generator=g)
+    if mean == "positive":
+        x = x.abs() + 0.5
+    low, high = (x.amin(1, keepdim=True), x.amax(1, keepdim=True)) if per_token else (x.min()[None], x.max()[None])
+    x_scale = (high.clamp(min=0) - low.clamp(max=0)) / 255
+    x_zero = (-128 - low.clamp(max=0) / x_scale).round().clamp(-128, 127).to(torch.int32)
+    x = ((x / x_scale).round() + x_zero).clamp(-128, 127).to(torch.int8)
+    return x.to(device), x_scale.to(device), x_zero.to(device)
 
 
 def bias(seed: int, n: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:

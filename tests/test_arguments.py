@@ -1,4 +1,6 @@
-"""What `gemm_w4a8_bf16_nt` takes and what it refuses: each refusal names the argument, what was expected and what came.
+"""What `gemm_w4a8_nt` and its bf16 form take and what they refuse.
+
+Each refusal names the argument, what was expected and what came.
 
 On CPU tensors, where every check but that of CUDA addresses runs too.
 """
@@ -14,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm
+from jitgemm.reference import round_fp64
 
 M, N, K = 5, 72, 96
 POISON = -12345.0
@@ -22,18 +25,24 @@ POISON = -12345.0
 class Call:
     """A legal call's arguments; tests replace one and see what happens."""
 
+    gemm = staticmethod(jitgemm.gemm_w4a8_bf16_nt)
+
     def __init__(self, dtype: str = "e4m3", m: int = M):
         self.x, self.x_scale = builders.lhs(1, m, K, dtype)
         self.rhs = builders.weight_parts(2, N, K, 32).packed
         self.out = torch.full((m, N), POISON, dtype=torch.bfloat16)
         self.bias: object = None
 
+    @property
+    def lhs(self) -> tuple:
+        return self.x, self.x_scale
+
     def run(self) -> torch.Tensor:
-        jitgemm.gemm_w4a8_bf16_nt((self.x, self.x_scale), self.rhs, self.out, bias=self.bias)
+        self.gemm(self.lhs, self.rhs, self.out, bias=self.bias)
         return self.out
 
     def expected(self) -> torch.Tensor:
-        return jitgemm.gemm_w4a8_reference((self.x, self.x_scale), self.rhs, bias=self.bias)
+        return jitgemm.gemm_w4a8_reference(self.lhs, self.rhs, bias=self.bias, out_dtype=self.out.dtype)
 
     def refused(self, error: type[Exception], argument: str, expected: str, got: str) -> None:
         """The call raises, says all three, and wrote nothing."""
@@ -50,9 +59,43 @@ class Call:
             assert builders.same_bits(out, before)
 
 
+class AffineCall(Call):
+    """The same with int8 activations that have zero points."""
+
+    def __init__(self, m: int = M):
+        super().__init__("s8", m)
+        self.x, self.x_scale, self.x_zero = builders.affine_lhs(1, m, K, mean="positive")
+
+    @property
+    def lhs(self) -> tuple:
+        return self.x, self.x_scale, self.x_zero
+
+
+class Plain(Call):
+    """A call's arguments but for its zero points."""
+
+    def __init__(self, other: Call):
+        self.x, self.x_scale, self.rhs, self.out, self.bias = other.x, other.x_scale, other.rhs, other.out, other.bias
+
+
+class AnyOutCall(Call):
+    """The call whose output may have other types."""
+
+    gemm = staticmethod(jitgemm.gemm_w4a8_nt)
+
+    def __init__(self, out_dtype: torch.dtype, dtype: str = "s8"):
+        super().__init__(dtype)
+        self.out = self.out.to(out_dtype)
+
+
 @pytest.fixture
 def call() -> Call:
     return Call()
+
+
+@pytest.fixture
+def affine() -> AffineCall:
+    return AffineCall()
 
 
 # ---- lhs ----------------------------------------------------------------------------------------------------------
@@ -79,13 +122,14 @@ def test_lhs_may_be_a_list(call):
         (torch.zeros(M, K, dtype=torch.int8), "Tensor"),
         (None, "NoneType"),
         ((torch.zeros(M, K, dtype=torch.int8),), "tuple of 1"),
-        ([torch.zeros(M, K, dtype=torch.int8)] * 3, "list of 3"),
+        ([torch.zeros(M, K, dtype=torch.int8)] * 4, "list of 4"),
+        ((), "tuple of 0"),
         (torch.zeros(2, K, dtype=torch.int8), "Tensor"),
     ],
-    ids=["tensor", "none", "one", "three", "tensor-of-two-rows"],
+    ids=["tensor", "none", "one", "four", "nothing", "tensor-of-two-rows"],
 )
-def test_lhs_must_be_a_pair(call, lhs, got):
-    message = rf"^lhs: expected a pair \(x, x_scale\), got {got}$"
+def test_lhs_must_be_a_pair_or_three(call, lhs, got):
+    message = rf"^lhs: expected a pair \(x, x_scale\), or \(x, x_scale, x_zero\), got {got}$"
     with pytest.raises(TypeError, match=message):
         jitgemm.gemm_w4a8_bf16_nt(lhs, call.rhs, call.out)
 
@@ -202,6 +246,83 @@ def test_x_scale_may_have_any_stride(call):
     assert builders.same_bits(call.run(), expected)
 
 
+# ---- x_zero -------------------------------------------------------------------------------------------------------
+
+
+def test_zero_points_are_taken_from_the_activations(affine):
+    expected = affine.expected()
+    assert builders.same_bits(affine.run(), expected)
+    assert not builders.same_bits(expected, Plain(affine).expected())
+
+
+def test_zero_points_of_zero_change_nothing(affine):
+    affine.x_zero = torch.zeros(M, dtype=torch.int32)
+    assert builders.same_bits(affine.run(), Plain(affine).expected())
+
+
+def test_lhs_of_three_may_be_a_list(affine):
+    affine.gemm(list(affine.lhs), affine.rhs, affine.out)
+    assert builders.same_bits(affine.out, affine.expected())
+
+
+@pytest.mark.parametrize("value", [None, 1, [0] * M])
+def test_x_zero_must_be_a_tensor(affine, value):
+    affine.x_zero = value
+    affine.refused(TypeError, "lhs[2] (x_zero)", "torch.Tensor", type(value).__name__)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8, torch.float32, torch.bool])
+def test_x_zero_must_be_int32(affine, dtype):
+    affine.x_zero = affine.x_zero.to(dtype)
+    affine.refused(TypeError, "lhs[2] (x_zero)", "int32", str(dtype).removeprefix("torch."))
+
+
+def test_only_int8_has_zero_points(affine):
+    affine.x = affine.x.float().to(torch.float8_e4m3fn)
+    affine.refused(TypeError, "lhs[0] (x)", "int8 beside lhs[2] (x_zero)", "float8_e4m3fn")
+
+
+@pytest.mark.parametrize("shape", [(M - 1,), (M + 1,), (1, M), (M, 2), (M, 1, 1), (1, 1, 1), (0,)])
+def test_x_zero_must_be_per_token_or_one_element(affine, shape):
+    affine.x_zero = torch.zeros(shape, dtype=torch.int32)
+    affine.refused(ValueError, "lhs[2] (x_zero)", f"[{M}], [{M}, 1] or one element", str(list(shape)))
+
+
+def test_x_zero_may_have_any_stride(affine):
+    values = affine.x_zero.flatten()
+    expected = affine.expected()
+    table = torch.zeros(M, 3, dtype=torch.int32)
+    table[:, 1] = values
+    for x_zero in (values, table[:, 1], table[:, 1:2]):
+        affine.x_zero = x_zero
+        assert builders.same_bits(affine.run(), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_x_zero_of_one_element_serves_all_tokens(affine, shape):
+    affine.x_zero = torch.full((M,), -77, dtype=torch.int32)
+    expected = affine.expected()
+    affine.x_zero = torch.full(shape, -77, dtype=torch.int32)
+    assert builders.same_bits(affine.run(), expected)
+    affine.x_scale = torch.tensor(0.5)  # each on its own: one scale with a zero point per token, and the reverse
+    affine.x_zero = torch.full((M, 1), -77, dtype=torch.int32)
+    assert builders.same_bits(affine.run(), affine.expected())
+
+
+def test_zero_points_need_the_sums_of_the_weight_s_rows(affine):
+    rhs = affine.rhs
+    affine.rhs = rhs.with_tensors(rhs.blocks, rhs.channel_scale, None, rhs.permutation)
+    affine.refused(ValueError, "rhs", "a weight with row_sum, which lhs[2] (x_zero) needs", "one without")
+    # A call without zero points does not.
+    plain = Plain(affine)
+    assert builders.same_bits(plain.run(), plain.expected())
+
+
+def test_x_zero_must_be_where_x_is(affine):
+    affine.x_zero = affine.x_zero.to("meta")
+    affine.refused(ValueError, "lhs[2] (x_zero)", "on cpu", "meta")
+
+
 # ---- rhs ----------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +343,30 @@ def test_arguments_are_checked_against_the_weight_of_this_call(call):
     call.refused(ValueError, "out", f"{N + 8} columns", f"[{M}, {N}]")
 
 
+@pytest.mark.parametrize(("packed_for", "given_"), [("e4m3", "s8"), ("s8", "e4m3")])
+def test_a_weight_packed_for_one_type_of_activations_refuses_the_other(packed_for, given_):
+    names = {"e4m3": "float8_e4m3fn", "s8": "int8"}
+    call = Call(given_)
+    call.rhs = builders.weight_parts(2, N, K, 32, codes=packed_for).packed
+    call.refused(
+        TypeError, "lhs[0] (x)", f"{names[packed_for]}, for which rhs was packed (lhs_dtype of pack_w4)", names[given_]
+    )
+    call.x, call.x_scale = builders.lhs(1, M, K, packed_for)
+    assert builders.same_bits(call.run(), call.expected())
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "s8"])
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_offsets_are_added_to_the_weight(dtype, zero_point):
+    call = Call(dtype)
+    parts = builders.weight_parts(2, N, K, 32, zero_point=zero_point, offset=True)
+    call.rhs = parts.packed
+    expected = call.expected()
+    assert builders.same_bits(call.run(), expected)
+    call.rhs = replace(parts, offset=None).packed
+    assert not builders.same_bits(call.run(), expected)
+
+
 # ---- out ----------------------------------------------------------------------------------------------------------
 
 
@@ -232,9 +377,52 @@ def test_out_must_be_a_tensor(call, value):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int16])
-def test_out_must_be_bf16(call, dtype):
+def test_out_of_the_bf16_form_must_be_bf16(call, dtype):
     call.out = call.out.to(dtype)
-    call.refused(TypeError, "out", "bfloat16", str(dtype).removeprefix("torch."))
+    call.refused(TypeError, "out", "bfloat16 (gemm_w4a8_nt takes other types)", str(dtype).removeprefix("torch."))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn, torch.int32])
+def test_out_must_be_bf16_fp16_or_fp32(dtype):
+    call = AnyOutCall(torch.bfloat16)
+    call.out = torch.zeros(M, N).to(dtype)
+    call.refused(TypeError, "out", "bfloat16, float16 or float32", str(dtype).removeprefix("torch."))
+
+
+OUT_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("lhs_dtype", ["e4m3", "s8"])
+@pytest.mark.parametrize("dtype", OUT_DTYPES)
+def test_the_result_is_rounded_once_to_the_type_of_out(dtype, lhs_dtype):
+    call = AnyOutCall(dtype, lhs_dtype)
+    call.bias = builders.bias(5, N, torch.float32)
+    exact = jitgemm.gemm_w4a8_reference(call.lhs, call.rhs, bias=call.bias, out_dtype=torch.float64)
+    assert call.run().dtype == dtype
+    assert builders.same_bits(call.out, round_fp64(exact, dtype))
+
+
+@pytest.mark.parametrize("dtype", OUT_DTYPES)
+def test_out_of_every_type_may_be_a_column_slice(dtype):
+    call = AnyOutCall(dtype)
+    expected = call.expected()
+    whole = torch.full((M + 2, N + 24), POISON, dtype=dtype)
+    poison = whole[0, 0].clone()
+    call.out = whole[1:-1, 8 : 8 + N]
+    assert builders.same_bits(call.run().contiguous(), expected)
+    call.out.fill_(poison)
+    assert bool((whole == poison).all())
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 8), (torch.float16, 8), (torch.float32, 4)])
+def test_out_must_have_a_row_stride_of_whole_16_bytes(dtype, unit):
+    call = AnyOutCall(dtype)
+    expected = call.expected()
+    for pad in range(1, unit):
+        call.out = torch.zeros(M, N + pad, dtype=dtype)[:, :N]
+        call.refused(ValueError, "out", f"multiple of {unit} elements (16 bytes)", str(N + pad))
+    call.out = torch.zeros(M, N + unit, dtype=dtype)[:, :N]
+    assert builders.same_bits(call.run().contiguous(), expected)
 
 
 @pytest.mark.parametrize("shape", [(M - 1, N), (M + 1, N), (M, N + 8), (M, N - 8), (N, M), (M * N,), (1, M, N), (0, N)])
@@ -334,7 +522,7 @@ def test_tensors_must_be_where_x_is(call, attribute, argument):
 
 
 def test_the_weight_must_be_where_x_is(call):
-    call.rhs = replace(call.rhs, blocks=call.rhs.blocks.to("meta"))
+    call.rhs = call.rhs.to("meta")
     call.refused(ValueError, "rhs", "on cpu", "meta")
 
 
@@ -403,6 +591,20 @@ def test_out_must_not_overlap_the_channel_scale(call):
     call.refused(ValueError, "out", "memory of its own", "overlaps rhs.channel_scale")
 
 
+def test_out_must_not_overlap_x_zero(affine, memory):
+    affine.out = bytes_as(memory, 64, (M, N), torch.bfloat16)
+    affine.x_zero = bytes_as(memory, 64 + 2 * M * N - 4, (M,), torch.int32)
+    affine.refused(ValueError, "out", "memory of its own", "overlaps lhs[2] (x_zero)")
+    affine.x_zero = bytes_as(memory, 64 + 2 * M * N, (M,), torch.int32).fill_(1)
+    assert builders.same_bits(affine.run(), affine.expected())
+
+
+def test_out_must_not_overlap_the_row_sums():
+    call = AffineCall(m=1)
+    call.out = call.rhs.row_sum[: N // 2].view(torch.bfloat16).view(1, N)
+    call.refused(ValueError, "out", "memory of its own", "overlaps rhs.row_sum")
+
+
 @pytest.mark.parametrize("out_first", [False, True])
 def test_interleaved_column_slices_do_not_overlap(call, out_first):
     """x and out side by side in the rows of one buffer: their byte ranges cross, their bytes do not."""
@@ -455,6 +657,20 @@ def test_no_tokens_is_still_checked():
     call.refused(ValueError, "bias", f"[{N}]", f"[{N + 8}]")
 
 
+# ---- batch_invariant ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", OUT_DTYPES)
+def test_batch_invariant_gives_the_same_exact_result(dtype):
+    call = AnyOutCall(dtype)
+    jitgemm.gemm_w4a8_nt(call.lhs, call.rhs, call.out, batch_invariant=True)
+    assert builders.same_bits(call.out, call.expected())
+    if dtype == torch.bfloat16:
+        call.out.zero_()
+        jitgemm.gemm_w4a8_bf16_nt(call.lhs, call.rhs, call.out, batch_invariant=True)
+        assert builders.same_bits(call.out, call.expected())
+
+
 # ---- addresses: CUDA only -------------------------------------------------------------------------------------------
 
 
@@ -497,10 +713,11 @@ def test_overlap_is_seen_after_a_legal_call_of_the_same_shapes():
     torch.cuda.synchronize()
 
 
-def test_every_message_has_one_form():
+@pytest.mark.parametrize("gemm", [jitgemm.gemm_w4a8_bf16_nt, jitgemm.gemm_w4a8_nt])
+def test_every_message_has_one_form(gemm):
     """`argument: expected …, got …` on one line, so that it can be searched for."""
     call = Call()
-    call.out = call.out.float()
+    call.out = call.out.double()
     with pytest.raises(TypeError) as caught:
-        call.run()
+        gemm(call.lhs, call.rhs, call.out)
     assert re.fullmatch(r"\w+: expected [^\n]+, got [^\n]+", str(caught.value))

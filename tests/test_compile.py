@@ -27,7 +27,7 @@ from jitgemm.errors import CompileError
 from jitgemm.models import linear_layers, read_config
 from jitgemm.nvrtc import FATAL_WARNINGS, compile_cubin
 from jitgemm.render import OPTIONS, headers, render
-from jitgemm.spec import LHS_TYPES, KernelSpec, Problem, WeightFormat
+from jitgemm.spec import GROUP_SIZES, LHS_TYPES, OUT_BYTES, KernelSpec, Problem, WeightFormat
 
 pytestmark = pytest.mark.nvrtc
 
@@ -62,8 +62,31 @@ def sampled_kernels() -> list[KernelSpec]:
     return list(dict.fromkeys(found))
 
 
+def newer_kernels() -> list[KernelSpec]:
+    """Offsets, orders of codes for one type of activations, and outputs other than bf16: what narrow and wide tiles
+    choose, where registers are scarcest, and one drawn at random of each."""
+    draw = random.Random(2025)
+    found = []
+    for lhs in LHS_TYPES:
+        forms = [
+            *((WeightFormat(group, zero, "bf16", offset=True), "bf16")
+              for group, zero in ((32, True), (64, False), (128, False), (128, True), (256, False))),
+            (WeightFormat(32, False, "fp32", lhs, True), "fp32"),
+            (WeightFormat(128, False, "bf16", lhs), "bf16"),
+            (WeightFormat(64, False, "fp16", lhs), "fp16"),
+            (WeightFormat(128, True, "bf16"), "fp32"),
+            (WeightFormat(0, False, "fp32", lhs), "fp32"),
+            (WeightFormat(0, True, "fp32"), "fp16"),
+        ]  # fmt: skip
+        for format, out in forms:
+            ms = (16, 4096) if format.offset and format.group_size in (32, 128) else (4096,)
+            found += [choose(Problem(m, 4096, 4096, lhs, format, out), H200) for m in ms]
+            found.append(draw.choice(legal_kernels(lhs, format, H200, out)))
+    return list(dict.fromkeys(found))
+
+
 LLAMA = llama_kernels()
-SAMPLE = [spec for spec in sampled_kernels() if spec not in LLAMA]
+SAMPLE = [spec for spec in (*sampled_kernels(), *newer_kernels()) if spec not in LLAMA]
 
 
 def name_of(spec: KernelSpec) -> str:
@@ -235,6 +258,14 @@ def test_two_checkouts_have_the_same_keys_and_cubins(compiled, tmp_path):
         assert found == expected
 
 
+def test_the_sample_holds_every_output_order_of_codes_and_offsets_of_every_group_size():
+    for lhs in LHS_TYPES:
+        kernels = [spec for spec in SAMPLE if spec.lhs == lhs]
+        assert {spec.out for spec in kernels} == set(OUT_BYTES)
+        assert {spec.codes for spec in kernels} == {"any", lhs}
+        assert {spec.group_size for spec in kernels if spec.offset} == set(GROUP_SIZES)
+
+
 def test_different_kernels_have_different_sources():
     sources = [render(spec) for spec in (*LLAMA, *SAMPLE)]
     assert len(set(sources)) == len(sources)
@@ -254,7 +285,7 @@ def test_every_field_of_a_kernel_reaches_its_source():
         {"lhs": "s8"}, {"group_size": 64}, {"zero_point": True}, {"scale_type": "fp16"}, {"block_m": 32},
         {"block_n": 192}, {"stages": 3}, {"halves": 2}, {"warpgroups_k": 2}, {"split_k": 2},
         {"multicast": 2, "multicast_side": "lhs"}, {"multicast": 2, "multicast_side": "rhs"},
-        {"ctas_per_sm": 2}, {"debug": True},
+        {"ctas_per_sm": 2}, {"debug": True}, {"codes": "e4m3"}, {"offset": True}, {"out": "fp16"}, {"out": "fp32"},
     ]  # fmt: skip
     sources = {render(replace(base, **change)) for change in ({}, *changes)}
     assert len(sources) == len(changes) + 1

@@ -24,6 +24,7 @@ from jitgemm.device import DEVICES, device_from_properties, device_spec
 from jitgemm.render import render, wgmma_shapes
 from jitgemm.spec import (
     LHS_TYPES,
+    OUT_BYTES,
     PRODUCER_REGISTERS,
     REGISTERS_PER_SM,
     DeviceSpec,
@@ -31,6 +32,7 @@ from jitgemm.spec import (
     Problem,
     WeightFormat,
     ceil_div,
+    promote_records,
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -46,16 +48,36 @@ SMALLER = [
 ALL_DEVICES = [*DEVICES.values(), *SMALLER]
 FORMATS = [WeightFormat(*format) for format in builders.ALL_FORMATS]
 
+
+
+def formats_of(lhs: str) -> list[WeightFormat]:
+    """Every weight format that meets this type of activations: offsets and orders of codes too."""
+    found = list(FORMATS)
+    for format in FORMATS:
+        if format.group_size:
+            found.append(replace(format, offset=True))
+        if not format.zero_point:
+            found.append(replace(format, codes=lhs))
+            if format.group_size:
+                found.append(replace(format, codes=lhs, offset=True))
+    return found
+
+
+FORMATS_OF = {lhs: formats_of(lhs) for lhs in LHS_TYPES}
+
 devices = st.sampled_from(ALL_DEVICES)
-formats = st.sampled_from(FORMATS)
+outputs = st.fixed_dictionaries({"out": st.sampled_from(list(OUT_BYTES)), "batch_invariant": st.booleans()})
+lhs_and_format = st.sampled_from(LHS_TYPES).flatmap(
+    lambda lhs: st.sampled_from(FORMATS_OF[lhs]).map(lambda format: {"lhs": lhs, "format": format})
+)
 tokens = st.one_of(st.integers(1, 300), st.integers(1, 20000), st.integers(1, 1 << 20))
 problems = st.builds(
-    Problem,
+    lambda m, n, k, formats, output: Problem(m=m, n=n, k=k, **formats, **output),
     m=tokens,
     n=st.one_of(st.integers(1, 64), st.integers(1, 20000)).map(lambda i: 8 * i),
     k=st.one_of(st.integers(1, 32), st.integers(1, 2000)).map(lambda i: 32 * i),
-    lhs=st.sampled_from(LHS_TYPES),
-    format=formats,
+    formats=lhs_and_format,
+    output=outputs,
 )
 relaxed = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
@@ -96,6 +118,7 @@ def test_every_legal_problem_gets_a_legal_kernel_of_its_own_formats(problem, dev
         problem.format.group_size,
         problem.format.zero_point,
     )
+    assert (spec.codes, spec.offset, spec.out) == (problem.format.codes, problem.format.offset, problem.out)
     if problem.format.group_size:
         assert spec.format == problem.format
     assert not spec.debug
@@ -118,6 +141,35 @@ def test_every_candidate_is_legal(device, lhs):
             assert_legal(spec, device)
 
 
+@pytest.mark.parametrize("device", [DEVICES["h200"], SMALLER[-1]], ids=lambda device: device.name)
+@pytest.mark.parametrize("out", OUT_BYTES)
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_every_candidate_for_every_order_offset_and_output_is_legal(device, lhs, out):
+    for format in FORMATS_OF[lhs]:
+        kernels = legal_kernels(lhs, format, device, out)
+        assert len(kernels) > 20
+        for spec in kernels:
+            assert_legal(spec, device)
+            assert (spec.codes, spec.offset, spec.out) == (format.codes, format.offset, out)
+
+
+def test_fp32_outputs_take_twice_the_shared_memory():
+    bf16 = KernelSpec("s8", 128, False, "bf16", block_m=64, block_n=128, stages=4)
+    assert smem_bytes(replace(bf16, out="fp16")) == smem_bytes(bf16)
+    assert smem_bytes(replace(bf16, out="fp32")) == smem_bytes(bf16) + 64 * 128 * 2
+
+
+def test_offsets_take_the_shared_memory_of_a_second_row_of_scales():
+    plain = KernelSpec("s8", 32, False, "fp32", block_m=64, block_n=128, stages=4)
+    records = 4 * 2  # stages times strips
+    assert smem_bytes(replace(plain, offset=True)) == smem_bytes(plain) + records * 4 * 64 * 4
+
+
+def test_an_output_of_another_type_is_refused():
+    with pytest.raises(ValueError, match=r"out: expected one of \('bf16', 'fp16', 'fp32'\), got 'int8'"):
+        Problem(1, 64, 128, "s8", WeightFormat(128, False, "bf16"), "int8")
+
+
 @pytest.mark.parametrize("lhs", LHS_TYPES)
 def test_no_kernel_is_considered_twice(lhs):
     kernels = legal_kernels(lhs, WeightFormat(128, False, "bf16"), DEVICES["h200"])
@@ -129,6 +181,17 @@ def test_labels_tell_the_kernels_of_a_format_apart_but_for_ctas_per_sm():
         kernels = set(legal_kernels(lhs, WeightFormat(128, False, "bf16"), DEVICES["h200"]))
         names = {(spec.label, spec.ctas_per_sm) for spec in kernels}
         assert len(names) == len(kernels)
+
+
+def test_labels_tell_formats_and_outputs_apart():
+    kernels = [
+        choose(Problem(16, 4096, 4096, lhs, format, out), DEVICES["h200"])
+        for lhs in LHS_TYPES
+        for format in FORMATS_OF[lhs]
+        for out in ("bf16", "fp32")
+    ]
+    kernels = list(dict.fromkeys(kernels))
+    assert len({spec.label for spec in kernels}) == len(kernels)
 
 
 def test_per_channel_kernels_do_not_depend_on_the_scale_type():
@@ -205,8 +268,68 @@ def test_kernels_for_a_layer_are_those_that_any_m_chooses(device, lhs, n, k):
 @relaxed
 @given(problem=problems, device=devices, slack=st.integers(0, 5000))
 def test_kernels_for_holds_the_choice_of_every_m(problem, device, slack):
-    kernels = kernels_for(problem.n, problem.k, problem.lhs, problem.format, device, problem.m + slack)
+    kernels = kernels_for(
+        problem.n, problem.k, problem.lhs, problem.format, device, problem.m + slack,
+        out=problem.out, batch_invariant=problem.batch_invariant,
+    )  # fmt: skip
     assert choose(problem, device) in kernels
+
+
+# ---- batch-invariant calls ------------------------------------------------------------------------------------------
+
+
+def order_of(spec: KernelSpec) -> tuple[int, int]:
+    """What of a kernel decides in which order k is summed."""
+    return spec.split_k, spec.warpgroups_k
+
+
+@pytest.mark.parametrize("out", ["bf16", "fp32"])
+@pytest.mark.parametrize("format", [(128, False, "bf16"), (0, True, "fp32"), (256, False, "fp16")], ids=str)
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1536, 2112), (28672, 8192), (72, 96)])
+def test_a_batch_invariant_layer_sums_k_in_one_order_for_every_m(n, k, lhs, format, out):
+    layer = Problem(1, n, k, lhs, WeightFormat(*format), out, batch_invariant=True)
+    max_m = 20000
+    chosen = [choose(replace(layer, m=last), DEVICES["h200"]) for _, last in bands(max_m)]
+    assert len({order_of(spec) for spec in chosen}) == 1
+    kernels = kernels_for(n, k, lhs, layer.format, DEVICES["h200"], max_m, out=out, batch_invariant=True)
+    assert kernels == list(dict.fromkeys(chosen))
+    # Tiles still follow m, where the output is large enough for tiles to differ.
+    assert n < 1000 or len({spec.block_m for spec in kernels}) > 1
+
+
+@relaxed
+@given(problem=problems, device=devices, other=tokens)
+def test_every_batch_invariant_problem_has_its_layer_s_order(problem, device, other):
+    problem = replace(problem, batch_invariant=True)
+    spec = choose(problem, device)
+    assert_legal(spec, device)
+    assert order_of(choose(replace(problem, m=other), device)) == order_of(spec)
+    # Promotion, the other thing that makes sums differ, follows from the order.
+    for candidate in candidates(problem, device):
+        assert order_of(candidate.kernel) == order_of(spec)
+        assert promote_records(candidate.kernel) == promote_records(spec)
+
+
+def test_without_batch_invariance_layers_sum_in_more_orders_than_one():
+    """What the flag is there for."""
+    format = WeightFormat(128, False, "bf16")
+    kernels = kernels_for(4096, 4096, "e4m3", format, DEVICES["h200"], 4096)
+    assert len({order_of(spec) for spec in kernels}) > 1
+    problem = Problem(16, 4096, 4096, "e4m3", format)
+    free, fixed = (candidates(replace(problem, batch_invariant=on), DEVICES["h200"]) for on in (False, True))
+    assert {c.kernel for c in fixed} < {c.kernel for c in free}
+    assert free[0].predicted_us <= fixed[0].predicted_us
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
+    spec = choose(replace(problem, batch_invariant=True), device)
+    same_order = [
+        c for c in candidates(replace(problem, batch_invariant=False), device) if order_of(c.kernel) == order_of(spec)
+    ]
+    assert same_order[0].kernel == spec
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -222,7 +345,7 @@ def test_candidates_are_sorted_and_the_first_is_chosen(problem, device):
     assert all(math.isfinite(us) and us >= 0 for candidate in found for us in candidate.terms.values())
     assert found[0].kernel == choose(problem, device)
     assert {candidate.kernel for candidate in found} <= set(
-        legal_kernels(problem.lhs, problem.format, device)
+        legal_kernels(problem.lhs, problem.format, device, problem.out)
     )
 
 
@@ -271,8 +394,9 @@ def test_decode_takes_narrow_tiles_and_prefill_wide_ones():
 def test_equal_inputs_give_equal_outputs(problem, device):
     before = candidates(problem, device)
     config._choose.cache_clear()
+    config._invariant_order.cache_clear()
     legal_kernels.cache_clear()
-    copy = Problem(problem.m, problem.n, problem.k, problem.lhs, replace(problem.format))
+    copy = replace(problem, format=replace(problem.format))
     assert candidates(copy, replace(device)) == before
 
 

@@ -1,5 +1,6 @@
 """What is refused before anything is compiled or loaded: an NVRTC that the driver cannot follow, a GPU that is no Hopper."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -44,3 +45,20 @@ def test_a_gpu_of_another_generation_is_refused_by_name(monkeypatch):
     with pytest.raises(UnsupportedDeviceError, match=r"cuda:3 is a NVIDIA A100 of compute capability 8\.0; .* need 9\.0"):
         plan.device_of(3)
     plan.device_of.cache_clear()
+
+
+def test_the_argument_block_is_packed_in_the_size_that_the_kernel_checks():
+    """`Args` in types.cuh asserts its own size when a kernel compiles; the plan must pack as many bytes."""
+    from jitgemm.render import headers
+
+    size = re.search(r"static_assert\(sizeof\(Args\) == (\d+)", headers()["jitgemm/types.cuh"])
+    assert plan._ARGUMENTS.size == int(size[1])
+
+
+def test_every_output_type_has_a_tensor_map_and_a_number():
+    from jitgemm.arguments import OUT_DTYPES
+    from jitgemm.spec import OUT_BYTES
+
+    assert set(OUT_DTYPES.values()) == set(OUT_BYTES)
+    for dtype, name in OUT_DTYPES.items():
+        assert name in driver._ELEMENTS and OUT_BYTES[name] == dtype.itemsize

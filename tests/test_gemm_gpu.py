@@ -1,8 +1,9 @@
 """The kernels on a Hopper GPU against the reference in fp64: error bounds, every kind of argument, all around a launch.
 
 Bounds: int8 |out - ref| <= 2^-8 |ref| + 2^-20 sum over groups of |group's term|; e4m3 <= 2^-8 |ref| + 2^-10 sum over k
-of |term|, and a relative RMS error of at most 2.2e-3. Every output lies between guard bands and is filled with NaN
-before it is written. At the end of the session one line tells how many outputs were compared and the worst errors.
+of |term|, and a relative RMS error of at most 2.2e-3; 2^-11 and 2^-24 in place of 2^-8 for fp16 and fp32 outputs.
+Offsets and zero points of activations have terms of their own. Every output lies between guard bands and is filled with
+NaN before it is written. At the end of the session one line tells how many outputs were compared and the worst errors.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ import torch
 from builders import PER_CHANNEL
 
 import jitgemm
-from jitgemm.config import choose, illegal, kernels_for, legal_kernels
+from jitgemm.arguments import OUT_DTYPES
+from jitgemm.config import candidates, choose, illegal, kernels_for, legal_kernels
 from jitgemm.errors import JitGemmError
-from jitgemm.reference import gemm_w4a8_terms
-from jitgemm.spec import LHS_TYPES, KernelSpec, Problem, WeightFormat
-from jitgemm.weight import W4Weight, pack_w4
+from jitgemm.reference import error_bound, gemm_w4a8_terms
+from jitgemm.spec import GROUP_SIZES, LHS_TYPES, KernelSpec, Problem, WeightFormat
+from jitgemm.weight import MAX_CHANNEL_K_S8, W4Weight, pack_w4
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +39,7 @@ SEED = 20240607
 
 
 def term_share(kind: str, k: int) -> float:
-    """The share of the sum of |terms| that a result may miss beyond bf16 rounding.
+    """The share of the sum of |terms| that a result may miss beyond its rounding.
 
     The tensor cores cut each e4m3 product off at about 14 bits below the largest of its step of 32; over one to three steps, one element in a
     million misses more than 2^-10 (docs/notes/e4m3-accuracy.md).
@@ -51,7 +53,8 @@ RMS_LIMIT = 2.2e-3
 RMS_ELEMENTS = 1000
 """Outputs with fewer elements have no meaningful RMS."""
 POISON = 0x7FC5
-"""Bits of a bf16 NaN that no arithmetic makes."""
+"""Bits of a bf16 NaN that no arithmetic makes; fp16 reads a NaN too, and fp32 does from two of them."""
+OUTPUTS = {name: dtype for dtype, name in OUT_DTYPES.items()}
 GROUP_128 = (128, False, "bf16")
 
 
@@ -62,7 +65,7 @@ GROUP_128 = (128, False, "bf16")
 class Worst:
     """What the session's last line reports.
 
-    The bound's first part is all but used up by rounding to bf16; `beyond` is the part of the second, that of the sums,
+    The bound's first part is all but used up by rounding; `beyond` is the part of the second, that of the sums,
     which the largest error took up.
     """
 
@@ -80,7 +83,7 @@ class Worst:
         return (
             f"GPU numbers: {self.outputs} outputs, {self.elements} elements compared; "
             f"worst error / bound: {ratio}; "
-            f"worst error beyond bf16 rounding / the bound's share for sums: {beyond}; worst relative RMS: {rms}; "
+            f"worst error beyond rounding / the bound's share for sums: {beyond}; worst relative RMS: {rms}; "
             f"{self.packing}"
         )
 
@@ -109,7 +112,8 @@ def assert_right(out: torch.Tensor, lhs: tuple, rhs: W4Weight, bias: torch.Tenso
         return
     ref, terms = gemm_w4a8_terms(lhs, rhs, bias=bias)
     error = (out.double() - ref).abs()
-    bound = ref.abs() * 2.0**-8 + terms * term_share(kind, rhs.k)
+    rounding = error_bound(ref, torch.zeros_like(terms), lhs[0].dtype, out.dtype)
+    bound = rounding + terms * term_share(kind, rhs.k)
     wrong = ~(error <= bound)  # NaN is wrong
     if bool(wrong.any()):
         i, j = wrong.nonzero()[0].tolist()
@@ -122,7 +126,7 @@ def assert_right(out: torch.Tensor, lhs: tuple, rhs: W4Weight, bias: torch.Tenso
     WORST.outputs += 1
     WORST.elements += out.numel()
     WORST.ratio[kind] = max(WORST.ratio[kind], float((error / bound.clamp(min=1e-300)).max()))
-    beyond = (error - ref.abs() * 2.0**-8).clamp(min=0) / (terms * term_share(kind, rhs.k)).clamp(min=1e-300)
+    beyond = (error - rounding).clamp(min=0) / (terms * term_share(kind, rhs.k)).clamp(min=1e-300)
     WORST.beyond[kind] = max(WORST.beyond[kind], float(beyond.max()))
     size = float(ref.abs().max())
     if out.numel() >= RMS_ELEMENTS and size > 0:
@@ -138,14 +142,17 @@ class Guarded:
     Contiguous: bands before and after. Else a column slice of a wider tensor: bands between the rows too.
     """
 
-    def __init__(self, m: int, n: int, *, contiguous: bool = False, device: str = "cuda"):
+    def __init__(
+        self, m: int, n: int, *, contiguous: bool = False, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+    ):
+        words = dtype.itemsize // 2  # of 16 bits
         if contiguous:
-            flat = torch.full((m * n + 1024,), POISON, dtype=torch.int16, device=device)
-            self._whole, self._inside = flat, flat[512 : 512 + m * n].view(m, n)
+            flat = torch.full((m * n * words + 1024,), POISON, dtype=torch.int16, device=device)
+            self._whole, self._inside = flat, flat[512 : 512 + m * n * words].view(m, n * words)
         else:
-            whole = torch.full((m + 4, n + 80), POISON, dtype=torch.int16, device=device)
-            self._whole, self._inside = whole, whole[2 : 2 + m, 72 : 72 + n]
-        self.out = self._inside.view(torch.bfloat16)
+            whole = torch.full((m + 4, (n + 80) * words), POISON, dtype=torch.int16, device=device)
+            self._whole, self._inside = whole, whole[2 : 2 + m, 72 * words : (72 + n) * words]
+        self.out = self._inside.view(dtype)
 
     def check(self) -> None:
         copy = self._inside.clone()
@@ -155,10 +162,13 @@ class Guarded:
         assert untouched, "the kernel wrote beside its output"
 
 
-def call(lhs, rhs, bias=None, *, contiguous: bool = False) -> torch.Tensor:
+def call(
+    lhs, rhs, bias=None, *, contiguous: bool = False, out: str = "bf16", batch_invariant: bool = False
+) -> torch.Tensor:
     """The public call into a guarded output."""
-    guarded = Guarded(lhs[0].shape[0], rhs.n, contiguous=contiguous)
-    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, guarded.out, bias=bias)
+    guarded = Guarded(lhs[0].shape[0], rhs.n, contiguous=contiguous, dtype=OUTPUTS[out])
+    gemm = jitgemm.gemm_w4a8_bf16_nt if out == "bf16" else jitgemm.gemm_w4a8_nt
+    gemm(lhs, rhs, guarded.out, bias=bias, batch_invariant=batch_invariant)
     guarded.check()
     return guarded.out
 
@@ -181,40 +191,55 @@ class Case:
     per_token: bool = True
     strided: bool = True
     seed: int = 1
+    offset: bool = False
+    codes: str = "any"
+    affine: bool = False
+    out: str = "bf16"
 
     def __str__(self) -> str:
         group, zero, scale = self.format
         rest = [self.mean, self.scales, f"bias {self.bias}", "token" if self.per_token else "tensor"]
+        rest += ["offset"] * self.offset + ["affine"] * self.affine + [f"to {self.out}"] * (self.out != "bf16")
+        rest += [f"codes {self.codes}"] * (self.codes != "any")
         return f"{self.lhs}-{self.m}x{self.n}x{self.k}-g{group}{'z' if zero else ''}-{scale}-" + "-".join(rest)
 
     @property
     def problem(self) -> Problem:
-        return Problem(max(1, self.m), self.n, self.k, self.lhs, WeightFormat(*self.format))
+        format = WeightFormat(*self.format, self.codes, self.offset)
+        return Problem(max(1, self.m), self.n, self.k, self.lhs, format, self.out)
 
     def run(self) -> None:
-        rhs = weight(self.n, self.k, self.format, self.scales, self.seed)
-        lhs = activations(self.m, self.k, self.lhs, self.mean, self.per_token, self.seed)
+        rhs = weight(self.n, self.k, self.format, self.scales, self.seed, self.offset, self.codes)
+        assert rhs.format == self.problem.format or rhs.k <= rhs.group_size  # one group is per channel
+        lhs = activations(self.m, self.k, self.lhs, self.mean, self.per_token, self.seed, self.affine)
         if self.strided:
             whole = torch.zeros(self.m, self.k + 48, dtype=torch.uint8, device="cuda").view(lhs[0].dtype)
             x = whole[:, 16 : 16 + self.k]
             x.copy_(lhs[0])
-            lhs = (x, lhs[1])
+            lhs = (x, *lhs[1:])
         bias = None
         if self.bias != "none":
             bias = builders.bias(self.seed, self.n, {"bf16": torch.bfloat16, "fp32": torch.float32}[self.bias], "cuda")
-        assert_right(call(lhs, rhs, bias, contiguous=not self.strided), lhs, rhs, bias)
+        assert_right(call(lhs, rhs, bias, contiguous=not self.strided, out=self.out), lhs, rhs, bias)
 
 
 @lru_cache(maxsize=24)
-def weight(n: int, k: int, format=GROUP_128, scales: str = "plain", seed: int = 1) -> W4Weight:
+def weight(
+    n: int, k: int, format=GROUP_128, scales: str = "plain", seed: int = 1, offset: bool = False, codes: str = "any"
+) -> W4Weight:
     group_size, zero_point, scale_type = format
     return builders.weight_parts(
-        seed, n, k, group_size, zero_point=zero_point, scale_type=scale_type, scales=scales, max_zero=16, device="cuda"
-    ).packed
+        seed, n, k, group_size, zero_point=zero_point, scale_type=scale_type, scales=scales, max_zero=16,
+        offset=offset, codes=codes, device="cuda",
+    ).packed  # fmt: skip
 
 
 @lru_cache(maxsize=4)
-def activations(m: int, k: int, lhs: str, mean: str = "zero", per_token: bool = True, seed: int = 1) -> tuple:
+def activations(
+    m: int, k: int, lhs: str, mean: str = "zero", per_token: bool = True, seed: int = 1, affine: bool = False
+) -> tuple:
+    if affine:
+        return builders.affine_lhs(seed, m, k, mean=mean, per_token=per_token, device="cuda")
     return builders.lhs(seed, m, k, lhs, mean=mean, per_token=per_token, device="cuda")
 
 
@@ -281,7 +306,114 @@ def scale_cases() -> list[Case]:
     ]
 
 
+def offset_cases() -> list[Case]:
+    """Offsets with every group size, with zero points and affine activations in turn, k ending within a group."""
+    cases = []
+    draw = random.Random(SEED + 3)
+    for number, (lhs, group, m) in enumerate(itertools.product(LHS_TYPES, GROUP_SIZES, (1, 17, 130, 300))):
+        zero = (number + number // 4) % 2 == 0
+        cases.append(
+            Case(
+                m, 328, 2080 if group < 256 else 1184, lhs, (group, zero, draw.choice(list(builders.SCALE_BYTES))),
+                mean=draw.choice(builders.LHS_MEANS), scales=draw.choice(("plain", "negative")),
+                bias=draw.choice(("none", "bf16", "fp32")), strided=draw.random() < 0.7, seed=13, offset=True,
+                affine=lhs == "s8" and draw.random() < 0.7,
+            )  # fmt: skip
+        )
+    return cases
+
+
+def affine_cases() -> list[Case]:
+    """int8 with zero points: every kind of scales, with bias and without, a value per token and one for all."""
+    formats = ((32, False, "fp32"), (128, False, "bf16"), (128, True, "bf16"), (256, True, "fp16"))
+    formats = (*formats, (PER_CHANNEL, False, "fp32"), (PER_CHANNEL, True, "bf16"))
+    return [
+        Case(
+            m, 264, 1056, "s8", format, mean=mean, bias=bias, per_token=(m + number) % 3 > 0, strided=m != 17, seed=14,
+            affine=True,
+        )  # fmt: skip
+        for number, (format, (mean, bias)) in enumerate(
+            itertools.product(formats, (("positive", "none"), ("zero", "fp32"), ("positive", "bf16")))
+        )
+        for m in (1, 17, 300)
+    ]
+
+
+def output_cases() -> list[Case]:
+    """fp16 and fp32 outputs at, below and above what tiles are made of, contiguous and as column slices."""
+    cases = []
+    sizes = itertools.product(("fp16", "fp32"), LHS_TYPES, (1, 7, 65, 129, 300), (8, 72, 1000))
+    for number, (out, lhs, m, n) in enumerate(sizes):
+        format = (GROUP_128, (32, True, "fp16"), (PER_CHANNEL, False, "fp32"))[number % 3]
+        cases.append(
+            Case(
+                m, n, 544, lhs, format, mean=builders.LHS_MEANS[number % 2], bias=("none", "fp32")[number // 2 % 2],
+                strided=number % 4 > 0, seed=15, out=out, affine=lhs == "s8" and number % 5 == 0,
+                offset=format[0] == 32 and m > 100,
+            )  # fmt: skip
+        )
+    return [*cases, *(Case(2000, 4104, 2080, lhs, out=out, seed=15) for out in ("fp16", "fp32") for lhs in LHS_TYPES)]
+
+
+def code_cases() -> list[Case]:
+    """Weights packed for one type of activations."""
+    return [
+        Case(m, 328, 2080, lhs, (group, False, scale_type), mean, seed=16, codes=lhs, offset=m == 130 and group > 0)
+        for lhs in LHS_TYPES
+        for group, scale_type in ((32, "fp16"), (64, "fp32"), (128, "bf16"), (256, "bf16"), (PER_CHANNEL, "fp32"))
+        for m, mean in ((1, "zero"), (17, "positive"), (130, "zero"), (300, "positive"))
+    ]
+
+
 NASTY, FORMATS, RANDOM, MEANS, SCALES = nasty_cases(), format_cases(), random_cases(), mean_cases(), scale_cases()
+OFFSETS, AFFINE, OUTS, CODE_ORDERS = offset_cases(), affine_cases(), output_cases(), code_cases()
+REPEATED = [
+    Case(16, 4096, 4096, "s8", affine=True),
+    Case(300, 4104, 4128, "s8", (64, True, "bf16"), offset=True, affine=True),
+    Case(16, 4096, 4096, "e4m3", (128, False, "bf16"), offset=True),
+    Case(64, 1024, 16384, "e4m3", out="fp32"),
+    Case(2048, 2048, 4096, "s8", out="fp32"),
+    Case(16, 4096, 14336, "s8", codes="s8", out="fp16"),
+    Case(300, 4104, 4128, "e4m3", codes="e4m3"),
+]
+"""Calls of the newer forms whose bits are compared from run to run."""
+
+LAYERS = [
+    (n, k, lhs, format)
+    for n, k in ((4096, 4096), (1536, 2112))
+    for lhs in LHS_TYPES
+    for format in (GROUP_128, (PER_CHANNEL, False, "fp32"))
+]
+"""Layers whose rows are compared between calls of other sizes."""
+LAYER_MS = (1, 7, 64, 150, 300)
+
+
+def invariant_problems() -> list[Problem]:
+    return [
+        Problem(m, n, k, lhs, WeightFormat(*format), "bf16", True)
+        for (n, k, lhs, format), m in itertools.product(LAYERS, LAYER_MS)
+    ]
+
+
+EXACT = [
+    (group, *rest) for group in GROUP_SIZES for rest in ((False, "any"), (False, "e4m3"), (False, "s8"), (True, "any"))
+]
+"""Group size, zero points and order of codes of weights with offsets that are compared to the last bit."""
+EXACT_SIZE = (72, 544)
+
+
+def exact_problems() -> list[Problem]:
+    n, k = EXACT_SIZE
+    return [
+        Problem(k, n, k, lhs, WeightFormat(group, zero_point, "fp32", codes, True), "fp32")
+        for (group, zero_point, codes), lhs in itertools.product(EXACT, LHS_TYPES)
+        if codes in ("any", lhs)
+    ]
+
+
+def small_problem(lhs: str) -> Problem:
+    """One whose every legal kernel runs the codes packed for this type of activations."""
+    return Problem(8, 200, 2208, lhs, WeightFormat(128, False, "bf16", lhs))
 
 
 def device_figures():
@@ -290,11 +422,20 @@ def device_figures():
     return device_of(0)
 
 
-def drawn_kernels() -> list[tuple[str, WeightFormat, int]]:
-    """Lhs type, format and a number that chooses among the legal kernels, which depend on the device."""
+def drawn_kernels() -> list[tuple[str, WeightFormat, str, int]]:
+    """Lhs type, format, output and a number that chooses among the legal kernels, which depend on the device."""
     draw = random.Random(SEED + 2)
     pairs = itertools.product(builders.ALL_FORMATS, LHS_TYPES)
-    return [(lhs, WeightFormat(*format), draw.randrange(1 << 30)) for format, lhs in pairs]
+    drawn = [(lhs, WeightFormat(*format), "bf16", draw.randrange(1 << 30)) for format, lhs in pairs]
+    for lhs in LHS_TYPES:
+        newer = [WeightFormat(group, bool(group & 96), "bf16", offset=True) for group in GROUP_SIZES]
+        newer += [WeightFormat(group, False, "fp16", lhs, offset) for group in (32, 128) for offset in (False, True)]
+        newer += [WeightFormat(128, False, "bf16"), WeightFormat(PER_CHANNEL, True, "fp32")]
+        newer += [WeightFormat(PER_CHANNEL, False, "fp32", lhs)]
+        for number, format in enumerate(newer):
+            for out in ("fp32",) if number % 3 == 0 else ("bf16", "fp16") if format.offset else ("fp16",):
+                drawn.append((lhs, format, out, draw.randrange(1 << 30)))
+    return drawn
 
 
 FEATURES = (
@@ -310,8 +451,8 @@ FEATURES = (
 """Each in turn is asked of the drawn kernels, so that sixty of thousands hold all of them several times."""
 
 
-def kernel_of(lhs: str, format: WeightFormat, number: int) -> KernelSpec:
-    kernels = legal_kernels(lhs, format, device_figures())
+def kernel_of(lhs: str, format: WeightFormat, out: str, number: int) -> KernelSpec:
+    kernels = legal_kernels(lhs, format, device_figures(), out)
     with_feature = [spec for spec in kernels if FEATURES[number % len(FEATURES)](spec)] or kernels
     return with_feature[number // len(FEATURES) % len(with_feature)]
 
@@ -324,8 +465,11 @@ def compiled_ahead(tmp_path_factory):
     before = os.environ.get("JITGEMM_CACHE_DIR")
     os.environ["JITGEMM_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
     figures = device_figures()
-    specs = {choose(case.problem, figures) for case in (*NASTY, *FORMATS, *RANDOM, *MEANS, *SCALES)}
+    cases = (*NASTY, *FORMATS, *RANDOM, *MEANS, *SCALES, *OFFSETS, *AFFINE, *OUTS, *CODE_ORDERS, *REPEATED)
+    problems = [*(case.problem for case in cases), *invariant_problems(), *exact_problems()]
+    specs = {choose(problem, figures) for problem in problems}
     specs |= {kernel_of(*drawn) for drawn in drawn_kernels()}
+    specs |= {candidate.kernel for lhs in LHS_TYPES for candidate in candidates(small_problem(lhs), figures)}
     if plan.settings.debug():
         specs = {replace(spec, debug=True) for spec in specs}
 
@@ -370,9 +514,30 @@ def test_negative_tiny_and_huge_scales(case):
     case.run()
 
 
-def name_of(drawn: tuple[str, WeightFormat, int]) -> str:
-    lhs, format, _ = drawn
-    return f"{lhs}-g{format.group_size}{'z' if format.zero_point else ''}-{format.scale_type}"
+@pytest.mark.parametrize("case", OFFSETS, ids=str)
+def test_offsets(case):
+    case.run()
+
+
+@pytest.mark.parametrize("case", AFFINE, ids=str)
+def test_activations_with_zero_points(case):
+    case.run()
+
+
+@pytest.mark.parametrize("case", OUTS, ids=str)
+def test_fp16_and_fp32_outputs(case):
+    case.run()
+
+
+@pytest.mark.parametrize("case", CODE_ORDERS, ids=str)
+def test_codes_packed_for_one_type_of_activations(case):
+    case.run()
+
+
+def name_of(drawn: tuple[str, WeightFormat, str, int]) -> str:
+    lhs, format, out, _ = drawn
+    name = f"{lhs}-g{format.group_size}{'z' if format.zero_point else ''}{'o' if format.offset else ''}"
+    return f"{name}-{format.scale_type}-codes {format.codes}-to {out}"
 
 
 @pytest.mark.parametrize("drawn", drawn_kernels(), ids=name_of)
@@ -380,23 +545,51 @@ def test_kernels_that_the_selector_might_choose(drawn):
     """Drawn from all legal kernels, each on a problem with tails on every side, several tiles a CTA row, twice."""
     from jitgemm.plan import Plan
 
-    lhs_name, format, number = drawn
+    lhs_name, format, out, number = drawn
     spec = kernel_of(*drawn)
     draw = random.Random(number)
     m = draw.randrange(1, 3 * spec.block_m + 1)
     n, k = 2 * spec.block_n + 72, 2208
-    rhs = weight(n, k, (format.group_size, format.zero_point, format.scale_type), "plain", 3)
-    lhs = activations(m, k, lhs_name, draw.choice(builders.LHS_MEANS), True, 3)
+    rhs = weight(
+        n, k, (format.group_size, format.zero_point, format.scale_type), "plain", 3, format.offset, format.codes
+    )
+    assert rhs.format == format
+    # Every int8 kernel takes zero points of activations: whether there are any is a run-time argument.
+    affine = lhs_name == "s8" and number % 3 == 0
+    lhs = activations(m, k, lhs_name, draw.choice(builders.LHS_MEANS), True, 3, affine)
+    x_zero = lhs[2] if affine else None
     bias = builders.bias(3, n, torch.float32, "cuda")
     outputs = []
     for _ in range(2):
-        guarded = Guarded(m, n)
-        plan = Plan(lhs[0], lhs[1], rhs, guarded.out, bias, spec=spec)
-        plan.launch(lhs[0], lhs[1], rhs, guarded.out, bias, True)
+        guarded = Guarded(m, n, dtype=OUTPUTS[out])
+        plan = Plan(lhs[0], lhs[1], rhs, guarded.out, bias, spec=spec, x_zero=x_zero)
+        plan.launch(lhs[0], lhs[1], rhs, guarded.out, bias, True, x_zero)
         guarded.check()
         outputs.append(guarded.out.contiguous())
     assert_right(outputs[0], lhs, rhs, bias)
     assert builders.same_bits(*outputs)
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_type(lhs_name):
+    """All of them right, and those that sum k in the same order the same to the bit."""
+    from jitgemm.plan import Plan
+
+    problem = small_problem(lhs_name)
+    rhs = weight(problem.n, problem.k, GROUP_128, codes=lhs_name, seed=6)
+    assert rhs.format == problem.format
+    x, x_scale = activations(problem.m, problem.k, lhs_name, seed=6)
+    outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
+    kernels = [candidate.kernel for candidate in candidates(problem, device_figures())]
+    assert len(kernels) > 20
+    for spec in kernels:
+        guarded = Guarded(problem.m, problem.n)
+        Plan(x, x_scale, rhs, guarded.out, None, spec=spec).launch(x, x_scale, rhs, guarded.out, None, True)
+        guarded.check()
+        assert_right(guarded.out, (x, x_scale), rhs)
+        outputs.setdefault((spec.split_k, spec.warpgroups_k), []).append(guarded.out.contiguous())
+    for first, *rest in outputs.values():
+        assert all(builders.same_bits(first, other) for other in rest)
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
@@ -434,6 +627,54 @@ def test_all_signed_codes_exactly(lhs_name, group_size):
     assert torch.equal(out.double(), parts.dequantize_fp64().T)
 
 
+@pytest.mark.parametrize(("group_size", "zero_point", "codes"), EXACT)
+def test_all_codes_and_offsets_exactly(group_size, zero_point, codes):
+    """The identity picks out each weight: powers of two and an fp32 output leave nothing to round."""
+    n, k = EXACT_SIZE
+    g, groups = builders.generator(8), -(-k // group_size)
+    least, most = (0, 16) if zero_point else (-7 if codes == "e4m3" else -8, 8)
+    q = torch.arange(n)[:, None] * 5 + torch.arange(k)[None, :]
+    q = (q % (most - least) + least).to(torch.uint8 if zero_point else torch.int8)
+    scale = torch.ldexp(torch.ones(n, groups), -torch.randint(0, 5, (n, groups), generator=g))
+    offset = torch.randint(-256, 256, (n, groups), generator=g) / 32.0
+    zero = torch.randint(0, 17, (n, groups), generator=g, dtype=torch.uint8) if zero_point else None
+    parts = builders.WeightParts(
+        q.cuda(), scale.cuda(), None if zero is None else zero.cuda(), group_size, offset.cuda(),
+        lhs_dtype=None if codes == "any" else builders.LHS_DTYPES[codes],
+    )  # fmt: skip
+    rhs, exact = parts.packed, parts.dequantize_fp64().T
+    assert rhs.format.codes == codes
+    one = torch.ones(1, device="cuda")
+    identity = torch.eye(k, device="cuda")
+    for lhs_name in LHS_TYPES if codes == "any" else (codes,):
+        out = call((identity.to(builders.LHS_DTYPES[lhs_name]), one), rhs, out="fp32")
+        assert torch.equal(out.double(), exact)
+    if codes != "e4m3":
+        shifted = (identity - 2).to(torch.int8), one, torch.tensor([-2], dtype=torch.int32, device="cuda")
+        assert torch.equal(call(shifted, rhs, out="fp32").double(), exact)
+
+
+@pytest.mark.parametrize("zero", [-128, 127, 1 << 20])
+@pytest.mark.parametrize("m", [5, 200])
+def test_the_ends_of_the_range_of_zero_points(m, zero):
+    rhs, (x, x_scale) = weight(264, 1056, (128, True, "bf16")), activations(m, 1056, "s8")
+    x_zero = torch.full((m, 1), zero, dtype=torch.int32, device="cuda")
+    x_zero[::2] -= 1
+    lhs = (x, x_scale, x_zero)
+    assert_right(call(lhs, rhs, out="fp32"), lhs, rhs)
+
+
+def test_what_fp16_cannot_hold_becomes_infinite():
+    rhs, (x, x_scale) = weight(264, 1056), activations(20, 1056, "s8")
+    lhs = (x, x_scale * 1e6)
+    out = call(lhs, rhs, out="fp16")
+    ref, _ = gemm_w4a8_terms(lhs, rhs)
+    large, small = ref.abs() > 66000, ref.abs() < 65000
+    assert bool(large.any()) and bool(small.any())
+    assert torch.equal(out[large].double(), ref[large].sign() * float("inf"))
+    assert bool(out[small].isfinite().all())
+
+
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
 def test_the_ends_of_the_activations_range(lhs_name):
     largest = 448.0 if lhs_name == "e4m3" else 127
@@ -449,6 +690,20 @@ def test_the_ends_of_the_activations_range(lhs_name):
             parts.zero.fill_(0)
         rhs = parts.packed.to("cuda")
         assert_right(call(lhs, rhs), lhs, rhs)
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_the_largest_sums_of_codes_packed_for_int8_per_channel(m):
+    """The longest row that is packed for int8 alone, and one beyond it: 128 * 8 * 16 a product in int32."""
+    for k, codes in ((MAX_CHANNEL_K_S8, "s8"), (MAX_CHANNEL_K_S8 + 32, "any")):
+        q = torch.full((8, k), -8, dtype=torch.int8, device="cuda")
+        q[1] = 7
+        rhs = pack_w4(q, torch.ones(8, 1, device="cuda"), group_size=k, lhs_dtype=torch.int8)
+        assert rhs.format.codes == codes
+        x = torch.full((m, k), -128, dtype=torch.int8, device="cuda")
+        x[1::2] = 127
+        lhs = (x, torch.ones(1, device="cuda"))
+        assert_right(call(lhs, rhs, out="fp32"), lhs, rhs)
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -469,6 +724,27 @@ def test_forms_of_x_scale_give_the_same_bits(m):
     expected = call((x, one), rhs)
     for x_scale in (torch.tensor(0.375, device="cuda"), one[:1], one[:1, None], one[:1].expand(m)):
         assert builders.same_bits(call((x, x_scale), rhs), expected)
+
+
+@pytest.mark.parametrize("m", [5, 200])
+def test_forms_of_x_zero_give_the_same_bits(m):
+    rhs, (x, x_scale, x_zero) = weight(264, 512), activations(m, 512, "s8", "positive", affine=True)
+    values = (x_zero.flatten() + torch.arange(m, device="cuda", dtype=torch.int32)).contiguous()
+    table = torch.full((m, 3), 1 << 30, dtype=torch.int32, device="cuda")
+    table[:, 1] = values
+    shifted = torch.cat([values[:1], values])[1:]  # 4-byte aligned only
+    expected = call((x, x_scale, values), rhs)
+    assert_right(expected, (x, x_scale, values), rhs)
+    for form in (values[:, None], table[:, 1], table[:, 1:2], shifted):
+        assert builders.same_bits(call((x, x_scale, form), rhs), expected)
+    same = torch.full((m,), -5, dtype=torch.int32, device="cuda")
+    expected = call((x, x_scale, same), rhs)
+    for form in (same[0], same[:1], same[:1, None], same[:1].expand(m)):
+        assert builders.same_bits(call((x, x_scale, form), rhs), expected)
+    # Of the same shapes, first without zero points and then with others of another address: each call its own.
+    assert_right(call((x, x_scale), rhs), (x, x_scale), rhs)
+    assert_right(call((x, x_scale, same), rhs), (x, x_scale, same), rhs)
+    assert_right(call((x, x_scale, values), rhs), (x, x_scale, values), rhs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -509,6 +785,8 @@ def test_a_wrong_call_launches_nothing_and_spoils_nothing():
     rhs, lhs = weight(264, 512), activations(16, 512, "s8")
     expected = call(lhs, rhs)
     guarded = Guarded(16, 264)
+    with pytest.raises(TypeError, match="expected float8_e4m3fn, for which rhs was packed .*, got int8"):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight(264, 512, codes="e4m3"), guarded.out)
     for out in (guarded.out[:, :256], guarded.out[:8], guarded.out.float()):
         with pytest.raises((ValueError, TypeError), match="^out: expected"):
             jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
@@ -552,6 +830,61 @@ def test_bits_never_change_from_run_to_run(m, n, k, lhs_name):
         different |= (out.view(torch.int16) != expected.view(torch.int16)).any()
     assert not bool(different)
     assert_right(expected, lhs, rhs)
+
+
+@pytest.mark.parametrize("case", REPEATED, ids=str)
+def test_bits_of_the_newer_forms_never_change_from_run_to_run(case):
+    rhs = weight(case.n, case.k, case.format, case.scales, case.seed, case.offset, case.codes)
+    lhs = activations(case.m, case.k, case.lhs, affine=case.affine)
+    out = torch.empty(case.m, case.n, dtype=OUTPUTS[case.out], device="cuda")
+    jitgemm.gemm_w4a8_nt(lhs, rhs, out)
+    expected = out.clone()
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for run in range(40):
+        if run % 3 == 0:
+            out.fill_(float("nan"))
+        jitgemm.gemm_w4a8_nt(lhs, rhs, out)
+        different |= (out.view(torch.int16) != expected.view(torch.int16)).any()
+    assert not bool(different)
+    assert_right(expected, lhs, rhs)
+
+
+# ---- batch-invariant calls ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "k", "lhs_name", "format"), LAYERS)
+def test_a_row_has_the_same_bits_in_calls_of_every_size_and_in_every_place(n, k, lhs_name, format):
+    rhs, (x, x_scale) = weight(n, k, format), activations(LAYER_MS[-1], k, lhs_name)
+    whole = call((x, x_scale), rhs, batch_invariant=True)
+    assert_right(whole, (x, x_scale), rhs)
+    shuffled = torch.randperm(len(x), generator=builders.generator(1)).cuda()
+    assert builders.same_bits(call((x[shuffled], x_scale[shuffled]), rhs, batch_invariant=True), whole[shuffled])
+    for m in LAYER_MS[:-1]:
+        for rows in (slice(0, m), slice(len(x) - m, len(x)), shuffled[:m]):
+            part = call((x[rows].contiguous(), x_scale[rows]), rhs, batch_invariant=True)
+            assert builders.same_bits(part, whole[rows]), m
+
+
+def test_rows_of_the_newer_forms_are_batch_invariant_too():
+    n, k = 1536, 2112
+    for offset, affine, out in ((True, True, "fp32"), (False, True, "bf16"), (True, False, "fp16")):
+        rhs = weight(n, k, (64, True, "bf16"), offset=offset)
+        lhs = activations(130, k, "s8", "positive", affine=affine)
+        whole = call(lhs, rhs, out=out, batch_invariant=True)
+        assert_right(whole, lhs, rhs)
+        for m in (1, 40):
+            part = call(tuple(t[70 : 70 + m] for t in lhs), rhs, out=out, batch_invariant=True)
+            assert builders.same_bits(part, whole[70 : 70 + m])
+
+
+def test_calls_with_and_without_batch_invariance_have_plans_of_their_own():
+    """Of one shape, in turns: each keeps to the bits it had."""
+    n, k, lhs_name, format = LAYERS[0]
+    rhs, lhs = weight(n, k, format), activations(7, k, lhs_name)
+    free, fixed = (call(lhs, rhs, batch_invariant=on) for on in (False, True))
+    for on, expected in ((False, free), (True, fixed), (True, fixed), (False, free)):
+        assert_right(expected, lhs, rhs)
+        assert builders.same_bits(call(lhs, rhs, batch_invariant=on), expected)
 
 
 def test_back_to_back_calls_see_what_was_written_just_before():
@@ -720,6 +1053,26 @@ def test_a_graph_replays_with_what_its_inputs_hold_now(m, lhs_name):
         assert_right(guarded.out, new, rhs)
 
 
+@pytest.mark.parametrize("m", [1, 300])
+def test_a_graph_replays_with_the_zero_points_its_inputs_hold_now(m):
+    rhs = weight(1024, 1024, (64, False, "bf16"), offset=True)
+    lhs = tuple(tensor.clone() for tensor in activations(m, 1024, "s8", affine=True))
+    guarded = Guarded(m, 1024, dtype=torch.float32)
+    jitgemm.gemm_w4a8_nt(lhs, rhs, guarded.out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        jitgemm.gemm_w4a8_nt(lhs, rhs, guarded.out)
+    for seed, mean in ((41, "positive"), (42, "zero")):
+        new = builders.affine_lhs(seed, m, 1024, mean=mean, device="cuda")
+        for tensor, value in zip(lhs, new):
+            tensor.copy_(value)
+        guarded.out.fill_(float("nan"))
+        graph.replay()
+        guarded.check()
+        assert_right(guarded.out, new, rhs)
+
+
 def test_a_graph_of_many_layers_keeps_each_call_s_own_arguments():
     """A plan is written in place: what was captured must not change with the next call of the same shapes."""
     layers = [builders.weight_parts(seed, 1024, 1024).packed.to("cuda") for seed in (51, 52, 53)]
@@ -818,18 +1171,22 @@ def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
 # ---- torch.library and torch.compile --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("affine_to_fp32", [False, True])
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
-def test_opcheck_passes_on_the_gpu(lhs_name):
-    rhs, (x, x_scale) = weight(264, 512), activations(16, 512, lhs_name)
-    fmt, out = rhs.format, torch.zeros(16, 264, dtype=torch.bfloat16, device="cuda")
+def test_opcheck_passes_on_the_gpu(lhs_name, affine_to_fp32):
+    rhs = weight(264, 512, (64, True, "bf16"), offset=True) if affine_to_fp32 else weight(264, 512)
+    lhs = activations(16, 512, lhs_name, affine=affine_to_fp32 and lhs_name == "s8")
+    x, x_scale, x_zero = (*lhs, None)[:3]
+    out = torch.zeros(16, 264, dtype=torch.float32 if affine_to_fp32 else torch.bfloat16, device="cuda")
+    fmt = rhs.format
     arguments = (
-        x, x_scale, rhs.blocks, rhs.channel_scale, out, None, rhs.n, rhs.k,
-        fmt.group_size, fmt.zero_point, fmt.scale_type,
+        x, x_scale, x_zero, rhs.blocks, rhs.channel_scale, rhs.row_sum, out, None, rhs.n, rhs.k,
+        fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, affine_to_fp32,
     )  # fmt: skip
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if lhs_name == "s8":  # comparing float8 inputs before and after needs isclose, which PyTorch lacks for them
         tests.append("test_schema")
-    results = torch.library.opcheck(torch.ops.jitgemm.gemm_w4a8_bf16_nt.default, arguments, test_utils=tests)
+    results = torch.library.opcheck(torch.ops.jitgemm.gemm_w4a8_nt.default, arguments, test_utils=tests)
     assert set(results.values()) == {"SUCCESS"}
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import builders
@@ -21,31 +22,69 @@ from jitgemm.device import DEVICES
 from jitgemm.spec import Problem, WeightFormat
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-OP = torch.ops.jitgemm.gemm_w4a8_bf16_nt.default
+OP = torch.ops.jitgemm.gemm_w4a8_nt.default
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 N, K = 72, 96
 FORMATS = [(32, False, "bf16"), (64, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")]
 
 
-def weight(format=FORMATS[0], n: int = N, k: int = K) -> jitgemm.W4Weight:
+def weight(format=FORMATS[0], n: int = N, k: int = K, **more) -> jitgemm.W4Weight:
     group_size, zero_point, scale_type = format
-    return builders.weight_parts(2, n, k, group_size, zero_point=zero_point, scale_type=scale_type).packed
+    return builders.weight_parts(2, n, k, group_size, zero_point=zero_point, scale_type=scale_type, **more).packed
 
 
-def op_arguments(x, x_scale, rhs, out, bias=None) -> tuple:
+def op_arguments(lhs, rhs, out, bias=None, batch_invariant=False) -> tuple:
     fmt = rhs.format
+    x, x_scale, x_zero = (*lhs, None)[:3]
     return (
-        x, x_scale, rhs.blocks, rhs.channel_scale, out, bias, rhs.n, rhs.k,
-        fmt.group_size, fmt.zero_point, fmt.scale_type,
+        x, x_scale, x_zero, rhs.blocks, rhs.channel_scale, rhs.row_sum, out, bias, rhs.n, rhs.k,
+        fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, batch_invariant,
     )  # fmt: skip
 
 
-def empty(m: int) -> torch.Tensor:
-    return torch.empty(m, N, dtype=torch.bfloat16)
+def empty(m: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(m, N, dtype=dtype)
 
 
-def reference(lhs, rhs, bias=None) -> torch.Tensor:
-    return jitgemm.gemm_w4a8_reference(lhs, rhs, bias=bias)
+def reference(lhs, rhs, bias=None, out_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return jitgemm.gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=out_dtype)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A call beyond the plain one."""
+
+    name: str
+    lhs: str = "s8"
+    affine: bool = False
+    offset: bool = False
+    codes: str = "any"
+    out: torch.dtype = torch.bfloat16
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def activations(self, seed: int, m: int) -> tuple:
+        return builders.affine_lhs(seed, m, K) if self.affine else builders.lhs(seed, m, K, self.lhs)
+
+    def weight(self) -> jitgemm.W4Weight:
+        return weight(offset=self.offset, codes=self.codes)
+
+    def call(self, lhs, rhs, out, bias=None) -> None:
+        jitgemm.gemm_w4a8_nt(lhs, rhs, out, bias=bias, batch_invariant=self.batch_invariant)
+
+
+FORMS = [
+    Form("affine", affine=True),
+    Form("affine-offset-fp32", affine=True, offset=True, out=torch.float32),
+    Form("offset", lhs="e4m3", offset=True),
+    Form("fp32", out=torch.float32),
+    Form("fp16", lhs="e4m3", out=torch.float16),
+    Form("e4m3-codes", lhs="e4m3", codes="e4m3"),
+    Form("s8-codes", codes="s8", offset=True),
+    Form("batch-invariant", batch_invariant=True),
+]
 
 
 # ---- the op -------------------------------------------------------------------------------------------------------
@@ -57,21 +96,40 @@ def test_opcheck_passes(dtype, format):
     bias = builders.bias(3, N, torch.float32)
     # Its schema test compares inputs before and after with isclose, which PyTorch lacks for float8 on the CPU.
     tests = [name for name in OPCHECKS if dtype == "s8" or name != "test_schema"]
-    arguments = op_arguments(*builders.lhs(1, 5, K, dtype), weight(format), empty(5), bias)
+    arguments = op_arguments(builders.lhs(1, 5, K, dtype), weight(format), empty(5), bias)
     assert set(torch.library.opcheck(OP, arguments, test_utils=tests).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_opcheck_passes_for_every_form(form):
+    bias = builders.bias(3, N, torch.float32)
+    tests = [name for name in OPCHECKS if form.lhs == "s8" or name != "test_schema"]
+    out = empty(5, form.out)
+    arguments = op_arguments(form.activations(1, 5), form.weight(), out, bias, form.batch_invariant)
+    assert set(torch.library.opcheck(OP, arguments, test_utils=tests).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_op_is_the_direct_call_for_every_form(form):
+    lhs, rhs, bias = form.activations(1, 5), form.weight(), builders.bias(3, N)
+    direct, through_op = empty(5, form.out), empty(5, form.out)
+    form.call(lhs, rhs, direct, bias)
+    OP(*op_arguments(lhs, rhs, through_op, bias, form.batch_invariant))
+    assert builders.same_bits(direct, through_op)
+    assert builders.same_bits(direct, reference(lhs, rhs, bias, form.out))
 
 
 def test_the_op_leaves_e4m3_inputs_alone():
     (x, x_scale), rhs, bias = builders.lhs(1, 5, K, "e4m3"), weight(), builders.bias(3, N)
-    inputs = (x, x_scale, rhs.blocks, bias)
+    inputs = (x, x_scale, rhs.blocks, rhs.row_sum, bias)
     before = [tensor.clone() for tensor in inputs]
-    OP(*op_arguments(x, x_scale, rhs, empty(5), bias))
+    OP(*op_arguments((x, x_scale), rhs, empty(5), bias))
     assert all(map(builders.same_bits, inputs, before))
 
 
 def test_opcheck_passes_without_bias_and_without_tokens():
     for m in (0, 1, 5):
-        torch.library.opcheck(OP, op_arguments(*builders.lhs(1, m, K, "s8"), weight(), empty(m)))
+        torch.library.opcheck(OP, op_arguments(builders.lhs(1, m, K, "s8"), weight(), empty(m)))
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "s8"])
@@ -80,7 +138,7 @@ def test_the_op_is_the_direct_call(dtype, format):
     lhs, rhs, bias = builders.lhs(1, 5, K, dtype), weight(format), builders.bias(3, N)
     direct, through_op = empty(5), empty(5)
     jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, direct, bias=bias)
-    assert OP(*op_arguments(*lhs, rhs, through_op, bias)) is None
+    assert OP(*op_arguments(lhs, rhs, through_op, bias)) is None
     assert builders.same_bits(direct, through_op)
 
 
@@ -92,15 +150,20 @@ def test_the_op_says_that_it_writes_out_and_nothing_else():
 def test_the_op_refuses_what_the_call_refuses():
     lhs, rhs = builders.lhs(1, 5, K, "s8"), weight()
     with pytest.raises(ValueError, match=r"out: expected shape \[5, 72\], got \[6, 72\]"):
-        OP(*op_arguments(*lhs, rhs, empty(6)))
-    with pytest.raises(TypeError, match="out: expected bfloat16, got float32"):
-        OP(*op_arguments(*lhs, rhs, empty(5).float()))
+        OP(*op_arguments(lhs, rhs, empty(6)))
+    with pytest.raises(TypeError, match="out: expected bfloat16, float16 or float32, got float64"):
+        OP(*op_arguments(lhs, rhs, empty(5).double()))
+    without_sums = rhs.with_tensors(rhs.blocks, None, None, None)
+    with pytest.raises(ValueError, match="rhs: expected a weight with row_sum"):
+        OP(*op_arguments(builders.affine_lhs(1, 5, K), without_sums, empty(5)))
+    with pytest.raises(TypeError, match="expected int8, for which rhs was packed .*, got float8_e4m3fn"):
+        OP(*op_arguments(builders.lhs(1, 5, K, "e4m3"), weight(codes="s8"), empty(5)))
 
 
 def test_no_gradient_flows_through_the_op():
     x, x_scale = builders.lhs(1, 5, K, "s8")
     out, bias = empty(5), torch.nn.Parameter(builders.bias(3, N))
-    OP(*op_arguments(x, x_scale, weight(), out, bias))
+    OP(*op_arguments((x, x_scale), weight(), out, bias))
     assert not out.requires_grad
 
 
@@ -117,6 +180,12 @@ def test_fake_tensors_compute_nothing_and_are_checked():
             jitgemm.gemm_w4a8_bf16_nt((x, x_scale), rhs, out[:4])
         with pytest.raises(TypeError, match=r"lhs\[0\] \(x\): expected float8_e4m3fn or int8, got float32"):
             jitgemm.gemm_w4a8_bf16_nt((x.float(), x_scale), rhs, out)
+        x_zero, wide = torch.empty(5, dtype=torch.int32), torch.empty(5, N)
+        assert jitgemm.gemm_w4a8_nt((x, x_scale, x_zero), rhs, wide) is None
+        with pytest.raises(TypeError, match=r"lhs\[2\] \(x_zero\): expected int32, got int64"):
+            jitgemm.gemm_w4a8_nt((x, x_scale, x_zero.long()), rhs, wide)
+        with pytest.raises(TypeError, match=r"out: expected bfloat16 \(gemm_w4a8_nt takes other types\), got float32"):
+            jitgemm.gemm_w4a8_bf16_nt((x, x_scale, x_zero), rhs, wide)
 
 
 def test_a_trace_holds_the_op_once():
@@ -159,6 +228,25 @@ def test_compiles_as_a_full_graph(fresh_dynamo, backend, dtype, format):
     for seed in (1, 2):
         lhs = builders.lhs(seed, 5, K, dtype)
         assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, bias))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_compiles_as_a_full_graph_for_every_m(fresh_dynamo, backend, form):
+    rhs, bias = form.weight(), builders.bias(3, N, torch.float32)
+
+    def layer(*lhs):
+        out = lhs[0].new_empty((lhs[0].shape[0], N), dtype=form.out)
+        form.call(lhs, rhs, out, bias)
+        return out * 2
+
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, backend=graphs, fullgraph=True, dynamic=True)
+    for m in (5, 7, 33):
+        lhs = form.activations(m, m)
+        assert builders.same_bits(compiled(*lhs), layer(*lhs))
+        assert builders.same_bits(compiled(*lhs), reference(lhs, rhs, bias, form.out) * 2)
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -322,7 +410,7 @@ def test_a_functorch_transform_meets_the_op_and_never_a_null_pointer():
         return out
 
     # PyTorch's own refusal of operators that write into an argument; torch.compile functionalises them.
-    with pytest.raises(RuntimeError, match="jitgemm::gemm_w4a8_bf16_nt"):
+    with pytest.raises(RuntimeError, match="jitgemm::gemm_w4a8_nt"):
         torch.func.functionalize(function)(x, x_scale)
 
 

@@ -6,6 +6,7 @@ with it. Its second half does to each thread's words what the kernel does to its
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import builders
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitgemm import layout
-from jitgemm.spec import CODE_BYTES, WeightFormat, ceil_div
+from jitgemm.spec import CODE_BYTES, CODES, SCALE_BYTES, WeightFormat, ceil_div
 from jitgemm.weight import pack_w4
 
 U32 = 0xFFFFFFFF
@@ -51,6 +52,13 @@ def signed_byte(a: list[int], b: list[int], byte: int) -> int:
     return sign(a[byte]) << 7 | magnitude(b[byte]) << 4 | sign(b[(byte - 1) % 4]) << 3 | magnitude(a[byte])
 
 
+def one_type_byte(a: int, b: int, before_b: int, codes: str) -> int:
+    """Byte of a word for one type of activations: codes a and b in this byte's place, `before_b` in b's byte before."""
+    if codes == "s8":
+        return (a & 15) << 4 | b & 15
+    return int(a < 0) << 7 | abs(b) << 4 | int(before_b < 0) << 3 | abs(a)
+
+
 def expected_record(parts: builders.WeightParts, strip: int, block: int, format: WeightFormat) -> bytes:
     """One record, from the definition."""
     n, k_all = parts.q.shape
@@ -69,6 +77,8 @@ def expected_record(parts: builders.WeightParts, strip: int, block: int, format:
                 for byte in range(4):
                     if format.zero_point:
                         value = a[byte] | b_[byte] << 4
+                    elif format.codes != "any":
+                        value = one_type_byte(a[byte], b_[byte], b_[(byte - 1) % 4], format.codes)
                     else:
                         value = signed_byte(a, b_, byte)
                     record[half * 2048 + thread * 16 + word * 4 + byte] = value
@@ -88,6 +98,8 @@ def expected_record(parts: builders.WeightParts, strip: int, block: int, format:
 
     for line in range(format.scale_rows):
         record += row_values(parts.scale, line, format.scale_rows).view(torch.uint8).numpy().tobytes()
+    for line in range(format.offset_rows):
+        record += row_values(parts.offset, line, format.offset_rows).view(torch.uint8).numpy().tobytes()
     for line in range(format.zero_rows):
         record += row_values(parts.zero, line, format.zero_rows).numpy().tobytes()
     return bytes(record)
@@ -128,8 +140,12 @@ def decode_e4m3_zero(w: int, zero: int) -> int:
     return (r + ((r & 0x80808080) >> 7)) & U32
 
 
-def decode(w: int, zero: int | None, lhs: str) -> tuple[int, int]:
+def decode(w: int, zero: int | None, lhs: str, codes: str = "any") -> tuple[int, int]:
     """One packed word -> the two registers it holds: A (k + 0..3) and B (k + 16..19)."""
+    if codes == "e4m3":
+        return w & 0x87878787, rotr32(w, 4) & 0x87878787
+    if codes == "s8":
+        return w & 0xF0F0F0F0, w << 4 & 0xF0F0F0F0
     if zero is None:
         f = decode_s8_signed if lhs == "s8" else decode_e4m3_signed
         return f(w), f(rotr32(w, 4))
@@ -137,8 +153,10 @@ def decode(w: int, zero: int | None, lhs: str) -> tuple[int, int]:
     return f(w, zero), f(w >> 4, zero)
 
 
-def operand_byte(d: int, lhs: str) -> int:
-    """What the tensor core must see for the integer weight d."""
+def operand_byte(d: int, lhs: str, codes: str = "any") -> int:
+    """What the tensor core must see for the integer weight d; "s8" is packed to give sixteen times as much."""
+    if codes == "s8":
+        return 16 * d & 0xFF
     return d & 0xFF if lhs == "s8" else E4M3_BYTES[d]
 
 
@@ -159,6 +177,56 @@ def test_records_follow_the_definition(group_size, zero_point, scale_type):
     for strip, block in ((0, 0), (0, 1), (0, 3), (1, 2), (1, 3)):
         got = weight.blocks[strip, block].numpy().tobytes()
         assert got == expected_record(parts, strip, block, weight.format), (strip, block)
+
+
+@pytest.mark.parametrize("codes", [*builders.LHS_DTYPES, "any"])
+@pytest.mark.parametrize(
+    "group_size, zero_point, scale_type",
+    [(32, False, "fp32"), (64, True, "bf16"), (128, False, "fp16"), (128, True, "fp32"), (256, False, "bf16")],
+)
+def test_records_with_offsets_follow_the_definition(group_size, zero_point, scale_type, codes):
+    """Offsets stand between scales and zero points, whatever the order of the codes."""
+    parts = builders.weight_parts(
+        1, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type, offset=True, codes=codes
+    )
+    weight = parts.packed
+    assert weight.format == WeightFormat(group_size, zero_point, scale_type, "any" if zero_point else codes, True)
+    assert list(weight.blocks.shape) == [2, 4, weight.format.record_bytes]
+    for strip, block in ((0, 0), (0, 1), (0, 3), (1, 2), (1, 3)):
+        got = weight.blocks[strip, block].numpy().tobytes()
+        assert got == expected_record(parts, strip, block, weight.format), (strip, block)
+
+
+@pytest.mark.parametrize(
+    "group_size, codes",
+    [(group_size, codes) for group_size in (32, 128, 256, 0) for codes in builders.LHS_DTYPES],
+)
+def test_records_for_one_type_of_activations_follow_the_definition(group_size, codes):
+    parts = builders.weight_parts(2, 72, 416, group_size, codes=codes)
+    weight = parts.packed
+    assert weight.format.codes == codes
+    for strip, block in ((0, 0), (0, 3), (1, 1)):
+        got = weight.blocks[strip, block].numpy().tobytes()
+        assert got == expected_record(parts, strip, block, weight.format), (strip, block)
+
+
+@pytest.mark.parametrize(
+    "format, scales, offsets, zeros, size",
+    [
+        (WeightFormat(128, False, "bf16"), 1, 0, 0, 4096 + 128),
+        (WeightFormat(128, False, "bf16", offset=True), 1, 1, 0, 4096 + 2 * 128),
+        (WeightFormat(32, True, "fp32", offset=True), 4, 4, 4, 4096 + 2 * 4 * 256 + 4 * 64),
+        (WeightFormat(256, True, "fp16", offset=True), 1, 1, 1, 4096 + 2 * 128 + 64),
+        (WeightFormat(64, False, "fp16", "s8", True), 2, 2, 0, 4096 + 2 * 2 * 128),
+        (WeightFormat(0, True, "fp32"), 0, 0, 1, 4096 + 64),
+    ],
+    ids=str,
+)
+def test_a_record_has_a_row_of_offsets_for_every_row_of_scales(format, scales, offsets, zeros, size):
+    assert (format.scale_rows, format.offset_rows, format.zero_rows) == (scales, offsets, zeros)
+    assert format.record_bytes == size and format.record_bytes % 16 == 0
+    assert format.offsets_at == 4096 + 64 * scales * SCALE_BYTES[format.scale_type]
+    assert format.zeros_at == format.offsets_at + 64 * offsets * SCALE_BYTES[format.scale_type]
 
 
 def test_a_record_is_little_endian():
@@ -201,6 +269,15 @@ def test_decoded_words_are_the_a_fragment_for_all_signed_codes(lhs):
     check_fragments(parts, lhs)
 
 
+@pytest.mark.parametrize("codes", builders.LHS_DTYPES)
+def test_decoded_words_for_one_type_are_the_a_fragment_for_all_codes(codes):
+    parts = builders.weight_parts(3, 64, 128, 64, codes=codes, offset=True)
+    least = -7 if codes == "e4m3" else -8
+    parts.q[:16, :16] = torch.arange(-8, 8, dtype=torch.int8).clamp(min=least)[:, None].expand(16, 16)
+    assert parts.packed.format.codes == codes
+    check_fragments(parts, codes)
+
+
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
 def test_decoded_words_are_the_a_fragment_for_all_codes_and_zero_points(lhs):
     check_fragments(builders.all_codes_all_zeros(), lhs)
@@ -224,7 +301,7 @@ def check_fragments(parts: builders.WeightParts, lhs: str) -> None:
                 for p in range(2):
                     z = None if zero is None else record[zeros_at + 64 * line + lane_row + 8 * p]
                     word = words[k_step // 2][2 * (k_step % 2) + p]
-                    registers[p], registers[2 + p] = decode(word, z, lhs)
+                    registers[p], registers[2 + p] = decode(word, z, lhs, format.codes)
                 for register in range(4):
                     for byte in range(4):
                         row, k = fragment_place(thread, register, byte)
@@ -236,7 +313,7 @@ def check_fragments(parts: builders.WeightParts, lhs: str) -> None:
                             padded_zero = record[zeros_at + 64 * line + row % 64] if zero is not None else 0
                             d = 0 - padded_zero
                         got = registers[register] >> 8 * byte & 0xFF
-                        assert got == operand_byte(d, lhs), (row, k, d)
+                        assert got == operand_byte(d, lhs, format.codes), (row, k, d)
 
 
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
@@ -252,6 +329,21 @@ def test_signed_decode_of_every_code_beside_every_neighbour(lhs):
                 a, b_ = decode(word, None, lhs)
                 expected = [operand_byte(x, lhs) for x in values]
                 assert list(a.to_bytes(4, "little") + b_.to_bytes(4, "little")) == expected
+
+
+@pytest.mark.parametrize("order", builders.LHS_DTYPES)
+def test_decode_for_one_type_of_every_code_beside_every_neighbour(order):
+    codes = range(-7 if order == "e4m3" else -8, 8)
+    for d in codes:
+        for other in codes:
+            for place in range(8):
+                values = [other] * 8
+                values[place] = d
+                a, b = values[:4], values[4:]
+                word = sum(one_type_byte(a[i], b[i], b[i - 1], order) << 8 * i for i in range(4))
+                registers = decode(word, None, order, order)
+                expected = [operand_byte(x, order, order) for x in values]
+                assert list(b"".join(r.to_bytes(4, "little") for r in registers)) == expected
 
 
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
@@ -291,6 +383,47 @@ def test_unpacking_gives_back_what_was_packed(seed, n, k, format):
     assert builders.same_bits(q, parts.q)
     assert builders.same_bits(scale, parts.scale)
     assert zero is None if parts.zero is None else builders.same_bits(zero, parts.zero)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 20).map(lambda x: 8 * x),
+    k=st.integers(2, 28).map(lambda x: 32 * x),
+    group_size=st.sampled_from([32, 64, 128, 256]),
+    zero_point=st.booleans(),
+    scale_type=st.sampled_from(list(SCALE_BYTES)),
+    codes=st.sampled_from(CODES),
+)
+@settings(max_examples=60, deadline=None)
+def test_unpacking_gives_back_what_was_packed_with_offsets_in_every_order(
+    seed, n, k, group_size, zero_point, scale_type, codes
+):
+    if group_size >= k:
+        group_size = 32
+    parts = builders.weight_parts(
+        seed, n, k, group_size, zero_point=zero_point, scale_type=scale_type, scales="mixed", max_zero=16, offset=True,
+        codes=codes,
+    )  # fmt: skip
+    weight = parts.packed
+    assert weight.format.codes == ("any" if zero_point else codes)
+    unpacked = (*weight.unpack(), weight.unpack_offset())
+    for got, given_ in zip(unpacked, (parts.q, parts.scale, parts.zero, parts.offset), strict=True):
+        assert got is None if given_ is None else builders.same_bits(got, given_)
+
+
+@given(seed=st.integers(0, 2**31), order=st.sampled_from(CODES), strips=st.integers(1, 3), kblocks=st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_codes_survive_both_directions_in_every_order(seed, order, strips, kblocks):
+    codes = builders.weight_parts(seed, 64 * strips, 128 * kblocks, codes=order).q
+    codes[:16, 0] = torch.arange(-8, 8, dtype=torch.int8).clamp(min=-7 if order == "e4m3" else -8)
+    words = layout.encode_codes(codes, False, order)
+    assert torch.equal(layout.decode_codes(words, False, order), codes)
+
+
+def test_orders_of_codes_pack_to_different_words():
+    codes = builders.weight_parts(4, 64, 128, codes="e4m3").q
+    words = [layout.encode_codes(codes, False, order) for order in CODES]
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(words, 2))
 
 
 @given(seed=st.integers(0, 2**31), zero_point=st.booleans(), strips=st.integers(1, 3), kblocks=st.integers(1, 3))
@@ -337,6 +470,36 @@ def test_padding_is_zero(group_size, zero_point):
         assert not weight.channel_scale[8:].any()
     if zero_point:
         assert not layout.unpack_zeros(weight.blocks, 64, 256, weight.format)[8:].any()
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+def test_padding_is_zero_in_every_order_and_for_offsets(group_size, codes):
+    """Offsets meet the activations of a padded k, which are zero; rows past n are never stored."""
+    parts = builders.weight_parts(6, 8, 288, group_size, scale_type="fp32", offset=True, codes=codes)
+    weight = parts.packed
+    words = weight.blocks.view(torch.int32)[:, :, :1024]
+    padded = layout.decode_codes(words, False, codes)
+    assert not padded[8:].any() and not padded[:, 288:].any()
+    offsets = layout.unpack_offsets(weight.blocks, 64, 384, weight.format, torch.float32)
+    assert not offsets[8:].any() and not offsets[:, parts.offset.shape[1] :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("group_size, zero_point", [(32, False), (64, True), (128, False), (256, False)])
+def test_a_gpu_packs_the_same_bytes_with_offsets_in_every_order(group_size, zero_point, codes):
+    def packed(device: str):
+        return builders.weight_parts(
+            7, 584, 1120, group_size, zero_point=zero_point, offset=True, codes=codes, device=device
+        ).packed
+
+    cpu, gpu = packed("cpu"), packed("cuda")
+    assert gpu.format == cpu.format and torch.equal(gpu.blocks.cpu(), cpu.blocks)
+    assert builders.same_bits(gpu.unpack_offset().cpu(), cpu.unpack_offset())
+    assert torch.equal(gpu.dequantize().cpu(), cpu.dequantize())
+    # Sums in fp64 may be taken in another order.
+    assert torch.allclose(gpu.row_sum.cpu(), cpu.row_sum, rtol=2**-23, atol=1e-9)
 
 
 @pytest.mark.gpu

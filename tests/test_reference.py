@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import builders
@@ -15,36 +16,44 @@ from jitgemm import reference
 from jitgemm.reference import error_bound, gemm_w4a8_reference, gemm_w4a8_terms, round_fp64
 
 
-def rational_gemm(
-    lhs: tuple[torch.Tensor, torch.Tensor], parts: builders.WeightParts
-) -> tuple[list[list[Fraction]], list[list[Fraction]]]:
-    """The definition in exact arithmetic: result and sum of |terms|, a term per group (int8) or per k (e4m3)."""
-    x, x_scale = lhs
+def rational_gemm(lhs: tuple, parts: builders.WeightParts) -> tuple[list[list[Fraction]], list[list[Fraction]]]:
+    """The definition in exact arithmetic: result and sum of |terms|.
+
+    A term is a group's scaled sum, a group's offset times its sum of activations, or x_zero times the row's sum of
+    weights for int8; the two products of each k for e4m3.
+    """
+    x, x_scale, x_zero = (*lhs, None)[:3]
     m, k = x.shape
     xs = [[Fraction(v) for v in row] for row in x.double().tolist()]
     q = parts.q.tolist()
     scale = [[Fraction(v) for v in row] for row in parts.scale.double().tolist()]
     zero = [[0] * len(scale[0])] * len(q) if parts.zero is None else parts.zero.tolist()
     tokens = [Fraction(v) for v in x_scale.double().expand(m, 1).flatten().tolist()]
+    token_zeros = [0] * m if x_zero is None else x_zero.expand(m, 1).flatten().tolist()
+    none = torch.zeros_like(parts.scale) if parts.offset is None else parts.offset
+    offset = [[Fraction(v) for v in row] for row in none.double().tolist()]
     out, size = [], []
     for i in range(m):
         out.append([])
         size.append([])
         for j in range(len(q)):
-            groups = [Fraction(0)] * len(scale[0])
-            terms = Fraction(0)
+            groups, added = [Fraction(0)] * len(scale[0]), [Fraction(0)] * len(scale[0])
+            terms, row_sum = Fraction(0), Fraction(0)
             for column in range(k):
                 g = column // parts.group_size
-                term = xs[i][column] * (q[j][column] - zero[j][g]) * scale[j][g]
-                groups[g] += term
-                terms += abs(term)
+                weight = (q[j][column] - zero[j][g]) * scale[j][g]
+                row_sum += weight + offset[j][g]
+                groups[g] += xs[i][column] * weight
+                added[g] += xs[i][column] * offset[j][g]
+                terms += abs(xs[i][column] * weight) + abs(xs[i][column] * offset[j][g])
             if x.dtype == torch.int8:
-                terms = sum(abs(g) for g in groups)
-            out[-1].append(sum(groups) * tokens[i])
+                terms = sum(map(abs, groups)) + sum(map(abs, added)) + abs(token_zeros[i] * row_sum)
+            out[-1].append((sum(groups) + sum(added) - token_zeros[i] * row_sum) * tokens[i])
             size[-1].append(terms * abs(tokens[i]))
     return out, size
 
 
+OFFSET_FORMATS = [(32, True, "bf16"), (64, False, "fp32"), (128, False, "bf16"), (256, True, "fp16")]
 FORMATS = [(32, False, "fp32"), (64, True, "bf16"), (128, False, "fp16"), (256, True, "fp32"), (0, True, "bf16")]
 
 
@@ -53,15 +62,41 @@ FORMATS = [(32, False, "fp32"), (64, True, "bf16"), (128, False, "fp16"), (256, 
 @pytest.mark.parametrize("group_size, zero_point, scale_type", FORMATS)
 def test_terms_agree_with_exact_arithmetic(dtype, mean, group_size, zero_point, scale_type):
     parts = builders.weight_parts(1, 8, 288, group_size, zero_point=zero_point, scale_type=scale_type, scales="mixed")
-    lhs = builders.lhs(2, 3, 288, dtype, mean=mean)
+    check_terms(builders.lhs(2, 3, 288, dtype, mean=mean), parts)
+
+
+def check_terms(lhs: tuple, parts: builders.WeightParts) -> None:
     ref, terms = gemm_w4a8_terms(lhs, parts.packed)
     exact, exact_terms = rational_gemm(lhs, parts)
     assert ref.dtype == terms.dtype == torch.float64 and ref.shape == terms.shape == (3, 8)
     for i in range(3):
         for j in range(8):
             # the number of operations times half an ulp of fp64, of what was added up
-            assert abs(Fraction(ref[i, j].item()) - exact[i][j]) <= exact_terms[i][j] * Fraction(300, 2**53)
-            assert abs(Fraction(terms[i, j].item()) - exact_terms[i][j]) <= exact_terms[i][j] * Fraction(300, 2**53)
+            size = exact_terms[i][j] * Fraction(300, 2**53)
+            assert abs(Fraction(ref[i, j].item()) - exact[i][j]) <= size
+            assert abs(Fraction(terms[i, j].item()) - exact_terms[i][j]) <= size
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+@pytest.mark.parametrize("mean", builders.LHS_MEANS)
+@pytest.mark.parametrize("group_size, zero_point, scale_type", OFFSET_FORMATS)
+def test_terms_with_offsets_agree_with_exact_arithmetic(dtype, mean, group_size, zero_point, scale_type):
+    parts = builders.weight_parts(
+        1, 8, 288, group_size, zero_point=zero_point, scale_type=scale_type, scales="negative", offset=True
+    )
+    check_terms(builders.lhs(2, 3, 288, dtype, mean=mean), parts)
+
+
+@pytest.mark.parametrize("mean, per_token", [("zero", True), ("positive", False)])
+@pytest.mark.parametrize(
+    "group_size, zero_point, scale_type, offset",
+    [*((*format, False) for format in FORMATS), *((*format, True) for format in OFFSET_FORMATS)],
+)
+def test_terms_with_zero_points_of_activations_agree_with_exact_arithmetic(
+    group_size, zero_point, scale_type, offset, mean, per_token
+):
+    parts = builders.weight_parts(1, 8, 288, group_size, zero_point=zero_point, scale_type=scale_type, offset=offset)
+    check_terms(builders.affine_lhs(2, 3, 288, mean=mean, per_token=per_token), parts)
 
 
 def test_int8_group_sums_are_exact_at_their_largest():
@@ -116,6 +151,65 @@ def test_it_agrees_with_a_plain_matmul_of_the_dequantized_weight(dtype):
         assert torch.allclose(out.double(), plain, rtol=rtol, atol=1e-9)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+@pytest.mark.parametrize("group_size, zero_point", [(32, False), (64, True), (128, True), (256, False)])
+def test_offsets_and_zero_points_agree_with_a_plain_matmul(group_size, zero_point, dtype, affine):
+    """x_scale * (x - x_zero) times the dequantized weight, all of it in fp64."""
+    parts = builders.weight_parts(6, 72, 544, group_size, zero_point=zero_point, offset=True)
+    if affine and dtype == "e4m3":
+        lhs = builders.lhs(7, 5, 544, dtype, per_token=False)
+    else:
+        lhs = builders.affine_lhs(7, 5, 544, mean="positive") if affine else builders.lhs(7, 5, 544, dtype)
+    x, x_scale, x_zero = (*lhs, torch.zeros(1))[:3]
+    real, bias = (x.double() - x_zero) * x_scale.double(), builders.bias(8, 72, torch.float32)
+    weight = parts.dequantize_fp64()
+    plain, size = real @ weight.T + bias.double(), real.abs() @ weight.abs().T
+    out = gemm_w4a8_reference(lhs, parts.packed, bias=bias, out_dtype=torch.float64)
+    assert bool(((out - plain).abs() <= 1e-12 * (size + 1)).all())
+    for out_dtype, share in ROUNDING.items():
+        rounded = gemm_w4a8_reference(lhs, parts.packed, bias=bias, out_dtype=out_dtype)
+        assert rounded.dtype == out_dtype
+        assert builders.same_bits(rounded, round_fp64(out, out_dtype))
+        assert bool(((rounded.double() - out).abs() <= out.abs() * share + 2.0**-25).all())
+
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+"""The largest relative error of rounding to nearest."""
+
+
+def test_the_order_of_codes_does_not_change_the_result():
+    for dtype in builders.LHS_DTYPES:
+        parts = builders.weight_parts(6, 72, 544, 64, codes=dtype, offset=True)
+        lhs = builders.lhs(7, 5, 544, dtype)
+        both = replace(parts, lhs_dtype=None).packed
+        assert (parts.packed.format.codes, both.format.codes) == (dtype, "any")
+        assert all(map(torch.equal, gemm_w4a8_terms(lhs, parts.packed), gemm_w4a8_terms(lhs, both)))
+
+
+def test_a_permuted_weight_meets_permuted_activations():
+    """Column j of the packed weight is column permutation[j] of the layer's input."""
+    plain = builders.weight_parts(6, 72, 544, 544)
+    order = torch.randperm(544, generator=builders.generator(6))
+    permuted = replace(plain, q=plain.q[:, order], permutation=order).packed
+    x, x_scale = builders.lhs(7, 5, 544, "s8")
+    expected = gemm_w4a8_reference((x, x_scale), plain.packed)
+    assert builders.same_bits(gemm_w4a8_reference((x[:, permuted.permutation], x_scale), permuted), expected)
+
+
+@pytest.mark.parametrize("zero", [-128, 0, 127, 1 << 20])
+def test_one_zero_point_serves_all_tokens_and_forms_agree(zero):
+    weight = builders.weight_parts(9, 8, 96, 32, offset=True).packed
+    x, x_scale = builders.lhs(10, 4, 96, "s8")
+    x_zero = torch.full((4,), zero, dtype=torch.int32)
+    expected = gemm_w4a8_reference((x, x_scale, x_zero), weight, out_dtype=torch.float64)
+    for form in (x_zero[:, None], x_zero[:1], x_zero[0], x_zero[:1].expand(4)):
+        out = gemm_w4a8_reference((x, x_scale, form), weight, out_dtype=torch.float64)
+        assert torch.equal(out, expected)
+    without = gemm_w4a8_reference((x, x_scale), weight, out_dtype=torch.float64)
+    assert torch.equal(expected, without) == (zero == 0)
+
+
 @pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
 def test_x_scale_per_token_as_a_column_and_for_the_whole_tensor(dtype):
     weight = builders.weight_parts(9, 8, 64, 32).packed
@@ -150,6 +244,16 @@ def test_strided_activations():
         gemm_w4a8_reference((x[:, 64:128], x_scale), weight),
         gemm_w4a8_reference((x[:, 64:128].contiguous(), x_scale), weight),
     )
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+def test_tiles_do_not_change_the_result_with_offsets_and_zero_points(monkeypatch, dtype):
+    weight = builders.weight_parts(3, 200, 416, 64, zero_point=True, offset=True).packed
+    lhs = builders.affine_lhs(4, 9, 416) if dtype == "s8" else builders.lhs(4, 9, 416)
+    whole = gemm_w4a8_terms(lhs, weight)
+    monkeypatch.setattr(reference, "_BUDGET", 2048)
+    for a, b in zip(whole, gemm_w4a8_terms(lhs, weight), strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13 * float(whole[1].max()))
 
 
 # --- rounding ---
@@ -231,6 +335,35 @@ def test_wrong_arguments(x, x_scale, bias, error, message):
         gemm_w4a8_reference((x, x_scale), weight, bias=bias)
 
 
+@pytest.mark.parametrize(
+    "lhs, error, message",
+    [
+        ((torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.ones(2), torch.zeros(2, dtype=torch.int32)), TypeError,
+         "lhs: expected x of int8 beside x_zero, got torch.float8_e4m3fn"),
+        ((torch.zeros(2, 64, dtype=torch.int8), torch.ones(2), torch.zeros(3, dtype=torch.int32)), ValueError,
+         r"lhs: expected x_zero of shape \[2\], \[2, 1\] or one element, got \[3\]"),
+        ((torch.zeros(2, 64, dtype=torch.int8), torch.ones(2), torch.zeros(2, dtype=torch.int32, device="meta")),
+         ValueError, "lhs: expected rhs's device cpu, got meta"),
+    ],
+)  # fmt: skip
+def test_wrong_zero_points_of_activations(lhs, error, message):
+    weight = builders.weight_parts(9, 8, 64, 32).packed
+    with pytest.raises(error, match=message):
+        gemm_w4a8_reference(lhs, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_gpu_gives_the_same_reference_with_offsets_and_zero_points(affine):
+    results = []
+    for device in ("cpu", "cuda"):
+        weight = builders.weight_parts(11, 136, 544, 64, zero_point=True, offset=True, device=device).packed
+        lhs = builders.affine_lhs(12, 17, 544, device=device) if affine else builders.lhs(12, 17, 544, device=device)
+        results.append([t.cpu() for t in gemm_w4a8_terms(lhs, weight)])
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-13 * float(results[0][1].max()))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
 @pytest.mark.parametrize("group_size, zero_point, scale_type", FORMATS)
@@ -250,3 +383,23 @@ def test_the_error_bound_is_bf16_rounding_and_a_share_of_the_terms():
     ref, terms = torch.tensor([-256.0, 0.0], dtype=torch.float64), torch.tensor([1024.0, 2.0**20], dtype=torch.float64)
     assert error_bound(ref, terms, torch.int8).tolist() == [1 + 2.0**-10, 1.0]
     assert error_bound(ref, terms, torch.float8_e4m3fn).tolist() == [2.0, 1024.0]
+
+
+@pytest.mark.parametrize(
+    "out_dtype, rounding, least",
+    [(torch.bfloat16, 2.0**-8, 0), (torch.float16, 2.0**-11, 2.0**-25), (torch.float32, 2.0**-24, 0)],
+)
+def test_the_error_bound_knows_the_type_of_the_output(out_dtype, rounding, least):
+    ref, terms = torch.tensor([-256.0, 0.0], dtype=torch.float64), torch.tensor([0.0, 2.0**20], dtype=torch.float64)
+    assert error_bound(ref, terms, torch.int8, out_dtype).tolist() == [256 * rounding + least, 1 + least]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_alone_stays_within_the_error_bound(out_dtype):
+    """Down to fp16's subnormals, whose steps do not shrink with the value."""
+    ref = torch.randn(4096, dtype=torch.float64, generator=builders.generator(1))
+    ref *= 2.0 ** -torch.arange(4096).remainder(30).double()
+    error = (round_fp64(ref, out_dtype).double() - ref).abs()
+    bound = error_bound(ref, torch.zeros_like(ref), torch.int8, out_dtype)
+    assert bool((error <= bound).all())
+    assert float((error / bound).max()) > 0.9

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
 import re
 import warnings
+from dataclasses import replace
 
 import builders
 import pytest
@@ -15,17 +17,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitgemm import layout
-from jitgemm.spec import WeightFormat
+from jitgemm.spec import MAX_CHANNEL_K_S8, WeightFormat
 from jitgemm.weight import W4Weight, pack_w4
 
 
+TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
+
+
 def same_weight(a: W4Weight, b: W4Weight) -> bool:
-    scales = (a.channel_scale, b.channel_scale)
-    same_scale = scales == (None, None) or (None not in scales and builders.same_bits(*scales))
+    def same_tensor(name: str) -> bool:
+        pair = getattr(a, name), getattr(b, name)
+        return pair == (None, None) or (None not in pair and builders.same_bits(*pair))
+
     described = ("shape", "group_size", "format", "layout_version")
-    return (
-        builders.same_bits(a.blocks, b.blocks) and same_scale and all(getattr(a, x) == getattr(b, x) for x in described)
-    )
+    return all(map(same_tensor, TENSORS)) and all(getattr(a, x) == getattr(b, x) for x in described)
+
+
+def plain_weight(n: int, k: int, **arguments) -> W4Weight:
+    return builders.weight_parts(8, n, k, **arguments).packed
+
+
+def permuted_weight(n: int, k: int, **arguments) -> W4Weight:
+    parts = builders.weight_parts(8, n, k, **arguments)
+    return replace(parts, permutation=torch.randperm(k, generator=builders.generator(8))).packed
 
 
 def tensors(n=16, columns=128, groups=1, q=torch.int8, scale=torch.bfloat16, zero=None, zero_groups=None):
@@ -166,9 +180,11 @@ def test_properties():
     assert weight.device == torch.device("cpu")
     assert weight.layout_version == layout.LAYOUT_VERSION
     assert weight.settled
-    assert weight.nbytes == 2 * 4 * weight.format.record_bytes
+    assert weight.nbytes == 2 * 4 * weight.format.record_bytes + 128 * 4  # row sums
     per_channel = builders.weight_parts(7, 72, 416, 0, scale_type="fp32").packed
-    assert per_channel.nbytes == 2 * 4 * 4096 + 128 * 4
+    assert per_channel.nbytes == 2 * 4 * 4096 + 2 * 128 * 4  # scales and row sums
+    permuted = permuted_weight(72, 416)
+    assert permuted.nbytes == 2 * 4 * permuted.format.record_bytes + 128 * 4 + 416 * 4
 
 
 def test_repr_is_short_and_tells_the_format():
@@ -178,6 +194,12 @@ def test_repr_is_short_and_tells_the_format():
     )
     channel = builders.weight_parts(7, 72, 416, 0).packed
     assert repr(channel) == "W4Weight(n=72, k=416, per channel, signed, bf16 scales, device='cpu')"
+    fast = builders.weight_parts(7, 72, 416, 64, codes="s8", offset=True).packed
+    assert repr(fast) == (
+        "W4Weight(n=72, k=416, group_size=64, signed for int8, bf16 scales and offsets, device='cpu')"
+    )
+    assert "signed for e4m3," in repr(builders.weight_parts(7, 72, 416, 64, codes="e4m3").packed)
+    assert "bf16 scales, permuted, device" in repr(permuted_weight(72, 416))
 
 
 def test_it_is_frozen_and_compared_by_identity():
@@ -194,21 +216,51 @@ def test_to_the_same_device_is_itself():
 
 
 def test_to_another_device_moves_every_tensor():
-    weight = builders.weight_parts(7, 8, 128, 0).packed
-    moved = weight.to("meta")
-    assert moved.device.type == "meta" and moved.channel_scale.device.type == "meta"
-    assert moved.shape == weight.shape and moved.format == weight.format
+    for weight in (builders.weight_parts(7, 8, 128, 0).packed, permuted_weight(8, 128)):
+        moved = weight.to("meta")
+        assert moved.device.type == "meta"
+        for name in TENSORS:
+            before, after = getattr(weight, name), getattr(moved, name)
+            assert (after is None) == (before is None)
+            assert after is None or (after.device.type == "meta" and after.shape == before.shape)
+        assert moved.shape == weight.shape and moved.format == weight.format
 
 
-@pytest.mark.parametrize("group_size", [64, 0])
-def test_copies_and_pickles(group_size):
-    weight = builders.weight_parts(8, 24, 160, group_size, zero_point=True).packed
+COPIED = [
+    {"group_size": 64, "zero_point": True},
+    {"group_size": 0, "zero_point": True},
+    {"group_size": 64, "offset": True, "zero_point": True},
+    {"group_size": 32, "codes": "e4m3"},
+    {"group_size": 32, "codes": "s8", "offset": True},
+]
+"""Arguments of `builders.weight_parts`; each is tried with and without a permutation."""
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("arguments", COPIED, ids=str)
+def test_copies_and_pickles(arguments, permuted):
+    weight = (permuted_weight if permuted else plain_weight)(24, 160, **arguments)
     shallow, deep, pickled = copy.copy(weight), copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))
     assert shallow.blocks is weight.blocks
     assert deep.blocks.data_ptr() != weight.blocks.data_ptr()
     for other in (shallow, deep, pickled):
         assert other is not weight and same_weight(other, weight) and other.settled
     assert isinstance(copy.deepcopy({"a": weight})["a"], W4Weight)
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("arguments", COPIED, ids=str)
+def test_the_same_weight_over_other_tensors(arguments, permuted):
+    weight = (permuted_weight if permuted else plain_weight)(24, 160, **arguments)
+    tensors = [getattr(weight, name) for name in TENSORS]
+    other = weight.with_tensors(*(None if tensor is None else tensor.clone() for tensor in tensors))
+    assert other.blocks is not weight.blocks and same_weight(other, weight) and other.settled
+    with pytest.raises(ValueError, match="row_sum: expected cpu, got meta"):
+        weight.with_tensors(*tensors[:2], weight.row_sum.to("meta"), weight.permutation)
+    with pytest.raises(ValueError, match=r"row_sum: expected float32 \[64\], got float64 \[64\]"):
+        weight.with_tensors(*tensors[:2], weight.row_sum.double(), weight.permutation)
+    with pytest.raises(ValueError, match=r"permutation: expected int32 \[160\], got int32 \[128\]"):
+        weight.with_tensors(*tensors[:3], torch.arange(128, dtype=torch.int32))
 
 
 # --- state dicts ---
@@ -218,11 +270,31 @@ def test_copies_and_pickles(group_size):
 def test_state_dict_round_trip(group_size, zero_point, scale_type):
     weight = builders.weight_parts(9, 24, 288, group_size, zero_point=zero_point, scale_type=scale_type).packed
     state = weight.state_dict("layers.0.")
-    names = {"layers.0.blocks", "layers.0.meta"} | ({"layers.0.channel_scale"} if group_size == 0 else set())
-    assert set(state) == names
+    names = {"blocks", "meta", "row_sum"} | ({"channel_scale"} if group_size == 0 else set())
+    assert set(state) == {"layers.0." + name for name in names}
     assert all(type(t) is torch.Tensor and t.is_contiguous() for t in state.values())
     assert same_weight(W4Weight.from_state_dict(state, "layers.0."), weight)
     assert same_weight(W4Weight.from_state_dict(weight.state_dict()), weight)
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("arguments", COPIED, ids=str)
+def test_state_dict_round_trip_of_offsets_code_orders_and_permutations(arguments, permuted):
+    weight = (permuted_weight if permuted else plain_weight)(24, 160, **arguments)
+    state = weight.state_dict("p.")
+    assert ("p.permutation" in state) == permuted
+    loaded = W4Weight.from_state_dict(state, "p.")
+    assert same_weight(loaded, weight)
+    assert torch.equal(loaded.dequantize(), weight.dequantize())
+
+
+def test_a_state_dict_without_row_sums_is_a_weight_without():
+    weight = builders.weight_parts(9, 24, 288, 64).packed
+    state = weight.state_dict()
+    del state["row_sum"]
+    loaded = W4Weight.from_state_dict(state)
+    assert loaded.row_sum is None and torch.equal(loaded.dequantize(), weight.dequantize())
+    assert set(loaded.state_dict()) == {"blocks", "meta"}
 
 
 def test_torch_save_round_trip_with_weights_only(tmp_path):
@@ -258,6 +330,9 @@ def test_a_misaligned_tensor_is_copied():
     assert got.blocks.data_ptr() % 16 == 0 and same_weight(got, weight)
 
 
+KNOWN = "state dict: 'p.meta': expected zero_point and offset 0 or 1, known scale type and codes"
+
+
 def changed_meta(index: int, value: int):
     def change(state):
         state["p.meta"][index] = value
@@ -272,26 +347,42 @@ def changed_meta(index: int, value: int):
         (lambda s: s.pop("p.meta"), "state dict: expected a tensor 'p.meta', found none"),
         (lambda s: s.pop("p.channel_scale"), "state dict: p.channel_scale: expected a tensor for a per-channel weight"),
         (changed_meta(0, 1), "state dict: 'p.meta': expected a packed W4 weight, got another tensor"),
-        (changed_meta(1, 99), "state dict: 'p.meta': expected layout version 1, got 99; pack the weight again"),
+        (changed_meta(1, 99), "state dict: 'p.meta': expected layout version 2, got 99; pack the weight again"),
+        (
+            lambda s: s.update({"p.meta": torch.tensor([int(s["p.meta"][0]), 1, 8, 256, 256, 1, 1])}),  # as version 1
+            "state dict: 'p.meta': expected layout version 2, got 1; pack the weight again",
+        ),
         (changed_meta(2, 80), r"state dict: p.blocks: expected uint8 [2, 2, 4160], got uint8 [1, 2, 4160]"),
         (changed_meta(3, 512), r"state dict: p.blocks: expected uint8 [1, 4, 4288], got uint8 [1, 2, 4160]"),
         (changed_meta(3, 250), "k to be a positive multiple of 32, got 250"),
         (changed_meta(4, 100), "group_size: expected one of (32, 64, 128, 256), or k = 256 for per channel, got 100"),
         (changed_meta(4, 128), "state dict: p.blocks: expected uint8 [1, 2, 4288], got uint8 [1, 2, 4160]"),
-        (changed_meta(5, 2), "expected zero_point 0 or 1 and a known scale type, got [2, 1]"),
-        (changed_meta(6, 7), "expected zero_point 0 or 1 and a known scale type, got [1, 7]"),
+        (changed_meta(5, 2), f"{KNOWN}, got [2, 1, 0, 0]"),
+        (changed_meta(6, 7), f"{KNOWN}, got [1, 7, 0, 0]"),
+        (changed_meta(7, 3), f"{KNOWN}, got [1, 1, 3, 0]"),
+        (changed_meta(8, -1), f"{KNOWN}, got [1, 1, 0, -1]"),
+        (changed_meta(7, 1), "state dict: p.codes: expected 'any' with zero points, got 'e4m3'"),
+        (changed_meta(8, 1), "state dict: p.offset: expected none per channel"),
         (changed_meta(6, 0), "state dict: p.channel_scale: expected float32 [64], got bfloat16 [64]"),
         (
             lambda s: s.update({"p.meta": s["p.meta"][:5]}),
-            "state dict: 'p.meta': expected 7 values, got 5",
+            "state dict: 'p.meta': expected 9 values, got 5",
         ),
         (
             lambda s: s.update({"p.meta": s["p.meta"].float()}),
-            "state dict: 'p.meta': expected int64 [7], got float32 [7]",
+            "state dict: 'p.meta': expected int64 [9], got float32 [9]",
         ),
         (
             lambda s: s.update({"p.blocks": s["p.blocks"].to(torch.int32)}),
             "state dict: p.blocks: expected uint8 [1, 2, 4160], got int32 [1, 2, 4160]",
+        ),
+        (
+            lambda s: s.update({"p.row_sum": s["p.row_sum"][:8]}),
+            "state dict: p.row_sum: expected float32 [64], got float32 [8]",
+        ),
+        (
+            lambda s: s.update({"p.permutation": torch.arange(256)}),
+            "state dict: p.permutation: expected int32 [256], got int64 [256]",
         ),
     ],
 )
@@ -300,6 +391,235 @@ def test_a_state_dict_that_does_not_match_is_refused(change, message):
     change(state)
     with pytest.raises(ValueError, match=re.escape(message)):
         W4Weight.from_state_dict(state, "p.")
+
+
+# --- orders of codes ---
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, 0])
+@pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
+def test_signed_codes_pack_for_one_type_of_activations_where_they_can(lhs, group_size):
+    """Whatever the order: the codes, scales and row sums that come back are those that went in."""
+    parts = builders.weight_parts(15, 72, 416, group_size, codes=lhs)
+    weight, both = parts.packed, replace(parts, lhs_dtype=None).packed
+    assert both.format.codes == "any"
+    assert weight.format.codes == lhs
+    assert builders.same_bits(weight.unpack()[0], parts.q) and builders.same_bits(weight.unpack()[1], parts.scale)
+    assert builders.same_bits(weight.row_sum, both.row_sum)
+    assert builders.same_bits(weight.dequantize(), both.dequantize())
+    assert weight.plan_key != both.plan_key
+
+
+@pytest.mark.parametrize("as_canonical", [False, True])
+def test_one_code_of_minus_8_keeps_e4m3_weights_in_the_order_that_holds_it(as_canonical):
+    parts = builders.weight_parts(16, 72, 416, 64, codes="e4m3")
+
+    def packed() -> W4Weight:
+        q = builders.canonical(parts.q) if as_canonical else parts.q
+        return pack_w4(q, parts.scale, group_size=64, k=416, lhs_dtype=torch.float8_e4m3fn)
+
+    assert packed().format.codes == "e4m3"
+    parts.q[71, 415] = -8
+    assert packed().format.codes == "any"
+    assert builders.same_bits(packed().unpack()[0], parts.q)
+
+
+def test_int8_codes_of_a_row_too_long_for_int32_sums_keep_the_order_for_both_types():
+    """Per channel a whole row is summed up: k products of up to 128 * 8 * 16."""
+    longest = MAX_CHANNEL_K_S8
+    assert longest * 128 * 8 * 16 < 2**31
+    for k, codes in ((longest, "s8"), (longest + 32, "any")):
+        q, scale = torch.full((8, k), -8, dtype=torch.int8), torch.ones(8, 1)
+        weight = pack_w4(q, scale, group_size=k, lhs_dtype=torch.int8)
+        assert weight.format.codes == codes and torch.equal(weight.unpack()[0], q)
+    q, scale = torch.full((8, longest + 32), -8, dtype=torch.int8), torch.ones(8, (longest + 32) // 32)
+    assert pack_w4(q, scale, group_size=32, lhs_dtype=torch.int8).format.codes == "s8"
+
+
+@pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
+def test_zero_points_keep_the_order_for_both_types(lhs):
+    parts = builders.weight_parts(16, 72, 416, 64, zero_point=True)
+    weight = replace(parts, lhs_dtype=builders.LHS_DTYPES[lhs]).packed
+    assert weight.format.codes == "any" and same_weight(weight, parts.packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float8_e5m2, "int8"])
+def test_a_type_that_activations_never_have_is_refused(dtype):
+    q, scale, _ = tensors()
+    with pytest.raises(TypeError, match=f"lhs_dtype: expected torch.float8_e4m3fn, torch.int8 or None, got {dtype}"):
+        pack_w4(q, scale, group_size=128, lhs_dtype=dtype)
+
+
+def test_a_format_of_impossible_codes_is_refused():
+    with pytest.raises(ValueError, match="codes: expected 'any' with zero points, got 's8'"):
+        WeightFormat(64, True, "bf16", "s8")
+    with pytest.raises(ValueError, match=r"codes: expected one of \('any', 'e4m3', 's8'\), got 'int8'"):
+        WeightFormat(64, False, "bf16", "int8")
+    with pytest.raises(ValueError, match="offset: expected none per channel"):
+        WeightFormat(0, False, "bf16", offset=True)
+
+
+# --- offsets ---
+
+OFFSETS = list(itertools.product((32, 64, 128, 256), (False, True), builders.SCALE_BYTES))
+
+
+@pytest.mark.parametrize("group_size, zero_point, scale_type", OFFSETS)
+def test_offsets_keep_every_bit(group_size, zero_point, scale_type):
+    """k = 416 ends within a group of every size."""
+    parts = builders.weight_parts(17, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type)
+    bits = layout.bits_dtype(parts.scale.dtype)
+    info = torch.iinfo(bits)
+    raw = torch.randint(info.min, info.max + 1, parts.scale.shape, generator=builders.generator(17)).to(bits)
+    raw[0, 0], raw[1, 0] = info.min, 1  # -0.0 and a subnormal; NaNs come by themselves
+    weight = replace(parts, offset=raw.view(parts.scale.dtype)).packed
+    assert weight.format == WeightFormat(group_size, zero_point, scale_type, offset=True)
+    assert builders.same_bits(weight.unpack_offset(), raw.view(parts.scale.dtype))
+    q, scale, zero = weight.unpack()
+    assert builders.same_bits(q, parts.q) and builders.same_bits(scale, parts.scale)
+    assert zero is None if parts.zero is None else builders.same_bits(zero, parts.zero)
+
+
+@pytest.mark.parametrize("group_size, zero_point, scale_type", OFFSETS)
+def test_dequantize_adds_the_offset_of_the_group(group_size, zero_point, scale_type):
+    """In fp32, one rounding for the product and one for the sum."""
+    parts = builders.weight_parts(
+        18, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type, scales="negative", offset=True
+    )
+    product = replace(parts, offset=None).dequantize_fp64().float()
+    group = torch.arange(416) // group_size
+    expected = (product.double() + parts.offset.double()[:, group]).float()
+    assert builders.same_bits(parts.packed.dequantize(), expected)
+    assert not torch.equal(expected, product)
+
+
+def test_a_weight_without_offsets_has_none_to_unpack():
+    assert builders.weight_parts(18, 72, 416, 32).packed.unpack_offset() is None
+
+
+def test_canonical_codes_and_offsets_in_chunks_pack_to_the_same_bytes(monkeypatch):
+    parts = builders.weight_parts(19, 200, 288, 64, zero_point=True, offset=True)
+    whole = parts.packed
+    monkeypatch.setattr(layout, "CHUNK_CODES", 1)
+    packed = pack_w4(
+        builders.canonical(parts.q), parts.scale.T.contiguous().T, parts.zero, offset=parts.offset.T.contiguous().T,
+        group_size=64, k=288,
+    )  # fmt: skip
+    assert same_weight(packed, whole) and torch.equal(packed.dequantize(), whole.dequantize())
+    assert builders.same_bits(packed.unpack_offset(), parts.offset)
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "offset, group_size, error, message",
+    [
+        (0.5, 64, TypeError, "offset: expected a torch.Tensor, got float"),
+        (torch.zeros(16, 2), 64, TypeError, "offset: expected scale's dtype bfloat16, got float32"),
+        (torch.zeros(16, 2, dtype=torch.int8), 64, TypeError, "offset: expected scale's dtype bfloat16, got int8"),
+        (torch.zeros(16, 1, dtype=BF16), 64, ValueError, "offset: expected scale's shape [16, 2], got [16, 1]"),
+        (torch.zeros(16, 2, dtype=BF16, device="meta"), 64, ValueError, "offset: expected q's device cpu, got meta"),
+        (torch.zeros(16, 1, dtype=BF16), 128, ValueError, "offset: expected none per channel; repeat scale and offset"),
+        (torch.zeros(16, 1, dtype=BF16), 500, ValueError, "offset: expected none per channel; repeat scale and offset"),
+    ],
+)
+def test_wrong_offsets(offset, group_size, error, message):
+    q, scale, _ = tensors(groups=1 if group_size >= 128 else 2)
+    with pytest.raises(error, match=re.escape(message)):
+        pack_w4(q, scale, offset=offset, group_size=group_size)
+
+
+# --- permutations ---
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+)
+def test_a_permutation_is_kept_beside_the_weight_as_int32(dtype):
+    parts = builders.weight_parts(20, 16, 96, 32)
+    permutation = torch.randperm(96, generator=builders.generator(20))
+    weight = replace(parts, permutation=permutation.to(dtype)).packed
+    assert weight.permutation.dtype == torch.int32 and weight.permutation.is_contiguous()
+    assert torch.equal(weight.permutation.long(), permutation)
+    # It describes the activations: the packed weight is as without.
+    assert builders.same_bits(weight.blocks, parts.packed.blocks)
+    assert weight.plan_key == parts.packed.plan_key
+
+
+def test_a_permutation_is_copied_and_may_have_any_stride():
+    parts, table = builders.weight_parts(20, 16, 96, 32), torch.zeros(96, 3, dtype=torch.int32)
+    table[:, 1] = torch.arange(95, -1, -1)
+    weight = replace(parts, permutation=table[:, 1]).packed
+    assert torch.equal(weight.permutation, table[:, 1])
+    table.zero_()
+    assert weight.permutation[0] == 95
+    whole = torch.arange(96, dtype=torch.int32)
+    weight = replace(parts, permutation=whole).packed
+    whole.zero_()
+    assert weight.permutation[-1] == 95
+
+
+def changed_order(index: int, value: int) -> torch.Tensor:
+    permutation = torch.arange(128)
+    permutation[index] = value
+    return permutation
+
+
+@pytest.mark.parametrize(
+    "permutation, error, message",
+    [
+        (list(range(128)), TypeError, "permutation: expected a torch.Tensor, got list"),
+        (torch.arange(128.0), TypeError, "permutation: expected an integer dtype, got float32"),
+        (torch.arange(127), ValueError, "permutation: expected shape [128], got [127]"),
+        (torch.arange(128)[None], ValueError, "permutation: expected shape [128], got [1, 128]"),
+        (changed_order(3, 4), ValueError, "permutation: expected every value of 0..127 once"),
+        (changed_order(0, 128), ValueError, "permutation: expected every value of 0..127 once"),
+        (changed_order(0, -1), ValueError, "permutation: expected every value of 0..127 once"),
+        (torch.arange(128, device="meta"), ValueError, "permutation: expected q's device cpu, got meta"),
+    ],
+)
+def test_wrong_permutations(permutation, error, message):
+    q, scale, _ = tensors()
+    with pytest.raises(error, match=re.escape(message)):
+        pack_w4(q, scale, permutation=permutation, group_size=128)
+
+
+# --- row sums ---
+
+
+@pytest.mark.parametrize(
+    "group_size, zero_point, scale_type, offset",
+    [*((*format, False) for format in builders.ALL_FORMATS), *((*format, True) for format in OFFSETS)],
+)
+def test_row_sums_are_those_of_the_exact_weight(group_size, zero_point, scale_type, offset):
+    """Summed up in fp64 and rounded once; k = 416 ends within a group, n = 72 within a strip."""
+    parts = builders.weight_parts(
+        21, 72, 416, group_size, zero_point=zero_point, scale_type=scale_type, scales="mixed", max_zero=16,
+        offset=offset,
+    )  # fmt: skip
+    weight, exact = parts.packed, parts.dequantize_fp64()
+    assert weight.row_sum.dtype == torch.float32 and list(weight.row_sum.shape) == [128]
+    error = (weight.row_sum[:72].double() - exact.sum(1)).abs()
+    assert bool((error <= exact.sum(1).abs() * 2.0**-24 + exact.abs().sum(1) * 2.0**-42).all())
+    assert not weight.row_sum[72:].any()
+
+
+def test_row_sums_do_not_depend_on_chunks(monkeypatch):
+    parts = builders.weight_parts(21, 200, 416, 64, zero_point=True, offset=True)
+    whole = parts.packed.row_sum
+    monkeypatch.setattr(layout, "CHUNK_CODES", 1)
+    assert builders.same_bits(parts.packed.row_sum, whole)
+
+
+def test_a_row_sum_that_cancels_is_exact():
+    """4096 terms of 1e6, their negatives, and one of 1/1024: lost in fp32, not in fp64."""
+    q = torch.ones((8, 8192 + 32), dtype=torch.int8)
+    q[:, 4096:8192] = -1
+    q[:, 8193:] = 0
+    scale = torch.full((8, 8224 // 32), 1e6)
+    scale[:, -1] = 2.0**-10
+    assert pack_w4(q, scale, group_size=32).row_sum[:8].tolist() == [2.0**-10] * 8
 
 
 # --- errors of pack_w4: argument, what was expected, what came ---
@@ -496,7 +816,7 @@ def test_zero_points_out_of_range(dtype, value):
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"layout_version": 0}, ValueError, "layout_version: expected 1, got 0; pack the weight again"),
+        ({"layout_version": 0}, ValueError, "layout_version: expected 2, got 0; pack the weight again"),
         ({"n": 80}, ValueError, "blocks: expected uint8 [2, 2, 4224], got uint8 [1, 2, 4224]"),
         ({"group_size": 64}, ValueError, "format: expected WeightFormat(group_size=64"),
         ({"blocks": None}, TypeError, "blocks: expected a torch.Tensor, got NoneType"),
@@ -533,6 +853,17 @@ def test_it_moves_to_a_gpu_and_back(group_size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("arguments", COPIED, ids=str)
+def test_offsets_code_orders_and_permutations_move_to_a_gpu_and_back(arguments):
+    weight = permuted_weight(200, 544, **arguments)
+    gpu = weight.to("cuda")
+    assert all(t is None or t.is_cuda for t in (getattr(gpu, name) for name in TENSORS))
+    assert same_weight(gpu.to("cpu"), weight)
+    for other in (copy.deepcopy(gpu), pickle.loads(pickle.dumps(gpu)), W4Weight.from_state_dict(gpu.state_dict())):
+        assert other.device == gpu.device and same_weight(other.to("cpu"), weight)
+
+
+@pytest.mark.gpu
 def test_packing_on_a_gpu_leaves_nothing_running():
     parts = builders.weight_parts(13, 4096, 4096, device="cuda")
     stream = torch.cuda.Stream()
@@ -554,6 +885,18 @@ def test_packing_during_capture_is_not_settled():
     torch.cuda.synchronize()
     assert not captured.settled and expected.settled
     assert same_weight(captured, expected)
+
+
+@pytest.mark.gpu
+def test_packing_during_capture_looks_at_no_code_and_keeps_the_order_that_holds_any():
+    parts = builders.weight_parts(14, 64, 256, codes="e4m3", device="cuda")
+    assert parts.packed.format.codes == "e4m3"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = parts.packed
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_weight(captured, replace(parts, lhs_dtype=None).packed)
 
 
 def test_a_weight_of_fake_tensors_has_no_address_to_settle_at():
