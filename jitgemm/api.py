@@ -67,9 +67,9 @@ def gemm_w4a8_nt(
     e4m3 token scale must not overflow. Bit-identical from run to run.
 
     Args:
-        lhs: (x, x_scale), or (x, x_scale, x_zero) for int8 with zero points. x is float8_e4m3fn or int8 [m, k], stride 1
-            along k, row stride a multiple of 16 bytes, 16-byte aligned. x_scale is fp32, x_zero int32, [m], [m, 1] or
-            one element.
+        lhs: (x, x_scale), or (x, x_scale, x_zero) for int8 with zero points. x is float8_e4m3fn or int8 [m, k], stride
+            1 along k, row stride a multiple of 16 bytes, 16-byte aligned. x_scale is fp32, x_zero int32, [m], [m, 1]
+            or one element.
         rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 32.
         out: bfloat16, float16 or float32 [m, n], stride 1 along n, row stride a multiple of 16 bytes, 16-byte aligned;
             may be a column slice.
@@ -99,7 +99,8 @@ def gemm_w4a8_nt(
             x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
             out.shape, out.stride(), out.dtype, out.device, out.requires_grad,
             None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-            None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.device, rhs.row_sum is None),
+            None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.device),
+            None if x_zero is None else rhs.row_sum is None,
             batch_invariant,
         )  # fmt: skip
         plan = _plans.by_signature[signature]
@@ -168,7 +169,8 @@ def _signature(x, x_scale, x_zero, weight, out, bias, batch_invariant) -> tuple:
         x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
         out.shape, out.stride(), out.dtype, out.device, out.requires_grad,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-        None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.device, weight.row_sum is None),
+        None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.device),
+        None if x_zero is None else weight.row_sum is None,
         batch_invariant,
     )  # fmt: skip
 

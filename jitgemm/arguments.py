@@ -22,8 +22,8 @@ SCALE_TYPE_NUMBERS = {"fp32": 0, "bf16": 1, "fp16": 2}
 MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
 MAX_INT8_CHANNEL_K = 2**20 - 32
-"""Largest k of int8 per channel: its sums stay in int32, where k products of up to 128 * 16 must fit; codes in the order
-for int8 have a limit of their own (`MAX_CHANNEL_K_S8` in spec.py)."""
+"""Largest k of int8 per channel: its sums stay in int32, where k products of up to 128 * 16 must fit; codes in the
+order for int8 have a limit of their own (`MAX_CHANNEL_K_S8` in spec.py)."""
 
 ALIGNMENT = 16
 """Addresses and row strides of TMA tensors are multiples of so many bytes (CUDA driver API, cuTensorMapEncodeTiled)."""

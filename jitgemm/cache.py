@@ -2,8 +2,8 @@
 
 Knows files, keys and NVRTC; knows nothing of torch, of GPUs or of what a kernel computes. Two promises shape it. A
 cubin that comes out of here is whole and was built from exactly the source asked for. And nothing the disk does (a bad
-entry, a full or read-only folder, a lock nobody gives back) fails a call that could have compiled. Locks only save work;
-correctness rests on entries that appear by rename and carry their own checksum. See docs/cache.md.
+entry, a full or read-only folder, a lock nobody gives back) fails a call that could have compiled. Locks only save
+work; correctness rests on entries that appear by rename and carry their own checksum. See docs/cache.md.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class KernelCache:
         return _remove(root, doomed, STALE_AFTER_S, dry_run)
 
     def clear(self) -> list[EntryInfo]:
-        """Remove every entry of the writable root, with set-aside ones, locks and temporary files; return the entries."""
+        """Remove every entry of the writable root, set-aside ones, locks and temporary files; return the entries."""
         root = self._writable_root()
         return [] if root is None else _remove(root, self._all_files(root), 0.0, False)
 

@@ -158,41 +158,41 @@ def _shapes() -> Iterator[_Shape]:
 # The constants were fitted by `scripts/sweep.py fit` to 6,688 timings on an H200, 2026-11-21 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 1.34
+LAUNCH_US = 1.5
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.1
+NO_PREFETCH_US = 0.14
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-REDUCE_US = 0.05
+REDUCE_US = 0.08
 """Sum over splits of k, per tile and split beyond the first: stores into the leader's shared memory, hand-over,
 reads."""
 STORE_US = 0.36
 """Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
-CLUSTER_US = {1: 0.73, 2: 0.5}
+CLUSTER_US = {1: 0.75, 2: 1.1}
 """Launch of a cluster of two and its barriers, by CTAs of an SM; grows with the root of the further CTAs."""
-WGMMA_MIN_CYCLES = 9.0
+WGMMA_MIN_CYCLES = 5.0
 """Cycles of one m64nNk32 with A in registers, however narrow."""
-RECORD_CYCLES = 309.0
+RECORD_CYCLES = 307.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 156.0, ("s8", "any"): 145.0, ("e4m3", "fast"): 101.0, ("s8", "fast"): 93.0,
-    ("e4m3", "zero"): 297.0, ("s8", "zero"): 204.0,
+    ("e4m3", "any"): 110.0, ("s8", "any"): 140.0, ("e4m3", "fast"): 105.0, ("s8", "fast"): 98.0,
+    ("e4m3", "zero"): 291.0, ("s8", "zero"): 245.0,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 2.1, "s8": 2.9}
+PROMOTE_CYCLES = {"e4m3": 2.15, "s8": 2.7}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-ISSUE_CYCLES = 86.0
+ISSUE_CYCLES = 67.0
 """Issue cycles of a scheduler per record for everything else."""
 CHUNK_CYCLES = 10.0
 """Added for every group beyond the first within a record: its promotion waits for its own wgmma."""
-L2_BYTES_PER_CYCLE = 46.0
+L2_BYTES_PER_CYCLE = 50.0
 """Bytes an SM draws from the L2 in a cycle when all draw."""
-OVERLAP = 4.1
+OVERLAP = 3.4
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
-FEW_SMS = 0.22
+FEW_SMS = 0.2
 """Exponent with which memory time grows as fewer SMs draw."""
-CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.62, 8: 0.54}
+CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.57, 8: 0.54}
 """Share of the SMs that clusters of a size can fill, one CTA an SM: a cluster lies within a GPC, whose SMs it need not
 divide."""
 

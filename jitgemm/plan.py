@@ -162,7 +162,8 @@ class Plan:
         """Runs on the tensors' device and its current stream.
 
         Args:
-            x, x_scale, weight, out, bias, x_zero: tensors of the shapes, strides, dtypes and device that the plan was made for.
+            x, x_scale, weight, out, bias, x_zero: tensors of the shapes, strides, dtypes and device that the plan was
+                made for.
             dependent: nothing that may still be running writes the weight, so the kernel may start before its
                 predecessor ends.
 

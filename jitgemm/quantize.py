@@ -68,8 +68,8 @@ def quantize_activations(
     (y within 2^-17 |y| + 2^-120) and `rms_norm` (y within 2^-17 |y| for k up to 2^16), whose codes may differ where y
     is as close to a tie. A row's result does not depend on the other rows, nor on m.
 
-    Rows of zeros get codes that stand for 0, and scale 2^-126. A row whose y holds a NaN gets scale NaN, so that all its
-    results are NaN, whatever the scheme; one that holds an infinity, or whose range or sum of squares is beyond fp32,
+    Rows of zeros get codes that stand for 0, and scale 2^-126. A row whose y holds a NaN gets scale NaN, so that all
+    its results are NaN, whatever the scheme; one that holds an infinity, or whose range or sum of squares is beyond fp32,
     too, except that static scales saturate infinities. In such rows codes stand for 0 (int8) or NaN (e4m3), with a
     dynamic scale all of them, with a static one those of NaN.
 

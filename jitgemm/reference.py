@@ -80,8 +80,8 @@ def error_bound(
 ) -> torch.Tensor:
     """How far a result may be from `ref`, with both from `gemm_w4a8_terms`.
 
-    What rounding to out_dtype may take (2^-8 |ref| for bf16), and what sums may lose: 2^-20 of the terms for int8, 2^-10
-    for e4m3. With k below 128 an outlier can make a single e4m3 step of the tensor cores miss that
+    What rounding to out_dtype may take (2^-8 |ref| for bf16), and what sums may lose: 2^-20 of the terms for int8,
+    2^-10 for e4m3. With k below 128 an outlier can make a single e4m3 step of the tensor cores miss that
     (docs/notes/e4m3-accuracy.md).
     """
     share = 2.0**-20 if x_dtype == torch.int8 else 2.0**-10

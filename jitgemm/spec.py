@@ -156,7 +156,7 @@ class Problem:
         if self.lhs not in LHS_TYPES:
             raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
         if self.format.codes not in ("any", self.lhs):
-            raise ValueError(f"format: expected codes 'any' or {self.lhs!r} for lhs {self.lhs!r}, got {self.format.codes!r}")
+            raise ValueError(f"format: expected codes 'any' or {self.lhs!r}, as lhs is, got {self.format.codes!r}")
 
 
 @dataclass(frozen=True, slots=True)

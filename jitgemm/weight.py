@@ -82,8 +82,8 @@ class W4Weight:
         layout_version: version of the packed order that `blocks` follows.
         plan_key: what of the weight decides which calls are legal and which kernel runs.
 
-    On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `settled`: what wrote it
-    has ended. Making a weight settles it. Writing `blocks` in place through PyTorch unsettles it, and calls wait again;
+    On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `settled`: what wrote
+    it has ended. Making a weight settles it. Writing `blocks` in place through PyTorch unsettles it, and calls wait again;
     whoever writes it in another way (`.data`, a raw pointer) calls `settle()` before the next GEMM.
 
     Hashed and compared by identity. Copies, deep copies and pickles; a pickle names this class, so that files meant to
@@ -142,8 +142,9 @@ class W4Weight:
         """Waits for what the current stream still writes, so that kernels may read the weight ahead of their turn.
 
         Returns:
-            Whether the weight is settled now: not while a CUDA graph is being captured, where nothing can be waited for,
-            nor for inference tensors, which do not tell when they are written, nor for fake ones, which have no address.
+            Whether the weight is settled now: not while a CUDA graph is being captured, where nothing can be waited
+            for, nor for inference tensors, which do not tell when they are written, nor for fake ones, which have no
+            address.
         """
         settled_at = None
         real = type(self.blocks) in (torch.Tensor, torch.nn.Parameter) and not self.blocks.is_inference()
@@ -348,7 +349,9 @@ class W4Weight:
         _, version, n, k, group_size, zero_point, scale_type, codes, offset = values
         known = 0 <= scale_type < len(_META_SCALE_TYPES) and 0 <= codes < len(_META_CODES)
         if zero_point not in (0, 1) or offset not in (0, 1) or not known:
-            raise ValueError(f"{key}: expected zero_point and offset 0 or 1, known scale type and codes, got {values[5:]}")
+            raise ValueError(
+                f"{key}: expected zero_point and offset 0 or 1, known scale type and codes, got {values[5:]}"
+            )
         blocks, channel_scale, row_sum, permutation = (
             _aligned(tensors.get(prefix + name)) for name in ("blocks", "channel_scale", "row_sum", "permutation")
         )
@@ -434,8 +437,8 @@ def pack_w4(
             Which of the last two is meant follows from scale's columns.
         scale: fp32, bf16 or fp16 [n, ceil(k / group_size)]; values are not scanned.
         zero: None for signed codes, or integers 0..16 of any width, [n, ceil(k / group_size)].
-        offset: None, or [n, ceil(k / group_size)] of scale's dtype, added to each of the group's weights: the float zero
-            points of torchao, ExecuTorch and QServe. Not per channel: repeat scale and offset for groups instead.
+        offset: None, or [n, ceil(k / group_size)] of scale's dtype, added to each of the group's weights: the float
+            zero points of torchao, ExecuTorch and QServe. Not per channel: repeat scale and offset for groups instead.
         permutation: None, or integers [k] that hold 0..k-1 once each: column j of q is column permutation[j] of the
             layer's input, and the GEMM takes x[:, permutation]. Kept beside the weight.
         group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.

@@ -1,64 +1,118 @@
 #!/usr/bin/env python3
-"""What limits a kernel: the same kernels with one part of the work left out, timed side by side. Needs a Hopper GPU.
+"""What a part of a kernel costs: the same kernels with it changed or left out, timed side by side. Needs a Hopper GPU.
 
-    python scripts/ablate.py [--m 4096] [--n 4096] [--k 4096]
+    python scripts/ablate.py prefill      # decode and promotion in the main loop; figures: docs/notes/main-loop.md
+    python scripts/ablate.py decode       # the path from one kernel of a chain to the next: docs/notes/decode.md
 
-Results of the cut-down kernels are wrong, of course; only their time means something. Figures: docs/notes/main-loop.md.
+Results of kernels with a part left out are wrong, of course; only their time means something.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from jitgemm import render  # noqa: E402
-from jitgemm.spec import KernelSpec  # noqa: E402
+from jitgemm import config, render  # noqa: E402
+from jitgemm.spec import DeviceSpec, KernelSpec  # noqa: E402
 
-NO_PROMOTION = ("kernel", "if (promote_now) {", "if (promote_now && last) {")
-NO_DECODE = (
+Change = tuple[str, str, str]
+"""Header, text, what stands in its place."""
+
+NO_PROMOTION: Change = ("kernel", "if (promote_now) {", "if (promote_now && last) {")
+NO_DECODE: tuple[Change, ...] = (
     ("decode", "u32 bytes = word & 0x87878787u;\n        return bytes + ((bytes & 0x80808080u) >> 7);", "return word;"),
     ("decode", "return (word & 0x07070707u) ^ byte_sign_mask(word);", "return word;"),
+    ("decode", "return word & 0x87878787u;", "return word;"),
+    ("decode", "return word & 0xF0F0F0F0u;", "return word;"),
+    ("decode", "return (word << 4) & 0xF0F0F0F0u;", "return word;"),
 )
-NO_AHEAD = (
-    "kernel",
-    "        if (!last) load(next);\n"
-    "        multiplier.finish(acc, current, descriptor, last);\n"
-    "        release_stage(shared, stage, place);",
-    "        multiplier.finish(acc, current, descriptor, last);\n"
-    "        release_stage(shared, stage, place);\n"
-    "        if (!last) load(next);",
+_AT_BARRIERS = "    // Every thread of every CTA waits for"
+EARLY_LAUNCH: tuple[Change, ...] = (
+    ("kernel", "                if (threadIdx.x == 0) launch_next_grid();\n", ""),
+    ("kernel", _AT_BARRIERS, "    if (producer) launch_next_grid();\n" + _AT_BARRIERS),
 )
-VARIANTS = {
-    "as it is": (),
-    "no promotion": (NO_PROMOTION,),
-    "no decode": NO_DECODE,
-    "neither": (NO_PROMOTION, *NO_DECODE),
-    "decode after": (NO_AHEAD,),
-}
+RELEASE_AT_START: Change = ("kernel", "        cluster_started();", "        cluster_sync();")
+BARRIER_AT_END: Change = ("kernel", "if constexpr (Config::kMulticast > 1)", "if constexpr (Config::kClusterSize > 1)")
+TILE_COPIES: Change = ("kernel", "Config::kDirectLhs", "false")
 
 
-def kernels() -> list[KernelSpec]:
-    found = []
-    shapes = ((128, 128, 1, 7), (128, 128, 2, 7), (160, 128, 2, 6), (96, 192, 2, 7), (80, 192, 1, 8))
-    for lhs in ("e4m3", "s8"):
-        for block_m, block_n, halves, stages in shapes:
-            found.append(
-                KernelSpec(lhs, 128, False, "bf16", block_m=block_m, block_n=block_n, halves=halves, stages=stages)
-            )
-    return [*found, KernelSpec("s8", 0, False, "fp32", block_m=256, block_n=128, stages=4)]
+@dataclass(frozen=True)
+class Part:
+    """Shape, variants and kernels of one table."""
+
+    m: int
+    n: int
+    k: int
+    variants: dict[str, tuple[Change, ...]]
+    kernels: tuple[KernelSpec, ...]
+
+
+def _kernel(lhs: str, codes: str, block_m: int, block_n: int, group_size: int = 128, **shape: int) -> KernelSpec:
+    scale_type = "bf16" if group_size else "fp32"
+    return KernelSpec(lhs, group_size, False, scale_type, block_m, block_n, 2, codes=codes, **shape)
+
+
+def prefill() -> Part:
+    kernels = [
+        _kernel(lhs, codes, block_m, block_n, halves=halves)
+        for lhs in ("e4m3", "s8")
+        for codes in ("any", lhs)
+        for block_m, block_n, halves in ((128, 128, 1), (128, 128, 2), (160, 128, 2), (64, 192, 2))
+    ]
+    variants = {
+        "as it is": (),
+        "no promotion": (NO_PROMOTION,),
+        "no decode": NO_DECODE,
+        "neither": (NO_PROMOTION, *NO_DECODE),
+    }
+    return Part(4096, 4096, 4096, variants, (*kernels, _kernel("s8", "any", 256, 128, 0)))
+
+
+def decode() -> Part:
+    shapes = (
+        {"block_n": 64, "warpgroups_k": 2, "split_k": 2, "ctas_per_sm": 2},
+        {"block_n": 64, "warpgroups_k": 4, "split_k": 2},
+        {"block_n": 64, "split_k": 2, "ctas_per_sm": 2},
+        {"block_n": 128, "warpgroups_k": 2, "split_k": 2},
+    )
+    kernels = [
+        _kernel(lhs, codes, 16, **shape)
+        for lhs, codes in (("e4m3", "any"), ("e4m3", "e4m3"), ("s8", "s8"))
+        for shape in shapes
+    ]
+    variants = {
+        "as it is": (),
+        "next kernel launched before the wait": EARLY_LAUNCH,
+        "release barrier at a cluster's start": (RELEASE_AT_START,),
+        "barrier at a cluster's end": (BARRIER_AT_END,),
+        "all of these": (*EARLY_LAUNCH, RELEASE_AT_START, BARRIER_AT_END),
+        "activations by tile copies": (TILE_COPIES,),
+    }
+    return Part(16, 4096, 4096, variants, tuple(kernels))
+
+
+def with_stages(kernel: KernelSpec, device: DeviceSpec) -> KernelSpec:
+    """The selector's kernel of this shape, with as many stages as fit."""
+    legal = config.legal_kernels(kernel.lhs, kernel.format, device)
+    return next(each for each in legal if replace(each, stages=kernel.stages) == kernel)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("prefill", "decode"))
     for name in ("m", "n", "k"):
-        parser.add_argument(f"--{name}", type=int, default=4096)
+        parser.add_argument(f"--{name}", type=int, help="instead of the part's own")
     arguments = parser.parse_args()
-    m, n, k = arguments.m, arguments.n, arguments.k
+    part = {"prefill": prefill, "decode": decode}[arguments.part]()
+    m, n, k = (getattr(arguments, name) or getattr(part, name) for name in ("m", "n", "k"))
 
     import torch
     from benchmark_lib.timing import Timed
@@ -67,10 +121,15 @@ def main() -> None:
     from jitgemm import plan as plans
     from jitgemm.cache import KernelCache
 
-    q = torch.randint(-8, 8, (n, k), device="cuda", dtype=torch.int8)
+    kernels = [with_stages(kernel, plans.device_of(0)) for kernel in part.kernels]
+    copies = max(4, math.ceil(300e6 / (n * k / 2))) if m <= 512 else 4
+    q = torch.randint(-7, 8, (n, k), device="cuda", dtype=torch.int8)
+    lhs_dtypes = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}
     weights = {}
-    for g in (128, k):
-        weights[g] = jitgemm.pack_w4(q, torch.rand(n, -(-k // g), device="cuda").bfloat16(), group_size=g)
+    for codes, group_size in {(kernel.codes, kernel.group_size or k) for kernel in kernels}:
+        scale = (torch.rand(n, -(-k // group_size), device="cuda") * 0.01).bfloat16()
+        weight = jitgemm.pack_w4(q, scale, group_size=group_size, lhs_dtype=lhs_dtypes[codes])
+        weights[codes, group_size] = [weight] + [copy.deepcopy(weight) for _ in range(copies - 1)]
     x_scale, out = torch.rand(m, device="cuda"), torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     x = {
         "s8": torch.randint(-127, 128, (m, k), device="cuda", dtype=torch.int8),
@@ -79,12 +138,12 @@ def main() -> None:
 
     headers, original = render.headers(), dict(render.headers())
     times: dict[tuple[str, KernelSpec], str] = {}
-    for name, changes in VARIANTS.items():
+    for name, changes in part.variants.items():
         headers.clear()
         headers.update(original)
         for header, old, new in changes:
             if old not in headers[f"jitgemm/{header}.cuh"]:
-                sys.exit(f"ablate.py: {header}.cuh no longer holds what '{name}' replaces; bring VARIANTS up to date")
+                sys.exit(f"ablate.py: {header}.cuh no longer holds what '{name}' replaces; bring it up to date")
             headers[f"jitgemm/{header}.cuh"] = headers[f"jitgemm/{header}.cuh"].replace(old, new)
         plans._loaded.clear()
 
@@ -96,20 +155,24 @@ def main() -> None:
             return None
 
         with ThreadPoolExecutor() as pool:
-            failed = {kernel for kernel in pool.map(build, kernels()) if kernel}
-        for kernel in kernels():
+            failed = {kernel for kernel in pool.map(build, kernels) if kernel}
+        for kernel in kernels:
             if kernel in failed:
                 times[name, kernel] = "spills"
                 continue
-            weight = weights[kernel.group_size or k]
-            plan = plans.Plan(x[kernel.lhs], x_scale, weight, out, None, spec=kernel)
-            timed = Timed([lambda: plan.launch(x[kernel.lhs], x_scale, weight, out, None, True)] * 4)
+            used = weights[kernel.codes, kernel.group_size or k]
+            ready = [plans.Plan(x[kernel.lhs], x_scale, weight, out, None, spec=kernel) for weight in used]
+            calls = [
+                lambda plan=plan, weight=weight, lhs=kernel.lhs: plan.launch(x[lhs], x_scale, weight, out, None, True)
+                for plan, weight in zip(ready, used)
+            ]
+            timed = Timed(calls)
             timed.turn(5)
-            times[name, kernel] = f"{sorted(timed.turns[0])[2]:.1f}"
+            times[name, kernel] = f"{sorted(timed.turns[0])[2]:.{1 if m > 512 else 2}f}"
     print(f"{torch.cuda.get_device_name()}, m = {m}, n = {n}, k = {k}, microseconds\n")
-    print("| kernel | " + " | ".join(VARIANTS) + " |\n|---|" + "---|" * len(VARIANTS))
-    for kernel in kernels():
-        print(f"| {kernel.label} | " + " | ".join(times[name, kernel] for name in VARIANTS) + " |")
+    print("| kernel | " + " | ".join(part.variants) + " |\n|---|" + "---|" * len(part.variants))
+    for kernel in kernels:
+        print(f"| {kernel.label} | " + " | ".join(times[name, kernel] for name in part.variants) + " |")
 
 
 if __name__ == "__main__":

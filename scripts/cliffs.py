@@ -38,7 +38,7 @@ REPLAYS = 3
 ROUNDS_AGAIN = 7
 
 SHAPES = ((512, 7168), (1280, 7168), (2112, 7168), (1536, 3584), (3584, 1280), (7168, 512), (7168, 1536), (7168, 2112))
-"""(n, k): what tensor parallelism leaves of large layers; each of 512, 1280, 1536, 2112, 3584 and 7168 as n and as k."""
+"""(n, k) that tensor parallelism leaves of large layers; each of 512, 1280, 1536, 2112, 3584 and 7168 as n and as k."""
 FORMATS = ("e4m3_g128", "int8_g128", "int8_ch")
 MS = "1:512"
 
@@ -184,7 +184,8 @@ def complaints(line: Line, kernel: Callable[[int], str], most: int = 4) -> list[
             f"{layer}: from m={before} to m={after} {rise:+.1f} %, more than {100 * (RISE_LIMIT - 1):.0f} % ({kernels})"
         )
     for m in line.slow[:most]:
-        found.append(f"{layer}: m={m} takes {line.us[m]:.2f} us, more than {limit_us(line.n, line.k, m):.2f} ({kernel(m)})")
+        allowed = limit_us(line.n, line.k, m)
+        found.append(f"{layer}: m={m} takes {line.us[m]:.2f} us, more than {allowed:.2f} ({kernel(m)})")
     more = len(line.steep[most:]) + len(line.slow[most:])
     return found + ([f"{layer}: and {more} more"] if more else [])
 

@@ -225,7 +225,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("run", "regret", "fit"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--formats", default="e4m3_g128,int8_g128,e4m3_g128_any,int8_ch", help=f"of {','.join(FORMATS)}")
+    formats = "e4m3_g128,int8_g128,e4m3_g128_any,int8_ch"
+    parser.add_argument("--formats", default=formats, help=f"of {','.join(FORMATS)}")
     parser.add_argument(
         "--kernels", type=int, default=12, help="kernels by prediction, and families, of a problem (default 12)"
     )

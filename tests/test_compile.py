@@ -125,7 +125,7 @@ def test_compiles_for_sm_90a_without_spills_or_serialised_wgmma(compiled, spec):
     assert FATAL_WARNINGS.findall(log) == []
     assert "warning" not in log.lower(), log
     if spec.warpgroups > 1:
-        # setmaxnreg hands on what the launch allocated: with fewer than the spec counts on, consumers would wait forever.
+        # setmaxnreg hands on what the launch allocated: with fewer than the spec counts on, consumers wait forever.
         assert entry.metadata["registers"] == spec.entry_registers
     else:
         assert entry.metadata["registers"] <= spec.entry_registers
