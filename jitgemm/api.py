@@ -44,7 +44,7 @@ def gemm_w4a8_bf16_nt(
     Raises:
         TypeError: out is not bfloat16; else as `gemm_w4a8_nt`.
     """
-    if isinstance(out, torch.Tensor) and out.dtype != torch.bfloat16:
+    if getattr(out, "dtype", torch.bfloat16) is not torch.bfloat16:
         raise TypeError(f"out: expected bfloat16 (gemm_w4a8_nt takes other types), got {str(out.dtype)[6:]}")
     gemm_w4a8_nt(lhs, rhs, out, bias=bias, batch_invariant=batch_invariant)
 

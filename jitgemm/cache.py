@@ -163,13 +163,24 @@ class KernelCache:
 
     def _miss_message(self, request: KernelSource, key: str, forbidden_by: str | None) -> str:
         spec = request.spec
-        command = "jitgemm warmup --shape N,K"
-        if spec and "lhs" not in spec:  # a quantiser of activations
-            command = "jitgemm.nn.warmup(model)"
-        elif spec:
-            command += " --lhs int8" if spec.get("lhs") == "s8" else " --lhs fp8"
-            command += f" --group-size {spec.get('group_size') or 'channel'}"
-            command += " --zero-point" if spec.get("zero_point") else ""
+        flags = []
+        if "lhs" in spec:
+            flags += ["--lhs", "int8" if spec["lhs"] == "s8" else "fp8"]
+            flags += ["--group-size", str(spec.get("group_size") or "channel")]
+            flags += [f"--{name.replace('_', '-')}" for name in ("zero_point", "offset") if spec.get(name)]
+            # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
+            if spec.get("group_size") and spec.get("scale_type", "bf16") != "bf16":
+                flags += ["--scale-dtype", str(spec["scale_type"])]
+            if not spec.get("zero_point"):
+                flags += ["--codes", "any" if spec.get("codes", "any") == "any" else "tuned"]
+            if spec.get("out", "bf16") != "bf16":
+                flags += ["--out", str(spec["out"])]
+            flags.append("[--batch-invariant]")  # the call's, not the kernel's
+        elif "q" in spec:
+            variants = ("affine", "static", "silu_mul", "rms_norm", "permuted")
+            flags += ["--lhs", "int8" if spec["q"] == "s8" else "fp8"]
+            flags += ["--quantizer", "+".join([str(spec.get("x")), *(name for name in variants if spec.get(name))])]
+        command = " ".join(["jitgemm warmup --shape N,K", *flags])
         why = forbidden_by or "this call must not compile (a CUDA graph is being captured)"
         folders = os.pathsep.join(map(str, self.roots))
         kernel = f"kernel {request.label} ({key[:12]})"

@@ -141,6 +141,10 @@ def _shapes() -> Iterator[_Shape]:
                         yield _Shape(
                             block_m, 64 * warpgroups_n, warpgroups_k=warpgroups_k, split_k=split_k, ctas_per_sm=ctas
                         )
+        elif block_m <= 160:
+            # Few rows of n for the GPU: tall tiles of one strip, two warpgroups along k.
+            for split_k in (1, 2):
+                yield _Shape(block_m, 64, warpgroups_k=2, split_k=split_k)
         # Wide tiles: all warpgroups along n, neighbours may share an operand.
         if block_m >= 48:
             for block_n in (128, 192):

@@ -114,8 +114,8 @@ _FILL_ZERO = cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 _ELEMENT_STRIDES = [cu.cuuint32_t(1), cu.cuuint32_t(1)]
 
 
-MAX_MAPS = 64
-"""Tensor maps that a shape keeps, by address: layers of a model call with few addresses, in turn."""
+TensorMap = tuple[object, int]
+"""A 128-byte tensor map, to be kept alive while a launch may read it, and where it lies."""
 
 
 class TileMap:
@@ -128,30 +128,23 @@ class TileMap:
         box: (columns, rows) of a tile; a tile row is 128 bytes, swizzled.
     """
 
-    __slots__ = ("_type", "_extent", "_strides", "_box", "_encoded")
+    __slots__ = ("_type", "_extent", "_strides", "_box")
 
     def __init__(self, element: str, *, columns: int, rows: int, row_bytes: int, box: tuple[int, int]):
         self._type = _ELEMENTS[element]
         self._extent = [cu.cuuint64_t(columns), cu.cuuint64_t(rows)]
         self._strides = [cu.cuuint64_t(row_bytes)]
         self._box = [cu.cuuint32_t(box[0]), cu.cuuint32_t(box[1])]
-        self._encoded: dict[int, tuple[object, int]] = {}
 
-    def encode(self, address: int) -> tuple[object, int]:
-        """The 128-byte map for a tensor at `address` (16-byte aligned), to be kept alive, and where it lies."""
-        known = self._encoded.get(address)
-        if known is not None:
-            return known
+    def encode(self, address: int) -> TensorMap:
+        """The map for a tensor at `address`, 16-byte aligned."""
         result = cu.cuTensorMapEncodeTiled(
             self._type, 2, address, self._extent, self._strides, self._box, _ELEMENT_STRIDES,
             _INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO,
         )  # fmt: skip
         if result[0] != _SUCCESS:
             check(result, "cuTensorMapEncodeTiled")
-        if len(self._encoded) >= MAX_MAPS:
-            self._encoded.clear()
-        self._encoded[address] = result[1], result[1].getPtr()
-        return self._encoded[address]
+        return result[1], result[1].getPtr()
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -188,9 +181,10 @@ class Launch:
         config.numAttrs = len(attributes)
         return config
 
-    def set_map(self, index: int, tensor_map: tuple[object, int]) -> None:
-        """Uses this tensor map, from `TileMap.encode`, as parameter 0 (activations) or 1 (output)."""
-        self._keep[index], self._parameters[index] = tensor_map
+    def set_maps(self, activations: TensorMap, output: TensorMap) -> None:
+        """Uses these tensor maps as parameters 0 and 1."""
+        self._keep[0], self._parameters[0] = activations
+        self._keep[1], self._parameters[1] = output
 
     def run(self, stream: int, dependent: bool) -> None:
         """Launches on a stream handle.

@@ -122,12 +122,44 @@ def test_wrong_numbers_of_tokens_are_refused(text):
         parse_ms(text)
 
 
-@pytest.mark.parametrize("fmt", [*cells_lib.DEFAULT_FORMATS, *cells_lib.MORE_FORMATS, Format("s8", 64, True, True)])
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        *cells_lib.DEFAULT_FORMATS,
+        *cells_lib.MORE_FORMATS,
+        Format("s8", 64, True, batch_invariant=True),
+        Format("s8", 0, any_codes=True),
+        Format("e4m3", 256, batch_invariant=True, any_codes=True),
+    ],
+    ids=lambda fmt: fmt.name,
+)
 def test_a_formats_name_reads_back(fmt):
     assert parse_format(fmt.name) == fmt
 
 
-@pytest.mark.parametrize("text", ["e4m3", "bf16_g128", "e4m3_g48", "int8_g128_fast", ""])
+def test_a_formats_name_ends_in_its_codes_and_then_its_invariance():
+    assert parse_format("e4m3_g128_any") == Format("e4m3", 128, any_codes=True)
+    assert parse_format("fp8_g64z_bi") == Format("e4m3", 64, True, batch_invariant=True)
+    assert parse_format("INT8_ch_any_bi") == Format("s8", 0, batch_invariant=True, any_codes=True)
+    assert Format("s8", 0, batch_invariant=True, any_codes=True).name == "int8_ch_any_bi"
+
+
+def test_different_formats_have_different_names():
+    formats = [
+        Format(lhs, group, zero, invariant, any_codes)
+        for lhs in ("e4m3", "s8")
+        for group in (0, 32, 128)
+        for zero in (False, True)
+        for invariant in (False, True)
+        for any_codes in (False, True)
+    ]
+    assert len({fmt.name for fmt in formats}) == len(formats)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["e4m3", "bf16_g128", "e4m3_g48", "int8_g128_fast", "", "e4m3_g128_bi_any", "e4m3_g128_any_any", "e4m3_g128_", "z"],
+)
 def test_an_unknown_format_is_refused_with_what_is_known(text):
     with pytest.raises(ValueError, match="g32, g64, g128, g256, ch"):
         parse_format(text)
@@ -143,7 +175,8 @@ def test_a_formats_bytes_count_scales_and_zero_points():
 def test_peers_are_picked_by_name_and_by_library():
     from benchmark_lib.contestants import pick
 
-    assert [e.name for e in pick(peers=["none"])] == ["e4m3_g128", "int8_g128", "int8_ch"]
+    assert [e.name for e in pick(peers=["none"])] == ["e4m3_g128", "int8_g128", "int8_ch", "e4m3_g128_any"]
+    assert [e.name for e in pick([parse_format("int8_g64_bi")], ["none"])] == ["int8_g64_bi"]
     names = [e.name for e in pick(peers=["quack", "bf16", "quack_exact"]) if not e.ours]
     assert names == ["bf16", "quack_exact", "quack_fold"]
     with pytest.raises(ValueError, match="--peer.*fp8row"):
@@ -165,7 +198,8 @@ def test_list_peers_says_who_is_missing_and_why():
     assert done.returncode == 0, done.stderr
     facts = {each["name"]: each for each in json.loads(done.stdout)}
     assert facts["bf16"]["missing"] is None
-    assert facts["e4m3_g128"]["kind"] == "jitgemm"
+    assert facts["e4m3_g128"]["kind"] == facts["e4m3_g128_any"]["kind"] == "jitgemm"
+    assert "codes of any activations" in facts["e4m3_g128_any"]["label"]
     for name in ("hum_fp8_g128", "quack_exact"):
         assert facts[name]["missing"] is None or "cannot import" in facts[name]["missing"]
 
@@ -470,10 +504,52 @@ def test_host_time_waits_outside_the_clock():
     assert len(times) == 5 and max(times) < 200
 
 
-# right and wrong results, on the CPU
+# our weights, right and wrong results, on the CPU
 
 
-@pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g64z", "int8_g32", "int8_ch"])
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("e4m3_g128", "e4m3"),
+        ("e4m3_g128_any", "any"),
+        ("e4m3_ch", "e4m3"),
+        ("e4m3_g64z", "any"),
+        ("int8_g128", "s8"),
+        ("int8_ch", "s8"),
+        ("int8_ch_any_bi", "any"),
+        ("int8_g32z_bi", "any"),
+    ],
+)
+def test_a_weight_has_the_codes_that_its_format_names(name, codes):
+    from benchmark_lib.data import Source
+    from benchmark_lib.ours import weight_of
+
+    fmt = parse_format(name)
+    found = weight_of(fmt, Source(72, 288, device="cpu")).format
+    assert found.codes == codes
+    assert (found.group_size, found.zero_point) == (fmt.group_size, fmt.zero_point)
+
+
+def test_a_group_that_covers_all_of_k_is_refused():
+    from benchmark_lib.data import Source
+    from benchmark_lib.ours import weight_of
+
+    with pytest.raises(Refused, match="that is per channel"):
+        weight_of(parse_format("e4m3_g128"), Source(64, 128, device="cpu"))
+
+
+def test_a_batch_invariant_format_calls_for_it():
+    from benchmark_lib.data import Source
+    from benchmark_lib.ours import ours
+
+    def switches(name: str) -> dict:
+        return ours(parse_format(name)).load(Source(64, 256, device="cpu"), 2)(4, 1).calls[0].keywords
+
+    assert switches("e4m3_g128_bi") == {"batch_invariant": True}
+    assert switches("e4m3_g128") == switches("e4m3_g128_any") == {}
+
+
+@pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g128_any_bi", "e4m3_g64z", "int8_g32", "int8_ch", "int8_ch_any"])
 def test_our_results_pass_both_checks_and_wrong_ones_do_not(name):
     import torch
     from benchmark_lib.checks import check

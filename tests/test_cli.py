@@ -15,7 +15,14 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from jitgemm import settings
+from jitgemm.cache import KernelCache, kernel_source
 from jitgemm.cli import common, main
+from jitgemm.cli.cache import describe_spec
+from jitgemm.config import kernels_for
+from jitgemm.device import device_spec
+from jitgemm.errors import CacheMissError
+from jitgemm.quantize_spec import quantize_source, quantize_spec
+from jitgemm.spec import WeightFormat
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYER = ("--shape", "256,256", "--max-m", "16", "--device", "h200")
@@ -134,14 +141,168 @@ def test_dry_run_and_check_compile_nothing(run, cache_dir):
 
 def test_options_change_the_kernels(run):
     def labels(*options: str) -> list[str]:
+        options = ("--codes", "any", "--quantizer", "none", *options)
         return [kernel["label"] for kernel in run("warmup", *LAYER, "--dry-run", "--json", *options).json["kernels"]]
 
-    assert all(label.startswith("e4m3-g128-bf16-") for label in labels())
+    assert all(label.startswith("e4m3-g128-bf16-m") for label in labels())
     assert all(label.startswith("s8-") for label in labels("--lhs", "int8"))
     assert {label.partition("-")[0] for label in labels("--lhs", "int8", "--lhs", "fp8")} == {"s8", "e4m3"}
-    assert all(label.startswith("e4m3-g32z-fp16-") for label in
-               labels("--group-size", "32", "--zero-point", "--scale-dtype", "fp16"))
+    zero = labels("--group-size", "32", "--zero-point", "--scale-dtype", "fp16")
+    assert all(label.startswith("e4m3-g32z-fp16-") for label in zero)
     assert all(label.startswith("e4m3-channel-") for label in labels("--group-size", "channel"))
+    assert all(label.startswith("e4m3-g128o-bf16-") for label in labels("--offset"))
+    outs = labels("--out", "fp16", "--out", "bf16", "--out", "fp32")
+    assert {label.split("-")[3] for label in outs if "-to" in label} == {"tofp16", "tofp32"}
+    assert set(labels()) < set(outs)
+
+
+@pytest.mark.parametrize("lhs", ["fp8", "int8"])
+def test_codes_are_those_of_pack_w4_with_and_without_lhs_dtype(run, lhs):
+    def kernels(codes: str) -> dict[str, str]:
+        options = ("--lhs", lhs, "--codes", codes, "--quantizer", "none", "--dry-run", "--json")
+        return {kernel["key"]: kernel["label"] for kernel in run("warmup", *LAYER, *options).json["kernels"]}
+
+    any_codes, tuned = kernels("any"), kernels("tuned")
+    name = {"fp8": "e4m3", "int8": "s8"}[lhs]
+    assert {label.split("-")[0] for label in any_codes.values()} == {name}
+    assert {label.split("-")[0] for label in tuned.values()} == {f"{name}fast"}
+    assert kernels("both") == any_codes | tuned
+
+
+@pytest.mark.parametrize(
+    ("lhs", "group_size", "zero_point", "k", "options"),
+    [
+        ("e4m3", 128, False, 256, {"group_size": 128}),
+        ("e4m3", 0, False, 256, {"group_size": 256}),
+        ("e4m3", 128, True, 256, {"group_size": 128}),
+        ("s8", 128, False, 256, {"group_size": 128}),
+        ("s8", 0, False, 256, {"group_size": 256}),
+        ("s8", 0, False, 65536 + 32, {"group_size": 65536 + 32}),
+        ("s8", 128, False, 96, {"group_size": 128}),
+    ],
+)
+@pytest.mark.parametrize("codes", list(common.Codes))
+def test_formats_are_those_of_pack_w4(lhs, group_size, zero_point, k, options, codes):
+    import torch
+
+    import jitgemm
+
+    q = torch.zeros(8, k, dtype=torch.uint8 if zero_point else torch.int8)
+    scale = torch.ones(8, -(-k // options["group_size"]), dtype=torch.bfloat16)
+    zero = torch.zeros(scale.shape, dtype=torch.uint8) if zero_point else None
+    dtype = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}[lhs] if codes is common.Codes.tuned else None
+    weight = jitgemm.pack_w4(q, scale, zero, lhs_dtype=dtype, **options)
+    assert common.weight_format(codes, lhs, group_size, zero_point, "bf16", False, k) == weight.format
+
+
+def test_weights_with_zero_points_have_one_order_of_codes(run):
+    def keys(codes: str) -> set[str]:
+        done = run("warmup", *LAYER, "--zero-point", "--codes", codes, "--dry-run", "--json")
+        return {kernel["key"] for kernel in done.json["kernels"]}
+
+    assert keys("any") == keys("tuned") == keys("both")
+
+
+def test_batch_invariant_kernels_split_k_alike_for_every_m(run):
+    options = ("--shape", "4096,4096", "--device", "h200", "--max-m", "4096", "--quantizer", "none", "--codes", "any")
+
+    def splits(*more: str) -> set[str]:
+        kernels = run("warmup", *options, *more, "--dry-run", "--json").json["kernels"]
+        return {(re.findall(r"-(k\dx\d)-", kernel["label"]) or ["k1x1"])[0] for kernel in kernels}
+
+    assert len(splits("--batch-invariant")) == 1 < len(splits())
+
+
+# warmup of quantisers
+
+
+def quantizers(report) -> list[str]:
+    return [kernel["label"] for kernel in report.json["kernels"] if kernel["kind"] == "quantizer"]
+
+
+def test_by_default_a_linear_layers_quantisers_are_warmed_up_too(run):
+    def labels(*options: str) -> list[str]:
+        return quantizers(run("warmup", *LAYER, "--dry-run", "--json", *options))
+
+    (label,) = labels()
+    assert label.startswith("quantize-bf16-e4m3-v")
+    found = labels("--out", "fp16", "--out", "fp32", "--lhs", "int8", "--lhs", "fp8")
+    assert [label.rpartition("-")[0] for label in found] == [
+        "quantize-fp16-s8", "quantize-fp32-s8", "quantize-fp16-e4m3", "quantize-fp32-e4m3",
+    ]  # fmt: skip
+    assert labels("--quantizer", "none") == []
+
+
+def test_quantisers_are_named_by_input_and_what_they_do(run):
+    options = ("--lhs", "int8", "--quantizer", "fp16+affine+permuted", "--quantizer", "bf16+silu_mul", "--dry-run")
+    found = quantizers(run("warmup", *LAYER, *options, "--json"))
+    assert [label.rpartition("-")[0] for label in found] == ["quantize-fp16-s8z-permuted", "quantize-bf16-s8-silumul"]
+
+
+def test_layers_of_one_k_share_their_quantiser(run):
+    shapes = ("--shape", "256,256", "--shape", "512,256", "--device", "h200", "--max-m", "8")
+    kernels = run("warmup", *shapes, "--dry-run", "--json").json["kernels"]
+    (quantizer,) = [kernel for kernel in kernels if kernel["kind"] == "quantizer"]
+    assert quantizer["layers"] == ["shape 256x256", "shape 512x256"]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("options", "activation", "dtype"),
+    [
+        ((), "e4m3", "bfloat16"),
+        (("--lhs", "int8", "--out", "fp16"), "int8", "float16"),
+        (("--lhs", "int8", "--quantizer", "bf16+affine"), "int8_affine", "bfloat16"),
+    ],
+    ids=("e4m3", "int8", "int8_affine"),
+)
+def test_after_a_warmup_a_linear_layer_of_these_types_needs_nothing_more(run, options, activation, dtype):
+    import torch
+
+    import jitgemm.nn
+
+    linear = torch.nn.Linear(256, 256, dtype=getattr(torch, dtype))
+    layer = jitgemm.nn.W4A8Linear.from_linear(linear, activation=activation)
+    needed = jitgemm.nn.warmup(layer, 16, dtype=linear.weight.dtype, device="h200")
+    assert len(needed) >= 2
+    run("cache", "clear", "--yes")
+    assert run("warmup", *LAYER, *options).code == 0
+    assert jitgemm.nn.warmup(layer, 16, dtype=linear.weight.dtype, device="h200") == []
+
+
+# a missing kernel
+
+
+def spec_of(lhs: str, format, **options):
+    return kernels_for(256, 256, lhs, format, device_spec("h200"), 8, **options)[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        kernel_source(spec_of("e4m3", WeightFormat(128, False, "bf16", "e4m3"))),
+        kernel_source(spec_of("e4m3", WeightFormat(64, False, "fp32"), out="fp32")),
+        kernel_source(spec_of("e4m3", WeightFormat(128, True, "fp16", offset=True))),
+        kernel_source(spec_of("s8", WeightFormat(0, False, "fp16", "s8"), out="fp16")),
+        kernel_source(spec_of("s8", WeightFormat(0, True, "bf16"))),
+        quantize_source(quantize_spec(256, "bf16", "e4m3")),
+        quantize_source(quantize_spec(256, "fp32", "s8", affine=True, static=True, permuted=True)),
+        quantize_source(quantize_spec(256, "fp16", "e4m3", rms_norm=True)),
+        quantize_source(quantize_spec(256, "bf16", "s8", silu_mul=True)),
+    ],
+    ids=lambda source: source.label,
+)
+def test_the_command_that_a_miss_names_compiles_that_kernel_and_no_other_format(run, source):
+    with pytest.raises(CacheMissError) as miss:
+        KernelCache().get_or_compile_source(source, allow_compile=False)
+    command = str(miss.value).rpartition("compile it ahead: ")[2].replace("[--batch-invariant]", "").split()
+    assert command[:4] == ["jitgemm", "warmup", "--shape", "N,K"]
+    command[3] = "256,256"
+    done = run(*command[1:], "--device", "h200", "--max-m", "8", "--dry-run", "--json")
+    assert done.code == 0, done.stderr
+    labels = [kernel["label"] for kernel in done.json["kernels"]]
+    assert source.label in labels
+    assert len(labels) <= 3  # the kernel; the layer's quantiser; for a quantiser, two orders of codes
 
 
 def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
@@ -176,6 +337,14 @@ def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
         (["warmup", "--shape", "16,64", "--tp", "2"], "--tp cuts the layers of --model"),
         (["warmup", "--shape", "16,64", "--device", "gtx280"], "h100-sxm"),
         (["warmup", "--model", "/nonexistent/config.json"], "No such file"),
+        (["warmup", *LAYER, "--codes", "fast"], "--codes"),
+        (["warmup", *LAYER, "--out", "int8"], "--out"),
+        (["warmup", *LAYER, "--offset", "--group-size", "channel"], "--offset: expected a --group-size below k, got"),
+        (["warmup", *LAYER, "--quantizer", "int8"], "--quantizer: expected one of fp32, bf16, fp16"),
+        (["warmup", *LAYER, "--quantizer", "bf16+affin"], "+affine, +static, +silu_mul, +rms_norm, +permuted"),
+        (["warmup", *LAYER, "--quantizer", "none", "--quantizer", "bf16"], "--quantizer: expected none alone"),
+        (["warmup", *LAYER, "--quantizer", "bf16+affine"], "affine: expected codes of int8, got e4m3"),
+        (["explain", "1", "64", "128", "--offset"], "--offset: expected a --group-size below k, got 128 and k = 128"),
         (["explain", "1", "12", "64"], "n: expected a positive multiple of 8, got 12"),
         (["cache", "ls", "--sort", "colour"], "--sort: expected one of"),
         (["cache", "prune"], "--older-than AGE or --max-size SIZE"),
@@ -200,9 +369,38 @@ def test_ls_shows_what_people_ask(run, warm):
     done = run("cache", "ls")
     assert done.code == 0
     header, *lines = done.stdout.splitlines()
-    assert header.split() == "key kernel tile m x n lhs group size registers spills size age last use".split()
+    assert header.split() == "key kernel tile m x n types scale per registers spills size age last use".split()
     assert len(lines) == len(list(warm.glob("*.jgk")))
-    assert all("e4m3" in line and "128" in line for line in lines)
+    (quantizer,) = [line for line in lines if "quantize-" in line]
+    assert "bf16 to e4m3" in quantizer and "token" in quantizer
+    lines.remove(quantizer)
+    assert all(re.search(r" \d+ x 64 +e4m3 +128 ", line) for line in lines)
+    assert "?" not in done.stdout
+
+
+@pytest.mark.nvrtc
+def test_ls_tells_gemms_from_quantisers(run, warm):
+    entries = run("cache", "ls", "--json").json
+    assert {entry["kind"] for entry in entries} == {"gemm", "quantizer"}
+    assert all(("lhs" in entry["spec"]) == (entry["kind"] == "gemm") for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shown"),
+    [
+        (spec_of("s8", WeightFormat(128, True, "bf16", offset=True)), ("8 x 64", "s8", "128 + zero + offset")),
+        (spec_of("e4m3", WeightFormat(0, False, "bf16", "e4m3"), out="fp32"), ("8 x 64", "e4m3 to fp32", "channel")),
+        (quantize_spec(256, "fp16", "s8", affine=True), ("-", "fp16 to s8", "token + zero")),
+        (quantize_spec(256, "fp32", "e4m3", static=True), ("-", "fp32 to e4m3", "tensor")),
+    ],
+)
+def test_a_kernel_is_described_by_tile_types_and_scales(spec, shown):
+    assert describe_spec(spec.to_dict()) == shown
+
+
+def test_a_kernel_of_another_version_is_described_as_unknown():
+    assert describe_spec({}) == ("?", "?", "?")
+    assert describe_spec({"lhs": "e4m3"}) == ("? x ?", "e4m3", "channel")
 
 
 @pytest.mark.nvrtc
@@ -226,6 +424,7 @@ def test_info_counts_each_folder(run, warm, tmp_path, monkeypatch):
     roots = run("cache", "info", "--json").json["roots"]
     assert [root["path"] for root in roots] == [str(other), str(warm)]
     assert [root["kernels"] for root in roots] == [0, len(list(warm.glob("*.jgk")))]
+    assert [root["quantizers"] for root in roots] == [0, 1]
     assert roots[1]["size"] == sum(path.stat().st_size for path in warm.glob("*.jgk"))
 
 
@@ -305,10 +504,38 @@ def test_explain_json_holds_the_chosen_kernel_with_its_prediction(run):
     assert all(value >= 0 for value in chosen[0]["terms"].values())
 
 
-def test_explain_agrees_with_what_warmup_compiles(run):
-    chosen = run("explain", "9", "256", "256", "--device", "h200", "--json").json["chosen"]
-    kernels = run("warmup", *LAYER, "--dry-run", "--json").json["kernels"]
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--codes", "tuned"),
+        ("--lhs", "int8", "--codes", "tuned", "--out", "fp32"),
+        ("--offset", "--group-size", "64"),
+        ("--batch-invariant",),
+    ],
+    ids=" ".join,
+)
+def test_explain_agrees_with_what_warmup_compiles(run, options):
+    chosen = run("explain", "9", "256", "256", "--device", "h200", "--json", *options).json["chosen"]
+    kernels = run("warmup", *LAYER, "--dry-run", "--json", *options).json["kernels"]
     assert chosen in {kernel["label"] for kernel in kernels}
+
+
+def test_explain_predicts_less_for_codes_of_one_type_of_activations(run):
+    def us(*options: str) -> float:
+        argv = ("explain", "256", "8192", "8192", "--device", "h200", "--json", *options)
+        return run(*argv).json["candidates"][0]["predicted_us"]
+
+    assert us("--codes", "tuned") < us("--codes", "any") == us()
+
+
+def test_explain_json_names_the_whole_problem(run):
+    options = ("--offset", "--codes", "tuned", "--out", "fp16", "--batch-invariant", "--json")
+    problem = run("explain", "9", "256", "512", "--device", "h200", *options).json["problem"]
+    assert problem == {
+        "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
+        "codes": "e4m3", "offset": True, "out": "fp16", "batch_invariant": True,
+    }  # fmt: skip
 
 
 def test_env_names_versions_settings_and_folders(run, cache_dir):

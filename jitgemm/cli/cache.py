@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any, Optional
 
 import typer
@@ -38,6 +39,7 @@ def entry_dict(info: EntryInfo) -> dict[str, Any]:
         "problem": info.problem,
         "size": info.size,
         "label": info.label,
+        "kind": kind_of(info.spec) if info.ok else None,
         "spec": info.spec,
         "registers": info.registers,
         "spill_bytes": info.spill_bytes,
@@ -48,18 +50,34 @@ def entry_dict(info: EntryInfo) -> dict[str, Any]:
     }
 
 
+def kind_of(spec: Mapping[str, object]) -> str:
+    """What a kernel computes, from its spec: "gemm", "quantizer", or "?" where neither is known."""
+    return "gemm" if "lhs" in spec else "quantizer" if {"x", "q"} <= spec.keys() else "?"
+
+
+def describe_spec(spec: Mapping[str, Any]) -> tuple[str, str, str]:
+    """(tile, types, scales) for people: 16 x 64, e4m3, 128 + zero of a GEMM; -, bf16 to s8, token + zero of a
+    quantiser."""
+    if kind_of(spec) == "gemm":
+        scales = [str(spec.get("group_size") or "channel")]
+        scales += [name for name, field in (("zero", "zero_point"), ("offset", "offset")) if spec.get(field)]
+        out = spec.get("out", "bf16")
+        tile = f"{spec.get('block_m', '?')} x {spec.get('block_n', '?')}"
+        return tile, f"{spec['lhs']}{'' if out == 'bf16' else f' to {out}'}", " + ".join(scales)
+    if kind_of(spec) == "quantizer":
+        scales = ["tensor" if spec.get("static") else "token"] + (["zero"] if spec.get("affine") else [])
+        return "-", f"{spec['x']} to {spec['q']}", " + ".join(scales)
+    return "?", "?", "?"
+
+
 def entry_row(info: EntryInfo) -> tuple[object, ...]:
     """One line of `cache ls`."""
     if not info.ok:
         return (info.key[:12], f"(bad: {info.problem})", "-", "-", "-", "-", "-", common.show_size(info.size), "-", "-")
-    spec = {"group_size": "?", "zero_point": False, "block_m": "?", "block_n": "?", "lhs": "?"} | info.spec
-    group = f"{spec['group_size'] or 'channel'}{' + zero' if spec['zero_point'] else ''}"
     return (
         info.key[:12],
         info.label,
-        f"{spec['block_m']} x {spec['block_n']}",
-        spec["lhs"],
-        group,
+        *describe_spec(info.spec),
         info.registers,
         info.spill_bytes,
         common.show_size(info.size),
@@ -68,11 +86,11 @@ def entry_row(info: EntryInfo) -> tuple[object, ...]:
     )
 
 
-_COLUMNS = ("key", "kernel", "tile m x n", "lhs", "group size", "registers", "spills", "size", "age", "last use")
+_COLUMNS = ("key", "kernel", "tile m x n", "types", "scale per", "registers", "spills", "size", "age", "last use")
 
 
 def _table(entries: list[EntryInfo]):
-    return common.table(_COLUMNS, map(entry_row, entries), left=("key", "kernel", "lhs"))
+    return common.table(_COLUMNS, map(entry_row, entries), left=("key", "kernel", "types"))
 
 
 @cache_app.command("ls")
@@ -83,7 +101,10 @@ def ls(
     ] = "used",
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
 ) -> None:
-    """List the kernels: tile, types, group size, registers, spills, size, age and last use.
+    """List the kernels: tile, types, what has a scale of its own, registers, spills, size, age and last use.
+
+    GEMMs have the activations' type and a group size; quantisers of activations have the types they turn into each
+    other, and a scale per token, or one per tensor where it is given.
 
     \b
     Examples:
@@ -121,6 +142,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)]
                 "exists": root.is_dir(),
                 "writable": os.access(present, os.W_OK),
                 "kernels": sum(entry.ok for entry in inside),
+                "quantizers": sum(entry.ok and kind_of(entry.spec) == "quantizer" for entry in inside),
                 "bad": sum(not entry.ok for entry in inside),
                 "size": sum(entry.size for entry in inside),
             }
@@ -133,12 +155,14 @@ def info(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)]
             root["path"],
             "yes" if root["writable"] else "no",
             root["kernels"],
+            root["quantizers"],
             root["bad"],
             common.show_size(root["size"]),
         )
         for root in roots
     ]
-    common.out().print(common.table(("folder", "writable", "kernels", "bad", "size"), rows, left=("folder",)))
+    columns = ("folder", "writable", "kernels", "quantisers", "bad", "size")
+    common.out().print(common.table(columns, rows, left=("folder",)))
     common.note(f"JITGEMM_JIT={settings.jit_mode()}; the first writable folder takes new kernels, all are read")
 
 

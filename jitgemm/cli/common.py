@@ -18,7 +18,8 @@ from rich.table import Table
 
 from ..device import DEVICES, device_spec
 from ..errors import JitGemmError
-from ..spec import GROUP_SIZES, DeviceSpec
+from ..models import weight_group
+from ..spec import GROUP_SIZES, DeviceSpec, WeightFormat, tuned_codes
 
 FOUND, USAGE, FAILED = 1, 2, 3
 """Exit codes beside 0: a check found something, wrong arguments, the work failed."""
@@ -35,18 +36,32 @@ class Lhs(str, Enum):
         return {"fp8": "e4m3", "int8": "s8"}[self.value]
 
 
-class ScaleType(str, Enum):
-    """Type of the weights' group scales in the checkpoint. Kernels read it as it is, so it is part of the kernel."""
+class RealType(str, Enum):
+    """Types of scales, results and unquantised activations. Each is part of a kernel."""
 
     bf16 = "bf16"
     fp16 = "fp16"
     fp32 = "fp32"
 
 
+class Codes(str, Enum):
+    """Order of a weight's codes, by how it is asked for: `lhs_dtype` of `pack_w4` left out, or given."""
+
+    any = "any"
+    tuned = "tuned"
+
+
 LHS_HELP = "Type of the activations."
 GROUP_HELP = f"Values of k that share a scale: {', '.join(map(str, GROUP_SIZES))}, or 'channel' for one per row of n."
 ZERO_HELP = "Weights have integer zero points (codes 0..15) instead of signed codes -8..7."
 SCALE_HELP = "Type of the weights' scales in the checkpoint."
+CODES_HELP = (
+    "How the weights are packed: any, for activations of both types (pack_w4 without lhs_dtype, and e4m3 where a code "
+    "is -8); tuned, for those of --lhs alone (pack_w4 with lhs_dtype, jitgemm.nn)."
+)
+OFFSET_HELP = "Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become."
+OUT_HELP = "Type of the result."
+INVARIANT_HELP = "Calls are batch_invariant=True: a row's bits do not depend on m."
 DEVICE_HELP = (
     f"Device to choose kernels for: {', '.join(DEVICES)}, or explicit figures such as 'h200,sms=66'. "
     "Default: the Hopper GPU at hand, else h200."
@@ -110,6 +125,21 @@ def fail(message: str, code: int) -> None:
 
 def note(message: str) -> None:
     err().print(message, style="dim", markup=False, soft_wrap=True)
+
+
+def weight_format(
+    codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int
+) -> WeightFormat:
+    """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8.
+
+    Raises:
+        ValueError: offsets per channel.
+    """
+    group = weight_group(group_size, k)
+    if offset and not group:
+        raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
+    order = "any" if codes is Codes.any else tuned_codes(lhs, group, zero_point, k)
+    return WeightFormat(group, zero_point, scale_type, order, offset)
 
 
 def pick_device(name: str | None) -> DeviceSpec:

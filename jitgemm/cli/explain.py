@@ -8,8 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from ..config import Candidate, band_end, bands, candidates, smem_bytes
-from ..models import weight_group
-from ..spec import Problem, WeightFormat
+from ..spec import Problem
 from . import common
 
 
@@ -21,9 +20,13 @@ def explain(
     lhs: Annotated[common.Lhs, typer.Option("--lhs", help=common.LHS_HELP)] = common.Lhs.fp8,
     group_size: Annotated[str, typer.Option("--group-size", metavar="G", help=common.GROUP_HELP)] = "128",
     zero_point: Annotated[bool, typer.Option("--zero-point", help=common.ZERO_HELP)] = False,
+    offset: Annotated[bool, typer.Option("--offset", help=common.OFFSET_HELP)] = False,
     scale_dtype: Annotated[
-        common.ScaleType, typer.Option("--scale-dtype", help=common.SCALE_HELP)
-    ] = common.ScaleType.bf16,
+        common.RealType, typer.Option("--scale-dtype", help=common.SCALE_HELP)
+    ] = common.RealType.bf16,
+    codes: Annotated[common.Codes, typer.Option("--codes", help=common.CODES_HELP)] = common.Codes.any,
+    out: Annotated[common.RealType, typer.Option("--out", help=common.OUT_HELP)] = common.RealType.bf16,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help=common.INVARIANT_HELP)] = False,
     device: Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=common.DEVICE_HELP)] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to print.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
@@ -36,6 +39,7 @@ def explain(
     \b
     Examples:
       jitgemm explain 16 4096 4096
+      jitgemm explain 16 4096 4096 --codes tuned --out fp32
       jitgemm explain 4096 28672 8192 --lhs int8 --group-size channel --device h20
       jitgemm explain 1 4096 14336 --json --top 1
 
@@ -45,14 +49,16 @@ def explain(
       2  wrong arguments
     """
     target = common.pick_device(device)
-    format = WeightFormat(weight_group(common.parse_group_size(group_size), k), zero_point, scale_dtype.value)
-    ranked = candidates(Problem(m, n, k, lhs.kernel_type, format), target)
+    kind, group = lhs.kernel_type, common.parse_group_size(group_size)
+    format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k)
+    problem = Problem(m, n, k, kind, format, out.value, batch_invariant)
+    ranked = candidates(problem, target)
     if not ranked:
         raise ValueError(f"no kernel fits {target.name}")
     first, last = bands(band_end(m))[-1]
     if as_json:
         report = {
-            "problem": {"m": m, "n": n, "k": k, "lhs": lhs.kernel_type, **asdict(format)},
+            "problem": {name: value for name, value in asdict(problem).items() if name != "format"} | asdict(format),
             "band": [first, last],
             "device": asdict(target),
             "chosen": ranked[0].kernel.label,

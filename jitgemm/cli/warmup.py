@@ -1,14 +1,17 @@
 """`jitgemm warmup`: compile every kernel that some layers can need, before the first call needs it.
 
 The kernels are enumerated from the selector's bands over m, never sampled: after a warm-up no m up to --max-m compiles.
+Quantisers of activations do not depend on m.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -19,10 +22,104 @@ from .. import settings
 from ..cache import KernelCache, KernelSource, cache_key, kernel_source
 from ..config import kernels_for
 from ..errors import JitGemmError
-from ..models import LAYER_FORMS, LinearLayer, linear_layers, read_config, weight_group
+from ..models import LAYER_FORMS, LinearLayer, linear_layers, read_config
 from ..nvrtc import nvrtc_info
-from ..spec import DeviceSpec, KernelSpec, WeightFormat
+from ..quantize_spec import X_TYPES, QuantizeSpec, kernels_for_quantize, quantize_source
+from ..spec import DeviceSpec, KernelSpec
 from . import common
+
+QUANTIZER_VARIANTS = ("affine", "static", "silu_mul", "rms_norm", "permuted")
+"""What a quantiser may do besides; keyword arguments of `kernels_for_quantize`."""
+
+
+class CodesSet(str, Enum):
+    """`common.Codes`, or both of them."""
+
+    any = "any"
+    tuned = "tuned"
+    both = "both"
+
+    @property
+    def each(self) -> tuple[common.Codes, ...]:
+        return tuple(common.Codes) if self is CodesSet.both else (common.Codes(self.value),)
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A quantiser as --quantizer names it: "bf16", "fp16+static+permuted".
+
+    Attributes:
+        x: type of the unquantised activations.
+        variants: of QUANTIZER_VARIANTS.
+    """
+
+    x: str
+    variants: tuple[str, ...] = ()
+
+
+def parse_quantizer(text: str) -> Quantizer:
+    """A quantiser from "bf16" or "bf16+affine".
+
+    Raises:
+        ValueError: says what may be given.
+    """
+    x, *variants = text.split("+")
+    if x not in X_TYPES or not set(variants) <= set(QUANTIZER_VARIANTS):
+        raise ValueError(
+            f"--quantizer: expected one of {', '.join(X_TYPES)}, followed by any of "
+            f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}, or none; got {text!r}"
+        )
+    return Quantizer(x, tuple(dict.fromkeys(variants)))
+
+
+def pick_quantizers(texts: Sequence[str], outs: Sequence[str]) -> list[Quantizer]:
+    """What --quantizer asks for; by default those of `jitgemm.nn.W4A8Linear`, whose result has its input's type."""
+    if "none" in texts:
+        if len(texts) > 1:
+            raise ValueError(f"--quantizer: expected none alone, got {', '.join(texts)}")
+        return []
+    return list(dict.fromkeys(parse_quantizer(text) for text in texts or outs))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which kernels every layer needs.
+
+    Attributes:
+        lhs_types: "e4m3", "s8".
+        group_size: 0 for per channel.
+        outs: types of the result.
+        max_m: largest number of tokens in one call.
+    """
+
+    lhs_types: Sequence[str]
+    codes: CodesSet
+    group_size: int
+    zero_point: bool
+    offset: bool
+    scale_type: str
+    outs: Sequence[str]
+    batch_invariant: bool
+    quantizers: Sequence[Quantizer]
+    max_m: int
+
+    def gemms(self, n: int, k: int, device: DeviceSpec) -> Iterator[KernelSpec]:
+        """Every GEMM kernel of a layer; some may come twice."""
+        for lhs in self.lhs_types:
+            for codes in self.codes.each:
+                format = common.weight_format(
+                    codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k
+                )
+                for out in self.outs:
+                    yield from kernels_for(
+                        n, k, lhs, format, device, self.max_m, out=out, batch_invariant=self.batch_invariant
+                    )
+
+    def quantize(self, k: int) -> Iterator[QuantizeSpec]:
+        """Every quantiser of a layer's input."""
+        for lhs in self.lhs_types:
+            for quantizer in self.quantizers:
+                yield from kernels_for_quantize(k, quantizer.x, lhs, **dict.fromkeys(quantizer.variants, True))
 
 
 @dataclass
@@ -35,7 +132,7 @@ class Job:
         metadata: what the cache entry says of the kernel, empty while it has none.
     """
 
-    kernel: KernelSpec
+    kernel: KernelSpec | QuantizeSpec
     source: KernelSource
     key: str
     status: str = "missing"
@@ -48,6 +145,7 @@ class Job:
         seconds = self.metadata.get("seconds") if self.status == "compiled" else None
         return {
             "label": self.kernel.label,
+            "kind": "gemm" if isinstance(self.kernel, KernelSpec) else "quantizer",
             "key": self.key,
             "status": self.status,
             "layers": self.layers,
@@ -85,9 +183,33 @@ def warmup(
     ] = None,
     group_size: Annotated[str, typer.Option("--group-size", metavar="G", help=common.GROUP_HELP)] = "128",
     zero_point: Annotated[bool, typer.Option("--zero-point", help=common.ZERO_HELP)] = False,
+    offset: Annotated[bool, typer.Option("--offset", help=common.OFFSET_HELP)] = False,
     scale_dtype: Annotated[
-        common.ScaleType, typer.Option("--scale-dtype", help=common.SCALE_HELP)
-    ] = common.ScaleType.bf16,
+        common.RealType, typer.Option("--scale-dtype", help=common.SCALE_HELP)
+    ] = common.RealType.bf16,
+    codes: Annotated[
+        CodesSet,
+        typer.Option(
+            "--codes",
+            help=common.CODES_HELP + " Weights with zero points have no tuned order. Either one alone takes half the "
+            "compile time of both.",
+        ),
+    ] = CodesSet.both,
+    out: Annotated[
+        Optional[list[common.RealType]],
+        typer.Option("--out", help=common.OUT_HELP + " May be repeated.", show_default="bf16"),
+    ] = None,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help=common.INVARIANT_HELP)] = False,
+    quantizer: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--quantizer",
+            metavar="TYPE[+WHAT]",
+            help=f"Quantisers of activations to --lhs, by the type of their input: {', '.join(X_TYPES)}, and what they "
+            f"do beside: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': no quantiser.",
+            show_default="the types of --out, as W4A8Linear needs",
+        ),
+    ] = None,
     max_m: Annotated[int, typer.Option("--max-m", min=1, help="Largest number of tokens in one call.")] = 8192,
     device: Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=common.DEVICE_HELP)] = None,
     jobs: Annotated[
@@ -102,10 +224,16 @@ def warmup(
     Needs no GPU: kernels are chosen and compiled for the named device. What the cache holds is not compiled again.
 
     \b
+    Where the model is at hand, jitgemm.nn.warmup(model) compiles exactly what
+    its layers need: formats, static scales and permutations are read off them.
+
+    \b
     Examples:
       jitgemm warmup --shape 4096,14336
       jitgemm warmup --model Meta-Llama-3-8B/config.json --tp 2 --device h100-sxm
       jitgemm warmup --model config.json --lhs int8 --group-size channel --max-m 2048
+      jitgemm warmup --model config.json --codes tuned --out fp16
+      jitgemm warmup --model config.json --lhs int8 --quantizer bf16+affine
       jitgemm warmup --model config.json --check && echo warm
 
     \b
@@ -124,10 +252,14 @@ def warmup(
     layers = [LinearLayer("shape", *common.parse_shape(text)) for text in shape or ()]
     for path in model or ():
         layers += linear_layers(read_config(path), tp, group_size=group, form=form)
-    types = [choice.kernel_type for choice in lhs or [common.Lhs.fp8]]
+    types = list(dict.fromkeys(choice.kernel_type for choice in lhs or [common.Lhs.fp8]))
+    outs = list(dict.fromkeys(choice.value for choice in out or [common.RealType.bf16]))
+    quantizers = pick_quantizers(quantizer or (), outs)
+    scales = scale_dtype.value
+    wanted = Wanted(types, codes, group, zero_point, offset, scales, outs, batch_invariant, quantizers, max_m)
 
     cache = KernelCache()
-    plan = enumerate_jobs(layers, types, group, zero_point, scale_dtype.value, target, max_m)
+    plan = enumerate_jobs(layers, wanted, target)
     missing = [job for job in plan if not _find(cache, job)]
     started = time.perf_counter()
     if missing and not (dry_run or check):
@@ -141,32 +273,22 @@ def warmup(
         raise typer.Exit(common.FOUND)
 
 
-def enumerate_jobs(
-    layers: list[LinearLayer],
-    lhs_types: list[str],
-    group_size: int,
-    zero_point: bool,
-    scale_type: str,
-    device: DeviceSpec,
-    max_m: int,
-) -> list[Job]:
-    """Every kernel the layers can need for m = 1..max_m, each once, in the order first needed."""
-    jobs: dict[KernelSpec, Job] = {}
+def enumerate_jobs(layers: Sequence[LinearLayer], wanted: Wanted, device: DeviceSpec) -> list[Job]:
+    """Every kernel that the layers can need, each once, in the order first needed."""
+    jobs: dict[KernelSpec | QuantizeSpec, Job] = {}
     nvrtc, debug = nvrtc_info(), settings.debug()
     for layer in layers:
-        format = WeightFormat(weight_group(group_size, layer.k), zero_point, scale_type)
-        for lhs in lhs_types:
-            for kernel in kernels_for(layer.n, layer.k, lhs, format, device, max_m):
-                if debug:
-                    kernel = replace(kernel, debug=True)
-                job = jobs.get(kernel)
-                if job is None:
-                    source = kernel_source(kernel)
-                    key = cache_key(source.source, source.headers, source.options, nvrtc)
-                    job = jobs[kernel] = Job(kernel, source, key)
-                name = f"{layer.name} {layer.n}x{layer.k}"
-                if name not in job.layers:
-                    job.layers.append(name)
+        for kernel in (*wanted.quantize(layer.k), *wanted.gemms(layer.n, layer.k, device)):
+            if debug and isinstance(kernel, KernelSpec):
+                kernel = replace(kernel, debug=True)
+            job = jobs.get(kernel)
+            if job is None:
+                source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else quantize_source(kernel)
+                key = cache_key(source.source, source.headers, source.options, nvrtc)
+                job = jobs[kernel] = Job(kernel, source, key)
+            name = f"{layer.name} {layer.n}x{layer.k}"
+            if name not in job.layers:
+                job.layers.append(name)
     return list(jobs.values())
 
 

@@ -87,7 +87,7 @@ def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
     pairs = [quantise_rows(source.activations(m, i), LHS_DTYPES[fmt.lhs]) for i in range(2)]
     outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(2)]
     return [
-        partial(api._call_op, *pairs[i % 2], first if i == 0 else copy.deepcopy(first), outs[i % 2], None)
+        partial(api._call_op, *pairs[i % 2], None, first if i == 0 else copy.deepcopy(first), outs[i % 2], None, False)
         for i in range(LAYERS)
     ]  # fmt: skip
 
