@@ -22,6 +22,7 @@ from jitgemm.spec import (
     ceil_div,
     promote_records,
     smem_bytes,
+    units_in_flight,
     wgmma_shapes,
 )
 
@@ -38,7 +39,7 @@ UNPROMOTED_REGISTERS = 16
 """More of them where sums stay in the tensor cores' registers from record to record."""
 SPLIT_REGISTERS = 8
 """More of them where warpgroups share k."""
-CHUNK_REGISTERS = 10
+CHUNK_REGISTERS = 2
 """More of them for every group beyond the first within a record of 128 k."""
 ZERO_REGISTERS = 8
 """More of them for zero points."""
@@ -58,7 +59,7 @@ def registers_needed(spec: KernelSpec) -> int:
     rest += FP32_REGISTERS if spec.out == "fp32" else 0
     if promote_records(spec) == 0:
         return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
-    return spec.block_m + rest
+    return spec.block_m // 2 + units_in_flight(spec) * (spec.block_m // spec.halves // 2) + rest
 
 
 def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
@@ -159,44 +160,46 @@ def _shapes() -> Iterator[_Shape]:
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted by `scripts/sweep.py fit` to 6,688 timings on an H200, 2026-11-21 (docs/notes/selector.md):
+# The constants were fitted by `scripts/sweep.py fit` to 11,231 timings on an H200, 2026-11-21 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 1.5
+LAUNCH_US = 1.74
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.14
+NO_PREFETCH_US = 0.08
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-REDUCE_US = 0.08
+REDUCE_US = 0.05
 """Sum over splits of k, per tile and split beyond the first: stores into the leader's shared memory, hand-over,
 reads."""
-STORE_US = 0.36
+STORE_US = 0.24
 """Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
-CLUSTER_US = {1: 0.75, 2: 1.1}
+CLUSTER_US = {1: 0.94, 2: 0.29}
 """Launch of a cluster of two and its barriers, by CTAs of an SM; grows with the root of the further CTAs."""
 WGMMA_MIN_CYCLES = 5.0
 """Cycles of one m64nNk32 with A in registers, however narrow."""
-RECORD_CYCLES = 307.0
+RECORD_CYCLES = 339.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 110.0, ("s8", "any"): 140.0, ("e4m3", "fast"): 105.0, ("s8", "fast"): 98.0,
-    ("e4m3", "zero"): 291.0, ("s8", "zero"): 245.0,
+    ("e4m3", "any"): 118.0, ("s8", "any"): 109.0, ("e4m3", "fast"): 64.0, ("s8", "fast"): 73.0,
+    ("e4m3", "zero"): 240.0, ("s8", "zero"): 141.0,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 2.15, "s8": 2.7}
+PROMOTE_CYCLES = {"e4m3": 2.4, "s8": 2.9}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-ISSUE_CYCLES = 67.0
+FETCH_CYCLES = 2960.0
+"""From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
+ISSUE_CYCLES = 69.0
 """Issue cycles of a scheduler per record for everything else."""
 CHUNK_CYCLES = 10.0
 """Added for every group beyond the first within a record: its promotion waits for its own wgmma."""
-L2_BYTES_PER_CYCLE = 50.0
+L2_BYTES_PER_CYCLE = 64.0
 """Bytes an SM draws from the L2 in a cycle when all draw."""
-OVERLAP = 3.4
+OVERLAP = 3.03
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
-FEW_SMS = 0.2
+FEW_SMS = 0.12
 """Exponent with which memory time grows as fewer SMs draw."""
-CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.57, 8: 0.54}
+CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.57, 8: 0.6}
 """Share of the SMs that clusters of a size can fill, one CTA an SM: a cluster lies within a GPC, whose SMs it need not
 divide."""
 
@@ -208,8 +211,8 @@ class Candidate:
     Attributes:
         kernel: the kernel.
         predicted_us: predicted microseconds of one call in a chain of calls.
-        terms: the prediction's parts in microseconds: memory, tensor, issue, latency and l2 run side by side, fixed is
-            added.
+        terms: the prediction's parts in microseconds: memory, tensor, issue, latency, fetch and l2 run side by side,
+            fixed is added.
         waves: rounds of tiles, the last one perhaps not full.
         ctas: CTAs launched.
     """
@@ -256,6 +259,7 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
     tensor_us = records * spec.warpgroups * wgmma * us_per_cycle
     issue_us = records * spec.warpgroups * (decode + promote + ISSUE_CYCLES) * us_per_cycle
     latency_us = records * serial * us_per_cycle
+    fetch_us = records * FETCH_CYCLES / spec.stages * us_per_cycle
     lhs_bytes = spec.block_m * BLOCK_K / (spec.multicast if spec.multicast_side == "lhs" else 1)
     rhs_bytes = spec.block_n * BLOCK_K / 2 / (spec.multicast if spec.multicast_side == "rhs" else 1)
     l2_us = records * (lhs_bytes + rhs_bytes) * spec.warpgroups_k / L2_BYTES_PER_CYCLE * us_per_cycle
@@ -271,7 +275,9 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
         fixed += NO_PREFETCH_US
     fixed += REDUCE_US * waves * (splits - 1) ** 0.5
     fixed += CLUSTER_US[spec.ctas_per_sm] * (spec.cluster_size - 1) ** 0.5
-    terms = {"memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "l2": l2_us}
+    terms = {
+        "memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "fetch": fetch_us, "l2": l2_us
+    }  # fmt: skip
     side_by_side = sum(term**OVERLAP for term in terms.values()) ** (1 / OVERLAP)
     return Candidate(spec, fixed + side_by_side, {**terms, "fixed": fixed}, waves, clusters * spec.cluster_size)
 

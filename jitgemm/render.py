@@ -18,6 +18,7 @@ from jitgemm.spec import (
     direct_lhs,
     promote_records,
     smem_bytes,
+    units_in_flight,
     wgmma_shapes,
 )
 
@@ -80,6 +81,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kProducerRegisters": PRODUCER_REGISTERS,
         "u32 kConsumerRegisters": spec.consumer_registers if spec.warpgroups > 1 else 0,
         "u32 kGroupSize": spec.group_size,
+        "u32 kInFlight": units_in_flight(spec),
         "u32 kPromoteRecords": promote_records(spec),
         "bool kZeroPoint": str(spec.zero_point).lower(),
         "bool kDirectLhs": str(direct_lhs(spec)).lower(),

@@ -285,6 +285,22 @@ def promote_records(spec: KernelSpec) -> int:
     return 2 if spec.group_size == 256 and spec.warpgroups_k == 1 else 1
 
 
+IN_FLIGHT_REGISTERS = 16
+"""Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
+
+
+def units_in_flight(spec: KernelSpec) -> int:
+    """How many of a record's sums are kept at a time, one for each half of the tokens, group and part of its value.
+
+    All are promoted apart. Wide tiles have registers for one a half: the next group multiplies when one is promoted.
+    """
+    groups = max(1, spec.format.scale_rows) * (2 if spec.offset else 1)
+    if groups == 1:
+        return spec.halves
+    fit = IN_FLIGHT_REGISTERS // (spec.block_m // spec.halves // 2) // spec.halves
+    return spec.halves * max(1, min(groups, fit))
+
+
 MAX_CHANNEL_K_S8 = 2**16
 """Largest k of a weight per channel in the order for int8: sums of 16 q x stay in int32 up to twice that."""
 

@@ -549,6 +549,29 @@ def test_a_batch_invariant_format_calls_for_it():
     assert switches("e4m3_g128") == switches("e4m3_g128_any") == {}
 
 
+@pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g128_any", "int8_ch_bi", "int8_g32z", "e4m3_ch_any_bi"])
+def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypatch):
+    import torch
+    from benchmark_lib.data import Source
+    from benchmark_lib.ours import kernel_label, weight_of
+
+    import jitgemm.cache
+    import jitgemm.plan
+    from jitgemm.device import device_spec
+
+    compiled = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(jitgemm.plan, "device_of", lambda index: device_spec("h200"))
+    monkeypatch.setattr(
+        jitgemm.cache.KernelCache, "get_or_compile", lambda self, spec: (compiled.append(spec.label), True)
+    )
+    fmt = parse_format(name)
+    ms = (1, 64, 1024)
+    assert run_lib.compile_ahead([Cell(256, 512, m) for m in ms], [fmt]) == (len(compiled), len(compiled))
+    weight = weight_of(fmt, Source(256, 512, device="cpu"))
+    assert set(compiled) == {kernel_label(fmt, weight, m) for m in ms}
+
+
 @pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g128_any_bi", "e4m3_g64z", "int8_g32", "int8_ch", "int8_ch_any"])
 def test_our_results_pass_both_checks_and_wrong_ones_do_not(name):
     import torch

@@ -20,6 +20,13 @@ __device__ __forceinline__ u32 byte_sign_mask(u32 word) {
     return mask;
 }
 
+// |a - b| of every byte.
+__device__ __forceinline__ u32 byte_distance(u32 a, u32 b) {
+    u32 distance;
+    asm("vabsdiff4.u32.u32.u32 %0, %1, %2, %3;" : "=r"(distance) : "r"(a), "r"(b), "r"(0));
+    return distance;
+}
+
 __device__ __forceinline__ u32 rotate_right_4(u32 word) { return __funnelshift_r(word, word, 4); }
 
 // A decoder turns a code into kOutputScale times less than its value, kOne being four ones; the epilogue multiplies.
@@ -36,11 +43,10 @@ struct DecodeE4m3 {
     }
     __device__ static u32 signed_b(u32 word) { return signed_a(rotate_right_4(word)); }
 
-    // `biased` bytes are 128 + q - z; `zero` is the zero point in every byte.
+    // `zero` is the zero point in every byte. The bytes 128 + q - z have their highest bit where the sign has not.
     __device__ static u32 zero_point_codes(u32 codes, u32 zero) {
-        u32 biased = (codes | 0x80808080u) - zero;
-        u32 bytes = biased ^ (~byte_sign_mask(biased) | 0x80808080u);
-        return bytes + ((bytes & 0x80808080u) >> 7);
+        u32 biased = codes + (0x80808080u - zero);
+        return (~biased & 0x80808080u) | byte_distance(codes, zero);
     }
 };
 

@@ -130,10 +130,30 @@ struct Fragments {
     float low_scale[kChunks], high_scale[kChunks];
     float low_offset[kChunks], high_offset[kChunks];
 
+    // Loads and decodes the codes.
     __device__ __forceinline__ void load(u32 record, const Place& place) {
         const uint4 first = load_shared_v4(record + place.thread * 16);
         const uint4 second = load_shared_v4(record + 2048 + place.thread * 16);
         const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+        const u32 row = place.warp * 16 + place.lane / 4;
+#pragma unroll
+        for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+            u32 low_zero = 0, high_zero = 0;
+            if constexpr (Config::kZeroPoint) {
+                u32 zeros = record + Config::kZerosAt + chunk * 64 + row;
+                low_zero = load_shared_u8(zeros) * 0x01010101u;
+                high_zero = load_shared_u8(zeros + 8) * 0x01010101u;
+            }
+#pragma unroll
+            for (u32 s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s) {
+                decode_step<typename Config::Decode, Config::kZeroPoint>(step[s], words[2 * s], words[2 * s + 1],
+                                                                         low_zero, high_zero);
+            }
+        }
+    }
+
+    // Loads what promotion needs; later than the codes, since registers are short until then.
+    __device__ __forceinline__ void load_factors(u32 record, const Place& place) {
         const u32 row = place.warp * 16 + place.lane / 4;
 #pragma unroll
         for (u32 chunk = 0; chunk < kChunks; ++chunk) {
@@ -147,17 +167,6 @@ struct Fragments {
                 u32 offsets = record + Config::kOffsetsAt + chunk * kRowOfScales;
                 low_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row);
                 high_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row + 8);
-            }
-            u32 low_zero = 0, high_zero = 0;
-            if constexpr (Config::kZeroPoint) {
-                u32 zeros = record + Config::kZerosAt + chunk * 64 + row;
-                low_zero = load_shared_u8(zeros) * 0x01010101u;
-                high_zero = load_shared_u8(zeros + 8) * 0x01010101u;
-            }
-#pragma unroll
-            for (u32 s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s) {
-                decode_step<typename Config::Decode, Config::kZeroPoint>(step[s], words[2 * s], words[2 * s + 1],
-                                                                         low_zero, high_zero);
             }
         }
     }
@@ -173,18 +182,20 @@ struct Multiplier {
     static constexpr u32 kSteps = Fragments<Config>::kSteps;
     // Offsets multiply the sums of activations, which the tensor cores add up as products with ones.
     static constexpr u32 kParts = Config::kOffset ? 2 : 1;
-    // A unit is one half of the tokens times one part of a chunk; as many units as there are halves are in flight.
+    // A unit is one half of the tokens times one part of a chunk; kInFlight of them have registers for their sums.
     static constexpr u32 kUnits = kChunks * kParts * kHalves;
-    static_assert(!Config::kOffset || Config::kPromoteRecords == 1, "both parts use the same registers");
+    static constexpr u32 kInFlight = Config::kInFlight;
+    static_assert(kInFlight % kHalves == 0 && kInFlight <= kUnits, "every half in flight, or no more than there are");
+    static_assert(kUnits == kHalves || Config::kPromoteRecords == 1, "units take turns with registers");
 
-    typename Wgmma::Accumulator partial[kHalves][kPartials];
+    typename Wgmma::Accumulator partial[kInFlight][kPartials];
     u32 pending = 0;  // records summed in `partial` since the last promotion
 
     __device__ __forceinline__ Multiplier() {
 #pragma unroll
-        for (u32 h = 0; h < kHalves; ++h)
+        for (u32 unit = 0; unit < kInFlight; ++unit)
 #pragma unroll
-            for (u32 i = 0; i < kPartials; ++i) partial[h][i] = 0;
+            for (u32 i = 0; i < kPartials; ++i) partial[unit][i] = 0;
     }
 
     __device__ __forceinline__ void issue(u32 unit, const Fragments<Config>& fragments, u64 descriptor) {
@@ -198,9 +209,9 @@ struct Multiplier {
             const bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
             const u64 tokens = descriptor + half * (kTokens * 128 >> 4) + step * 2;
             if (part == 0) {
-                Wgmma::issue(partial[half], fragments.step[step], tokens, accumulate);
+                Wgmma::issue(partial[unit % kInFlight], fragments.step[step], tokens, accumulate);
             } else {
-                Wgmma::issue(partial[half], ones, tokens, accumulate);
+                Wgmma::issue(partial[unit % kInFlight], ones, tokens, accumulate);
             }
         }
         wgmma_commit();
@@ -209,7 +220,7 @@ struct Multiplier {
     // Starts one record's multiplies, as far as the registers for partial sums go.
     __device__ __forceinline__ void start(const Fragments<Config>& fragments, u64 descriptor) {
 #pragma unroll
-        for (u32 unit = 0; unit < kHalves; ++unit) issue(unit, fragments, descriptor);
+        for (u32 unit = 0; unit < kInFlight; ++unit) issue(unit, fragments, descriptor);
     }
 
     // Waits for them, promoting each unit's sums by its scales while the next one multiplies. Sums of several records
@@ -222,20 +233,16 @@ struct Multiplier {
 #pragma unroll
         for (u32 unit = 0; unit < kUnits; ++unit) {
             const u32 half = unit % kHalves, part = unit / kHalves % kParts, chunk = unit / kHalves / kParts;
-            if (kHalves == 2 && unit + 1 < kUnits) {
-                wgmma_wait<1>();
-            } else {
-                wgmma_wait<0>();
-            }
-            register_fence(partial[half]);
+            wgmma_wait(min(kInFlight, kUnits - unit) - 1);
+            register_fence(partial[unit % kInFlight]);
             if (promote_now) {
-                promote(acc, half * kPartials, partial[half],
+                promote(acc, half * kPartials, partial[unit % kInFlight],
                         part == 0 ? fragments.low_scale[chunk] : fragments.low_offset[chunk],
                         part == 0 ? fragments.high_scale[chunk] : fragments.high_offset[chunk]);
                 // Here, not after the next wait, where the compiler would rather have it.
                 register_fence(acc, half * kPartials, kPartials);
             }
-            if (unit + kHalves < kUnits) issue(unit + kHalves, fragments, descriptor);
+            if (unit + kInFlight < kUnits) issue(unit + kInFlight, fragments, descriptor);
         }
 #pragma unroll
         for (u32 s = 0; s < 4; ++s) register_fence(fragments.step[s]);
@@ -320,6 +327,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
         ring.advance();
         if (!last && !(Config::kDirectLhs && loaded_ahead)) load(next, ring);
         loaded_ahead = false;
+        current.load_factors(shared.record(stage, place.along_n, place.along_k), place);
         multiplier.finish(acc, current, descriptor, last);
         release_stage(shared, stage, place);
         return !last;

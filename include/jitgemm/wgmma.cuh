@@ -16,6 +16,20 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Until at most so many groups are under way; a constant once loops are unrolled.
+__device__ __forceinline__ void wgmma_wait(u32 pending) {
+    switch (pending) {
+        case 0: return wgmma_wait<0>();
+        case 1: return wgmma_wait<1>();
+        case 2: return wgmma_wait<2>();
+        case 3: return wgmma_wait<3>();
+        case 4: return wgmma_wait<4>();
+        case 5: return wgmma_wait<5>();
+        case 6: return wgmma_wait<6>();
+        default: return wgmma_wait<7>();
+    }
+}
+
 // Keeps the compiler from moving reads or writes of registers across a wait: it does not know that a multiply is still
 // at work on them.
 template <int kCount>

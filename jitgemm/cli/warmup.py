@@ -205,8 +205,8 @@ def warmup(
         typer.Option(
             "--quantizer",
             metavar="TYPE[+WHAT]",
-            help=f"Quantisers of activations to --lhs, by the type of their input: {', '.join(X_TYPES)}, and what they "
-            f"do beside: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': no quantiser.",
+            help=f"Quantisers of activations to --lhs, by the type of their input: {', '.join(X_TYPES)}, and what "
+            f"they do beside: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': none.",
             show_default="the types of --out, as W4A8Linear needs",
         ),
     ] = None,
