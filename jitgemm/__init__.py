@@ -23,6 +23,7 @@ __all__ = [
     "UnsupportedDeviceError",
     "W4Weight",
     "gemm_w4a8_bf16_nt",
+    "gemm_w4a8_int8_nt",
     "gemm_w4a8_nt",
     "gemm_w4a8_reference",
     "load",
@@ -35,6 +36,7 @@ __all__ = [
 _HOMES = {
     "W4Weight": "weight",
     "gemm_w4a8_bf16_nt": "api",
+    "gemm_w4a8_int8_nt": "int8_out",
     "gemm_w4a8_nt": "api",
     "gemm_w4a8_reference": "reference",
     "load": "checkpoint",
@@ -55,11 +57,12 @@ def __getattr__(name: str) -> object:
     return value
 
 
-# Names load on first use, so that commands such as `jitgemm cache ls`, which need no torch, answer a second sooner. Where
-# torch is there already, what models call is loaded now: a compiler that traces them finds plain functions.
+# Names load on first use, so that commands such as `jitgemm cache ls`, which need no torch, answer a second sooner.
+# Where torch is there already, what models call is loaded now: a compiler that traces them finds plain functions.
 if TYPE_CHECKING:
     from jitgemm.api import gemm_w4a8_bf16_nt, gemm_w4a8_nt
     from jitgemm.checkpoint import load
+    from jitgemm.int8_out import gemm_w4a8_int8_nt
     from jitgemm.quantize import quantize_activations
     from jitgemm.quantize_weight import quantize_w4
     from jitgemm.reference import gemm_w4a8_reference

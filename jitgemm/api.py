@@ -60,11 +60,11 @@ def gemm_w4a8_nt(
         part(i, j, g) = scale[j, g] * sum over k in g of (x[i, k] - x_zero[i]) * (q[j, k] - zero[j, g])
                         + offset[j, g] * sum over k in g of (x[i, k] - x_zero[i])
 
-    int8 sums of a group are exact integers: results are within rounding to out's type (2^-8 |exact| for bf16) plus 2^-20
-    of the sum of |group terms|. e4m3 sums stay in the tensor cores for at most 128 k, then in fp32: within rounding plus
-    2^-10 of the sum of |terms|; with k below 128 one element in a million may miss that by a fifth
-    (docs/notes/e4m3-accuracy.md). Every scaled sum is an fp32 number on its way: a group's, a channel's, and 512 times an
-    e4m3 token scale must not overflow. Bit-identical from run to run.
+    int8 sums of a group are exact integers: results are within rounding to out's type (2^-8 |exact| for bf16) plus
+    2^-20 of the sum of |group terms|. e4m3 sums stay in the tensor cores for at most 128 k, then in fp32: within
+    rounding plus 2^-10 of the sum of |terms|; with k below 128 one element in a million may miss that by a fifth
+    (docs/notes/e4m3-accuracy.md). Every scaled sum is an fp32 number on its way: a group's, a channel's, and 512
+    times an e4m3 token scale must not overflow. Bit-identical from run to run.
 
     Args:
         lhs: (x, x_scale), or (x, x_scale, x_zero) for int8 with zero points. x is float8_e4m3fn or int8 [m, k], stride

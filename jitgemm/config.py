@@ -276,7 +276,8 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
     fixed += REDUCE_US * waves * (splits - 1) ** 0.5
     fixed += CLUSTER_US[spec.ctas_per_sm] * (spec.cluster_size - 1) ** 0.5
     terms = {
-        "memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "fetch": fetch_us, "l2": l2_us
+        "memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "fetch": fetch_us,
+        "l2": l2_us,
     }  # fmt: skip
     side_by_side = sum(term**OVERLAP for term in terms.values()) ** (1 / OVERLAP)
     return Candidate(spec, fixed + side_by_side, {**terms, "fixed": fixed}, waves, clusters * spec.cluster_size)

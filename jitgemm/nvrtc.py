@@ -34,7 +34,7 @@ _INSTALL = "install it with `pip install jitgemm[cu12]` or `pip install jitgemm[
 _PROGRAM_NAME = b"jitgemm.cu"
 
 FATAL_WARNINGS = re.compile(r"\bC75(?:08|1\d)\b[^\n]*")
-"""ptxas on setmaxnreg ignored (C7508), on wgmma serialised or given waits and fences it did not ask for (C7510-C7519)."""
+"""ptxas on setmaxnreg ignored (C7508), on wgmma serialised or given waits and fences unasked for (C7510-C7519)."""
 _FUNCTION = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 

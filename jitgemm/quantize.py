@@ -69,9 +69,9 @@ def quantize_activations(
     is as close to a tie. A row's result does not depend on the other rows, nor on m.
 
     Rows of zeros get codes that stand for 0, and scale 2^-126. A row whose y holds a NaN gets scale NaN, so that all
-    its results are NaN, whatever the scheme; one that holds an infinity, or whose range or sum of squares is beyond fp32,
-    too, except that static scales saturate infinities. In such rows codes stand for 0 (int8) or NaN (e4m3), with a
-    dynamic scale all of them, with a static one those of NaN.
+    its results are NaN, whatever the scheme; one that holds an infinity, or whose range or sum of squares is beyond
+    fp32, too, except that static scales saturate infinities. In such rows codes stand for 0 (int8) or NaN (e4m3),
+    with a dynamic scale all of them, with a static one those of NaN.
 
     Args:
         x: bfloat16, float16 or float32 [..., k], with silu_mul [..., 2k] with gate first; stride 1 along k, rows one

@@ -83,8 +83,8 @@ class W4Weight:
         plan_key: what of the weight decides which calls are legal and which kernel runs.
 
     On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `settled`: what wrote
-    it has ended. Making a weight settles it. Writing `blocks` in place through PyTorch unsettles it, and calls wait again;
-    whoever writes it in another way (`.data`, a raw pointer) calls `settle()` before the next GEMM.
+    it has ended. Making a weight settles it. Writing `blocks` in place through PyTorch unsettles it, and calls wait
+    again; whoever writes it in another way (`.data`, a raw pointer) calls `settle()` before the next GEMM.
 
     Hashed and compared by identity. Copies, deep copies and pickles; a pickle names this class, so that files meant to
     last are better written from `state_dict()`.

@@ -34,10 +34,14 @@ CASES = [
     ("halves", {"halves": 2, "multicast": 1}, (256, False, "fp32"), "e4m3", (100, 264, 544)),
     ("halves, multicast lhs", {"halves": 2, **LHS}, (32, False, "bf16"), "e4m3", (200, 392, 544)),
     ("halves, multicast rhs", {"halves": 2, **RHS}, G128, "s8", (200, 392, 544)),
+    ("activations copied by threads", {"block_m": 16, "warpgroups_k": 2, "split_k": 2, "ctas_per_sm": 2}, G128, "e4m3",
+     (13, 136, 1056)),
+    ("offsets", {"block_m": 32, "warpgroups_k": 1}, (64, False, "bf16", "any", True), "s8", (25, 136, 544)),
+    ("offsets, groups of 32", {"block_m": 8}, (32, True, "bf16", "any", True), "e4m3", (5, 136, 544)),
     ("zero points", {"block_m": 16, "warpgroups": 2}, G32Z, "e4m3", (21, 136, 544)),
     ("zero points, per channel", {"warpgroups_n": 3}, (builders.PER_CHANNEL, True, "bf16"), "s8", (150, 200, 544)),
     ("several tiles a CTA", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "s8", (40, 3272, 288)),
-]
+]  # fmt: skip
 
 
 def first(wanted: dict[str, object], lhs: str, format: WeightFormat) -> KernelSpec:
@@ -50,7 +54,10 @@ def main() -> int:
     wrong = 0
     for name, wanted, format, lhs_type, (m, n, k) in CASES:
         spec = first(wanted, lhs_type, WeightFormat(*format))
-        weight = builders.weight_parts(1, n, k, format[0], zero_point=format[1], scale_type=format[2]).packed
+        group_size, zero_point, scale_type, *rest = format
+        weight = builders.weight_parts(
+            1, n, k, group_size, zero_point=zero_point, scale_type=scale_type, offset=rest[1:] == [True]
+        ).packed
         lhs, bias = builders.lhs(2, m, k, lhs_type), builders.bias(3, n, torch.float32)
         ref, terms = gemm_w4a8_terms(lhs, weight, bias=bias)
         x, x_scale, rhs, bias = lhs[0].cuda(), lhs[1].cuda(), weight.to("cuda"), bias.cuda()

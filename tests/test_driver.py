@@ -1,4 +1,4 @@
-"""What is refused before anything is compiled or loaded: an NVRTC that the driver cannot follow, a GPU that is no Hopper."""
+"""What is refused before anything is compiled or loaded: an NVRTC that the driver cannot follow, another GPU."""
 
 import re
 from types import SimpleNamespace
@@ -42,7 +42,8 @@ def test_a_gpu_of_another_generation_is_refused_by_name(monkeypatch):
     properties = SimpleNamespace(major=8, minor=0, name="NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     plan.device_of.cache_clear()
-    with pytest.raises(UnsupportedDeviceError, match=r"cuda:3 is a NVIDIA A100 of compute capability 8\.0; .* need 9\.0"):
+    expected = r"cuda:3 is a NVIDIA A100 of compute capability 8\.0; .* need 9\.0"
+    with pytest.raises(UnsupportedDeviceError, match=expected):
         plan.device_of(3)
     plan.device_of.cache_clear()
 

@@ -30,8 +30,8 @@ from jitgemm.arguments import OUT_DTYPES
 from jitgemm.config import candidates, choose, illegal, kernels_for, legal_kernels
 from jitgemm.errors import JitGemmError
 from jitgemm.reference import error_bound, gemm_w4a8_terms
-from jitgemm.spec import GROUP_SIZES, LHS_TYPES, KernelSpec, Problem, WeightFormat
-from jitgemm.weight import MAX_CHANNEL_K_S8, W4Weight, pack_w4
+from jitgemm.spec import GROUP_SIZES, LHS_TYPES, MAX_CHANNEL_K_S8, KernelSpec, Problem, WeightFormat
+from jitgemm.weight import W4Weight, pack_w4
 
 pytestmark = pytest.mark.gpu
 
@@ -41,8 +41,8 @@ SEED = 20240607
 def term_share(kind: str, k: int) -> float:
     """The share of the sum of |terms| that a result may miss beyond its rounding.
 
-    The tensor cores cut each e4m3 product off at about 14 bits below the largest of its step of 32; over one to three steps, one
-    element in a million misses more than 2^-10 (docs/notes/e4m3-accuracy.md).
+    The tensor cores cut each e4m3 product off at about 14 bits below the largest of its step of 32; over one to three
+    steps, one element in a million misses more than 2^-10 (docs/notes/e4m3-accuracy.md).
     """
     if kind == "s8":
         return 2.0**-20

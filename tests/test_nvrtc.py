@@ -1,4 +1,4 @@
-"""NVRTC: its version is known without loading it and is that of what gets loaded; no bad build passes for a good one."""
+"""NVRTC: its version is known without loading it and is that of what gets loaded; bad builds do not pass for good."""
 
 from __future__ import annotations
 

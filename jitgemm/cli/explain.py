@@ -33,9 +33,9 @@ def explain(
 ) -> None:
     """Print the candidates for out[M, N] = lhs[M, K] · weight[N, K]ᵀ, the model's prediction for each, and why one won.
 
-    Predictions are in microseconds on the named device. Of memory, tensor, issue, latency, fetch and l2 the longest counts,
-    since they overlap; fixed comes on top. m is rounded up to the end of its band first: all m of a band share a
-    kernel.
+    Predictions are in microseconds on the named device. Of memory, tensor, issue, latency, fetch and l2 the longest
+    counts, since they overlap; fixed comes on top. m is rounded up to the end of its band first: all m of a band
+    share a kernel.
 
     \b
     Examples:
