@@ -386,7 +386,8 @@ def _empty_weight(  # type: ignore[no-untyped-def]
         group_size,
         fmt,
         row_sum=empty(torch.float32, rows),
-        permutation=empty(torch.int32, k) if permutation else None,
+        # A permutation even before it is loaded: what reads it never reaches beyond the input.
+        permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
     )
 
 
