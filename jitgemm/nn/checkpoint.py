@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from jitgemm import formats
 from jitgemm.checkpoint import Checkpoint, read_layer
-from jitgemm.nn.linear import CODES, W4A8Linear
+
+if TYPE_CHECKING:
+    from jitgemm.nn.linear import W4A8Linear
+
+CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int8_affine": torch.int8}
+"""Kinds of activations, and the type that holds them."""
 
 Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint
 
@@ -26,13 +31,18 @@ def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
 
 
 def read_linear(
-    source: Source, prefix: str, *, activation: str | None = None, device: torch.device | str | int | None = None
+    layer: type[W4A8Linear],
+    source: Source,
+    prefix: str,
+    *,
+    activation: str | None = None,
+    device: torch.device | str | int | None = None,
 ) -> W4A8Linear:
-    """`W4A8Linear.from_checkpoint`; source may also be an open `Checkpoint`."""
+    """`layer.from_checkpoint`; source may also be an open `Checkpoint`."""
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     names = checkpoint.layer(prefix)
     if {"blocks", "meta"} <= set(names):
-        return _read_packed(checkpoint, names, prefix, activation, device)
+        return _read_packed(layer, checkpoint, names, prefix, activation, device)
     weight = read_layer(checkpoint, prefix, device=device)
     said, static = activations(_scheme(checkpoint, names, prefix), activation, prefix)
     input_scale = weight.input_scale
@@ -44,7 +54,7 @@ def read_linear(
     if chosen != said:
         input_scale = None  # it was calibrated for other codes
     packed = weight.pack(CODES[chosen]) if chosen in CODES else weight.pack()
-    return W4A8Linear.from_weight(packed, weight.bias, activation=chosen, input_scale=input_scale)
+    return layer.from_weight(packed, weight.bias, activation=chosen, input_scale=input_scale)
 
 
 def _scheme(checkpoint: Checkpoint, names: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
@@ -83,7 +93,7 @@ def activations(scheme: Mapping[str, Any], wanted: str | None, prefix: str) -> t
 
 
 def _read_packed(  # type: ignore[no-untyped-def]
-    checkpoint, names, prefix, activation, device
+    layer, checkpoint, names, prefix, activation, device
 ) -> W4A8Linear:
     """A layer from its own `state_dict`."""
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
@@ -92,7 +102,7 @@ def _read_packed(  # type: ignore[no-untyped-def]
         suffix: checkpoint.read(name, torch.device("cpu") if suffix in on_cpu else device)
         for suffix, name in names.items()
     }
-    layer = W4A8Linear.from_state_dict(tensors)
-    if activation is not None and activation != layer.activation:
-        raise ValueError(f"activation: expected {layer.activation}, as layer {prefix!r} was saved, got {activation}")
-    return layer
+    found = layer.from_state_dict(tensors)
+    if activation is not None and activation != found.activation:
+        raise ValueError(f"activation: expected {found.activation}, as layer {prefix!r} was saved, got {activation}")
+    return found

@@ -15,6 +15,7 @@ import torch
 
 from jitgemm.api import gemm_w4a8_nt
 from jitgemm.arguments import ALIGNMENT
+from jitgemm.nn.checkpoint import CODES, read_linear
 from jitgemm.quantize import quantize_activations
 from jitgemm.quantize_weight import quantize_w4
 from jitgemm.spec import BLOCK_K, STRIP_ROWS, ceil_div
@@ -24,7 +25,6 @@ ACTIVATIONS = ("e4m3", "int8", "int8_affine")
 """How a layer quantises its input: fp8 e4m3, int8, or int8 with a zero point per token. Append only: files hold the
 number."""
 
-CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int8_affine": torch.int8}
 _SCALE_TYPES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WEIGHT_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")  # as `W4Weight` and its state dict call them
@@ -171,9 +171,7 @@ class W4A8Linear(torch.nn.Module):
             KeyError, ValueError: no such layer, or a form that cannot be read exactly; see `jitgemm.load`. Also for
                 activations that the layer does not have, such as scales per group of k.
         """
-        from jitgemm.nn.checkpoint import read_linear
-
-        return read_linear(path, prefix, activation=activation, device=device)
+        return read_linear(cls, path, prefix, activation=activation, device=device)
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> W4A8Linear:

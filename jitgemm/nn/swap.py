@@ -73,7 +73,8 @@ def load_(
     chosen = [name for name in _places(model) if is_quantised(checkpoint, name)]
 
     def read(name: str, linear: torch.nn.Linear) -> W4A8Linear:
-        layer = read_linear(checkpoint, name, activation=activation, device=target or _device(linear.weight))
+        where = target or _device(linear.weight)
+        layer = read_linear(W4A8Linear, checkpoint, name, activation=activation, device=where)
         sizes = (linear.in_features, linear.out_features)
         if (layer.in_features, layer.out_features) != sizes:
             raise ValueError(f"{name}: expected k, n = {sizes}, got {layer.in_features, layer.out_features}")
