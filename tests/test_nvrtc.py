@@ -109,6 +109,20 @@ def test_a_library_other_than_the_reported_one_is_refused(monkeypatch):
         compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny")
 
 
+def test_another_library_loaded_beside_the_bindings_own_does_no_harm(tmp_path):
+    script = f"""
+import ctypes, shutil
+from tiny_kernel import HEADERS, OPTIONS, tiny_source
+from jitgemm.nvrtc import compile_cubin, nvrtc_info
+before = compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny").cubin
+other = shutil.copy(nvrtc_info().library, {str(tmp_path / "libnvrtc.so.99")!r})
+ctypes.CDLL(other)
+assert other in open("/proc/self/maps").read()
+assert compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny").cubin == before
+"""
+    python(script)
+
+
 def test_compiling_yields_a_cubin_and_what_ptxas_said():
     first, again = (compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny") for _ in range(2))
     assert first.cubin.startswith(b"\x7fELF")
