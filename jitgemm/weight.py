@@ -360,7 +360,7 @@ class W4Weight:
                 k, group_size, bool(zero_point), _META_SCALE_TYPES[scale_type], _META_CODES[codes], bool(offset)
             )
             weight = cls(blocks, channel_scale, n, k, group_size, format, version, row_sum, permutation)
-            if permutation is not None:
+            if type(permutation) in (torch.Tensor, torch.nn.Parameter) and not permutation.is_meta:
                 _check_permutation(permutation, k)
             return weight
         except ValueError as error:

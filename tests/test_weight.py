@@ -340,6 +340,16 @@ def changed_meta(index: int, value: int):
     return change
 
 
+def test_a_state_dict_without_values_gives_a_weight_without_values():
+    g = torch.Generator().manual_seed(3)
+    q = torch.randint(-8, 8, (8, 64), dtype=torch.int8, generator=g)
+    weight = pack_w4(q, torch.ones(8, 2), group_size=32, permutation=torch.randperm(64, generator=g))
+    tensors = weight.state_dict()
+    meta = W4Weight.from_state_dict({name: t if name == "meta" else t.to("meta") for name, t in tensors.items()})
+    assert meta.permutation.is_meta and meta.shape == weight.shape
+
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
