@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
 from .. import settings
+from ..ahead import compile_all
 from ..cache import KernelCache, KernelSource, cache_key, kernel_source
 from ..config import kernels_for
 from ..errors import JitGemmError
@@ -300,26 +299,16 @@ def _find(cache: KernelCache, job: Job) -> bool:
 
 
 def _compile(cache: KernelCache, jobs: list[Job], threads: int) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    bar_and_count = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    progress = Progress(TextColumn("compiling"), *bar_and_count, console=common.err())
-    with progress, ThreadPoolExecutor(threads) as pool:
-        bar = progress.add_task("", total=len(jobs))
-        # Also under JITGEMM_JIT=off: this command is what that setting's error tells people to run.
-        compile_one = partial(cache.get_or_compile_source, allow_compile=True)
-        futures = {pool.submit(compile_one, job.source): job for job in jobs}
-        for future in as_completed(futures):
-            job = futures[future]
-            try:
-                entry, compiled = future.result()
-            except JitGemmError as error:
-                job.status, job.error = "failed", str(error)
-                progress.console.print(f"{job.kernel.label}: {error}", style="red", markup=False, soft_wrap=True)
-            else:
-                job.status = "compiled" if compiled else "cached"
-                job.metadata, job.path = entry.metadata, entry.path
-            progress.update(bar, advance=1, description=job.kernel.label)
+    console = common.err()
+    for index, result in compile_all(cache, [job.source for job in jobs], threads, console):
+        job = jobs[index]
+        if isinstance(result, JitGemmError):
+            job.status, job.error = "failed", str(result)
+            console.print(f"{job.kernel.label}: {result}", style="red", markup=False, soft_wrap=True)
+        else:
+            entry, compiled = result
+            job.status = "compiled" if compiled else "cached"
+            job.metadata, job.path = entry.metadata, entry.path
 
 
 def _report(

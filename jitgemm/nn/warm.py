@@ -115,28 +115,16 @@ def _kernels(
 
 def _compile(cache: Any, sources: list[Any], threads: int) -> list[Any]:
     """Compiles under a bar; the errors, in the order of the sources."""
-    from concurrent.futures import ThreadPoolExecutor, as_completed
-
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from jitgemm.ahead import compile_all
     from jitgemm.errors import JitGemmError
 
     if not sources:
         return []
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    bars = Progress(TextColumn("compiling"), *columns, console=console, disable=not console.is_terminal)
-    with bars, ThreadPoolExecutor(threads) as pool:
-        bar = bars.add_task("", total=len(sources))
-        futures = {pool.submit(cache.get_or_compile_source, source, allow_compile=True): source for source in sources}
-        for future in as_completed(futures):
-            bars.update(bar, advance=1, description=futures[future].label)
-    errors = [future.exception() for future in futures]
-    for error in errors:
-        if error is not None and not isinstance(error, JitGemmError):
-            raise error
-    return [error for error in errors if error is not None]
+    results = dict(compile_all(cache, sources, threads, console, bar=console.is_terminal))
+    return [results[index] for index in range(len(sources)) if isinstance(results[index], JitGemmError)]
 
 
 def _load(spec: Any, index: int) -> None:
