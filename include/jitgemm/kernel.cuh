@@ -393,7 +393,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
         multiply_tile<Config>(acc, shared, place, range, ring, [&] {
             if (!waited) {
                 wait_for_previous_grid();
-                // Not before: the next kernel's weights would be fetched ahead of this one's.
+                // Not before: the next kernel's weights would be fetched ahead of this one's activations.
                 if (threadIdx.x == 0) launch_next_grid();
                 if constexpr (Config::kDirectLhs) copy_activations<Config>(args, shared, place, tile, range);
                 waited = true;
