@@ -140,14 +140,21 @@ def test_help_teaches(script):
         assert text in result.stdout
 
 
+def first_example(page: str) -> str:
+    return re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)[1]
+
+
+def test_the_readme_begins_with_the_same_example():
+    assert first_example("README.md") == first_example("docs/linear.md")
+
+
 def test_the_first_example_of_the_documentation_runs(script, libraries, tmp_path, monkeypatch):
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "cache"))
     folder = tmp_path / "checkpoint"
     sizes = script.ModelSizes(1, 64, 128, 2, 1, 96, 64)
     with torch.no_grad():
         script.write_checkpoint(folder, sizes, "W4AFP8", "int-quantized", 32, "cpu", 0)
-    text = (ROOT / "docs" / "linear.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    code = first_example("docs/linear.md")
     assert len(code.strip().splitlines()) <= 10
     smaller = {"Meta-Llama-3-8B-Instruct-W4AFP8": str(folder), '"cuda"': '"cpu"', "max_m=4096": "max_m=8"}
     for there, here in smaller.items():
