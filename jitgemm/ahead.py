@@ -1,4 +1,4 @@
-"""Compiling many kernels before they are needed: in threads, under a progress bar. Knows sources, not what needs them."""
+"""Compiling many kernels before they are needed, in threads, under a progress bar. Knows sources, not their users."""
 
 from __future__ import annotations
 

@@ -114,6 +114,10 @@ class Checkpoint:
         found = (suffix for suffix in self._layers.get(parent, ()) if suffix.startswith(inner))
         return {suffix.removeprefix(inner): parent + suffix for suffix in found}
 
+    def metadata(self, name: str) -> Mapping[str, str]:
+        """What the tensor's file says of itself; nothing for tensors that were given."""
+        return {} if self._tensors is not None else self._open(name).metadata() or {}
+
     def _open(self, name: str) -> Any:
         path = self._paths[name]
         if path not in self._files:
@@ -294,8 +298,10 @@ def _read_one(
         if suffix not in names and name in checkpoint:
             names[suffix] = name
     tensors = _LayerTensors(names, lambda name: checkpoint.read(name, device, expert))
+    config = format.for_layer(checkpoint.config, layer)
+    described = format.described(checkpoint.metadata(next(iter(names.values()))), layer)
     try:
-        weight = format.read(tensors, format.for_layer(checkpoint.config, layer))
+        weight = format.read(tensors, {**described, **(config or {})} if described else config)
     except _MissingTensorError as error:
         raise ValueError(f"{error.args[0]}: expected the tensor for format {format.name}, found none") from error
     if weight.bias is None and "bias" in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 
 import builders
@@ -160,6 +161,16 @@ def test_flattened_tiles_read_as_the_definition(tmp_path):
     layers.assert_exactly(layers.load(tmp_path, tensors), tinygemm(q, parameters))
 
 
+def test_the_files_metadata_says_the_size_of_flattened_tiles(tmp_path):
+    from safetensors.torch import save_file
+
+    q, parameters = codes(8, 16, 1024), scales_and_zeros(8, 16, 8, torch.bfloat16)
+    tensors = {"layer._weight_qdata": tiles(q, 8), "layer._weight_scale_and_zero": parameters}
+    described = {"_type": "Int4TilePackedTo4dTensor", "_data": {"shape": [16, 320]}}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"layer.weight": json.dumps(described)})
+    layers.assert_exactly(checkpoint.read_layer(tmp_path, "layer", device="cpu"), tinygemm(q, parameters)[:, :320])
+
+
 def test_a_flattened_int4_tensor_reads_as_the_definition(tmp_path):
     q, parameters = codes(9, 16, 256), scales_and_zeros(9, 16, 4, torch.bfloat16)
     flat = {
@@ -295,6 +306,7 @@ def test_the_padding_of_a_tile_packed_tensor_is_dropped(torchao, tmp_path):
     for read in (
         FORMAT.read({"weight": weight}, TORCHAO),
         FORMAT.read(flattened(tmp_path, weight), TORCHAO | {"shape": [16, 320]}),
+        checkpoint.read_layer(tmp_path, "layer", device="cpu"),  # the size stands in the file's metadata
     ):
         layers.assert_exactly(read, exact[:, :320])
         assert read.scale.shape == (16, 3)

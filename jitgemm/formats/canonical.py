@@ -30,6 +30,10 @@ def _same_for_every_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapp
     return config
 
 
+def _nothing_more(metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
+    return {}
+
+
 def _nowhere_else(prefix: str) -> Mapping[str, str]:
     return {}
 
@@ -50,6 +54,8 @@ class Format:
             config differs between layers; `detect` and `read` get its result. config may be None. Raises nothing.
         elsewhere: prefix -> {"input_scale": "full.name"}: tensors of the layer that may stand under another prefix;
             `read` gets those that exist.
+        described: (metadata of the layer's file, prefix) -> settings that it adds to the layer's config for `read`,
+            where that does not have them.
     """
 
     name: str
@@ -57,6 +63,7 @@ class Format:
     read: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any] | None], CanonicalWeight]
     for_layer: Callable[[Mapping[str, Any] | None, str], Mapping[str, Any] | None] = _same_for_every_layer
     elsewhere: Callable[[str], Mapping[str, str]] = _nowhere_else
+    described: Callable[[Mapping[str, str], str], Mapping[str, Any]] = _nothing_more
 
 
 @dataclass(frozen=True, eq=False)

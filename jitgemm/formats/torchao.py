@@ -31,9 +31,9 @@ Read from PyTorch's int4mm.cu and torchao 0.18. What shapes cannot tell:
 - uint8 [n, k / 2] and [n, k] both fit most scales. The config's group_size decides; else a value above 15 means packed.
 - `_convert_weight_to_int4pack_for_cpu` also gives uint8 [n, k / 2], in an order that depends on the CPU: not to be
   given here. Nor ROCm's output, whose tiles have 16 rows of n under the shape of NVIDIA's.
-- Int4TilePackedTo4dTensor pads k to a multiple of 1024 and n to 8 or 16. Subclasses say their shape, and the padding is
-  dropped. Flattened ones have it in the file's metadata only: with "shape": [n, k] in the config the padding goes,
-  else it comes back as columns and rows of the layer.
+- Int4TilePackedTo4dTensor pads k to a multiple of 1024 and n to 8 or 16. Subclasses say their shape, and so does the
+  metadata of a file with flattened ones: the padding is dropped. Tensors taken out of their file need "shape": [n, k]
+  in the config, else the padding comes back as columns and rows of the layer.
 
 Refused: activations to be scaled first (act_pre_scale), the preshuffled and CPU (opaque) packings, NPU's float zero
 points. Knows no files: tensors and config come from the caller. Does not import torchao.
@@ -41,6 +41,7 @@ points. Knows no files: tensors and config come from the caller. Does not import
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -263,4 +264,13 @@ def _without_padding(weight: CanonicalWeight, n: int, k: int) -> CanonicalWeight
     return replace(weight, q=weight.q[:n, :k].contiguous(), **cut)
 
 
-FORMAT = Format(name="torchao", detect=_detect, read=_read)
+def _described(metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
+    """The size of a flattened subclass, {"_type": ..., "_data": {"shape": [n, k], ...}} under its name."""
+    try:
+        shape = json.loads(metadata[prefix + ".weight"])["_data"]["shape"]
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return {"shape": shape}
+
+
+FORMAT = Format(name="torchao", detect=_detect, read=_read, described=_described)
