@@ -7,7 +7,7 @@ Only a miss imports the layers below, so that importing jitgemm touches neither 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,21 +15,25 @@ from jitgemm.arguments import PackedWeight, check_addresses, check_arguments, ch
 from jitgemm.spec import WeightFormat
 from jitgemm.weight import W4Weight
 
-if TYPE_CHECKING:
-    from jitgemm.plan import Plan
-
 MAX_PLANS = 4096
-"""Plans a thread keeps; each is a few KiB of host memory."""
+"""Plans of one kind that a thread keeps; each is a few KiB of host memory."""
 
 
-class _Plans(threading.local):
+class Plans(threading.local):
     """A thread's plans by signature. A launch block is written in place, so threads do not share them."""
 
     def __init__(self) -> None:
-        self.by_signature: dict[tuple, Plan] = {}
+        self.by_signature: dict[tuple, Any] = {}
+
+    def keep(self, signature: tuple, plan: Any) -> None:
+        """For the next call of this signature; the oldest plan goes where there are too many."""
+        plans = self.by_signature
+        if len(plans) >= MAX_PLANS:
+            del plans[next(iter(plans))]
+        plans[signature] = plan
 
 
-_plans = _Plans()
+_plans = Plans()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -155,10 +159,7 @@ def _plan_and_run(
 
     with torch.cuda.device(x.device):
         plan = Plan(x, x_scale, weight, out, bias, x_zero=x_zero, batch_invariant=batch_invariant)
-    plans = _plans.by_signature
-    if len(plans) >= MAX_PLANS:
-        del plans[next(iter(plans))]
-    plans[_signature(x, x_scale, x_zero, weight, out, bias, batch_invariant)] = plan
+    _plans.keep(_signature(x, x_scale, x_zero, weight, out, bias, batch_invariant), plan)
     plan.launch(x, x_scale, weight, out, bias, dependent, x_zero)
 
 

@@ -1,4 +1,4 @@
-"""Figures of the GPUs that jitgemm can choose kernels for. Plain data: no torch, no driver.
+"""Figures of the GPUs that jitgemm can choose kernels for. Plain data; only a GPU of this machine is asked of torch.
 
 Shared memory, registers and SM counts are NVIDIA's published figures (CUDA programming guide, compute capability 9.0;
 data sheets). The H200's rates were measured (`docs/notes/`): HBM as a stream of weights under programmatic dependent
@@ -7,8 +7,11 @@ launch, tensor rate as wgmma on decoded weights. The others' are the H200's scal
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
+from functools import lru_cache
 
+from jitgemm.errors import UnsupportedDeviceError
 from jitgemm.spec import DeviceSpec
 
 _H200 = DeviceSpec(
@@ -109,3 +112,41 @@ def device_from_properties(name: str, num_sms: int, smem_per_block: int, smem_pe
         hbm_bytes_per_us=nearest.hbm_bytes_per_us * share,
         tensor_ops_per_us=nearest.tensor_ops_per_us * share,
     )
+
+
+@lru_cache(maxsize=None)
+def device_of(index: int) -> DeviceSpec:
+    """The figures of a GPU of this machine. UnsupportedDeviceError if it is no Hopper."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    if (properties.major, properties.minor) != (9, 0):
+        raise UnsupportedDeviceError(
+            f"cuda:{index} is a {properties.name} of compute capability {properties.major}.{properties.minor}; "
+            "jitgemm's kernels need 9.0 (Hopper)"
+        )
+    return device_from_properties(
+        properties.name,
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_multiprocessor,
+        properties.L2_cache_size,
+    )
+
+
+def local_device() -> DeviceSpec | None:
+    """The current Hopper GPU, or None. Looks for a driver before it pays for importing torch."""
+    if not os.path.exists("/dev/nvidiactl"):
+        return None
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return None
+    return device_of(torch.cuda.current_device())
+
+
+def pick_device(name: str | None) -> DeviceSpec:
+    """The device of this name, as `device_spec` takes it; for None the Hopper GPU at hand, else an H200."""
+    if name is not None:
+        return device_spec(name)
+    return local_device() or device_spec("h200")

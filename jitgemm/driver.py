@@ -70,8 +70,6 @@ class LoadedKernel:
     function: object
     module: object
     device: int
-    smem_bytes: int
-    threads: int
 
 
 def check_nvrtc_against_driver(nvrtc: tuple[int, int]) -> None:
@@ -88,7 +86,7 @@ def check_nvrtc_against_driver(nvrtc: tuple[int, int]) -> None:
         )
 
 
-def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int, threads: int) -> LoadedKernel:
+def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int) -> LoadedKernel:
     """Loads a cubin into the device's primary context and raises the function's shared-memory limit."""
     bind(device)
     module = check(cu.cuModuleLoadData(cubin), "cuModuleLoadData")
@@ -96,7 +94,13 @@ def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int, thread
     attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     result = cu.cuFuncSetAttribute(function, attribute, smem_bytes)
     check(result, f"cuFuncSetAttribute(dynamic shared memory = {smem_bytes})")
-    return LoadedKernel(function, module, device, smem_bytes, threads)
+    return LoadedKernel(function, module, device)
+
+
+def resident_ctas(kernel: LoadedKernel, threads: int, smem_bytes: int) -> int:
+    """CTAs of the kernel that an SM holds at once. The kernel's device is current."""
+    result = cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel.function, threads, smem_bytes)
+    return int(check(result, "cuOccupancyMaxActiveBlocksPerMultiprocessor"))
 
 
 # ---- tensor maps -----------------------------------------------------------------------------------------------------
@@ -154,29 +158,45 @@ class Launch:
     """A prepared launch: grid, attributes and parameter block are built once, the values they hold written in place.
 
     Not thread-safe: each thread has its own.
+
+    Args:
+        arguments: the kernel's argument block, its last parameter; the only one but for tensor maps.
+        maps: 2 if the kernel's first parameters are tensor maps, see `set_maps`; 0 if it has none.
+        grid: CTAs.
+        block: threads of a CTA along x and y.
+        smem_bytes: dynamic shared memory of a CTA.
     """
 
     __slots__ = ("_config", "_plain", "_kernel", "_parameters", "_address", "_keep", "_stream")
 
-    def __init__(self, kernel: LoadedKernel, grid: int, arguments: ctypes.Array):
+    def __init__(
+        self,
+        kernel: LoadedKernel,
+        arguments: ctypes.Array,
+        *,
+        maps: int,
+        grid: int,
+        block: tuple[int, int],
+        smem_bytes: int,
+    ):
         self._kernel = kernel.function
         dependent = cu.CUlaunchAttribute()
         dependent.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         dependent.value.programmaticStreamSerializationAllowed = 1
-        self._config = self._launch_config(kernel, grid, [dependent])
-        self._plain = self._launch_config(kernel, grid, [])
-        self._parameters = (ctypes.c_void_p * 3)()
-        self._parameters[2] = ctypes.addressof(arguments)
+        self._config = self._launch_config(grid, block, smem_bytes, [dependent])
+        self._plain = self._launch_config(grid, block, smem_bytes, [])
+        self._parameters = (ctypes.c_void_p * (maps + 1))()
+        self._parameters[maps] = ctypes.addressof(arguments)
         self._address = ctypes.addressof(self._parameters)
-        self._keep: list[object] = [None, None, arguments, kernel]
+        self._keep: list[object] = [*[None] * maps, arguments, kernel]
         self._stream = -1
 
     @staticmethod
-    def _launch_config(kernel: LoadedKernel, grid: int, attributes: list) -> object:
+    def _launch_config(grid: int, block: tuple[int, int], smem_bytes: int, attributes: list) -> object:
         config = cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
-        config.sharedMemBytes = kernel.smem_bytes
+        config.blockDimX, config.blockDimY, config.blockDimZ = *block, 1
+        config.sharedMemBytes = smem_bytes
         config.attrs = attributes
         config.numAttrs = len(attributes)
         return config

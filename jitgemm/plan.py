@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import threading
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
-from jitgemm import driver, settings
+from jitgemm import driver, loaded, settings
 from jitgemm.arguments import (
     ALIGNMENT,
     LHS_DTYPES,
@@ -27,13 +25,11 @@ from jitgemm.arguments import (
     check_addresses,
     per_token_stride,
 )
-from jitgemm.cache import KernelCache
+from jitgemm.cache import kernel_source
 from jitgemm.config import choose, grid_clusters, smem_bytes
-from jitgemm.device import device_from_properties
-from jitgemm.nvrtc import nvrtc_info
-from jitgemm.errors import CacheMissError, UnsupportedDeviceError
+from jitgemm.device import device_of
 from jitgemm.render import KERNEL_NAME
-from jitgemm.spec import DeviceSpec, KernelSpec, Problem
+from jitgemm.spec import KernelSpec, Problem
 
 _ARGUMENTS = struct.Struct("<10Q3I2iI")
 """`Args` in include/jitgemm/types.cuh: lhs, records, channel_scale, lhs_scale, bias, lhs_zero, row_sum, lhs_stride,
@@ -45,61 +41,17 @@ _POINTERS = struct.Struct("<7Q")
 MAX_KNOWN = 1024
 """Sets of addresses that a plan remembers as legal: the layers of a model call with the same ones, step after step."""
 
-_cache = KernelCache()
-_loaded: dict[tuple[KernelSpec, int], driver.LoadedKernel] = {}
-_load_lock = threading.Lock()
-
-
-# ---- kernels ---------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=None)
-def device_of(index: int) -> DeviceSpec:
-    """The figures of a GPU of this machine."""
-    properties = torch.cuda.get_device_properties(index)
-    if (properties.major, properties.minor) != (9, 0):
-        raise UnsupportedDeviceError(
-            f"cuda:{index} is a {properties.name} of compute capability {properties.major}.{properties.minor}; "
-            "jitgemm's kernels need 9.0 (Hopper)"
-        )
-    return device_from_properties(
-        properties.name,
-        properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,
-        properties.shared_memory_per_multiprocessor,
-        properties.L2_cache_size,
-    )
-
 
 def loaded_kernel(spec: KernelSpec, device: int) -> driver.LoadedKernel:
-    """The kernel, ready to launch on the device: in memory, else from the cache, else compiled.
-
-    Raises:
-        CacheMissError: a CUDA graph is being captured, and loading would break the capture; or compiling is switched
-            off.
-    """
-    kernel = _loaded.get((spec, device))
-    if kernel is not None:
-        return kernel
-    if torch.cuda.is_current_stream_capturing():
-        raise CacheMissError(
-            f"kernel {spec.label} is not loaded, and loading it now would break the CUDA graph being captured: call "
-            "the GEMM once with these shapes before the capture"
-        )
-    # Before anything is compiled: a cubin that the driver cannot load is of no use.
-    driver.check_nvrtc_against_driver(nvrtc_info().version)
-    entry, _ = _cache.get_or_compile(spec)
-    with _load_lock:
-        kernel = _loaded.get((spec, device))
-        if kernel is None:
-            kernel = driver.load_kernel(
-                entry.cubin, KERNEL_NAME, device=device, smem_bytes=smem_bytes(spec), threads=spec.threads
-            )
-            _loaded[spec, device] = kernel
-    return kernel
-
-
-# ---- plans -----------------------------------------------------------------------------------------------------------
+    """The kernel, ready to launch on the device; raises as `loaded.get_or_load`."""
+    return loaded.get_or_load(
+        spec,
+        device,
+        kernel_source,
+        name=KERNEL_NAME,
+        smem_bytes=smem_bytes(spec),
+        call="the GEMM once with these shapes",
+    )
 
 
 class Plan:
@@ -141,7 +93,14 @@ class Plan:
         strides = x_bytes, per_token_stride(x_scale), per_token_stride(x_zero)
         _ARGUMENTS.pack_into(self._block, 0, *[0] * 7, *strides, m, n, k, scale_type, bias_type, 0)
         _, clusters = grid_clusters(spec, m, n, figures.num_sms)
-        self._launch = driver.Launch(kernel, clusters * spec.cluster_size, self._block)
+        self._launch = driver.Launch(
+            kernel,
+            self._block,
+            maps=2,
+            grid=clusters * spec.cluster_size,
+            block=(spec.threads, 1),
+            smem_bytes=smem_bytes(spec),
+        )
         lhs_rows = spec.block_m // (spec.multicast if spec.multicast_side == "lhs" else 1)
         self._x_map = driver.TileMap("u8", columns=k, rows=m, row_bytes=x_bytes, box=(128, lhs_rows))
         box = (128 // out.element_size(), spec.block_m)

@@ -7,12 +7,11 @@ the layers below. CPU tensors run `reference_quantize.py`.
 from __future__ import annotations
 
 import math
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.api import traced
+from jitgemm.api import Plans, traced
 from jitgemm.arguments import ALIGNMENT, LHS_DTYPES, MAX_ROWS, REAL_TYPES, byte_extent, check_tensor
 from jitgemm.quantize_spec import MAX_K, MAX_PERMUTED_K, quantize_spec
 from jitgemm.reference_quantize import quantize_reference
@@ -23,18 +22,7 @@ if TYPE_CHECKING:
 SCHEMES = ("token", "tensor")
 X_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-MAX_PLANS = 4096
-"""Plans a thread keeps; each is about a KiB of host memory."""
-
-
-class _Plans(threading.local):
-    """A thread's plans by signature. A launch block is written in place, so threads do not share them."""
-
-    def __init__(self) -> None:
-        self.by_signature: dict[tuple, QuantizePlan] = {}
-
-
-_plans = _Plans()
+_plans = Plans()
 
 
 def quantize_activations(
@@ -136,13 +124,12 @@ def _run(
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The call on x of two dimensions; `out` is checked. Returns (q, scale, zero or None)."""
-    plans = _plans.by_signature
     try:
         signature = (
             x.shape, x.stride(), x.dtype, x.device, dtype, static, affine, silu_mul, eps, _facts(scale), _facts(zero),
             _facts(rms_norm), _facts(permutation), None if out is None else out[0].stride(),
         )  # fmt: skip
-        plan = plans.get(signature)
+        plan = _plans.by_signature.get(signature)
     except (AttributeError, TypeError):  # no tensors, or nothing that can be hashed: the checks say what
         plan = None
     if plan is None:
@@ -162,9 +149,7 @@ def _run(
         return q, row_scale, row_zero
     if plan is None:
         plan = _make_plan(x, q, k, static, affine, silu_mul, rms_norm, eps, permutation)
-        if len(plans) >= MAX_PLANS:
-            del plans[next(iter(plans))]
-        plans[signature] = plan
+        _plans.keep(signature, plan)
     addresses = (
         x.data_ptr(),
         q.data_ptr(),

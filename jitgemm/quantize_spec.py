@@ -86,7 +86,7 @@ def quantize_spec(
     rms_norm: bool = False,
     permuted: bool = False,
 ) -> QuantizeSpec:
-    """The kernel for rows of k codes, whatever m is.
+    """The kernel for rows of k codes, the only one whatever m is.
 
     m decides nothing, so that a new m never compiles, and so that a row's bits do not depend on the rows beside it
     (RMSNorm's sum has one order for a k).
@@ -137,24 +137,6 @@ def block_dims(spec: QuantizeSpec, k: int) -> tuple[int, int]:
 def smem_bytes(spec: QuantizeSpec, k: int) -> int:
     """Dynamic shared memory of a CTA in bytes: a row of codes for each of its rows, on their way to be permuted."""
     return spec.rows * k if spec.permuted else 0
-
-
-def kernels_for_quantize(
-    k: int,
-    x: str,
-    q: str,
-    *,
-    affine: bool = False,
-    static: bool = False,
-    silu_mul: bool = False,
-    rms_norm: bool = False,
-    permuted: bool = False,
-) -> tuple[QuantizeSpec, ...]:
-    """Every kernel that quantising rows of k can need, for any m: arguments as `quantize_spec`."""
-    spec = quantize_spec(
-        k, x, q, affine=affine, static=static, silu_mul=silu_mul, rms_norm=rms_norm, permuted=permuted
-    )  # fmt: skip
-    return (spec,)
 
 
 def render_quantize(spec: QuantizeSpec) -> str:

@@ -236,22 +236,11 @@ class W4Weight:
         Returns:
             q, scale, zero as `unpack` gives them, of rows 64 * first_strip up to min(64 * end_strip, n).
         """
-        first = first_strip * STRIP_ROWS
-        n = min(end_strip * STRIP_ROWS, self.n) - first
-        part = self.blocks[first_strip:end_strip]
-        if self.channel_scale is not None:
-            scale = layout.unpack_channel_scale(self.channel_scale[first:], n)
-        else:
-            scale = layout.unpack_scales(part, n, self.k, self.format, self.scale_dtype)
-        zero = layout.unpack_zeros(part, n, self.k, self.format) if self.format.zero_point else None
-        return layout.unpack_codes(part, n, self.k, self.format), scale, zero
+        return _rows(self.blocks, self.channel_scale, self.n, self.k, self.format, first_strip, end_strip)
 
     def row_offsets(self, first_strip: int, end_strip: int) -> torch.Tensor | None:
         """Offsets of the rows that `rows` gives, [rows, groups] in the scale's type; None for a weight without."""
-        if not self.format.offset:
-            return None
-        n = min(end_strip * STRIP_ROWS, self.n) - first_strip * STRIP_ROWS
-        return layout.unpack_offsets(self.blocks[first_strip:end_strip], n, self.k, self.format, self.scale_dtype)
+        return _row_offsets(self.blocks, self.n, self.k, self.format, first_strip, end_strip)
 
     def unpack_offset(self) -> torch.Tensor | None:
         """The offsets as packed, bit for bit, [n, groups] in the scale's type; None for a weight without."""
@@ -509,8 +498,8 @@ def pack_w4(
         format = replace(format, codes=codes, offset=offset is not None)
         blocks = layout.pack_records(q, scale, offset, zero, k=k, canonical=canonical, format=format)
         channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
-        weight = W4Weight(blocks, channel_scale, n, k, group_size, format)
-        return weight.with_tensors(blocks, channel_scale, _row_sums(weight), permutation)
+        row_sum = _row_sums(blocks, channel_scale, n, k, format)
+        return W4Weight(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum, permutation=permutation)
 
 
 def _order_of_codes(q: torch.Tensor, k: int, canonical: bool, format: WeightFormat, lhs: str) -> str:
@@ -524,15 +513,51 @@ def _order_of_codes(q: torch.Tensor, k: int, canonical: bool, format: WeightForm
     return "e4m3" if least > -8 else "any"
 
 
-def _row_sums(weight: W4Weight) -> torch.Tensor:
+# What `W4Weight` unpacks, from the tensors alone: row sums are taken before there is a weight, since making one waits.
+
+
+def _rows(
+    blocks: torch.Tensor,
+    channel_scale: torch.Tensor | None,
+    n: int,
+    k: int,
+    format: WeightFormat,
+    first_strip: int,
+    end_strip: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`W4Weight.rows`."""
+    first = first_strip * STRIP_ROWS
+    n = min(end_strip * STRIP_ROWS, n) - first
+    part = blocks[first_strip:end_strip]
+    if channel_scale is not None:
+        scale = layout.unpack_channel_scale(channel_scale[first:], n)
+    else:
+        scale = layout.unpack_scales(part, n, k, format, SCALE_DTYPES[format.scale_type])
+    zero = layout.unpack_zeros(part, n, k, format) if format.zero_point else None
+    return layout.unpack_codes(part, n, k, format), scale, zero
+
+
+def _row_offsets(
+    blocks: torch.Tensor, n: int, k: int, format: WeightFormat, first_strip: int, end_strip: int
+) -> torch.Tensor | None:
+    """`W4Weight.row_offsets`."""
+    if not format.offset:
+        return None
+    n = min(end_strip * STRIP_ROWS, n) - first_strip * STRIP_ROWS
+    return layout.unpack_offsets(blocks[first_strip:end_strip], n, k, format, SCALE_DTYPES[format.scale_type])
+
+
+def _row_sums(
+    blocks: torch.Tensor, channel_scale: torch.Tensor | None, n: int, k: int, format: WeightFormat
+) -> torch.Tensor:
     """Each row's sum of dequantised weights, summed up in fp64: fp32 [64 * strips], zero where there is no row."""
-    sums = torch.zeros(layout.strips_of(weight.n) * STRIP_ROWS, dtype=torch.float32, device=weight.device)
-    for first, end in layout.strip_chunks(weight.n, weight.k):
-        q, scale, zero = weight.rows(first, end)
-        offset = weight.row_offsets(first, end)
-        total = torch.zeros(q.shape[0], dtype=torch.float64, device=weight.device)
+    sums = torch.zeros(layout.strips_of(n) * STRIP_ROWS, dtype=torch.float32, device=blocks.device)
+    for first, end in layout.strip_chunks(n, k):
+        q, scale, zero = _rows(blocks, channel_scale, n, k, format, first, end)
+        offset = _row_offsets(blocks, n, k, format, first, end)
+        total = torch.zeros(q.shape[0], dtype=torch.float64, device=blocks.device)
         column = 0
-        for part, _ in by_group(q, scale, weight.group_size):
+        for part, _ in by_group(q, scale, format.group_size or k):
             count = part.shape[-1]
             codes = part.sum(-1, dtype=torch.int32)
             codes = codes[:, None] if codes.dim() == 1 else codes

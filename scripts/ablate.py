@@ -118,10 +118,12 @@ def main() -> None:
     from benchmark_lib.timing import Timed
 
     import jitgemm
-    from jitgemm import plan as plans
+    from jitgemm import loaded
     from jitgemm.cache import KernelCache
+    from jitgemm.device import device_of
+    from jitgemm.plan import Plan
 
-    kernels = [with_stages(kernel, plans.device_of(0)) for kernel in part.kernels]
+    kernels = [with_stages(kernel, device_of(0)) for kernel in part.kernels]
     copies = max(4, math.ceil(300e6 / (n * k / 2))) if m <= 512 else 4
     q = torch.randint(-7, 8, (n, k), device="cuda", dtype=torch.int8)
     lhs_dtypes = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}
@@ -145,7 +147,7 @@ def main() -> None:
             if old not in headers[f"jitgemm/{header}.cuh"]:
                 sys.exit(f"ablate.py: {header}.cuh no longer holds what '{name}' replaces; bring it up to date")
             headers[f"jitgemm/{header}.cuh"] = headers[f"jitgemm/{header}.cuh"].replace(old, new)
-        plans._loaded.clear()
+        loaded.kernels.clear()
 
         def build(kernel: KernelSpec) -> KernelSpec | None:
             try:
@@ -161,7 +163,7 @@ def main() -> None:
                 times[name, kernel] = "spills"
                 continue
             used = weights[kernel.codes, kernel.group_size or k]
-            ready = [plans.Plan(x[kernel.lhs], x_scale, weight, out, None, spec=kernel) for weight in used]
+            ready = [Plan(x[kernel.lhs], x_scale, weight, out, None, spec=kernel) for weight in used]
             calls = [
                 lambda plan=plan, weight=weight, lhs=kernel.lhs: plan.launch(x[lhs], x_scale, weight, out, None, True)
                 for plan, weight in zip(ready, used)

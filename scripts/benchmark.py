@@ -18,6 +18,7 @@ from benchmark_lib import results as results_lib
 from benchmark_lib.cells import Format
 from benchmark_lib.compare import NOISE_FLOOR, compare
 from jitgemm.cli import common
+from jitgemm.device import local_device
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
@@ -315,7 +316,7 @@ def _cannot_take_part(everybody) -> dict[str, str]:  # type: ignore[no-untyped-d
 
 
 def _need_hopper() -> None:
-    if common.local_device() is None:
+    if local_device() is None:
         common.fail(
             "no Hopper GPU here: times need one. --jit measures compiling without, --from reads recorded results",
             common.FAILED,
@@ -375,7 +376,7 @@ def _jit(  # type: ignore[no-untyped-def]
     n, k, ms = _one_shape(shape, m, (16, 512))
     callers: list[str] = []
     missing: dict[str, str] = {}
-    if common.local_device() is None:
+    if local_device() is None:
         missing["first calls"] = "need a Hopper GPU"
     else:
         missing = _cannot_take_part(everybody)

@@ -25,6 +25,7 @@ import typer
 
 from benchmark_lib.cells import Cell, Format, parse_format, parse_ms
 from jitgemm.cli import common
+from jitgemm.device import device_of, local_device
 
 RISE_LIMIT = 1.20
 """Time of a call over that of the same layer with the m before."""
@@ -244,7 +245,6 @@ class Bench:
         """The kernel that the selector takes."""
         import torch
         from jitgemm.config import choose
-        from jitgemm.plan import device_of
         from jitgemm.spec import Problem
 
         invariant = self.fmt.batch_invariant
@@ -383,7 +383,7 @@ def cliffs(
     chosen = list(dict.fromkeys(parse_format(text) for text in formats or FORMATS))
     ms = sorted(parse_ms(m))
     check_groups(layers, chosen)
-    if common.local_device() is None:
+    if local_device() is None:
         common.fail("no Hopper GPU here: times need one", common.FAILED)
 
     from benchmark_lib.results import environment, write_document

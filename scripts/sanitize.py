@@ -16,7 +16,8 @@ import builders  # noqa: E402
 import torch  # noqa: E402
 
 from jitgemm.config import legal_kernels  # noqa: E402
-from jitgemm.plan import Plan, device_of  # noqa: E402
+from jitgemm.device import device_of  # noqa: E402
+from jitgemm.plan import Plan  # noqa: E402
 from jitgemm.reference import error_bound, gemm_w4a8_terms
 from jitgemm.spec import KernelSpec, WeightFormat  # noqa: E402
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from jitgemm import config  # noqa: E402
-from jitgemm.device import device_spec  # noqa: E402
+from jitgemm.device import device_of, device_spec  # noqa: E402
 from jitgemm.spec import DeviceSpec, KernelSpec, Problem, WeightFormat  # noqa: E402
 
 FORMATS = {
@@ -74,8 +74,8 @@ def run(path: Path, names: list[str], count: int) -> None:
     from benchmark_lib.timing import Timed
 
     import jitgemm
-    from jitgemm.plan import Plan, device_of
     from jitgemm.cache import KernelCache
+    from jitgemm.plan import Plan
 
     device = device_of(0)
     jobs = []

@@ -556,12 +556,11 @@ def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypa
     from benchmark_lib.ours import kernel_label, weight_of
 
     import jitgemm.cache
-    import jitgemm.plan
-    from jitgemm.device import device_spec
+    import jitgemm.device
 
     compiled = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(jitgemm.plan, "device_of", lambda index: device_spec("h200"))
+    monkeypatch.setattr(jitgemm.device, "device_of", lambda index: jitgemm.device.device_spec("h200"))
     monkeypatch.setattr(
         jitgemm.cache.KernelCache, "get_or_compile", lambda self, spec: (compiled.append(spec.label), True)
     )

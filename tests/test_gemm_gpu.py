@@ -417,7 +417,7 @@ def small_problem(lhs: str) -> Problem:
 
 
 def device_figures():
-    from jitgemm.plan import device_of
+    from jitgemm.device import device_of
 
     return device_of(0)
 
@@ -460,7 +460,7 @@ def kernel_of(lhs: str, format: WeightFormat, out: str, number: int) -> KernelSp
 @pytest.fixture(scope="module", autouse=True)
 def compiled_ahead(tmp_path_factory):
     """A cache of the module's own, filled in threads with what the cases need: serially it would take minutes."""
-    from jitgemm import plan
+    from jitgemm import loaded, settings
 
     before = os.environ.get("JITGEMM_CACHE_DIR")
     os.environ["JITGEMM_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
@@ -470,12 +470,12 @@ def compiled_ahead(tmp_path_factory):
     specs = {choose(problem, figures) for problem in problems}
     specs |= {kernel_of(*drawn) for drawn in drawn_kernels()}
     specs |= {candidate.kernel for lhs in LHS_TYPES for candidate in candidates(small_problem(lhs), figures)}
-    if plan.settings.debug():
+    if settings.debug():
         specs = {replace(spec, debug=True) for spec in specs}
 
     def build(spec: KernelSpec) -> None:
         with suppress(JitGemmError):  # the test that needs it will say so
-            plan._cache.get_or_compile(spec)
+            loaded.cache.get_or_compile(spec)
 
     with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
         list(pool.map(build, specs))
@@ -1108,9 +1108,9 @@ def test_another_m_of_a_loaded_kernel_can_be_captured():
 
 
 def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch):
-    from jitgemm import plan
+    from jitgemm import loaded
 
-    monkeypatch.setattr(plan, "_loaded", {})
+    monkeypatch.setattr(loaded, "kernels", {})
     rhs, lhs = weight(1040, 1056), activations(24, 1056, "s8")
     out = torch.full((24, 1040), float("nan"), dtype=torch.bfloat16, device="cuda")
     counter = torch.zeros(1, device="cuda")
@@ -1136,9 +1136,9 @@ def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch)
 
 
 def test_with_the_jit_off_a_missing_kernel_is_named(monkeypatch, tmp_path):
-    from jitgemm import plan
+    from jitgemm import loaded
 
-    monkeypatch.setattr(plan, "_loaded", {})
+    monkeypatch.setattr(loaded, "kernels", {})
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("JITGEMM_JIT", "off")
     rhs, lhs = weight(1048, 1056), activations(24, 1056, "s8")
@@ -1149,15 +1149,15 @@ def test_with_the_jit_off_a_missing_kernel_is_named(monkeypatch, tmp_path):
 
 
 def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
-    from jitgemm import plan
+    from jitgemm import loaded, settings
 
     n, k, format = 2048, 1024, WeightFormat(64, False, "bf16")
     kernels = kernels_for(n, k, "s8", format, device_figures(), 700)
-    if plan.settings.debug():
+    if settings.debug():
         kernels = [replace(spec, debug=True) for spec in kernels]
     with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        list(pool.map(plan._cache.get_or_compile, kernels))
-    monkeypatch.setattr(plan, "_loaded", {})
+        list(pool.map(loaded.cache.get_or_compile, kernels))
+    monkeypatch.setattr(loaded, "kernels", {})
     monkeypatch.setenv("JITGEMM_JIT", "off")
     rhs = weight(n, k, (64, False, "bf16"))
     x, x_scale = activations(700, k, "s8")
@@ -1165,7 +1165,7 @@ def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
     for m in (*range(1, 70), *range(71, 700, 13), 700):
         jitgemm.gemm_w4a8_bf16_nt((x[:m], x_scale[:m]), rhs, out[:m])
     assert_right(out, (x, x_scale), rhs)
-    assert len(plan._loaded) <= len(kernels)
+    assert len(loaded.kernels) <= len(kernels)
 
 
 # ---- torch.library and torch.compile --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from jitgemm.nn import ACTIVATIONS, W4A8Linear
 from jitgemm.nn.checkpoint import activations
 from jitgemm.nn.warm import warmup
 from jitgemm.quantize import quantize_activations
-from jitgemm.quantize_spec import kernels_for_quantize
+from jitgemm.quantize_spec import quantize_spec
 from jitgemm.quantize_weight import quantize_w4
 from jitgemm.weight import W4Weight, pack_w4
 
@@ -843,7 +843,7 @@ def needed(layer: W4A8Linear, max_m: int, x: str, lhs: str) -> set[str]:
     weight = layer.weight
     static, permuted = layer.input_scale is not None, weight.permutation is not None
     gemms = kernels_for(weight.n, weight.k, lhs, weight.format, device_spec("h200"), max_m, out=x)
-    return {s.label for s in (*gemms, *kernels_for_quantize(weight.k, x, lhs, static=static, permuted=permuted))}
+    return {s.label for s in (*gemms, quantize_spec(weight.k, x, lhs, static=static, permuted=permuted))}
 
 
 @pytest.mark.nvrtc

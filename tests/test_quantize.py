@@ -17,10 +17,10 @@ import torch._dynamo.testing
 from quantize_cases import MODES, X_DTYPES, activations, given, parameters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from jitgemm import gemm_w4a8_bf16_nt, quantize_spec
+from jitgemm import gemm_w4a8_bf16_nt
 from jitgemm.cache import KernelCache
 from jitgemm.quantize import quantize_activations
-from jitgemm.quantize_spec import QuantizeSpec, block_dims, kernels_for_quantize, quantize_source, smem_bytes
+from jitgemm.quantize_spec import X_TYPES, QuantizeSpec, block_dims, quantize_source, quantize_spec, smem_bytes
 
 OP = torch.ops.jitgemm.quantize_activations.default
 K = 96
@@ -375,22 +375,18 @@ def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
 def every_spec(ks: tuple[int, ...]) -> list[tuple[int, QuantizeSpec]]:
     found: dict[QuantizeSpec, int] = {}
     for k in ks:
-        for x in quantize_spec.X_TYPES:
+        for x in X_TYPES:
             for q, affine in (("e4m3", False), ("s8", False), ("s8", True)):
                 for static in (False, True):
                     for silu_mul, rms_norm in ((False, False), (True, False), (False, True)):
                         for permuted in (False, True):
                             options = dict(affine=affine, static=static, silu_mul=silu_mul, rms_norm=rms_norm)
-                            (spec,) = kernels_for_quantize(k, x, q, permuted=permuted, **options)
+                            spec = quantize_spec(k, x, q, permuted=permuted, **options)
                             found.setdefault(spec, k)
     return [(k, spec) for spec, k in found.items()]
 
 
 ALL = every_spec((32, 256, 512, 1024, 2048, 8192, 14336, 16384, 28672, 32768, 65536))
-
-
-def test_a_layer_needs_one_kernel_for_all_m():
-    assert len(kernels_for_quantize(4096, "bf16", "e4m3")) == 1
 
 
 def test_labels_tell_kernels_apart():
@@ -418,7 +414,7 @@ def test_blocks_hold_their_rows():
 )
 def test_rows_are_read_once_up_to_the_documented_length(x, silu_mul, rms_norm, longest):
     def vectors(k: int) -> int:
-        return kernels_for_quantize(k, x, "s8", silu_mul=silu_mul, rms_norm=rms_norm)[0].vectors
+        return quantize_spec(k, x, "s8", silu_mul=silu_mul, rms_norm=rms_norm).vectors
 
     assert vectors(longest) > 0 and vectors(longest + 32) == 0
 
@@ -433,7 +429,7 @@ def test_rows_are_read_once_up_to_the_documented_length(x, silu_mul, rms_norm, l
 )
 def test_specs_refuse_what_there_is_no_kernel_for(message, k, arguments):
     with pytest.raises(ValueError, match=message):
-        kernels_for_quantize(k, *arguments)
+        quantize_spec(k, *arguments)
 
 
 def sampled() -> list[QuantizeSpec]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import builders
 import pytest
@@ -17,7 +16,7 @@ from quantize_cases import MODES, X_DTYPES, activations, assert_close, assert_sa
 
 import jitgemm
 from jitgemm.quantize import quantize_activations
-from jitgemm.quantize_spec import kernels_for_quantize, quantize_source
+from jitgemm.quantize_spec import quantize_source, quantize_spec
 
 pytestmark = pytest.mark.gpu
 
@@ -391,10 +390,11 @@ def test_a_graph_of_quantisers_and_gemms():
 
 
 def test_a_miss_during_capture_raises(monkeypatch):
-    from jitgemm import quantize, quantize_plan
+    from jitgemm import loaded, quantize
+    from jitgemm.api import Plans
 
-    monkeypatch.setattr(quantize_plan, "_loaded", {})
-    monkeypatch.setattr(quantize, "_plans", quantize._Plans())
+    monkeypatch.setattr(loaded, "kernels", {})
+    monkeypatch.setattr(quantize, "_plans", Plans())
     x = activations(1, 4, 1024, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -407,14 +407,13 @@ def test_a_miss_during_capture_raises(monkeypatch):
 
 
 def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
-    from jitgemm import quantize, quantize_plan
+    from jitgemm import loaded, quantize
+    from jitgemm.api import Plans
 
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
-    with ThreadPoolExecutor(4) as pool:
-        specs = kernels_for_quantize(1024, "bf16", "s8", affine=True)
-        list(pool.map(lambda spec: quantize_plan._cache.get_or_compile_source(quantize_source(spec)), specs))
-    monkeypatch.setattr(quantize_plan, "_loaded", {})
-    monkeypatch.setattr(quantize, "_plans", quantize._Plans())
+    loaded.cache.get_or_compile_source(quantize_source(quantize_spec(1024, "bf16", "s8", affine=True)))
+    monkeypatch.setattr(loaded, "kernels", {})
+    monkeypatch.setattr(quantize, "_plans", Plans())
     monkeypatch.setenv("JITGEMM_JIT", "off")
     x = activations(1, 700, 1024, device="cuda")
     for m in (*range(1, 70), *range(71, 700, 13), 700):

@@ -615,6 +615,13 @@ def test_row_sums_are_those_of_the_exact_weight(group_size, zero_point, scale_ty
     assert not weight.row_sum[72:].any()
 
 
+def test_packing_waits_for_the_stream_once(monkeypatch):
+    settle, waits = W4Weight.settle, []
+    monkeypatch.setattr(W4Weight, "settle", lambda self: waits.append(self.row_sum is not None) or settle(self))
+    weight = permuted_weight(72, 256)
+    assert weight.settled and waits == [True]
+
+
 def test_row_sums_do_not_depend_on_chunks(monkeypatch):
     parts = builders.weight_parts(21, 200, 416, 64, zero_point=True, offset=True)
     whole = parts.packed.row_sum

@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..device import DEVICES, device_spec
+from ..device import DEVICES
 from ..errors import JitGemmError
 from ..models import weight_group
-from ..spec import GROUP_SIZES, DeviceSpec, WeightFormat, tuned_codes
+from ..spec import GROUP_SIZES, WeightFormat, tuned_codes
 
 FOUND, USAGE, FAILED = 1, 2, 3
 """Exit codes beside 0: a check found something, wrong arguments, the work failed."""
@@ -140,26 +140,6 @@ def weight_format(
         raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
     order = "any" if codes is Codes.any else tuned_codes(lhs, group, zero_point, k)
     return WeightFormat(group, zero_point, scale_type, order, offset)
-
-
-def pick_device(name: str | None) -> DeviceSpec:
-    """The device named on the command line, the Hopper GPU at hand, or an H200."""
-    if name is not None:
-        return device_spec(name)
-    return local_device() or device_spec("h200")
-
-
-def local_device() -> DeviceSpec | None:
-    """The current Hopper GPU, or None. Looks for a driver before it pays for importing torch."""
-    if not os.path.exists("/dev/nvidiactl"):
-        return None
-    import torch
-
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return None
-    from ..plan import device_of
-
-    return device_of(torch.cuda.current_device())
 
 
 def parse_group_size(text: str) -> int:

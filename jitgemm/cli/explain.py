@@ -8,6 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from ..config import Candidate, band_end, bands, candidates, smem_bytes
+from ..device import pick_device
 from ..spec import Problem
 from . import common
 
@@ -49,7 +50,7 @@ def explain(
       0  printed
       2  wrong arguments
     """
-    target = common.pick_device(device)
+    target = pick_device(device)
     kind, group = lhs.kernel_type, common.parse_group_size(group_size)
     format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k)
     problem = Problem(m, n, k, kind, format, out.value, batch_invariant)

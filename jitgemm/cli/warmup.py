@@ -20,15 +20,16 @@ from .. import settings
 from ..ahead import compile_all
 from ..cache import KernelCache, KernelSource, cache_key, kernel_source
 from ..config import kernels_for
+from ..device import pick_device
 from ..errors import JitGemmError
 from ..models import LAYER_FORMS, LinearLayer, linear_layers, read_config
 from ..nvrtc import nvrtc_info
-from ..quantize_spec import X_TYPES, QuantizeSpec, kernels_for_quantize, quantize_source
+from ..quantize_spec import X_TYPES, QuantizeSpec, quantize_source, quantize_spec
 from ..spec import DeviceSpec, KernelSpec
 from . import common
 
 QUANTIZER_VARIANTS = ("affine", "static", "silu_mul", "rms_norm", "permuted")
-"""What a quantiser may do besides; keyword arguments of `kernels_for_quantize`."""
+"""What a quantiser may do besides; keyword arguments of `quantize_spec`."""
 
 
 class CodesSet(str, Enum):
@@ -118,7 +119,7 @@ class Wanted:
         """Every quantiser of a layer's input."""
         for lhs in self.lhs_types:
             for quantizer in self.quantizers:
-                yield from kernels_for_quantize(k, quantizer.x, lhs, **dict.fromkeys(quantizer.variants, True))
+                yield quantize_spec(k, quantizer.x, lhs, **dict.fromkeys(quantizer.variants, True))
 
 
 @dataclass
@@ -247,7 +248,7 @@ def warmup(
     if tp > 1 and not model:
         raise ValueError("--tp cuts the layers of --model; a --shape is taken as one rank's already")
     group = common.parse_group_size(group_size)
-    target = common.pick_device(device)
+    target = pick_device(device)
     layers = [LinearLayer("shape", *common.parse_shape(text)) for text in shape or ()]
     for path in model or ():
         layers += linear_layers(read_config(path), tp, group_size=group, form=form)

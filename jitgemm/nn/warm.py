@@ -83,10 +83,9 @@ def _kernels(
 ) -> Iterator[tuple[Any, Any, int | None]]:
     """(spec, source, index of the GPU or None) of every kernel, layers of one kind once."""
     from jitgemm.cache import kernel_source
-    from jitgemm.cli.common import pick_device
     from jitgemm.config import kernels_for
-    from jitgemm.plan import device_of
-    from jitgemm.quantize_spec import kernels_for_quantize, quantize_source
+    from jitgemm.device import device_of, pick_device
+    from jitgemm.quantize_spec import quantize_source, quantize_spec
 
     seen = set()
     for layer in model.modules():
@@ -104,8 +103,8 @@ def _kernels(
         for dtype in dtypes:
             x, out = X_TYPES[dtype], OUT_DTYPES[dtype]
             affine = layer.activation == "int8_affine"
-            for spec in kernels_for_quantize(weight.k, x, lhs, affine=affine, static=static, permuted=permuted):
-                yield spec, quantize_source(spec), index
+            quantizer = quantize_spec(weight.k, x, lhs, affine=affine, static=static, permuted=permuted)
+            yield quantizer, quantize_source(quantizer), index
             for spec in kernels_for(
                 weight.n, weight.k, lhs, weight.format, figures, max_m, out=out, batch_invariant=layer.batch_invariant
             ):

@@ -18,8 +18,8 @@ from pathlib import Path
 def kernel(n: int, k: int, m: int, m2: int, lhs: str, group: int, device: str | None) -> dict[str, object]:
     """Milliseconds of each step for a first kernel, and the second one's total, with NVRTC and all imports there."""
     from jitgemm.cache import KernelCache, cache_key, kernel_source
-    from jitgemm.cli.common import pick_device
     from jitgemm.config import choose
+    from jitgemm.device import pick_device
     from jitgemm.nvrtc import nvrtc_info
     from jitgemm.spec import Problem, WeightFormat
 

@@ -39,7 +39,7 @@ def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight:
 
 def kernel_label(fmt: Format, weight: jitgemm.W4Weight, m: int) -> str:
     """What the selector chooses here."""
-    from jitgemm.plan import device_of
+    from jitgemm.device import device_of
 
     device = device_of(torch.cuda.current_device())
     problem = Problem(m, weight.n, weight.k, fmt.lhs, weight.format, batch_invariant=fmt.batch_invariant)

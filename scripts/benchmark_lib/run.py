@@ -38,9 +38,9 @@ def compile_ahead(cells: Sequence[Cell], formats: Sequence[Format]) -> tuple[int
 
     from jitgemm.cache import KernelCache
     from jitgemm.config import choose
+    from jitgemm.device import device_of
     from jitgemm.errors import JitGemmError
     from jitgemm.models import weight_group
-    from jitgemm.plan import device_of
     from jitgemm.spec import Problem, WeightFormat, tuned_codes
 
     device = device_of(torch.cuda.current_device())
