@@ -21,6 +21,7 @@ from jitgemm.spec import (
     WeightFormat,
     ceil_div,
     promote_records,
+    share_tokens,
     smem_bytes,
     units_in_flight,
     wgmma_shapes,
@@ -28,7 +29,7 @@ from jitgemm.spec import (
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
 
-BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256)
+BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
 MAX_STAGES = 12
 SYSTEM_SMEM = 1024
 """Bytes of shared memory the system takes from an SM for each resident CTA."""
@@ -38,7 +39,13 @@ converts too."""
 UNPROMOTED_REGISTERS = 16
 """More of them where sums stay in the tensor cores' registers from record to record."""
 SPLIT_REGISTERS = 8
-"""More of them where warpgroups share k."""
+"""More of them where k is split."""
+SCATTER_REGISTERS = 8
+"""More of them where those scatter their sums."""
+MULTICAST_REGISTERS = {"none": 0, "lhs": 0, "rhs": 8}
+"""More of them where CTAs share an operand, by which."""
+CONVERTED_PART = 1 / 3
+"""Part of the tokens promoted at a time, where they are more than 64, for which s8 takes registers for converted sums."""
 CHUNK_REGISTERS = 2
 """More of them for every group beyond the first within a record of 128 k."""
 ZERO_REGISTERS = 8
@@ -52,14 +59,19 @@ FP32_REGISTERS = 16
 def registers_needed(spec: KernelSpec) -> int:
     """Registers of a consumer thread: the tensor cores' sums, the promoted ones where groups are promoted, the rest."""
     rest = OVERHEAD_REGISTERS[spec.lhs]
-    rest += SPLIT_REGISTERS if spec.warpgroups_k > 1 else 0
+    rest += SPLIT_REGISTERS if spec.warpgroups_k * spec.split_k > 1 else 0
+    rest += SCATTER_REGISTERS if spec.scatter else 0
+    rest += MULTICAST_REGISTERS[spec.multicast_side]
     rest += CHUNK_REGISTERS * max(0, spec.format.scale_rows - 1)
     rest += ZERO_REGISTERS if spec.zero_point else 0
     rest += OFFSET_REGISTERS if spec.offset else 0
     rest += FP32_REGISTERS if spec.out == "fp32" else 0
     if promote_records(spec) == 0:
         return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
-    return spec.block_m // 2 + units_in_flight(spec) * (spec.block_m // spec.halves // 2) + rest
+    tokens = spec.block_m // spec.halves
+    if spec.lhs == "s8" and tokens > 64:
+        rest += int(CONVERTED_PART * tokens)
+    return spec.block_m // 2 + units_in_flight(spec) * (tokens // 2) + rest
 
 
 def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
@@ -126,6 +138,7 @@ class _Shape(NamedTuple):
     halves: int = 1
     warpgroups_k: int = 1
     split_k: int = 1
+    scatter: bool = False
     multicast: int = 1
     multicast_side: str = "none"
     ctas_per_sm: int = 1
@@ -139,13 +152,20 @@ def _shapes() -> Iterator[_Shape]:
             for warpgroups_n, warpgroups_k in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4)):
                 for split_k in (1, 2, 4, 8):
                     for ctas in (1, 2):
-                        yield _Shape(
-                            block_m, 64 * warpgroups_n, warpgroups_k=warpgroups_k, split_k=split_k, ctas_per_sm=ctas
-                        )
+                        for scatter in (False, True) if warpgroups_k * split_k > 1 and block_m > 8 else (False,):
+                            yield _Shape(
+                                block_m,
+                                64 * warpgroups_n,
+                                warpgroups_k=warpgroups_k,
+                                split_k=split_k,
+                                scatter=scatter,
+                                ctas_per_sm=ctas,
+                            )
         elif block_m <= 160:
             # Few rows of n for the GPU: tall tiles of one strip, two warpgroups along k.
             for split_k in (1, 2):
-                yield _Shape(block_m, 64, warpgroups_k=2, split_k=split_k)
+                for scatter in (False, True):
+                    yield _Shape(block_m, 64, warpgroups_k=2, split_k=split_k, scatter=scatter)
         # Wide tiles: all warpgroups along n, neighbours may share an operand.
         if block_m >= 48:
             for block_n in (128, 192):
@@ -155,7 +175,8 @@ def _shapes() -> Iterator[_Shape]:
             # Wider ones have too few stages left for the pipeline to run smoothly.
             if block_m <= 128:
                 for split_k in (2, 4):
-                    yield _Shape(block_m, 128, split_k=split_k)
+                    for scatter in (False, True):
+                        yield _Shape(block_m, 128, split_k=split_k, scatter=scatter)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -170,6 +191,8 @@ NO_PREFETCH_US = 0.08
 REDUCE_US = 0.05
 """Sum over splits of k, per tile and split beyond the first: stores into the leader's shared memory, hand-over,
 reads."""
+SCATTER_US = 0.3
+"""Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
 STORE_US = 0.24
 """Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
 CLUSTER_US = {1: 0.94, 2: 0.29}
@@ -270,10 +293,12 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
     # Few CTAs cannot draw the whole bandwidth.
     memory_us /= min(1.0, clusters * spec.cluster_size / device.num_sms) ** FEW_SMS
 
-    fixed = LAUNCH_US + STORE_US * waves
+    shares = spec.block_m / share_tokens(spec)
+    fixed = LAUNCH_US + STORE_US * waves / shares
     if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
         fixed += NO_PREFETCH_US
-    fixed += REDUCE_US * waves * (splits - 1) ** 0.5
+    fixed += REDUCE_US * waves * (splits - 1) ** 0.5 / shares
+    fixed += SCATTER_US * (waves - 1) if spec.scatter else 0.0
     fixed += CLUSTER_US[spec.ctas_per_sm] * (spec.cluster_size - 1) ** 0.5
     terms = {
         "memory": memory_us, "tensor": tensor_us, "issue": issue_us, "latency": latency_us, "fetch": fetch_us,

@@ -33,8 +33,9 @@ _INSTALL = "install it with `pip install jitgemm[cu12]` or `pip install jitgemm[
 # Constant, so that no name reaches the cubin.
 _PROGRAM_NAME = b"jitgemm.cu"
 
-FATAL_WARNINGS = re.compile(r"\bC75(?:08|1\d)\b[^\n]*")
-"""ptxas on setmaxnreg ignored (C7508), on wgmma serialised or given waits and fences unasked for (C7510-C7519)."""
+FATAL_WARNINGS = re.compile(r"\bC75(?:08|1[0-8])\b[^\n]*")
+"""ptxas on setmaxnreg ignored (C7508), on wgmma serialised or given waits unasked for (C7510-C7518). C7519, a fence for
+each multiply of a record, means only that decode was scheduled between them."""
 _FUNCTION = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?")
 

@@ -29,7 +29,7 @@ from jitgemm.cache import kernel_source
 from jitgemm.config import choose, grid_clusters, smem_bytes
 from jitgemm.device import device_of
 from jitgemm.render import KERNEL_NAME
-from jitgemm.spec import KernelSpec, Problem
+from jitgemm.spec import KernelSpec, Problem, share_tokens
 
 _ARGUMENTS = struct.Struct("<10Q3I2iI")
 """`Args` in include/jitgemm/types.cuh: lhs, records, channel_scale, lhs_scale, bias, lhs_zero, row_sum, lhs_stride,
@@ -103,7 +103,7 @@ class Plan:
         )
         lhs_rows = spec.block_m // (spec.multicast if spec.multicast_side == "lhs" else 1)
         self._x_map = driver.TileMap("u8", columns=k, rows=m, row_bytes=x_bytes, box=(128, lhs_rows))
-        box = (128 // out.element_size(), spec.block_m)
+        box = (128 // out.element_size(), share_tokens(spec))
         self._out_map = driver.TileMap(spec.out, columns=n, rows=m, row_bytes=out_bytes, box=box)
         self._device = device
         self._addresses: tuple[int, ...] = ()

@@ -27,6 +27,12 @@ GROUP_SIZES = (32, 64, 128, 256)
 DIRECT_LHS_TOKENS = 16
 """Up to so many tokens a tile's first activations are copied by threads (docs/notes/decode.md)."""
 
+PREFETCH_BYTES = {1: 54_000, 2: 40_000}
+"""Bytes of weights that a CTA asks for before it waits for the grid before, by CTAs of an SM, and MIN_PREFETCH_STAGES
+at least: about what memory delivers in that time. More would stand in front of the activations
+(docs/notes/decode.md)."""
+MIN_PREFETCH_STAGES = 4
+
 LHS_TYPES = ("e4m3", "s8")
 CODES = ("any", *LHS_TYPES)
 SCALE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -171,6 +177,8 @@ class KernelSpec:
         block_n: rows of n per tile; 64 per warpgroup along n.
         warpgroups_k: warpgroups that share a tile's rows and take k-blocks in turn.
         split_k: CTAs of a cluster that share a tile and take a run of k-blocks each.
+        scatter: each split of k sums up and stores a share of the tile's tokens, instead of the first all of them. The
+            sum is shorter, but no split starts its next tile before all have ended this one.
         multicast: CTAs of a cluster that share one operand; 1 for none.
         multicast_side: "lhs" when neighbours along n share activations, "rhs" when neighbours along m share weights.
         stages: pipeline depth; one stage holds `warpgroups_k` blocks of 128 k.
@@ -190,6 +198,7 @@ class KernelSpec:
     halves: int = 1
     warpgroups_k: int = 1
     split_k: int = 1
+    scatter: bool = False
     multicast: int = 1
     multicast_side: str = "none"
     ctas_per_sm: int = 1
@@ -249,7 +258,7 @@ class KernelSpec:
             parts.append(f"to{self.out}")
         parts.append(f"m{self.block_m}{'h' if self.halves == 2 else ''}n{self.block_n}")
         if self.warpgroups_k * self.split_k > 1:
-            parts.append(f"k{self.warpgroups_k}x{self.split_k}")
+            parts.append(f"k{self.warpgroups_k}x{self.split_k}{'s' if self.scatter else ''}")
         if self.multicast > 1:
             parts.append(f"mc{self.multicast}{self.multicast_side}")
         parts.append(f"s{self.stages}")
@@ -285,6 +294,9 @@ def promote_records(spec: KernelSpec) -> int:
     return 2 if spec.group_size == 256 and spec.warpgroups_k == 1 else 1
 
 
+MAX_IN_FLIGHT = {"e4m3": 8, "s8": 2}
+"""Sums of one half under way at a time; with more of s8's, ptxas puts waits between them."""
+
 IN_FLIGHT_REGISTERS = 16
 """Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
 
@@ -298,7 +310,7 @@ def units_in_flight(spec: KernelSpec) -> int:
     if groups == 1:
         return spec.halves
     fit = IN_FLIGHT_REGISTERS // (spec.block_m // spec.halves // 2) // spec.halves
-    return spec.halves * max(1, min(groups, fit))
+    return spec.halves * max(1, min(groups, fit, MAX_IN_FLIGHT[spec.lhs]))
 
 
 MAX_CHANNEL_K_S8 = 2**16
@@ -312,17 +324,36 @@ def tuned_codes(lhs: str, group_size: int, zero_point: bool, k: int) -> str:
     return lhs
 
 
+def prefetch_stages(spec: KernelSpec) -> int:
+    """Stages of the first tile whose weights a CTA asks for before it waits for the grid before."""
+    stage = spec.warpgroups * spec.format.record_bytes
+    return min(spec.stages, max(MIN_PREFETCH_STAGES, PREFETCH_BYTES[min(2, spec.ctas_per_sm)] // stage))
+
+
 def direct_lhs(spec: KernelSpec) -> bool:
     """Whether the consumers of a tile copy the first stages' activations themselves instead of the copy engine."""
     return spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1
 
 
+def share_tokens(spec: KernelSpec) -> int:
+    """Tokens of a tile that one of the splits of k sums up and stores.
+
+    Scattered, whole runs of 8, the same number for each; with fewer runs than splits, the last splits have none.
+    """
+    if not spec.scatter:
+        return spec.block_m
+    runs = spec.block_m // 8
+    splits = spec.split_k * spec.warpgroups_k
+    return 8 * next(share for share in range(ceil_div(runs, splits), runs + 1) if runs % share == 0)
+
+
 def smem_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
     panel = spec.block_m * 128
-    out_panel = spec.block_m * STRIP_ROWS * OUT_BYTES[spec.out]
     stage = spec.warpgroups_k * panel + spec.warpgroups * spec.format.record_bytes
-    slots = (spec.split_k * spec.warpgroups_k - 1) * spec.warpgroups_n * spec.block_m * STRIP_ROWS * 4
-    scales = spec.warpgroups_n * spec.block_m * 4
-    barriers = 8 * (2 * spec.stages + spec.warpgroups_n + spec.warpgroups)
-    return spec.stages * stage + spec.warpgroups_n * out_panel + slots + scales + barriers
+    share = share_tokens(spec)
+    summers = min(spec.warpgroups_k, spec.block_m // share) * spec.warpgroups_n
+    out_panel = share * STRIP_ROWS * OUT_BYTES[spec.out]
+    slots = (spec.split_k * spec.warpgroups_k - 1) * share * STRIP_ROWS * 4
+    barriers = 8 * (2 * spec.stages + summers + spec.warpgroups)
+    return spec.stages * stage + summers * (out_panel + slots + share * 4) + barriers

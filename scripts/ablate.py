@@ -34,6 +34,12 @@ NO_DECODE: tuple[Change, ...] = (
     ("decode", "return word & 0xF0F0F0F0u;", "return word;"),
     ("decode", "return (word << 4) & 0xF0F0F0F0u;", "return word;"),
 )
+_LOADS = "load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, true);"
+_ACTIVATIONS = "if (!(Config::kDirectLhs && here))"
+NO_LOADS: tuple[Change, ...] = (
+    ("kernel", _LOADS, "barrier_arrive(shared.full(ring.stage));"),
+    ("kernel", _ACTIVATIONS, "if (!Config::kDirectLhs && here)"),
+)
 _AT_BARRIERS = "    // Every thread of every CTA waits for"
 EARLY_LAUNCH: tuple[Change, ...] = (
     ("kernel", "                if (threadIdx.x == 0) launch_next_grid();\n", ""),
@@ -41,6 +47,10 @@ EARLY_LAUNCH: tuple[Change, ...] = (
 )
 RELEASE_AT_START: Change = ("kernel", "        cluster_started();", "        cluster_sync();")
 BARRIER_AT_END: Change = ("kernel", "if constexpr (Config::kMulticast > 1)", "if constexpr (Config::kClusterSize > 1)")
+ALL_STAGES: tuple[Change, ...] = (
+    ("kernel", "filled < Config::kPrefetchStages", "filled < Config::kStages"),
+    ("scheduler", "min(Config::kPrefetchStages,", "min(Config::kStages,"),
+)
 TILE_COPIES: Change = ("kernel", "Config::kDirectLhs", "false")
 
 
@@ -65,13 +75,16 @@ def prefill() -> Part:
         _kernel(lhs, codes, block_m, block_n, halves=halves)
         for lhs in ("e4m3", "s8")
         for codes in ("any", lhs)
-        for block_m, block_n, halves in ((128, 128, 1), (128, 128, 2), (160, 128, 2), (64, 192, 2))
+        for block_m, block_n, halves in ((128, 128, 1), (128, 128, 2), (160, 128, 2), (176, 128, 1), (64, 192, 2))
+        if block_m % 32 == 0 or lhs == "e4m3"
     ]
     variants = {
         "as it is": (),
         "no promotion": (NO_PROMOTION,),
         "no decode": NO_DECODE,
         "neither": (NO_PROMOTION, *NO_DECODE),
+        "no copies after the first stages": NO_LOADS,
+        "neither, no copies": (NO_PROMOTION, *NO_DECODE, *NO_LOADS),
     }
     return Part(4096, 4096, 4096, variants, (*kernels, _kernel("s8", "any", 256, 128, 0)))
 
@@ -95,6 +108,7 @@ def decode() -> Part:
         "barrier at a cluster's end": (BARRIER_AT_END,),
         "all of these": (*EARLY_LAUNCH, RELEASE_AT_START, BARRIER_AT_END),
         "activations by tile copies": (TILE_COPIES,),
+        "weights of all stages before the wait": ALL_STAGES,
     }
     return Part(16, 4096, 4096, variants, tuple(kernels))
 

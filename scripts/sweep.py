@@ -64,6 +64,7 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
             kernel.multicast_side,
             kernel.ctas_per_sm,
             kernel.halves,
+            kernel.scatter,
         )
         families.setdefault(family, kernel)
     return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
@@ -181,6 +182,7 @@ def report(rows: list[Row], worst: int = 12) -> None:
 
 SCALARS = {
     "LAUNCH_US": (0.3, 3), "NO_PREFETCH_US": (0.05, 4), "REDUCE_US": (0.05, 2), "STORE_US": (0.05, 1.5),
+    "SCATTER_US": (0.01, 3),
     "WGMMA_MIN_CYCLES": (5, 60), "RECORD_CYCLES": (50, 800), "ISSUE_CYCLES": (10, 200), "FETCH_CYCLES": (100, 4000),
     "CHUNK_CYCLES": (10, 400),
     "L2_BYTES_PER_CYCLE": (15, 64), "OVERLAP": (1.2, 8), "FEW_SMS": (0.1, 1.2),

@@ -13,63 +13,88 @@ namespace jitgemm {
 struct Place {
     u32 warpgroup, along_n, along_k;
     u32 thread, warp, lane;
-    u32 split;  // which share of k; 0 leads: it sums and stores
+    u32 split;  // which part of k; the first ones have a share of the tokens to sum and store
 };
 
-// Adds the partial tiles of all splits in the leader's registers, in the order of the splits: the same bits every run.
-// Warpgroups of other CTAs write theirs into the leader's shared memory with stores that count on its barrier as they
-// land, so that nothing has to be flushed.
+// Sends this warpgroup's sums of the others' shares to them. In a cluster the stores count on the receiver's barrier as
+// they land, so that nothing has to be flushed.
 template <typename Config>
-__device__ __forceinline__ void reduce_splits(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
-                                              const Place& place, u32 parity, bool last_tile) {
-    constexpr u32 kVectors = Config::kBlockM / 8;
-    if (place.split > 0) {
-        // The slot is free once the leader has read the previous tile from it.
-        barrier_wait<Config::kDebug>(shared.reduce_empty(place.warpgroup), parity ^ 1);
-        u32 slot = shared.slot(place.split, place.along_n) + place.thread * 16;
-        if (place.split < Config::kWarpgroupsK) {
-            // The leader's own CTA; where there is no cluster, stores into one are illegal.
+__device__ __forceinline__ void send_sums(const float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
+                                          const Place& place, u32 parity) {
+    using Layout = Shared<Config>;
+    constexpr u32 kVectors = Config::kShareTokens / 8;
+    if (Layout::kShares == 1 && place.split == 0) return;
+    // The slots are free once every summer has read the previous tile from them.
+    barrier_wait<Config::kDebug>(shared.reduce_empty(place.warpgroup), parity ^ 1);
 #pragma unroll
-            for (u32 i = 0; i < kVectors; ++i)
-                store_shared_float4(slot + i * 2048, acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
-            __syncwarp();
-            if (place.lane == 0) barrier_arrive(shared.reduce_full(place.along_n));
-        } else if constexpr (Config::kSplitK > 1) {
-            slot = map_to_rank(slot, 0);
-            u32 barrier = map_to_rank(shared.reduce_full(place.along_n), 0);
+    for (u32 share = 0; share < Layout::kShares; ++share) {
+        if (share == place.split) continue;
+        const u32 summer = share % Config::kWarpgroupsK * Config::kWarpgroupsN + place.along_n;
+        u32 slot = shared.slot(summer, place.split - (place.split > share)) + place.thread * 16;
+        if constexpr (Config::kSplitK > 1) {
+            slot = map_to_rank(slot, share / Config::kWarpgroupsK);
+            const u32 barrier = map_to_rank(shared.reduce_full(summer), share / Config::kWarpgroupsK);
 #pragma unroll
             for (u32 i = 0; i < kVectors; ++i) {
+                const u32 first = (share * kVectors + i) * 4;
                 asm volatile(
                     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                    ::"r"(slot + i * 2048), "f"(acc[4 * i]), "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]),
-                      "f"(acc[4 * i + 3]), "r"(barrier)
+                    ::"r"(slot + i * 2048), "f"(acc[first]), "f"(acc[first + 1]), "f"(acc[first + 2]),
+                      "f"(acc[first + 3]), "r"(barrier)
                     : "memory");
             }
-        }
-    } else {
-        barrier_wait<Config::kDebug>(shared.reduce_full(place.along_n), parity);
-        for (u32 split = 1; split < Shared<Config>::kSplits; ++split) {
-            u32 slot = shared.slot(split, place.along_n) + place.thread * 16;
+        } else {
+            // Without a cluster stores into one are illegal.
 #pragma unroll
             for (u32 i = 0; i < kVectors; ++i) {
-                float4 part = load_shared_float4(slot + i * 2048);
-                acc[4 * i] += part.x;
-                acc[4 * i + 1] += part.y;
-                acc[4 * i + 2] += part.z;
-                acc[4 * i + 3] += part.w;
+                const u32 first = (share * kVectors + i) * 4;
+                store_shared_float4(slot + i * 2048, acc[first], acc[first + 1], acc[first + 2], acc[first + 3]);
             }
+            __syncwarp();
+            if (place.lane == 0) barrier_arrive(shared.reduce_full(summer));
         }
-        __syncwarp();
-        // After the last tile nobody writes the slots again, and the other CTAs may have ended.
-        if (place.lane == 0 && !last_tile) {
-            for (u32 split = 1; split < Shared<Config>::kSplits; ++split) {
-                u32 warpgroup = split % Config::kWarpgroupsK * Config::kWarpgroupsN + place.along_n;
-                u32 slot_free = shared.reduce_empty(warpgroup);
-                if (split < Config::kWarpgroupsK) {
-                    barrier_arrive(slot_free);
-                } else {
-                    barrier_arrive_remote(slot_free, split / Config::kWarpgroupsK);
-                }
+    }
+}
+
+// Adds up all splits' sums of a share, in the order of the splits: the same bits every run, whoever adds. The share's
+// sums stay where they are in `acc`, from element 4 * kVectors * kShare on.
+template <typename Config, u32 kShare>
+__device__ __forceinline__ void sum_share(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
+                                          const Place& place, u32 parity, bool last_tile) {
+    using Layout = Shared<Config>;
+    constexpr u32 kVectors = Config::kShareTokens / 8;
+    const u32 summer = place.warpgroup;
+    barrier_wait<Config::kDebug>(shared.reduce_full(summer), parity);
+#pragma unroll
+    for (u32 i = 0; i < kVectors; ++i) {
+        float* own = acc + (kShare * kVectors + i) * 4;
+        float4 sum = make_float4(own[0], own[1], own[2], own[3]);
+        if constexpr (kShare > 0) sum = load_shared_float4(shared.slot(summer, 0) + place.thread * 16 + i * 2048);
+#pragma unroll
+        for (u32 split = 1; split < Layout::kSplits; ++split) {
+            float4 part = make_float4(own[0], own[1], own[2], own[3]);
+            if (split != kShare)
+                part = load_shared_float4(shared.slot(summer, split - (split > kShare)) + place.thread * 16 + i * 2048);
+            sum.x += part.x;
+            sum.y += part.y;
+            sum.z += part.z;
+            sum.w += part.w;
+        }
+        own[0] = sum.x;
+        own[1] = sum.y;
+        own[2] = sum.z;
+        own[3] = sum.w;
+    }
+    __syncwarp();
+    // After the last tile nobody writes the slots again, and the other CTAs may have ended.
+    if (place.lane == 0 && !last_tile) {
+        for (u32 split = 0; split < Layout::kSplits; ++split) {
+            if (split == kShare) continue;
+            const u32 slot_free = shared.reduce_empty(split % Config::kWarpgroupsK * Config::kWarpgroupsN + place.along_n);
+            if constexpr (Config::kSplitK > 1) {
+                barrier_arrive_remote(slot_free, split / Config::kWarpgroupsK);
+            } else {
+                barrier_arrive(slot_free);
             }
         }
     }
@@ -87,14 +112,14 @@ __device__ __forceinline__ u32 pack_halves(float first, float second) {
     return packed;
 }
 
-// The per-token scales of a tile, once per warpgroup; read back after a warpgroup barrier.
+// The per-token scales of the warpgroup's share of a tile; read back after a warpgroup barrier.
 template <typename Config>
 __device__ __forceinline__ void stage_lhs_scales(const Args& args, const Shared<Config>& shared, const Place& place,
                                                  const Tile& tile) {
-    for (u32 i = place.thread; i < Config::kBlockM; i += 128) {
-        u32 token = tile.m + i;
+    for (u32 i = place.thread; i < Config::kShareTokens; i += 128) {
+        u32 token = tile.m + place.split * Config::kShareTokens + i;
         float scale = token < args.m ? args.lhs_scale[token * args.lhs_scale_stride] : 0.0f;
-        store_shared_float(shared.scales(place.along_n) + i * 4, scale * Config::Decode::kOutputScale);
+        store_shared_float(shared.scales(place.warpgroup) + i * 4, scale * Config::Decode::kOutputScale);
     }
 }
 
@@ -121,29 +146,31 @@ __device__ __forceinline__ RowTerms load_row_terms(const Args& args, const Place
     return terms;
 }
 
-// Scales, converts and stores the warpgroup's 64 columns of the output tile, in runs of columns that take 128 bytes. In
-// shared memory a token is a row of 128 bytes whose 16-byte chunks are swizzled: chunk c of token t lies at
-// c ^ (t % 8), as the tile store expects and free of bank conflicts.
-template <typename Config>
-__device__ __forceinline__ void store_tile(float (&acc)[Config::kBlockM / 2], const Args& args,
-                                           const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
-                                           const Tile& tile, const RowTerms& terms) {
-    u32 panel = shared.out(place.along_n);
+// Scales, converts and stores a share of the output tile, in runs of columns that take 128 bytes. In shared memory a
+// token is a row of 128 bytes whose 16-byte chunks are swizzled: chunk c of token t lies at c ^ (t % 8), as the tile
+// store expects and free of bank conflicts.
+template <typename Config, u32 kShare>
+__device__ __forceinline__ void store_share(const float (&acc)[Config::kBlockM / 2], const Args& args,
+                                            const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
+                                            const Tile& tile, const RowTerms& terms) {
+    u32 panel = shared.out(place.warpgroup);
     if (place.thread == 0) store_wait_read();
     warpgroup_sync(place.warpgroup);  // the panel is free, the per-token scales are there
 
-    u32 scales = shared.scales(place.along_n) + (place.lane % 4) * 8;
-    constexpr u32 kRuns = Config::kBlockM / 8;
+    const u32 first_token = tile.m + kShare * Config::kShareTokens;
+    u32 scales = shared.scales(place.warpgroup) + (place.lane % 4) * 8;
+    constexpr u32 kRuns = Config::kShareTokens / 8;
+    const float* sums = acc + kShare * kRuns * 4;
     // The thread's two rows for two tokens: [row][token].
     auto finish = [&](u32 run, float (&value)[2][2]) {
         float2 token_scale = load_shared_float2(scales + run * 32);
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
-            value[half][0] = acc[run * 4 + half * 2] * terms.scale[half];
-            value[half][1] = acc[run * 4 + half * 2 + 1] * terms.scale[half];
+            value[half][0] = sums[run * 4 + half * 2] * terms.scale[half];
+            value[half][1] = sums[run * 4 + half * 2 + 1] * terms.scale[half];
         }
         if (args.lhs_zero) {
-            u32 token = tile.m + run * 8 + place.lane % 4 * 2;
+            u32 token = first_token + run * 8 + place.lane % 4 * 2;
 #pragma unroll
             for (u32 i = 0; i < 2; ++i) {
                 float zero = token + i < args.m ? float(args.lhs_zero[(token + i) * args.lhs_zero_stride]) : 0.0f;
@@ -168,7 +195,7 @@ __device__ __forceinline__ void store_tile(float (&acc)[Config::kBlockM / 2], co
             for (u32 i = 0; i < 4; ++i) {
                 u32 token_in_run = place.lane % 4 * 2 + i % 2;
                 u32 byte = (column + i / 2 * 8) % 32 * 4;
-                u32 address = panel + column / 32 * (Config::kBlockM * 128) + (run * 8 + token_in_run) * 128;
+                u32 address = panel + column / 32 * (Config::kShareTokens * 128) + (run * 8 + token_in_run) * 128;
                 store_shared_float(address + (byte ^ (token_in_run * 16)), value[i / 2][i % 2]);
             }
         }
@@ -203,9 +230,23 @@ __device__ __forceinline__ void store_tile(float (&acc)[Config::kBlockM / 2], co
         constexpr u32 kColumns = Config::kOutType == kFp32 ? 32 : 64;
 #pragma unroll
         for (u32 column = 0; column < 64; column += kColumns) {
-            u32 source = panel + column / kColumns * (Config::kBlockM * 128);
-            tile_store(out_map, source, tile.n + place.along_n * 64 + column, tile.m);
+            u32 source = panel + column / kColumns * (Config::kShareTokens * 128);
+            tile_store(out_map, source, tile.n + place.along_n * 64 + column, first_token);
         }
+    }
+}
+
+// Sums the tile over the splits of k and stores it, each split its share.
+template <typename Config, u32 kShare = 0>
+__device__ __forceinline__ void finish_share(float (&acc)[Config::kBlockM / 2], const Args& args,
+                                             const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
+                                             const Tile& tile, const RowTerms& terms, u32 parity, bool last_tile) {
+    // A constant for each share, so that accumulators stay in registers.
+    if (place.split == kShare) {
+        if constexpr (Shared<Config>::kSplits > 1) sum_share<Config, kShare>(acc, shared, place, parity, last_tile);
+        store_share<Config, kShare>(acc, args, out_map, shared, place, tile, terms);
+    } else if constexpr (kShare + 1 < Shared<Config>::kShares) {
+        finish_share<Config, kShare + 1>(acc, args, out_map, shared, place, tile, terms, parity, last_tile);
     }
 }
 

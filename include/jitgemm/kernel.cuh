@@ -74,7 +74,7 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
     u32 filled = 0;
     if (scheduler.next(tile, rank)) {
         u32 block = range.begin;
-        for (; block < range.end && filled < Config::kStages; block += Config::kWarpgroupsK, ++filled) {
+        for (; block < range.end && filled < Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
             u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
             load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, !Config::kDirectLhs);
         }
@@ -310,51 +310,59 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
     const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
     // The last stage may hold no record for this warpgroup.
     const u32 records = ceil_div(max(range.end - range.begin, place.along_k) - place.along_k, Config::kWarpgroupsK);
+    const u64 first_descriptor = k_major_descriptor(shared.lhs(0, place.along_k));
 
     Multiplier<Config> multiplier;
     auto load = [&](Fragments<Config>& fragments, const Ring<Config::kStages>& at) {
         barrier_wait<Config::kDebug>(shared.full(at.stage), at.parity);
         fragments.load(shared.record(at.stage, place.along_n, place.along_k), place);
     };
-    u32 record = 0;
-    bool loaded_ahead = false;
-    // Multiplies `current`, the record of the ring's stage, and loads the one after it. False after the last.
-    auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next) {
-        const u64 descriptor = k_major_descriptor(shared.lhs(ring.stage, place.along_k));
+    // Where the next record is; after the last, the last again: loading it for nothing costs less than a branch, which
+    // would keep ptxas from scheduling across it.
+    auto following = [&](bool last) {
+        Ring<Config::kStages> next = ring;
+        next.advance();
+        return last ? ring : next;
+    };
+    // Multiplies `current`, the record of the ring's stage, and loads the one after it.
+    auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next, bool last, bool load_next) {
         const u32 stage = ring.stage;
-        const bool last = ++record == records;
-        multiplier.start(current, descriptor);
+        multiplier.start(current, advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage));
+        if (load_next) load(next, following(last));
         ring.advance();
-        if (!last && !(Config::kDirectLhs && loaded_ahead)) load(next, ring);
-        loaded_ahead = false;
         current.load_factors(shared.record(stage, place.along_n, place.along_k), place);
-        multiplier.finish(acc, current, descriptor, last);
+        multiplier.finish(acc, current, advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage), last);
         release_stage(shared, stage, place);
-        return !last;
+    };
+    // Two sets of registers in turn, so that nothing is copied.
+    auto multiply_all = [&](Fragments<Config>& even, Fragments<Config>& odd, u32 left) {
+        if constexpr (Fragments<Config>::kChunks < 4) {
+            for (; left >= 2; left -= 2) {
+                multiply(even, odd, false, true);
+                multiply(odd, even, left == 2, true);
+            }
+            if (left > 0) multiply(even, odd, true, false);
+        } else {
+            // Groups of 32 unroll to four times the code: once is enough to compile.
+            for (; left > 0; --left) {
+                multiply(even, odd, left == 1, true);
+                even = odd;
+            }
+        }
     };
     if (records == 0) begin();
     if (records > 0) {
         Fragments<Config> even, odd;
         if constexpr (Config::kDirectLhs) {
             load(even, ring);
-            if (records > 1) {
-                Ring<Config::kStages> next = ring;
-                next.advance();
-                load(odd, next);
-                loaded_ahead = true;
-            }
+            load(odd, following(records == 1));
             begin();
+            multiply(even, odd, records == 1, false);
+            multiply_all(odd, even, records - 1);
         } else {
             begin();
             load(even, ring);
-        }
-        if constexpr (Fragments<Config>::kChunks < 4) {
-            // Two sets of registers in turn, so that nothing is copied.
-            while (multiply(even, odd) && multiply(odd, even)) {
-            }
-        } else {
-            // Groups of 32 unroll to four times the code: once is enough to compile.
-            while (multiply(even, odd)) even = odd;
+            multiply_all(even, odd, records);
         }
     }
     if (records < stages) {
@@ -382,7 +390,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     Scheduler<Config> scheduler(args);
     const BlockRange range = block_range<Config>(args, rank);
     Ring<Config::kStages> ring;
-    u32 reduce_parity = 0;
+    u32 parity = 0;  // of the tile
     bool waited = false;
     Tile tile;
     while (scheduler.next(tile, rank)) {
@@ -398,23 +406,21 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
                 if constexpr (Config::kDirectLhs) copy_activations<Config>(args, shared, place, tile, range);
                 waited = true;
             }
-            if (place.split == 0) {
-                constexpr u32 kRemoteBytes = (Config::kSplitK - 1) * Config::kWarpgroupsK * Shared<Config>::kSlot;
-                if (Shared<Config>::kSplits > 1 && place.thread == 0)
-                    barrier_expect_bytes(shared.reduce_full(place.along_n), kRemoteBytes);
+            if (place.split < Shared<Config>::kShares) {
+                if (Config::kSplitK > 1 && place.thread == 0)
+                    barrier_expect_bytes(shared.reduce_full(place.warpgroup),
+                                         (Shared<Config>::kSplits - 1) * Shared<Config>::kSlot);
                 stage_lhs_scales<Config>(args, shared, place, tile);
                 terms = load_row_terms<Config>(args, place, tile);
             }
         });
 
-        if constexpr (Shared<Config>::kSplits > 1) {
-            reduce_splits<Config>(acc, shared, place, reduce_parity, scheduler.done());
-            reduce_parity ^= 1;
-        }
-        if (place.split == 0) store_tile<Config>(acc, args, out_map, shared, place, tile, terms);
+        if constexpr (Shared<Config>::kSplits > 1) send_sums<Config>(acc, shared, place, parity);
+        finish_share<Config>(acc, args, out_map, shared, place, tile, terms, parity, scheduler.done());
+        parity ^= 1;
     }
     if (!waited) wait_for_previous_grid();
-    if (place.split == 0 && place.thread == 0) store_wait_written();
+    if (place.split < Shared<Config>::kShares && place.thread == 0) store_wait_written();
 }
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
@@ -433,7 +439,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         if (shared.base % 1024 != 0) __trap();  // swizzled tiles and their descriptors would be wrong
         prefetch_descriptor(lhs_map);
         prefetch_descriptor(out_map);
-        shared.init_barriers();
+        shared.init_barriers(rank);
         policy = args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_unchanged();
         // Multicast weights land in the neighbour too, whose barriers must exist first.
         if constexpr (!Config::kMulticastRhs) prefetched = prefetch_weights<Config>(args, shared, rank, policy);

@@ -62,7 +62,7 @@ __device__ __forceinline__ BlockRange block_range(const Args& args, u32 rank) {
 // The stages that hold the first tile's weights before this grid waits for the one before it.
 template <typename Config>
 __device__ __forceinline__ u32 prefetched_stages(BlockRange range) {
-    return min(Config::kStages, ceil_div(range.end - range.begin, Config::kWarpgroupsK));
+    return min(Config::kPrefetchStages, ceil_div(range.end - range.begin, Config::kWarpgroupsK));
 }
 
 }  // namespace jitgemm

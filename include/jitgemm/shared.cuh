@@ -1,11 +1,14 @@
 // The CTA's shared memory, by offset. jitgemm/config.py computes the same total; the rendered source checks it.
 //
 //     1024-aligned   lhs      [stages][warpgroups_k][block_m][128 B]       activations, 128-byte swizzle
-//                    out      [warpgroups_n][64 columns][block_m]          in runs of 128 B a token, 128-byte swizzle
+//                    out      [summers][share][64 columns]                 in runs of 128 B a token, 128-byte swizzle
 //     64-aligned     records  [stages][warpgroups_n][warpgroups_k][record]
-//                    slots    [splits - 1][warpgroups_n][block_m / 8][128 threads][4] fp32 partial tiles (leader CTA)
-//                    scales   [warpgroups_n][block_m] fp32                 per-token scales
-//                    barriers full[stages] empty[stages] reduce_full[warpgroups_n] reduce_empty[warpgroups]
+//                    slots    [summers][splits - 1][share / 8][128 threads][4] fp32 partial sums
+//                    scales   [summers][share] fp32                        per-token scales
+//                    barriers full[stages] empty[stages] reduce_full[summers] reduce_empty[warpgroups]
+//
+// `share` is the tokens that one warpgroup sums over the splits of k and stores, `summers` the warpgroups of a CTA that
+// can have a share.
 #pragma once
 #include <jitgemm/barrier.cuh>
 
@@ -15,20 +18,24 @@ template <typename Config>
 struct Shared {
     static constexpr u32 kWarpgroups = Config::kWarpgroupsN * Config::kWarpgroupsK;
     static constexpr u32 kSplits = Config::kSplitK * Config::kWarpgroupsK;
+    static constexpr u32 kShares = Config::kBlockM / Config::kShareTokens;  // the first kShares splits have one each
+    static constexpr u32 kSummersK = kShares < Config::kWarpgroupsK ? kShares : Config::kWarpgroupsK;
+    static constexpr u32 kSummers = kSummersK * Config::kWarpgroupsN;
+    static_assert(Config::kShareTokens * kShares == Config::kBlockM && kShares <= kSplits, "shares cover the tile");
 
     static constexpr u32 kLhsTile = Config::kBlockM * 128;
     static constexpr u32 kLhsStage = Config::kWarpgroupsK * kLhsTile;
-    static constexpr u32 kOutPanel = Config::kBlockM * 64 * (Config::kOutType == kFp32 ? 4 : 2);
+    static constexpr u32 kOutPanel = Config::kShareTokens * 64 * (Config::kOutType == kFp32 ? 4 : 2);
     static constexpr u32 kRecordRun = Config::kWarpgroupsK * Config::kRecordBytes;
     static constexpr u32 kRecordStage = Config::kWarpgroupsN * kRecordRun;
-    static constexpr u32 kSlot = Config::kBlockM * 64 * 4;
+    static constexpr u32 kSlot = Config::kShareTokens * 64 * 4;
 
     static constexpr u32 kOut = Config::kStages * kLhsStage;
-    static constexpr u32 kRecords = kOut + Config::kWarpgroupsN * kOutPanel;
+    static constexpr u32 kRecords = kOut + kSummers * kOutPanel;
     static constexpr u32 kSlots = kRecords + Config::kStages * kRecordStage;
-    static constexpr u32 kScales = kSlots + (kSplits - 1) * Config::kWarpgroupsN * kSlot;
-    static constexpr u32 kBarriers = kScales + Config::kWarpgroupsN * Config::kBlockM * 4;
-    static constexpr u32 kBarrierCount = 2 * Config::kStages + Config::kWarpgroupsN + kWarpgroups;
+    static constexpr u32 kScales = kSlots + kSummers * (kSplits - 1) * kSlot;
+    static constexpr u32 kBarriers = kScales + kSummers * Config::kShareTokens * 4;
+    static constexpr u32 kBarrierCount = 2 * Config::kStages + kSummers + kWarpgroups;
     static constexpr u32 kBytes = kBarriers + kBarrierCount * 8;
     static_assert(kRecords % 64 == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0,
                   "misaligned shared memory");
@@ -38,32 +45,37 @@ struct Shared {
     __device__ __forceinline__ u32 lhs(u32 stage, u32 along_k) const {
         return base + stage * kLhsStage + along_k * kLhsTile;
     }
-    __device__ __forceinline__ u32 out(u32 along_n) const { return base + kOut + along_n * kOutPanel; }
+    __device__ __forceinline__ u32 out(u32 summer) const { return base + kOut + summer * kOutPanel; }
     __device__ __forceinline__ u32 record(u32 stage, u32 along_n, u32 along_k) const {
         return base + kRecords + stage * kRecordStage + along_n * kRecordRun + along_k * Config::kRecordBytes;
     }
-    // Slot of a partial tile; split 0 is the leader, which keeps its own in registers.
-    __device__ __forceinline__ u32 slot(u32 split, u32 along_n) const {
-        return base + kSlots + ((split - 1) * Config::kWarpgroupsN + along_n) * kSlot;
+    // Where a summer finds the sums of the index-th split other than its own.
+    __device__ __forceinline__ u32 slot(u32 summer, u32 index) const {
+        return base + kSlots + (summer * (kSplits - 1) + index) * kSlot;
     }
-    __device__ __forceinline__ u32 scales(u32 along_n) const { return base + kScales + along_n * Config::kBlockM * 4; }
+    __device__ __forceinline__ u32 scales(u32 summer) const {
+        return base + kScales + summer * Config::kShareTokens * 4;
+    }
     __device__ __forceinline__ u32 full(u32 stage) const { return base + kBarriers + stage * 8; }
     __device__ __forceinline__ u32 empty(u32 stage) const { return full(Config::kStages + stage); }
-    __device__ __forceinline__ u32 reduce_full(u32 along_n) const { return full(2 * Config::kStages + along_n); }
+    __device__ __forceinline__ u32 reduce_full(u32 summer) const { return full(2 * Config::kStages + summer); }
     __device__ __forceinline__ u32 reduce_empty(u32 warpgroup) const {
-        return full(2 * Config::kStages + Config::kWarpgroupsN + warpgroup);
+        return full(2 * Config::kStages + kSummers + warpgroup);
     }
 
-    __device__ __forceinline__ void init_barriers() const {
+    __device__ __forceinline__ void init_barriers(u32 rank) const {
         for (u32 stage = 0; stage < Config::kStages; ++stage) {
             barrier_init(full(stage), 1);
             barrier_init(empty(stage), kWarpgroups * 4 * Config::kMulticast);
         }
-        for (u32 n = 0; n < Config::kWarpgroupsN; ++n) {
-            // The leader's announcement of the bytes from other CTAs, and each warp of the other warpgroups of its own.
-            barrier_init(reduce_full(n), 1 + 4 * (Config::kWarpgroupsK - 1));
+        // In a cluster sums come with their bytes counted, which the summer announces; else each warp arrives.
+        for (u32 summer = 0; summer < kSummers; ++summer)
+            barrier_init(reduce_full(summer), Config::kSplitK > 1 ? 1 : max(4 * (kSplits - 1), 1u));
+        // Every summer's warps but the warpgroup's own.
+        for (u32 w = 0; w < kWarpgroups; ++w) {
+            const u32 split = (Config::kSplitK > 1 ? rank * Config::kWarpgroupsK : 0) + w / Config::kWarpgroupsN;
+            barrier_init(reduce_empty(w), max(4 * (kShares - (split < kShares)), 1u));
         }
-        for (u32 w = 0; w < kWarpgroups; ++w) barrier_init(reduce_empty(w), 4);
         barrier_init_fence();
     }
 };

@@ -63,4 +63,9 @@ __device__ __forceinline__ u64 k_major_descriptor(u32 address) {
     return u64((address & 0x3FFFF) >> 4) | u64(1) << 16 | u64(64) << 32 | u64(1) << 62;
 }
 
+// The descriptor of a tile so many bytes further on; the sum stays within the address's bits.
+__device__ __forceinline__ u64 advance_descriptor(u64 descriptor, u32 bytes) {
+    return (descriptor & 0xFFFFFFFF00000000ull) | (u32(descriptor) + (bytes >> 4));
+}
+
 }  // namespace jitgemm

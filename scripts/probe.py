@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""What the hardware gives, apart from any GEMM: rates that docs/notes/main-loop.md reasons from. Needs a Hopper GPU.
+
+python scripts/probe.py wgmma     # cycles of a multiply, and how long issuing it holds the warp
+python scripts/probe.py copies    # bytes a cycle that copies bring from the L2 into an SM, multicast or not
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from jitgemm import render  # noqa: E402
+from jitgemm.nvrtc import compile_cubin  # noqa: E402
+
+REPEATS = 400
+
+
+@dataclass(frozen=True)
+class Multiply:
+    """Groups of four m64nNk32 in a row, as many groups under way as `pending` says and one more."""
+
+    lhs: str
+    tokens: int
+    registers: bool
+    warpgroups: int
+    pending: int
+
+    @property
+    def source(self) -> str:
+        count = self.tokens // 2
+        integer = self.lhs == "s8"
+        kind, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
+        sums = ", ".join(f"%{i}" for i in range(count))
+        outputs = ", ".join(f'"{constraint}"(d[{i}])' for i in range(count))
+        if self.registers:
+            a, used = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}", 4
+            inputs = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])'
+        else:
+            a, used, inputs = f"%{count}", 1, '"l"(shared_a)'
+        signs = "" if integer else ", 1, 1"
+        return f"""
+#include <jitgemm/barrier.cuh>
+#include <jitgemm/wgmma.cuh>
+using namespace jitgemm;
+constexpr int kBuffers = {self.pending + 1};
+__device__ __forceinline__ void multiply({kind} (&d)[{count}], const u32 (&a)[4], u64 shared_a, u64 b) {{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n{self.tokens}k32.{types} {{{sums}}}, {a}, %{count + used}, 1{signs};"
+                 : {outputs} : {inputs}, "l"(b));
+}}
+extern "C" __global__ void __launch_bounds__({128 * self.warpgroups}, 1) probe(u64* out) {{
+    extern __shared__ __align__(1024) u8 memory[];
+    for (u32 i = threadIdx.x; i < 98304 / 4; i += blockDim.x) reinterpret_cast<u32*>(memory)[i] = 0;
+    __syncthreads();
+    const u64 b = k_major_descriptor(shared_address(memory));
+    const u64 shared_a = k_major_descriptor(shared_address(memory) + 65536);
+    u32 a[4][4] = {{}};
+    {kind} d[kBuffers][{count}] = {{}};
+    u64 issuing = 0;
+    const u64 start = clock64();
+    for (u32 repeat = 0; repeat < {REPEATS}; repeat += kBuffers) {{
+#pragma unroll
+        for (int buffer = 0; buffer < kBuffers; ++buffer) {{
+#pragma unroll
+            for (int step = 0; step < 4; ++step) register_fence(a[step]);
+            const u64 before = clock64();
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < 4; ++step) multiply(d[buffer], a[step], shared_a + step * 2, b + step * 2);
+            wgmma_commit();
+            issuing += clock64() - before;
+            wgmma_wait<kBuffers - 1>();
+            register_fence(d[(buffer + 1) % kBuffers]);
+        }}
+    }}
+    wgmma_wait<0>();
+    const u64 cycles = clock64() - start;
+    float sum = 0;
+#pragma unroll
+    for (int buffer = 0; buffer < kBuffers; ++buffer) {{
+        register_fence(d[buffer]);
+        for (int i = 0; i < {count}; ++i) sum += float(d[buffer][i]);
+    }}
+    if (threadIdx.x % 128 == 0) {{
+        out[2 * (blockIdx.x * {self.warpgroups} + threadIdx.x / 128)] = cycles;
+        out[2 * (blockIdx.x * {self.warpgroups} + threadIdx.x / 128) + 1] = issuing + (sum != 0);
+    }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A ring of 16 KiB copies, 12 under way; `multicast` CTAs of a cluster fetch a part each, for all of them."""
+
+    multicast: int
+    tile: bool
+
+    @property
+    def source(self) -> str:
+        share = 16384 // self.multicast
+        mask = (1 << self.multicast) - 1
+        many = self.multicast > 1
+        to, fro = f"memory + stage * 16384 + rank * {share}", f"base + u64(chunk) * 16384 + rank * {share}"
+        where = f"chunk % 32 * 128, chunk / 32 * 128 + rank * {share // 128}"
+        function = ("tile_load" if self.tile else "bulk_load") + ("_multicast" if many else "")
+        parts = [to, f"&map, {where}" if self.tile else f"{fro}, {share}", "full", f"{mask}" if many else ""]
+        copy = f"{function}({', '.join(filter(None, [*parts, '' if self.tile else 'policy']))});"
+        return f"""
+#include <jitgemm/tma.cuh>
+using namespace jitgemm;
+constexpr u32 kStages = 12, kCtas = {self.multicast};
+extern "C" __global__ void __cluster_dims__(kCtas) probe(const __grid_constant__ TensorMap map, const u8* base,
+                                                         u32 chunks, u32 count, u64* out) {{
+    extern __shared__ __align__(1024) u8 bytes[];
+    __shared__ u64 barriers[2 * kStages];
+    const u32 memory = shared_address(bytes), rank = kCtas > 1 ? cluster_rank() : 0;
+    if (threadIdx.x == 0) {{
+        for (u32 i = 0; i < kStages; ++i) {{
+            barrier_init(shared_address(barriers + i), 1);
+            barrier_init(shared_address(barriers + kStages + i), kCtas);
+        }}
+        barrier_init_fence();
+    }}
+    __syncthreads();
+    cluster_sync();
+    if (threadIdx.x == 0) {{
+        const u64 policy = policy_evict_unchanged();
+        const u64 start = clock64();
+        for (u32 i = 0; i < count + kStages; ++i) {{
+            const u32 stage = i % kStages, parity = (i / kStages - 1) & 1;
+            const u32 full = shared_address(barriers + stage), empty = shared_address(barriers + kStages + stage);
+            if (i >= kStages) {{
+                barrier_wait<false>(full, parity);
+                for (u32 peer = 0; peer < kCtas; ++peer) barrier_arrive_remote(empty, peer);
+            }}
+            if (i >= count) continue;
+            if (i >= kStages) barrier_wait<false>(empty, parity);
+            barrier_expect_bytes(full, 16384);
+            const u32 chunk = (u64(i) * (gridDim.x / kCtas) + blockIdx.x / kCtas) % chunks;
+            {copy}
+        }}
+        out[blockIdx.x] = clock64() - start;
+    }}
+    cluster_sync();
+}}
+"""
+
+
+def launch(cubin: bytes, arguments: list, *, grid: int, threads: int, smem_bytes: int, device_map: int = 0) -> None:
+    """Runs the probe twice, so that the second run finds it loaded. A tensor map's address comes first, if any."""
+    import torch
+    from cuda.bindings import driver as cu
+
+    from jitgemm import driver
+
+    kernel = driver.load_kernel(cubin, "probe", device=0, smem_bytes=smem_bytes)
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = smem_bytes
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    addresses = ([device_map] if device_map else []) + [ctypes.addressof(value) for value in arguments]
+    parameters = (ctypes.c_void_p * len(addresses))(*addresses)
+    for _ in range(2):
+        driver.check(cu.cuLaunchKernelEx(config, kernel.function, ctypes.addressof(parameters), 0), "cuLaunchKernelEx")
+    torch.cuda.synchronize()
+
+
+def build(probes: list) -> list[bytes]:
+    headers = render.headers()
+    with ThreadPoolExecutor() as pool:
+        compiled = pool.map(lambda each: compile_cubin(each.source, headers, render.OPTIONS, name=str(each)), probes)
+        return [each.cubin for each in compiled]
+
+
+def multiplies() -> list[Multiply]:
+    probes = [
+        Multiply("e4m3", tokens, registers, warpgroups, pending)
+        for tokens in (16, 64, 128, 256)
+        for registers in (True, False)
+        for warpgroups in (1, 2)
+        for pending in (0, 1)
+        if tokens * (pending + 1) <= 256
+    ]
+    return [*probes, Multiply("s8", 128, True, 2, 0), Multiply("s8", 256, True, 2, 0)]
+
+
+def run_multiplies() -> None:
+    import torch
+
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    print("| A | type | n | warpgroups | groups under way | cycles a multiply | at full rate | cycles to issue four |")
+    print("|---|---|---|---|---|---|---|---|")
+    probes = multiplies()
+    for probe, cubin in zip(probes, build(probes)):
+        out = torch.zeros(sms, probe.warpgroups, 2, dtype=torch.int64, device="cuda")
+        arguments = [ctypes.c_uint64(out.data_ptr())]
+        launch(cubin, arguments, grid=sms, threads=128 * probe.warpgroups, smem_bytes=98304)
+        cycles, issuing = (out.double().mean((0, 1)) / REPEATS).tolist()
+        place = "registers" if probe.registers else "shared"
+        print(f"| {place} | {probe.lhs} | {probe.tokens} | {probe.warpgroups} | {probe.pending + 1} | "
+              f"{cycles / 4 / probe.warpgroups:.1f} | {probe.tokens // 2} | {issuing:.0f} |")  # fmt: skip
+
+
+def run_copies() -> None:
+    import torch
+
+    from jitgemm import driver
+
+    ctas, count, size = 128, 2000, 8 << 20
+    source = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    print(f"{ctas} CTAs, one an SM, {count} copies of 16 KiB each out of {size >> 20} MiB\n")
+    print("| copy | CTAs a fetch is for | bytes into an SM, a cycle |\n|---|---|---|")
+    probes = [Copy(multicast, tile) for tile in (False, True) for multicast in (1, 2)]
+    for probe, cubin in zip(probes, build(probes)):
+        out = torch.zeros(ctas, dtype=torch.int64, device="cuda")
+        box = (128, 128 // probe.multicast)
+        tensor_map = driver.TileMap("u8", columns=4096, rows=size // 4096, row_bytes=4096, box=box).encode(
+            source.data_ptr()
+        )
+        arguments = [ctypes.c_uint64(source.data_ptr()), ctypes.c_uint32(size // 16384), ctypes.c_uint32(count),
+                     ctypes.c_uint64(out.data_ptr())]  # fmt: skip
+        launch(cubin, arguments, grid=ctas, threads=32, smem_bytes=12 * 16384, device_map=tensor_map[1])
+        rate = count * 16384 / out.double().mean().item()
+        print(f"| {'tile' if probe.tile else 'contiguous'} | {probe.multicast} | {rate:.1f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("wgmma", "copies"))
+    part = parser.parse_args().part
+
+    import torch
+
+    torch.cuda.init()
+    print(f"{torch.cuda.get_device_name()}\n")
+    {"wgmma": run_multiplies, "copies": run_copies}[part]()
+
+
+if __name__ == "__main__":
+    main()
