@@ -42,10 +42,10 @@ SPLIT_REGISTERS = 8
 """More of them where k is split."""
 SCATTER_REGISTERS = 8
 """More of them where those scatter their sums."""
-MULTICAST_REGISTERS = {"none": 0, "lhs": 0, "rhs": 8}
-"""More of them where CTAs share an operand, by which."""
+MULTICAST_REGISTERS = {"none": 0, "lhs": 17, "rhs": 8}
+"""More of them where groups are promoted and CTAs share an operand, by which."""
 CONVERTED_PART = 1 / 3
-"""Part of the tokens promoted at a time, where they are more than 64, for which s8 takes registers for converted sums."""
+"""Part of the tokens promoted at a time, where they are 64 or more, for which s8 takes registers for converted sums."""
 CHUNK_REGISTERS = 2
 """More of them for every group beyond the first within a record of 128 k."""
 ZERO_REGISTERS = 8
@@ -61,15 +61,15 @@ def registers_needed(spec: KernelSpec) -> int:
     rest = OVERHEAD_REGISTERS[spec.lhs]
     rest += SPLIT_REGISTERS if spec.warpgroups_k * spec.split_k > 1 else 0
     rest += SCATTER_REGISTERS if spec.scatter else 0
-    rest += MULTICAST_REGISTERS[spec.multicast_side]
     rest += CHUNK_REGISTERS * max(0, spec.format.scale_rows - 1)
     rest += ZERO_REGISTERS if spec.zero_point else 0
     rest += OFFSET_REGISTERS if spec.offset else 0
     rest += FP32_REGISTERS if spec.out == "fp32" else 0
     if promote_records(spec) == 0:
         return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
+    rest += MULTICAST_REGISTERS[spec.multicast_side]
     tokens = spec.block_m // spec.halves
-    if spec.lhs == "s8" and tokens > 64:
+    if spec.lhs == "s8" and tokens >= 64:
         rest += int(CONVERTED_PART * tokens)
     return spec.block_m // 2 + units_in_flight(spec) * (tokens // 2) + rest
 

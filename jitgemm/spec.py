@@ -31,7 +31,7 @@ PREFETCH_BYTES = {1: 54_000, 2: 40_000}
 """Bytes of weights that a CTA asks for before it waits for the grid before, by CTAs of an SM, and MIN_PREFETCH_STAGES
 at least: about what memory delivers in that time. More would stand in front of the activations
 (docs/notes/decode.md)."""
-MIN_PREFETCH_STAGES = 4
+MIN_PREFETCH_STAGES = 5
 
 LHS_TYPES = ("e4m3", "s8")
 CODES = ("any", *LHS_TYPES)
