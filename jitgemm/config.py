@@ -80,6 +80,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return f"wgmma has no N of {spec.block_m}/{spec.halves} for {spec.lhs}"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
+    if spec.split_tail and (spec.split_k == 1 or spec.warpgroups_k > 1 or spec.scatter):
+        return "a tail is split over CTAs alone, and one of them sums"
     if spec.multicast > 1 and spec.split_k > 1:
         return "a cluster either splits k or shares an operand"
     if spec.multicast_side == "lhs" and spec.block_m % (8 * spec.multicast):
@@ -138,6 +140,7 @@ class _Shape(NamedTuple):
     halves: int = 1
     warpgroups_k: int = 1
     split_k: int = 1
+    split_tail: bool = False
     scatter: bool = False
     multicast: int = 1
     multicast_side: str = "none"
@@ -174,9 +177,11 @@ def _shapes() -> Iterator[_Shape]:
                         yield _Shape(block_m, block_n, halves=halves, multicast=multicast, multicast_side=side)
             # Wider ones have too few stages left for the pipeline to run smoothly.
             if block_m <= 128:
-                for split_k in (2, 4):
-                    for scatter in (False, True):
-                        yield _Shape(block_m, 128, split_k=split_k, scatter=scatter)
+                for halves in (1, 2):
+                    for split_k in (2, 4):
+                        for scatter in (False, True):
+                            yield _Shape(block_m, 128, halves=halves, split_k=split_k, scatter=scatter)
+                    yield _Shape(block_m, 128, halves=halves, split_k=2, split_tail=True)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -184,34 +189,34 @@ def _shapes() -> Iterator[_Shape]:
 # The constants were fitted by `scripts/sweep.py fit` to 11,231 timings on an H200, 2026-11-21 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 1.74
+LAUNCH_US = 1.62
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.08
+NO_PREFETCH_US = 0.07
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
 REDUCE_US = 0.05
 """Sum over splits of k, per tile and split beyond the first: stores into the leader's shared memory, hand-over,
 reads."""
-SCATTER_US = 0.3
+SCATTER_US = 0.84
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
 STORE_US = 0.24
 """Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
-CLUSTER_US = {1: 0.94, 2: 0.29}
+CLUSTER_US = {1: 1.04, 2: 0.15}
 """Launch of a cluster of two and its barriers, by CTAs of an SM; grows with the root of the further CTAs."""
 WGMMA_MIN_CYCLES = 5.0
 """Cycles of one m64nNk32 with A in registers, however narrow."""
-RECORD_CYCLES = 339.0
+RECORD_CYCLES = 317.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 118.0, ("s8", "any"): 109.0, ("e4m3", "fast"): 64.0, ("s8", "fast"): 73.0,
-    ("e4m3", "zero"): 240.0, ("s8", "zero"): 141.0,
+    ("e4m3", "any"): 114.0, ("s8", "any"): 165.0, ("e4m3", "fast"): 95.6, ("s8", "fast"): 108.0,
+    ("e4m3", "zero"): 193.0, ("s8", "zero"): 212.0,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 2.4, "s8": 2.9}
+PROMOTE_CYCLES = {"e4m3": 1.9, "s8": 2.5}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-FETCH_CYCLES = 2960.0
+FETCH_CYCLES = 2200.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-ISSUE_CYCLES = 69.0
+ISSUE_CYCLES = 74.0
 """Issue cycles of a scheduler per record for everything else."""
 CHUNK_CYCLES = 10.0
 """Added for every group beyond the first within a record: its promotion waits for its own wgmma."""
@@ -257,13 +262,25 @@ def grid_clusters(spec: KernelSpec, m: int, n: int, num_sms: int) -> tuple[int, 
     return units, min(units, max(1, int(num_sms * share) // spec.cluster_size))
 
 
+def rounds_of(spec: KernelSpec, units: int, clusters: int) -> tuple[int, int]:
+    """Rounds of tiles: of tiles that a CTA computes over all of k, and of tiles split over the cluster."""
+    if spec.split_k == 1:
+        return ceil_div(units, clusters), 0
+    if not spec.split_tail:
+        return 0, ceil_div(units, clusters)
+    whole, left = divmod(units, clusters * spec.split_k)
+    return whole, ceil_div(left, clusters)
+
+
 def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate:
     """Predicted time of `problem` on `device` with this kernel."""
     m, n, k = problem.m, problem.n, problem.k
     units, clusters = grid_clusters(spec, m, n, device.num_sms)
-    waves = ceil_div(units, clusters)
     splits = spec.split_k * spec.warpgroups_k
-    records = waves * ceil_div(ceil_div(k, BLOCK_K), splits)  # of one warpgroup, one after another
+    blocks = ceil_div(k, BLOCK_K)
+    whole, split = rounds_of(spec, units, clusters)
+    waves = whole + split
+    records = whole * ceil_div(blocks, spec.warpgroups_k) + split * ceil_div(blocks, splits)  # of one warpgroup
     us_per_cycle = 1.0 / device.clock_mhz
 
     # One record of 64 x 128 on one warpgroup, in cycles.
@@ -297,7 +314,7 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
     fixed = LAUNCH_US + STORE_US * waves / shares
     if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
         fixed += NO_PREFETCH_US
-    fixed += REDUCE_US * waves * (splits - 1) ** 0.5 / shares
+    fixed += REDUCE_US * (split if spec.split_tail else waves) * (splits - 1) ** 0.5 / shares
     fixed += SCATTER_US * (waves - 1) if spec.scatter else 0.0
     fixed += CLUSTER_US[spec.ctas_per_sm] * (spec.cluster_size - 1) ** 0.5
     terms = {
@@ -343,13 +360,18 @@ def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
         predict(spec, problem, device)
         for spec in legal_kernels(problem.lhs, problem.format, device, problem.out)
         # A tile twice as tall as the problem computes nothing but padding.
-        if spec.block_m < 2 * max(problem.m, 8) and (order is None or order == (spec.split_k, spec.warpgroups_k))
+        if spec.block_m < 2 * max(problem.m, 8) and order in (None, _order(spec))
     ]
     return sorted(found, key=lambda c: (c.predicted_us, c.kernel.block_m * c.kernel.block_n, c.kernel.label))
 
 
 ORDER_MS = (1, 16, 64, 256, 1024, 4096)
 """Values of m over which orders of summation are compared."""
+
+
+def _order(spec: KernelSpec) -> tuple[int, int] | None:
+    """(split_k, warpgroups_k), which decide in which order k is summed; None where that differs from tile to tile."""
+    return None if spec.split_tail else (spec.split_k, spec.warpgroups_k)
 
 
 @lru_cache(maxsize=512)
@@ -362,8 +384,9 @@ def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
     for m in ORDER_MS:
         best: dict[tuple[int, int], float] = {}
         for candidate in candidates(replace(layer, m=m, batch_invariant=False), device):
-            kernel = candidate.kernel
-            best.setdefault((kernel.split_k, kernel.warpgroups_k), candidate.predicted_us)
+            order = _order(candidate.kernel)
+            if order is not None:
+                best.setdefault(order, candidate.predicted_us)
         least = min(best.values())
         for order, us in best.items():
             losses[order] = losses.get(order, 0.0) + math.log(us / least)

@@ -78,6 +78,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kStages": spec.stages,
         "u32 kPrefetchStages": prefetch_stages(spec),
         "u32 kSplitK": spec.split_k,
+        "bool kSplitTail": str(spec.split_tail).lower(),
         "u32 kMulticast": spec.multicast,
         "bool kMulticastLhs": str(spec.multicast_side == "lhs").lower(),
         "bool kMulticastRhs": str(spec.multicast_side == "rhs").lower(),

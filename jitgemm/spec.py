@@ -177,6 +177,7 @@ class KernelSpec:
         block_n: rows of n per tile; 64 per warpgroup along n.
         warpgroups_k: warpgroups that share a tile's rows and take k-blocks in turn.
         split_k: CTAs of a cluster that share a tile and take a run of k-blocks each.
+        split_tail: only the tiles of the last, unfilled round are split; before, each CTA has tiles of its own.
         scatter: each split of k sums up and stores a share of the tile's tokens, instead of the first all of them. The
             sum is shorter, but no split starts its next tile before all have ended this one.
         multicast: CTAs of a cluster that share one operand; 1 for none.
@@ -198,6 +199,7 @@ class KernelSpec:
     halves: int = 1
     warpgroups_k: int = 1
     split_k: int = 1
+    split_tail: bool = False
     scatter: bool = False
     multicast: int = 1
     multicast_side: str = "none"
@@ -258,7 +260,8 @@ class KernelSpec:
             parts.append(f"to{self.out}")
         parts.append(f"m{self.block_m}{'h' if self.halves == 2 else ''}n{self.block_n}")
         if self.warpgroups_k * self.split_k > 1:
-            parts.append(f"k{self.warpgroups_k}x{self.split_k}{'s' if self.scatter else ''}")
+            how = "t" if self.split_tail else "s" if self.scatter else ""
+            parts.append(f"k{self.warpgroups_k}x{self.split_k}{how}")
         if self.multicast > 1:
             parts.append(f"mc{self.multicast}{self.multicast_side}")
         parts.append(f"s{self.stages}")

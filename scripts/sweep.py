@@ -65,6 +65,7 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
             kernel.ctas_per_sm,
             kernel.halves,
             kernel.scatter,
+            kernel.split_tail,
         )
         families.setdefault(family, kernel)
     return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))

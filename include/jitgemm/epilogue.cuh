@@ -240,13 +240,16 @@ __device__ __forceinline__ void store_share(const float (&acc)[Config::kBlockM /
 template <typename Config, u32 kShare = 0>
 __device__ __forceinline__ void finish_share(float (&acc)[Config::kBlockM / 2], const Args& args,
                                              const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
-                                             const Tile& tile, const RowTerms& terms, u32 parity, bool last_tile) {
+                                             const Tile& tile, const RowTerms& terms, bool summed, u32 parity,
+                                             bool last_tile) {
     // A constant for each share, so that accumulators stay in registers.
     if (place.split == kShare) {
-        if constexpr (Shared<Config>::kSplits > 1) sum_share<Config, kShare>(acc, shared, place, parity, last_tile);
+        if constexpr (Shared<Config>::kSplits > 1) {
+            if (summed) sum_share<Config, kShare>(acc, shared, place, parity, last_tile);
+        }
         store_share<Config, kShare>(acc, args, out_map, shared, place, tile, terms);
     } else if constexpr (kShare + 1 < Shared<Config>::kShares) {
-        finish_share<Config, kShare + 1>(acc, args, out_map, shared, place, tile, terms, parity, last_tile);
+        finish_share<Config, kShare + 1>(acc, args, out_map, shared, place, tile, terms, summed, parity, last_tile);
     }
 }
 

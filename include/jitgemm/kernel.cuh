@@ -69,10 +69,10 @@ __device__ __forceinline__ void load_activations(const TensorMap* map, const Sha
 template <typename Config>
 __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<Config>& shared, u32 rank, u64 policy) {
     Scheduler<Config> scheduler(args);
-    BlockRange range = block_range<Config>(args, rank);
     Tile tile;
     u32 filled = 0;
     if (scheduler.next(tile, rank)) {
+        const BlockRange range = tile.range;
         u32 block = range.begin;
         for (; block < range.end && filled < Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
             u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
@@ -86,10 +86,10 @@ template <typename Config>
 __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const Shared<Config>& shared,
                                         u32 rank, u32 prefetched, u64 policy) {
     Scheduler<Config> scheduler(args);
-    BlockRange range = block_range<Config>(args, rank);
     Ring<Config::kStages> ring;
     Tile tile;
     while (scheduler.next(tile, rank)) {
+        const BlockRange range = tile.range;
         for (u32 block = range.begin; block < range.end; block += Config::kWarpgroupsK) {
             u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
             const bool here = prefetched > 0;
@@ -277,8 +277,9 @@ __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 
 // engine takes twice as long from the wait to the first byte. The layout is the tile copy's 128-byte swizzle.
 template <typename Config>
 __device__ __forceinline__ void copy_activations(const Args& args, const Shared<Config>& shared, const Place& place,
-                                                 const Tile& tile, BlockRange range) {
+                                                 const Tile& tile) {
     constexpr u32 kThreads = 128 * Config::kWarpgroupsN;
+    const BlockRange range = tile.range;
     const u32 stages = prefetched_stages<Config>(range);
     for (u32 stage = 0; stage < stages; ++stage) {
         const u32 block = range.begin + stage * Config::kWarpgroupsK + place.along_k;
@@ -385,29 +386,29 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     place.thread = threadIdx.x % 128;
     place.warp = place.thread / 32;
     place.lane = place.thread % 32;
-    place.split = (Config::kSplitK > 1 ? rank * Config::kWarpgroupsK : 0) + place.along_k;
 
     Scheduler<Config> scheduler(args);
-    const BlockRange range = block_range<Config>(args, rank);
     Ring<Config::kStages> ring;
-    u32 parity = 0;  // of the tile
+    u32 parity = 0;  // of the tile, among those that are summed over splits
     bool waited = false;
     Tile tile;
     while (scheduler.next(tile, rank)) {
+        place.split = (tile.split ? rank * Config::kWarpgroupsK : 0) + place.along_k;
+        const bool summed = Shared<Config>::kSplits > 1 && (!Config::kSplitTail || tile.split);
         RowTerms terms;
         float acc[Config::kBlockM / 2];
 #pragma unroll
         for (u32 i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
-        multiply_tile<Config>(acc, shared, place, range, ring, [&] {
+        multiply_tile<Config>(acc, shared, place, tile.range, ring, [&] {
             if (!waited) {
                 wait_for_previous_grid();
                 // Not before: the next kernel's weights would be fetched ahead of this one's activations.
                 if (threadIdx.x == 0) launch_next_grid();
-                if constexpr (Config::kDirectLhs) copy_activations<Config>(args, shared, place, tile, range);
+                if constexpr (Config::kDirectLhs) copy_activations<Config>(args, shared, place, tile);
                 waited = true;
             }
             if (place.split < Shared<Config>::kShares) {
-                if (Config::kSplitK > 1 && place.thread == 0)
+                if (Config::kSplitK > 1 && summed && place.thread == 0)
                     barrier_expect_bytes(shared.reduce_full(place.warpgroup),
                                          (Shared<Config>::kSplits - 1) * Shared<Config>::kSlot);
                 stage_lhs_scales<Config>(args, shared, place, tile);
@@ -415,12 +416,14 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
             }
         });
 
-        if constexpr (Shared<Config>::kSplits > 1) send_sums<Config>(acc, shared, place, parity);
-        finish_share<Config>(acc, args, out_map, shared, place, tile, terms, parity, scheduler.done());
-        parity ^= 1;
+        if constexpr (Shared<Config>::kSplits > 1) {
+            if (summed) send_sums<Config>(acc, shared, place, parity);
+        }
+        finish_share<Config>(acc, args, out_map, shared, place, tile, terms, summed, parity, scheduler.done());
+        parity ^= summed;
     }
     if (!waited) wait_for_previous_grid();
-    if (place.split < Shared<Config>::kShares && place.thread == 0) store_wait_written();
+    if (place.thread == 0) store_wait_written();
 }
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------

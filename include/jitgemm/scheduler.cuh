@@ -4,26 +4,46 @@
 
 namespace jitgemm {
 
+// A run of k-blocks.
+struct BlockRange {
+    u32 begin, end;
+};
+
 struct Tile {
-    u32 m;  // first token
-    u32 n;  // first row of the weight
+    u32 m;             // first token
+    u32 n;             // first row of the weight
+    bool split;        // whether the CTAs of the cluster share it, a run of k each
+    BlockRange range;  // this CTA's
 };
 
 // Persistent clusters walk the tiles in static strides. Tiles are ordered in bands of kBandTiles along m, m fastest
-// inside a band, so that the tiles in flight share both operands through the L2.
+// inside a band, so that the tiles in flight share both operands through the L2. With kSplitTail each CTA has tiles of
+// its own, as many as the others, and the tiles that are left are split over the CTAs of a cluster:
+//
+//     CTA    0  1   2  3   4  5         two CTAs a cluster, 16 tiles
+//     round  0  1 | 2  3 | 4  5
+//            6  7 | 8  9 |10 11
+//     tail   12=12|13=13 |14=14
+//            15=15|
 template <typename Config>
 struct Scheduler {
     static constexpr u32 kAlongM = Config::kMulticastRhs ? Config::kMulticast : 1;  // tiles of one cluster along m
     static constexpr u32 kAlongN = Config::kMulticastLhs ? Config::kMulticast : 1;
     static constexpr u32 kBandTiles = 8 / kAlongM;
 
-    u32 units_m, units_n, unit, step;
+    u32 units_m, units_n, unit, blocks, tail;
 
     __device__ __forceinline__ Scheduler(const Args& args)
         : units_m(ceil_div(args.m, Config::kBlockM * kAlongM)),
           units_n(ceil_div(args.n, Config::kBlockN * kAlongN)),
           unit(blockIdx.x / Config::kClusterSize),
-          step(gridDim.x / Config::kClusterSize) {}
+          blocks(ceil_div(args.k, 128)),
+          tail(0) {
+        if constexpr (Config::kSplitTail) {
+            tail = units_m * units_n / gridDim.x * gridDim.x;
+            if (tail > 0) unit = blockIdx.x;
+        }
+    }
 
     // Whether the tile that next() gave was the last.
     __device__ __forceinline__ bool done() const { return unit >= units_m * units_n; }
@@ -40,24 +60,22 @@ struct Scheduler {
         u32 unit_m = band * kBandTiles + inside - unit_n * height;
         tile.m = (unit_m * kAlongM + (kAlongM > 1 ? rank : 0)) * Config::kBlockM;
         tile.n = (unit_n * kAlongN + (kAlongN > 1 ? rank : 0)) * Config::kBlockN;
-        unit += step;
+        tile.split = Config::kSplitK > 1 && unit >= tail;
+        tile.range = {0, blocks};
+        if (tile.split) {
+            // Runs start at even blocks so that no group of 256 is cut.
+            u32 run = ceil_div(blocks, 2 * Config::kSplitK) * 2;
+            tile.range = {min(rank * run, blocks), min((rank + 1) * run, blocks)};
+        }
+        if (Config::kSplitTail && unit < tail) {
+            unit += gridDim.x;
+            if (unit >= tail) unit = tail + blockIdx.x / Config::kClusterSize;
+        } else {
+            unit += gridDim.x / Config::kClusterSize;
+        }
         return true;
     }
 };
-
-// The run of k-blocks that a CTA of a split-k cluster works on.
-struct BlockRange {
-    u32 begin, end;
-};
-
-template <typename Config>
-__device__ __forceinline__ BlockRange block_range(const Args& args, u32 rank) {
-    u32 blocks = ceil_div(args.k, 128);
-    if constexpr (Config::kSplitK == 1) return {0, blocks};
-    // Runs start at even blocks so that no group of 256 is cut.
-    u32 run = ceil_div(blocks, 2 * Config::kSplitK) * 2;
-    return {min(rank * run, blocks), min((rank + 1) * run, blocks)};
-}
 
 // The stages that hold the first tile's weights before this grid waits for the one before it.
 template <typename Config>
