@@ -173,7 +173,7 @@ class KernelSpec:
         lhs, group_size, zero_point, scale_type: the formats; scale_type is "fp32" for per-channel kernels, which read
             their scales by a run-time type.
         block_m: tokens per tile (wgmma's N over all `halves`).
-        halves: 1, or 2 when a warpgroup promotes one half of its tokens while the other half multiplies.
+        halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves.
         block_n: rows of n per tile; 64 per warpgroup along n.
         warpgroups_k: warpgroups that share a tile's rows and take k-blocks in turn.
         split_k: CTAs of a cluster that share a tile and take a run of k-blocks each.
@@ -297,9 +297,6 @@ def promote_records(spec: KernelSpec) -> int:
     return 2 if spec.group_size == 256 and spec.warpgroups_k == 1 else 1
 
 
-MAX_IN_FLIGHT = {"e4m3": 8, "s8": 2}
-"""Sums of one half under way at a time; with more of s8's, ptxas puts waits between them."""
-
 IN_FLIGHT_REGISTERS = 16
 """Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
 
@@ -313,7 +310,7 @@ def units_in_flight(spec: KernelSpec) -> int:
     if groups == 1:
         return spec.halves
     fit = IN_FLIGHT_REGISTERS // (spec.block_m // spec.halves // 2) // spec.halves
-    return spec.halves * max(1, min(groups, fit, MAX_IN_FLIGHT[spec.lhs]))
+    return spec.halves * max(1, min(groups, fit))
 
 
 MAX_CHANNEL_K_S8 = 2**16

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_kernel import HEADERS, OPTIONS, tiny_kernel
+from tiny_kernel import OPTIONS, tiny_kernel
 
 from jitgemm.cache import STALE_AFTER_S, KernelCache, cache_key
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError

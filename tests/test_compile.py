@@ -284,6 +284,7 @@ def test_every_field_of_a_kernel_reaches_its_source():
     changes = [
         {"lhs": "s8"}, {"group_size": 64}, {"zero_point": True}, {"scale_type": "fp16"}, {"block_m": 32},
         {"block_n": 192}, {"stages": 3}, {"halves": 2}, {"warpgroups_k": 2}, {"split_k": 2},
+        {"split_k": 2, "split_tail": True}, {"split_k": 2, "scatter": True},
         {"multicast": 2, "multicast_side": "lhs"}, {"multicast": 2, "multicast_side": "rhs"},
         {"ctas_per_sm": 2}, {"debug": True}, {"codes": "e4m3"}, {"offset": True}, {"out": "fp16"}, {"out": "fp32"},
     ]  # fmt: skip

@@ -32,7 +32,9 @@ from jitgemm.spec import (
     Problem,
     WeightFormat,
     ceil_div,
+    prefetch_stages,
     promote_records,
+    share_tokens,
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -280,6 +282,7 @@ def test_kernels_for_holds_the_choice_of_every_m(problem, device, slack):
 
 def order_of(spec: KernelSpec) -> tuple[int, int]:
     """What of a kernel decides in which order k is summed."""
+    assert not spec.split_tail
     return spec.split_k, spec.warpgroups_k
 
 
@@ -327,7 +330,9 @@ def test_without_batch_invariance_layers_sum_in_more_orders_than_one():
 def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
     spec = choose(replace(problem, batch_invariant=True), device)
     same_order = [
-        c for c in candidates(replace(problem, batch_invariant=False), device) if order_of(c.kernel) == order_of(spec)
+        c
+        for c in candidates(replace(problem, batch_invariant=False), device)
+        if not c.kernel.split_tail and order_of(c.kernel) == order_of(spec)
     ]
     assert same_order[0].kernel == spec
 
@@ -428,6 +433,37 @@ def test_the_rendered_source_checks_the_selector_s_shared_memory(problem, device
     assert re.findall(r"static_assert\(Shared<Config>::kBytes == (\d+),", render(spec)) == [str(smem_bytes(spec))]
 
 
+@pytest.mark.parametrize("block_m", config.BLOCK_MS)
+@pytest.mark.parametrize(("split_k", "warpgroups_k"), [(1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (8, 2)])
+def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
+    spec = KernelSpec("s8", 128, False, "bf16", block_m, 64, 4, warpgroups_k=warpgroups_k, split_k=split_k)
+    assert share_tokens(spec) == block_m
+    share = share_tokens(replace(spec, scatter=True))
+    splits = split_k * warpgroups_k
+    assert share % 8 == 0 and block_m % share == 0 and block_m // share <= splits
+    # As short as that allows.
+    assert not any(block_m % less == 0 and block_m // less <= splits for less in range(8, share, 8))
+
+
+@given(units=st.integers(1, 5000), sms=st.integers(2, 264), split_k=st.sampled_from([1, 2, 4]), tail=st.booleans())
+def test_rounds_hold_all_tiles(units, sms, split_k, tail):
+    spec = KernelSpec("s8", 128, False, "bf16", 64, 128, 4, split_k=split_k, split_tail=tail and split_k > 1)
+    clusters = min(units, max(1, sms // split_k))
+    whole, split = config.rounds_of(spec, units, clusters)
+    held = clusters * (split_k if spec.split_tail else 1) * whole + clusters * split
+    assert held >= units and held - clusters < units
+    assert spec.split_tail or 0 in (whole, split)
+    # A tail is shorter than a round of tiles of one's own.
+    assert not spec.split_tail or split <= split_k
+
+
+@relaxed
+@given(problem=problems, device=devices)
+def test_prefetch_takes_some_stages_of_those_there_are(problem, device):
+    spec = choose(problem, device)
+    assert min(spec.stages, 2) <= prefetch_stages(spec) <= spec.stages
+
+
 @relaxed
 @given(problem=problems, device=devices)
 def test_one_stage_more_would_not_fit(problem, device):
@@ -448,6 +484,8 @@ def test_one_stage_more_would_not_fit(problem, device):
         ({"split_k": 16}, "do not fit"),
         ({"block_m": 8, "multicast": 2, "multicast_side": "lhs"}, "swizzle rows"),
         ({"warpgroups_k": 4, "block_n": 128}, "8 warpgroups"),
+        ({"split_tail": True}, "a tail is split over CTAs alone"),
+        ({"split_k": 2, "split_tail": True, "scatter": True}, "a tail is split over CTAs alone"),
     ],
 )
 def test_a_kernel_that_cannot_be_is_refused_with_the_reason(change, reason):

@@ -444,6 +444,8 @@ FEATURES = (
     lambda spec: spec.multicast_side == "rhs",
     lambda spec: spec.halves == 2,
     lambda spec: spec.split_k == 8,
+    lambda spec: spec.scatter,
+    lambda spec: spec.split_tail,
     lambda spec: spec.warpgroups_n == 3,
     lambda spec: spec.ctas_per_sm == 2,
     lambda spec: True,
@@ -590,6 +592,31 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
         outputs.setdefault((spec.split_k, spec.warpgroups_k), []).append(guarded.out.contiguous())
     for first, *rest in outputs.values():
         assert all(builders.same_bits(first, other) for other in rest)
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
+    """So many rounds of tiles and a rest: splits that scatter give the bits of those that do not; so does a split tail
+    where all of it is tail, and else it is right."""
+    from jitgemm.plan import Plan
+
+    m, k = 40, 1184
+    n = 128 * (rounds * device_figures().num_sms + 21) - 24
+    rhs = weight(n, k, GROUP_128, seed=8)
+    x, x_scale = activations(m, k, lhs_name, seed=8)
+    plain = KernelSpec(lhs_name, 128, False, "bf16", block_m=48, block_n=128, stages=5, split_k=2)
+    outputs = []
+    for spec in (plain, replace(plain, scatter=True), replace(plain, split_tail=True)):
+        guarded = Guarded(m, n)
+        plan = Plan(x, x_scale, rhs, guarded.out, None, spec=spec)
+        for _ in range(2):
+            plan.launch(x, x_scale, rhs, guarded.out, None, True)
+        guarded.check()
+        outputs.append(guarded.out.contiguous())
+        assert_right(outputs[-1], (x, x_scale), rhs)
+    assert builders.same_bits(outputs[0], outputs[1])
+    assert rounds or builders.same_bits(outputs[0], outputs[2])
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)

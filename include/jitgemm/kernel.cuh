@@ -239,7 +239,7 @@ struct Multiplier {
                 promote(acc, half * kPartials, partial[unit % kInFlight],
                         part == 0 ? fragments.low_scale[chunk] : fragments.low_offset[chunk],
                         part == 0 ? fragments.high_scale[chunk] : fragments.high_offset[chunk]);
-                // Here, not after the next wait, where the compiler would rather have it.
+                // Asked for here; ptxas may still sink it below the next wait (docs/notes/main-loop.md).
                 register_fence(acc, half * kPartials, kPartials);
             }
             if (unit + kInFlight < kUnits) issue(unit + kInFlight, fragments, descriptor);
@@ -354,17 +354,11 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
     if (records == 0) begin();
     if (records > 0) {
         Fragments<Config> even, odd;
-        if constexpr (Config::kDirectLhs) {
-            load(even, ring);
-            load(odd, following(records == 1));
-            begin();
-            multiply(even, odd, records == 1, false);
-            multiply_all(odd, even, records - 1);
-        } else {
-            begin();
-            load(even, ring);
-            multiply_all(even, odd, records);
-        }
+        // Where threads copy the activations, weights come on their own and can be decoded before.
+        if constexpr (Config::kDirectLhs) load(even, ring);
+        begin();
+        if constexpr (!Config::kDirectLhs) load(even, ring);
+        multiply_all(even, odd, records);
     }
     if (records < stages) {
         barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
@@ -466,8 +460,8 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         if constexpr (Config::kConsumerRegisters > 0) claim_registers<Config::kConsumerRegisters>();
         consume<Config>(args, out_map, shared, rank);
     }
-    // A CTA stays until its neighbours no longer reach into its shared memory. Splits of k reach into the leader's only,
-    // and the leader waits for them.
+    // A CTA stays until its neighbours no longer reach into its shared memory. Splits of k reach into those that wait
+    // for their sums.
     if constexpr (Config::kMulticast > 1) cluster_sync();
 }
 
