@@ -42,6 +42,8 @@ SPLIT_REGISTERS = 8
 """More of them where k is split."""
 SCATTER_REGISTERS = 8
 """More of them where those scatter their sums."""
+TAIL_REGISTERS = 9
+"""More of them where some tiles are split and some are not."""
 MULTICAST_REGISTERS = {"none": 0, "lhs": 17, "rhs": 8}
 """More of them where groups are promoted and CTAs share an operand, by which."""
 CONVERTED_PART = 1 / 3
@@ -61,6 +63,7 @@ def registers_needed(spec: KernelSpec) -> int:
     rest = OVERHEAD_REGISTERS[spec.lhs]
     rest += SPLIT_REGISTERS if spec.warpgroups_k * spec.split_k > 1 else 0
     rest += SCATTER_REGISTERS if spec.scatter else 0
+    rest += TAIL_REGISTERS if spec.split_tail else 0
     rest += CHUNK_REGISTERS * max(0, spec.format.scale_rows - 1)
     rest += ZERO_REGISTERS if spec.zero_point else 0
     rest += OFFSET_REGISTERS if spec.offset else 0

@@ -75,8 +75,7 @@ def prefill() -> Part:
         _kernel(lhs, codes, block_m, block_n, halves=halves)
         for lhs in ("e4m3", "s8")
         for codes in ("any", lhs)
-        for block_m, block_n, halves in ((128, 128, 1), (128, 128, 2), (160, 128, 2), (176, 128, 1), (64, 192, 2))
-        if block_m % 32 == 0 or lhs == "e4m3"
+        for block_m, block_n, halves in ((128, 128, 1), (128, 128, 2), (160, 128, 2), (176, 128, 2), (64, 192, 2))
     ]
     variants = {
         "as it is": (),
@@ -86,7 +85,7 @@ def prefill() -> Part:
         "no copies after the first stages": NO_LOADS,
         "neither, no copies": (NO_PROMOTION, *NO_DECODE, *NO_LOADS),
     }
-    return Part(4096, 4096, 4096, variants, (*kernels, _kernel("s8", "any", 256, 128, 0)))
+    return Part(4096, 4096, 4096, variants, (*kernels, _kernel("s8", "any", 256, 128, 0, halves=2)))
 
 
 def decode() -> Part:
@@ -113,10 +112,10 @@ def decode() -> Part:
     return Part(16, 4096, 4096, variants, tuple(kernels))
 
 
-def with_stages(kernel: KernelSpec, device: DeviceSpec) -> KernelSpec:
-    """The selector's kernel of this shape, with as many stages as fit."""
+def with_stages(kernel: KernelSpec, device: DeviceSpec) -> KernelSpec | None:
+    """The selector's kernel of this shape, with as many stages as fit; None where registers do not suffice."""
     legal = config.legal_kernels(kernel.lhs, kernel.format, device)
-    return next(each for each in legal if replace(each, stages=kernel.stages) == kernel)
+    return next((each for each in legal if replace(each, stages=kernel.stages) == kernel), None)
 
 
 def main() -> None:
@@ -137,7 +136,7 @@ def main() -> None:
     from jitgemm.device import device_of
     from jitgemm.plan import Plan
 
-    kernels = [with_stages(kernel, device_of(0)) for kernel in part.kernels]
+    kernels = list(filter(None, (with_stages(kernel, device_of(0)) for kernel in part.kernels)))
     copies = max(4, math.ceil(300e6 / (n * k / 2))) if m <= 512 else 4
     q = torch.randint(-7, 8, (n, k), device="cuda", dtype=torch.int8)
     lhs_dtypes = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}

@@ -208,7 +208,7 @@ def test_batch_invariant_kernels_split_k_alike_for_every_m(run):
 
     def splits(*more: str) -> set[str]:
         kernels = run("warmup", *options, *more, "--dry-run", "--json").json["kernels"]
-        return {(re.findall(r"-(k\dx\d)-", kernel["label"]) or ["k1x1"])[0] for kernel in kernels}
+        return {(re.findall(r"-(k\dx\dt?)s?-", kernel["label"]) or ["k1x1"])[0] for kernel in kernels}
 
     assert len(splits("--batch-invariant")) == 1 < len(splits())
 

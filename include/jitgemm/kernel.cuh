@@ -3,7 +3,7 @@
 // (block_m tokens).
 //
 //     producer warp                         consumer warpgroups
-//     weights of the first stages           load and decode the first records
+//     weights of the first stages           load and decode the first record
 //     griddepcontrol.wait                   griddepcontrol.wait, activations of the first stages of narrow tiles
 //     for tile, for stage:                  for tile, for stage:
 //       wait empty                            wait full
@@ -303,7 +303,7 @@ __device__ __forceinline__ void copy_activations(const Args& args, const Shared<
 }
 
 // The warpgroup's share of a tile. While one record multiplies, the next is loaded and decoded. `begin` is called once
-// the tile's first records are decoded and before activations are needed.
+// the tile's first record is decoded and before activations are needed.
 template <typename Config, typename Begin>
 __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
                                               const Place& place, BlockRange range, Ring<Config::kStages>& ring,
