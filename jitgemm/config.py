@@ -50,8 +50,8 @@ CONVERTED_PART = 1 / 3
 """Part of the tokens promoted at a time, where they are 64 or more, for which s8 takes registers for converted sums."""
 CHUNK_REGISTERS = 2
 """More of them for every group beyond the first within a record of 128 k."""
-CONVERTED_PAIR_REGISTERS = 9
-"""More of them where a record has two sums of s8 to convert: groups of 64, or offsets."""
+PAIR_REGISTERS = 9
+"""More of them where a record has two sums (groups of 64, offsets), and s8 to convert or zero points to take off."""
 ZERO_REGISTERS = 8
 """More of them for zero points."""
 OFFSET_REGISTERS = 24
@@ -73,8 +73,8 @@ def registers_needed(spec: KernelSpec) -> int:
     if promote_records(spec) == 0:
         return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
     rest += MULTICAST_REGISTERS[spec.multicast_side]
-    if spec.lhs == "s8" and (spec.offset or spec.format.scale_rows == 2):
-        rest += CONVERTED_PAIR_REGISTERS
+    if (spec.lhs == "s8" or spec.zero_point) and (spec.offset or spec.format.scale_rows == 2):
+        rest += PAIR_REGISTERS
     tokens = spec.block_m // spec.halves
     if spec.lhs == "s8" and tokens >= 64:
         rest += int(CONVERTED_PART * tokens)
