@@ -90,7 +90,8 @@ __device__ __forceinline__ void sum_share(float (&acc)[Config::kBlockM / 2], con
     if (place.lane == 0 && !last_tile) {
         for (u32 split = 0; split < Layout::kSplits; ++split) {
             if (split == kShare) continue;
-            const u32 slot_free = shared.reduce_empty(split % Config::kWarpgroupsK * Config::kWarpgroupsN + place.along_n);
+            const u32 sender = split % Config::kWarpgroupsK * Config::kWarpgroupsN + place.along_n;
+            const u32 slot_free = shared.reduce_empty(sender);
             if constexpr (Config::kSplitK > 1) {
                 barrier_arrive_remote(slot_free, split / Config::kWarpgroupsK);
             } else {
