@@ -264,11 +264,11 @@ class Candidate:
     ctas: int
 
 
-def _tiles_of_cluster(spec: KernelSpec) -> tuple[int, int]:
-    """Tiles of a cluster along m and along n."""
-    return (spec.multicast if spec.multicast_side == "rhs" else 1), (
-        spec.multicast if spec.multicast_side == "lhs" else 1
-    )
+def _cluster_tile(spec: KernelSpec) -> tuple[int, int]:
+    """Tokens and rows of n that a cluster computes at once."""
+    tokens = spec.block_m * (spec.multicast if spec.multicast_side == "rhs" else 1)
+    rows = spec.block_n * (spec.multicast if spec.multicast_side == "lhs" else 1)
+    return tokens, rows
 
 
 def _clusters_that_fit(spec: KernelSpec, num_sms: int) -> int:
@@ -279,8 +279,8 @@ def _clusters_that_fit(spec: KernelSpec, num_sms: int) -> int:
 
 def grid_clusters(spec: KernelSpec, m: int, n: int, num_sms: int) -> tuple[int, int]:
     """(clusters with work, clusters launched): about one CTA an SM, the rest of the work in persistent strides."""
-    along_m, along_n = _tiles_of_cluster(spec)
-    units = ceil_div(m, spec.block_m * along_m) * ceil_div(n, spec.block_n * along_n)
+    tokens, rows = _cluster_tile(spec)
+    units = ceil_div(m, tokens) * ceil_div(n, rows)
     return units, min(units, _clusters_that_fit(spec, num_sms))
 
 
@@ -306,8 +306,7 @@ class _Costs(NamedTuple):
     tile: float  # epilogue, and the sum where every tile has one
     split_tile: float  # the sum of a tile of a split tail
     later_tile: float  # added for each tile but the first
-    rows: int  # of a unit of work: n and m that a cluster computes at once
-    tokens: int
+    cluster_tile: tuple[int, int]
     clusters: int  # that fit the device
 
 
@@ -336,7 +335,6 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
     if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
         launch += NO_PREFETCH_US
     reduce_us = REDUCE_US * (spec.split_k * spec.warpgroups_k - 1) ** 0.5 / shares
-    along_m, along_n = _tiles_of_cluster(spec)
     return _Costs(
         # The warpgroups of an SM share its tensor cores, its schedulers and its way to the L2.
         tensor=spec.warpgroups * wgmma * us_per_cycle,
@@ -348,8 +346,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         tile=STORE_US / shares + (0.0 if spec.split_tail else reduce_us),
         split_tile=reduce_us if spec.split_tail else 0.0,
         later_tile=SCATTER_US if spec.scatter else 0.0,
-        rows=spec.block_n * along_n,
-        tokens=spec.block_m * along_m,
+        cluster_tile=_cluster_tile(spec),
         clusters=_clusters_that_fit(spec, device.num_sms),
     )
 
@@ -373,7 +370,8 @@ class _Times(NamedTuple):
 def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec) -> tuple[_Times, int, int]:
     """The times, the rounds of tiles and the CTAs."""
     m, n, k = problem.m, problem.n, problem.k
-    units = ceil_div(m, costs.tokens) * ceil_div(n, costs.rows)
+    tokens, rows = costs.cluster_tile
+    units = ceil_div(m, tokens) * ceil_div(n, rows)
     clusters = min(units, costs.clusters)
     blocks = ceil_div(k, BLOCK_K)
     whole, split = rounds_of(spec, units, clusters)
@@ -396,10 +394,14 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     return times, waves, ctas
 
 
+def _candidate(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec) -> Candidate:
+    times, waves, ctas = _times(spec, costs, problem, device)
+    return Candidate(spec, times.total, times._asdict(), waves, ctas)
+
+
 def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate:
     """Predicted time of `problem` on `device` with this kernel."""
-    times, waves, ctas = _times(spec, _costs(spec, device), problem, device)
-    return Candidate(spec, times.total, times._asdict(), waves, ctas)
+    return _candidate(spec, _costs(spec, device), problem, device)
 
 
 @lru_cache(maxsize=256)
@@ -438,20 +440,17 @@ def band_end(m: int) -> int:
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
     """Every legal kernel for the problem with its prediction, best first; ties go to the smaller tile."""
     problem = replace(problem, m=band_end(problem.m))
-    found = [
-        Candidate(spec, times.total, times._asdict(), waves, ctas)
-        for spec, (times, waves, ctas) in _considered(problem, device)
-    ]
+    found = [_candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
     return sorted(found, key=lambda c: _rank(c.predicted_us, c.kernel))
 
 
-def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, tuple[_Times, int, int]]]:
+def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, _Costs]]:
     order = _invariant_order(replace(problem, m=1), device) if problem.batch_invariant else None
     tallest = 2 * max(problem.m, 8)
     for spec, costs in _costed_kernels(problem.lhs, problem.format, device, problem.out):
         # A tile twice as tall as the problem computes nothing but padding.
         if spec.block_m < tallest and order in (None, _order(spec)):
-            yield spec, _times(spec, costs, problem, device)
+            yield spec, costs
 
 
 def _rank(us: float, spec: KernelSpec) -> tuple[float, int, str]:
@@ -476,10 +475,12 @@ def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
     losses: dict[tuple[int, int], float] = {}
     for m in ORDER_MS:
         best: dict[tuple[int, int], float] = {}
-        for spec, (times, _, _) in _considered(replace(layer, m=m, batch_invariant=False), device):
+        problem = replace(layer, m=m, batch_invariant=False)
+        for spec, costs in _considered(problem, device):
             order = _order(spec)
             if order is not None:
-                best[order] = min(times.total, best.get(order, math.inf))
+                us = _times(spec, costs, problem, device)[0].total
+                best[order] = min(us, best.get(order, math.inf))
         least = min(best.values())
         for order, us in best.items():
             losses[order] = losses.get(order, 0.0) + math.log(us / least)
@@ -489,8 +490,8 @@ def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
 @lru_cache(maxsize=4096)
 def _choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
     best: tuple[float, KernelSpec] | None = None
-    for spec, (times, _, _) in _considered(problem, device):
-        us = times.total
+    for spec, costs in _considered(problem, device):
+        us = _times(spec, costs, problem, device)[0].total
         if best is None or us < best[0] or (us == best[0] and _rank(us, spec) < _rank(*best)):
             best = us, spec
     if best is None:

@@ -29,6 +29,8 @@ CASES = [
     ("k over warpgroups", {"warpgroups_k": 4, "split_k": 1}, G128, "s8", (5, 72, 544)),
     ("split k", {"warpgroups_k": 2, "split_k": 4}, G128, "e4m3", (13, 136, 1056)),
     ("split k over 8", {"warpgroups_k": 1, "split_k": 8}, (64, False, "fp16"), "s8", (13, 136, 1056)),
+    ("split k, scattered sums", {"warpgroups_k": 2, "split_k": 2, "scatter": True}, G128, "s8", (40, 136, 1056)),
+    ("split tail behind a round of tiles", {"split_tail": True}, G128, "e4m3", (40, 17160, 544)),
     ("split k, wide", {"block_m": 96, "split_k": 2}, CHANNEL, "e4m3", (100, 136, 1056)),
     ("multicast lhs", {"halves": 1, **LHS}, G128, "e4m3", (100, 392, 544)),
     ("multicast rhs", {"halves": 1, **RHS}, G128, "s8", (200, 200, 544)),

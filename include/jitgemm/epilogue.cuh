@@ -29,7 +29,7 @@ __device__ __forceinline__ void send_sums(const float (&acc)[Config::kBlockM / 2
 #pragma unroll
     for (u32 share = 0; share < Layout::kShares; ++share) {
         if (share == place.split) continue;
-        const u32 summer = share % Config::kWarpgroupsK * Config::kWarpgroupsN + place.along_n;
+        const u32 summer = Layout::warpgroup_of(share, place.along_n);
         u32 slot = shared.slot(summer, place.split - (place.split > share)) + place.thread * 16;
         if constexpr (Config::kSplitK > 1) {
             slot = map_to_rank(slot, share / Config::kWarpgroupsK);
@@ -90,8 +90,7 @@ __device__ __forceinline__ void sum_share(float (&acc)[Config::kBlockM / 2], con
     if (place.lane == 0 && !last_tile) {
         for (u32 split = 0; split < Layout::kSplits; ++split) {
             if (split == kShare) continue;
-            const u32 sender = split % Config::kWarpgroupsK * Config::kWarpgroupsN + place.along_n;
-            const u32 slot_free = shared.reduce_empty(sender);
+            const u32 slot_free = shared.reduce_empty(Layout::warpgroup_of(split, place.along_n));
             if constexpr (Config::kSplitK > 1) {
                 barrier_arrive_remote(slot_free, split / Config::kWarpgroupsK);
             } else {

@@ -328,16 +328,24 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
     // Multiplies `current`, the record of the ring's stage, and loads the one after it.
     auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next, bool last, bool load_next) {
         const u32 stage = ring.stage;
-        multiplier.start(current, advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage));
+        const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
+        multiplier.start(current, descriptor);
         if (load_next) load(next, following(last));
         ring.advance();
         current.load_factors(shared.record(stage, place.along_n, place.along_k), place);
-        multiplier.finish(acc, current, advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage), last);
+        multiplier.finish(acc, current, descriptor, last);
         release_stage(shared, stage, place);
     };
-    // Two sets of registers in turn, so that nothing is copied.
-    auto multiply_all = [&](Fragments<Config>& even, Fragments<Config>& odd, u32 left) {
+    if (records == 0) begin();
+    if (records > 0) {
+        Fragments<Config> even, odd;
+        // Where threads copy the activations, weights come on their own and can be decoded before.
+        if constexpr (Config::kDirectLhs) load(even, ring);
+        begin();
+        if constexpr (!Config::kDirectLhs) load(even, ring);
+        u32 left = records;
         if constexpr (Fragments<Config>::kChunks < 4) {
+            // Two sets of registers in turn, so that nothing is copied.
             for (; left >= 2; left -= 2) {
                 multiply(even, odd, false, true);
                 multiply(odd, even, left == 2, true);
@@ -350,15 +358,6 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
                 even = odd;
             }
         }
-    };
-    if (records == 0) begin();
-    if (records > 0) {
-        Fragments<Config> even, odd;
-        // Where threads copy the activations, weights come on their own and can be decoded before.
-        if constexpr (Config::kDirectLhs) load(even, ring);
-        begin();
-        if constexpr (!Config::kDirectLhs) load(even, ring);
-        multiply_all(even, odd, records);
     }
     if (records < stages) {
         barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);

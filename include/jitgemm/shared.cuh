@@ -49,6 +49,10 @@ struct Shared {
     __device__ __forceinline__ u32 record(u32 stage, u32 along_n, u32 along_k) const {
         return base + kRecords + stage * kRecordStage + along_n * kRecordRun + along_k * Config::kRecordBytes;
     }
+    // The warpgroup, in its CTA, that works on a split.
+    __device__ __forceinline__ static u32 warpgroup_of(u32 split, u32 along_n) {
+        return split % Config::kWarpgroupsK * Config::kWarpgroupsN + along_n;
+    }
     // Where a summer finds the sums of the index-th split other than its own.
     __device__ __forceinline__ u32 slot(u32 summer, u32 index) const {
         return base + kSlots + (summer * (kSplits - 1) + index) * kSlot;
