@@ -2,7 +2,9 @@
 """What the hardware gives, apart from any GEMM: rates that docs/notes/main-loop.md reasons from. Needs a Hopper GPU.
 
 python scripts/probe.py wgmma     # cycles of a multiply, and how long issuing it holds the warp
+python scripts/probe.py beside    # what multiplies and other instructions of the same SM cost each other
 python scripts/probe.py copies    # bytes a cycle that copies bring from the L2 into an SM, multicast or not
+python scripts/probe.py clusters  # how many clusters of CTAs run at a time
 """
 
 from __future__ import annotations
@@ -91,6 +93,88 @@ extern "C" __global__ void __launch_bounds__({128 * self.warpgroups}, 1) probe(u
     if (threadIdx.x % 128 == 0) {{
         out[2 * (blockIdx.x * {self.warpgroups} + threadIdx.x / 128)] = cycles;
         out[2 * (blockIdx.x * {self.warpgroups} + threadIdx.x / 128) + 1] = issuing + (sum != 0);
+    }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One warpgroup multiplies, m64nNk32 with A in registers; another runs `instructions` over and over meanwhile.
+
+    `%0` of an instruction is a register it reads and writes, `%1` another of its own, `%2` one that all share; there
+    are 64 of the first two.
+    """
+
+    name: str
+    lhs: str
+    tokens: int
+    instructions: str
+    multiplies: bool = True
+
+    @property
+    def source(self) -> str:
+        count = self.tokens // 2
+        integer = self.lhs == "s8"
+        kind, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
+        sums = ", ".join(f"%{i}" for i in range(count))
+        outputs = ", ".join(f'"{constraint}"(d[{i}])' for i in range(count))
+        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+        signs = "" if integer else ", 1, 1"
+        return f"""
+#include <jitgemm/barrier.cuh>
+#include <jitgemm/wgmma.cuh>
+using namespace jitgemm;
+__device__ __forceinline__ void multiply({kind} (&d)[{count}], const u32 (&a)[4], u64 b) {{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n{self.tokens}k32.{types} {{{sums}}}, {a}, %{count + 4}, 1{signs};"
+                 : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}}
+extern "C" __global__ void __launch_bounds__(256, 1) probe(u64* out) {{
+    extern __shared__ __align__(1024) u8 memory[];
+    __shared__ volatile u32 done;
+    for (u32 i = threadIdx.x; i < 98304 / 4; i += blockDim.x) reinterpret_cast<u32*>(memory)[i] = 0;
+    done = 0;
+    __syncthreads();
+    const u64 start = clock64();
+    if (threadIdx.x < 128) {{
+        const u64 b = k_major_descriptor(shared_address(memory));
+        u32 a[4][4] = {{}};
+        {kind} d[{count}] = {{}};
+        for (u32 repeat = 0; repeat < {REPEATS}; ++repeat) {{
+            if ({int(self.multiplies)}) {{
+#pragma unroll
+                for (int step = 0; step < 4; ++step) register_fence(a[step]);
+                wgmma_fence();
+#pragma unroll
+                for (int step = 0; step < 4; ++step) multiply(d, a[step], b + step * 2);
+                wgmma_commit();
+                wgmma_wait<0>();
+                register_fence(d);
+            }} else {{
+                while (clock64() - start < 512 * u64(repeat)) {{}}
+            }}
+        }}
+        const u64 cycles = clock64() - start;
+        done = 1;
+        float sum = 0;
+        for (int i = 0; i < {count}; ++i) sum += float(d[i]);
+        if (threadIdx.x == 0) out[2 * blockIdx.x] = cycles + (sum != 0);
+    }} else {{
+        u32 own[64], other[64], shared = threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < 64; ++i) own[i] = other[i] = i + threadIdx.x;
+        u64 turns = 0;
+        while (!done) {{
+#pragma unroll
+            for (int i = 0; i < 64; ++i)
+                asm volatile("{self.instructions}" : "+r"(own[i]), "+r"(other[i]) : "r"(shared));
+            ++turns;
+        }}
+        const u64 cycles = clock64() - start;
+        u32 sum = 0;
+#pragma unroll
+        for (int i = 0; i < 64; ++i) sum += own[i] + other[i];
+        if (threadIdx.x == 128) out[2 * blockIdx.x + 1] = (cycles * 1000 + (sum == 7)) / (turns * 64);
     }}
 }}
 """
@@ -210,6 +294,39 @@ def run_multiplies() -> None:
               f"{cycles / 4 / probe.warpgroups:.1f} | {probe.tokens // 2} | {issuing:.0f} |")  # fmt: skip
 
 
+BESIDE = {
+    "nothing": "",
+    "FFMA": "fma.rn.f32 %0, %1, %2, %0;",
+    "FADD": "add.rn.f32 %0, %1, %0;",
+    "FMUL by an immediate": "mul.rn.f32 %0, %0, 0f3F800001;",
+    "LOP3": "lop3.b32 %0, %0, %1, %2, 0x6A;",
+    "I2F": "cvt.rn.f32.s32 %0, %0;",
+    "I2F and FFMA": "{.reg .f32 f; cvt.rn.f32.s32 f, %1; fma.rn.f32 %0, f, %2, %0;}",
+}
+
+
+def run_beside() -> None:
+    import torch
+
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    print("| beside | type | n | cycles a multiply | cycles an instruction or pair | the same without multiplies |")
+    print("|---|---|---|---|---|---|")
+    probes = [
+        Beside(name, lhs, tokens, text, multiplies)
+        for lhs, tokens in (("e4m3", 128), ("e4m3", 256), ("s8", 128))
+        for name, text in BESIDE.items()
+        for multiplies in (True, False)
+    ]
+    figures = []
+    for probe, cubin in zip(probes, build(probes)):
+        out = torch.zeros(sms, 2, dtype=torch.int64, device="cuda")
+        launch(cubin, [ctypes.c_uint64(out.data_ptr())], grid=sms, threads=256, smem_bytes=98304)
+        figures.append(out.double().mean(0).tolist())
+    for probe, (cycles, instruction), (_, alone) in zip(probes[::2], figures[::2], figures[1::2]):
+        print(f"| {probe.name} | {probe.lhs} | {probe.tokens} | {cycles / REPEATS / 4:.1f} | {instruction / 1000:.2f} | "
+              f"{alone / 1000:.2f} |")  # fmt: skip
+
+
 def run_copies() -> None:
     import torch
 
@@ -233,16 +350,43 @@ def run_copies() -> None:
         print(f"| {'tile' if probe.tile else 'contiguous'} | {probe.multicast} | {rate:.1f} |")
 
 
+def run_clusters() -> None:
+    import torch
+    from cuda.bindings import driver as cu
+
+    from jitgemm import driver
+
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    source = 'extern "C" __global__ void probe() {}'
+    cubin = compile_cubin(source, {}, render.OPTIONS, name="probe").cubin
+    print("| CTAs a cluster | CTAs an SM has room for | clusters at a time | SMs without a CTA |\n|---|---|---|---|")
+    for size in (2, 3, 4, 5, 6, 7, 8):
+        for room, smem_bytes in ((1, 200_000), (2, 100_000)):
+            kernel = driver.load_kernel(cubin, "probe", device=0, smem_bytes=smem_bytes)
+            config = cu.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = 384, 1, 1
+            config.sharedMemBytes = smem_bytes
+            cluster = cu.CUlaunchAttribute()
+            cluster.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = size, 1, 1
+            config.attrs, config.numAttrs = [cluster], 1
+            error, count = cu.cuOccupancyMaxActiveClusters(kernel.function, config)
+            driver.check((error,), "cuOccupancyMaxActiveClusters")
+            print(f"| {size} | {room} | {count} | {sms - count * size // room} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("wgmma", "copies"))
+    parser.add_argument("part", choices=("wgmma", "beside", "copies", "clusters"))
     part = parser.parse_args().part
 
     import torch
 
     torch.cuda.init()
     print(f"{torch.cuda.get_device_name()}\n")
-    {"wgmma": run_multiplies, "copies": run_copies}[part]()
+    run = {"wgmma": run_multiplies, "beside": run_beside, "copies": run_copies, "clusters": run_clusters}
+    run[part]()
 
 
 if __name__ == "__main__":

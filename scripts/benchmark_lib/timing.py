@@ -143,13 +143,17 @@ def host_microseconds(
 
 
 def _ask_nvidia_smi() -> subprocess.Popen | None:
+    """Starts to sample; `_answer` ends it."""
     import torch
 
     uuid = str(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", ""))
     where = ["--id=GPU-" + uuid] if uuid else []
-    command = ["nvidia-smi", *where, "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits"]
+    # Not power.draw: that is the average of a second.
+    fields = ["--query-gpu=power.draw.instant,clocks.sm", "--format=csv,noheader,nounits", "--loop-ms=20"]
     try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return subprocess.Popen(
+            ["nvidia-smi", *where, *fields], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
     except OSError:
         return None
 
@@ -157,10 +161,12 @@ def _ask_nvidia_smi() -> subprocess.Popen | None:
 def _answer(sampled: subprocess.Popen | None) -> dict[str, float]:
     if sampled is None:
         return {}
+    sampled.terminate()
     try:
         text, _ = sampled.communicate(timeout=10)
-        power, clock = (float(part) for part in text.strip().splitlines()[0].split(","))
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        samples = [tuple(float(part) for part in line.split(",")) for line in text.splitlines()]
+        power, clock = (statistics.mean(column) for column in zip(*samples, strict=True))
+    except (subprocess.TimeoutExpired, ValueError, statistics.StatisticsError):
         sampled.kill()
         return {}
-    return {"power_w": power, "sm_mhz": clock}
+    return {"power_w": round(power, 1), "sm_mhz": round(clock, 1)}
