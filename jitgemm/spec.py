@@ -313,6 +313,19 @@ def units_in_flight(spec: KernelSpec) -> int:
     return spec.halves * max(1, min(groups, fit))
 
 
+def fragment_sets(spec: KernelSpec) -> int:
+    """Sets of registers that hold decoded records in turn: 2, or 1 that is copied into.
+
+    One where a turn of two records would be too much: to compile (groups of 32 unroll to four times the code), or for
+    registers (four warpgroups with wide tiles that convert int8's sums; with narrow ones, or with codes of any
+    activations, ptxas serialises the multiplies of a single set).
+    """
+    if spec.format.scale_rows == 4:
+        return 1
+    converts = spec.lhs == "s8" and spec.group_size > 0
+    return 1 if converts and spec.codes == "s8" and spec.warpgroups == 4 and spec.block_m >= 48 else 2
+
+
 MAX_CHANNEL_K_S8 = 2**16
 """Largest k of a weight per channel in the order for int8: sums of 16 q x stay in int32 up to twice that."""
 
@@ -356,4 +369,5 @@ def smem_bytes(spec: KernelSpec) -> int:
     out_panel = share * STRIP_ROWS * OUT_BYTES[spec.out]
     slots = (spec.split_k * spec.warpgroups_k - 1) * share * STRIP_ROWS * 4
     barriers = 8 * (2 * spec.stages + summers + spec.warpgroups)
-    return spec.stages * stage + summers * (out_panel + slots + share * 4) + barriers
+    factors = (share + 3 * STRIP_ROWS) * 4
+    return spec.stages * stage + summers * (out_panel + slots + factors) + barriers

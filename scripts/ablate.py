@@ -2,6 +2,7 @@
 """What a part of a kernel costs: the same kernels with it changed or left out, timed side by side. Needs a Hopper GPU.
 
     python scripts/ablate.py prefill      # decode and promotion in the main loop; figures: docs/notes/main-loop.md
+    python scripts/ablate.py power        # the same held for a while: microseconds, watts, MHz
     python scripts/ablate.py decode       # the path from one kernel of a chain to the next: docs/notes/decode.md
 
 Results of kernels with a part left out are wrong, of course; only their time means something.
@@ -42,7 +43,7 @@ NO_LOADS: tuple[Change, ...] = (
 )
 _AT_BARRIERS = "    // Every thread of every CTA waits for"
 EARLY_LAUNCH: tuple[Change, ...] = (
-    ("kernel", "                if (threadIdx.x == 0) launch_next_grid();\n", ""),
+    ("kernel", "        if (threadIdx.x == 0) launch_next_grid();\n", ""),
     ("kernel", _AT_BARRIERS, "    if (producer) launch_next_grid();\n" + _AT_BARRIERS),
 )
 RELEASE_AT_START: Change = ("kernel", "        cluster_started();", "        cluster_sync();")
@@ -63,6 +64,7 @@ class Part:
     k: int
     variants: dict[str, tuple[Change, ...]]
     kernels: tuple[KernelSpec, ...]
+    hold_s: float = 0.0  # replay for so long and say what the GPU drew; 0 for a short burst
 
 
 def _kernel(lhs: str, codes: str, block_m: int, block_n: int, group_size: int = 128, **shape: int) -> KernelSpec:
@@ -86,6 +88,12 @@ def prefill() -> Part:
         "neither, no copies": (NO_PROMOTION, *NO_DECODE, *NO_LOADS),
     }
     return Part(4096, 4096, 4096, variants, (*kernels, _kernel("s8", "any", 256, 128, 0, halves=2)))
+
+
+def power() -> Part:
+    part = prefill()
+    labels = ("e4m3fast-g128-bf16-m128n128-", "e4m3fast-g128-bf16-m176hn128-", "s8fast-g128-bf16-m128hn128-", "s8-channel-")
+    return replace(part, kernels=tuple(each for each in part.kernels if each.label.startswith(labels)), hold_s=0.6)
 
 
 def decode() -> Part:
@@ -120,11 +128,11 @@ def with_stages(kernel: KernelSpec, device: DeviceSpec) -> KernelSpec | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("prefill", "decode"))
+    parser.add_argument("part", choices=("prefill", "power", "decode"))
     for name in ("m", "n", "k"):
         parser.add_argument(f"--{name}", type=int, help="instead of the part's own")
     arguments = parser.parse_args()
-    part = {"prefill": prefill, "decode": decode}[arguments.part]()
+    part = {"prefill": prefill, "power": power, "decode": decode}[arguments.part]()
     m, n, k = (getattr(arguments, name) or getattr(part, name) for name in ("m", "n", "k"))
 
     import torch
@@ -182,9 +190,14 @@ def main() -> None:
                 for plan, weight in zip(ready, used)
             ]
             timed = Timed(calls)
+            if part.hold_s:
+                drawn = timed.hold(part.hold_s)
+                times[name, kernel] = f"{timed.us:.1f}, {drawn.get('power_w', 0):.0f}, {drawn.get('sm_mhz', 0):.0f}"
+                continue
             timed.turn(5)
             times[name, kernel] = f"{sorted(timed.turns[0])[2]:.{1 if m > 512 else 2}f}"
-    print(f"{torch.cuda.get_device_name()}, m = {m}, n = {n}, k = {k}, microseconds\n")
+    what = "microseconds, watts, MHz" if part.hold_s else "microseconds"
+    print(f"{torch.cuda.get_device_name()}, m = {m}, n = {n}, k = {k}, {what}\n")
     print("| kernel | " + " | ".join(part.variants) + " |\n|---|" + "---|" * len(part.variants))
     for kernel in kernels:
         print(f"| {kernel.label} | " + " | ".join(times[name, kernel] for name in part.variants) + " |")

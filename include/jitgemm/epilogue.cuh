@@ -112,14 +112,34 @@ __device__ __forceinline__ u32 pack_halves(float first, float second) {
     return packed;
 }
 
-// The per-token scales of the warpgroup's share of a tile; read back after a warpgroup barrier.
+// Starts to copy what the epilogue needs per token of the warpgroup's share and per row of n into shared memory: in
+// registers it would be there all through the main loop. Done after copy_wait() and a warpgroup barrier.
 template <typename Config>
-__device__ __forceinline__ void stage_lhs_scales(const Args& args, const Shared<Config>& shared, const Place& place,
-                                                 const Tile& tile) {
-    for (u32 i = place.thread; i < Config::kShareTokens; i += 128) {
-        u32 token = tile.m + place.split * Config::kShareTokens + i;
-        float scale = token < args.m ? args.lhs_scale[token * args.lhs_scale_stride] : 0.0f;
-        store_shared_float(shared.scales(place.warpgroup) + i * 4, scale * Config::Decode::kOutputScale);
+__device__ __forceinline__ void copy_factors(const Args& args, const Shared<Config>& shared, const Place& place,
+                                             const Tile& tile) {
+    // Asked for again: what follows from Place::thread is kept in a register from tile to tile.
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    thread %= 128;
+#pragma unroll
+    for (u32 i = 0; i < Config::kShareTokens; i += 128) {
+        const u32 token = tile.m + place.split * Config::kShareTokens + i + thread;
+        copy_4(i + thread < Config::kShareTokens, shared.scales(place.warpgroup) + (i + thread) * 4,
+               args.lhs_scale + token * args.lhs_scale_stride, args.lhs_scale, token < args.m);
+    }
+    const u32 first = tile.n + place.along_n * 64;
+    const bool inside = thread < 64 && first + thread < args.n;
+    const u32 terms = shared.terms(place.warpgroup) + thread * 4;
+    if constexpr (Config::kGroupSize == 0) {
+        // Bits of the type that it has; the array goes on to the end of the strip.
+        const u32 bytes = args.channel_scale_type == kFp32 ? 4 : 2;
+        const u8* scale = static_cast<const u8*>(args.channel_scale);
+        copy_4(thread * 4 < 64 * bytes, terms, scale + u64(first) * bytes + thread * 4, scale, first < args.n);
+    }
+    if (args.lhs_zero) copy_4(thread < 64, terms + 512, args.row_sum + first + thread, args.row_sum, inside);
+    if (args.bias) {
+        const float bias = inside ? load_real(args.bias, first + thread, args.bias_type) : 0.0f;
+        if (thread < 64) store_shared_float(terms + 256, bias);
     }
 }
 
@@ -131,19 +151,25 @@ struct RowTerms {
 };
 
 template <typename Config>
-__device__ __forceinline__ RowTerms load_row_terms(const Args& args, const Place& place, const Tile& tile) {
-    RowTerms terms;
+__device__ __forceinline__ RowTerms load_row_terms(const Args& args, const Shared<Config>& shared,
+                                                   const Place& place) {
+    const u32 terms = shared.terms(place.warpgroup);
+    RowTerms found;
 #pragma unroll
     for (u32 half = 0; half < 2; ++half) {
-        u32 row = tile.n + place.along_n * 64 + place.warp * 16 + place.lane / 4 + half * 8;
-        bool inside = row < args.n;
-        terms.scale[half] = 1.0f;
-        if constexpr (Config::kGroupSize == 0)
-            terms.scale[half] = inside ? load_real(args.channel_scale, row, args.channel_scale_type) : 0.0f;
-        terms.bias[half] = inside && args.bias ? load_real(args.bias, row, args.bias_type) : 0.0f;
-        terms.sum[half] = inside && args.lhs_zero ? args.row_sum[row] * (-1.0f / Config::Decode::kOutputScale) : 0.0f;
+        const u32 row = place.warp * 16 + place.lane / 4 + half * 8;
+        found.scale[half] = 1.0f;
+        if constexpr (Config::kGroupSize == 0) {
+            found.scale[half] = args.channel_scale_type == kFp32   ? load_shared_real<kFp32>(terms, row)
+                                : args.channel_scale_type == kBf16 ? load_shared_real<kBf16>(terms, row)
+                                                                   : load_shared_real<kFp16>(terms, row);
+        }
+        found.bias[half] = args.bias ? load_shared_float(terms + 256 + row * 4) : 0.0f;
+        found.sum[half] = 0.0f;
+        if (args.lhs_zero)
+            found.sum[half] = load_shared_float(terms + 512 + row * 4) * (-1.0f / Config::Decode::kOutputScale);
     }
-    return terms;
+    return found;
 }
 
 // Scales, converts and stores a share of the output tile, in runs of columns that take 128 bytes. In shared memory a
@@ -152,10 +178,12 @@ __device__ __forceinline__ RowTerms load_row_terms(const Args& args, const Place
 template <typename Config, u32 kShare>
 __device__ __forceinline__ void store_share(const float (&acc)[Config::kBlockM / 2], const Args& args,
                                             const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
-                                            const Tile& tile, const RowTerms& terms) {
+                                            const Tile& tile) {
     u32 panel = shared.out(place.warpgroup);
     if (place.thread == 0) store_wait_read();
-    warpgroup_sync(place.warpgroup);  // the panel is free, the per-token scales are there
+    copy_wait();
+    warpgroup_sync(place.warpgroup);  // the panel is free, the factors are there
+    const RowTerms terms = load_row_terms(args, shared, place);
 
     const u32 first_token = tile.m + kShare * Config::kShareTokens;
     u32 scales = shared.scales(place.warpgroup) + (place.lane % 4) * 8;
@@ -164,6 +192,8 @@ __device__ __forceinline__ void store_share(const float (&acc)[Config::kBlockM /
     // The thread's two rows for two tokens: [row][token].
     auto finish = [&](u32 run, float (&value)[2][2]) {
         float2 token_scale = load_shared_float2(scales + run * 32);
+        token_scale.x *= Config::Decode::kOutputScale;
+        token_scale.y *= Config::Decode::kOutputScale;
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             value[half][0] = sums[run * 4 + half * 2] * terms.scale[half];
@@ -240,16 +270,15 @@ __device__ __forceinline__ void store_share(const float (&acc)[Config::kBlockM /
 template <typename Config, u32 kShare = 0>
 __device__ __forceinline__ void finish_share(float (&acc)[Config::kBlockM / 2], const Args& args,
                                              const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
-                                             const Tile& tile, const RowTerms& terms, bool summed, u32 parity,
-                                             bool last_tile) {
+                                             const Tile& tile, bool summed, u32 parity, bool last_tile) {
     // A constant for each share, so that accumulators stay in registers.
     if (place.split == kShare) {
         if constexpr (Shared<Config>::kSplits > 1) {
             if (summed) sum_share<Config, kShare>(acc, shared, place, parity, last_tile);
         }
-        store_share<Config, kShare>(acc, args, out_map, shared, place, tile, terms);
+        store_share<Config, kShare>(acc, args, out_map, shared, place, tile);
     } else if constexpr (kShare + 1 < Shared<Config>::kShares) {
-        finish_share<Config, kShare + 1>(acc, args, out_map, shared, place, tile, terms, summed, parity, last_tile);
+        finish_share<Config, kShare + 1>(acc, args, out_map, shared, place, tile, summed, parity, last_tile);
     }
 }
 

@@ -273,8 +273,8 @@ __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 
     }
 }
 
-// Copies the activations of the prefetched stages, by the threads that will multiply them: for a few tokens the copy
-// engine takes twice as long from the wait to the first byte. The layout is the tile copy's 128-byte swizzle.
+// Starts to copy the activations of the prefetched stages, by the threads that will multiply them: for a few tokens the
+// copy engine takes twice as long from the wait to the first byte. The layout is the tile copy's 128-byte swizzle.
 template <typename Config>
 __device__ __forceinline__ void copy_activations(const Args& args, const Shared<Config>& shared, const Place& place,
                                                  const Tile& tile) {
@@ -297,9 +297,14 @@ __device__ __forceinline__ void copy_activations(const Args& args, const Shared<
             }
         }
     }
+}
+
+// Until all of them are there.
+template <typename Config>
+__device__ __forceinline__ void wait_for_activations(const Place& place) {
     copy_wait();
     async_proxy_fence();
-    along_k_sync(place.along_k, kThreads);
+    along_k_sync(place.along_k, 128 * Config::kWarpgroupsN);
 }
 
 // The warpgroup's share of a tile. While one record multiplies, the next is loaded and decoded. `begin` is called once
@@ -312,6 +317,11 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
     // The last stage may hold no record for this warpgroup.
     const u32 records = ceil_div(max(range.end - range.begin, place.along_k) - place.along_k, Config::kWarpgroupsK);
     const u64 first_descriptor = k_major_descriptor(shared.lhs(0, place.along_k));
+
+    // Known where k is not split, which saves registers; but with one set of fragments ptxas would serialise the
+    // multiplies (C7513).
+    const bool any =
+        (Config::kFragmentSets == 2 && Config::kSplitK == 1 && Config::kWarpgroupsK == 1) || records > 0;
 
     Multiplier<Config> multiplier;
     auto load = [&](Fragments<Config>& fragments, const Ring<Config::kStages>& at) {
@@ -336,15 +346,15 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
         multiplier.finish(acc, current, descriptor, last);
         release_stage(shared, stage, place);
     };
-    if (records == 0) begin();
-    if (records > 0) {
+    if (!any) begin();
+    if (any) {
         Fragments<Config> even, odd;
         // Where threads copy the activations, weights come on their own and can be decoded before.
         if constexpr (Config::kDirectLhs) load(even, ring);
         begin();
         if constexpr (!Config::kDirectLhs) load(even, ring);
         u32 left = records;
-        if constexpr (Fragments<Config>::kChunks < 4) {
+        if constexpr (Config::kFragmentSets == 2) {
             // Two sets of registers in turn, so that nothing is copied.
             for (; left >= 2; left -= 2) {
                 multiply(even, odd, false, true);
@@ -352,7 +362,6 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
             }
             if (left > 0) multiply(even, odd, true, false);
         } else {
-            // Groups of 32 unroll to four times the code: once is enough to compile.
             for (; left > 0; --left) {
                 multiply(even, odd, left == 1, true);
                 even = odd;
@@ -380,39 +389,44 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     place.warp = place.thread / 32;
     place.lane = place.thread % 32;
 
+    auto wait = [&] {
+        wait_for_previous_grid();
+        // Not before: the next kernel's weights would be fetched ahead of this one's activations.
+        if (threadIdx.x == 0) launch_next_grid();
+    };
+    if constexpr (!Config::kDirectLhs) wait();
+    bool waited = !Config::kDirectLhs;
+
     Scheduler<Config> scheduler(args);
     Ring<Config::kStages> ring;
     u32 parity = 0;  // of the tile, among those that are summed over splits
-    bool waited = false;
     Tile tile;
     while (scheduler.next(tile, rank)) {
         place.split = (tile.split ? rank * Config::kWarpgroupsK : 0) + place.along_k;
         const bool summed = Shared<Config>::kSplits > 1 && (!Config::kSplitTail || tile.split);
-        RowTerms terms;
         float acc[Config::kBlockM / 2];
 #pragma unroll
         for (u32 i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
         multiply_tile<Config>(acc, shared, place, tile.range, ring, [&] {
-            if (!waited) {
-                wait_for_previous_grid();
-                // Not before: the next kernel's weights would be fetched ahead of this one's activations.
-                if (threadIdx.x == 0) launch_next_grid();
-                if constexpr (Config::kDirectLhs) copy_activations<Config>(args, shared, place, tile);
+            const bool copying = !waited;
+            if (copying) {
+                wait();
+                copy_activations<Config>(args, shared, place, tile);
                 waited = true;
             }
             if (place.split < Shared<Config>::kShares) {
                 if (Config::kSplitK > 1 && summed && place.thread == 0)
                     barrier_expect_bytes(shared.reduce_full(place.warpgroup),
                                          (Shared<Config>::kSplits - 1) * Shared<Config>::kSlot);
-                stage_lhs_scales<Config>(args, shared, place, tile);
-                terms = load_row_terms<Config>(args, place, tile);
+                copy_factors<Config>(args, shared, place, tile);
             }
+            if (copying) wait_for_activations<Config>(place);
         });
 
         if constexpr (Shared<Config>::kSplits > 1) {
             if (summed) send_sums<Config>(acc, shared, place, parity);
         }
-        finish_share<Config>(acc, args, out_map, shared, place, tile, terms, summed, parity, scheduler.done());
+        finish_share<Config>(acc, args, out_map, shared, place, tile, summed, parity, scheduler.done());
         parity ^= summed;
     }
     if (!waited) wait_for_previous_grid();

@@ -5,6 +5,7 @@
 //     64-aligned     records  [stages][warpgroups_n][warpgroups_k][record]
 //                    slots    [summers][splits - 1][share / 8][128 threads][4] fp32 partial sums
 //                    scales   [summers][share] fp32                        per-token scales
+//                    terms    [summers][3][64] fp32                        scale, bias and sum of each row of n
 //                    barriers full[stages] empty[stages] reduce_full[summers] reduce_empty[warpgroups]
 //
 // `share` is the tokens that one warpgroup sums over the splits of k and stores, `summers` the warpgroups of a CTA that
@@ -29,12 +30,14 @@ struct Shared {
     static constexpr u32 kRecordRun = Config::kWarpgroupsK * Config::kRecordBytes;
     static constexpr u32 kRecordStage = Config::kWarpgroupsN * kRecordRun;
     static constexpr u32 kSlot = Config::kShareTokens * 64 * 4;
+    static constexpr u32 kTermsBytes = 3 * 64 * 4;
 
     static constexpr u32 kOut = Config::kStages * kLhsStage;
     static constexpr u32 kRecords = kOut + kSummers * kOutPanel;
     static constexpr u32 kSlots = kRecords + Config::kStages * kRecordStage;
     static constexpr u32 kScales = kSlots + kSummers * (kSplits - 1) * kSlot;
-    static constexpr u32 kBarriers = kScales + kSummers * Config::kShareTokens * 4;
+    static constexpr u32 kTerms = kScales + kSummers * Config::kShareTokens * 4;
+    static constexpr u32 kBarriers = kTerms + kSummers * kTermsBytes;
     static constexpr u32 kBarrierCount = 2 * Config::kStages + kSummers + kWarpgroups;
     static constexpr u32 kBytes = kBarriers + kBarrierCount * 8;
     static_assert(kRecords % 64 == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0,
@@ -60,6 +63,7 @@ struct Shared {
     __device__ __forceinline__ u32 scales(u32 summer) const {
         return base + kScales + summer * Config::kShareTokens * 4;
     }
+    __device__ __forceinline__ u32 terms(u32 summer) const { return base + kTerms + summer * kTermsBytes; }
     __device__ __forceinline__ u32 full(u32 stage) const { return base + kBarriers + stage * 8; }
     __device__ __forceinline__ u32 empty(u32 stage) const { return full(Config::kStages + stage); }
     __device__ __forceinline__ u32 reduce_full(u32 summer) const { return full(2 * Config::kStages + summer); }
@@ -102,6 +106,12 @@ __device__ __forceinline__ float4 load_shared_float4(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ float load_shared_float(u32 address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ float2 load_shared_float2(u32 address) {
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
@@ -126,9 +136,7 @@ __device__ __forceinline__ u32 load_shared_u8(u32 address) {
 template <RealType kType>
 __device__ __forceinline__ float load_shared_real(u32 row, u32 index) {
     if constexpr (kType == kFp32) {
-        float value;
-        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(row + index * 4) : "memory");
-        return value;
+        return load_shared_float(row + index * 4);
     } else {
         u16 bits;
         asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(row + index * 2) : "memory");

@@ -72,6 +72,14 @@ __device__ __forceinline__ void copy_16(u32 destination, const u8* source, bool 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  ::"r"(destination), "l"(source), "r"(inside ? 16 : 0) : "memory");
 }
+// The same for 4 bytes, where `wanted`; `base` is an address that may be read in any case. Without a branch: behind one,
+// ptxas takes a warp for divergent, and keeps in registers of each thread what is the same for all.
+__device__ __forceinline__ void copy_4(bool wanted, u32 destination, const void* source, const void* base,
+                                       bool inside) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p cp.async.ca.shared.global [%0], [%1], 4, %2;\n}"
+                 ::"r"(destination), "l"(inside ? source : base), "r"(inside ? 4 : 0), "r"(u32(wanted)) : "memory");
+}
+
 __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Orders this thread's ordinary writes to shared memory before later reads by the copy engine.
