@@ -20,6 +20,7 @@ from jitgemm.spec import (
     Problem,
     WeightFormat,
     ceil_div,
+    fragment_sets,
     promote_records,
     share_tokens,
     smem_bytes,
@@ -40,6 +41,12 @@ UNPROMOTED_REGISTERS = 16
 """More of them where sums stay in the tensor cores' registers from record to record."""
 SPLIT_REGISTERS = 8
 """More of them where k is split."""
+FOUR_REGISTERS = 18
+"""Fewer of them with four warpgroups side by side: ptxas does with less where it has to."""
+FOUR_GROUPS = {"e4m3": 2, "s8": 1}
+"""With so many groups a record at most."""
+SET_REGISTERS = 16
+"""Fewer of them with one set of fragments."""
 SCATTER_REGISTERS = 8
 """More of them where those scatter their sums."""
 TAIL_REGISTERS = 9
@@ -48,13 +55,15 @@ MULTICAST_REGISTERS = {"none": 0, "lhs": 17, "rhs": 8}
 """More of them where groups are promoted and CTAs share an operand, by which."""
 CONVERTED_PART = 1 / 3
 """Part of the tokens promoted at a time, where they are 64 or more, for which s8 takes registers for converted sums."""
-CHUNK_REGISTERS = 2
-"""More of them for every group beyond the first within a record of 128 k."""
+CHUNK_REGISTERS = {"bf16": 2, "fp16": 2, "fp32": 5}
+"""More of them for every group beyond the first within a record of 128 k, by the type of the scales."""
 PAIR_REGISTERS = 9
 """More of them where a record has two sums (groups of 64, offsets), and s8 to convert or zero points to take off."""
+WIDE_PAIR_REGISTERS = 11
+"""And more where s8 converts them for tiles of 64 tokens or more, and as many again with zero points."""
 ZERO_REGISTERS = 8
 """More of them for zero points."""
-OFFSET_REGISTERS = 24
+OFFSET_REGISTERS = {"e4m3": 24, "s8": 34}
 """More of them for offsets: four ones, two factors for each group of a record."""
 FP32_REGISTERS = 16
 """More of them where results are stored in fp32."""
@@ -66,17 +75,22 @@ def registers_needed(spec: KernelSpec) -> int:
     rest += SPLIT_REGISTERS if spec.warpgroups_k * spec.split_k > 1 else 0
     rest += SCATTER_REGISTERS if spec.scatter else 0
     rest += TAIL_REGISTERS if spec.split_tail else 0
-    rest += CHUNK_REGISTERS * max(0, spec.format.scale_rows - 1)
+    rest += CHUNK_REGISTERS[spec.scale_type] * max(0, spec.format.scale_rows - 1)
     rest += ZERO_REGISTERS if spec.zero_point else 0
-    rest += OFFSET_REGISTERS if spec.offset else 0
+    rest += OFFSET_REGISTERS[spec.lhs] if spec.offset else 0
     rest += FP32_REGISTERS if spec.out == "fp32" else 0
+    rest -= FOUR_REGISTERS if spec.warpgroups_n == 4 and spec.format.scale_rows <= FOUR_GROUPS[spec.lhs] else 0
     if promote_records(spec) == 0:
         return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
     rest += MULTICAST_REGISTERS[spec.multicast_side]
     if (spec.lhs == "s8" or spec.zero_point) and (spec.offset or spec.format.scale_rows == 2):
         rest += PAIR_REGISTERS
+        if spec.lhs == "s8" and spec.block_m >= 64:
+            rest += WIDE_PAIR_REGISTERS * (1 + spec.zero_point)
     tokens = spec.block_m // spec.halves
-    if spec.lhs == "s8" and tokens >= 64:
+    if spec.lhs == "s8" and spec.format.scale_rows < 4 and fragment_sets(spec) == 1:
+        rest -= SET_REGISTERS
+    elif spec.lhs == "s8" and tokens >= 64:
         rest += int(CONVERTED_PART * tokens)
     return spec.block_m // 2 + units_in_flight(spec) * (tokens // 2) + rest
 
@@ -178,6 +192,9 @@ def _shapes() -> Iterator[_Shape]:
                     yield _Shape(block_m, 64, warpgroups_k=2, split_k=split_k, scatter=scatter)
         # Wide tiles: all warpgroups along n, neighbours may share an operand.
         if block_m >= 48:
+            # Four warpgroups: fewer copies a multiply than two, and more to run while one waits.
+            if block_m <= 96:
+                yield _Shape(block_m, 256)
             for block_n in (128, 192):
                 # ptxas does better by two halves of the widest.
                 for halves in (1, 2) if block_m <= 144 else (2,):
@@ -199,49 +216,49 @@ def _shapes() -> Iterator[_Shape]:
 
 LAUNCH_US = 1.48
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.056
+NO_PREFETCH_US = 0.336
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
 REDUCE_US = 0.05
 """Sum over splits of k, per tile and split beyond the first: stores into another's shared memory, hand-over, reads."""
-SCATTER_US = 1.18
+SCATTER_US = 0.701
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
-STORE_US = 0.443
+STORE_US = 0.291
 """Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
-CLUSTER_US = {1: 0.913, 2: 0.243}
+CLUSTER_US = {1: 0.745, 2: 0.216}
 """Launch of a cluster of two and its barriers, by CTAs of an SM; grows with the root of the further CTAs."""
 WGMMA_MIN_CYCLES = 5.0
 """Cycles of one m64nNk32 with A in registers, however narrow."""
-RECORD_CYCLES = 295.0
+RECORD_CYCLES = 248.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 103.0, ("s8", "any"): 101.0, ("e4m3", "fast"): 49.1, ("s8", "fast"): 69.4,
-    ("e4m3", "zero"): 142.0, ("s8", "zero"): 142.0,
+    ("e4m3", "any"): 101.0, ("s8", "any"): 101.0, ("e4m3", "fast"): 58.7, ("s8", "fast"): 67.1,
+    ("e4m3", "zero"): 139.0, ("s8", "zero"): 142.0,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.46, "s8": 2.28}
+PROMOTE_CYCLES = {"e4m3": 1.83, "s8": 2.91}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-FETCH_CYCLES = 2970.0
+FETCH_CYCLES = 2680.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-HALVES_CYCLES = 4.78
+HALVES_CYCLES = 7.52
 """Added where tokens are multiplied in halves and a record has one group: nothing runs beside the instructions."""
-ISSUE_CYCLES = 91.7
+ISSUE_CYCLES = 89.9
 """Issue cycles of a scheduler per record for everything else."""
-CHUNK_CYCLES = 12.6
+CHUNK_CYCLES = 10.0
 """Added for every group beyond the first within a record: its promotion waits for its own wgmma."""
 L2_BYTES_PER_CYCLE = 64.0
 """Bytes an SM draws from the L2 in a cycle when all draw."""
-MULTICAST_PART = 1.05
+MULTICAST_PART = 0.985
 """What a byte that two CTAs share counts for: the way into the SM is the limit, and multicast does not widen it
 (docs/notes/main-loop.md)."""
-OVERLAP = 2.78
+OVERLAP = 2.89
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
 FEW_SMS = 0.1
 """Exponent with which memory time grows as fewer SMs draw."""
-CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.57, 8: 0.6}
+CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 """Share of the SMs that clusters of a size can fill, one CTA an SM: a cluster lies within a GPC, whose SMs it need not
-divide."""
+divide. 30 clusters of 4 and 15 of 8 on an H200, says `cuOccupancyMaxActiveClusters`."""
 
 
 @dataclass(frozen=True)

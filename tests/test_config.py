@@ -385,7 +385,7 @@ def test_decode_takes_narrow_tiles_and_prefill_wide_ones():
         for device in ALL_DEVICES:
             narrow = choose(Problem(1, 4096, 4096, lhs, WeightFormat(128, False, "bf16")), device)
             wide = choose(Problem(8192, 4096, 4096, lhs, WeightFormat(128, False, "bf16")), device)
-            assert narrow.block_m <= 16 and wide.block_m >= 64
+            assert narrow.block_m <= 16 and wide.block_m >= 48 and wide.block_m * wide.block_n >= 64 * 128
 
 
 # ---- purity ---------------------------------------------------------------------------------------------------------
