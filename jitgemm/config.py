@@ -59,8 +59,10 @@ CHUNK_REGISTERS = {"bf16": 2, "fp16": 2, "fp32": 5}
 """More of them for every group beyond the first within a record of 128 k, by the type of the scales."""
 PAIR_REGISTERS = 9
 """More of them where a record has two sums (groups of 64, offsets), and s8 to convert or zero points to take off."""
-WIDE_PAIR_REGISTERS = 11
-"""And more where s8 converts them for tiles of 64 tokens or more, and as many again with zero points."""
+WIDE_PAIR_REGISTERS = {"any": 11, "s8": 3}
+"""And more where s8 converts them for tiles of 64 tokens or more, by codes, and as many again with zero points."""
+NARROW_PAIR_REGISTERS = 26
+"""Fewer of them where tiles of 32 tokens or less have groups of 64: their sums are few."""
 ZERO_REGISTERS = 8
 """More of them for zero points."""
 OFFSET_REGISTERS = {"e4m3": 24, "s8": 34}
@@ -86,7 +88,9 @@ def registers_needed(spec: KernelSpec) -> int:
     if (spec.lhs == "s8" or spec.zero_point) and (spec.offset or spec.format.scale_rows == 2):
         rest += PAIR_REGISTERS
         if spec.lhs == "s8" and spec.block_m >= 64:
-            rest += WIDE_PAIR_REGISTERS * (1 + spec.zero_point)
+            rest += WIDE_PAIR_REGISTERS[spec.codes] * (1 + spec.zero_point)
+    if spec.block_m <= 32 and spec.format.scale_rows == 2 and not spec.offset:
+        rest -= NARROW_PAIR_REGISTERS
     tokens = spec.block_m // spec.halves
     if spec.lhs == "s8" and spec.format.scale_rows < 4 and fragment_sets(spec) == 1:
         rest -= SET_REGISTERS

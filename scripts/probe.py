@@ -182,10 +182,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) probe(u64* out) {{
 
 @dataclass(frozen=True)
 class Copy:
-    """A ring of 16 KiB copies, 12 under way; `multicast` CTAs of a cluster fetch a part each, for all of them."""
+    """A ring of 16 KiB copies, 12 under way; `multicast` CTAs of a cluster fetch a part each, for all of them.
+
+    `beyond` of a tile's 128 rows lie outside of the tensor, where the copy writes zeros.
+    """
 
     multicast: int
     tile: bool
+    beyond: int = 0
 
     @property
     def source(self) -> str:
@@ -194,6 +198,8 @@ class Copy:
         many = self.multicast > 1
         to, fro = f"memory + stage * 16384 + rank * {share}", f"base + u64(chunk) * 16384 + rank * {share}"
         where = f"chunk % 32 * 128, chunk / 32 * 128 + rank * {share // 128}"
+        if self.beyond:
+            where = "chunk * 128, 0"
         function = ("tile_load" if self.tile else "bulk_load") + ("_multicast" if many else "")
         parts = [to, f"&map, {where}" if self.tile else f"{fro}, {share}", "full", f"{mask}" if many else ""]
         copy = f"{function}({', '.join(filter(None, [*parts, '' if self.tile else 'policy']))});"
@@ -335,19 +341,21 @@ def run_copies() -> None:
     ctas, count, size = 128, 2000, 8 << 20
     source = torch.zeros(size, dtype=torch.uint8, device="cuda")
     print(f"{ctas} CTAs, one an SM, {count} copies of 16 KiB each out of {size >> 20} MiB\n")
-    print("| copy | CTAs a fetch is for | bytes into an SM, a cycle |\n|---|---|---|")
+    print("| copy | rows of 128 outside | CTAs a fetch is for | bytes into an SM, a cycle |\n|---|---|---|---|")
     probes = [Copy(multicast, tile) for tile in (False, True) for multicast in (1, 2)]
+    probes += [Copy(1, True, beyond) for beyond in (1, 32, 64, 96, 127)]
     for probe, cubin in zip(probes, build(probes)):
         out = torch.zeros(ctas, dtype=torch.int64, device="cuda")
-        box = (128, 128 // probe.multicast)
-        tensor_map = driver.TileMap("u8", columns=4096, rows=size // 4096, row_bytes=4096, box=box).encode(
-            source.data_ptr()
-        )
+        columns = size // 128 if probe.beyond else 4096
+        rows = 128 - probe.beyond if probe.beyond else size // columns
+        tensor_map = driver.TileMap(
+            "u8", columns=columns, rows=rows, row_bytes=columns, box=(128, 128 // probe.multicast)
+        ).encode(source.data_ptr())
         arguments = [ctypes.c_uint64(source.data_ptr()), ctypes.c_uint32(size // 16384), ctypes.c_uint32(count),
                      ctypes.c_uint64(out.data_ptr())]  # fmt: skip
         launch(cubin, arguments, grid=ctas, threads=32, smem_bytes=12 * 16384, device_map=tensor_map[1])
         rate = count * 16384 / out.double().mean().item()
-        print(f"| {'tile' if probe.tile else 'contiguous'} | {probe.multicast} | {rate:.1f} |")
+        print(f"| {'tile' if probe.tile else 'contiguous'} | {probe.beyond} | {probe.multicast} | {rate:.1f} |")
 
 
 def run_clusters() -> None:

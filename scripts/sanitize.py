@@ -31,6 +31,7 @@ CASES = [
     ("split k over 8", {"warpgroups_k": 1, "split_k": 8}, (64, False, "fp16"), "s8", (13, 136, 1056)),
     ("split k, scattered sums", {"warpgroups_k": 2, "split_k": 2, "scatter": True}, G128, "s8", (40, 136, 1056)),
     ("split tail behind a round of tiles", {"split_tail": True}, G128, "e4m3", (40, 17160, 544)),
+    ("four warpgroups along n", {"block_n": 256}, G128, "e4m3", (100, 520, 544)),
     ("split k, wide", {"block_m": 96, "split_k": 2}, CHANNEL, "e4m3", (100, 136, 1056)),
     ("multicast lhs", {"halves": 1, **LHS}, G128, "e4m3", (100, 392, 544)),
     ("multicast rhs", {"halves": 1, **RHS}, G128, "s8", (200, 200, 544)),
