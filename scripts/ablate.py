@@ -92,8 +92,9 @@ def prefill() -> Part:
 
 def power() -> Part:
     part = prefill()
-    labels = ("e4m3fast-g128-bf16-m128n128-", "e4m3fast-g128-bf16-m176hn128-", "s8fast-g128-bf16-m128hn128-", "s8-channel-")
-    return replace(part, kernels=tuple(each for each in part.kernels if each.label.startswith(labels)), hold_s=0.6)
+    e4m3, s8 = "e4m3fast-g128-bf16-", "s8fast-g128-bf16-"
+    chosen = (e4m3 + "m128n128-", e4m3 + "m176hn128-", s8 + "m128hn128-", "s8-channel-")
+    return replace(part, kernels=tuple(each for each in part.kernels if each.label.startswith(chosen)), hold_s=0.6)
 
 
 def decode() -> Part:

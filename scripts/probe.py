@@ -329,8 +329,8 @@ def run_beside() -> None:
         launch(cubin, [ctypes.c_uint64(out.data_ptr())], grid=sms, threads=256, smem_bytes=98304)
         figures.append(out.double().mean(0).tolist())
     for probe, (cycles, instruction), (_, alone) in zip(probes[::2], figures[::2], figures[1::2]):
-        print(f"| {probe.name} | {probe.lhs} | {probe.tokens} | {cycles / REPEATS / 4:.1f} | {instruction / 1000:.2f} | "
-              f"{alone / 1000:.2f} |")  # fmt: skip
+        print(f"| {probe.name} | {probe.lhs} | {probe.tokens} | {cycles / REPEATS / 4:.1f} | "
+              f"{instruction / 1000:.2f} | {alone / 1000:.2f} |")  # fmt: skip
 
 
 def run_copies() -> None:
