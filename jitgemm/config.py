@@ -215,7 +215,7 @@ def _shapes() -> Iterator[_Shape]:
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted by `scripts/sweep.py fit` to 8,660 timings on an H200, 2026-11-21 (docs/notes/selector.md):
+# The constants were fitted by `scripts/sweep.py fit` to 8,701 timings on an H200, 2026-11-21 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
 LAUNCH_US = 1.48
