@@ -42,9 +42,7 @@ UNPROMOTED_REGISTERS = 16
 SPLIT_REGISTERS = 8
 """More of them where k is split."""
 FOUR_REGISTERS = 18
-"""Fewer of them with four warpgroups side by side: ptxas does with less where it has to."""
-FOUR_GROUPS = {"e4m3": 2, "s8": 1}
-"""With so many groups a record at most."""
+"""Fewer of them with four warpgroups side by side and one group a record: ptxas does with less where it has to."""
 SET_REGISTERS = 16
 """Fewer of them with one set of fragments."""
 SCATTER_REGISTERS = 8
@@ -81,7 +79,7 @@ def registers_needed(spec: KernelSpec) -> int:
     rest += ZERO_REGISTERS if spec.zero_point else 0
     rest += OFFSET_REGISTERS[spec.lhs] if spec.offset else 0
     rest += FP32_REGISTERS if spec.out == "fp32" else 0
-    rest -= FOUR_REGISTERS if spec.warpgroups_n == 4 and spec.format.scale_rows <= FOUR_GROUPS[spec.lhs] else 0
+    rest -= FOUR_REGISTERS if spec.warpgroups_n == 4 and spec.format.scale_rows <= 1 else 0
     if promote_records(spec) == 0:
         return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
     rest += MULTICAST_REGISTERS[spec.multicast_side]
