@@ -59,6 +59,8 @@ PAIR_REGISTERS = 9
 """More of them where a record has two sums (groups of 64, offsets), and s8 to convert or zero points to take off."""
 WIDE_PAIR_REGISTERS = {"any": 11, "s8": 3}
 """And more where s8 converts them for tiles of 64 tokens or more, by codes, and as many again with zero points."""
+OFFSET_PAIR_REGISTERS = 18
+"""And more of those with offsets to groups of 64, which have four sums a record."""
 NARROW_PAIR_REGISTERS = 26
 """Fewer of them where tiles of 32 tokens or less have groups of 64: their sums are few."""
 ZERO_REGISTERS = 8
@@ -87,6 +89,7 @@ def registers_needed(spec: KernelSpec) -> int:
         rest += PAIR_REGISTERS
         if spec.lhs == "s8" and spec.block_m >= 64:
             rest += WIDE_PAIR_REGISTERS[spec.codes] * (1 + spec.zero_point)
+            rest += OFFSET_PAIR_REGISTERS if spec.offset and spec.format.scale_rows == 2 else 0
     if spec.block_m <= 32 and spec.format.scale_rows == 2 and not spec.offset:
         rest -= NARROW_PAIR_REGISTERS
     tokens = spec.block_m // spec.halves
