@@ -25,6 +25,27 @@ from jitgemm.nvrtc import compile_cubin  # noqa: E402
 REPEATS = 400
 
 
+def wgmma(lhs: str, tokens: int, registers: bool) -> tuple[str, str]:
+    """Type of a sum, and the source of `multiply`: d += a * b, a in registers or in shared memory."""
+    count = tokens // 2
+    integer = lhs == "s8"
+    kind, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
+    sums = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"{constraint}"(d[{i}])' for i in range(count))
+    if registers:
+        a, used = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}", 4
+        inputs = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])'
+    else:
+        a, used, inputs = f"%{count}", 1, '"l"(shared_a)'
+    signs = "" if integer else ", 1, 1"
+    return kind, f"""
+__device__ __forceinline__ void multiply({kind} (&d)[{count}], const u32 (&a)[4], u64 shared_a, u64 b) {{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k32.{types} {{{sums}}}, {a}, %{count + used}, 1{signs};"
+                 : {outputs} : {inputs}, "l"(b));
+}}
+"""
+
+
 @dataclass(frozen=True)
 class Multiply:
     """Groups of four m64nNk32 in a row, as many groups under way as `pending` says and one more."""
@@ -38,25 +59,13 @@ class Multiply:
     @property
     def source(self) -> str:
         count = self.tokens // 2
-        integer = self.lhs == "s8"
-        kind, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
-        sums = ", ".join(f"%{i}" for i in range(count))
-        outputs = ", ".join(f'"{constraint}"(d[{i}])' for i in range(count))
-        if self.registers:
-            a, used = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}", 4
-            inputs = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])'
-        else:
-            a, used, inputs = f"%{count}", 1, '"l"(shared_a)'
-        signs = "" if integer else ", 1, 1"
+        kind, multiply = wgmma(self.lhs, self.tokens, self.registers)
         return f"""
 #include <jitgemm/barrier.cuh>
 #include <jitgemm/wgmma.cuh>
 using namespace jitgemm;
 constexpr int kBuffers = {self.pending + 1};
-__device__ __forceinline__ void multiply({kind} (&d)[{count}], const u32 (&a)[4], u64 shared_a, u64 b) {{
-    asm volatile("wgmma.mma_async.sync.aligned.m64n{self.tokens}k32.{types} {{{sums}}}, {a}, %{count + used}, 1{signs};"
-                 : {outputs} : {inputs}, "l"(b));
-}}
+{multiply}
 extern "C" __global__ void __launch_bounds__({128 * self.warpgroups}, 1) probe(u64* out) {{
     extern __shared__ __align__(1024) u8 memory[];
     for (u32 i = threadIdx.x; i < 98304 / 4; i += blockDim.x) reinterpret_cast<u32*>(memory)[i] = 0;
@@ -115,20 +124,12 @@ class Beside:
     @property
     def source(self) -> str:
         count = self.tokens // 2
-        integer = self.lhs == "s8"
-        kind, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
-        sums = ", ".join(f"%{i}" for i in range(count))
-        outputs = ", ".join(f'"{constraint}"(d[{i}])' for i in range(count))
-        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
-        signs = "" if integer else ", 1, 1"
+        kind, multiply = wgmma(self.lhs, self.tokens, registers=True)
         return f"""
 #include <jitgemm/barrier.cuh>
 #include <jitgemm/wgmma.cuh>
 using namespace jitgemm;
-__device__ __forceinline__ void multiply({kind} (&d)[{count}], const u32 (&a)[4], u64 b) {{
-    asm volatile("wgmma.mma_async.sync.aligned.m64n{self.tokens}k32.{types} {{{sums}}}, {a}, %{count + 4}, 1{signs};"
-                 : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}}
+{multiply}
 extern "C" __global__ void __launch_bounds__(256, 1) probe(u64* out) {{
     extern __shared__ __align__(1024) u8 memory[];
     __shared__ volatile u32 done;
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) probe(u64* out) {{
                 for (int step = 0; step < 4; ++step) register_fence(a[step]);
                 wgmma_fence();
 #pragma unroll
-                for (int step = 0; step < 4; ++step) multiply(d, a[step], b + step * 2);
+                for (int step = 0; step < 4; ++step) multiply(d, a[step], 0, b + step * 2);
                 wgmma_commit();
                 wgmma_wait<0>();
                 register_fence(d);
@@ -244,6 +245,16 @@ extern "C" __global__ void __cluster_dims__(kCtas) probe(const __grid_constant__
 """
 
 
+def launch_config(grid: int, threads: int, smem_bytes: int):  # type: ignore[no-untyped-def]
+    from cuda.bindings import driver as cu
+
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = smem_bytes
+    return config
+
+
 def launch(cubin: bytes, arguments: list, *, grid: int, threads: int, smem_bytes: int, device_map: int = 0) -> None:
     """Runs the probe twice, so that the second run finds it loaded. A tensor map's address comes first, if any."""
     import torch
@@ -252,10 +263,7 @@ def launch(cubin: bytes, arguments: list, *, grid: int, threads: int, smem_bytes
     from jitgemm import driver
 
     kernel = driver.load_kernel(cubin, "probe", device=0, smem_bytes=smem_bytes)
-    config = cu.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = smem_bytes
+    config = launch_config(grid, threads, smem_bytes)
     config.hStream = torch.cuda.current_stream().cuda_stream
     addresses = ([device_map] if device_map else []) + [ctypes.addressof(value) for value in arguments]
     parameters = (ctypes.c_void_p * len(addresses))(*addresses)
@@ -371,16 +379,14 @@ def run_clusters() -> None:
     for size in (2, 3, 4, 5, 6, 7, 8):
         for room, smem_bytes in ((1, 200_000), (2, 100_000)):
             kernel = driver.load_kernel(cubin, "probe", device=0, smem_bytes=smem_bytes)
-            config = cu.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
-            config.blockDimX, config.blockDimY, config.blockDimZ = 384, 1, 1
-            config.sharedMemBytes = smem_bytes
+            config = launch_config(size, 384, smem_bytes)
             cluster = cu.CUlaunchAttribute()
             cluster.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = size, 1, 1
             config.attrs, config.numAttrs = [cluster], 1
-            error, count = cu.cuOccupancyMaxActiveClusters(kernel.function, config)
-            driver.check((error,), "cuOccupancyMaxActiveClusters")
+            count = driver.check(
+                cu.cuOccupancyMaxActiveClusters(kernel.function, config), "cuOccupancyMaxActiveClusters"
+            )
             print(f"| {size} | {room} | {count} | {sms - count * size // room} |")
 
 

@@ -164,9 +164,10 @@ def _answer(sampled: subprocess.Popen | None) -> dict[str, float]:
     sampled.terminate()
     try:
         text, _ = sampled.communicate(timeout=10)
-        samples = [tuple(float(part) for part in line.split(",")) for line in text.splitlines()]
+        lines = text[: text.rfind("\n") + 1].splitlines()  # the last may be cut off
+        samples = [tuple(float(part) for part in line.split(",")) for line in lines]
         power, clock = (statistics.mean(column) for column in zip(*samples, strict=True))
-    except (subprocess.TimeoutExpired, ValueError, statistics.StatisticsError):
+    except (subprocess.TimeoutExpired, ValueError):
         sampled.kill()
         return {}
     return {"power_w": round(power, 1), "sm_mhz": round(clock, 1)}
