@@ -161,7 +161,7 @@ class Launch:
 
     Args:
         arguments: the kernel's argument block, its last parameter; the only one but for tensor maps.
-        maps: 2 if the kernel's first parameters are tensor maps, see `set_maps`; 0 if it has none.
+        maps: how many of the kernel's first parameters are tensor maps, see `set_maps`.
         grid: CTAs.
         block: threads of a CTA along x and y.
         smem_bytes: dynamic shared memory of a CTA.
@@ -201,10 +201,10 @@ class Launch:
         config.numAttrs = len(attributes)
         return config
 
-    def set_maps(self, activations: TensorMap, output: TensorMap) -> None:
-        """Uses these tensor maps as parameters 0 and 1."""
-        self._keep[0], self._parameters[0] = activations
-        self._keep[1], self._parameters[1] = output
+    def set_maps(self, maps: tuple[TensorMap, ...]) -> None:
+        """Uses these tensor maps, all that the kernel takes, as its first parameters."""
+        for i, (tensor_map, address) in enumerate(maps):
+            self._keep[i], self._parameters[i] = tensor_map, address
 
     def run(self, stream: int, dependent: bool) -> None:
         """Launches on a stream handle.

@@ -29,11 +29,12 @@ from jitgemm.cache import kernel_source
 from jitgemm.config import choose, grid_clusters, smem_bytes
 from jitgemm.device import device_of
 from jitgemm.render import KERNEL_NAME
-from jitgemm.spec import KernelSpec, Problem, share_tokens
+from jitgemm.spec import KernelSpec, Problem, lhs_copy_rows, share_tokens
 
 _ARGUMENTS = struct.Struct("<10Q3I2iI")
 """`Args` in include/jitgemm/types.cuh: lhs, records, channel_scale, lhs_scale, bias, lhs_zero, row_sum, lhs_stride,
-lhs_scale_stride, lhs_zero_stride, m, n, k, channel_scale_type, bias_type."""
+lhs_scale_stride, lhs_zero_stride, m, n, k, channel_scale_type, bias_type,
+last_rows."""
 
 _POINTERS = struct.Struct("<7Q")
 """The addresses at its beginning, in the order of `Plan.launch`."""
@@ -58,7 +59,7 @@ class Plan:
     """A prepared call. Belongs to one thread; addresses are written in place before each launch."""
 
     __slots__ = (
-        "spec", "_device", "_block", "_launch", "_x_map", "_out_map", "_addresses", "_known", "_ends", "_out_end",
+        "spec", "_device", "_block", "_launch", "_x_maps", "_out_map", "_addresses", "_known", "_ends", "_out_end",
     )  # fmt: skip
 
     def __init__(
@@ -91,23 +92,27 @@ class Plan:
         x_bytes = x.stride(0) if m > 1 else k
         out_bytes = out.element_size() * (out.stride(0) if m > 1 else n)
         strides = x_bytes, per_token_stride(x_scale), per_token_stride(x_zero)
-        _ARGUMENTS.pack_into(self._block, 0, *[0] * 7, *strides, m, n, k, scale_type, bias_type, 0)
+        whole_rows, last_rows = lhs_copy_rows(spec, m)
+        _ARGUMENTS.pack_into(self._block, 0, *[0] * 7, *strides, m, n, k, scale_type, bias_type, last_rows)
         _, clusters = grid_clusters(spec, m, n, figures.num_sms)
         self._launch = driver.Launch(
             kernel,
             self._block,
-            maps=2,
+            maps=3,
             grid=clusters * spec.cluster_size,
             block=(spec.threads, 1),
             smem_bytes=smem_bytes(spec),
         )
-        lhs_rows = spec.block_m // (spec.multicast if spec.multicast_side == "lhs" else 1)
-        self._x_map = driver.TileMap("u8", columns=k, rows=m, row_bytes=x_bytes, box=(128, lhs_rows))
+        self._x_maps = [
+            driver.TileMap("u8", columns=k, rows=m, row_bytes=x_bytes, box=(128, rows))
+            # A single tile is the last one too.
+            for rows in ((last_rows,) if m <= spec.block_m or last_rows == whole_rows else (whole_rows, last_rows))
+        ]
         box = (128 // out.element_size(), share_tokens(spec))
         self._out_map = driver.TileMap(spec.out, columns=n, rows=m, row_bytes=out_bytes, box=box)
         self._device = device
         self._addresses: tuple[int, ...] = ()
-        self._known: dict[tuple[int, ...], tuple[driver.TensorMap, driver.TensorMap]] = {}
+        self._known: dict[tuple[int, ...], tuple[driver.TensorMap, ...]] = {}
         self._out_end = byte_extent(out)
         row_sum = None if x_zero is None else weight.row_sum
         inputs = (x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, row_sum)
@@ -163,9 +168,11 @@ class Plan:
                     check_addresses(x, x_scale, weight, out, bias, x_zero)
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
-                maps = self._known[addresses] = self._x_map.encode(addresses[0]), self._out_map.encode(addresses[-1])
+                x_maps = [tile_map.encode(addresses[0]) for tile_map in self._x_maps]
+                maps = x_maps[0], x_maps[-1], self._out_map.encode(addresses[-1])
+                self._known[addresses] = maps
             _POINTERS.pack_into(self._block, 0, *addresses[:-1])
-            self._launch.set_maps(*maps)
+            self._launch.set_maps(maps)
             self._addresses = addresses
         self._launch.run(torch._C._cuda_getCurrentRawStream(self._device), dependent)
 

@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 
 from jitgemm.spec import (
-    PRODUCER_REGISTERS,
     KernelSpec,
     direct_lhs,
     fragment_sets,
@@ -84,7 +83,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kMulticastLhs": str(spec.multicast_side == "lhs").lower(),
         "bool kMulticastRhs": str(spec.multicast_side == "rhs").lower(),
         "u32 kClusterSize": spec.cluster_size,
-        "u32 kProducerRegisters": PRODUCER_REGISTERS,
+        "u32 kProducerRegisters": spec.producer_registers,
         "u32 kConsumerRegisters": spec.consumer_registers if spec.warpgroups > 1 else 0,
         "u32 kGroupSize": spec.group_size,
         "u32 kInFlight": units_in_flight(spec),
@@ -131,9 +130,10 @@ namespace jitgemm {{
 }}
 
 extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas_per_sm})
-{KERNEL_NAME}(const __grid_constant__ jitgemm::TensorMap lhs_map, const __grid_constant__ jitgemm::TensorMap out_map,
-             const __grid_constant__ jitgemm::Args args) {{
-    jitgemm::w4a8_gemm<jitgemm::Config>(&lhs_map, &out_map, args);
+{KERNEL_NAME}(const __grid_constant__ jitgemm::TensorMap lhs_map,
+             const __grid_constant__ jitgemm::TensorMap last_lhs_map,
+             const __grid_constant__ jitgemm::TensorMap out_map, const __grid_constant__ jitgemm::Args args) {{
+    jitgemm::w4a8_gemm<jitgemm::Config>(&lhs_map, &last_lhs_map, &out_map, args);
 }}
 """
 

@@ -19,7 +19,7 @@ CODE_BYTES = STRIP_ROWS * BLOCK_K // 2
 
 REGISTERS_PER_SM = 65536
 PRODUCER_REGISTERS = 40
-"""What a producer thread keeps; with 24, the least that `setmaxnreg` takes, it spills."""
+"""What a producer thread keeps at least; with 24, the least that `setmaxnreg` takes, it spills."""
 
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
@@ -244,6 +244,11 @@ class KernelSpec:
         return (pool - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8
 
     @property
+    def producer_registers(self) -> int:
+        """Registers that are left to a producer thread, `PRODUCER_REGISTERS` or more."""
+        return self.entry_registers * (self.warpgroups + 1) - self.consumer_registers * self.warpgroups
+
+    @property
     def cluster_size(self) -> int:
         return self.split_k * self.multicast
 
@@ -346,6 +351,16 @@ def prefetch_stages(spec: KernelSpec) -> int:
 def direct_lhs(spec: KernelSpec) -> bool:
     """Whether the consumers of a tile copy the first stages' activations themselves instead of the copy engine."""
     return spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1
+
+
+def lhs_copy_rows(spec: KernelSpec, m: int) -> tuple[int, int]:
+    """Tokens of one tile copy of activations: of a whole tile, and of the last along m, which brings what there is.
+
+    CTAs that share activations copy a part each, of whole rows of eight, the period of the swizzle.
+    """
+    shares = spec.multicast if spec.multicast_side == "lhs" else 1
+    left = m - (ceil_div(m, spec.block_m) - 1) * spec.block_m
+    return spec.block_m // shares, left if shares == 1 else 8 * ceil_div(left, 8 * shares)
 
 
 def share_tokens(spec: KernelSpec) -> int:

@@ -32,6 +32,7 @@ from jitgemm.spec import (
     Problem,
     WeightFormat,
     ceil_div,
+    lhs_copy_rows,
     prefetch_stages,
     promote_records,
     share_tokens,
@@ -98,7 +99,8 @@ def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
     assert spec.entry_registers <= 255 and spec.ctas_per_sm * spec.threads * allocated <= REGISTERS_PER_SM
     if spec.warpgroups > 1:
         assert spec.entry_registers % 8 == 0 == spec.consumer_registers % 8 and 24 <= spec.consumer_registers <= 256
-        held = 128 * (spec.warpgroups * spec.consumer_registers + PRODUCER_REGISTERS)
+        assert PRODUCER_REGISTERS <= spec.producer_registers <= spec.entry_registers
+        held = 128 * (spec.warpgroups * spec.consumer_registers + spec.producer_registers)
         assert held <= spec.threads * spec.entry_registers
     assert spec.block_m // 2 < spec.consumer_registers  # the accumulators alone
     # Clusters.
@@ -440,6 +442,17 @@ def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
     assert share % 8 == 0 and block_m % share == 0 and block_m // share <= splits
     # As short as that allows.
     assert not any(block_m % less == 0 and block_m // less <= splits for less in range(8, share, 8))
+
+
+@given(problem=problems, m=st.integers(1, 5000), device=devices)
+def test_a_copy_of_the_last_tile_brings_the_tokens_that_are_left(problem, m, device):
+    for spec in legal_kernels(problem.lhs, problem.format, device, problem.out)[::7]:
+        shares = spec.multicast if spec.multicast_side == "lhs" else 1
+        whole, last = lhs_copy_rows(spec, m)
+        left = (m - 1) % spec.block_m + 1
+        assert shares * whole == spec.block_m and 0 < last <= whole
+        # All of them; the CTAs that share a tile start on rows of eight, and none brings eight for nothing.
+        assert last == left if shares == 1 else (last % 8 == 0 and left <= shares * last < left + 8 * shares)
 
 
 @given(units=st.integers(1, 5000), sms=st.integers(2, 264), split_k=st.sampled_from([1, 2, 4]), tail=st.booleans())

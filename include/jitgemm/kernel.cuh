@@ -21,15 +21,28 @@ namespace jitgemm {
 
 // ---- producer -------------------------------------------------------------------------------------------------------
 
+// Tokens of one copy of activations; CTAs that share them bring so many each.
+template <typename Config>
+__device__ __forceinline__ constexpr u32 whole_lhs_rows() {
+    return Config::kBlockM / (Config::kMulticastLhs ? Config::kMulticast : 1);
+}
+
+// The same for a tile. The last along m is copied with as many tokens as there are, by a map of its own: rows that a copy
+// fills with zeros take longer than rows that it brings. What lies in shared memory for the tokens missing then reaches
+// only results that are clipped.
+template <typename Config>
+__device__ __forceinline__ u32 lhs_rows(const Args& args, const Tile& tile) {
+    return tile.m + Config::kBlockM > args.m ? args.last_rows : whole_lhs_rows<Config>();
+}
+
 // Announces a stage's bytes and copies its weight records: for each strip of 64 rows one contiguous run of
-// `blocks` records. The bytes of activations count where a tile copy brings them too.
+// `blocks` records. The bytes of activations count where a tile copy brings them too, of `rows` tokens each.
 template <typename Config>
 __device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile,
-                                             u32 stage, u32 block, u32 blocks, u32 rank, u64 policy,
-                                             bool with_activations) {
+                                             u32 stage, u32 block, u32 blocks, u32 rank, u64 policy, u32 rows) {
     u32 bytes = blocks * Config::kRecordBytes;
-    barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes +
-                                                 (with_activations ? blocks * Shared<Config>::kLhsTile : 0));
+    constexpr u32 kCopies = Config::kMulticastLhs ? Config::kMulticast : 1;
+    barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + blocks * kCopies * rows * 128);
     u32 k_blocks = ceil_div(args.k, 128);
     u32 last_strip = ceil_div(args.n, 64) - 1;
 #pragma unroll
@@ -49,14 +62,16 @@ __device__ __forceinline__ void load_weights(const Args& args, const Shared<Conf
 }
 
 template <typename Config>
-__device__ __forceinline__ void load_activations(const TensorMap* map, const Shared<Config>& shared, const Tile& tile,
-                                                 u32 stage, u32 block, u32 blocks, u32 rank) {
+__device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const TensorMap* last_lhs_map,
+                                                 const Shared<Config>& shared, const Tile& tile, u32 stage, u32 block,
+                                                 u32 blocks, u32 rank, u32 rows) {
+    const TensorMap* map = rows == whole_lhs_rows<Config>() ? lhs_map : last_lhs_map;
     for (u32 i = 0; i < blocks; ++i) {
         u32 destination = shared.lhs(stage, i);
         i32 k = (block + i) * 128;
         if constexpr (Config::kMulticastLhs) {
-            constexpr u32 kShare = Config::kBlockM / Config::kMulticast;
-            tile_load_multicast(destination + rank * kShare * 128, map, k, tile.m + rank * kShare, shared.full(stage),
+            const u32 first = rank * rows;
+            tile_load_multicast(destination + first * 128, map, k, tile.m + first, shared.full(stage),
                                 (1 << Config::kMulticast) - 1);
         } else {
             tile_load(destination, map, k, tile.m, shared.full(stage));
@@ -73,23 +88,25 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
     u32 filled = 0;
     if (scheduler.next(tile, rank)) {
         const BlockRange range = tile.range;
+        const u32 rows = Config::kDirectLhs ? 0 : lhs_rows<Config>(args, tile);
         u32 block = range.begin;
         for (; block < range.end && filled < Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
             u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
-            load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, !Config::kDirectLhs);
+            load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, rows);
         }
     }
     return filled;
 }
 
 template <typename Config>
-__device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const Shared<Config>& shared,
-                                        u32 rank, u32 prefetched, u64 policy) {
+__device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const TensorMap* last_lhs_map,
+                                        const Shared<Config>& shared, u32 rank, u32 prefetched, u64 policy) {
     Scheduler<Config> scheduler(args);
     Ring<Config::kStages> ring;
     Tile tile;
     while (scheduler.next(tile, rank)) {
         const BlockRange range = tile.range;
+        const u32 rows = lhs_rows<Config>(args, tile);
         for (u32 block = range.begin; block < range.end; block += Config::kWarpgroupsK) {
             u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
             const bool here = prefetched > 0;
@@ -97,10 +114,10 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
                 --prefetched;
             } else {
                 barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
-                load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, true);
+                load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);
             }
             if (!(Config::kDirectLhs && here))
-                load_activations<Config>(lhs_map, shared, tile, ring.stage, block, blocks, rank);
+                load_activations<Config>(lhs_map, last_lhs_map, shared, tile, ring.stage, block, blocks, rank, rows);
             ring.advance();
         }
     }
@@ -436,7 +453,8 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
 template <typename Config>
-__device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const TensorMap* out_map, const Args& args) {
+__device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const TensorMap* last_lhs_map,
+                                          const TensorMap* out_map, const Args& args) {
     extern __shared__ __align__(1024) u8 memory[];
     const Shared<Config> shared{shared_address(memory)};
     const u32 rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
@@ -448,6 +466,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
     if (producer) {
         if (shared.base % 1024 != 0) __trap();  // swizzled tiles and their descriptors would be wrong
         prefetch_descriptor(lhs_map);
+        prefetch_descriptor(last_lhs_map);
         prefetch_descriptor(out_map);
         shared.init_barriers(rank);
         policy = args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_unchanged();
@@ -467,7 +486,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
     if (producer_warpgroup) {
         wait_for_previous_grid();
         if constexpr (Config::kConsumerRegisters > 0) release_registers<Config::kProducerRegisters>();
-        if (producer) produce<Config>(args, lhs_map, shared, rank, prefetched, policy);
+        if (producer) produce<Config>(args, lhs_map, last_lhs_map, shared, rank, prefetched, policy);
         __syncwarp();
     } else {
         if constexpr (Config::kConsumerRegisters > 0) claim_registers<Config::kConsumerRegisters>();

@@ -36,7 +36,7 @@ struct Args {
     u32 m, n, k;
     i32 channel_scale_type;
     i32 bias_type;
-    u32 reserved;
+    u32 last_rows;  // tokens of a copy of the last tile along m
 };
 static_assert(sizeof(Args) == 104, "jitgemm/plan.py packs this struct");
 
