@@ -69,10 +69,28 @@ OFFSET_REGISTERS = {"e4m3": 24, "s8": 34}
 """More of them for offsets: four ones, two factors for each group of a record."""
 FP32_REGISTERS = 16
 """More of them where results are stored in fp32."""
+NARROW_REGISTERS = {8: 96, 16: 96, 24: 96, 32: 96, 48: 104}
+"""As many suffice for tiles of so few tokens, whatever the sum of the parts: ptxas computes more of them again."""
+NARROW_ZERO_REGISTERS = 8
+"""More of those with zero points, or with two int8 sums a record to convert, from 32 tokens on."""
+NARROW_SIGN_REGISTERS = 8
+"""Fewer of those for 48 tokens and codes of sign and magnitude, which decode with the fewest."""
 
 
 def registers_needed(spec: KernelSpec) -> int:
-    """Registers of a consumer thread: the tensor cores' sums, the promoted ones where groups are promoted, the rest."""
+    """Registers of a consumer thread, for which a kernel certainly builds without spilling."""
+    needed = _sum_of_registers(spec)
+    if spec.block_m not in NARROW_REGISTERS or spec.offset or spec.out == "fp32":
+        return needed
+    narrow = NARROW_REGISTERS[spec.block_m]
+    converts_pairs = spec.lhs == "s8" and spec.format.scale_rows == 2
+    narrow += NARROW_ZERO_REGISTERS if (spec.zero_point or converts_pairs) and spec.block_m >= 32 else 0
+    narrow -= NARROW_SIGN_REGISTERS if spec.codes == "e4m3" and spec.block_m == 48 else 0
+    return min(needed, narrow)
+
+
+def _sum_of_registers(spec: KernelSpec) -> int:
+    """The tensor cores' sums, the promoted ones where groups are promoted, the rest."""
     rest = OVERHEAD_REGISTERS[spec.lhs]
     rest += SPLIT_REGISTERS if spec.warpgroups_k * spec.split_k > 1 else 0
     rest += SCATTER_REGISTERS if spec.scatter else 0

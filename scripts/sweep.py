@@ -41,6 +41,8 @@ FORMATS = {
     "e4m3_g128z": ("e4m3", WeightFormat(128, True, "bf16")),
     "e4m3_g32z": ("e4m3", WeightFormat(32, True, "bf16")),
     "int8_g32z": ("s8", WeightFormat(32, True, "bf16")),
+    "int8_g32": ("s8", WeightFormat(32, False, "bf16", "s8")),
+    "int8_g128z": ("s8", WeightFormat(128, True, "bf16")),
     "e4m3_g64": ("e4m3", WeightFormat(64, False, "bf16")),
 }
 SHAPES = (
