@@ -27,6 +27,8 @@ order for int8 have a limit of their own (`MAX_CHANNEL_K_S8` in spec.py)."""
 
 ALIGNMENT = 16
 """Addresses and row strides of TMA tensors are multiples of so many bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
+CHANNEL_SCALE_ALIGNMENT = 4
+"""The same of scales per channel, which are copied so many bytes at a time."""
 
 
 @dataclass(frozen=True)
@@ -212,12 +214,17 @@ def check_addresses(
 ) -> None:
     """Raises ValueError for a misaligned tensor or an output that overlaps an input."""
     if x.is_cuda:
-        aligned = (("lhs[0] (x)", x), ("out", out), ("rhs.blocks", weight.blocks))
-        for name, tensor in aligned:
-            if tensor.data_ptr() % ALIGNMENT:
+        aligned = (
+            ("lhs[0] (x)", x, ALIGNMENT),
+            ("out", out, ALIGNMENT),
+            ("rhs.blocks", weight.blocks, ALIGNMENT),
+            ("rhs.channel_scale", weight.channel_scale, CHANNEL_SCALE_ALIGNMENT),
+        )
+        for name, tensor, alignment in aligned:
+            if tensor is not None and tensor.data_ptr() % alignment:
                 raise ValueError(
-                    f"{name}: expected an address that is a multiple of {ALIGNMENT} bytes, "
-                    f"got one that is {tensor.data_ptr() % ALIGNMENT} bytes past it"
+                    f"{name}: expected an address that is a multiple of {alignment} bytes, "
+                    f"got one that is {tensor.data_ptr() % alignment} bytes past it"
                 )
     inputs = (
         ("lhs[0] (x)", x),

@@ -16,6 +16,7 @@ import torch
 from jitgemm import driver, loaded, settings
 from jitgemm.arguments import (
     ALIGNMENT,
+    CHANNEL_SCALE_ALIGNMENT,
     LHS_DTYPES,
     OUT_DTYPES,
     REAL_TYPES,
@@ -178,8 +179,8 @@ class Plan:
 
     def _plainly_legal(self, addresses: tuple[int, ...]) -> bool:
         """Aligned, and no input within the bytes that out spans; what fails this may still be legal."""
-        x, records, out = addresses[0], addresses[1], addresses[-1]
-        if (x | records | out) % ALIGNMENT:
+        x, records, channel_scale, *_, out = addresses
+        if (x | records | out) % ALIGNMENT or channel_scale % CHANNEL_SCALE_ALIGNMENT:
             return False
         end = out + self._out_end
         for start, extent in zip(addresses, self._ends):

@@ -1217,6 +1217,26 @@ def test_opcheck_passes_on_the_gpu(lhs_name, affine_to_fp32):
     assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("first_call", [True, False])
+def test_scales_per_channel_must_be_aligned_to_four_bytes(first_call):
+    rhs = weight(264, 512, (builders.PER_CHANNEL, False, "bf16"))
+    (x, x_scale), fmt = activations(16, 512, "s8"), rhs.format
+    out = torch.zeros(16, 264, dtype=torch.bfloat16, device="cuda")
+    shifted = torch.zeros(rhs.channel_scale.numel() + 1, dtype=torch.bfloat16, device="cuda")[1:]
+    shifted.copy_(rhs.channel_scale)
+
+    def run(channel_scale):
+        torch.ops.jitgemm.gemm_w4a8_nt(
+            x, x_scale, None, rhs.blocks, channel_scale, None, out, None, rhs.n, rhs.k,
+            fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, False,
+        )  # fmt: skip
+
+    if not first_call:
+        run(rhs.channel_scale)
+    with pytest.raises(ValueError, match=r"rhs\.channel_scale: expected .* multiple of 4 bytes, got .* 2 bytes past"):
+        run(shifted)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
 def test_torch_compile_of_a_quantised_layer(backend, lhs_name):
