@@ -35,7 +35,7 @@ NO_DECODE: tuple[Change, ...] = (
     ("decode", "return word & 0xF0F0F0F0u;", "return word;"),
     ("decode", "return (word << 4) & 0xF0F0F0F0u;", "return word;"),
 )
-_LOADS = "load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, true);"
+_LOADS = "load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);"
 _ACTIVATIONS = "if (!(Config::kDirectLhs && here))"
 NO_LOADS: tuple[Change, ...] = (
     ("kernel", _LOADS, "barrier_arrive(shared.full(ring.stage));"),

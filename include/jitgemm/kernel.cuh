@@ -27,8 +27,8 @@ __device__ __forceinline__ constexpr u32 whole_lhs_rows() {
     return Config::kBlockM / (Config::kMulticastLhs ? Config::kMulticast : 1);
 }
 
-// The same for a tile. The last along m is copied with as many tokens as there are, by a map of its own: rows that a copy
-// fills with zeros take longer than rows that it brings. What lies in shared memory for the tokens missing then reaches
+// The same for a tile. The last along m is copied with as many tokens as there are, by a map of its own: rows that a
+// copy fills with zeros take longer than rows that it brings. What lies in shared memory for the missing tokens reaches
 // only results that are clipped.
 template <typename Config>
 __device__ __forceinline__ u32 lhs_rows(const Args& args, const Tile& tile) {
