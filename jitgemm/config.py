@@ -13,6 +13,7 @@ from typing import Iterator, NamedTuple
 
 from jitgemm.spec import (
     BLOCK_K,
+    DIRECT_LHS_TOKENS,
     OUT_BYTES,
     STRIP_ROWS,
     DeviceSpec,
@@ -237,41 +238,43 @@ def _shapes() -> Iterator[_Shape]:
 # The constants were fitted by `scripts/sweep.py fit` to 8,701 timings on an H200, 2026-11-21 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 1.48
+LAUNCH_US = 1.23
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.336
+NO_PREFETCH_US = 0.435
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-REDUCE_US = 0.05
+WIDE_US = 0.237
+"""Added for tiles of more than 16 tokens: their first activations, which no kernel prefetches, are longer on the way."""
+REDUCE_US = 0.072
 """Sum over splits of k, per tile and split beyond the first: stores into another's shared memory, hand-over, reads."""
-SCATTER_US = 0.701
+SCATTER_US = 1.09
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
-STORE_US = 0.291
+STORE_US = 0.578
 """Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
-CLUSTER_US = {1: 0.745, 2: 0.216}
-"""Launch of a cluster of two and its barriers, by CTAs of an SM; grows with the root of the further CTAs."""
-WGMMA_MIN_CYCLES = 5.0
+CLUSTER_US = {(1, "narrow"): 0.0163, (1, "wide"): 0.63, (2, "narrow"): 0.134, (2, "wide"): 0.185}
+"""Launch of a cluster of two and its barriers, by CTAs of an SM and tile; grows with the root of the further CTAs."""
+WGMMA_MIN_CYCLES = 5.87
 """Cycles of one m64nNk32 with A in registers, however narrow."""
-RECORD_CYCLES = 248.0
+RECORD_CYCLES = 192.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 101.0, ("s8", "any"): 101.0, ("e4m3", "fast"): 58.7, ("s8", "fast"): 67.1,
-    ("e4m3", "zero"): 139.0, ("s8", "zero"): 142.0,
+    ("e4m3", "any"): 106.0, ("s8", "any"): 101.0, ("e4m3", "fast"): 64.1, ("s8", "fast"): 68.9,
+    ("e4m3", "zero"): 144.0, ("s8", "zero"): 144.0,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.83, "s8": 2.91}
+PROMOTE_CYCLES = {"e4m3": 1.8, "s8": 2.58}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
 FETCH_CYCLES = 2680.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-HALVES_CYCLES = 7.52
+HALVES_CYCLES = 9.17
 """Added where tokens are multiplied in halves and a record has one group: nothing runs beside the instructions."""
-ISSUE_CYCLES = 89.9
+ISSUE_CYCLES = 94.3
 """Issue cycles of a scheduler per record for everything else."""
-CHUNK_CYCLES = 10.0
+CHUNK_CYCLES = 10.2
 """Added for every group beyond the first within a record: its promotion waits for its own wgmma."""
 L2_BYTES_PER_CYCLE = 64.0
 """Bytes an SM draws from the L2 in a cycle when all draw."""
-MULTICAST_PART = 0.985
+MULTICAST_PART = 1.59
 """What a byte that two CTAs share counts for: the way into the SM is the limit, and multicast does not widen it
 (docs/notes/main-loop.md)."""
 OVERLAP = 2.89
@@ -371,7 +374,9 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
     rhs_bytes = spec.block_n * BLOCK_K / 2 * (MULTICAST_PART if spec.multicast_side == "rhs" else 1)
 
     shares = spec.block_m / share_tokens(spec)
-    launch = LAUNCH_US + CLUSTER_US[spec.ctas_per_sm] * (spec.cluster_size - 1) ** 0.5
+    width = "wide" if spec.block_m > DIRECT_LHS_TOKENS else "narrow"
+    launch = LAUNCH_US + CLUSTER_US[spec.ctas_per_sm, width] * (spec.cluster_size - 1) ** 0.5
+    launch += WIDE_US if width == "wide" else 0.0
     if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
         launch += NO_PREFETCH_US
     reduce_us = REDUCE_US * (spec.split_k * spec.warpgroups_k - 1) ** 0.5 / shares
@@ -420,15 +425,17 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     records = whole * ceil_div(blocks, spec.warpgroups_k) + split * ceil_div(blocks, spec.split_k * spec.warpgroups_k)
     ctas = clusters * spec.cluster_size
     weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
+    # Clusters beyond those that fit one an SM share their SMs.
+    shared = 2 if ctas > device.num_sms * CLUSTER_SHARE[spec.cluster_size] else 1
     memory = (weight_bytes + m * k + OUT_BYTES[spec.out] * m * n) / device.hbm_bytes_per_us
     times = _Times(
         # Few CTAs cannot draw the whole bandwidth.
         memory / min(1.0, ctas / device.num_sms) ** FEW_SMS,
-        records * costs.tensor,
-        records * costs.issue,
+        shared * records * costs.tensor,
+        shared * records * costs.issue,
         records * costs.latency,
         records * costs.fetch,
-        records * costs.l2,
+        shared * records * costs.l2,
         costs.launch + waves * costs.tile + split * costs.split_tile + (waves - 1) * costs.later_tile,
     )
     return times, waves, ctas
