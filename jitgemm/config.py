@@ -42,6 +42,8 @@ UNPROMOTED_REGISTERS = 16
 """More of them where sums stay in the tensor cores' registers from record to record."""
 SPLIT_REGISTERS = 8
 """More of them where k is split."""
+FP32_SPLIT_REGISTERS = 4
+"""And more of those where a record has two scales in fp32."""
 FOUR_REGISTERS = 18
 """Fewer of them with four warpgroups side by side and one group a record: ptxas does with less where it has to."""
 SET_REGISTERS = 16
@@ -77,11 +79,18 @@ NARROW_ZERO_REGISTERS = 8
 NARROW_SIGN_REGISTERS = 8
 """Fewer of those for 48 tokens and codes of sign and magnitude, which decode with the fewest."""
 
+CONVERTED_REGISTERS = 232
+"""As many suffice for int8 tiles of 64 tokens and more where `_converts_in_place`: ptxas converts sums where they lie."""
+
 
 def registers_needed(spec: KernelSpec) -> int:
     """Registers of a consumer thread, for which a kernel certainly builds without spilling."""
     needed = _sum_of_registers(spec)
-    if spec.block_m not in NARROW_REGISTERS or spec.offset or spec.out == "fp32":
+    if spec.offset or spec.out == "fp32":
+        return needed
+    if _converts_in_place(spec):
+        return min(needed, CONVERTED_REGISTERS)
+    if spec.block_m not in NARROW_REGISTERS:
         return needed
     narrow = NARROW_REGISTERS[spec.block_m]
     converts_pairs = spec.lhs == "s8" and spec.format.scale_rows == 2
@@ -90,10 +99,22 @@ def registers_needed(spec: KernelSpec) -> int:
     return min(needed, narrow)
 
 
+def _converts_in_place(spec: KernelSpec) -> bool:
+    if spec.lhs != "s8" or not spec.group_size or spec.format.scale_rows == 2 or spec.block_m < 64:
+        return False
+    if spec.halves == 2:
+        return spec.block_m <= (128 if spec.zero_point else 160)
+    if spec.zero_point or spec.split_k * spec.warpgroups_k > 1:
+        return False
+    return spec.block_m <= (176 if spec.codes == "any" and spec.format.scale_rows == 1 else 128)
+
+
 def _sum_of_registers(spec: KernelSpec) -> int:
     """The tensor cores' sums, the promoted ones where groups are promoted, the rest."""
     rest = OVERHEAD_REGISTERS[spec.lhs]
     rest += SPLIT_REGISTERS if spec.warpgroups_k * spec.split_k > 1 else 0
+    if spec.split_k > 1 and spec.scale_type == "fp32" and spec.format.scale_rows == 2:
+        rest += FP32_SPLIT_REGISTERS
     rest += SCATTER_REGISTERS if spec.scatter else 0
     rest += TAIL_REGISTERS if spec.split_tail else 0
     rest += CHUNK_REGISTERS[spec.scale_type] * max(0, spec.format.scale_rows - 1)
@@ -213,7 +234,8 @@ def _shapes() -> Iterator[_Shape]:
             # Few rows of n for the GPU: tall tiles of one strip, two warpgroups along k.
             for split_k in (1, 2):
                 for scatter in (False, True):
-                    yield _Shape(block_m, 64, warpgroups_k=2, split_k=split_k, scatter=scatter)
+                    for halves in (1, 2) if block_m >= 128 else (1,):
+                        yield _Shape(block_m, 64, halves, warpgroups_k=2, split_k=split_k, scatter=scatter)
         # Wide tiles: all warpgroups along n, neighbours may share an operand.
         if block_m >= 48:
             # Four warpgroups: fewer copies a multiply than two, and more to run while one waits.
@@ -221,12 +243,12 @@ def _shapes() -> Iterator[_Shape]:
                 yield _Shape(block_m, 256)
             for block_n in (128, 192):
                 # ptxas does better by two halves of the widest.
-                for halves in (1, 2) if block_m <= 144 else (2,):
+                for halves in (1, 2) if block_m <= 176 else (2,):
                     for multicast, side in ((1, "none"), (2, "lhs"), (2, "rhs")):
                         yield _Shape(block_m, block_n, halves=halves, multicast=multicast, multicast_side=side)
             # Wider ones have too few stages left for the pipeline to run smoothly.
-            if block_m <= 128:
-                for halves in (1, 2):
+            if block_m <= 160:
+                for halves in (1, 2) if block_m <= 128 else (2,):
                     for split_k in (2, 4):
                         for scatter in (False, True):
                             yield _Shape(block_m, 128, halves=halves, split_k=split_k, scatter=scatter)
@@ -235,46 +257,46 @@ def _shapes() -> Iterator[_Shape]:
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted by `scripts/sweep.py fit` to 8,701 timings on an H200, 2026-11-21 (docs/notes/selector.md):
+# The constants were fitted by `scripts/sweep.py fit` to 12,769 timings on an H200, 2026-11-21 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 1.23
+LAUNCH_US = 1.21
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
 NO_PREFETCH_US = 0.435
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
 WIDE_US = 0.237
 """Added for tiles of more than 16 tokens: their first activations, which no kernel prefetches, are longer on the way."""
-REDUCE_US = 0.072
+REDUCE_US = 0.0752
 """Sum over splits of k, per tile and split beyond the first: stores into another's shared memory, hand-over, reads."""
-SCATTER_US = 1.09
+SCATTER_US = 1.16
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
 STORE_US = 0.578
 """Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
-CLUSTER_US = {(1, "narrow"): 0.0163, (1, "wide"): 0.63, (2, "narrow"): 0.134, (2, "wide"): 0.185}
+CLUSTER_US = {(1, "narrow"): 0.0255, (1, "wide"): 0.845, (2, "narrow"): 0.134, (2, "wide"): 0.185}
 """Launch of a cluster of two and its barriers, by CTAs of an SM and tile; grows with the root of the further CTAs."""
-WGMMA_MIN_CYCLES = 5.87
+WGMMA_MIN_CYCLES = 5.0
 """Cycles of one m64nNk32 with A in registers, however narrow."""
 RECORD_CYCLES = 192.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 106.0, ("s8", "any"): 101.0, ("e4m3", "fast"): 64.1, ("s8", "fast"): 68.9,
-    ("e4m3", "zero"): 144.0, ("s8", "zero"): 144.0,
+    ("e4m3", "any"): 112.0, ("s8", "any"): 101.0, ("e4m3", "fast"): 59.9, ("s8", "fast"): 64.8,
+    ("e4m3", "zero"): 137.0, ("s8", "zero"): 144.0,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.8, "s8": 2.58}
+PROMOTE_CYCLES = {"e4m3": 1.8, "s8": 2.61}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-FETCH_CYCLES = 2680.0
+FETCH_CYCLES = 2670.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-HALVES_CYCLES = 9.17
+HALVES_CYCLES = 8.8
 """Added where tokens are multiplied in halves and a record has one group: nothing runs beside the instructions."""
 ISSUE_CYCLES = 94.3
 """Issue cycles of a scheduler per record for everything else."""
-CHUNK_CYCLES = 10.2
+CHUNK_CYCLES = 10.0
 """Added for every group beyond the first within a record: its promotion waits for its own wgmma."""
 L2_BYTES_PER_CYCLE = 64.0
 """Bytes an SM draws from the L2 in a cycle when all draw."""
-MULTICAST_PART = 1.59
+MULTICAST_PART = 1.51
 """What a byte that two CTAs share counts for: the way into the SM is the limit, and multicast does not widen it
 (docs/notes/main-loop.md)."""
 OVERLAP = 2.89
