@@ -80,7 +80,7 @@ NARROW_SIGN_REGISTERS = 8
 """Fewer of those for 48 tokens and codes of sign and magnitude, which decode with the fewest."""
 
 CONVERTED_REGISTERS = 232
-"""As many suffice for int8 tiles of 64 tokens and more where `_converts_in_place`: ptxas converts sums where they lie."""
+"""As many suffice for wide int8 tiles where `_converts_in_place`: ptxas converts the sums where they lie."""
 
 
 def registers_needed(spec: KernelSpec) -> int:
@@ -265,7 +265,7 @@ LAUNCH_US = 1.21
 NO_PREFETCH_US = 0.435
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
 WIDE_US = 0.237
-"""Added for tiles of more than 16 tokens: their first activations, which no kernel prefetches, are longer on the way."""
+"""Added for tiles of more than 16 tokens: their first activations, which nothing prefetches, take longer."""
 REDUCE_US = 0.0752
 """Sum over splits of k, per tile and split beyond the first: stores into another's shared memory, hand-over, reads."""
 SCATTER_US = 1.16

@@ -184,8 +184,8 @@ def report(rows: list[Row], worst: int = 12) -> None:
 
 
 SCALARS = {
-    "LAUNCH_US": (0.3, 3), "WIDE_US": (0, 3), "NO_PREFETCH_US": (0.05, 4), "REDUCE_US": (0.05, 2), "STORE_US": (0.05, 1.5),
-    "SCATTER_US": (0.01, 3),
+    "LAUNCH_US": (0.3, 3), "WIDE_US": (0, 3), "NO_PREFETCH_US": (0.05, 4), "REDUCE_US": (0.05, 2),
+    "STORE_US": (0.05, 1.5), "SCATTER_US": (0.01, 3),
     "WGMMA_MIN_CYCLES": (5, 60), "RECORD_CYCLES": (50, 800), "ISSUE_CYCLES": (10, 200), "FETCH_CYCLES": (100, 4000),
     "CHUNK_CYCLES": (10, 400), "HALVES_CYCLES": (0.1, 200),
     "L2_BYTES_PER_CYCLE": (15, 64), "MULTICAST_PART": (0.4, 2), "OVERLAP": (1.2, 8), "FEW_SMS": (0.1, 1.2),
