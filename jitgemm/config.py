@@ -79,8 +79,8 @@ NARROW_ZERO_REGISTERS = 8
 NARROW_SIGN_REGISTERS = 8
 """Fewer of those for 48 tokens and codes of sign and magnitude, which decode with the fewest."""
 
-CONVERTED_REGISTERS = 232
-"""As many suffice for wide int8 tiles where `_converts_in_place`: ptxas converts the sums where they lie."""
+WIDE_REGISTERS = 232
+"""As many, which two warpgroups have, suffice for the wide tiles that `_fits_two_warpgroups` names."""
 
 
 def registers_needed(spec: KernelSpec) -> int:
@@ -88,8 +88,8 @@ def registers_needed(spec: KernelSpec) -> int:
     needed = _sum_of_registers(spec)
     if spec.offset or spec.out == "fp32":
         return needed
-    if _converts_in_place(spec):
-        return min(needed, CONVERTED_REGISTERS)
+    if _fits_two_warpgroups(spec):
+        return min(needed, WIDE_REGISTERS)
     if spec.block_m not in NARROW_REGISTERS:
         return needed
     narrow = NARROW_REGISTERS[spec.block_m]
@@ -99,12 +99,23 @@ def registers_needed(spec: KernelSpec) -> int:
     return min(needed, narrow)
 
 
-def _converts_in_place(spec: KernelSpec) -> bool:
-    if spec.lhs != "s8" or not spec.group_size or spec.format.scale_rows == 2 or spec.block_m < 64:
+def _fits_two_warpgroups(spec: KernelSpec) -> bool:
+    """Wide tiles that compile without a spill although their parts sum up to more: codes and factors of a record lie
+    where sums were, and int8's sums are converted where they lie."""
+    if promote_records(spec) == 0 or spec.block_m < 64:
+        return False
+    unsplit = spec.split_k * spec.warpgroups_k == 1
+    if spec.lhs == "e4m3":
+        if spec.format.scale_rows > 1:
+            most = 0 if spec.zero_point else 176
+        else:
+            most = 176 if spec.zero_point and spec.halves == 1 else 192
+        return unsplit and spec.multicast == 1 and spec.block_m <= most
+    if spec.format.scale_rows == 2:
         return False
     if spec.halves == 2:
         return spec.block_m <= (128 if spec.zero_point else 160)
-    if spec.zero_point or spec.split_k * spec.warpgroups_k > 1:
+    if spec.zero_point or not unsplit:
         return False
     return spec.block_m <= (176 if spec.codes == "any" and spec.format.scale_rows == 1 else 128)
 
@@ -243,7 +254,7 @@ def _shapes() -> Iterator[_Shape]:
                 yield _Shape(block_m, 256)
             for block_n in (128, 192):
                 # ptxas does better by two halves of the widest.
-                for halves in (1, 2) if block_m <= 176 else (2,):
+                for halves in (1, 2) if block_m <= 192 else (2,):
                     for multicast, side in ((1, "none"), (2, "lhs"), (2, "rhs")):
                         yield _Shape(block_m, block_n, halves=halves, multicast=multicast, multicast_side=side)
             # Wider ones have too few stages left for the pipeline to run smoothly.

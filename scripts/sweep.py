@@ -147,11 +147,14 @@ Row = tuple[tuple, Problem, KernelSpec, float]
 
 def load(path: Path) -> list[Row]:
     document = json.loads(path.read_text())
+    device = device_spec(document["spec"])
     rows = []
     for name, n, k, m, us, values in document["rows"]:
         lhs, fmt = FORMATS[name]
         kernel = KernelSpec(**dict(zip(document["kernel"], values)))
-        rows.append(((name, n, k, m), Problem(config.band_end(m), n, k, lhs, fmt), kernel, us))
+        # The bound on registers may have left it out since.
+        if config.illegal(kernel, device) is None:
+            rows.append(((name, n, k, m), Problem(config.band_end(m), n, k, lhs, fmt), kernel, us))
     return rows
 
 
