@@ -260,7 +260,7 @@ def _shapes() -> Iterator[_Shape]:
             # Wider ones have too few stages left for the pipeline to run smoothly.
             if block_m <= 160:
                 for halves in (1, 2) if block_m <= 128 else (2,):
-                    for split_k in (2, 4):
+                    for split_k in (2, 4) if block_m <= 128 else (2,):
                         for scatter in (False, True):
                             yield _Shape(block_m, 128, halves=halves, split_k=split_k, scatter=scatter)
                     yield _Shape(block_m, 128, halves=halves, split_k=2, split_tail=True)
