@@ -1,0 +1,127 @@
+"""How many registers a kernel takes, as far as can be said before it is compiled.
+
+A kernel that spills counts as a failed build (`nvrtc.py`), so what this module lets pass must build with every NVRTC
+that is supported. ptxas shares registers in ways that no sum of parts foresees: where the sum is too high by far, a
+bound for a whole family of tiles stands instead, found by compiling them (docs/notes/selector.md).
+"""
+
+from __future__ import annotations
+
+from jitgemm.spec import KernelSpec, fragment_sets, promote_records, units_in_flight
+
+OVERHEAD_REGISTERS = {"e4m3": 56, "s8": 64}
+"""Registers of a consumer thread beside its accumulators: codes, fragments of two records, addresses, loop state; s8
+converts too."""
+UNPROMOTED_REGISTERS = 16
+"""More of them where sums stay in the tensor cores' registers from record to record."""
+SPLIT_REGISTERS = 8
+"""More of them where k is split."""
+FP32_SPLIT_REGISTERS = 4
+"""And more of those where a record has two scales in fp32."""
+FOUR_REGISTERS = 18
+"""Fewer of them with four warpgroups side by side and one group a record: ptxas does with less where it has to."""
+SET_REGISTERS = 16
+"""Fewer of them with one set of fragments."""
+SCATTER_REGISTERS = 8
+"""More of them where those scatter their sums."""
+TAIL_REGISTERS = 9
+"""More of them where some tiles are split and some are not."""
+MULTICAST_REGISTERS = {"none": 0, "lhs": 17, "rhs": 8}
+"""More of them where groups are promoted and CTAs share an operand, by which."""
+CONVERTED_PART = 1 / 3
+"""Part of the tokens promoted at a time, where they are 64 or more, for which s8 takes registers for converted sums."""
+CHUNK_REGISTERS = {"bf16": 2, "fp16": 2, "fp32": 5}
+"""More of them for every group beyond the first within a record of 128 k, by the type of the scales."""
+PAIR_REGISTERS = 9
+"""More of them where a record has two sums (groups of 64, offsets), and s8 to convert or zero points to take off."""
+WIDE_PAIR_REGISTERS = {"any": 11, "s8": 3}
+"""And more where s8 converts them for tiles of 64 tokens or more, by codes, and as many again with zero points."""
+OFFSET_PAIR_REGISTERS = 18
+"""And more of those with offsets to groups of 64, which have four sums a record."""
+NARROW_PAIR_REGISTERS = 26
+"""Fewer of them where tiles of 32 tokens or less have groups of 64: their sums are few."""
+ZERO_REGISTERS = 8
+"""More of them for zero points."""
+OFFSET_REGISTERS = {"e4m3": 24, "s8": 34}
+"""More of them for offsets: four ones, two factors for each group of a record."""
+FP32_REGISTERS = 16
+"""More of them where results are stored in fp32."""
+NARROW_REGISTERS = {8: 96, 16: 96, 24: 96, 32: 96, 48: 104}
+"""As many suffice for tiles of so few tokens, whatever the sum of the parts: ptxas computes more of them again."""
+NARROW_ZERO_REGISTERS = 8
+"""More of those with zero points, or with two int8 sums a record to convert, from 32 tokens on."""
+NARROW_SIGN_REGISTERS = 8
+"""Fewer of those for 48 tokens and codes of sign and magnitude, which decode with the fewest."""
+
+WIDE_REGISTERS = 232
+"""As many, which two warpgroups have, suffice for the wide tiles that `_fits_two_warpgroups` names."""
+
+
+def registers_needed(spec: KernelSpec) -> int:
+    """Registers of a consumer thread, for which a kernel certainly builds without spilling."""
+    needed = _sum_of_registers(spec)
+    if spec.offset or spec.out == "fp32":
+        return needed
+    if _fits_two_warpgroups(spec):
+        return min(needed, WIDE_REGISTERS)
+    if spec.block_m not in NARROW_REGISTERS:
+        return needed
+    narrow = NARROW_REGISTERS[spec.block_m]
+    converts_pairs = spec.lhs == "s8" and spec.format.scale_rows == 2
+    narrow += NARROW_ZERO_REGISTERS if (spec.zero_point or converts_pairs) and spec.block_m >= 32 else 0
+    narrow -= NARROW_SIGN_REGISTERS if spec.codes == "e4m3" and spec.block_m == 48 else 0
+    return min(needed, narrow)
+
+
+def _fits_two_warpgroups(spec: KernelSpec) -> bool:
+    """Whether this is a wide tile that builds although its parts sum up to more.
+
+    Codes and factors of a record lie where sums were, and int8's sums are converted where they lie.
+    """
+    if promote_records(spec) == 0 or spec.block_m < 64:
+        return False
+    unsplit = spec.split_k * spec.warpgroups_k == 1
+    if spec.lhs == "e4m3":
+        if spec.format.scale_rows > 1:
+            most = 0 if spec.zero_point else 176
+        else:
+            most = 176 if spec.zero_point and spec.halves == 1 else 192
+        return unsplit and spec.multicast == 1 and spec.block_m <= most
+    if spec.format.scale_rows == 2:
+        return False
+    if spec.halves == 2:
+        return spec.block_m <= (128 if spec.zero_point else 160)
+    if spec.zero_point or not unsplit:
+        return False
+    return spec.block_m <= (176 if spec.codes == "any" and spec.format.scale_rows == 1 else 128)
+
+
+def _sum_of_registers(spec: KernelSpec) -> int:
+    """The tensor cores' sums, the promoted ones where groups are promoted, the rest."""
+    rest = OVERHEAD_REGISTERS[spec.lhs]
+    rest += SPLIT_REGISTERS if spec.warpgroups_k * spec.split_k > 1 else 0
+    if spec.split_k > 1 and spec.scale_type == "fp32" and spec.format.scale_rows == 2:
+        rest += FP32_SPLIT_REGISTERS
+    rest += SCATTER_REGISTERS if spec.scatter else 0
+    rest += TAIL_REGISTERS if spec.split_tail else 0
+    rest += CHUNK_REGISTERS[spec.scale_type] * max(0, spec.format.scale_rows - 1)
+    rest += ZERO_REGISTERS if spec.zero_point else 0
+    rest += OFFSET_REGISTERS[spec.lhs] if spec.offset else 0
+    rest += FP32_REGISTERS if spec.out == "fp32" else 0
+    rest -= FOUR_REGISTERS if spec.warpgroups_n == 4 and spec.format.scale_rows <= 1 else 0
+    if promote_records(spec) == 0:
+        return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
+    rest += MULTICAST_REGISTERS[spec.multicast_side]
+    if (spec.lhs == "s8" or spec.zero_point) and (spec.offset or spec.format.scale_rows == 2):
+        rest += PAIR_REGISTERS
+        if spec.lhs == "s8" and spec.block_m >= 64:
+            rest += WIDE_PAIR_REGISTERS[spec.codes] * (1 + spec.zero_point)
+            rest += OFFSET_PAIR_REGISTERS if spec.offset and spec.format.scale_rows == 2 else 0
+    if spec.block_m <= 32 and spec.format.scale_rows == 2 and not spec.offset:
+        rest -= NARROW_PAIR_REGISTERS
+    tokens = spec.block_m // spec.halves
+    if spec.lhs == "s8" and spec.format.scale_rows < 4 and fragment_sets(spec) == 1:
+        rest -= SET_REGISTERS
+    elif spec.lhs == "s8" and tokens >= 64:
+        rest += int(CONVERTED_PART * tokens)
+    return spec.block_m // 2 + units_in_flight(spec) * (tokens // 2) + rest
