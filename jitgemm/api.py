@@ -99,11 +99,11 @@ def gemm_w4a8_nt(
         return
     try:
         signature = (
-            rhs.plan_key, x.shape, x.stride(), x.dtype, x.device,
-            x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
-            out.shape, out.stride(), out.dtype, out.device, out.requires_grad,
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-            None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.device),
+            rhs.plan_key, x.shape, x.stride(), x.dtype, x.get_device(),
+            x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.get_device(),
+            out.shape, out.stride(), out.dtype, out.get_device(), out.requires_grad,
+            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+            None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.get_device()),
             None if x_zero is None else rhs.row_sum is None,
             batch_invariant,
         )  # fmt: skip
@@ -166,11 +166,11 @@ def _plan_and_run(
 def _signature(x, x_scale, x_zero, weight, out, bias, batch_invariant) -> tuple:  # type: ignore[no-untyped-def]
     """What `gemm_w4a8_nt` writes out in its hot path: all that decides legality and kernel."""
     return (
-        weight.plan_key, x.shape, x.stride(), x.dtype, x.device,
-        x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.device,
-        out.shape, out.stride(), out.dtype, out.device, out.requires_grad,
-        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-        None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.device),
+        weight.plan_key, x.shape, x.stride(), x.dtype, x.get_device(),
+        x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.get_device(),
+        out.shape, out.stride(), out.dtype, out.get_device(), out.requires_grad,
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
+        None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.get_device()),
         None if x_zero is None else weight.row_sum is None,
         batch_invariant,
     )  # fmt: skip

@@ -43,7 +43,7 @@ class PackedWeight:
     row_sum: torch.Tensor | None = None
 
     @property
-    def plan_key(self) -> tuple:
+    def plan_key(self) -> int:
         """As `W4Weight.plan_key`."""
         return plan_key(self.n, self.k, self.format, self.blocks.device)
 

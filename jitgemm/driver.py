@@ -121,6 +121,9 @@ _ELEMENT_STRIDES = [cu.cuuint32_t(1), cu.cuuint32_t(1)]
 TensorMap = tuple[object, int]
 """A 128-byte tensor map, to be kept alive while a launch may read it, and where it lies."""
 
+TensorMaps = tuple[tuple[object, ...], tuple[int, ...]]
+"""Several of them, and where each lies."""
+
 
 class TileMap:
     """Encodes tensor maps of one two-dimensional shape; only the address changes from call to call.
@@ -167,7 +170,7 @@ class Launch:
         smem_bytes: dynamic shared memory of a CTA.
     """
 
-    __slots__ = ("_config", "_plain", "_kernel", "_parameters", "_address", "_keep", "_stream")
+    __slots__ = ("_config", "_plain", "_kernel", "_parameters", "_address", "_keep", "_maps", "_stream")
 
     def __init__(
         self,
@@ -188,7 +191,8 @@ class Launch:
         self._parameters = (ctypes.c_void_p * (maps + 1))()
         self._parameters[maps] = ctypes.addressof(arguments)
         self._address = ctypes.addressof(self._parameters)
-        self._keep: list[object] = [*[None] * maps, arguments, kernel]
+        self._keep = arguments, kernel
+        self._maps: tuple[object, ...] = ()
         self._stream = -1
 
     @staticmethod
@@ -201,10 +205,9 @@ class Launch:
         config.numAttrs = len(attributes)
         return config
 
-    def set_maps(self, maps: tuple[TensorMap, ...]) -> None:
+    def set_maps(self, maps: TensorMaps) -> None:
         """Uses these tensor maps, all that the kernel takes, as its first parameters."""
-        for i, (tensor_map, address) in enumerate(maps):
-            self._keep[i], self._parameters[i] = tensor_map, address
+        self._maps, self._parameters[:-1] = maps
 
     def run(self, stream: int, dependent: bool) -> None:
         """Launches on a stream handle.

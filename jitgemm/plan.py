@@ -34,8 +34,7 @@ from jitgemm.spec import KernelSpec, Problem, lhs_copy_rows, share_tokens
 
 _ARGUMENTS = struct.Struct("<10Q3I2iI")
 """`Args` in include/jitgemm/types.cuh: lhs, records, channel_scale, lhs_scale, bias, lhs_zero, row_sum, lhs_stride,
-lhs_scale_stride, lhs_zero_stride, m, n, k, channel_scale_type, bias_type,
-last_rows."""
+lhs_scale_stride, lhs_zero_stride, m, n, k, channel_scale_type, bias_type, last_rows."""
 
 _POINTERS = struct.Struct("<7Q")
 """The addresses at its beginning, in the order of `Plan.launch`."""
@@ -113,7 +112,7 @@ class Plan:
         self._out_map = driver.TileMap(spec.out, columns=n, rows=m, row_bytes=out_bytes, box=box)
         self._device = device
         self._addresses: tuple[int, ...] = ()
-        self._known: dict[tuple[int, ...], tuple[driver.TensorMap, ...]] = {}
+        self._known: dict[tuple[int, ...], driver.TensorMaps] = {}
         self._out_end = byte_extent(out)
         row_sum = None if x_zero is None else weight.row_sum
         inputs = (x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, row_sum)
@@ -170,8 +169,8 @@ class Plan:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
                 x_maps = [tile_map.encode(addresses[0]) for tile_map in self._x_maps]
-                maps = x_maps[0], x_maps[-1], self._out_map.encode(addresses[-1])
-                self._known[addresses] = maps
+                objects, places = zip(x_maps[0], x_maps[-1], self._out_map.encode(addresses[-1]))
+                maps = self._known[addresses] = objects, places
             _POINTERS.pack_into(self._block, 0, *addresses[:-1])
             self._launch.set_maps(maps)
             self._addresses = addresses

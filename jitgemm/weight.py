@@ -6,6 +6,7 @@ nothing of kernels, configurations or the driver.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -80,7 +81,7 @@ class W4Weight:
         group_size: as given to `pack_w4`; at least k means one scale per row.
         format: the layout of a record.
         layout_version: version of the packed order that `blocks` follows.
-        plan_key: what of the weight decides which calls are legal and which kernel runs.
+        plan_key: number of what decides which calls are legal and which kernel runs, see `plan_key`.
 
     On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `settled`: what wrote
     it has ended. Making a weight settles it. Writing `blocks` in place through PyTorch unsettles it, and calls wait
@@ -99,7 +100,7 @@ class W4Weight:
     layout_version: int = layout.LAYOUT_VERSION
     row_sum: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
-    plan_key: tuple[Any, ...] = field(init=False)
+    plan_key: int = field(init=False)
     _settled_at: tuple[int, int] | None = field(init=False, default=None)  # address and version of blocks
 
     def __post_init__(self) -> None:
@@ -361,10 +362,17 @@ def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
 
 
-def plan_key(n: int, k: int, fmt: WeightFormat, device: torch.device) -> tuple[Any, ...]:
-    """What of a weight decides which calls are legal and which kernel runs."""
-    # Plain values: hashing a dataclass costs the hot path more than hashing its fields.
-    return n, k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, device
+_plan_keys: dict[tuple[int, int, WeightFormat, torch.device], int] = {}
+_plan_numbers = itertools.count()
+
+
+def plan_key(n: int, k: int, fmt: WeightFormat, device: torch.device) -> int:
+    """A number, in this process, for what of a weight decides which calls are legal and which kernel runs.
+
+    Every call hashes it, which takes longer for the values themselves.
+    """
+    # Both are one step each, so threads agree on a number and never give one twice.
+    return _plan_keys.setdefault((n, k, fmt, device), next(_plan_numbers))
 
 
 def by_group(

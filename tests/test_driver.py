@@ -102,7 +102,7 @@ def test_a_launch_passes_its_maps_and_then_its_argument_block(monkeypatch, maps)
     kernel = driver.LoadedKernel("function", None, 0)
     prepared = driver.Launch(kernel, arguments, maps=maps, grid=7, block=(32, 8), smem_bytes=4096)
     if maps:
-        prepared.set_maps(((None, 128), (None, 256)))
+        prepared.set_maps(((None, None), (128, 256)))
     for stream, dependent in ((11, True), (12, False)):
         prepared.run(stream, dependent)
     passed = [128, 256][:maps] + [ctypes.addressof(arguments)]
