@@ -92,6 +92,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kZeroPoint": str(spec.zero_point).lower(),
         "bool kDirectLhs": str(direct_lhs(spec)).lower(),
         "bool kOffset": str(fmt.offset).lower(),
+        "bool kAffineLhs": str(spec.lhs == "s8").lower(),
         "u32 kOffsetsAt": fmt.offsets_at,
         "u32 kZerosAt": fmt.zeros_at,
         "u32 kRecordBytes": fmt.record_bytes,

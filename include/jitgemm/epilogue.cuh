@@ -16,6 +16,12 @@ struct Place {
     u32 split;  // which part of k; the first ones have a share of the tokens to sum and store
 };
 
+// Whether this call's activations have zero points.
+template <typename Config>
+__device__ __forceinline__ bool has_zeros(const Args& args) {
+    return Config::kAffineLhs && args.lhs_zero != nullptr;
+}
+
 // Sends this warpgroup's sums of the others' shares to them. In a cluster the stores count on the receiver's barrier as
 // they land, so that nothing has to be flushed.
 template <typename Config>
@@ -136,7 +142,7 @@ __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Conf
         const u8* scale = static_cast<const u8*>(args.channel_scale);
         copy_4(thread * 4 < 64 * bytes, terms, scale + u64(first) * bytes + thread * 4, scale, first < args.n);
     }
-    if (args.lhs_zero) copy_4(thread < 64, terms + 512, args.row_sum + first + thread, args.row_sum, inside);
+    if (has_zeros<Config>(args)) copy_4(thread < 64, terms + 512, args.row_sum + first + thread, args.row_sum, inside);
     if (args.bias) {
         const float bias = inside ? load_real(args.bias, first + thread, args.bias_type) : 0.0f;
         if (thread < 64) store_shared_float(terms + 256, bias);
@@ -166,91 +172,104 @@ __device__ __forceinline__ RowTerms load_row_terms(const Args& args, const Share
         }
         found.bias[half] = args.bias ? load_shared_float(terms + 256 + row * 4) : 0.0f;
         found.sum[half] = 0.0f;
-        if (args.lhs_zero)
+        if (has_zeros<Config>(args))
             found.sum[half] = load_shared_float(terms + 512 + row * 4) * (-1.0f / Config::Decode::kOutputScale);
     }
     return found;
+}
+
+// Scales a share's sums per row and takes the zero points of its activations off. The panel, which is free, holds them
+// meanwhile.
+template <typename Config>
+__device__ __forceinline__ void take_off_zeros(float* sums, RowTerms& terms, const Args& args, const Place& place,
+                                               u32 panel, u32 first_token) {
+    for (u32 i = place.thread; i < Config::kShareTokens; i += 128) {
+        const u32 token = first_token + i;
+        const float zero = token < args.m ? float(args.lhs_zero[token * args.lhs_zero_stride]) : 0.0f;
+        store_shared_float(panel + i * 4, zero);
+    }
+    warpgroup_sync(place.warpgroup);
+#pragma unroll
+    for (u32 run = 0; run < Config::kShareTokens / 8; ++run) {
+        const float2 zeros = load_shared_float2(panel + run * 32 + place.lane % 4 * 8);
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            float* sum = sums + run * 4 + half * 2;
+            sum[0] = fmaf(zeros.x, terms.sum[half], sum[0] * terms.scale[half]);
+            sum[1] = fmaf(zeros.y, terms.sum[half], sum[1] * terms.scale[half]);
+        }
+    }
+    terms.scale[0] = terms.scale[1] = 1.0f;
+    warpgroup_sync(place.warpgroup);
 }
 
 // Scales, converts and stores a share of the output tile, in runs of columns that take 128 bytes. In shared memory a
 // token is a row of 128 bytes whose 16-byte chunks are swizzled: chunk c of token t lies at c ^ (t % 8), as the tile
 // store expects and free of bank conflicts.
 template <typename Config, u32 kShare>
-__device__ __forceinline__ void store_share(const float (&acc)[Config::kBlockM / 2], const Args& args,
+__device__ __forceinline__ void store_share(float (&acc)[Config::kBlockM / 2], const Args& args,
                                             const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
                                             const Tile& tile) {
-    u32 panel = shared.out(place.warpgroup);
+    const u32 panel = shared.out(place.warpgroup);
     if (place.thread == 0) store_wait_read();
     copy_wait();
     warpgroup_sync(place.warpgroup);  // the panel is free, the factors are there
-    const RowTerms terms = load_row_terms(args, shared, place);
+    RowTerms terms = load_row_terms(args, shared, place);
 
     const u32 first_token = tile.m + kShare * Config::kShareTokens;
-    u32 scales = shared.scales(place.warpgroup) + (place.lane % 4) * 8;
     constexpr u32 kRuns = Config::kShareTokens / 8;
-    const float* sums = acc + kShare * kRuns * 4;
-    // The thread's two rows for two tokens: [row][token].
-    auto finish = [&](u32 run, float (&value)[2][2]) {
-        float2 token_scale = load_shared_float2(scales + run * 32);
-        token_scale.x *= Config::Decode::kOutputScale;
-        token_scale.y *= Config::Decode::kOutputScale;
+    float* sums = acc + kShare * kRuns * 4;
+    if (has_zeros<Config>(args)) take_off_zeros<Config>(sums, terms, args, place, panel, first_token);
+
+    const u32 scales = shared.scales(place.warpgroup) + (place.lane % 4) * 8;
+    constexpr u32 kBatch = 2;  // runs whose token scales are loaded together, so that none is waited for alone
+    u32 packed[4];
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            value[half][0] = sums[run * 4 + half * 2] * terms.scale[half];
-            value[half][1] = sums[run * 4 + half * 2 + 1] * terms.scale[half];
-        }
-        if (args.lhs_zero) {
-            u32 token = first_token + run * 8 + place.lane % 4 * 2;
+    for (u32 first = 0; first < kRuns; first += kBatch) {
+        const u32 end = min(first + kBatch, kRuns);
+        float2 token_scales[kBatch];
 #pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
-                float zero = token + i < args.m ? float(args.lhs_zero[(token + i) * args.lhs_zero_stride]) : 0.0f;
-                value[0][i] = fmaf(zero, terms.sum[0], value[0][i]);
-                value[1][i] = fmaf(zero, terms.sum[1], value[1][i]);
+        for (u32 run = first; run < end; ++run) token_scales[run - first] = load_shared_float2(scales + run * 32);
+#pragma unroll
+        for (u32 run = first; run < end; ++run) {
+            float2 token_scale = token_scales[run - first];
+            token_scale.x *= Config::Decode::kOutputScale;
+            token_scale.y *= Config::Decode::kOutputScale;
+            float value[2][2];  // the thread's two rows for two tokens: [row][token]
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                const float* sum = sums + run * 4 + half * 2;
+                value[half][0] = fmaf(sum[0] * terms.scale[half], token_scale.x, terms.bias[half]);
+                value[half][1] = fmaf(sum[1] * terms.scale[half], token_scale.y, terms.bias[half]);
             }
-        }
+            if constexpr (Config::kOutType == kFp32) {
+                // Two tiles of 32 columns; the thread's first row is column 16 * warp + lane / 4.
+                const u32 column = place.warp * 16 + place.lane / 4;
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            value[half][0] = fmaf(value[half][0], token_scale.x, terms.bias[half]);
-            value[half][1] = fmaf(value[half][1], token_scale.y, terms.bias[half]);
-        }
-    };
-    if constexpr (Config::kOutType == kFp32) {
-        // Two tiles of 32 columns; the thread's first row is column 16 * warp + lane / 4.
-        u32 column = place.warp * 16 + place.lane / 4;
+                for (u32 i = 0; i < 4; ++i) {
+                    u32 token_in_run = place.lane % 4 * 2 + i % 2;
+                    u32 byte = (column + i / 2 * 8) % 32 * 4;
+                    u32 address = panel + column / 32 * (Config::kShareTokens * 128) + (run * 8 + token_in_run) * 128;
+                    store_shared_float(address + (byte ^ (token_in_run * 16)), value[i / 2][i % 2]);
+                }
+            } else {
+                // stmatrix: lanes 8i..8i+7 give the rows of matrix i; matrices are {rows 0-7, rows 8-15} of n for one
+                // or two runs of 8 tokens.
+                const u32 token_in_run = place.lane % 8;
+                const u32 chunk = place.warp * 2 + (place.lane / 8) % 2;
+                const u32 address = panel + (place.lane / 16 * 8 + token_in_run) * 128 + (chunk ^ token_in_run) * 16;
 #pragma unroll
-        for (u32 run = 0; run < kRuns; ++run) {
-            float value[2][2];
-            finish(run, value);
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) {
-                u32 token_in_run = place.lane % 4 * 2 + i % 2;
-                u32 byte = (column + i / 2 * 8) % 32 * 4;
-                u32 address = panel + column / 32 * (Config::kShareTokens * 128) + (run * 8 + token_in_run) * 128;
-                store_shared_float(address + (byte ^ (token_in_run * 16)), value[i / 2][i % 2]);
-            }
-        }
-    } else {
-        // stmatrix: lanes 8i..8i+7 give the rows of matrix i; matrices are {rows 0-7, rows 8-15} of n for one or two
-        // runs of 8 tokens.
-        u32 token_in_run = place.lane % 8;
-        u32 chunk = place.warp * 2 + (place.lane / 8) % 2;
-        u32 address = panel + (place.lane / 16 * 8 + token_in_run) * 128 + ((chunk ^ token_in_run) * 16);
-        u32 packed[4];
-#pragma unroll
-        for (u32 run = 0; run < kRuns; ++run) {
-            float value[2][2];
-            finish(run, value);
-#pragma unroll
-            for (u32 half = 0; half < 2; ++half)
-                packed[run % 2 * 2 + half] = pack_halves<Config::kOutType>(value[half][0], value[half][1]);
-            if (run % 2 == 1) {
-                asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                             ::"r"(address + (run - 1) * 1024), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]),
-                               "r"(packed[3])
-                             : "memory");
-            } else if (run == kRuns - 1) {
-                asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-                             ::"r"(address + run * 1024), "r"(packed[0]), "r"(packed[1]) : "memory");
+                for (u32 half = 0; half < 2; ++half)
+                    packed[run % 2 * 2 + half] = pack_halves<Config::kOutType>(value[half][0], value[half][1]);
+                if (run % 2 == 1) {
+                    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                                 ::"r"(address + (run - 1) * 1024), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]),
+                                   "r"(packed[3])
+                                 : "memory");
+                } else if (run == kRuns - 1) {
+                    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                                 ::"r"(address + run * 1024), "r"(packed[0]), "r"(packed[1]) : "memory");
+                }
             }
         }
     }

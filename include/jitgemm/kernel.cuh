@@ -24,7 +24,7 @@ namespace jitgemm {
 // Tokens of one copy of activations; CTAs that share them bring so many each.
 template <typename Config>
 __device__ __forceinline__ constexpr u32 whole_lhs_rows() {
-    return Config::kBlockM / (Config::kMulticastLhs ? Config::kMulticast : 1);
+    return Config::kBlockM / Scheduler<Config>::kAlongN;
 }
 
 // The same for a tile. The last along m is copied with as many tokens as there are, by a map of its own: rows that a
@@ -41,8 +41,8 @@ template <typename Config>
 __device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile,
                                              u32 stage, u32 block, u32 blocks, u32 rank, u64 policy, u32 rows) {
     u32 bytes = blocks * Config::kRecordBytes;
-    constexpr u32 kCopies = Config::kMulticastLhs ? Config::kMulticast : 1;
-    barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + blocks * kCopies * rows * 128);
+    const u32 lhs_bytes = blocks * Scheduler<Config>::kAlongN * rows * 128;
+    barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + lhs_bytes);
     u32 k_blocks = ceil_div(args.k, 128);
     u32 last_strip = ceil_div(args.n, 64) - 1;
 #pragma unroll
