@@ -181,11 +181,16 @@ extern "C" __global__ void __launch_bounds__(256, 1) probe(u64* out) {{
 """
 
 
+COPY_BYTES = 32768
+COPY_STAGES = 6
+
+
 @dataclass(frozen=True)
 class Copy:
-    """A ring of 16 KiB copies, 12 under way; `multicast` CTAs of a cluster fetch a part each, for all of them.
+    """A ring of 32 KiB copies that one warp asks for and another hands back; `multicast` CTAs of a cluster fetch a part
+    each, for all of them. With a warp for both, or smaller copies, it would time the loop instead.
 
-    `beyond` of a tile's 128 rows lie outside of the tensor, where the copy writes zeros.
+    `beyond` of a tile's 256 rows lie outside of the tensor, where the copy writes zeros.
     """
 
     multicast: int
@@ -194,11 +199,11 @@ class Copy:
 
     @property
     def source(self) -> str:
-        share = 16384 // self.multicast
+        share = COPY_BYTES // self.multicast
         mask = (1 << self.multicast) - 1
         many = self.multicast > 1
-        to, fro = f"memory + stage * 16384 + rank * {share}", f"base + u64(chunk) * 16384 + rank * {share}"
-        where = f"chunk % 32 * 128, chunk / 32 * 128 + rank * {share // 128}"
+        to, fro = f"memory + stage * kBytes + rank * {share}", f"base + chunk * kBytes + rank * {share}"
+        where = f"chunk % 32 * 128, chunk / 32 * 256 + rank * {share // 128}"
         if self.beyond:
             where = "chunk * 128, 0"
         function = ("tile_load" if self.tile else "bulk_load") + ("_multicast" if many else "")
@@ -207,7 +212,7 @@ class Copy:
         return f"""
 #include <jitgemm/tma.cuh>
 using namespace jitgemm;
-constexpr u32 kStages = 12, kCtas = {self.multicast};
+constexpr u32 kStages = {COPY_STAGES}, kBytes = {COPY_BYTES}, kCtas = {self.multicast};
 extern "C" __global__ void __cluster_dims__(kCtas) probe(const __grid_constant__ TensorMap map, const u8* base,
                                                          u32 chunks, u32 count, u64* out) {{
     extern __shared__ __align__(1024) u8 bytes[];
@@ -222,24 +227,31 @@ extern "C" __global__ void __cluster_dims__(kCtas) probe(const __grid_constant__
     }}
     __syncthreads();
     cluster_sync();
+    const u64 start = clock64();
+    Ring<kStages> ring;
     if (threadIdx.x == 0) {{
         const u64 policy = policy_evict_unchanged();
-        const u64 start = clock64();
-        for (u32 i = 0; i < count + kStages; ++i) {{
-            const u32 stage = i % kStages, parity = (i / kStages - 1) & 1;
+        u32 chunk = blockIdx.x / kCtas;
+        for (u32 i = 0; i < count; ++i) {{
+            const u32 stage = ring.stage;
             const u32 full = shared_address(barriers + stage), empty = shared_address(barriers + kStages + stage);
-            if (i >= kStages) {{
-                barrier_wait<false>(full, parity);
-                for (u32 peer = 0; peer < kCtas; ++peer) barrier_arrive_remote(empty, peer);
-            }}
-            if (i >= count) continue;
-            if (i >= kStages) barrier_wait<false>(empty, parity);
-            barrier_expect_bytes(full, 16384);
-            const u32 chunk = (u64(i) * (gridDim.x / kCtas) + blockIdx.x / kCtas) % chunks;
+            barrier_wait<false>(empty, ring.parity ^ 1);
+            barrier_expect_bytes(full, kBytes);
             {copy}
+            chunk += gridDim.x / kCtas;
+            if (chunk >= chunks) chunk -= chunks;
+            ring.advance();
+        }}
+    }} else if (threadIdx.x == 32) {{
+        for (u32 i = 0; i < count; ++i) {{
+            barrier_wait<false>(shared_address(barriers + ring.stage), ring.parity);
+            const u32 empty = shared_address(barriers + kStages + ring.stage);
+            for (u32 peer = 0; peer < kCtas; ++peer) barrier_arrive_remote(empty, peer);
+            ring.advance();
         }}
         out[blockIdx.x] = clock64() - start;
     }}
+    __syncthreads();
     cluster_sync();
 }}
 """
@@ -346,24 +358,30 @@ def run_copies() -> None:
 
     from jitgemm import driver
 
-    ctas, count, size = 128, 2000, 8 << 20
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    grids, count, size = (sms, 120, 96, 64, 16), 2000, 8 << 20
     source = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    print(f"{ctas} CTAs, one an SM, {count} copies of 16 KiB each out of {size >> 20} MiB\n")
-    print("| copy | rows of 128 outside | CTAs a fetch is for | bytes into an SM, a cycle |\n|---|---|---|---|")
-    probes = [Copy(multicast, tile) for tile in (False, True) for multicast in (1, 2)]
-    probes += [Copy(1, True, beyond) for beyond in (1, 32, 64, 96, 127)]
+    print(f"{count} copies of 32 KiB each out of {size >> 20} MiB, one CTA an SM; bytes into an SM, a cycle\n")
+    print("| copy | rows of 256 outside | CTAs a fetch is for |" + "".join(f" {grid} CTAs |" for grid in grids))
+    print("|---|---|---|" + "---|" * len(grids))
+    probes = [Copy(multicast, tile) for tile in (False, True) for multicast in (1, 2, 4)]
+    probes += [Copy(1, True, beyond) for beyond in (1, 64, 128, 192, 255)]
     for probe, cubin in zip(probes, build(probes)):
-        out = torch.zeros(ctas, dtype=torch.int64, device="cuda")
-        columns = size // 128 if probe.beyond else 4096
-        rows = 128 - probe.beyond if probe.beyond else size // columns
+        columns = size // 256 if probe.beyond else 4096
+        rows = 256 - probe.beyond if probe.beyond else size // columns
         tensor_map = driver.TileMap(
-            "u8", columns=columns, rows=rows, row_bytes=columns, box=(128, 128 // probe.multicast)
+            "u8", columns=columns, rows=rows, row_bytes=columns, box=(128, 256 // probe.multicast)
         ).encode(source.data_ptr())
-        arguments = [ctypes.c_uint64(source.data_ptr()), ctypes.c_uint32(size // 16384), ctypes.c_uint32(count),
-                     ctypes.c_uint64(out.data_ptr())]  # fmt: skip
-        launch(cubin, arguments, grid=ctas, threads=32, smem_bytes=12 * 16384, device_map=tensor_map[1])
-        rate = count * 16384 / out.double().mean().item()
-        print(f"| {'tile' if probe.tile else 'contiguous'} | {probe.beyond} | {probe.multicast} | {rate:.1f} |")
+        rates = []
+        for grid in grids:
+            out = torch.zeros(grid, dtype=torch.int64, device="cuda")
+            arguments = [ctypes.c_uint64(source.data_ptr()), ctypes.c_uint32(size // COPY_BYTES),
+                         ctypes.c_uint32(count), ctypes.c_uint64(out.data_ptr())]  # fmt: skip
+            smem_bytes = COPY_STAGES * COPY_BYTES
+            launch(cubin, arguments, grid=grid, threads=64, smem_bytes=smem_bytes, device_map=tensor_map[1])
+            rates.append(count * COPY_BYTES / out.double().mean().item())
+        print(f"| {'tile' if probe.tile else 'contiguous'} | {probe.beyond} | {probe.multicast} |"
+              + "".join(f" {rate:.1f} |" for rate in rates))  # fmt: skip
 
 
 def run_clusters() -> None:
