@@ -165,6 +165,9 @@ struct Fragments {
             for (u32 s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s) {
                 decode_step<typename Config::Decode, Config::kZeroPoint>(step[s], words[2 * s], words[2 * s + 1],
                                                                          low_zero, high_zero);
+                // Else int8's decode comes between the multiplies, which ptxas then fences one by one (C7519). Where
+                // groups are promoted, that is no slower: the promotion comes there too.
+                if constexpr (Config::kPromoteRecords == 0) register_fence(step[s]);
             }
         }
     }
@@ -281,12 +284,11 @@ struct Multiplier {
 template <typename Config>
 __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 stage, const Place& place) {
     __syncwarp();
-    if (place.lane == 0) {
-        if constexpr (Config::kMulticast == 1) {
-            barrier_arrive(shared.empty(stage));
-        } else {
-            for (u32 peer = 0; peer < Config::kMulticast; ++peer) barrier_arrive_remote(shared.empty(stage), peer);
-        }
+    if constexpr (Config::kMulticast == 1) {
+        if (place.lane == 0) barrier_arrive(shared.empty(stage));
+    } else {
+        // A lane for each: a loop would end the block in which ptxas schedules the multiplies.
+        if (place.lane < Config::kMulticast) barrier_arrive_remote(shared.empty(stage), place.lane);
     }
 }
 
