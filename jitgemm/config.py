@@ -115,7 +115,7 @@ def _shapes() -> Iterator[_Shape]:
         # weights.
         if block_m <= 64:
             for warpgroups_n, warpgroups_k in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4)):
-                for split_k in (1, 2, 4, 8):
+                for split_k in (1, 2, 3, 4, 8):
                     for ctas in (1, 2):
                         for scatter in (False, True) if warpgroups_k * split_k > 1 and block_m > 8 else (False,):
                             yield _Shape(
@@ -128,7 +128,7 @@ def _shapes() -> Iterator[_Shape]:
                             )
         elif block_m <= 160:
             # Few rows of n for the GPU: tall tiles of one strip, two warpgroups along k.
-            for split_k in (1, 2):
+            for split_k in (1, 2, 3):
                 for scatter in (False, True):
                     for halves in (1, 2) if block_m >= 128 else (1,):
                         yield _Shape(block_m, 64, halves, warpgroups_k=2, split_k=split_k, scatter=scatter)
@@ -153,56 +153,52 @@ def _shapes() -> Iterator[_Shape]:
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted by `scripts/sweep.py fit` to 12,769 timings on an H200, 2026-11-21 (docs/notes/selector.md):
+# The constants were fitted by `scripts/sweep.py fit` to 15,599 timings on an H200, 2026-11-22 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 1.21
+LAUNCH_US = 0.914
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.435
+NO_PREFETCH_US = 0.469
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-WIDE_US = 0.237
+WIDE_US = 0.128
 """Added for tiles of more than 16 tokens: their first activations, which nothing prefetches, take longer."""
-REDUCE_US = 0.0752
-"""Sum over splits of k, per tile and split beyond the first: stores into another's shared memory, hand-over, reads."""
-SCATTER_US = 1.16
+SUM_US = {"cta": 0.229, "cluster": 0.1}
+"""Sum over splits of k, per tile, where the warpgroups of a CTA have it to do and where CTAs have: hand-over."""
+REDUCE_US = 0.000355
+"""The same, per token of a split's share and further split: stores into another's shared memory, reads."""
+SCATTER_US = 1.19
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
-STORE_US = 0.578
-"""Epilogue of a tile: conversion, transposition, tile store; nothing multiplies meanwhile."""
-CLUSTER_US = {(1, "narrow"): 0.0255, (1, "wide"): 0.845, (2, "narrow"): 0.134, (2, "wide"): 0.185}
+STORE_US = 0.582
+"""Epilogue of a tile, during which nothing multiplies: latencies."""
+TOKEN_US = 0.0029
+"""The same, per token of a split's share: conversion, transposition."""
+CLUSTER_US = {(1, "narrow"): 0.029, (1, "wide"): 0.63, (2, "narrow"): 0.214, (2, "wide"): 0.223}
 """Launch of a cluster of two and its barriers, by CTAs of an SM and tile; grows with the root of the further CTAs."""
-WGMMA_MIN_CYCLES = 5.0
-"""Cycles of one m64nNk32 with A in registers, however narrow."""
-RECORD_CYCLES = 192.0
+RECORD_CYCLES = 121.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 112.0, ("s8", "any"): 101.0, ("e4m3", "fast"): 59.9, ("s8", "fast"): 64.8,
-    ("e4m3", "zero"): 137.0, ("s8", "zero"): 144.0,
+    ("e4m3", "any"): 120.0, ("s8", "any"): 110.0, ("e4m3", "fast"): 82.0, ("s8", "fast"): 92.6,
+    ("e4m3", "zero"): 165.0, ("s8", "zero"): 178.0,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.8, "s8": 2.61}
+PROMOTE_CYCLES = {"e4m3": 1.64, "s8": 2.55}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
 FETCH_CYCLES = 2670.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-HALVES_CYCLES = 8.8
+HALVES_CYCLES = 8.82
 """Added where tokens are multiplied in halves and a record has one group: nothing runs beside the instructions."""
-ISSUE_CYCLES = 94.3
+ISSUE_CYCLES = 85.7
 """Issue cycles of a scheduler per record for everything else."""
-CHUNK_CYCLES = 10.0
-"""Added for every group beyond the first within a record: its promotion waits for its own wgmma."""
-L2_BYTES_PER_CYCLE = 64.0
-"""Bytes an SM draws from the L2 in a cycle when all draw."""
-MULTICAST_PART = 1.51
-"""What a byte that two CTAs share counts for: the way into the SM is the limit, and multicast does not widen it
-(docs/notes/main-loop.md)."""
-OVERLAP = 2.89
+L2_BYTES_PER_CYCLE = 76.8
+"""Bytes an SM draws from the L2 in a cycle when all draw; what some leave, the others have (docs/notes/main-loop.md).
+An operand that CTAs share counts for each of them: multicast kernels are no faster for it."""
+OVERLAP = 2.88
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
-FEW_SMS = 0.1
-"""Exponent with which memory time grows as fewer SMs draw."""
-CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
+CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 8: 0.91}
 """Share of the SMs that clusters of a size can fill, one CTA an SM: a cluster lies within a GPC, whose SMs it need not
-divide. 30 clusters of 4 and 15 of 8 on an H200, says `cuOccupancyMaxActiveClusters`."""
+divide. 39 clusters of 3, 30 of 4 and 15 of 8 on an H200, says `cuOccupancyMaxActiveClusters`."""
 
 
 @dataclass(frozen=True)
@@ -258,11 +254,11 @@ def rounds_of(spec: KernelSpec, units: int, clusters: int) -> tuple[int, int]:
 class _Costs(NamedTuple):
     """What a prediction needs of a kernel on a device, problem apart. Times in microseconds."""
 
-    tensor: float  # of a record on every warpgroup of the CTA; the others alike
+    tensor: float  # of a record on every warpgroup of the CTA; the next three alike
     issue: float
     latency: float
     fetch: float
-    l2: float
+    l2: float  # of the operands of one record's k, where all SMs draw
     launch: float
     tile: float  # epilogue, and the sum where every tile has one
     split_tile: float  # the sum of a tile of a split tail
@@ -274,39 +270,38 @@ class _Costs(NamedTuple):
 def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
     us_per_cycle = 1.0 / device.clock_mhz
     # One record of 64 x 128 on one warpgroup, in cycles.
-    tokens = spec.block_m // spec.halves
     ops_per_cycle = device.tensor_ops_per_us * us_per_cycle / device.num_sms
     # Offsets take their own multiplies, by ones.
     parts = 2 if spec.offset else 1
-    wgmma = 4 * parts * spec.halves * max(WGMMA_MIN_CYCLES, 2 * STRIP_ROWS * 32 * tokens / ops_per_cycle)
+    wgmma = parts * 2 * STRIP_ROWS * BLOCK_K * spec.block_m / ops_per_cycle
     groups = max(1, BLOCK_K // spec.group_size) if spec.group_size else 1
     every = promote_records(spec)
     promote = (parts * groups / every if every else 0.0) * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs]
     decode = DECODE_CYCLES[spec.lhs, "zero" if spec.zero_point else "any" if spec.codes == "any" else "fast"]
     serial = max(wgmma, decode) + RECORD_CYCLES
-    if groups > 1:
-        serial += promote / spec.halves + CHUNK_CYCLES * (groups - 1)
-    else:
-        serial += promote + HALVES_CYCLES * (spec.halves - 1)
-    lhs_bytes = spec.block_m * BLOCK_K * (MULTICAST_PART if spec.multicast_side == "lhs" else 1)
-    rhs_bytes = spec.block_n * BLOCK_K / 2 * (MULTICAST_PART if spec.multicast_side == "rhs" else 1)
+    # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
+    serial += promote / spec.halves if groups > 1 else promote + HALVES_CYCLES * (spec.halves - 1)
+    operand_bytes = (spec.block_m + spec.block_n / 2) * BLOCK_K
 
-    shares = spec.block_m / share_tokens(spec)
+    share = share_tokens(spec)
     width = "wide" if spec.block_m > DIRECT_LHS_TOKENS else "narrow"
     launch = LAUNCH_US + CLUSTER_US[spec.ctas_per_sm, width] * (spec.cluster_size - 1) ** 0.5
     launch += WIDE_US if width == "wide" else 0.0
     if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
         launch += NO_PREFETCH_US
-    reduce_us = REDUCE_US * (spec.split_k * spec.warpgroups_k - 1) ** 0.5 / shares
+    splits = spec.split_k * spec.warpgroups_k
+    reduce_us = REDUCE_US * (splits - 1) * share
+    if splits > 1:
+        reduce_us += SUM_US["cluster" if spec.split_k > 1 else "cta"]
     return _Costs(
         # The warpgroups of an SM share its tensor cores, its schedulers and its way to the L2.
         tensor=spec.warpgroups * wgmma * us_per_cycle,
         issue=spec.warpgroups * (decode + promote + ISSUE_CYCLES) * us_per_cycle,
         latency=serial * us_per_cycle,
         fetch=FETCH_CYCLES / spec.stages * us_per_cycle,
-        l2=(lhs_bytes + rhs_bytes) * spec.warpgroups_k / L2_BYTES_PER_CYCLE * us_per_cycle,
+        l2=operand_bytes / L2_BYTES_PER_CYCLE * us_per_cycle,
         launch=launch,
-        tile=STORE_US / shares + (0.0 if spec.split_tail else reduce_us),
+        tile=STORE_US + TOKEN_US * share + (0.0 if spec.split_tail else reduce_us),
         split_tile=reduce_us if spec.split_tail else 0.0,
         later_tile=SCATTER_US if spec.scatter else 0.0,
         cluster_tile=_cluster_tile(spec),
@@ -340,20 +335,20 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     whole, split = rounds_of(spec, units, clusters)
     waves = whole + split
     # Of one warpgroup, one after another.
-    records = whole * ceil_div(blocks, spec.warpgroups_k) + split * ceil_div(blocks, spec.split_k * spec.warpgroups_k)
+    run = 2 * ceil_div(blocks, 2 * spec.split_k)  # scheduler.cuh: splits start at even blocks
+    records = whole * ceil_div(blocks, spec.warpgroups_k) + split * ceil_div(run, spec.warpgroups_k)
     ctas = clusters * spec.cluster_size
     weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     # Clusters beyond those that fit one an SM share their SMs.
     shared = 2 if ctas > device.num_sms * CLUSTER_SHARE[spec.cluster_size] else 1
     memory = (weight_bytes + m * k + OUT_BYTES[spec.out] * m * n) / device.hbm_bytes_per_us
     times = _Times(
-        # Few CTAs cannot draw the whole bandwidth.
-        memory / min(1.0, ctas / device.num_sms) ** FEW_SMS,
+        memory,
         shared * records * costs.tensor,
         shared * records * costs.issue,
         records * costs.latency,
         records * costs.fetch,
-        shared * records * costs.l2,
+        units * spec.multicast * blocks / device.num_sms * costs.l2,
         costs.launch + waves * costs.tile + split * costs.split_tile + (waves - 1) * costs.later_tile,
     )
     return times, waves, ctas

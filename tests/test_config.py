@@ -104,7 +104,7 @@ def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
         assert held <= spec.threads * spec.entry_registers
     assert spec.block_m // 2 < spec.consumer_registers  # the accumulators alone
     # Clusters.
-    assert spec.cluster_size in (1, 2, 4, 8) and (spec.multicast == 1 or spec.split_k == 1)
+    assert spec.cluster_size in (1, 2, 3, 4, 8) and (spec.multicast == 1 or spec.split_k == 1)
     assert (spec.multicast > 1) == (spec.multicast_side != "none")
 
 
@@ -433,7 +433,7 @@ def test_the_rendered_source_checks_the_selector_s_shared_memory(problem, device
 
 
 @pytest.mark.parametrize("block_m", config.BLOCK_MS)
-@pytest.mark.parametrize(("split_k", "warpgroups_k"), [(1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (8, 2)])
+@pytest.mark.parametrize(("split_k", "warpgroups_k"), [(1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (3, 2), (8, 2)])
 def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
     spec = KernelSpec("s8", 128, False, "bf16", block_m, 64, 4, warpgroups_k=warpgroups_k, split_k=split_k)
     assert share_tokens(spec) == block_m
@@ -455,7 +455,7 @@ def test_a_copy_of_the_last_tile_brings_the_tokens_that_are_left(problem, m, dev
         assert last == left if shares == 1 else (last % 8 == 0 and left <= shares * last < left + 8 * shares)
 
 
-@given(units=st.integers(1, 5000), sms=st.integers(2, 264), split_k=st.sampled_from([1, 2, 4]), tail=st.booleans())
+@given(units=st.integers(1, 5000), sms=st.integers(2, 264), split_k=st.sampled_from([1, 2, 3, 4]), tail=st.booleans())
 def test_rounds_hold_all_tiles(units, sms, split_k, tail):
     spec = KernelSpec("s8", 128, False, "bf16", 64, 128, 4, split_k=split_k, split_tail=tail and split_k > 1)
     clusters = min(units, max(1, sms // split_k))

@@ -444,6 +444,7 @@ FEATURES = (
     lambda spec: spec.multicast_side == "rhs",
     lambda spec: spec.halves == 2,
     lambda spec: spec.split_k == 8,
+    lambda spec: spec.split_k == 3,
     lambda spec: spec.scatter,
     lambda spec: spec.split_tail,
     lambda spec: spec.warpgroups_n == 3,
