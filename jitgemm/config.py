@@ -153,47 +153,47 @@ def _shapes() -> Iterator[_Shape]:
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted by `scripts/sweep.py fit` to 15,599 timings on an H200, 2026-11-22 (docs/notes/selector.md):
+# The constants were fitted by `scripts/sweep.py fit` to 18,710 timings on an H200, 2026-11-22 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 0.914
+LAUNCH_US = 1.02
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.469
+NO_PREFETCH_US = 0.449
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-WIDE_US = 0.128
+WIDE_US = 0.0685
 """Added for tiles of more than 16 tokens: their first activations, which nothing prefetches, take longer."""
-SUM_US = {"cta": 0.229, "cluster": 0.1}
+SUM_US = {"cta": 0.216, "cluster": 0.0745}
 """Sum over splits of k, per tile, where the warpgroups of a CTA have it to do and where CTAs have: hand-over."""
-REDUCE_US = 0.000355
+REDUCE_US = 0.000861
 """The same, per token of a split's share and further split: stores into another's shared memory, reads."""
-SCATTER_US = 1.19
+SCATTER_US = 0.899
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
-STORE_US = 0.582
+STORE_US = 0.459
 """Epilogue of a tile, during which nothing multiplies: latencies."""
-TOKEN_US = 0.0029
+TOKEN_US = 0.00281
 """The same, per token of a split's share: conversion, transposition."""
-CLUSTER_US = {(1, "narrow"): 0.029, (1, "wide"): 0.63, (2, "narrow"): 0.214, (2, "wide"): 0.223}
+CLUSTER_US = {(1, "narrow"): 0.0295, (1, "wide"): 0.65, (2, "narrow"): 0.186, (2, "wide"): 0.133}
 """Launch of a cluster of two and its barriers, by CTAs of an SM and tile; grows with the root of the further CTAs."""
 RECORD_CYCLES = 121.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 120.0, ("s8", "any"): 110.0, ("e4m3", "fast"): 82.0, ("s8", "fast"): 92.6,
-    ("e4m3", "zero"): 165.0, ("s8", "zero"): 178.0,
+    ("e4m3", "any"): 124.0, ("s8", "any"): 110.0, ("e4m3", "fast"): 91.1, ("s8", "fast"): 89.7,
+    ("e4m3", "zero"): 181.0, ("s8", "zero"): 178.0,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.64, "s8": 2.55}
+PROMOTE_CYCLES = {"e4m3": 1.51, "s8": 2.45}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-FETCH_CYCLES = 2670.0
+FETCH_CYCLES = 2600.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-HALVES_CYCLES = 8.82
+HALVES_CYCLES = 4.92
 """Added where tokens are multiplied in halves and a record has one group: nothing runs beside the instructions."""
-ISSUE_CYCLES = 85.7
+ISSUE_CYCLES = 81.3
 """Issue cycles of a scheduler per record for everything else."""
-L2_BYTES_PER_CYCLE = 76.8
+L2_BYTES_PER_CYCLE = 71.2
 """Bytes an SM draws from the L2 in a cycle when all draw; what some leave, the others have (docs/notes/main-loop.md).
 An operand that CTAs share counts for each of them: multicast kernels are no faster for it."""
-OVERLAP = 2.88
+OVERLAP = 2.64
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
 CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 8: 0.91}

@@ -20,6 +20,7 @@ import random
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
     return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
 
 
-def run(path: Path, names: list[str], count: int) -> None:
+def run(path: Path, names: list[str], shapes: Sequence[tuple[int, int]], count: int) -> None:
     import torch
     from benchmark_lib.timing import Timed
 
@@ -85,7 +86,7 @@ def run(path: Path, names: list[str], count: int) -> None:
     jobs = []
     for name in names:
         lhs, fmt = FORMATS[name]
-        for n, k in SHAPES:
+        for n, k in shapes:
             for m in MS:
                 jobs.append((name, n, k, m, kernels_of(Problem(m, n, k, lhs, fmt), device, count)))
     kernels = {kernel for job in jobs for kernel in job[-1]}
@@ -241,6 +242,8 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     formats = "e4m3_g128,int8_g128,e4m3_g128_any,int8_ch"
     parser.add_argument("--formats", default=formats, help=f"of {','.join(FORMATS)}")
+    shapes = ",".join(f"{n}x{k}" for n, k in SHAPES)
+    parser.add_argument("--shapes", default=shapes, help=f"weights, n x k (default {shapes})")
     parser.add_argument(
         "--kernels", type=int, default=12, help="kernels by prediction, and families, of a problem (default 12)"
     )
@@ -248,7 +251,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.action == "run":
-        run(arguments.file, arguments.formats.split(","), arguments.kernels)
+        shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
+        run(arguments.file, arguments.formats.split(","), shapes, arguments.kernels)
     elif arguments.action == "regret":
         report(load(arguments.file))
     else:
