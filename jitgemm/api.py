@@ -164,7 +164,10 @@ def _plan_and_run(
 
 
 def _signature(x, x_scale, x_zero, weight, out, bias, batch_invariant) -> tuple:  # type: ignore[no-untyped-def]
-    """What `gemm_w4a8_nt` writes out in its hot path: all that decides legality and kernel."""
+    """What `gemm_w4a8_nt` writes out in its hot path: all that decides legality and kernel.
+
+    A device is its index: a process has one kind of accelerator, and what lies elsewhere has -1.
+    """
     return (
         weight.plan_key, x.shape, x.stride(), x.dtype, x.get_device(),
         x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.get_device(),

@@ -93,7 +93,7 @@ def _fits_two_warpgroups(spec: KernelSpec) -> bool:
         return spec.block_m <= (128 if spec.zero_point else 160)
     if spec.zero_point or not unsplit:
         return False
-    return spec.block_m <= (176 if spec.codes == "any" and spec.format.scale_rows == 1 else 128)
+    return spec.block_m <= (160 if spec.codes == "any" and spec.format.scale_rows == 1 else 128)
 
 
 def _sum_of_registers(spec: KernelSpec) -> int:
