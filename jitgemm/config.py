@@ -294,7 +294,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
     if splits > 1:
         reduce_us += SUM_US["cluster" if spec.split_k > 1 else "cta"]
     return _Costs(
-        # The warpgroups of an SM share its tensor cores, its schedulers and its way to the L2.
+        # The warpgroups of an SM share its tensor cores and its schedulers.
         tensor=spec.warpgroups * wgmma * us_per_cycle,
         issue=spec.warpgroups * (decode + promote + ISSUE_CYCLES) * us_per_cycle,
         latency=serial * us_per_cycle,

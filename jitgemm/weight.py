@@ -362,7 +362,7 @@ def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
 
 
-_plan_keys: dict[tuple[int, int, WeightFormat, torch.device], int] = {}
+_plan_keys: dict[tuple[Any, ...], int] = {}
 _plan_numbers = itertools.count()
 
 
@@ -371,8 +371,10 @@ def plan_key(n: int, k: int, fmt: WeightFormat, device: torch.device) -> int:
 
     Every call hashes it, which takes longer for the values themselves.
     """
+    # Plain values: hashing a dataclass costs the op's hot path more than hashing its fields.
+    values = n, k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, device
     # Both are one step each, so threads agree on a number and never give one twice.
-    return _plan_keys.setdefault((n, k, fmt, device), next(_plan_numbers))
+    return _plan_keys.setdefault(values, next(_plan_numbers))
 
 
 def by_group(

@@ -374,6 +374,7 @@ def run_copies() -> None:
         ).encode(source.data_ptr())
         rates = []
         for grid in grids:
+            grid -= grid % probe.multicast
             out = torch.zeros(grid, dtype=torch.int64, device="cuda")
             arguments = [ctypes.c_uint64(source.data_ptr()), ctypes.c_uint32(size // COPY_BYTES),
                          ctypes.c_uint32(count), ctypes.c_uint64(out.data_ptr())]  # fmt: skip

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from jitgemm import config  # noqa: E402
+from jitgemm.cli.common import parse_shape  # noqa: E402
 from jitgemm.device import device_of, device_spec  # noqa: E402
 from jitgemm.spec import DeviceSpec, KernelSpec, Problem, WeightFormat  # noqa: E402
 
@@ -242,8 +243,10 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     formats = "e4m3_g128,int8_g128,e4m3_g128_any,int8_ch"
     parser.add_argument("--formats", default=formats, help=f"of {','.join(FORMATS)}")
-    shapes = ",".join(f"{n}x{k}" for n, k in SHAPES)
-    parser.add_argument("--shapes", default=shapes, help=f"weights, n x k (default {shapes})")
+    shapes = " ".join(f"{n},{k}" for n, k in SHAPES)
+    parser.add_argument(
+        "--shape", metavar="N,K", action="append", help=f"a weight's shape; may be repeated (default {shapes})"
+    )
     parser.add_argument(
         "--kernels", type=int, default=12, help="kernels by prediction, and families, of a problem (default 12)"
     )
@@ -251,7 +254,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     if arguments.action == "run":
-        shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")]
+        try:
+            shapes = [parse_shape(text) for text in arguments.shape] if arguments.shape else SHAPES
+        except ValueError as error:
+            parser.error(str(error))
         run(arguments.file, arguments.formats.split(","), shapes, arguments.kernels)
     elif arguments.action == "regret":
         report(load(arguments.file))
