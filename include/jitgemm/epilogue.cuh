@@ -222,54 +222,55 @@ __device__ __forceinline__ void store_share(float (&acc)[Config::kBlockM / 2], c
     if (has_zeros<Config>(args)) take_off_zeros<Config>(sums, terms, args, place, panel, first_token);
 
     const u32 scales = shared.scales(place.warpgroup) + (place.lane % 4) * 8;
-    constexpr u32 kBatch = 2;  // runs whose token scales are loaded together, so that none is waited for alone
-    u32 packed[4];
+    // Two runs at a time: neither's token scales are waited for alone, and one stmatrix writes both.
 #pragma unroll
-    for (u32 first = 0; first < kRuns; first += kBatch) {
-        const u32 end = min(first + kBatch, kRuns);
-        float2 token_scales[kBatch];
+    for (u32 first = 0; first < kRuns; first += 2) {
+        const u32 count = min(2u, kRuns - first);
+        float2 token_scales[2];
 #pragma unroll
-        for (u32 run = first; run < end; ++run) token_scales[run - first] = load_shared_float2(scales + run * 32);
+        for (u32 i = 0; i < count; ++i) token_scales[i] = load_shared_float2(scales + (first + i) * 32);
+        u32 packed[4];
 #pragma unroll
-        for (u32 run = first; run < end; ++run) {
-            float2 token_scale = token_scales[run - first];
-            token_scale.x *= Config::Decode::kOutputScale;
-            token_scale.y *= Config::Decode::kOutputScale;
+        for (u32 i = 0; i < count; ++i) {
+            token_scales[i].x *= Config::Decode::kOutputScale;
+            token_scales[i].y *= Config::Decode::kOutputScale;
             float value[2][2];  // the thread's two rows for two tokens: [row][token]
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
-                const float* sum = sums + run * 4 + half * 2;
-                value[half][0] = fmaf(sum[0] * terms.scale[half], token_scale.x, terms.bias[half]);
-                value[half][1] = fmaf(sum[1] * terms.scale[half], token_scale.y, terms.bias[half]);
+                const float* sum = sums + (first + i) * 4 + half * 2;
+                value[half][0] = fmaf(sum[0] * terms.scale[half], token_scales[i].x, terms.bias[half]);
+                value[half][1] = fmaf(sum[1] * terms.scale[half], token_scales[i].y, terms.bias[half]);
             }
             if constexpr (Config::kOutType == kFp32) {
                 // Two tiles of 32 columns; the thread's first row is column 16 * warp + lane / 4.
                 const u32 column = place.warp * 16 + place.lane / 4;
 #pragma unroll
-                for (u32 i = 0; i < 4; ++i) {
-                    u32 token_in_run = place.lane % 4 * 2 + i % 2;
-                    u32 byte = (column + i / 2 * 8) % 32 * 4;
-                    u32 address = panel + column / 32 * (Config::kShareTokens * 128) + (run * 8 + token_in_run) * 128;
-                    store_shared_float(address + (byte ^ (token_in_run * 16)), value[i / 2][i % 2]);
+                for (u32 j = 0; j < 4; ++j) {
+                    u32 token_in_run = place.lane % 4 * 2 + j % 2;
+                    u32 byte = (column + j / 2 * 8) % 32 * 4;
+                    u32 row = panel + column / 32 * (Config::kShareTokens * 128);
+                    row += ((first + i) * 8 + token_in_run) * 128;
+                    store_shared_float(row + (byte ^ (token_in_run * 16)), value[j / 2][j % 2]);
                 }
             } else {
-                // stmatrix: lanes 8i..8i+7 give the rows of matrix i; matrices are {rows 0-7, rows 8-15} of n for one
-                // or two runs of 8 tokens.
-                const u32 token_in_run = place.lane % 8;
-                const u32 chunk = place.warp * 2 + (place.lane / 8) % 2;
-                const u32 address = panel + (place.lane / 16 * 8 + token_in_run) * 128 + (chunk ^ token_in_run) * 16;
 #pragma unroll
                 for (u32 half = 0; half < 2; ++half)
-                    packed[run % 2 * 2 + half] = pack_halves<Config::kOutType>(value[half][0], value[half][1]);
-                if (run % 2 == 1) {
-                    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                                 ::"r"(address + (run - 1) * 1024), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]),
-                                   "r"(packed[3])
-                                 : "memory");
-                } else if (run == kRuns - 1) {
-                    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-                                 ::"r"(address + run * 1024), "r"(packed[0]), "r"(packed[1]) : "memory");
-                }
+                    packed[i * 2 + half] = pack_halves<Config::kOutType>(value[half][0], value[half][1]);
+            }
+        }
+        if constexpr (Config::kOutType != kFp32) {
+            // stmatrix: lanes 8i..8i+7 give the rows of matrix i; matrices are {rows 0-7, rows 8-15} of n for one or
+            // two runs of 8 tokens.
+            const u32 token_in_run = place.lane % 8;
+            const u32 chunk = place.warp * 2 + (place.lane / 8) % 2;
+            const u32 row = panel + (place.lane / 16 * 8 + token_in_run) * 128 + (chunk ^ token_in_run) * 16;
+            if (count == 2) {
+                asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                             ::"r"(row + first * 1024), "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+                             : "memory");
+            } else {
+                asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                             ::"r"(row + first * 1024), "r"(packed[0]), "r"(packed[1]) : "memory");
             }
         }
     }
