@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times many kernels on many problems and fits the selector's constants to them.
 
-    python scripts/sweep.py run SWEEP.json            # on a Hopper GPU; about a minute
+    python scripts/sweep.py run SWEEP.json            # on a Hopper GPU; a minute or two
     python scripts/sweep.py regret SWEEP.json         # anywhere: how good is the selector as it stands?
     python scripts/sweep.py fit SWEEP.json            # anywhere: constants for jitgemm/config.py that would do better
 
