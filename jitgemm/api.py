@@ -6,35 +6,20 @@ Only a miss imports the layers below, so that importing jitgemm touches neither 
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
 from jitgemm.arguments import PackedWeight, check_addresses, check_arguments, check_tensor, split_lhs
+from jitgemm.plan_table import Plans, present
 from jitgemm.spec import WeightFormat
 from jitgemm.weight import W4Weight
 
-MAX_PLANS = 4096
-"""Plans of one kind that a thread keeps; each is a few KiB of host memory."""
-
-
-class Plans(threading.local):
-    """A thread's plans by signature. A launch block is written in place, so threads do not share them."""
-
-    def __init__(self) -> None:
-        self.by_signature: dict[tuple, Any] = {}
-
-    def keep(self, signature: tuple, plan: Any) -> None:
-        """For the next call of this signature; the oldest plan goes where there are too many."""
-        plans = self.by_signature
-        if len(plans) >= MAX_PLANS:
-            del plans[next(iter(plans))]
-        plans[signature] = plan
-
-
 _plans = Plans()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Bound once: a hot call asks both.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_transform = torch._C._functorch.peek_interpreter_stack
 
 
 Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -98,22 +83,22 @@ def gemm_w4a8_nt(
         _call_op(x, x_scale, x_zero, rhs, out, bias, batch_invariant)
         return
     try:
-        signature = (
-            rhs.plan_key, x.shape, x.stride(), x.dtype, x.get_device(),
-            x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.get_device(),
-            out.shape, out.stride(), out.dtype, out.get_device(), out.requires_grad,
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
-            None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.get_device()),
+        # As `_key`, written out: a call saved.
+        key = (
+            rhs.plan_key, x.shape, out.requires_grad, batch_invariant, bias is None,
             None if x_zero is None else rhs.row_sum is None,
-            batch_invariant,
         )  # fmt: skip
-        plan = _plans.by_signature[signature]
-    except (AttributeError, KeyError):
-        # New shapes, or something that is no tensor or no weight.
+        tensors = (x, x_scale, out) if bias is None and x_zero is None else present(x, x_scale, x_zero, out, bias)
+        plan = _plans.find(key, tensors)
+        settled = rhs.settled
+    except AttributeError:
         _check_types(x, x_scale, rhs, out, bias)
-        _plan_and_run(x, x_scale, x_zero, rhs, out, bias, bool(batch_invariant), rhs.settled)
+        raise
+    if plan is not None:
+        plan.launch(x, x_scale, rhs, out, bias, settled, x_zero)
         return
-    plan.launch(x, x_scale, rhs, out, bias, rhs.settled, x_zero)
+    _check_types(x, x_scale, rhs, out, bias)
+    _plan_and_run(x, x_scale, x_zero, rhs, out, bias, bool(batch_invariant), settled)
 
 
 def traced(x: object, out: object) -> bool:
@@ -121,8 +106,8 @@ def traced(x: object, out: object) -> bool:
     return (
         type(x) not in _PLAIN
         or type(out) not in _PLAIN
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _dispatch_modes() > 0
+        or _functorch_transform() is not None
     )
 
 
@@ -159,23 +144,16 @@ def _plan_and_run(
 
     with torch.cuda.device(x.device):
         plan = Plan(x, x_scale, weight, out, bias, x_zero=x_zero, batch_invariant=batch_invariant)
-    _plans.keep(_signature(x, x_scale, x_zero, weight, out, bias, batch_invariant), plan)
+    key = _key(x, x_zero, weight, out, bias, batch_invariant)
+    _plans.keep(key, present(x, x_scale, x_zero, out, bias), plan)
     plan.launch(x, x_scale, weight, out, bias, dependent, x_zero)
 
 
-def _signature(x, x_scale, x_zero, weight, out, bias, batch_invariant) -> tuple:  # type: ignore[no-untyped-def]
-    """What `gemm_w4a8_nt` writes out in its hot path: all that decides legality and kernel.
-
-    A device is its index: a process has one kind of accelerator, and what lies elsewhere has -1.
-    """
+def _key(x, x_zero, weight, out, bias, batch_invariant) -> tuple:  # type: ignore[no-untyped-def]
+    """What decides legality and kernel beside what `plan_table.like` compares of the tensors."""
     return (
-        weight.plan_key, x.shape, x.stride(), x.dtype, x.get_device(),
-        x_scale.shape, x_scale.stride(), x_scale.dtype, x_scale.get_device(),
-        out.shape, out.stride(), out.dtype, out.get_device(), out.requires_grad,
-        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device()),
-        None if x_zero is None else (x_zero.shape, x_zero.stride(), x_zero.dtype, x_zero.get_device()),
+        weight.plan_key, x.shape, out.requires_grad, batch_invariant, bias is None,
         None if x_zero is None else weight.row_sum is None,
-        batch_invariant,
     )  # fmt: skip
 
 
@@ -225,8 +203,8 @@ def _op(  # type: ignore[no-untyped-def]
     n, k, group_size, zero_point, scale_type, codes, offset, batch_invariant,
 ) -> None:  # fmt: skip
     weight = _packed(blocks, channel_scale, row_sum, n, k, group_size, zero_point, scale_type, codes, offset)
-    signature = _signature(x, x_scale, x_zero, weight, out, bias, batch_invariant) if x.is_cuda else None
-    plan = _plans.by_signature.get(signature)
+    key = _key(x, x_zero, weight, out, bias, batch_invariant)
+    plan = _plans.find(key, present(x, x_scale, x_zero, out, bias))
     # A compiler may have put the weight's writer right before this, in a tensor of its own: never ahead of it.
     if plan is None:
         _plan_and_run(x, x_scale, x_zero, weight, out, bias, batch_invariant, dependent=False)
@@ -242,6 +220,6 @@ def _fake_op(  # type: ignore[no-untyped-def]
     check_arguments(x, x_scale, weight, out, bias, x_zero)
 
 
-for _key in ("CUDA", "CPU"):
-    _library.impl("gemm_w4a8_nt", _op, _key)
+for _backend in ("CUDA", "CPU"):
+    _library.impl("gemm_w4a8_nt", _op, _backend)
 torch.library.register_fake("jitgemm::gemm_w4a8_nt", _fake_op, lib=_library)

@@ -7,7 +7,9 @@ on a GPU.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cuda.bindings import driver as cu
@@ -121,9 +123,6 @@ _ELEMENT_STRIDES = [cu.cuuint32_t(1), cu.cuuint32_t(1)]
 TensorMap = tuple[object, int]
 """A 128-byte tensor map, to be kept alive while a launch may read it, and where it lies."""
 
-TensorMaps = tuple[tuple[object, ...], tuple[int, ...]]
-"""Several of them, and where each lies."""
-
 
 class TileMap:
     """Encodes tensor maps of one two-dimensional shape; only the address changes from call to call.
@@ -157,42 +156,49 @@ class TileMap:
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 
+class Parameters:
+    """A kernel's parameters as a launch reads them: tensor maps, then one argument block, the last parameter::
+
+        address
+        | pointers to the maps | pointer to the block | block |
+
+    Args:
+        arguments: the argument block.
+        maps: the tensor maps before it.
+    """
+
+    __slots__ = ("address", "_keep")
+
+    def __init__(self, arguments: bytes, maps: Sequence[TensorMap] = ()):
+        head = 8 * (len(maps) + 1)
+        buffer = (ctypes.c_char * (head + len(arguments))).from_buffer_copy(bytes(head) + arguments)
+        self.address = ctypes.addressof(buffer)
+        struct.pack_into(f"{len(maps) + 1}Q", buffer, 0, *[place for _, place in maps], self.address + head)
+        self._keep = buffer, maps
+
+
 class Launch:
-    """A prepared launch: grid, attributes and parameter block are built once, the values they hold written in place.
+    """A prepared launch: grid and attributes are built once.
 
     Not thread-safe: each thread has its own.
 
     Args:
-        arguments: the kernel's argument block, its last parameter; the only one but for tensor maps.
-        maps: how many of the kernel's first parameters are tensor maps, see `set_maps`.
+        kernel: what is launched.
         grid: CTAs.
         block: threads of a CTA along x and y.
         smem_bytes: dynamic shared memory of a CTA.
     """
 
-    __slots__ = ("_config", "_plain", "_kernel", "_parameters", "_address", "_keep", "_maps", "_stream")
+    __slots__ = ("_config", "_plain", "_kernel", "_module", "_stream")
 
-    def __init__(
-        self,
-        kernel: LoadedKernel,
-        arguments: ctypes.Array,
-        *,
-        maps: int,
-        grid: int,
-        block: tuple[int, int],
-        smem_bytes: int,
-    ):
+    def __init__(self, kernel: LoadedKernel, *, grid: int, block: tuple[int, int], smem_bytes: int):
         self._kernel = kernel.function
+        self._module = kernel.module
         dependent = cu.CUlaunchAttribute()
         dependent.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         dependent.value.programmaticStreamSerializationAllowed = 1
         self._config = self._launch_config(grid, block, smem_bytes, [dependent])
         self._plain = self._launch_config(grid, block, smem_bytes, [])
-        self._parameters = (ctypes.c_void_p * (maps + 1))()
-        self._parameters[maps] = ctypes.addressof(arguments)
-        self._address = ctypes.addressof(self._parameters)
-        self._keep = arguments, kernel
-        self._maps: tuple[object, ...] = ()
         self._stream = -1
 
     @staticmethod
@@ -205,12 +211,8 @@ class Launch:
         config.numAttrs = len(attributes)
         return config
 
-    def set_maps(self, maps: TensorMaps) -> None:
-        """Uses these tensor maps, all that the kernel takes, as its first parameters."""
-        self._maps, self._parameters[:-1] = maps
-
-    def run(self, stream: int, dependent: bool) -> None:
-        """Launches on a stream handle.
+    def run(self, parameters: Parameters, stream: int, dependent: bool) -> None:
+        """Launches on a stream handle. The parameters are copied: they may go or change as soon as this returns.
 
         `dependent`: may start while the kernel before it still runs (programmatic dependent launch).
         """
@@ -218,6 +220,7 @@ class Launch:
             self._config.hStream = stream
             self._plain.hStream = stream
             self._stream = stream
-        (code,) = cu.cuLaunchKernelEx(self._config if dependent else self._plain, self._kernel, self._address, 0)
+        config = self._config if dependent else self._plain
+        (code,) = cu.cuLaunchKernelEx(config, self._kernel, parameters.address, 0)
         if code != _SUCCESS:
             check((code,), "cuLaunchKernelEx")

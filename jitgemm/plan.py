@@ -1,13 +1,12 @@
 """From checked tensors to a launch.
 
-A plan is everything about a call that its shapes decide: kernel, grid, argument block, tensor maps. The hot path is one
-dictionary look-up and a few writes into the plan's argument block. A miss goes down the layers: choose, render, cache
-or compile, load. Knows nothing of what arguments are legal; `arguments.py` has checked them.
+A plan is everything about a call that its shapes decide: kernel, grid, argument block, tensor maps. The hot path looks
+the call's addresses up, finds the launch's parameters with them, and launches. A miss goes down the layers: choose,
+render, cache or compile, load. Knows nothing of what arguments are legal; `arguments.py` has checked them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from dataclasses import replace
 
@@ -36,11 +35,11 @@ _ARGUMENTS = struct.Struct("<10Q3I2iI")
 """`Args` in include/jitgemm/types.cuh: lhs, records, channel_scale, lhs_scale, bias, lhs_zero, row_sum, lhs_stride,
 lhs_scale_stride, lhs_zero_stride, m, n, k, channel_scale_type, bias_type, last_rows."""
 
-_POINTERS = struct.Struct("<7Q")
-"""The addresses at its beginning, in the order of `Plan.launch`."""
+_ADDRESSES = struct.Struct("<7Q")
+"""Those at its beginning, in the order of `Plan.launch`."""
 
 MAX_KNOWN = 1024
-"""Sets of addresses that a plan remembers as legal: the layers of a model call with the same ones, step after step."""
+"""Sets of addresses whose parameters a plan keeps: the layers of a model call with the same ones, step after step."""
 
 
 def loaded_kernel(spec: KernelSpec, device: int) -> driver.LoadedKernel:
@@ -56,10 +55,10 @@ def loaded_kernel(spec: KernelSpec, device: int) -> driver.LoadedKernel:
 
 
 class Plan:
-    """A prepared call. Belongs to one thread; addresses are written in place before each launch."""
+    """A prepared call. Belongs to one thread."""
 
     __slots__ = (
-        "spec", "_device", "_block", "_launch", "_x_maps", "_out_map", "_addresses", "_known", "_ends", "_out_end",
+        "spec", "_device", "_after_addresses", "_launch", "_x_maps", "_out_map", "_known", "_ends", "_out_end",
     )  # fmt: skip
 
     def __init__(
@@ -87,18 +86,16 @@ class Plan:
 
         scale_type = SCALE_TYPE_NUMBERS[weight.format.scale_type]
         bias_type = 0 if bias is None else REAL_TYPES[bias.dtype]
-        self._block = ctypes.create_string_buffer(_ARGUMENTS.size)
         # One row's stride is never walked, and torch may report any value for it.
         x_bytes = x.stride(0) if m > 1 else k
         out_bytes = out.element_size() * (out.stride(0) if m > 1 else n)
         strides = x_bytes, per_token_stride(x_scale), per_token_stride(x_zero)
         whole_rows, last_rows = lhs_copy_rows(spec, m)
-        _ARGUMENTS.pack_into(self._block, 0, *[0] * 7, *strides, m, n, k, scale_type, bias_type, last_rows)
+        arguments = _ARGUMENTS.pack(*[0] * 7, *strides, m, n, k, scale_type, bias_type, last_rows)
+        self._after_addresses = arguments[_ADDRESSES.size :]
         _, clusters = grid_clusters(spec, m, n, figures.num_sms)
         self._launch = driver.Launch(
             kernel,
-            self._block,
-            maps=3,
             grid=clusters * spec.cluster_size,
             block=(spec.threads, 1),
             smem_bytes=smem_bytes(spec),
@@ -111,8 +108,7 @@ class Plan:
         box = (128 // out.element_size(), share_tokens(spec))
         self._out_map = driver.TileMap(spec.out, columns=n, rows=m, row_bytes=out_bytes, box=box)
         self._device = device
-        self._addresses: tuple[int, ...] = ()
-        self._known: dict[tuple[int, ...], driver.TensorMaps] = {}
+        self._known: dict[tuple[int, ...], driver.Parameters] = {}
         self._out_end = byte_extent(out)
         row_sum = None if x_zero is None else weight.row_sum
         inputs = (x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, row_sum)
@@ -151,30 +147,27 @@ class Plan:
             out.data_ptr(),
         )
         device = self._device
-        if torch._C._cuda_getDevice() == device:
-            driver.bind(device)
-            self._run(addresses, x, x_scale, weight, out, bias, dependent, x_zero)
-        else:
+        if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 driver.use_context(device)
-                self._run(addresses, x, x_scale, weight, out, bias, dependent, x_zero)
+                return self.launch(x, x_scale, weight, out, bias, dependent, x_zero)
+        driver.bind(device)
+        parameters = self._known.get(addresses)
+        if parameters is None:
+            if not self._plainly_legal(addresses):
+                check_addresses(x, x_scale, weight, out, bias, x_zero)
+            parameters = self._parameters(addresses)
+        self._launch.run(parameters, torch._C._cuda_getCurrentRawStream(device), dependent)
 
-    def _run(self, addresses, x, x_scale, weight, out, bias, dependent, x_zero) -> None:  # type: ignore[no-untyped-def]
-        """`launch` in the right context, which encoding a tensor map needs as much as launching does."""
-        if addresses != self._addresses:
-            maps = self._known.get(addresses)
-            if maps is None:
-                if not self._plainly_legal(addresses):
-                    check_addresses(x, x_scale, weight, out, bias, x_zero)
-                if len(self._known) >= MAX_KNOWN:
-                    self._known.clear()
-                x_maps = [tile_map.encode(addresses[0]) for tile_map in self._x_maps]
-                objects, places = zip(x_maps[0], x_maps[-1], self._out_map.encode(addresses[-1]))
-                maps = self._known[addresses] = objects, places
-            _POINTERS.pack_into(self._block, 0, *addresses[:-1])
-            self._launch.set_maps(maps)
-            self._addresses = addresses
-        self._launch.run(torch._C._cuda_getCurrentRawStream(self._device), dependent)
+    def _parameters(self, addresses: tuple[int, ...]) -> driver.Parameters:
+        """Kept for the next launch with these addresses. The device's context is current: tensor maps need it."""
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        x_maps = [tile_map.encode(addresses[0]) for tile_map in self._x_maps]
+        maps = x_maps[0], x_maps[-1], self._out_map.encode(addresses[-1])
+        arguments = _ADDRESSES.pack(*addresses[:-1]) + self._after_addresses
+        parameters = self._known[addresses] = driver.Parameters(arguments, maps)
+        return parameters
 
     def _plainly_legal(self, addresses: tuple[int, ...]) -> bool:
         """Aligned, and no input within the bytes that out spans; what fails this may still be legal."""

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.api import Plans, traced
+from jitgemm.api import traced
 from jitgemm.arguments import ALIGNMENT, LHS_DTYPES, MAX_ROWS, REAL_TYPES, byte_extent, check_tensor
+from jitgemm.plan_table import Plans, present
 from jitgemm.quantize_spec import MAX_K, MAX_PERMUTED_K, quantize_spec
 from jitgemm.reference_quantize import quantize_reference
 
@@ -106,10 +107,6 @@ def quantize_activations(
     return out
 
 
-def _facts(tensor: torch.Tensor | None) -> tuple | None:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
 def _run(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -124,13 +121,14 @@ def _run(
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The call on x of two dimensions; `out` is checked. Returns (q, scale, zero or None)."""
+    key = (
+        x.shape, dtype, static, affine, silu_mul, eps, scale is None, zero is None, rms_norm is None,
+        permutation is None, out is None,
+    )  # fmt: skip
+    tensors = present(x, scale, zero, rms_norm, permutation, None if out is None else out[0])
     try:
-        signature = (
-            x.shape, x.stride(), x.dtype, x.device, dtype, static, affine, silu_mul, eps, _facts(scale), _facts(zero),
-            _facts(rms_norm), _facts(permutation), None if out is None else out[0].stride(),
-        )  # fmt: skip
-        plan = _plans.by_signature.get(signature)
-    except (AttributeError, TypeError):  # no tensors, or nothing that can be hashed: the checks say what
+        plan = _plans.find(key, tensors)
+    except TypeError:  # nothing that can be hashed: the checks say what
         plan = None
     if plan is None:
         check_quantize_arguments(x, dtype, static, affine, scale, zero, silu_mul, rms_norm, eps, permutation)
@@ -149,7 +147,7 @@ def _run(
         return q, row_scale, row_zero
     if plan is None:
         plan = _make_plan(x, q, k, static, affine, silu_mul, rms_norm, eps, permutation)
-        _plans.keep(signature, plan)
+        _plans.keep(key, tensors, plan)
     addresses = (
         x.data_ptr(),
         q.data_ptr(),

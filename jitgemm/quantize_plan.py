@@ -6,7 +6,6 @@ not tensors; nothing of what arguments are legal.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 
 import torch
@@ -19,7 +18,8 @@ from jitgemm.spec import ceil_div
 _ARGUMENTS = struct.Struct("<10Q2IfI")
 """`QuantizeArgs` in include/jitgemm/quantize.cuh: x, q, scale, zero, given_scale, given_zero, norm_weight, permutation,
 x_row_bytes, q_row_bytes, m, k, eps, norm_weight_type."""
-_ADDRESSES = 8
+_ADDRESSES = struct.Struct("<8Q")
+"""Those at its beginning."""
 
 
 def loaded_quantizer(spec: QuantizeSpec, device: int) -> driver.LoadedKernel:
@@ -35,12 +35,12 @@ def loaded_quantizer(spec: QuantizeSpec, device: int) -> driver.LoadedKernel:
 
 
 class QuantizePlan:
-    """A prepared call. Belongs to one thread; addresses are written in place before each launch.
+    """A prepared call. Belongs to one thread.
 
     The kernel may start while its predecessor still runs: it reads and writes nothing before that has ended.
     """
 
-    __slots__ = ("spec", "addresses", "_device", "_block", "_words", "_launch")
+    __slots__ = ("spec", "addresses", "_device", "_after_addresses", "_parameters", "_launch")
 
     def __init__(
         self,
@@ -60,28 +60,25 @@ class QuantizePlan:
         """Of the last launch."""
         figures = device_of(device)
         kernel = loaded_quantizer(spec, device)
-        self._block = ctypes.create_string_buffer(_ARGUMENTS.size)
-        addresses = (0,) * _ADDRESSES
-        _ARGUMENTS.pack_into(self._block, 0, *addresses, x_row_bytes, q_row_bytes, m, k, eps, norm_weight_type)
-        self._words = (ctypes.c_uint64 * _ADDRESSES).from_buffer(self._block)
+        arguments = _ARGUMENTS.pack(*[0] * 8, x_row_bytes, q_row_bytes, m, k, eps, norm_weight_type)
+        self._after_addresses = arguments[_ADDRESSES.size :]
 
         threads, rows = block_dims(spec, k)
         smem = smem_bytes(spec, k)
         driver.use_context(device)
         resident = max(1, driver.resident_ctas(kernel, threads * rows, smem))
         grid = min(ceil_div(m, rows), resident * figures.num_sms)
-        self._launch = driver.Launch(kernel, self._block, maps=0, grid=grid, block=(threads, rows), smem_bytes=smem)
+        self._launch = driver.Launch(kernel, grid=grid, block=(threads, rows), smem_bytes=smem)
 
     def launch(self, addresses: tuple[int, ...]) -> None:
         """Runs on the device's current stream; addresses in the order of `QuantizeArgs`, 0 for what is not there."""
         if addresses != self.addresses:
-            self._words[:] = addresses
+            self._parameters = driver.Parameters(_ADDRESSES.pack(*addresses) + self._after_addresses)
             self.addresses = addresses
         device = self._device
-        if torch._C._cuda_getDevice() == device:
-            driver.bind(device)
-            self._launch.run(torch._C._cuda_getCurrentRawStream(device), True)
-        else:
+        if torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 driver.use_context(device)
-                self._launch.run(torch._C._cuda_getCurrentRawStream(device), True)
+                return self.launch(addresses)
+        driver.bind(device)
+        self._launch.run(self._parameters, torch._C._cuda_getCurrentRawStream(device), True)

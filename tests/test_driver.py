@@ -87,27 +87,25 @@ def test_a_kernel_is_loaded_once_a_device_whatever_threads_ask(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("maps", [0, 2])
+@pytest.mark.parametrize("maps", [(), (128, 256)])
 def test_a_launch_passes_its_maps_and_then_its_argument_block(monkeypatch, maps):
     launches = []
 
     def launch(config, function, parameters, extra):
         grid, block = (config.gridDimX, config.gridDimY), (config.blockDimX, config.blockDimY, config.blockDimZ)
-        passed = list((ctypes.c_void_p * (maps + 1)).from_address(parameters))
-        launches.append((grid, block, config.sharedMemBytes, config.numAttrs, int(config.hStream), function, passed))
+        *passed, arguments = (ctypes.c_void_p * (len(maps) + 1)).from_address(parameters)
+        shape = grid, block, config.sharedMemBytes, config.numAttrs, int(config.hStream)
+        launches.append((shape, function, tuple(passed), ctypes.string_at(arguments, 5)))
         return (driver.cu.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", launch)
-    arguments = ctypes.create_string_buffer(16)
     kernel = driver.LoadedKernel("function", None, 0)
-    prepared = driver.Launch(kernel, arguments, maps=maps, grid=7, block=(32, 8), smem_bytes=4096)
-    if maps:
-        prepared.set_maps(((None, None), (128, 256)))
-    for stream, dependent in ((11, True), (12, False)):
-        prepared.run(stream, dependent)
-    passed = [128, 256][:maps] + [ctypes.addressof(arguments)]
+    prepared = driver.Launch(kernel, grid=7, block=(32, 8), smem_bytes=4096)
+    for arguments, stream, dependent in ((b"\1\0\0\0\2", 11, True), (b"\3\4\5\6\7", 12, False)):
+        prepared.run(driver.Parameters(arguments, [(None, place) for place in maps]), stream, dependent)
     assert launches == [
-        ((7, 1), (32, 8, 1), 4096, attributes, stream, "function", passed) for stream, attributes in ((11, 1), (12, 0))
+        (((7, 1), (32, 8, 1), 4096, attributes, stream), "function", maps, arguments)
+        for arguments, stream, attributes in ((b"\1\0\0\0\2", 11, 1), (b"\3\4\5\6\7", 12, 0))
     ]
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import jitgemm
-from jitgemm import api
 from jitgemm.config import choose
 from jitgemm.device import DEVICES
 from jitgemm.spec import Problem, WeightFormat
@@ -320,19 +318,6 @@ def test_inference_mode(fresh_dynamo):
         assert builders.same_bits(out, reference(lhs, rhs))
         compiled = torch.compile(lambda x, x_scale: layer(x, x_scale, rhs, None), backend="eager", fullgraph=True)
         assert builders.same_bits(compiled(*lhs), layer(*lhs, rhs, None))
-
-
-# ---- plans --------------------------------------------------------------------------------------------------------
-
-
-def test_a_thread_keeps_the_plans_it_made_last(monkeypatch):
-    monkeypatch.setattr(api, "MAX_PLANS", 2)
-    plans = api.Plans()
-    for name in "abc":
-        plans.keep((name,), name)
-    assert plans.by_signature == {("b",): "b", ("c",): "c"}
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lambda: plans.by_signature).result() == {}
 
 
 # ---- JITGEMM_JIT=off ----------------------------------------------------------------------------------------------

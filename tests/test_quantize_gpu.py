@@ -391,7 +391,7 @@ def test_a_graph_of_quantisers_and_gemms():
 
 def test_a_miss_during_capture_raises(monkeypatch):
     from jitgemm import loaded, quantize
-    from jitgemm.api import Plans
+    from jitgemm.plan_table import Plans
 
     monkeypatch.setattr(loaded, "kernels", {})
     monkeypatch.setattr(quantize, "_plans", Plans())
@@ -408,7 +408,7 @@ def test_a_miss_during_capture_raises(monkeypatch):
 
 def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
     from jitgemm import loaded, quantize
-    from jitgemm.api import Plans
+    from jitgemm.plan_table import Plans
 
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
     loaded.cache.get_or_compile_source(quantize_source(quantize_spec(1024, "bf16", "s8", affine=True)))
