@@ -17,6 +17,7 @@ from benchmark_lib import cells as cells_lib
 from benchmark_lib import results as results_lib
 from benchmark_lib.cells import Format
 from benchmark_lib.compare import NOISE_FLOOR, compare
+from benchmark_lib.timing import QUICK_ROUNDS, ROUNDS
 from jitgemm.cli import common
 from jitgemm.device import local_device
 
@@ -93,7 +94,8 @@ def benchmark(
         Optional[str], typer.Option("--device", metavar="NAME", help="--jit: device to compile for.")
     ] = None,
     rounds: Annotated[
-        Optional[int], typer.Option("--rounds", min=1, help="Turns each contestant gets in a cell.", show_default="5")
+        Optional[int],
+        typer.Option("--rounds", min=1, help="Turns each contestant gets in a cell.", show_default=str(ROUNDS)),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Compare results with the reference before timing.")
@@ -207,7 +209,7 @@ def benchmark(
         _host(shape, m, able, missing, console, json_file)
         return
 
-    turns = rounds or (3 if quick else 5)
+    turns = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     _measure(cells, chosen, everybody, missing, sustained, turns, check, outputs)
 
 

@@ -486,9 +486,18 @@ def test_a_lost_device_keeps_the_cells_before_it(no_gpu, monkeypatch):
     assert [record["m"] for record in records] == [1]
 
 
-def test_turns_go_round_and_back():
-    settings = run_lib.Settings(3, 1, False, True)
-    assert run_lib._turns({"a": 0, "b": 0}, settings) == ["a", "b", "b", "a", "a", "b"]
+def test_everybody_gets_a_turn_a_round_with_changing_neighbours():
+    names = [f"contestant {i}" for i in range(12)]
+    turns = run_lib._turns(dict.fromkeys(names), run_lib.Settings(11, 1, False, True))
+    rounds = [turns[i : i + 12] for i in range(0, len(turns), 12)]
+    assert len(rounds) == 11 and all(sorted(each) == sorted(names) for each in rounds)
+    before = {name: {a for a, b in zip(turns, turns[1:]) if b == name} for name in names}
+    assert min(map(len, before.values())) >= 5
+    assert turns == run_lib._turns(dict.fromkeys(names), run_lib.Settings(11, 1, False, True))
+
+
+def test_a_sustained_cell_holds_everybody_once():
+    assert run_lib._turns({"a": 0, "b": 0}, run_lib.Settings(3, 1, True, True)) == ["a", "b"]
 
 
 def test_spread_is_from_the_10th_to_the_90th_percentile():

@@ -57,8 +57,7 @@ def compare(base: dict[str, Any], new: dict[str, Any], noise_floor: float = NOIS
 
     Returns:
         changes: the worst first. peers_ratio: median of new over base among the peers of those cells. missing: cells
-            of the baseline that
-        were not measured this time; a part may be compared.
+        of the baseline that were not measured this time; a part may be compared.
 
     Raises:
         ValueError: the documents cannot be compared, or have no cell in common.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -181,11 +182,11 @@ def _measure_cell(
 
 
 def _turns(timed: dict, settings: Settings) -> list[str]:
-    """Who is measured when: everybody once a round, every second round backwards so that neighbours change."""
+    """Who is measured when: everybody once a round, each round in another order, the same in every run."""
     names = list(timed)
     if settings.sustained:
         return names
-    return [name for i in range(settings.rounds) for name in (names if i % 2 == 0 else names[::-1])]
+    return [name for i in range(settings.rounds) for name in random.Random(i).sample(names, len(names))]
 
 
 def _reason(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """How long a call takes on the GPU: replays of a CUDA graph that holds one call per copy of the weight.
 
-Contestants take turns. A large GEMM runs at the GPU's power limit, so whoever is measured last on a hot chip would
-lose.
+Contestants take turns, and change neighbours: a large GEMM runs at the GPU's power limit, and how fast depends on how
+much power whoever was before it drew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-ROUNDS = 5
+ROUNDS = 11
+QUICK_ROUNDS = 3
 REPLAYS = 3
 """Timed replays of a turn, behind one untimed that hides launch latency and what the one before left in the L2."""
 
