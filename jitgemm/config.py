@@ -25,6 +25,7 @@ from jitgemm.spec import (
     promote_records,
     share_tokens,
     smem_bytes,
+    stage_bytes,
     wgmma_shapes,
 )
 
@@ -67,16 +68,17 @@ def _smem_limit(spec: KernelSpec, device: DeviceSpec) -> int:
 
 def _most_stages(spec: KernelSpec, device: DeviceSpec) -> int:
     """How many stages shared memory holds beside what the kernel needs however many there are."""
-    used = smem_bytes(spec)
-    per_stage = smem_bytes(replace(spec, stages=spec.stages + 1)) - used
-    return min(MAX_STAGES, spec.stages + (_smem_limit(spec, device) - used) // per_stage)
+    return min(MAX_STAGES, spec.stages + (_smem_limit(spec, device) - smem_bytes(spec)) // stage_bytes(spec))
 
 
-@lru_cache(maxsize=256)
 def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
     """Every kernel the selector considers for these formats on this device."""
-    legal = []
-    for shape in dict.fromkeys(_shapes()):
+    return tuple(spec for block_m in BLOCK_MS for spec, _ in _costed_kernels(lhs, fmt, device, out, block_m))
+
+
+def _legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int) -> Iterator[KernelSpec]:
+    """Those with tiles of so many tokens."""
+    for shape in dict.fromkeys(_shapes(block_m)):
         spec = KernelSpec(
             lhs=lhs,
             group_size=fmt.group_size,
@@ -90,8 +92,7 @@ def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "b
             **shape._asdict(),
         )
         if illegal(spec, device) is None:
-            legal.append(replace(spec, stages=_most_stages(spec, device)))
-    return tuple(legal)
+            yield replace(spec, stages=_most_stages(spec, device))
 
 
 class _Shape(NamedTuple):
@@ -109,46 +110,45 @@ class _Shape(NamedTuple):
     ctas_per_sm: int = 1
 
 
-def _shapes() -> Iterator[_Shape]:
-    for block_m in BLOCK_MS:
-        # Narrow tiles: k over clusters and warpgroups; two CTAs fit an SM, so that the next kernel can prefetch its
-        # weights.
-        if block_m <= 64:
-            for warpgroups_n, warpgroups_k in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4)):
-                for split_k in (1, 2, 3, 4, 8):
-                    for ctas in (1, 2):
-                        for scatter in (False, True) if warpgroups_k * split_k > 1 and block_m > 8 else (False,):
-                            yield _Shape(
-                                block_m,
-                                64 * warpgroups_n,
-                                warpgroups_k=warpgroups_k,
-                                split_k=split_k,
-                                scatter=scatter,
-                                ctas_per_sm=ctas,
-                            )
-        elif block_m <= 160:
-            # Few rows of n for the GPU: tall tiles of one strip, two warpgroups along k.
-            for split_k in (1, 2, 3):
-                for scatter in (False, True):
-                    for halves in (1, 2) if block_m >= 128 else (1,):
-                        yield _Shape(block_m, 64, halves, warpgroups_k=2, split_k=split_k, scatter=scatter)
-        # Wide tiles: all warpgroups along n, neighbours may share an operand.
-        if block_m >= 48:
-            # Four warpgroups: fewer copies a multiply than two, and more to run while one waits.
-            if block_m <= 96:
-                yield _Shape(block_m, 256)
-            for block_n in (128, 192):
-                # ptxas does better by two halves of the widest.
-                for halves in (1, 2) if block_m <= 192 else (2,):
-                    for multicast, side in ((1, "none"), (2, "lhs"), (2, "rhs")):
-                        yield _Shape(block_m, block_n, halves=halves, multicast=multicast, multicast_side=side)
-            # Wider ones have too few stages left for the pipeline to run smoothly.
-            if block_m <= 160:
-                for halves in (1, 2) if block_m <= 128 else (2,):
-                    for split_k in (2, 4) if block_m <= 128 else (2,):
-                        for scatter in (False, True):
-                            yield _Shape(block_m, 128, halves=halves, split_k=split_k, scatter=scatter)
-                    yield _Shape(block_m, 128, halves=halves, split_k=2, split_tail=True)
+def _shapes(block_m: int) -> Iterator[_Shape]:
+    # Narrow tiles: k over clusters and warpgroups; two CTAs fit an SM, so that the next kernel can prefetch its
+    # weights.
+    if block_m <= 64:
+        for warpgroups_n, warpgroups_k in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4)):
+            for split_k in (1, 2, 3, 4, 8):
+                for ctas in (1, 2):
+                    for scatter in (False, True) if warpgroups_k * split_k > 1 and block_m > 8 else (False,):
+                        yield _Shape(
+                            block_m,
+                            64 * warpgroups_n,
+                            warpgroups_k=warpgroups_k,
+                            split_k=split_k,
+                            scatter=scatter,
+                            ctas_per_sm=ctas,
+                        )
+    elif block_m <= 160:
+        # Few rows of n for the GPU: tall tiles of one strip, two warpgroups along k.
+        for split_k in (1, 2, 3):
+            for scatter in (False, True):
+                for halves in (1, 2) if block_m >= 128 else (1,):
+                    yield _Shape(block_m, 64, halves, warpgroups_k=2, split_k=split_k, scatter=scatter)
+    # Wide tiles: all warpgroups along n, neighbours may share an operand.
+    if block_m >= 48:
+        # Four warpgroups: fewer copies a multiply than two, and more to run while one waits.
+        if block_m <= 96:
+            yield _Shape(block_m, 256)
+        for block_n in (128, 192):
+            # ptxas does better by two halves of the widest.
+            for halves in (1, 2) if block_m <= 192 else (2,):
+                for multicast, side in ((1, "none"), (2, "lhs"), (2, "rhs")):
+                    yield _Shape(block_m, block_n, halves=halves, multicast=multicast, multicast_side=side)
+        # Wider ones have too few stages left for the pipeline to run smoothly.
+        if block_m <= 160:
+            for halves in (1, 2) if block_m <= 128 else (2,):
+                for split_k in (2, 4) if block_m <= 128 else (2,):
+                    for scatter in (False, True):
+                        yield _Shape(block_m, 128, halves=halves, split_k=split_k, scatter=scatter)
+                yield _Shape(block_m, 128, halves=halves, split_k=2, split_tail=True)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -364,10 +364,12 @@ def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate
     return _candidate(spec, _costs(spec, device), problem, device)
 
 
-@lru_cache(maxsize=256)
-def _costed_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str) -> tuple[tuple[KernelSpec, _Costs], ...]:
-    """`legal_kernels` with their costs, which no problem changes."""
-    return tuple((spec, _costs(spec, device)) for spec in legal_kernels(lhs, fmt, device, out))
+@lru_cache(maxsize=4096)
+def _costed_kernels(
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int
+) -> tuple[tuple[KernelSpec, _Costs], ...]:
+    """The legal kernels with tiles of so many tokens, with their costs, which no problem changes."""
+    return tuple((spec, _costs(spec, device)) for spec in _legal_kernels(lhs, fmt, device, out, block_m))
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -406,11 +408,12 @@ def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
 
 def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, _Costs]]:
     order = _invariant_order(replace(problem, m=1), device) if problem.batch_invariant else None
-    tallest = 2 * max(problem.m, 8)
-    for spec, costs in _costed_kernels(problem.lhs, problem.format, device, problem.out):
-        # A tile twice as tall as the problem computes nothing but padding.
-        if spec.block_m < tallest and order in (None, _order(spec)):
-            yield spec, costs
+    for block_m in BLOCK_MS:
+        if block_m >= 2 * max(problem.m, 8):
+            break  # half of the tile is padding: a lower one does
+        for spec, costs in _costed_kernels(problem.lhs, problem.format, device, problem.out, block_m):
+            if order in (None, _order(spec)):
+                yield spec, costs
 
 
 def _rank(us: float, spec: KernelSpec) -> tuple[float, int, str]:

@@ -7,6 +7,7 @@ device.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 BLOCK_K = 128
 """k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""
@@ -138,6 +139,10 @@ class WeightFormat:
         return self.zeros_at + STRIP_ROWS * self.zero_rows
 
 
+# A choice asks thousands of kernels for theirs; there are some hundred.
+_weight_format = lru_cache(maxsize=None)(WeightFormat)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ, with out's type and whether a row's bits may depend on m."""
@@ -211,7 +216,7 @@ class KernelSpec:
 
     @property
     def format(self) -> WeightFormat:
-        return WeightFormat(self.group_size, self.zero_point, self.scale_type, self.codes, self.offset)
+        return _weight_format(self.group_size, self.zero_point, self.scale_type, self.codes, self.offset)
 
     @property
     def warpgroups_n(self) -> int:
@@ -375,14 +380,17 @@ def share_tokens(spec: KernelSpec) -> int:
     return 8 * next(share for share in range(ceil_div(runs, splits), runs + 1) if runs % share == 0)
 
 
+def stage_bytes(spec: KernelSpec) -> int:
+    """Shared memory of one stage: activations, records and two barriers."""
+    return spec.warpgroups_k * spec.block_m * BLOCK_K + spec.warpgroups * spec.format.record_bytes + 2 * 8
+
+
 def smem_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
-    panel = spec.block_m * 128
-    stage = spec.warpgroups_k * panel + spec.warpgroups * spec.format.record_bytes
     share = share_tokens(spec)
     summers = min(spec.warpgroups_k, spec.block_m // share) * spec.warpgroups_n
     out_panel = share * STRIP_ROWS * OUT_BYTES[spec.out]
     slots = (spec.split_k * spec.warpgroups_k - 1) * share * STRIP_ROWS * 4
-    barriers = 8 * (2 * spec.stages + summers + spec.warpgroups)
+    barriers = 8 * (summers + spec.warpgroups)
     factors = (share + 3 * STRIP_ROWS) * 4
-    return spec.stages * stage + summers * (out_panel + slots + factors) + barriers
+    return spec.stages * stage_bytes(spec) + summers * (out_panel + slots + factors) + barriers

@@ -179,6 +179,14 @@ def test_no_kernel_is_considered_twice(lhs):
     assert [spec.label for spec in dict.fromkeys(kernels) if kernels.count(spec) > 1] == []
 
 
+def test_a_choice_costs_only_the_tiles_that_it_can_take():
+    """The first call of a process waits for it: milliseconds for a few tokens, several times as many for all tiles."""
+    config._choose.cache_clear()
+    config._costed_kernels.cache_clear()
+    choose(Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16")), DEVICES["h200"])
+    assert config._costed_kernels.cache_info().misses == len([rows for rows in config.BLOCK_MS if rows < 32])
+
+
 def test_labels_tell_the_kernels_of_a_format_apart_but_for_ctas_per_sm():
     for lhs in LHS_TYPES:
         kernels = set(legal_kernels(lhs, WeightFormat(128, False, "bf16"), DEVICES["h200"]))
@@ -399,7 +407,7 @@ def test_equal_inputs_give_equal_outputs(problem, device):
     before = candidates(problem, device)
     config._choose.cache_clear()
     config._invariant_order.cache_clear()
-    legal_kernels.cache_clear()
+    config._costed_kernels.cache_clear()
     copy = replace(problem, format=replace(problem.format))
     assert candidates(copy, replace(device)) == before
 
