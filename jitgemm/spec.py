@@ -327,13 +327,16 @@ def fragment_sets(spec: KernelSpec) -> int:
     """Sets of registers that hold decoded records in turn: 2, or 1 that is copied into.
 
     One where a turn of two records would be too much: to compile (groups of 32 unroll to four times the code), or for
-    registers (four warpgroups with wide tiles that convert int8's sums; with narrow ones, or with codes of any
-    activations, ptxas serialises the multiplies of a single set).
+    registers (four warpgroups, or two CTAs, with wide tiles that convert int8's sums; with narrow ones, or with codes
+    of any activations, ptxas serialises the multiplies of a single set).
     """
     if spec.format.scale_rows == 4:
         return 1
-    converts = spec.lhs == "s8" and spec.group_size > 0
-    return 1 if converts and spec.codes == "s8" and spec.warpgroups == 4 and spec.block_m >= 48 else 2
+    if spec.lhs != "s8" or spec.codes != "s8" or spec.group_size == 0:
+        return 2
+    four = spec.warpgroups == 4 and spec.block_m >= 48
+    crowded = spec.ctas_per_sm == 2 and spec.block_m >= 64 and spec.format.scale_rows == 1
+    return 1 if four or crowded else 2
 
 
 MAX_CHANNEL_K_S8 = 2**16
