@@ -39,6 +39,14 @@ SYSTEM_SMEM = 1024
 
 def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
     """Why this kernel cannot be built or cannot run on the device; None when it can."""
+    why = _misfit(spec, device)
+    if why is None and registers_needed(spec) > spec.consumer_registers:
+        return f"about {registers_needed(spec)} registers a thread, {spec.consumer_registers} available"
+    return why
+
+
+def _misfit(spec: KernelSpec, device: DeviceSpec) -> str | None:
+    """The same, registers apart."""
     if spec.block_m % spec.halves or spec.block_m // spec.halves not in wgmma_shapes(spec.lhs):
         return f"wgmma has no N of {spec.block_m}/{spec.halves} for {spec.lhs}"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
@@ -56,8 +64,6 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
     limit = _smem_limit(spec, device)
     if smem_bytes(spec) > limit:
         return f"{smem_bytes(spec)} bytes of shared memory, {limit} available"
-    if registers_needed(spec) > spec.consumer_registers:
-        return f"about {registers_needed(spec)} registers a thread, {spec.consumer_registers} available"
     return None
 
 
@@ -76,8 +82,15 @@ def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "b
     return tuple(spec for block_m in BLOCK_MS for spec, _ in _costed_kernels(lhs, fmt, device, out, block_m))
 
 
-def _legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int) -> Iterator[KernelSpec]:
-    """Those with tiles of so many tokens."""
+def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
+    """Every kernel that the bound on registers alone keeps the selector from considering (`scripts/registers.py`)."""
+    return tuple(spec for block_m in BLOCK_MS for spec in _kernels(lhs, fmt, device, out, block_m, refused=True))
+
+
+def _kernels(
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, *, refused: bool = False
+) -> Iterator[KernelSpec]:
+    """The legal kernels with tiles of so many tokens, or those that the bound on registers refuses."""
     for shape in dict.fromkeys(_shapes(block_m)):
         spec = KernelSpec(
             lhs=lhs,
@@ -91,7 +104,7 @@ def _legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, bl
             stages=2,
             **shape._asdict(),
         )
-        if illegal(spec, device) is None:
+        if _misfit(spec, device) is None and (registers_needed(spec) > spec.consumer_registers) == refused:
             yield replace(spec, stages=_most_stages(spec, device))
 
 
@@ -369,7 +382,7 @@ def _costed_kernels(
     lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int
 ) -> tuple[tuple[KernelSpec, _Costs], ...]:
     """The legal kernels with tiles of so many tokens, with their costs, which no problem changes."""
-    return tuple((spec, _costs(spec, device)) for spec in _legal_kernels(lhs, fmt, device, out, block_m))
+    return tuple((spec, _costs(spec, device)) for spec in _kernels(lhs, fmt, device, out, block_m))
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A kernel that spills counts as a failed build (`nvrtc.py`), so what this module lets pass must build with every NVRTC
 that is supported. ptxas shares registers in ways that no sum of parts foresees: where the sum is too high by far, a
-bound for a whole family of tiles stands instead, found by compiling them (docs/notes/selector.md).
+bound for a whole family of tiles stands instead, found by compiling them (`scripts/register_bound.py`,
+docs/notes/selector.md).
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ def _fits_two_warpgroups(spec: KernelSpec) -> bool:
     if spec.format.scale_rows == 2:
         return False
     if spec.halves == 2:
-        return spec.block_m <= (128 if spec.zero_point else 160)
+        if spec.zero_point or (spec.scatter and spec.split_k == 3):
+            return spec.block_m <= 128
+        return spec.block_m <= 160
     if spec.zero_point or not unsplit:
         return False
     return spec.block_m <= (160 if spec.codes == "any" and spec.format.scale_rows == 1 else 128)

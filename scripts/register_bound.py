@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Holds jitgemm/registers.py against the compiler: `python scripts/register_bound.py --help` teaches."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import typer
+
+from benchmark_lib.cells import Format, parse_format
+from jitgemm.cli import common
+from jitgemm.device import device_spec
+from jitgemm.registers import registers_needed
+from jitgemm.spec import OUT_BYTES, SCALE_BYTES, DeviceSpec, KernelSpec, WeightFormat
+
+FORMATS = ("e4m3_g128", "int8_g128", "int8_ch", "e4m3_g128_any", "e4m3_g128z", "int8_g128z", "e4m3_g32", "int8_g32")
+WITHIN = 16
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the compiler made of a kernel.
+
+    Attributes:
+        kernel: its label, with the CTAs of an SM where they are two.
+        legal: whether the bound lets it pass.
+        bound: registers a thread that the bound says suffice.
+        available: those that a consumer thread has.
+        problem: why it counts as a failed build, or None.
+    """
+
+    kernel: str
+    legal: bool
+    bound: int
+    available: int
+    problem: str | None
+
+    @property
+    def surprise(self) -> bool:
+        """Legal and failed, or refused and built."""
+        return self.legal == (self.problem is not None)
+
+
+def near_the_bound(
+    fmt: Format, scale_type: str, out: str, device: DeviceSpec, within: int
+) -> tuple[list[KernelSpec], list[KernelSpec]]:
+    """(legal kernels with at most `within` registers to spare by the bound, kernels that only the bound refuses)."""
+    from jitgemm.config import legal_kernels, refused_kernels
+
+    codes = "any" if fmt.any_codes or fmt.zero_point else fmt.lhs
+    weight = WeightFormat(fmt.group_size, fmt.zero_point, scale_type, codes)
+    legal = [
+        spec
+        for spec in legal_kernels(fmt.lhs, weight, device, out)
+        if spec.consumer_registers - registers_needed(spec) <= within
+    ]
+    return legal, list(refused_kernels(fmt.lhs, weight, device, out))
+
+
+def build(spec: KernelSpec, legal: bool) -> Built:
+    from jitgemm.cache import kernel_source
+    from jitgemm.errors import CompileError
+    from jitgemm.nvrtc import compile_cubin
+
+    source = kernel_source(spec)
+    problem = None
+    try:
+        compile_cubin(source.source, source.headers, source.options, name=source.label)
+    except CompileError as error:
+        problem = str(error).splitlines()[0].rpartition("failed build: ")[2]
+    label = spec.label + (", two CTAs" if spec.ctas_per_sm == 2 and not spec.label.endswith("c2") else "")
+    return Built(label, legal, registers_needed(spec), spec.consumer_registers, problem)
+
+
+def build_all(jobs: Sequence[tuple[KernelSpec, bool]], threads: int) -> Iterator[Built]:
+    """In threads, under a progress bar, as they are done."""
+    from rich.progress import track
+
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(build, spec, legal) for spec, legal in jobs]
+        for future in track(as_completed(futures), "compiling", len(futures), console=common.err()):
+            yield future.result()
+
+
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+
+@app.command()
+@common.guarded
+def register_bound(
+    formats: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="A format as scripts/benchmark.py names them, such as int8_g64z; may be repeated.",
+            show_default=" ".join(FORMATS),
+        ),
+    ] = None,
+    scale: Annotated[str, typer.Option("--scale", metavar="|".join(SCALE_BYTES), help="Type of the scales.")] = "bf16",
+    out: Annotated[str, typer.Option("--out", metavar="|".join(OUT_BYTES), help="Type of the result.")] = "bf16",
+    within: Annotated[
+        int, typer.Option("--within", min=0, help="Compile legal kernels with at most so many registers to spare.")
+    ] = WITHIN,
+    only: Annotated[
+        str, typer.Option("--only", metavar="TEXT", help="Compile the kernels whose labels hold this, such as n192.")
+    ] = "",
+    refused: Annotated[
+        bool, typer.Option("--refused/--no-refused", help="Compile what only the bound refuses, too.")
+    ] = True,
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="Device to compile for.")] = "h200",
+    threads: Annotated[
+        Optional[int], typer.Option("--threads", min=1, help="Compilations at a time.", show_default="one a core")
+    ] = None,
+    json_file: Annotated[
+        Optional[Path],
+        typer.Option("--json", metavar="FILE", help="Write every kernel to this file, - for stdout and no table."),
+    ] = None,
+) -> None:
+    """Compile the kernels near the bound on registers: which that it lets pass fail, which that it refuses build?
+
+    \b
+    A kernel that spills counts as a failed build, so that the selector must
+    know before it compiles. jitgemm/registers.py adds up what a kernel
+    needs; this command asks the NVRTC at hand. It needs no GPU and leaves
+    the kernel cache alone. Run it when headers or shapes of tiles change, and
+    with every NVRTC that is to be supported: what builds with one may spill
+    with another.
+
+    \b
+    The table has the surprises alone: legal kernels that fail, and refused
+    ones that build. A format takes a minute or two on two cores.
+
+    \b
+    Examples:
+      python scripts/register_bound.py --format int8_g128
+      python scripts/register_bound.py --no-refused --within 40 --json bound.json
+      python scripts/register_bound.py --format e4m3_g128z --scale fp32 --only n192
+
+    \b
+    Exit codes:
+      0  every legal kernel that was compiled builds
+      1  one does not
+      2  wrong arguments
+      3  NVRTC is missing
+    """
+    if scale not in SCALE_BYTES:
+        raise ValueError(f"--scale: expected one of {', '.join(SCALE_BYTES)}, got {scale!r}")
+    if out not in OUT_BYTES:
+        raise ValueError(f"--out: expected one of {', '.join(OUT_BYTES)}, got {out!r}")
+    figures = device_spec(device)
+    jobs: dict[KernelSpec, bool] = {}
+    for fmt in dict.fromkeys(parse_format(text) for text in formats or FORMATS):
+        legal, others = near_the_bound(fmt, scale, out, figures, within)
+        jobs |= dict.fromkeys(legal, True) | (dict.fromkeys(others, False) if refused else {})
+    jobs = {spec: legal for spec, legal in jobs.items() if only in spec.label}
+
+    from jitgemm.nvrtc import nvrtc_info
+
+    version = nvrtc_info().build
+    found = sorted(build_all(list(jobs.items()), threads or os.cpu_count() or 1), key=lambda each: each.kernel)
+    document: dict[str, Any] = {
+        "tool": "jitgemm scripts/register_bound.py",
+        "nvrtc": version,
+        "kernels": [asdict(each) for each in found],
+    }
+    if json_file == Path("-"):
+        common.print_json(document)
+    else:
+        if json_file is not None:
+            from benchmark_lib.results import write_document
+
+            write_document(json_file, document)
+        rows = [
+            (each.kernel, "legal" if each.legal else "refused", each.bound, each.available, each.problem or "builds")
+            for each in found
+            if each.surprise
+        ]
+        common.out().print(common.table(("kernel", "bound says", "registers", "available", "compiler says"), rows))
+    for legal, name in ((True, "legal near the bound"), (False, "refused by the bound alone")):
+        some = [each for each in found if each.legal == legal]
+        if some:
+            common.note(f"NVRTC {version}: {len(some)} {name}, {sum(each.problem is None for each in some)} build")
+    if any(each.legal and each.problem for each in found):
+        raise typer.Exit(common.FOUND)
+
+
+if __name__ == "__main__":
+    app()
