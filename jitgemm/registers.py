@@ -105,7 +105,7 @@ def _fits_two_warpgroups(spec: KernelSpec) -> bool:
     if spec.halves == 2:
         if spec.zero_point or (spec.scatter and spec.split_k == 3):
             return spec.block_m <= 128
-        return spec.block_m <= 160
+        return spec.block_m <= (192 if unsplit else 160)
     if spec.zero_point or not unsplit:
         return False
     return spec.block_m <= (160 if spec.codes == "any" and spec.format.scale_rows == 1 else 128)
