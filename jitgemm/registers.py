@@ -57,7 +57,14 @@ TWO_CTAS_REGISTERS = 128
 """As many, which a warpgroup has where two CTAs of one share an SM, suffice for the tiles of `_fits_two_ctas`."""
 
 WIDE_REGISTERS = 232
-"""As many, which two warpgroups have, suffice for the wide tiles that `_fits_two_warpgroups` names."""
+"""As many, which two warpgroups have, suffice for the wide tiles of `WIDE_TOKENS`."""
+WIDE_TOKENS = {
+    ("e4m3", 1, False): (192, 192), ("e4m3", 2, False): (192, 176), ("e4m3", 4, False): (192, 176),
+    ("e4m3", 1, True): (176, 192), ("e4m3", 2, True): (160, 0), ("e4m3", 4, True): (160, 0),
+    ("s8", 1, False): (128, 192), ("s8", 2, False): (0, 192), ("s8", 4, False): (128, 192),
+    ("s8", 1, True): (0, 128), ("s8", 2, True): (0, 128), ("s8", 4, True): (0, 160),
+}  # fmt: skip
+"""Most tokens of those: multiplied at once, in halves; by lhs type, scales of a record's row, zero points."""
 
 
 def registers_needed(spec: KernelSpec) -> int:
@@ -91,24 +98,24 @@ def _fits_two_warpgroups(spec: KernelSpec) -> bool:
 
     Codes and factors of a record lie where sums were, and int8's sums are converted where they lie.
     """
+    rows = max(1, spec.format.scale_rows)
     if promote_records(spec) == 0 or spec.block_m < 64:
         return False
-    unsplit = spec.split_k * spec.warpgroups_k == 1
-    if spec.lhs == "e4m3":
-        if spec.format.scale_rows > 1:
-            most = 0 if spec.zero_point else 176
-        else:
-            most = 176 if spec.zero_point and spec.halves == 1 else 192
-        return unsplit and spec.multicast == 1 and spec.block_m <= most
-    if spec.format.scale_rows == 2:
-        return False
-    if spec.halves == 2:
-        if spec.zero_point or (spec.scatter and spec.split_k == 3):
-            return spec.block_m <= 128
-        return spec.block_m <= (192 if unsplit else 160)
-    if spec.zero_point or not unsplit:
-        return False
-    return spec.block_m <= (160 if spec.codes == "any" and spec.format.scale_rows == 1 else 128)
+    most = WIDE_TOKENS[spec.lhs, rows, spec.zero_point][spec.halves - 1]
+    if spec.codes == "any" and not spec.zero_point:
+        if spec.lhs == "e4m3" and spec.halves == 1 and rows > 1 and spec.scale_type == "fp32":
+            most = 176
+        elif spec.lhs == "s8" and rows == spec.halves:
+            most = 160
+    split = spec.split_k * spec.warpgroups_k > 1
+    if split or spec.multicast > 1:
+        if spec.lhs == "e4m3" or rows == 2 or (split and spec.halves == 1):
+            return False
+        if split:
+            most = min(most, 128 if spec.scatter and spec.split_k == 3 else 160)
+        if spec.zero_point:
+            most = min(most, 128)
+    return spec.block_m <= most
 
 
 def _sum_of_registers(spec: KernelSpec) -> int:
