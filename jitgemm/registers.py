@@ -39,6 +39,8 @@ WIDE_PAIR_REGISTERS = {"any": 11, "s8": 3}
 """And more where s8 converts them for tiles of 64 tokens or more, by codes, and as many again with zero points."""
 OFFSET_PAIR_REGISTERS = 18
 """And more of those with offsets to groups of 64, which have four sums a record."""
+THIRDS_PAIR_REGISTERS = 11
+"""And more of those where splits of 3 scatter their sums."""
 NARROW_PAIR_REGISTERS = 26
 """Fewer of them where tiles of 32 tokens or less have groups of 64: their sums are few."""
 ZERO_REGISTERS = 8
@@ -139,6 +141,7 @@ def _sum_of_registers(spec: KernelSpec) -> int:
         if spec.lhs == "s8" and spec.block_m >= 64:
             rest += WIDE_PAIR_REGISTERS[spec.codes] * (1 + spec.zero_point)
             rest += OFFSET_PAIR_REGISTERS if spec.offset and spec.format.scale_rows == 2 else 0
+            rest += THIRDS_PAIR_REGISTERS if spec.scatter and spec.split_k == 3 else 0
     if spec.block_m <= 32 and spec.format.scale_rows == 2 and not spec.offset:
         rest -= NARROW_PAIR_REGISTERS
     tokens = spec.block_m // spec.halves
