@@ -83,7 +83,7 @@ def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "b
 
 
 def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
-    """Every kernel that the bound on registers alone keeps the selector from considering (`scripts/registers.py`)."""
+    """Every kernel that only the bound on registers keeps out, for `scripts/register_bound.py`."""
     return tuple(spec for block_m in BLOCK_MS for spec in _kernels(lhs, fmt, device, out, block_m, refused=True))
 
 

@@ -1,6 +1,6 @@
 """From a quantiser's checked arguments to a launch, as `plan.py` does for GEMMs.
 
-A plan is everything about a call that its shapes decide; a launch writes addresses into it. Knows addresses and sizes,
+A plan is everything about a call that its shapes decide; a launch adds the addresses. Knows addresses and sizes,
 not tensors; nothing of what arguments are legal.
 """
 

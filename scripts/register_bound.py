@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,10 +17,12 @@ sys.path.insert(0, str(ROOT))
 import typer
 
 from benchmark_lib.cells import Format, parse_format
+from jitgemm import settings
 from jitgemm.cli import common
 from jitgemm.device import device_spec
+from jitgemm.errors import CompileError, JitGemmError
 from jitgemm.registers import registers_needed
-from jitgemm.spec import OUT_BYTES, SCALE_BYTES, DeviceSpec, KernelSpec, WeightFormat
+from jitgemm.spec import BLOCK_K, OUT_BYTES, SCALE_BYTES, DeviceSpec, KernelSpec, WeightFormat, tuned_codes
 
 FORMATS = ("e4m3_g128", "int8_g128", "int8_ch", "e4m3_g128_any", "e4m3_g128z", "int8_g128z", "e4m3_g32", "int8_g32")
 WITHIN = 16
@@ -31,7 +33,7 @@ class Built:
     """What the compiler made of a kernel.
 
     Attributes:
-        kernel: its label, with the CTAs of an SM where they are two.
+        kernel: its label.
         legal: whether the bound lets it pass.
         bound: registers a thread that the bound says suffice.
         available: those that a consumer thread has.
@@ -56,7 +58,7 @@ def near_the_bound(
     """(legal kernels with at most `within` registers to spare by the bound, kernels that only the bound refuses)."""
     from jitgemm.config import legal_kernels, refused_kernels
 
-    codes = "any" if fmt.any_codes or fmt.zero_point else fmt.lhs
+    codes = "any" if fmt.any_codes else tuned_codes(fmt.lhs, fmt.group_size, fmt.zero_point, BLOCK_K)
     weight = WeightFormat(fmt.group_size, fmt.zero_point, scale_type, codes)
     legal = [
         spec
@@ -66,29 +68,28 @@ def near_the_bound(
     return legal, list(refused_kernels(fmt.lhs, weight, device, out))
 
 
-def build(spec: KernelSpec, legal: bool) -> Built:
-    from jitgemm.cache import kernel_source
-    from jitgemm.errors import CompileError
-    from jitgemm.nvrtc import compile_cubin
+def build_all(jobs: Mapping[KernelSpec, bool], threads: int) -> Iterator[Built]:
+    """Compiles kernels, each with whether the bound lets it pass, in threads; yields them as they are done."""
+    from jitgemm.ahead import compile_all
+    from jitgemm.cache import KernelCache, kernel_source
 
-    source = kernel_source(spec)
-    problem = None
-    try:
-        compile_cubin(source.source, source.headers, source.options, name=source.label)
-    except CompileError as error:
-        problem = str(error).splitlines()[0].rpartition("failed build: ")[2]
-    label = spec.label + (", two CTAs" if spec.ctas_per_sm == 2 and not spec.label.endswith("c2") else "")
-    return Built(label, legal, registers_needed(spec), spec.consumer_registers, problem)
+    specs = list(jobs)
+    with TemporaryDirectory() as folder:
+        cache = KernelCache([Path(folder)])
+        for index, result in compile_all(cache, [kernel_source(spec) for spec in specs], threads, common.err()):
+            spec = specs[index]
+            problem = _problem(result, jobs[spec]) if isinstance(result, JitGemmError) else None
+            yield Built(spec.label, jobs[spec], registers_needed(spec), spec.consumer_registers, problem)
 
 
-def build_all(jobs: Sequence[tuple[KernelSpec, bool]], threads: int) -> Iterator[Built]:
-    """In threads, under a progress bar, as they are done."""
-    from rich.progress import track
-
-    with ThreadPoolExecutor(threads) as pool:
-        futures = [pool.submit(build, spec, legal) for spec, legal in jobs]
-        for future in track(as_completed(futures), "compiling", len(futures), console=common.err()):
-            yield future.result()
+def _problem(error: JitGemmError, legal: bool) -> str:
+    """Why a build failed. Raises what is no failed build."""
+    if not isinstance(error, CompileError):
+        raise error
+    # Nobody will read the source of one that was refused anyhow.
+    if not legal and error.source_path is not None and settings.dump_dir() is None:
+        Path(error.source_path).unlink(missing_ok=True)
+    return str(error).splitlines()[0].rpartition("failed build: ")[2]
 
 
 app = typer.Typer(
@@ -169,7 +170,7 @@ def register_bound(
     from jitgemm.nvrtc import nvrtc_info
 
     version = nvrtc_info().build
-    found = sorted(build_all(list(jobs.items()), threads or os.cpu_count() or 1), key=lambda each: each.kernel)
+    found = sorted(build_all(jobs, threads or os.cpu_count() or 1), key=lambda each: each.kernel)
     document: dict[str, Any] = {
         "tool": "jitgemm scripts/register_bound.py",
         "nvrtc": version,

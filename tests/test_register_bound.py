@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ sys.path.append(str(ROOT / "scripts"))  # at the end: scripts/cache.py and warmu
 
 import register_bound
 from benchmark_lib.cells import parse_format
-from register_bound import app, build, near_the_bound
+from register_bound import app, build_all, near_the_bound
 
 from jitgemm.config import illegal, legal_kernels
 from jitgemm.device import DEVICES
@@ -36,16 +37,21 @@ def test_it_takes_what_is_near_the_bound_on_either_side(name):
     assert set(legal) < set(more) == set(legal_kernels(more[0].lhs, more[0].format, H200))
 
 
-def test_what_the_compiler_says_is_held_against_the_bound():
+def test_what_the_compiler_says_is_held_against_the_bound(monkeypatch, tmp_path):
     legal, refused = near_the_bound(parse_format("e4m3_g128"), "bf16", "bf16", H200, 8)
     spec = next(spec for spec in legal if spec.block_m == 64 and spec.ctas_per_sm == 2 and spec.split_k == 4)
-    built = build(spec, True)
+    (built,) = build_all({spec: True}, 1)
     assert built.problem is None and not built.surprise and built.bound <= built.available
     assert replace(built, legal=False).surprise
     hopeless = max(refused, key=lambda spec: registers_needed(spec) - spec.consumer_registers)
-    failed = build(hopeless, False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (failed,) = build_all({hopeless: False}, 1)
     assert "spill" in failed.problem and not failed.surprise
     assert replace(failed, legal=True).surprise
+    assert list(tmp_path.iterdir()) == []
+    (failed,) = build_all({hopeless: True}, 1)
+    (kept,) = tmp_path.iterdir()  # a legal kernel that fails is worth reading
+    assert failed.surprise and "w4a8_gemm" in kept.read_text()
 
 
 def test_the_command_writes_every_kernel_and_fails_for_a_legal_one_that_does_not_build(monkeypatch, tmp_path):
@@ -61,7 +67,7 @@ def test_the_command_writes_every_kernel_and_fails_for_a_legal_one_that_does_not
     }  # fmt: skip
 
     spills = replace(register_bound.Built(**document["kernels"][0]), problem="8 bytes of register spills")
-    monkeypatch.setattr(register_bound, "build", lambda spec, legal: spills)
+    monkeypatch.setattr(register_bound, "build_all", lambda jobs, threads: [spills])
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 1 and "8 bytes of register spills" in done.output
 
