@@ -22,6 +22,13 @@ __device__ __forceinline__ bool has_zeros(const Args& args) {
     return Config::kAffineLhs && args.lhs_zero != nullptr;
 }
 
+// Place::thread asked for again: what follows from that is kept in registers from tile to tile.
+__device__ __forceinline__ u32 thread_again() {
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % 128;
+}
+
 // Sends this warpgroup's sums of the others' shares to them. In a cluster the stores count on the receiver's barrier as
 // they land, so that nothing has to be flushed.
 template <typename Config>
@@ -30,13 +37,16 @@ __device__ __forceinline__ void send_sums(const float (&acc)[Config::kBlockM / 2
     using Layout = Shared<Config>;
     constexpr u32 kVectors = Config::kShareTokens / 8;
     if (Layout::kShares == 1 && place.split == 0) return;
+    // Else ptxas keeps the slots' addresses in registers, which four warpgroups with tiles so wide lack.
+    constexpr bool kCrowded = Layout::kWarpgroups == 4 && Config::kBlockM >= 64;
+    const u32 thread = kCrowded ? thread_again() : place.thread;
     // The slots are free once every summer has read the previous tile from them.
     barrier_wait<Config::kDebug>(shared.reduce_empty(place.warpgroup), parity ^ 1);
 #pragma unroll
     for (u32 share = 0; share < Layout::kShares; ++share) {
         if (share == place.split) continue;
         const u32 summer = Layout::warpgroup_of(share, place.along_n);
-        u32 slot = shared.slot(summer, place.split - (place.split > share)) + place.thread * 16;
+        u32 slot = shared.slot(summer, place.split - (place.split > share)) + thread * 16;
         if constexpr (Config::kSplitK > 1) {
             slot = map_to_rank(slot, share / Config::kWarpgroupsK);
             const u32 barrier = map_to_rank(shared.reduce_full(summer), share / Config::kWarpgroupsK);
@@ -123,10 +133,7 @@ __device__ __forceinline__ u32 pack_halves(float first, float second) {
 template <typename Config>
 __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Config>& shared, const Place& place,
                                              const Tile& tile) {
-    // Asked for again: what follows from Place::thread is kept in a register from tile to tile.
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    thread %= 128;
+    const u32 thread = thread_again();
 #pragma unroll
     for (u32 i = 0; i < Config::kShareTokens; i += 128) {
         const u32 token = tile.m + place.split * Config::kShareTokens + i + thread;

@@ -63,8 +63,9 @@ struct Scheduler {
         tile.split = Config::kSplitK > 1 && unit >= tail;
         tile.range = {0, blocks};
         if (tile.split) {
-            // Runs start at even blocks so that no group of 256 is cut.
-            u32 run = ceil_div(blocks, 2 * Config::kSplitK) * 2;
+            // Whole runs of records that are promoted together, so that no group of 256 is cut.
+            constexpr u32 kWhole = Config::kPromoteRecords == 2 ? 2 : 1;
+            const u32 run = ceil_div(blocks, kWhole * Config::kSplitK) * kWhole;
             tile.range = {min(rank * run, blocks), min((rank + 1) * run, blocks)};
         }
         if (Config::kSplitTail && unit < tail) {
