@@ -16,16 +16,19 @@ from jitgemm.spec import (
     BLOCK_K,
     DIRECT_LHS_TOKENS,
     OUT_BYTES,
+    PREFETCH_BYTES,
     STRIP_ROWS,
     DeviceSpec,
     KernelSpec,
     Problem,
     WeightFormat,
     ceil_div,
+    may_copy,
     promote_records,
     share_tokens,
     smem_bytes,
     stage_bytes,
+    stage_weight_bytes,
     wgmma_shapes,
 )
 
@@ -123,14 +126,23 @@ class _Shape(NamedTuple):
     ctas_per_sm: int = 1
 
 
+NARROW_SPLITS = {
+    (1, 1): (1, 2, 3, 4, 5, 6, 8), (2, 1): (1, 2, 3, 4, 6, 8), (3, 1): (1, 2, 4, 5, 8), (4, 1): (1,),
+    (1, 2): (1, 2, 3, 4, 8), (2, 2): (1, 2, 3, 4), (1, 4): (1, 2, 3),
+}  # fmt: skip
+"""CTAs that split k for tiles of 64 tokens or less, by warpgroups along n and k; without what a sweep never chose."""
+WIDE_SPLITS = {(1, 2): (1, 2, 3, 5), (2, 1): (2, 3, 4, 5, 6), (3, 1): (2, 4, 5)}
+"""The same for 80 to 160."""
+
+
 def _shapes(block_m: int) -> Iterator[_Shape]:
-    # Narrow tiles: k over clusters and warpgroups; two CTAs fit an SM, so that the next kernel can prefetch its
-    # weights.
+    """What the selector may choose of. Narrow tiles live by filling the GPU, wide ones by sharing operands."""
     if block_m <= 64:
-        for warpgroups_n, warpgroups_k in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4)):
-            for split_k in (1, 2, 3, 4, 8):
-                for ctas in (1, 2):
-                    for scatter in (False, True) if warpgroups_k * split_k > 1 and block_m > 8 else (False,):
+        for (warpgroups_n, warpgroups_k), splits in NARROW_SPLITS.items():
+            for split_k in splits:
+                for scatter in _ways_to_sum(block_m, warpgroups_k, split_k):
+                    # Two CTAs fit an SM, so that the next kernel can prefetch its weights.
+                    for ctas in (1, 2) if warpgroups_n <= 2 else (1,):
                         yield _Shape(
                             block_m,
                             64 * warpgroups_n,
@@ -140,78 +152,87 @@ def _shapes(block_m: int) -> Iterator[_Shape]:
                             ctas_per_sm=ctas,
                         )
     elif block_m <= 160:
-        # Few rows of n for the GPU: tall tiles of one strip, two warpgroups along k.
-        for split_k in (1, 2, 3):
-            for scatter in (False, True):
-                for halves in (1, 2) if block_m >= 128 else (1,):
-                    yield _Shape(block_m, 64, halves, warpgroups_k=2, split_k=split_k, scatter=scatter)
-    # Wide tiles: all warpgroups along n, neighbours may share an operand.
-    if block_m >= 48:
+        # Few rows of n for the GPU. One strip and two warpgroups along k are the tallest tile that k fills.
+        for (warpgroups_n, warpgroups_k), splits in WIDE_SPLITS.items():
+            for split_k in splits:
+                for scatter in _ways_to_sum(block_m, warpgroups_k, split_k):
+                    for halves in (1, 2):
+                        yield _Shape(
+                            block_m,
+                            64 * warpgroups_n,
+                            halves,
+                            warpgroups_k=warpgroups_k,
+                            split_k=split_k,
+                            scatter=scatter,
+                        )
+        for halves in (1, 2):
+            yield _Shape(block_m, 128, halves, split_k=2, split_tail=True)
+    if 64 < block_m <= 96:
         # Four warpgroups: fewer copies a multiply than two, and more to run while one waits.
-        if block_m <= 96:
-            yield _Shape(block_m, 256)
-        for block_n in (128, 192):
-            # ptxas does better by two halves of the widest.
-            for halves in (1, 2) if block_m <= 192 else (2,):
-                for multicast, side in ((1, "none"), (2, "lhs"), (2, "rhs")):
-                    yield _Shape(block_m, block_n, halves=halves, multicast=multicast, multicast_side=side)
-        # Wider ones have too few stages left for the pipeline to run smoothly.
-        if block_m <= 160:
-            for halves in (1, 2) if block_m <= 128 else (2,):
-                for split_k in (2, 4) if block_m <= 128 else (2,):
-                    for scatter in (False, True):
-                        yield _Shape(block_m, 128, halves=halves, split_k=split_k, scatter=scatter)
-                yield _Shape(block_m, 128, halves=halves, split_k=2, split_tail=True)
+        yield _Shape(block_m, 256)
+    if block_m >= 48:
+        # ptxas does better by two halves of the widest.
+        for halves in (1, 2) if block_m <= 192 else (2,):
+            for multicast, side in ((1, "none"), (2, "lhs"), (2, "rhs")):
+                yield _Shape(block_m, 128, halves, multicast=multicast, multicast_side=side)
+            yield _Shape(block_m, 192, halves)
+
+
+def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, ...]:
+    """Whether splits scatter their sums; for few tokens one CTA may sum as well, many it would keep all others from."""
+    if warpgroups_k * split_k == 1 or block_m <= 8:
+        return (False,)
+    return (False, True) if split_k <= 2 or block_m <= 16 else (True,)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted by `scripts/sweep.py fit` to 18,710 timings on an H200, 2026-11-22 (docs/notes/selector.md):
+# The constants were fitted by `scripts/sweep.py fit` to 17,123 timings on an H200, 2026-11-22 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 1.02
+LAUNCH_US = 0.8027
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.449
+NO_PREFETCH_US = 0.3478
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-WIDE_US = 0.0685
+WIDE_US = 0.1609
 """Added for tiles of more than 16 tokens: their first activations, which nothing prefetches, take longer."""
-SUM_US = {"cta": 0.216, "cluster": 0.0745}
+SUM_US = {"cta": 0.2133, "cluster": 0.01899}
 """Sum over splits of k, per tile, where the warpgroups of a CTA have it to do and where CTAs have: hand-over."""
-REDUCE_US = 0.000861
+REDUCE_US = 0.003318
 """The same, per token of a split's share and further split: stores into another's shared memory, reads."""
-SCATTER_US = 0.899
+SCATTER_US = 0.5571
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
-STORE_US = 0.459
+STORE_US = 0.67
 """Epilogue of a tile, during which nothing multiplies: latencies."""
-TOKEN_US = 0.00281
+TOKEN_US = 0.00221
 """The same, per token of a split's share: conversion, transposition."""
-CLUSTER_US = {(1, "narrow"): 0.0295, (1, "wide"): 0.65, (2, "narrow"): 0.186, (2, "wide"): 0.133}
+CLUSTER_US = {(1, "narrow"): 0.01649, (1, "wide"): 0.6902, (2, "narrow"): 0.2199, (2, "wide"): 0.2114}
 """Launch of a cluster of two and its barriers, by CTAs of an SM and tile; grows with the root of the further CTAs."""
-RECORD_CYCLES = 121.0
+RECORD_CYCLES = 50.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 124.0, ("s8", "any"): 110.0, ("e4m3", "fast"): 91.1, ("s8", "fast"): 89.7,
-    ("e4m3", "zero"): 181.0, ("s8", "zero"): 178.0,
+    ("e4m3", "any"): 181.8, ("s8", "any"): 185.1, ("e4m3", "fast"): 147.7, ("s8", "fast"): 150.9,
+    ("e4m3", "zero"): 225.0, ("s8", "zero"): 222.8,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.51, "s8": 2.45}
+PROMOTE_CYCLES = {"e4m3": 1.586, "s8": 2.654}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-FETCH_CYCLES = 2600.0
+FETCH_CYCLES = 2107.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-HALVES_CYCLES = 4.92
+HALVES_CYCLES = 14.56
 """Added where tokens are multiplied in halves and a record has one group: nothing runs beside the instructions."""
-ISSUE_CYCLES = 81.3
+ISSUE_CYCLES = 24.44
 """Issue cycles of a scheduler per record for everything else."""
-L2_BYTES_PER_CYCLE = 71.2
+L2_BYTES_PER_CYCLE = 86.69
 """Bytes an SM draws from the L2 in a cycle when all draw; what some leave, the others have (docs/notes/main-loop.md).
 An operand that CTAs share counts for each of them: multicast kernels are no faster for it."""
-OVERLAP = 2.64
+OVERLAP = 2.555
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
-CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 8: 0.91}
+CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
 """Share of the SMs that clusters of a size can fill, one CTA an SM: a cluster lies within a GPC, whose SMs it need not
-divide. 39 clusters of 3, 30 of 4 and 15 of 8 on an H200, says `cuOccupancyMaxActiveClusters`."""
+divide. 39 clusters of 3, 30 of 4, 22 of 5, 17 of 6 and 15 of 8 on an H200, says `cuOccupancyMaxActiveClusters`."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +299,7 @@ class _Costs(NamedTuple):
     later_tile: float  # added for each tile but the first
     cluster_tile: tuple[int, int]
     clusters: int  # that fit the device
+    run_blocks: int  # a split of k takes a multiple of them (scheduler.cuh)
 
 
 def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
@@ -319,6 +341,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         later_tile=SCATTER_US if spec.scatter else 0.0,
         cluster_tile=_cluster_tile(spec),
         clusters=_clusters_that_fit(spec, device.num_sms),
+        run_blocks=max(1, every),
     )
 
 
@@ -348,7 +371,7 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     whole, split = rounds_of(spec, units, clusters)
     waves = whole + split
     # Of one warpgroup, one after another.
-    run = 2 * ceil_div(blocks, 2 * spec.split_k)  # scheduler.cuh: splits start at even blocks
+    run = costs.run_blocks * ceil_div(blocks, costs.run_blocks * spec.split_k)
     records = whole * ceil_div(blocks, spec.warpgroups_k) + split * ceil_div(run, spec.warpgroups_k)
     ctas = clusters * spec.cluster_size
     weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
@@ -412,10 +435,23 @@ def band_end(m: int) -> int:
     return 1 << (m - 1).bit_length()
 
 
+def for_k(spec: KernelSpec, k: int) -> KernelSpec:
+    """The kernel as it serves a weight of this k best: who brings a tile's first activations (docs/notes/decode.md).
+
+    Threads do where weights still to be asked for would keep the copy engine busy; with few stages none are.
+    """
+    if not may_copy(spec):
+        return spec
+    run = max(1, promote_records(spec))
+    blocks = run * ceil_div(ceil_div(k, BLOCK_K), run * spec.split_k)
+    whole = min(spec.stages, PREFETCH_BYTES[1] // stage_weight_bytes(spec))
+    return replace(spec, direct=ceil_div(blocks, spec.warpgroups_k) > whole)
+
+
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
     """Every legal kernel for the problem with its prediction, best first; ties go to the smaller tile."""
     problem = replace(problem, m=band_end(problem.m))
-    found = [_candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
+    found = [_candidate(for_k(spec, problem.k), costs, problem, device) for spec, costs in _considered(problem, device)]
     return sorted(found, key=lambda c: _rank(c.predicted_us, c.kernel))
 
 
@@ -448,7 +484,7 @@ def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
 
     Tiles, stages and multicast change no sum; promotion follows from these two.
     """
-    losses: dict[tuple[int, int], float] = {}
+    losses: dict[tuple[int, int], list[float]] = {}
     for m in ORDER_MS:
         best: dict[tuple[int, int], float] = {}
         problem = replace(layer, m=m, batch_invariant=False)
@@ -459,8 +495,10 @@ def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
                 best[order] = min(us, best.get(order, math.inf))
         least = min(best.values())
         for order, us in best.items():
-            losses[order] = losses.get(order, 0.0) + math.log(us / least)
-    return min(losses, key=lambda order: (losses[order], order))
+            losses.setdefault(order, []).append(math.log(us / least))
+    # Some orders are those of tall tiles alone.
+    everywhere = (order for order, found in losses.items() if len(found) == len(ORDER_MS))
+    return min(everywhere, key=lambda order: (sum(losses[order]), order))
 
 
 @lru_cache(maxsize=4096)
@@ -472,7 +510,7 @@ def _choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
             best = us, spec
     if best is None:
         raise ValueError(f"device: no kernel fits {device}")
-    return best[1]
+    return for_k(best[1], problem.k)
 
 
 def choose(problem: Problem, device: DeviceSpec) -> KernelSpec:

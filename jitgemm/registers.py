@@ -45,6 +45,8 @@ NARROW_PAIR_REGISTERS = 26
 """Fewer of them where tiles of 32 tokens or less have groups of 64: their sums are few."""
 ZERO_REGISTERS = 8
 """More of them for zero points."""
+ZERO_SPLIT_REGISTERS = 1
+"""And more of those where CTAs split k."""
 OFFSET_REGISTERS = {"e4m3": 24, "s8": 34}
 """More of them for offsets: four ones, two factors for each group of a record."""
 FP32_REGISTERS = 16
@@ -55,6 +57,8 @@ NARROW_ZERO_REGISTERS = 8
 """More of those with zero points, or with two int8 sums a record to convert, from 32 tokens on."""
 NARROW_SIGN_REGISTERS = 8
 """Fewer of those for 48 tokens and codes of sign and magnitude, which decode with the fewest."""
+UNPROMOTED_NARROW_REGISTERS = 96
+"""As many suffice for tiles of 48 and 64 tokens in int8's own codes per channel."""
 TWO_CTAS_REGISTERS = 128
 """As many, which a warpgroup has where two CTAs of one share an SM, suffice for the tiles of `_fits_two_ctas`."""
 
@@ -68,6 +72,19 @@ WIDE_TOKENS = {
 }  # fmt: skip
 """Most tokens of those: multiplied at once, in halves; by lhs type, scales of a record's row, zero points."""
 
+THREE_REGISTERS = 152
+"""As many, which three warpgroups have, suffice for the tiles of 192 rows of `THREE_TOKENS`."""
+THREE_TOKENS = {
+    ("e4m3", 1, False): ((112, 112), (96, 96)), ("e4m3", 2, False): ((112, 112), (96, 96)),
+    ("e4m3", 4, False): ((112, 112), (96, 96)), ("e4m3", 1, True): ((96, 96), (80, 96)),
+    ("e4m3", 4, True): ((96, 96), (96, 96)), ("s8", 1, False): ((80, 96), (0, 0)),
+    ("s8", 2, False): ((64, 96), (0, 0)), ("s8", 4, False): ((80, 96), (80, 96)),
+    ("s8", 1, True): ((80, 0), (64, 96)), ("s8", 4, True): ((80, 0), (80, 0)),
+}  # fmt: skip
+"""Most tokens of those: multiplied at once, in halves, and the same where k is split; by the same."""
+FOUR_REGISTERS_64 = 104
+"""As many, which four warpgroups have, suffice for their tiles of 64 tokens (`_fits_four_warpgroups`)."""
+
 
 def registers_needed(spec: KernelSpec) -> int:
     """Registers of a consumer thread, for which a kernel certainly builds without spilling."""
@@ -78,12 +95,21 @@ def registers_needed(spec: KernelSpec) -> int:
         return min(needed, TWO_CTAS_REGISTERS)
     if _fits_two_warpgroups(spec):
         return min(needed, WIDE_REGISTERS)
+    if _fits_three_warpgroups(spec):
+        return min(needed, THREE_REGISTERS)
+    if _fits_four_warpgroups(spec):
+        return min(needed, FOUR_REGISTERS_64)
+    if promote_records(spec) == 0 and spec.codes == "s8" and spec.block_m in (48, 64):
+        return min(needed, UNPROMOTED_NARROW_REGISTERS)
     if spec.block_m not in NARROW_REGISTERS:
         return needed
     narrow = NARROW_REGISTERS[spec.block_m]
+    converts_quads = spec.lhs == "s8" and spec.format.scale_rows == 4
     converts_pairs = spec.lhs == "s8" and spec.format.scale_rows == 2
     narrow += NARROW_ZERO_REGISTERS if (spec.zero_point or converts_pairs) and spec.block_m >= 32 else 0
     narrow -= NARROW_SIGN_REGISTERS if spec.codes == "e4m3" and spec.block_m == 48 else 0
+    if converts_quads and spec.zero_point and spec.block_m == 48 and spec.split_k in (5, 6):
+        return needed
     return min(needed, narrow)
 
 
@@ -114,10 +140,39 @@ def _fits_two_warpgroups(spec: KernelSpec) -> bool:
         if spec.lhs == "e4m3" or rows == 2 or (split and spec.halves == 1):
             return False
         if split:
-            most = min(most, 128 if spec.scatter and spec.split_k == 3 else 160)
+            third = spec.scatter and spec.split_k == 3
+            crowded = spec.codes == "s8" and rows == 1 and spec.split_k * spec.warpgroups_k > 2
+            most = min(most, 128 if third or crowded else 160)
         if spec.zero_point:
             most = min(most, 128)
     return spec.block_m <= most
+
+
+def _fits_three_warpgroups(spec: KernelSpec) -> bool:
+    """Whether this is a tile of 192 rows that builds although its parts sum up to more."""
+    if spec.warpgroups_n != 3 or spec.ctas_per_sm > 1 or spec.multicast > 1 or spec.block_m < 64:
+        return False
+    if promote_records(spec) == 0:
+        return spec.block_m <= 160
+    rows = spec.format.scale_rows
+    rows = max(1, rows)
+    if rows > 1 and spec.scale_type == "fp32":
+        return False
+    whole, split = THREE_TOKENS.get((spec.lhs, rows, spec.zero_point), ((0, 0), (0, 0)))
+    if spec.lhs == "e4m3" and rows == 1 and not spec.zero_point and spec.codes == "e4m3":
+        split = whole
+    elif spec.lhs == "s8" and rows == 1 and spec.codes == "any" and not spec.zero_point:
+        split = whole
+    elif spec.lhs == "s8" and rows <= 2 and not spec.zero_point and spec.split_k == 2 and not spec.scatter:
+        split = 80, 96
+    return spec.block_m <= (split if spec.split_k > 1 else whole)[spec.halves - 1]
+
+
+def _fits_four_warpgroups(spec: KernelSpec) -> bool:
+    """Whether this is a tile of 64 tokens, some warpgroups along k, that builds although its parts sum up to more."""
+    if spec.warpgroups != 4 or spec.warpgroups_k == 1 or spec.block_m != 64 or spec.zero_point:
+        return False
+    return spec.format.scale_rows <= 1 and (spec.codes != "any" or (spec.lhs == "s8" and spec.group_size > 0))
 
 
 def _sum_of_registers(spec: KernelSpec) -> int:
@@ -129,7 +184,8 @@ def _sum_of_registers(spec: KernelSpec) -> int:
     rest += SCATTER_REGISTERS if spec.scatter else 0
     rest += TAIL_REGISTERS if spec.split_tail else 0
     rest += CHUNK_REGISTERS[spec.scale_type] * max(0, spec.format.scale_rows - 1)
-    rest += ZERO_REGISTERS if spec.zero_point else 0
+    if spec.zero_point:
+        rest += ZERO_REGISTERS + (ZERO_SPLIT_REGISTERS if spec.split_k > 1 else 0)
     rest += OFFSET_REGISTERS[spec.lhs] if spec.offset else 0
     rest += FP32_REGISTERS if spec.out == "fp32" else 0
     rest -= FOUR_REGISTERS if spec.warpgroups_n == 4 and spec.format.scale_rows <= 1 else 0

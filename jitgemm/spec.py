@@ -28,10 +28,14 @@ GROUP_SIZES = (32, 64, 128, 256)
 DIRECT_LHS_TOKENS = 16
 """Up to so many tokens a tile's first activations are copied by threads (docs/notes/decode.md)."""
 
+DIRECT_TOKENS = {(1, 2): (64, 300), (2, 1): (48, 128), (2, 2): (32, 64), (4, 1): (32, 64)}
+"""The same for wider tiles and four warpgroups along k where weights are left to ask for: most tokens of a tile, times
+warpgroups along n, and tokens of all stages together; by warpgroups along k and CTAs of an SM."""
+
 PREFETCH_BYTES = {1: 54_000, 2: 40_000}
-"""Bytes of weights that a CTA asks for before it waits for the grid before, by CTAs of an SM, and MIN_PREFETCH_STAGES
-at least: about what memory delivers in that time. More would stand in front of the activations
-(docs/notes/decode.md)."""
+"""Bytes of weights that a CTA asks for before it waits for the grid before, and MIN_PREFETCH_STAGES at least: about
+what memory delivers in that time. More would stand in front of the activations; less where CTAs of few tokens share an
+SM (docs/notes/decode.md)."""
 MIN_PREFETCH_STAGES = 5
 
 LHS_TYPES = ("e4m3", "s8")
@@ -189,6 +193,8 @@ class KernelSpec:
         multicast_side: "lhs" when neighbours along n share activations, "rhs" when neighbours along m share weights.
         stages: pipeline depth; one stage holds `warpgroups_k` blocks of 128 k.
         ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
+        direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
+            the copy engine; only where `may_copy` says so.
         codes, offset: as in `WeightFormat`.
         out: type of the result.
         debug: barrier waits trap after a spin limit instead of hanging.
@@ -209,6 +215,7 @@ class KernelSpec:
     multicast: int = 1
     multicast_side: str = "none"
     ctas_per_sm: int = 1
+    direct: bool = False
     codes: str = "any"
     offset: bool = False
     out: str = "bf16"
@@ -277,6 +284,8 @@ class KernelSpec:
         parts.append(f"s{self.stages}")
         if self.ctas_per_sm > 1:
             parts.append(f"c{self.ctas_per_sm}")
+        if self.direct:
+            parts.append("d")
         if self.debug:
             parts.append("debug")
         return "-".join(parts)
@@ -352,13 +361,28 @@ def tuned_codes(lhs: str, group_size: int, zero_point: bool, k: int) -> str:
 
 def prefetch_stages(spec: KernelSpec) -> int:
     """Stages of the first tile whose weights a CTA asks for before it waits for the grid before."""
-    stage = spec.warpgroups * spec.format.record_bytes
-    return min(spec.stages, max(MIN_PREFETCH_STAGES, PREFETCH_BYTES[min(2, spec.ctas_per_sm)] // stage))
+    shape = spec.warpgroups_k, spec.ctas_per_sm
+    narrow = spec.block_m <= DIRECT_LHS_TOKENS
+    budget = PREFETCH_BYTES[min(2, spec.ctas_per_sm) if narrow else 1]
+    stages = min(spec.stages, max(MIN_PREFETCH_STAGES, budget // stage_weight_bytes(spec)))
+    return min(stages, ceil_div(DIRECT_TOKENS[shape][1], spec.block_m)) if spec.direct else stages
+
+
+def stage_weight_bytes(spec: KernelSpec) -> int:
+    """Bytes of weights that a stage holds."""
+    return spec.warpgroups * spec.format.record_bytes
 
 
 def direct_lhs(spec: KernelSpec) -> bool:
     """Whether the consumers of a tile copy the first stages' activations themselves instead of the copy engine."""
-    return spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1
+    narrow = spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1
+    return narrow or spec.direct
+
+
+def may_copy(spec: KernelSpec) -> bool:
+    """Whether consumers that do not copy the first activations could: whether `direct` may be set."""
+    widest, _ = DIRECT_TOKENS.get((spec.warpgroups_k, spec.ctas_per_sm), (0, 0))
+    return spec.block_m * spec.warpgroups_n <= widest and spec.multicast == 1 and not direct_lhs(spec)
 
 
 def lhs_copy_rows(spec: KernelSpec, m: int) -> tuple[int, int]:
@@ -385,7 +409,7 @@ def share_tokens(spec: KernelSpec) -> int:
 
 def stage_bytes(spec: KernelSpec) -> int:
     """Shared memory of one stage: activations, records and two barriers."""
-    return spec.warpgroups_k * spec.block_m * BLOCK_K + spec.warpgroups * spec.format.record_bytes + 2 * 8
+    return spec.warpgroups_k * spec.block_m * BLOCK_K + stage_weight_bytes(spec) + 2 * 8
 
 
 def smem_bytes(spec: KernelSpec) -> int:

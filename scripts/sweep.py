@@ -46,6 +46,7 @@ FORMATS = {
     "int8_g32": ("s8", WeightFormat(32, False, "bf16", "s8")),
     "int8_g128z": ("s8", WeightFormat(128, True, "bf16")),
     "e4m3_g64": ("e4m3", WeightFormat(64, False, "bf16")),
+    "int8_g64": ("s8", WeightFormat(64, False, "bf16", "s8")),
 }
 SHAPES = (
     (4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4608, 4096), (2112, 7168), (2048, 7168), (7168, 512),
