@@ -187,7 +187,7 @@ def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, .
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted by `scripts/sweep.py fit` to 17,123 timings on an H200, 2026-11-22 (docs/notes/selector.md):
+# The constants were fitted to the 17,119 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
 LAUNCH_US = 0.8027
