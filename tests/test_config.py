@@ -32,6 +32,7 @@ from jitgemm.spec import (
     Problem,
     WeightFormat,
     ceil_div,
+    direct_lhs,
     lhs_copy_rows,
     prefetch_stages,
     promote_records,
@@ -473,6 +474,30 @@ def test_rounds_hold_all_tiles(units, sms, split_k, tail):
     assert spec.split_tail or 0 in (whole, split)
     # A tail is shorter than a round of tiles of one's own.
     assert not spec.split_tail or split <= split_k
+
+
+@pytest.mark.parametrize(
+    ("block_m", "warpgroups_k", "ctas", "split_k", "k", "copies"),
+    [
+        (32, 1, 2, 2, 4096, True),  # 16 stages, of which 12 fit
+        (32, 1, 2, 2, 3072, False),  # all of them are asked for before the wait
+        (8, 4, 1, 2, 4096, True),
+        (8, 4, 1, 1, 1536, False),
+        (64, 2, 1, 2, 4096, False),  # too many tokens
+        (16, 2, 2, 2, 4096, False),  # always copied
+    ],
+)
+def test_threads_copy_where_weights_are_left_to_ask_for(block_m, warpgroups_k, ctas, split_k, k, copies):
+    spec = next(
+        spec
+        for spec in legal_kernels("e4m3", WeightFormat(128, False, "bf16", "e4m3"), DEVICES["h200"])
+        if (spec.block_m, spec.block_n, spec.warpgroups_k) == (block_m, 64, warpgroups_k)
+        and (spec.ctas_per_sm, spec.split_k) == (ctas, split_k)
+    )
+    served = config.for_k(spec, k)
+    assert served.direct == copies and replace(served, direct=False) == spec
+    assert direct_lhs(served) == (copies or (block_m <= 16 and warpgroups_k <= 2))
+    assert copies == (served.label != spec.label)
 
 
 @relaxed
