@@ -451,8 +451,9 @@ def for_k(spec: KernelSpec, k: int) -> KernelSpec:
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
     """Every legal kernel for the problem with its prediction, best first; ties go to the smaller tile."""
     problem = replace(problem, m=band_end(problem.m))
-    found = [_candidate(for_k(spec, problem.k), costs, problem, device) for spec, costs in _considered(problem, device)]
-    return sorted(found, key=lambda c: _rank(c.predicted_us, c.kernel))
+    found = [_candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
+    found.sort(key=lambda c: _rank(c.predicted_us, c.kernel))
+    return [replace(candidate, kernel=for_k(candidate.kernel, problem.k)) for candidate in found]
 
 
 def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, _Costs]]:
