@@ -6,6 +6,7 @@ it, each with its unit.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -132,31 +133,19 @@ NARROW_SPLITS = {
 }  # fmt: skip
 """CTAs that split k for tiles of 64 tokens or less, by warpgroups along n and k; without what a sweep never chose."""
 WIDE_SPLITS = {(1, 2): (1, 2, 3, 5), (2, 1): (2, 3, 4, 5, 6), (3, 1): (2, 4, 5)}
-"""The same for 80 to 160."""
+"""The same for 80 to 160. One strip and two warpgroups along k are the tallest tile that k fills."""
 
 
 def _shapes(block_m: int) -> Iterator[_Shape]:
     """What the selector may choose of. Narrow tiles live by filling the GPU, wide ones by sharing operands."""
-    if block_m <= 64:
-        for (warpgroups_n, warpgroups_k), splits in NARROW_SPLITS.items():
+    narrow = block_m <= 64
+    if block_m <= 160:
+        for (warpgroups_n, warpgroups_k), splits in (NARROW_SPLITS if narrow else WIDE_SPLITS).items():
+            # Two narrow CTAs fit an SM, so that the next kernel can prefetch its weights.
+            ctas_per_sm = (1, 2) if narrow and warpgroups_n <= 2 else (1,)
             for split_k in splits:
                 for scatter in _ways_to_sum(block_m, warpgroups_k, split_k):
-                    # Two CTAs fit an SM, so that the next kernel can prefetch its weights.
-                    for ctas in (1, 2) if warpgroups_n <= 2 else (1,):
-                        yield _Shape(
-                            block_m,
-                            64 * warpgroups_n,
-                            warpgroups_k=warpgroups_k,
-                            split_k=split_k,
-                            scatter=scatter,
-                            ctas_per_sm=ctas,
-                        )
-    elif block_m <= 160:
-        # Few rows of n for the GPU. One strip and two warpgroups along k are the tallest tile that k fills.
-        for (warpgroups_n, warpgroups_k), splits in WIDE_SPLITS.items():
-            for split_k in splits:
-                for scatter in _ways_to_sum(block_m, warpgroups_k, split_k):
-                    for halves in (1, 2):
+                    for halves, ctas in itertools.product((1,) if narrow else (1, 2), ctas_per_sm):
                         yield _Shape(
                             block_m,
                             64 * warpgroups_n,
@@ -164,7 +153,9 @@ def _shapes(block_m: int) -> Iterator[_Shape]:
                             warpgroups_k=warpgroups_k,
                             split_k=split_k,
                             scatter=scatter,
+                            ctas_per_sm=ctas,
                         )
+    if 64 < block_m <= 160:
         for halves in (1, 2):
             yield _Shape(block_m, 128, halves, split_k=2, split_tail=True)
     if 64 < block_m <= 96:
@@ -285,6 +276,11 @@ def rounds_of(spec: KernelSpec, units: int, clusters: int) -> tuple[int, int]:
     return whole, ceil_div(left, clusters)
 
 
+def _run_of(blocks: int, whole_blocks: int, split_k: int) -> int:
+    """Blocks of k that each split of k but the last has: whole ones are promoted together (scheduler.cuh)."""
+    return whole_blocks * ceil_div(blocks, whole_blocks * split_k)
+
+
 class _Costs(NamedTuple):
     """What a prediction needs of a kernel on a device, problem apart. Times in microseconds."""
 
@@ -299,7 +295,7 @@ class _Costs(NamedTuple):
     later_tile: float  # added for each tile but the first
     cluster_tile: tuple[int, int]
     clusters: int  # that fit the device
-    run_blocks: int  # a split of k takes a multiple of them (scheduler.cuh)
+    whole_blocks: int  # as of `_run_of`
 
 
 def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
@@ -341,7 +337,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         later_tile=SCATTER_US if spec.scatter else 0.0,
         cluster_tile=_cluster_tile(spec),
         clusters=_clusters_that_fit(spec, device.num_sms),
-        run_blocks=max(1, every),
+        whole_blocks=max(1, every),
     )
 
 
@@ -371,7 +367,7 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     whole, split = rounds_of(spec, units, clusters)
     waves = whole + split
     # Of one warpgroup, one after another.
-    run = costs.run_blocks * ceil_div(blocks, costs.run_blocks * spec.split_k)
+    run = _run_of(blocks, costs.whole_blocks, spec.split_k)
     records = whole * ceil_div(blocks, spec.warpgroups_k) + split * ceil_div(run, spec.warpgroups_k)
     ctas = clusters * spec.cluster_size
     weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
@@ -442,10 +438,9 @@ def for_k(spec: KernelSpec, k: int) -> KernelSpec:
     """
     if not may_copy(spec):
         return spec
-    run = max(1, promote_records(spec))
-    blocks = run * ceil_div(ceil_div(k, BLOCK_K), run * spec.split_k)
-    whole = min(spec.stages, PREFETCH_BYTES[1] // stage_weight_bytes(spec))
-    return replace(spec, direct=ceil_div(blocks, spec.warpgroups_k) > whole)
+    run = _run_of(ceil_div(k, BLOCK_K), max(1, promote_records(spec)), spec.split_k)
+    prefetched = min(spec.stages, PREFETCH_BYTES[1] // stage_weight_bytes(spec))
+    return replace(spec, direct=ceil_div(run, spec.warpgroups_k) > prefetched)
 
 
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
