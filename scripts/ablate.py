@@ -46,8 +46,10 @@ EARLY_LAUNCH: tuple[Change, ...] = (
     ("kernel", "        if (threadIdx.x == 0) launch_next_grid();\n", ""),
     ("kernel", _AT_BARRIERS, "    if (producer) launch_next_grid();\n" + _AT_BARRIERS),
 )
-RELEASE_AT_START: Change = ("kernel", "        cluster_started();", "        cluster_sync();")
-BARRIER_AT_END: Change = ("kernel", "if constexpr (Config::kMulticast > 1)", "if constexpr (Config::kClusterSize > 1)")
+_CLUSTER_SYNC = 'asm volatile("barrier.cluster.arrive.release;\\nbarrier.cluster.wait.acquire;" ::: "memory");'
+RELEASE_AT_START: Change = ("kernel", "        cluster_started();", "        " + _CLUSTER_SYNC)
+_CONSUME = "        consume<Config>(args, out_map, shared, rank);\n    }\n"
+BARRIER_AT_END: Change = ("kernel", _CONSUME, f"{_CONSUME}    if constexpr (Config::kClusterSize > 1) {_CLUSTER_SYNC}\n")
 ALL_STAGES: tuple[Change, ...] = (
     ("kernel", "filled < Config::kPrefetchStages", "filled < Config::kStages"),
     ("scheduler", "min(Config::kPrefetchStages,", "min(Config::kStages,"),

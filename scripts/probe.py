@@ -213,6 +213,9 @@ class Copy:
 #include <jitgemm/tma.cuh>
 using namespace jitgemm;
 constexpr u32 kStages = {COPY_STAGES}, kBytes = {COPY_BYTES}, kCtas = {self.multicast};
+__device__ void cluster_sync() {{
+    asm volatile("barrier.cluster.arrive.release;\\nbarrier.cluster.wait.acquire;" ::: "memory");
+}}
 extern "C" __global__ void __cluster_dims__(kCtas) probe(const __grid_constant__ TensorMap map, const u8* base,
                                                          u32 chunks, u32 count, u64* out) {{
     extern __shared__ __align__(1024) u8 bytes[];

@@ -82,11 +82,6 @@ __device__ __forceinline__ void cluster_started() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-}
-
 // Programmatic dependent launch. Both do nothing in a kernel launched without it.
 __device__ __forceinline__ void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void launch_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

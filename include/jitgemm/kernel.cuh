@@ -121,6 +121,12 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
             ring.advance();
         }
     }
+    // A CTA that shares an operand stays until its neighbours have handed all stages back to it: they reach into its
+    // shared memory. A barrier of the cluster would wait for the stores, too.
+    if constexpr (Config::kMulticast > 1) {
+        for (u32 stage = 0; stage < Config::kStages; ++stage, ring.advance())
+            barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
+    }
 }
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
@@ -494,9 +500,6 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         if constexpr (Config::kConsumerRegisters > 0) claim_registers<Config::kConsumerRegisters>();
         consume<Config>(args, out_map, shared, rank);
     }
-    // A CTA stays until its neighbours no longer reach into its shared memory. Splits of k reach into those that wait
-    // for their sums.
-    if constexpr (Config::kMulticast > 1) cluster_sync();
 }
 
 }  // namespace jitgemm
