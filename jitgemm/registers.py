@@ -91,25 +91,15 @@ def registers_needed(spec: KernelSpec) -> int:
     needed = _sum_of_registers(spec)
     if spec.offset or spec.out == "fp32":
         return needed
-    if _fits_two_ctas(spec):
-        return min(needed, TWO_CTAS_REGISTERS)
-    if _fits_two_warpgroups(spec):
-        return min(needed, WIDE_REGISTERS)
-    if _fits_three_warpgroups(spec):
-        return min(needed, THREE_REGISTERS)
-    if _fits_four_warpgroups(spec):
-        return min(needed, FOUR_REGISTERS_64)
-    if promote_records(spec) == 0 and spec.codes == "s8" and spec.block_m in (48, 64):
-        return min(needed, UNPROMOTED_NARROW_REGISTERS)
-    if spec.block_m not in NARROW_REGISTERS:
-        return needed
-    narrow = NARROW_REGISTERS[spec.block_m]
-    converts_pairs = spec.lhs == "s8" and spec.format.scale_rows == 2
-    narrow += NARROW_ZERO_REGISTERS if (spec.zero_point or converts_pairs) and spec.block_m >= 32 else 0
-    narrow -= NARROW_SIGN_REGISTERS if spec.codes == "e4m3" and spec.block_m == 48 else 0
-    if spec.lhs == "s8" and spec.format.scale_rows > 1 and spec.block_m == 48 and spec.split_k > 4:
-        return needed  # up to 40 bytes spill with NVRTC 13.5, 8 with 12.6
-    return min(needed, narrow)
+    families = {
+        TWO_CTAS_REGISTERS: _fits_two_ctas,
+        WIDE_REGISTERS: _fits_two_warpgroups,
+        THREE_REGISTERS: _fits_three_warpgroups,
+        FOUR_REGISTERS_64: _fits_four_warpgroups,
+        UNPROMOTED_NARROW_REGISTERS: _fits_unpromoted,
+    }
+    suffices = (registers for registers, fits in families.items() if fits(spec))
+    return min(needed, _narrow_registers(spec, needed), *suffices)
 
 
 def _fits_two_ctas(spec: KernelSpec) -> bool:
@@ -157,9 +147,7 @@ def _fits_three_warpgroups(spec: KernelSpec) -> bool:
     if rows > 1 and spec.scale_type == "fp32":
         return False
     whole, split = THREE_TOKENS.get((spec.lhs, rows, spec.zero_point), ((0, 0), (0, 0)))
-    if spec.lhs == "e4m3" and rows == 1 and not spec.zero_point and spec.codes == "e4m3":
-        split = whole
-    elif spec.lhs == "s8" and rows == 1 and spec.codes == "any" and not spec.zero_point:
+    if (spec.lhs, spec.codes) in (("e4m3", "e4m3"), ("s8", "any")) and rows == 1 and not spec.zero_point:
         split = whole
     elif spec.lhs == "s8" and rows <= 2 and not spec.zero_point and spec.split_k == 2 and not spec.scatter:
         split = 80, 96
@@ -171,6 +159,25 @@ def _fits_four_warpgroups(spec: KernelSpec) -> bool:
     if spec.warpgroups != 4 or spec.warpgroups_k == 1 or spec.block_m != 64 or spec.zero_point:
         return False
     return spec.format.scale_rows <= 1 and (spec.codes != "any" or (spec.lhs == "s8" and spec.group_size > 0))
+
+
+def _fits_unpromoted(spec: KernelSpec) -> bool:
+    """Whether this is a tile of 48 or 64 tokens in int8's own codes per channel."""
+    return promote_records(spec) == 0 and spec.codes == "s8" and spec.block_m in (48, 64)
+
+
+def _narrow_registers(spec: KernelSpec, needed: int) -> int:
+    """What suffices for a tile of few tokens, else `needed`."""
+    if spec.block_m not in NARROW_REGISTERS:
+        return needed
+    short_groups = spec.lhs == "s8" and spec.format.scale_rows > 1
+    if short_groups and spec.block_m == 48 and spec.split_k > 4:
+        return needed  # up to 40 bytes spill with NVRTC 13.5, 8 with 12.6
+    narrow = NARROW_REGISTERS[spec.block_m]
+    converts_pairs = short_groups and spec.format.scale_rows == 2
+    narrow += NARROW_ZERO_REGISTERS if (spec.zero_point or converts_pairs) and spec.block_m >= 32 else 0
+    narrow -= NARROW_SIGN_REGISTERS if spec.codes == "e4m3" and spec.block_m == 48 else 0
+    return narrow
 
 
 def _sum_of_registers(spec: KernelSpec) -> int:
