@@ -49,7 +49,8 @@ EARLY_LAUNCH: tuple[Change, ...] = (
 _CLUSTER_SYNC = 'asm volatile("barrier.cluster.arrive.release;\\nbarrier.cluster.wait.acquire;" ::: "memory");'
 RELEASE_AT_START: Change = ("kernel", "        cluster_started();", "        " + _CLUSTER_SYNC)
 _CONSUME = "        consume<Config>(args, out_map, shared, rank);\n    }\n"
-BARRIER_AT_END: Change = ("kernel", _CONSUME, f"{_CONSUME}    if constexpr (Config::kClusterSize > 1) {_CLUSTER_SYNC}\n")
+_IN_CLUSTERS = "    if constexpr (Config::kClusterSize > 1) "
+BARRIER_AT_END: Change = ("kernel", _CONSUME, f"{_CONSUME}{_IN_CLUSTERS}{_CLUSTER_SYNC}\n")
 ALL_STAGES: tuple[Change, ...] = (
     ("kernel", "filled < Config::kPrefetchStages", "filled < Config::kStages"),
     ("scheduler", "min(Config::kPrefetchStages,", "min(Config::kStages,"),
