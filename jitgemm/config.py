@@ -129,9 +129,11 @@ class _Shape(NamedTuple):
 
 NARROW_SPLITS = {
     (1, 1): (1, 2, 3, 4, 5, 6, 8), (2, 1): (1, 2, 3, 4, 6, 8), (3, 1): (1, 2, 4, 5, 8), (4, 1): (1,),
-    (1, 2): (1, 2, 3, 4, 8), (2, 2): (1, 2, 3, 4), (1, 4): (1, 2, 3),
+    (1, 2): (1, 2, 3, 4), (2, 2): (1, 2, 3), (1, 4): (1, 2, 3),
 }  # fmt: skip
 """CTAs that split k for tiles of 64 tokens or less, by warpgroups along n and k; without what a sweep never chose."""
+PAIRED_SPLITS = {1: (1, 2, 4, 5, 6, 8), 2: (1, 2, 4, 8)}
+"""The same of those where two CTAs fit an SM, so that the next kernel can prefetch its weights; by warpgroups."""
 WIDE_SPLITS = {(1, 2): (1, 2, 3, 5), (2, 1): (2, 3, 4, 5, 6), (3, 1): (2, 4, 5)}
 """The same for 80 to 160. One strip and two warpgroups along k are the tallest tile that k fills."""
 
@@ -141,9 +143,9 @@ def _shapes(block_m: int) -> Iterator[_Shape]:
     narrow = block_m <= 64
     if block_m <= 160:
         for (warpgroups_n, warpgroups_k), splits in (NARROW_SPLITS if narrow else WIDE_SPLITS).items():
-            # Two narrow CTAs fit an SM, so that the next kernel can prefetch its weights.
-            ctas_per_sm = (1, 2) if narrow and warpgroups_n <= 2 else (1,)
+            paired = PAIRED_SPLITS.get(warpgroups_n * warpgroups_k, ()) if narrow else ()
             for split_k in splits:
+                ctas_per_sm = (1, 2) if split_k in paired else (1,)
                 for scatter in _ways_to_sum(block_m, warpgroups_k, split_k):
                     for halves, ctas in itertools.product((1,) if narrow else (1, 2), ctas_per_sm):
                         yield _Shape(
@@ -178,47 +180,50 @@ def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, .
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted to the 17,119 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
+# The constants were fitted to the 15,462 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 0.8027
+LAUNCH_US = 0.9615
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.3478
+NO_PREFETCH_US = 0.2569
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-WIDE_US = 0.1609
+WIDE_US = 0.2132
 """Added for tiles of more than 16 tokens: their first activations, which nothing prefetches, take longer."""
-SUM_US = {"cta": 0.2133, "cluster": 0.01899}
+SUM_US = {"cta": 0.1593, "cluster": 0.1037}
 """Sum over splits of k, per tile, where the warpgroups of a CTA have it to do and where CTAs have: hand-over."""
-REDUCE_US = 0.003318
+REDUCE_US = 0.003553
 """The same, per token of a split's share and further split: stores into another's shared memory, reads."""
-SCATTER_US = 0.5571
+SCATTER_US = 1.109
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
-STORE_US = 0.67
+STORE_US = 0.6065
 """Epilogue of a tile, during which nothing multiplies: latencies."""
-TOKEN_US = 0.00221
+TOKEN_US = 0.002471
 """The same, per token of a split's share: conversion, transposition."""
-CLUSTER_US = {(1, "narrow"): 0.01649, (1, "wide"): 0.6902, (2, "narrow"): 0.2199, (2, "wide"): 0.2114}
+CLUSTER_US = {(1, "narrow"): 0.05215, (1, "wide"): 0.4812, (2, "narrow"): 0.1069, (2, "wide"): 0.07962}
 """Launch of a cluster of two and its barriers, by CTAs of an SM and tile; grows with the root of the further CTAs."""
 RECORD_CYCLES = 50.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 181.8, ("s8", "any"): 185.1, ("e4m3", "fast"): 147.7, ("s8", "fast"): 150.9,
-    ("e4m3", "zero"): 225.0, ("s8", "zero"): 222.8,
+    ("e4m3", "any"): 180.4, ("s8", "any"): 160.2, ("e4m3", "fast"): 133.1, ("s8", "fast"): 130.6,
+    ("e4m3", "zero"): 226.1, ("s8", "zero"): 198.9,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.586, "s8": 2.654}
+PROMOTE_CYCLES = {"e4m3": 1.69, "s8": 3.231}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-FETCH_CYCLES = 2107.0
+FETCH_CYCLES = 2139.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-HALVES_CYCLES = 14.56
+HALVES_CYCLES = 47.86
 """Added where tokens are multiplied in halves and a record has one group: nothing runs beside the instructions."""
-ISSUE_CYCLES = 24.44
+ISSUE_CYCLES = 53.74
 """Issue cycles of a scheduler per record for everything else."""
-L2_BYTES_PER_CYCLE = 86.69
+L2_BYTES_PER_CYCLE = 59.06
 """Bytes an SM draws from the L2 in a cycle when all draw; what some leave, the others have (docs/notes/main-loop.md).
 An operand that CTAs share counts for each of them: multicast kernels are no faster for it."""
-OVERLAP = 2.555
+STREAM_FACTOR = {1: 1.098, 2: 1.137}
+"""Times as long as at the HBM's rate that a call's bytes take, by warpgroups along k; four draw as fast as it gives
+(docs/notes/decode.md)."""
+OVERLAP = 3.22
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
 CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
@@ -289,6 +294,7 @@ class _Costs(NamedTuple):
     latency: float
     fetch: float
     l2: float  # of the operands of one record's k, where all SMs draw
+    stream: float  # of a byte from device memory
     launch: float
     tile: float  # epilogue, and the sum where every tile has one
     split_tile: float  # the sum of a tile of a split tail
@@ -331,6 +337,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         latency=serial * us_per_cycle,
         fetch=FETCH_CYCLES / spec.stages * us_per_cycle,
         l2=operand_bytes / L2_BYTES_PER_CYCLE * us_per_cycle,
+        stream=STREAM_FACTOR.get(spec.warpgroups_k, 1.0) / device.hbm_bytes_per_us,
         launch=launch,
         tile=STORE_US + TOKEN_US * share + (0.0 if spec.split_tail else reduce_us),
         split_tile=reduce_us if spec.split_tail else 0.0,
@@ -373,7 +380,7 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     # Clusters beyond those that fit one an SM share their SMs.
     shared = 2 if ctas > device.num_sms * CLUSTER_SHARE[spec.cluster_size] else 1
-    memory = (weight_bytes + m * k + OUT_BYTES[spec.out] * m * n) / device.hbm_bytes_per_us
+    memory = costs.stream * (weight_bytes + m * k + OUT_BYTES[spec.out] * m * n)
     times = _Times(
         memory,
         shared * records * costs.tensor,

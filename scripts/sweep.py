@@ -198,6 +198,7 @@ SCALARS = {
 # CLUSTER_SHARE stays: it decides how many CTAs are launched, so that timings hold for one value of it.
 TABLES = {
     "DECODE_CYCLES": (40, 500), "PROMOTE_CYCLES": (0.8, 8), "CLUSTER_US": (0.01, 3), "SUM_US": (0.001, 1),
+    "STREAM_FACTOR": (1, 1.5),
 }  # fmt: skip
 
 
