@@ -180,7 +180,7 @@ def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, .
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted to the 15,462 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
+# The constants were fitted to the 15,458 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
 LAUNCH_US = 0.9615
