@@ -50,7 +50,7 @@ class KernelSource:
 
     Attributes:
         label, spec: name and `KernelSpec.to_dict()`; kept in the entry, not part of the key.
-        source, headers, options: as `nvrtc.compile_cubin` takes them.
+        source, headers, options, may_spill: as `nvrtc.compile_cubin` takes them.
     """
 
     label: str
@@ -58,6 +58,7 @@ class KernelSource:
     source: str
     headers: Mapping[str, str]
     options: Sequence[str]
+    may_spill: bool = False
 
 
 def cache_key(source: str, headers: Mapping[str, str], options: Sequence[str], nvrtc: NvrtcInfo) -> str:
@@ -79,7 +80,9 @@ def kernel_source(spec: KernelSpec) -> KernelSource:
     """Render a kernel into what the cache keys and compiles."""
     from jitgemm import render
 
-    return KernelSource(spec.label, spec.to_dict(), render.render(spec), render.headers(), render.OPTIONS)
+    source, headers = render.render(spec), render.headers()
+    # A spin limit takes the registers that the widest tiles lack; how fast it is does not matter.
+    return KernelSource(spec.label, spec.to_dict(), source, headers, render.OPTIONS, may_spill=spec.debug)
 
 
 class KernelCache:
@@ -157,7 +160,9 @@ class KernelCache:
                     return entry, False
                 if mode == "warn":
                     warnings.warn(f"JITGEMM_JIT=warn: compiling kernel {request.label}", stacklevel=2)
-                compiled = compile_cubin(request.source, request.headers, request.options, name=request.label)
+                compiled = compile_cubin(
+                    request.source, request.headers, request.options, name=request.label, may_spill=request.may_spill
+                )
                 self._dump(request, key, compiled)
                 return self._publish(root, request, key, compiled), True
 

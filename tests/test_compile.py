@@ -121,7 +121,10 @@ def test_compiles_for_sm_90a_without_spills_or_serialised_wgmma(compiled, spec):
     assert entry.cubin.startswith(b"\x7fELF") and entry.metadata["arch"] == "sm_90a"
     assert "for 'sm_90a'" in log
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    assert frames == [("0", "0", "0")]
+    if spec.debug:
+        assert len(frames) == 1  # may spill: the spin limit needs registers, and its speed does not matter
+    else:
+        assert frames == [("0", "0", "0")]
     assert FATAL_WARNINGS.findall(log) == []
     assert "warning" not in log.lower(), log
     if spec.warpgroups > 1:

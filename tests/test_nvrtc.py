@@ -181,6 +181,7 @@ def test_spills_are_a_failed_build(monkeypatch, tmp_path):
     assert compile_cubin(SPILLING, {}, OPTIONS, name="roomy").spill_bytes == 0
     with pytest.raises(CompileError, match="kernel tight counts as a failed build: .* bytes of register spills"):
         compile_cubin(SPILLING, {}, (*OPTIONS, "-maxrregcount=24"), name="tight")
+    assert compile_cubin(SPILLING, {}, (*OPTIONS, "-maxrregcount=24"), name="tight", may_spill=True).spill_bytes > 0
 
 
 def test_serialised_wgmma_is_a_failed_build(monkeypatch, tmp_path):
