@@ -91,14 +91,14 @@ def registers_needed(spec: KernelSpec) -> int:
     needed = _sum_of_registers(spec)
     if spec.offset or spec.out == "fp32":
         return needed
-    families = {
-        TWO_CTAS_REGISTERS: _fits_two_ctas,
-        WIDE_REGISTERS: _fits_two_warpgroups,
-        THREE_REGISTERS: _fits_three_warpgroups,
-        FOUR_REGISTERS_64: _fits_four_warpgroups,
-        UNPROMOTED_NARROW_REGISTERS: _fits_unpromoted,
-    }
-    suffices = (registers for registers, fits in families.items() if fits(spec))
+    families = (
+        (TWO_CTAS_REGISTERS, _fits_two_ctas),
+        (WIDE_REGISTERS, _fits_two_warpgroups),
+        (THREE_REGISTERS, _fits_three_warpgroups),
+        (FOUR_REGISTERS_64, _fits_four_warpgroups),
+        (UNPROMOTED_NARROW_REGISTERS, _fits_unpromoted),
+    )
+    suffices = (registers for registers, fits in families if fits(spec))
     return min(needed, _narrow_registers(spec, needed), *suffices)
 
 
