@@ -537,6 +537,22 @@ def test_a_kernel_that_cannot_be_is_refused_with_the_reason(change, reason):
     assert reason in config.illegal(replace(legal, **change), DEVICES["h200"])
 
 
+@pytest.mark.parametrize(
+    ("format", "shape"),
+    [
+        # Each of two bounds speaks for these tiles, and the higher one would refuse them.
+        (WeightFormat(128, False, "bf16", "s8"), {"block_m": 64, "block_n": 64, "warpgroups_k": 4}),
+        (WeightFormat(128, False, "bf16", "s8"), {"block_m": 64, "block_n": 128, "warpgroups_k": 2, "scatter": True}),
+        (WeightFormat(0, False, "fp32", "s8"), {"block_m": 64, "block_n": 128, "ctas_per_sm": 2}),
+        (WeightFormat(128, False, "bf16", "s8"), {"block_m": 96, "block_n": 192, "halves": 2}),
+    ],
+)
+def test_the_least_bound_on_registers_counts(format, shape):
+    shape = {"halves": 1, "split_k": 1, "ctas_per_sm": 1, "warpgroups_k": 1, "scatter": False, "multicast": 1, **shape}
+    found = legal_kernels("s8", format, DEVICES["h200"])
+    assert any(all(getattr(spec, name) == value for name, value in shape.items()) for spec in found)
+
+
 # ---- devices --------------------------------------------------------------------------------------------------------
 
 
