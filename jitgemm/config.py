@@ -132,11 +132,11 @@ NARROW_SPLITS = {
     (1, 2): (1, 2, 3, 4), (2, 2): (1, 2, 3), (1, 4): (1, 2, 3),
 }  # fmt: skip
 """CTAs that split k for tiles of 64 tokens or less, by warpgroups along n and k; without what a sweep never chose."""
-PAIRED_SPLITS = {1: (1, 2, 4, 5, 6, 8), 2: (1, 2, 4, 8)}
-"""The same of those where two CTAs fit an SM, so that the next kernel can prefetch its weights; by warpgroups. Clusters
-of three seem to put two of their own on one SM (docs/notes/selector.md)."""
 WIDE_SPLITS = {(1, 2): (1, 2, 3, 5), (2, 1): (2, 3, 4, 5, 6), (3, 1): (2, 4, 5)}
 """The same for 80 to 160. One strip and two warpgroups along k are the tallest tile that k fills."""
+PAIRED_SPLITS = {1: (1, 2, 4, 5, 6, 8), 2: (1, 2, 4, 8)}
+"""Those of NARROW_SPLITS where two CTAs fit an SM, so that the next kernel can prefetch its weights; by warpgroups.
+Clusters of three seem to put two of their own on one SM (docs/notes/selector.md)."""
 
 
 def _shapes(block_m: int) -> Iterator[_Shape]:

@@ -121,8 +121,10 @@ def test_compiles_for_sm_90a_without_spills_or_serialised_wgmma(compiled, spec):
     assert entry.cubin.startswith(b"\x7fELF") and entry.metadata["arch"] == "sm_90a"
     assert "for 'sm_90a'" in log
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    if spec.debug:
-        assert len(frames) == 1  # may spill: the spin limit needs registers, and its speed does not matter
+    if spec.debug and spec.block_m == 192:
+        # The spin limit takes registers that this tile lacks; speed does not matter there.
+        ((_, stores, loads),) = frames
+        assert int(stores) + int(loads) <= 64
     else:
         assert frames == [("0", "0", "0")]
     assert FATAL_WARNINGS.findall(log) == []
