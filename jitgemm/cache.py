@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jitgemm import settings
@@ -33,8 +33,9 @@ from jitgemm.entry import (
     set_aside,
     write_atomically,
 )
-from jitgemm.errors import CacheMissError, JitGemmError
+from jitgemm.errors import CacheMissError, CompileError, JitGemmError
 from jitgemm.nvrtc import Compiled, NvrtcInfo, compile_cubin, nvrtc_info
+from jitgemm.sass import BadCubin, Yields, apply_yields
 from jitgemm.spec import KernelSpec
 
 LOCK_TIMEOUT_S = 10.0
@@ -51,6 +52,7 @@ class KernelSource:
     Attributes:
         label, spec: name and `KernelSpec.to_dict()`; kept in the entry, not part of the key.
         source, headers, options, may_spill: as `nvrtc.compile_cubin` takes them.
+        yields: yield hints to set in what it compiled, or None to leave ptxas's.
     """
 
     label: str
@@ -59,14 +61,31 @@ class KernelSource:
     headers: Mapping[str, str]
     options: Sequence[str]
     may_spill: bool = False
+    yields: Yields | None = None
+
+    def key(self, nvrtc: NvrtcInfo) -> str:
+        """Its `cache_key`, when this NVRTC compiles it."""
+        return cache_key(self.source, self.headers, self.options, nvrtc, self.yields)
+
+    def compile(self) -> Compiled:
+        """Its cubin; raises CompileError."""
+        compiled = compile_cubin(self.source, self.headers, self.options, name=self.label, may_spill=self.may_spill)
+        if self.yields is None:
+            return compiled
+        try:
+            return replace(compiled, cubin=apply_yields(compiled.cubin, self.yields))
+        except BadCubin as problem:
+            raise CompileError(f"kernel {self.label}: {problem}", log=compiled.log) from problem
 
 
-def cache_key(source: str, headers: Mapping[str, str], options: Sequence[str], nvrtc: NvrtcInfo) -> str:
+def cache_key(
+    source: str, headers: Mapping[str, str], options: Sequence[str], nvrtc: NvrtcInfo, yields: Yields | None = None
+) -> str:
     """Hex sha256 of everything that decides a cubin's bytes. Headers' order is no part of it; options' order is."""
     fields = [str(SCHEMA), source, str(len(headers))]
     for name in sorted(headers):
         fields += [name, headers[name]]
-    fields += [str(len(options)), *options, "{}.{}".format(*nvrtc.version), nvrtc.build]
+    fields += [str(len(options)), *options, "{}.{}".format(*nvrtc.version), nvrtc.build, str(yields)]
     digest = hashlib.sha256()
     for text in fields:
         data = text.encode()
@@ -80,9 +99,16 @@ def kernel_source(spec: KernelSpec) -> KernelSource:
     """Render a kernel into what the cache keys and compiles."""
     from jitgemm import render
 
-    source, headers = render.render(spec), render.headers()
-    # A spin limit takes the registers that the widest tiles lack; how fast it is does not matter.
-    return KernelSource(spec.label, spec.to_dict(), source, headers, render.OPTIONS, may_spill=spec.debug)
+    return KernelSource(
+        label=spec.label,
+        spec=spec.to_dict(),
+        source=render.render(spec),
+        headers=render.headers(),
+        options=render.OPTIONS,
+        # A spin limit takes the registers that the widest tiles lack; how fast it is does not matter.
+        may_spill=spec.debug,
+        yields=render.yields(spec),
+    )
 
 
 class KernelCache:
@@ -143,7 +169,7 @@ class KernelCache:
 
     def get_or_compile_source(self, request: KernelSource, *, allow_compile: bool | None = None) -> tuple[Entry, bool]:
         """`get_or_compile` for a source that is rendered already."""
-        key = cache_key(request.source, request.headers, request.options, nvrtc_info())
+        key = request.key(nvrtc_info())
         entry = self.lookup(key)
         if entry is not None:
             return entry, False
@@ -160,9 +186,7 @@ class KernelCache:
                     return entry, False
                 if mode == "warn":
                     warnings.warn(f"JITGEMM_JIT=warn: compiling kernel {request.label}", stacklevel=2)
-                compiled = compile_cubin(
-                    request.source, request.headers, request.options, name=request.label, may_spill=request.may_spill
-                )
+                compiled = request.compile()
                 self._dump(request, key, compiled)
                 return self._publish(root, request, key, compiled), True
 
@@ -353,6 +377,7 @@ def _metadata(request: KernelSource, key: str, compiled: Compiled) -> dict:
         "source": request.source,
         "log": compiled.log,
         "options": list(request.options),
+        "yields": str(request.yields),
         "arch": next((o.split("=", 1)[1] for o in request.options if o.startswith("-arch=")), ""),
         "nvrtc": {"version": list(nvrtc.version), "build": nvrtc.build},
         "registers": compiled.registers,

@@ -181,50 +181,50 @@ def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, .
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted to the 15,458 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
+# The constants were fitted to the 16,925 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 0.9615
+LAUNCH_US = 0.7575
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.2569
+NO_PREFETCH_US = 0.3021
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-WIDE_US = 0.2132
+WIDE_US = 0.2091
 """Added for tiles of more than 16 tokens: their first activations, which nothing prefetches, take longer."""
-SUM_US = {"cta": 0.1593, "cluster": 0.1037}
+SUM_US = {"cta": 0.1115, "cluster": 0.1173}
 """Sum over splits of k, per tile, where the warpgroups of a CTA have it to do and where CTAs have: hand-over."""
-REDUCE_US = 0.003553
+REDUCE_US = 0.003502
 """The same, per token of a split's share and further split: stores into another's shared memory, reads."""
-SCATTER_US = 1.109
+SCATTER_US = 0.8948
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
-STORE_US = 0.6065
+STORE_US = 0.7507
 """Epilogue of a tile, during which nothing multiplies: latencies."""
-TOKEN_US = 0.002471
+TOKEN_US = 0.002457
 """The same, per token of a split's share: conversion, transposition."""
-CLUSTER_US = {(1, "narrow"): 0.05215, (1, "wide"): 0.4812, (2, "narrow"): 0.1069, (2, "wide"): 0.07962}
+CLUSTER_US = {(1, "narrow"): 0.1052, (1, "wide"): 0.4723, (2, "narrow"): 0.147, (2, "wide"): 0.1127}
 """Launch of a cluster of two and its barriers, by CTAs of an SM and tile; grows with the root of the further CTAs."""
 RECORD_CYCLES = 50.0
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 180.4, ("s8", "any"): 160.2, ("e4m3", "fast"): 133.1, ("s8", "fast"): 130.6,
-    ("e4m3", "zero"): 226.1, ("s8", "zero"): 198.9,
+    ("e4m3", "any"): 179.8, ("s8", "any"): 163.2, ("e4m3", "fast"): 134.7, ("s8", "fast"): 133.1,
+    ("e4m3", "zero"): 221.8, ("s8", "zero"): 205.7,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.69, "s8": 3.231}
+PROMOTE_CYCLES = {"e4m3": 1.662, "s8": 2.674}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-FETCH_CYCLES = 2139.0
+FETCH_CYCLES = 2145.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-HALVES_CYCLES = 47.86
+HALVES_CYCLES = 52.69
 """Added where tokens are multiplied in halves and a record has one group: nothing runs beside the instructions."""
-ISSUE_CYCLES = 53.74
+ISSUE_CYCLES = 50.53
 """Issue cycles of a scheduler per record for everything else."""
-L2_BYTES_PER_CYCLE = 59.06
+L2_BYTES_PER_CYCLE = 63.17
 """Bytes an SM draws from the L2 in a cycle when all draw; what some leave, the others have (docs/notes/main-loop.md).
 An operand that CTAs share counts for each of them: multicast kernels are no faster for it."""
-STREAM_FACTOR = {1: 1.098, 2: 1.137}
+STREAM_FACTOR = {1: 1.054, 2: 1.184}
 """Times as long as at the HBM's rate that a call's bytes take, by warpgroups along k; four draw as fast as it gives
 (docs/notes/decode.md)."""
-OVERLAP = 3.22
+OVERLAP = 3.149
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
 CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}

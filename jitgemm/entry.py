@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the key's fields and of the entry's layout. A change orphans every older entry."""
 
 MAGIC = b"JITGEMM1"

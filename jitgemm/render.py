@@ -12,6 +12,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from jitgemm.sass import Yields
 from jitgemm.spec import (
     KernelSpec,
     direct_lhs,
@@ -137,6 +138,16 @@ extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas
     jitgemm::w4a8_gemm<jitgemm::Config>(&lhs_map, &last_lhs_map, &out_map, args);
 }}
 """
+
+
+def yields(spec: KernelSpec) -> Yields:
+    """Which instructions of a kernel's machine code yield; by measurement (docs/notes/yields.md)."""
+    rows = spec.format.scale_rows
+    if spec.lhs == "s8" and rows == 4:
+        return Yields(conversions=False)
+    if spec.codes == "s8" and rows == 1 and not spec.offset:
+        return Yields(every=4, conversions=False)
+    return Yields()
 
 
 @lru_cache(maxsize=None)

@@ -4,6 +4,7 @@
     python scripts/ablate.py prefill      # decode and promotion in the main loop; figures: docs/notes/main-loop.md
     python scripts/ablate.py power        # the same held for a while: microseconds, watts, MHz
     python scripts/ablate.py decode       # the path from one kernel of a chain to the next: docs/notes/decode.md
+    python scripts/ablate.py yields       # which instructions let other warps go first: docs/notes/yields.md
 
 Results of kernels with a part left out are wrong, of course; only their time means something.
 """
@@ -13,16 +14,21 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from jitgemm import config, render  # noqa: E402
+from jitgemm.sass import Yields  # noqa: E402
 from jitgemm.spec import DeviceSpec, KernelSpec  # noqa: E402
+
+ROUNDS = 7
+"""Each has an order of its own: a large GEMM runs at the power limit, and takes after whoever ran before it."""
 
 Change = tuple[str, str, str]
 """Header, text, what stands in its place."""
@@ -67,6 +73,7 @@ class Part:
     k: int
     variants: dict[str, tuple[Change, ...]]
     kernels: tuple[KernelSpec, ...]
+    yields: dict[str, Yields | None] = field(default_factory=dict)  # more variants: hints of all kernels, None ptxas's
     hold_s: float = 0.0  # replay for so long and say what the GPU drew; 0 for a short burst
 
 
@@ -124,23 +131,44 @@ def decode() -> Part:
     return Part(16, 4096, 4096, variants, tuple(kernels))
 
 
+def yields() -> Part:
+    shapes = (
+        {"block_m": 128, "block_n": 128}, {"block_m": 176, "block_n": 128, "halves": 2},
+        {"block_m": 192, "block_n": 128, "halves": 2}, {"block_m": 64, "block_n": 256},
+        {"block_m": 64, "block_n": 64, "warpgroups_k": 4},
+    )  # fmt: skip
+    formats = (("e4m3", "any", 128), ("e4m3", "e4m3", 128), ("s8", "any", 128), ("s8", "s8", 128), ("s8", "any", 32))
+    kernels = [_kernel(lhs, codes, group_size=group, **shape) for lhs, codes, group in formats for shape in shapes]
+    hints = {
+        "as ptxas has it": None,
+        "FFMA in turn": Yields(conversions=False),
+        "FFMA and I2FP in turn": Yields(),
+        "one FFMA in four": Yields(every=4, conversions=False),
+        "one FFMA in two": Yields(every=2, conversions=False),
+    }
+    return Part(4096, 4096, 4096, {"as it is": ()}, tuple(kernels), yields=hints)
+
+
 def with_stages(kernel: KernelSpec, device: DeviceSpec) -> KernelSpec | None:
     """The selector's kernel of this shape, with as many stages as fit; None where registers do not suffice."""
     legal = config.legal_kernels(kernel.lhs, kernel.format, device)
     return next((each for each in legal if replace(each, stages=kernel.stages) == kernel), None)
 
 
+PARTS = {"prefill": prefill, "power": power, "decode": decode, "yields": yields}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("prefill", "power", "decode"))
+    parser.add_argument("part", choices=list(PARTS))
     for name in ("m", "n", "k"):
         parser.add_argument(f"--{name}", type=int, help="instead of the part's own")
     arguments = parser.parse_args()
-    part = {"prefill": prefill, "power": power, "decode": decode}[arguments.part]()
+    part = PARTS[arguments.part]()
     m, n, k = (getattr(arguments, name) or getattr(part, name) for name in ("m", "n", "k"))
 
     import torch
-    from benchmark_lib.timing import Timed
+    from benchmark_lib.timing import REPLAYS, Timed
 
     import jitgemm
     from jitgemm import loaded
@@ -163,12 +191,14 @@ def main() -> None:
         "e4m3": torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn),
     }
 
-    headers, original = render.headers(), dict(render.headers())
+    headers, original, own_hints = render.headers(), dict(render.headers()), render.yields
     times: dict[tuple[str, KernelSpec], str] = {}
-    for name, changes in part.variants.items():
+    ready_to_run: dict[tuple[str, KernelSpec], Timed] = {}
+    for name in (*part.variants, *part.yields):
         headers.clear()
         headers.update(original)
-        for header, old, new in changes:
+        render.yields = (lambda _, hints=part.yields[name]: hints) if name in part.yields else own_hints
+        for header, old, new in part.variants.get(name, ()):
             if old not in headers[f"jitgemm/{header}.cuh"]:
                 sys.exit(f"ablate.py: {header}.cuh no longer holds what '{name}' replaces; bring it up to date")
             headers[f"jitgemm/{header}.cuh"] = headers[f"jitgemm/{header}.cuh"].replace(old, new)
@@ -197,14 +227,18 @@ def main() -> None:
             if part.hold_s:
                 drawn = timed.hold(part.hold_s)
                 times[name, kernel] = f"{timed.us:.1f}, {drawn.get('power_w', 0):.0f}, {drawn.get('sm_mhz', 0):.0f}"
-                continue
-            timed.turn(5)
-            times[name, kernel] = f"{sorted(timed.turns[0])[2]:.{1 if m > 512 else 2}f}"
+            else:
+                ready_to_run[name, kernel] = timed
+    for _ in range(ROUNDS):
+        for timed in random.sample(list(ready_to_run.values()), len(ready_to_run)):
+            timed.turn(REPLAYS)
+    times |= {key: f"{timed.us:.{1 if m > 512 else 2}f}" for key, timed in ready_to_run.items()}
     what = "microseconds, watts, MHz" if part.hold_s else "microseconds"
     print(f"{torch.cuda.get_device_name()}, m = {m}, n = {n}, k = {k}, {what}\n")
-    print("| kernel | " + " | ".join(part.variants) + " |\n|---|" + "---|" * len(part.variants))
+    names = (*part.variants, *part.yields)
+    print("| kernel | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
     for kernel in kernels:
-        print(f"| {kernel.label} | " + " | ".join(times[name, kernel] for name in part.variants) + " |")
+        print(f"| {kernel.label} | " + " | ".join(times[name, kernel] for name in names) + " |")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from jitgemm import render  # noqa: E402
 from jitgemm.nvrtc import compile_cubin  # noqa: E402
+from jitgemm.sass import Yields, apply_yields  # noqa: E402
 
 REPEATS = 400
 
@@ -112,13 +113,14 @@ class Beside:
     """One warpgroup multiplies, m64nNk32 with A in registers; another runs `instructions` over and over meanwhile.
 
     `%0` of an instruction is a register it reads and writes, `%1` another of its own, `%2` one that all share; there
-    are 64 of the first two.
+    are 64 of the first two. `yields` sets its hints instead of ptxas.
     """
 
     name: str
     lhs: str
     tokens: int
     instructions: str
+    yields: Yields | None
     multiplies: bool = True
 
     @property
@@ -152,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) probe(u64* out) {{
                 wgmma_wait<0>();
                 register_fence(d);
             }} else {{
-                while (clock64() - start < 512 * u64(repeat)) {{}}
+                __nanosleep(400);
             }}
         }}
         const u64 cycles = clock64() - start;
@@ -324,13 +326,15 @@ def run_multiplies() -> None:
 
 
 BESIDE = {
-    "nothing": "",
-    "FFMA": "fma.rn.f32 %0, %1, %2, %0;",
-    "FADD": "add.rn.f32 %0, %1, %0;",
-    "FMUL by an immediate": "mul.rn.f32 %0, %0, 0f3F800001;",
-    "LOP3": "lop3.b32 %0, %0, %1, %2, 0x6A;",
-    "I2F": "cvt.rn.f32.s32 %0, %0;",
-    "I2F and FFMA": "{.reg .f32 f; cvt.rn.f32.s32 f, %1; fma.rn.f32 %0, f, %2, %0;}",
+    "nothing": ("", None),
+    "FFMA": ("fma.rn.f32 %0, %1, %2, %0;", None),
+    "FFMA, every other yields": ("fma.rn.f32 %0, %1, %2, %0;", Yields()),
+    "FFMA, all yield": ("fma.rn.f32 %0, %1, %2, %0;", Yields(every=1)),
+    "FADD": ("add.rn.f32 %0, %1, %0;", None),
+    "FMUL by an immediate": ("mul.rn.f32 %0, %0, 0f3F800001;", None),
+    "LOP3": ("lop3.b32 %0, %0, %1, %2, 0x6A;", None),
+    "I2F": ("cvt.rn.f32.s32 %0, %0;", None),
+    "I2F and FFMA": ("{.reg .f32 f; cvt.rn.f32.s32 f, %1; fma.rn.f32 %0, f, %2, %0;}", None),
 }
 
 
@@ -341,13 +345,14 @@ def run_beside() -> None:
     print("| beside | type | n | cycles a multiply | cycles an instruction or pair | the same without multiplies |")
     print("|---|---|---|---|---|---|")
     probes = [
-        Beside(name, lhs, tokens, text, multiplies)
+        Beside(name, lhs, tokens, text, yields, multiplies)
         for lhs, tokens in (("e4m3", 128), ("e4m3", 256), ("s8", 128))
-        for name, text in BESIDE.items()
+        for name, (text, yields) in BESIDE.items()
         for multiplies in (True, False)
     ]
     figures = []
     for probe, cubin in zip(probes, build(probes)):
+        cubin = apply_yields(cubin, probe.yields) if probe.yields else cubin
         out = torch.zeros(sms, 2, dtype=torch.int64, device="cuda")
         launch(cubin, [ctypes.c_uint64(out.data_ptr())], grid=sms, threads=256, smem_bytes=98304)
         figures.append(out.double().mean(0).tolist())

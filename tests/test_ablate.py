@@ -15,7 +15,7 @@ import ablate
 from jitgemm.render import headers
 
 
-@pytest.mark.parametrize("part", [ablate.prefill, ablate.power, ablate.decode])
+@pytest.mark.parametrize("part", ablate.PARTS.values())
 def test_every_change_finds_its_text(part):
     for name, changes in part().variants.items():
         texts = dict(headers())

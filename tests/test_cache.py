@@ -67,7 +67,7 @@ def output(process: subprocess.Popen) -> str:
 
 
 def key_of(request) -> str:
-    return cache_key(request.source, request.headers, request.options, nvrtc_info())
+    return request.key(nvrtc_info())
 
 
 def filled(root: Path, salts=(0,)) -> list:
@@ -175,11 +175,11 @@ def test_a_new_schema_changes_the_key(monkeypatch):
 def test_two_checkouts_give_the_same_key(tmp_path):
     pytest.importorskip("jitgemm.render")
     script = """
-from jitgemm.cache import cache_key, kernel_source
+from jitgemm.cache import kernel_source
 from jitgemm.nvrtc import nvrtc_info
 from jitgemm.spec import KernelSpec
 kernel = kernel_source(KernelSpec("s8", 64, True, "fp16", block_m=32, block_n=128, stages=3))
-print(cache_key(kernel.source, kernel.headers, kernel.options, nvrtc_info()))
+print(kernel.key(nvrtc_info()))
 """
     keys = set()
     for name in ("one", "a longer name/two"):

@@ -207,13 +207,13 @@ def test_a_wrong_size_of_shared_memory_does_not_compile(monkeypatch, tmp_path):
 RENDER = """
 import hashlib, json, sys
 from dataclasses import fields
-from jitgemm.cache import KernelCache, cache_key, kernel_source
+from jitgemm.cache import KernelCache, kernel_source
 from jitgemm.nvrtc import nvrtc_info
 from jitgemm.spec import KernelSpec
 out = {}
 for facts in json.loads(sys.argv[1]):
     request = kernel_source(KernelSpec(**facts))
-    key = cache_key(request.source, request.headers, request.options, nvrtc_info())
+    key = request.key(nvrtc_info())
     out[key] = hashlib.sha256(request.source.encode()).hexdigest()
     if len(sys.argv) > 2:
         out[key] = hashlib.sha256(KernelCache([sys.argv[2]]).get_or_compile(KernelSpec(**facts))[0].cubin).hexdigest()

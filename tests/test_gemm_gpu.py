@@ -596,6 +596,30 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize("format", [GROUP_128, (32, False, "bf16"), (128, True, "bf16"), PER_CHANNEL], ids=str)
+@pytest.mark.parametrize("m", [16, 64, 512])
+def test_yield_hints_change_no_bit(m, format, lhs_name, monkeypatch):
+    """Those of jitgemm against ptxas's own: they only say which warp goes first."""
+    from jitgemm import loaded, render
+    from jitgemm.plan import Plan
+
+    codes = "any" if format[1] else lhs_name
+    rhs = weight(1536, 1792, format, codes=codes, seed=9)
+    x, x_scale = activations(m, 1792, lhs_name, seed=9)
+    spec = choose(Problem(m, 1536, 1792, lhs_name, rhs.format), device_figures())
+    outputs = []
+    for _ in range(2):
+        monkeypatch.setattr(loaded, "kernels", {})
+        guarded = Guarded(m, 1536)
+        Plan(x, x_scale, rhs, guarded.out, None, spec=spec).launch(x, x_scale, rhs, guarded.out, None, True)
+        guarded.check()
+        outputs.append(guarded.out.contiguous())
+        monkeypatch.setattr(render, "yields", lambda _: None)
+    assert_right(outputs[0], (x, x_scale), rhs)
+    assert builders.same_bits(*outputs)
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
     """So many rounds of tiles and a rest: splits that scatter give the bits of those that do not; so does a split tail

@@ -18,7 +18,7 @@ import typer
 
 from .. import settings
 from ..ahead import compile_all
-from ..cache import KernelCache, KernelSource, cache_key, kernel_source
+from ..cache import KernelCache, KernelSource, kernel_source
 from ..config import kernels_for
 from ..device import pick_device
 from ..errors import JitGemmError
@@ -284,7 +284,7 @@ def enumerate_jobs(layers: Sequence[LinearLayer], wanted: Wanted, device: Device
             job = jobs.get(kernel)
             if job is None:
                 source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else quantize_source(kernel)
-                key = cache_key(source.source, source.headers, source.options, nvrtc)
+                key = source.key(nvrtc)
                 job = jobs[kernel] = Job(kernel, source, key)
             name = f"{layer.name} {layer.n}x{layer.k}"
             if name not in job.layers:

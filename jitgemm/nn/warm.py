@@ -44,7 +44,7 @@ def warmup(
         ValueError: an argument is wrong.
         CompileError: a kernel did not compile; the others have.
     """
-    from jitgemm.cache import KernelCache, cache_key
+    from jitgemm.cache import KernelCache
     from jitgemm.errors import CompileError
     from jitgemm.nvrtc import nvrtc_info
 
@@ -55,7 +55,7 @@ def warmup(
     needed: dict[str, Any] = {}  # by cache key
     on_gpu = []
     for spec, source, index in _kernels(model, max_m, dtypes, device):
-        needed.setdefault(cache_key(source.source, source.headers, source.options, nvrtc), source)
+        needed.setdefault(source.key(nvrtc), source)
         if index is not None:
             on_gpu.append((spec, index))
     missing = [source for key, source in needed.items() if cache.lookup(key) is None]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 def kernel(n: int, k: int, m: int, m2: int, lhs: str, group: int, device: str | None) -> dict[str, object]:
     """Milliseconds of each step for a first kernel, and the second one's total, with NVRTC and all imports there."""
-    from jitgemm.cache import KernelCache, cache_key, kernel_source
+    from jitgemm.cache import KernelCache, kernel_source
     from jitgemm.config import choose
     from jitgemm.device import pick_device
     from jitgemm.nvrtc import nvrtc_info
@@ -33,7 +33,7 @@ def kernel(n: int, k: int, m: int, m2: int, lhs: str, group: int, device: str | 
     chosen = clock()
     source = kernel_source(spec)
     rendered = clock()
-    key = cache_key(source.source, source.headers, source.options, nvrtc_info())
+    key = source.key(nvrtc_info())
     keyed = clock()
     entry = cache.lookup(key)
     looked = clock()

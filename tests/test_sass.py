@@ -1,0 +1,183 @@
+"""Yield hints: which instructions get them, and that nothing else of a cubin changes."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jitgemm import sass
+from jitgemm.cache import KernelCache, kernel_source
+from jitgemm.errors import CompileError
+from jitgemm.nvrtc import Compiled, compile_cubin, nvrtc_info
+from jitgemm.render import yields
+from jitgemm.sass import BadCubin, Yields, apply_yields, code_sections, instructions
+from jitgemm.spec import KernelSpec
+
+FFMA, I2FP, LDS, MULTIPLY, LOP3, BRANCH = sass.FFMA, sass.I2FP, sass.LDS, 0xDF3, 0x812, 0x947
+HINTS = 1 << 109 | 15 << 122
+"""The bits that may change: yield, and what is kept for the next instruction."""
+
+
+def word(opcode: int, stall: int = 1, yielding: bool = False, keeps: int = 0, rest: int = 0) -> bytes:
+    """An instruction; `rest` stands for its operands."""
+    bits = opcode | rest << 12 | stall << 105 | (not yielding) << 109 | keeps << 122
+    return bits.to_bytes(16, "little")
+
+
+def elf(code: bytes, other: bytes = b"") -> bytes:
+    """The least of a cubin: a function's code beside another section."""
+    names = b"\0.text.kernel\0.nv.info\0.shstrtab\0"
+    bodies = [(1, code), (14, other), (23, names)]
+    sections, data, start = [struct.pack("<IIQQQQ", 0, 0, 0, 0, 0, 0)], b"", 64
+    for name, body in bodies:
+        sections.append(struct.pack("<IIQQQQ", name, 1, 0, 0, start + len(data), len(body)))
+        data += body
+    padded = [section.ljust(64, b"\0") for section in sections]
+    head = bytearray(b"\x7fELF\x02\x01\x01".ljust(64, b"\0"))
+    struct.pack_into("<Q", head, 0x28, start + len(data))
+    struct.pack_into("<HHH", head, 0x3A, 64, len(padded), 3)
+    return bytes(head) + data + b"".join(padded)
+
+
+def yielding(code: bytes, hints: Yields = Yields()) -> list[bool]:
+    changed = apply_yields(elf(code), hints)
+    return [each.yields for each in instructions(changed, *code_sections(changed)[0])]
+
+
+def test_every_other_multiply_add_of_a_run_yields():
+    assert yielding(word(FFMA) * 5) == [False, True, False, True, False]
+
+
+def test_a_multiply_does_not_end_a_run_and_another_instruction_does():
+    assert yielding(word(FFMA) + word(MULTIPLY) + word(FFMA)) == [False, False, True]
+    assert yielding(word(FFMA) + word(BRANCH) + word(FFMA)) == [False, False, False]
+
+
+def test_a_multiply_add_that_yields_goes_on_to():
+    """ptxas has set the hints already, since CUDA 12.9."""
+    run = word(FFMA, yielding=True) + word(FFMA) + word(FFMA, yielding=True)
+    assert yielding(run) == [True, False, True]
+
+
+def test_one_multiply_add_in_so_many_yields_wherever_it_stands():
+    mixed = (word(FFMA) + word(I2FP)) * 4 + word(FFMA, yielding=True)
+    assert yielding(mixed, Yields(every=4, conversions=False))[::2] == [False, False, False, True, False]
+
+
+def test_integer_instructions_and_conversions_yield_in_turn():
+    run = word(LOP3) * 2 + word(I2FP) + word(FFMA)
+    assert yielding(run) == [False, True, False, False]
+    assert yielding(word(I2FP) * 3) == [False, True, False]
+    assert yielding(word(I2FP) * 3, Yields(conversions=False)) == [False] * 3
+
+
+def test_integer_instructions_are_known_whatever_their_operands_are():
+    for opcode in (0x210, 0x810, 0x212, 0x812, 0x816, 0x819, 0x219):
+        assert yielding(word(opcode) * 2) == [False, True]
+
+
+def test_loads_from_shared_memory_yield_and_others_stay_as_they_are():
+    assert yielding(word(LDS) * 2 + word(0x981) + word(0x981, yielding=True)) == [True, True, False, True]
+
+
+def test_an_instruction_that_waits_long_by_itself_is_left_alone():
+    assert yielding(word(FFMA) + word(FFMA, stall=5) + word(LDS, stall=0)) == [False, False, False]
+
+
+def test_what_yields_keeps_no_operand_and_what_does_not_keeps_its_own():
+    changed = apply_yields(elf(word(FFMA, keeps=2) * 2), Yields())
+    assert [each.keeps for each in instructions(changed, *code_sections(changed)[0])] == [True, False]
+
+
+OPCODES = st.sampled_from([FFMA, I2FP, LDS, MULTIPLY, LOP3, 0x219, 0x210, BRANCH, 0x981])
+WORDS = st.builds(
+    word, OPCODES, st.integers(0, 15), st.booleans(), st.integers(0, 15), st.integers(0, 2**93 - 1)
+)  # fmt: skip
+
+
+@given(st.lists(WORDS, min_size=1, max_size=60), st.binary(max_size=40), st.sampled_from([0, 2, 4]), st.booleans())
+def test_only_hints_change_and_only_once(words, other, every, conversions):
+    before, hints = elf(b"".join(words), other), Yields(every, conversions)
+    after = apply_yields(before, hints)
+    ((start, end),) = code_sections(before)
+    assert before[:start] == after[:start] and before[end:] == after[end:]
+    for old, new in zip(instructions(before, start, end), instructions(after, start, end)):
+        bits = [int.from_bytes(each[old.offset : old.offset + 16], "little") for each in (before, after)]
+        assert bits[0] & ~HINTS == bits[1] & ~HINTS
+        assert not (new.yields and not old.yields and new.keeps)
+        assert new.stall == old.stall and new.opcode == old.opcode
+    assert apply_yields(after, hints) == after
+
+
+@pytest.mark.parametrize(
+    "cubin", [b"", b"\x7fELF\x01" + bytes(80), elf(b"")[:100], elf(word(FFMA) + b"\0"), elf(word(FFMA))[:-150]]
+)
+def test_what_is_no_cubin_is_refused(cubin):
+    with pytest.raises(BadCubin, match="cubin: "):
+        apply_yields(cubin, Yields())
+
+
+def test_a_file_without_code_is_refused():
+    with pytest.raises(BadCubin, match="no code"):
+        apply_yields(elf(word(FFMA)).replace(b".text.kernel", b".data.kernel"), Yields())
+
+
+# ---- real kernels ---------------------------------------------------------------------------------------------------
+
+KERNELS = [
+    KernelSpec("e4m3", 128, False, "bf16", 128, 128, 4, codes="e4m3"),
+    KernelSpec("s8", 128, False, "bf16", 128, 128, 4, codes="s8"),
+    KernelSpec("s8", 32, False, "bf16", 64, 128, 4),
+    KernelSpec("s8", 128, True, "bf16", 64, 128, 4),
+]
+
+
+def in_main_loop(cubin: bytes, opcode: int) -> list[bool]:
+    """Whether the instructions of this opcode yield, from the first multiply to the last."""
+    found = list(instructions(cubin, *code_sections(cubin)[0]))
+    multiplies = [index for index, each in enumerate(found) if each.opcode in sass.MULTIPLY]
+    return [each.yields for each in found[multiplies[0] : multiplies[-1]] if each.opcode == opcode]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.label)
+def test_a_kernel_s_cubin_is_what_nvrtc_built_but_for_its_hints(spec, tmp_path):
+    request = kernel_source(spec)
+    assert request.yields == yields(spec)
+    built = compile_cubin(request.source, request.headers, request.options, name=spec.label).cubin
+    entry, _ = KernelCache([tmp_path]).get_or_compile(spec)
+    assert entry.cubin == apply_yields(built, request.yields) != built
+    assert entry.metadata["yields"] == str(request.yields)
+
+
+@pytest.mark.nvrtc
+def test_the_hints_are_there_whatever_nvrtc_sets_itself(tmp_path):
+    e4m3, s8, short, zeros = (KernelCache([tmp_path]).get_or_compile(spec)[0].cubin for spec in KERNELS)
+    shares = {}
+    for name, cubin, opcode in (("e4m3", e4m3, FFMA), ("s8", s8, FFMA), ("short", short, I2FP), ("zeros", zeros, I2FP)):
+        found = in_main_loop(cubin, opcode)
+        assert len(found) >= 64
+        shares[name] = sum(found) / len(found)
+    assert 0.3 < shares["e4m3"] < 0.7 and 0.2 < shares["s8"] < 0.3
+    assert shares["short"] < 0.1 < 0.5 < shares["zeros"]
+    assert all(in_main_loop(e4m3, LDS)) and in_main_loop(e4m3, LDS)
+
+
+def test_hints_are_part_of_the_key(monkeypatch):
+    request, nvrtc = kernel_source(KERNELS[0]), nvrtc_info()
+    others = [None, Yields(every=2), Yields(conversions=False)]
+    keys = {request.key(nvrtc), *(replace(request, yields=other).key(nvrtc) for other in others)}
+    monkeypatch.setattr(sass, "VERSION", 999)
+    assert len(keys | {request.key(nvrtc)}) == 5
+
+
+def test_a_cubin_without_code_is_a_failed_build(monkeypatch):
+    request = kernel_source(KERNELS[0])
+    broken = Compiled(b"\x7fELF\x02", log="", seconds=0.0, registers=0, spill_bytes=0, stack_bytes=0, smem_static=0)
+    monkeypatch.setattr("jitgemm.cache.compile_cubin", lambda *_, **__: broken)
+    with pytest.raises(CompileError, match="broken section headers"):
+        request.compile()
