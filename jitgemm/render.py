@@ -146,7 +146,7 @@ def yields(spec: KernelSpec) -> Yields:
     if spec.lhs == "s8" and rows == 4:
         return Yields(conversions=False)
     if spec.codes == "s8" and rows == 1 and not spec.offset:
-        return Yields(every=4, conversions=False)
+        return Yields(every=2 if spec.block_m <= 64 else 4, conversions=False)
     return Yields()
 
 

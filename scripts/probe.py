@@ -24,6 +24,7 @@ from jitgemm.nvrtc import compile_cubin  # noqa: E402
 from jitgemm.sass import Yields, apply_yields  # noqa: E402
 
 REPEATS = 400
+TIMES = 16
 
 
 def wgmma(lhs: str, tokens: int, registers: bool) -> tuple[str, str]:
@@ -168,10 +169,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) probe(u64* out) {{
         for (int i = 0; i < 64; ++i) own[i] = other[i] = i + threadIdx.x;
         u64 turns = 0;
         while (!done) {{
+            // Several times between two looks at `done`, which take as long as one of them.
+#pragma unroll 1
+            for (u32 time = 0; time < {TIMES}; ++time) {{
 #pragma unroll
-            for (int i = 0; i < 64; ++i)
-                asm volatile("{self.instructions}" : "+r"(own[i]), "+r"(other[i]) : "r"(shared));
-            ++turns;
+                for (int i = 0; i < 64; ++i)
+                    asm volatile("{self.instructions}" : "+r"(own[i]), "+r"(other[i]) : "r"(shared));
+            }}
+            turns += {TIMES};
         }}
         const u64 cycles = clock64() - start;
         u32 sum = 0;
