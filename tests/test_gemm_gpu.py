@@ -596,7 +596,7 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
-@pytest.mark.parametrize("format", [GROUP_128, (32, False, "bf16"), (128, True, "bf16"), PER_CHANNEL], ids=str)
+@pytest.mark.parametrize("format", [GROUP_128, (32, False, "bf16"), (128, True, "bf16"), (PER_CHANNEL, False, "fp32")])
 @pytest.mark.parametrize("m", [16, 64, 512])
 def test_yield_hints_change_no_bit(m, format, lhs_name, monkeypatch):
     """Those of jitgemm against ptxas's own: they only say which warp goes first."""
