@@ -64,8 +64,21 @@ class KernelSource:
     yields: Yields | None = None
 
     def key(self, nvrtc: NvrtcInfo) -> str:
-        """Its `cache_key`, when this NVRTC compiles it."""
-        return cache_key(self.source, self.headers, self.options, nvrtc, self.yields)
+        """Hex sha256 of everything that decides its cubin's bytes when this NVRTC compiles it.
+
+        Headers' order is no part of it; options' order is.
+        """
+        fields = [str(SCHEMA), self.source, str(len(self.headers))]
+        for name in sorted(self.headers):
+            fields += [name, self.headers[name]]
+        fields += [str(len(self.options)), *self.options, "{}.{}".format(*nvrtc.version), nvrtc.build, str(self.yields)]
+        digest = hashlib.sha256()
+        for text in fields:
+            data = text.encode()
+            # The length in front keeps ("ab", "c") and ("a", "bc") apart.
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
+        return digest.hexdigest()
 
     def compile(self) -> Compiled:
         """Its cubin; raises CompileError."""
@@ -76,23 +89,6 @@ class KernelSource:
             return replace(compiled, cubin=apply_yields(compiled.cubin, self.yields))
         except BadCubin as problem:
             raise CompileError(f"kernel {self.label}: {problem}", log=compiled.log) from problem
-
-
-def cache_key(
-    source: str, headers: Mapping[str, str], options: Sequence[str], nvrtc: NvrtcInfo, yields: Yields | None = None
-) -> str:
-    """Hex sha256 of everything that decides a cubin's bytes. Headers' order is no part of it; options' order is."""
-    fields = [str(SCHEMA), source, str(len(headers))]
-    for name in sorted(headers):
-        fields += [name, headers[name]]
-    fields += [str(len(options)), *options, "{}.{}".format(*nvrtc.version), nvrtc.build, str(yields)]
-    digest = hashlib.sha256()
-    for text in fields:
-        data = text.encode()
-        # The length in front keeps ("ab", "c") and ("a", "bc") apart.
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()
 
 
 def kernel_source(spec: KernelSpec) -> KernelSource:

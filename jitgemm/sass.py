@@ -21,6 +21,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 VERSION = 1
 """Part of a kernel's cache key: raise it whenever `apply_yields` makes other bytes of the same cubin and `Yields`."""
@@ -102,23 +103,20 @@ def code_sections(cubin: bytes) -> list[tuple[int, int]]:
     return found
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """What this module reads of an instruction."""
 
     offset: int
     opcode: int
     stall: int
     yields: bool
-    keeps: bool
 
 
 def instructions(cubin: bytes, start: int, end: int) -> Iterator[Instruction]:
     """The instructions between two offsets, in order."""
     for offset in range(start, end, _INSTRUCTION.size):
         low, high = _INSTRUCTION.unpack_from(cubin, offset)
-        yielding = not high >> _YIELD & 1
-        yield Instruction(offset, low & 0xFFF, high >> _STALL & 15, yielding, bool(high >> _KEEP & 15))
+        yield Instruction(offset, low & 0xFFF, high >> _STALL & 15, not high >> _YIELD & 1)
 
 
 def _yield_in(cubin: bytearray, start: int, end: int, yields: Yields) -> None:

@@ -16,8 +16,9 @@ import copy
 import math
 import random
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,15 +66,22 @@ TILE_COPIES: Change = ("kernel", "Config::kDirectLhs", "false")
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What of a kernel's source is changed, and whose yield hints it gets."""
+
+    changes: tuple[Change, ...] = ()
+    yields: Callable[[KernelSpec], Yields | None] = render.yields
+
+
+@dataclass(frozen=True)
 class Part:
     """Shape, variants and kernels of one table."""
 
     m: int
     n: int
     k: int
-    variants: dict[str, tuple[Change, ...]]
+    variants: dict[str, Variant]
     kernels: tuple[KernelSpec, ...]
-    yields: dict[str, Yields | None] = field(default_factory=dict)  # more variants: hints of all kernels, None ptxas's
     hold_s: float = 0.0  # replay for so long and say what the GPU drew; 0 for a short burst
 
 
@@ -90,12 +98,12 @@ def prefill() -> Part:
         for block_m, block_n, halves in ((128, 128, 1), (128, 128, 2), (160, 128, 2), (176, 128, 2), (64, 192, 2))
     ]
     variants = {
-        "as it is": (),
-        "no promotion": (NO_PROMOTION,),
-        "no decode": NO_DECODE,
-        "neither": (NO_PROMOTION, *NO_DECODE),
-        "no copies after the first stages": NO_LOADS,
-        "neither, no copies": (NO_PROMOTION, *NO_DECODE, *NO_LOADS),
+        "as it is": Variant(),
+        "no promotion": Variant((NO_PROMOTION,)),
+        "no decode": Variant(NO_DECODE),
+        "neither": Variant((NO_PROMOTION, *NO_DECODE)),
+        "no copies after the first stages": Variant(NO_LOADS),
+        "neither, no copies": Variant((NO_PROMOTION, *NO_DECODE, *NO_LOADS)),
     }
     return Part(4096, 4096, 4096, variants, (*kernels, _kernel("s8", "any", 256, 128, 0, halves=2)))
 
@@ -120,13 +128,13 @@ def decode() -> Part:
         for shape in shapes
     ]
     variants = {
-        "as it is": (),
-        "next kernel launched before the wait": EARLY_LAUNCH,
-        "release barrier at a cluster's start": (RELEASE_AT_START,),
-        "barrier at a cluster's end": (BARRIER_AT_END,),
-        "all of these": (*EARLY_LAUNCH, RELEASE_AT_START, BARRIER_AT_END),
-        "activations by tile copies": (TILE_COPIES,),
-        "weights of all stages before the wait": ALL_STAGES,
+        "as it is": Variant(),
+        "next kernel launched before the wait": Variant(EARLY_LAUNCH),
+        "release barrier at a cluster's start": Variant((RELEASE_AT_START,)),
+        "barrier at a cluster's end": Variant((BARRIER_AT_END,)),
+        "all of these": Variant((*EARLY_LAUNCH, RELEASE_AT_START, BARRIER_AT_END)),
+        "activations by tile copies": Variant((TILE_COPIES,)),
+        "weights of all stages before the wait": Variant(ALL_STAGES),
     }
     return Part(16, 4096, 4096, variants, tuple(kernels))
 
@@ -146,7 +154,8 @@ def yields() -> Part:
         "one FFMA in four": Yields(every=4, conversions=False),
         "one FFMA in two": Yields(every=2, conversions=False),
     }
-    return Part(4096, 4096, 4096, {"as it is": ()}, tuple(kernels), yields=hints)
+    variants = {name: Variant(yields=lambda _, hints=each: hints) for name, each in hints.items()}
+    return Part(4096, 4096, 4096, {"as it is": Variant(), **variants}, tuple(kernels))
 
 
 def with_stages(kernel: KernelSpec, device: DeviceSpec) -> KernelSpec | None:
@@ -191,14 +200,14 @@ def main() -> None:
         "e4m3": torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn),
     }
 
-    headers, original, own_hints = render.headers(), dict(render.headers()), render.yields
+    headers, original = render.headers(), dict(render.headers())
     times: dict[tuple[str, KernelSpec], str] = {}
     ready_to_run: dict[tuple[str, KernelSpec], Timed] = {}
-    for name in (*part.variants, *part.yields):
+    for name, variant in part.variants.items():
         headers.clear()
         headers.update(original)
-        render.yields = (lambda _, hints=part.yields[name]: hints) if name in part.yields else own_hints
-        for header, old, new in part.variants.get(name, ()):
+        render.yields = variant.yields
+        for header, old, new in variant.changes:
             if old not in headers[f"jitgemm/{header}.cuh"]:
                 sys.exit(f"ablate.py: {header}.cuh no longer holds what '{name}' replaces; bring it up to date")
             headers[f"jitgemm/{header}.cuh"] = headers[f"jitgemm/{header}.cuh"].replace(old, new)
@@ -235,10 +244,9 @@ def main() -> None:
     times |= {key: f"{timed.us:.{1 if m > 512 else 2}f}" for key, timed in ready_to_run.items()}
     what = "microseconds, watts, MHz" if part.hold_s else "microseconds"
     print(f"{torch.cuda.get_device_name()}, m = {m}, n = {n}, k = {k}, {what}\n")
-    names = (*part.variants, *part.yields)
-    print("| kernel | " + " | ".join(names) + " |\n|---|" + "---|" * len(names))
+    print("| kernel | " + " | ".join(part.variants) + " |\n|---|" + "---|" * len(part.variants))
     for kernel in kernels:
-        print(f"| {kernel.label} | " + " | ".join(times[name, kernel] for name in names) + " |")
+        print(f"| {kernel.label} | " + " | ".join(times[name, kernel] for name in part.variants) + " |")
 
 
 if __name__ == "__main__":

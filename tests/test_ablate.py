@@ -17,8 +17,8 @@ from jitgemm.render import headers
 
 @pytest.mark.parametrize("part", ablate.PARTS.values())
 def test_every_change_finds_its_text(part):
-    for name, changes in part().variants.items():
+    for name, variant in part().variants.items():
         texts = dict(headers())
-        for header, old, new in changes:
+        for header, old, new in variant.changes:
             assert old in texts[f"jitgemm/{header}.cuh"], f"{name}: {old!r}"
             texts[f"jitgemm/{header}.cuh"] = texts[f"jitgemm/{header}.cuh"].replace(old, new)

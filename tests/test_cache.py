@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 from tiny_kernel import OPTIONS, tiny_kernel
 
-from jitgemm.cache import STALE_AFTER_S, KernelCache, cache_key
+from jitgemm.cache import STALE_AFTER_S, KernelCache, KernelSource
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
 from jitgemm.nvrtc import NvrtcInfo, nvrtc_info
+from jitgemm.sass import Yields
 from jitgemm.spec import KernelSpec
 
 pytestmark = pytest.mark.nvrtc
@@ -46,7 +47,7 @@ def child(script: str, root: Path, **variables: str) -> subprocess.Popen:
 import hashlib, os, resource, signal, sys, threading, time, warnings
 from pathlib import Path
 from tiny_kernel import tiny_kernel
-from jitgemm.cache import KernelCache, cache_key
+from jitgemm.cache import KernelCache
 root = Path({str(root)!r})
 cache, request = KernelCache([root]), tiny_kernel()
 """
@@ -132,6 +133,10 @@ def test_a_kernel_spec_is_rendered_keyed_and_compiled(root):
 # The key
 
 
+def cache_key(source, headers, options, nvrtc, yields=None) -> str:
+    return KernelSource("label", {}, source, headers, options, yields=yields).key(nvrtc)
+
+
 def test_every_field_changes_the_key():
     fields = {"source": "s", "headers": {"a": "1", "b": "2"}, "options": ("-x", "-y"), "nvrtc": INFO}
     others = [
@@ -146,6 +151,8 @@ def test_every_field_changes_the_key():
         {"options": ("-x", "-y", "")},
         {"nvrtc": replace(INFO, version=(12, 8))},
         {"nvrtc": replace(INFO, build="12.9.87")},
+        {"yields": Yields()},
+        {"yields": Yields(every=4)},
     ]
     keys = [cache_key(**fields), *(cache_key(**{**fields, **other}) for other in others)]
     assert len(set(keys)) == len(keys)
