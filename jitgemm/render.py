@@ -145,9 +145,14 @@ def yields(spec: KernelSpec) -> Yields:
     rows = spec.format.scale_rows
     if spec.lhs == "s8" and rows == 4:
         return Yields(conversions=False)
-    if spec.codes == "s8" and rows == 1 and not spec.offset:
+    if rows == 0 or spec.offset:
+        return Yields()
+    if spec.codes == "s8" and rows == 1:
         return Yields(every=2 if spec.block_m <= 64 else 4, conversions=False)
-    return Yields()
+    # Halves have multiplies of their own to let go first.
+    if spec.lhs == "e4m3" and rows == 1 and (spec.halves == 2 or spec.block_m < 160):
+        return Yields()
+    return Yields(every=4, keep=True)
 
 
 @lru_cache(maxsize=None)

@@ -141,11 +141,15 @@ def decode() -> Part:
 
 def yields() -> Part:
     shapes = (
-        {"block_m": 128, "block_n": 128}, {"block_m": 176, "block_n": 128, "halves": 2},
-        {"block_m": 192, "block_n": 128, "halves": 2}, {"block_m": 64, "block_n": 256},
-        {"block_m": 64, "block_n": 64, "warpgroups_k": 4},
+        {"block_m": 128, "block_n": 128}, {"block_m": 128, "block_n": 128, "halves": 2},
+        {"block_m": 176, "block_n": 128}, {"block_m": 176, "block_n": 128, "halves": 2},
+        {"block_m": 192, "block_n": 128}, {"block_m": 192, "block_n": 128, "halves": 2},
+        {"block_m": 64, "block_n": 256}, {"block_m": 64, "block_n": 64, "warpgroups_k": 4},
     )  # fmt: skip
-    formats = (("e4m3", "any", 128), ("e4m3", "e4m3", 128), ("s8", "any", 128), ("s8", "s8", 128), ("s8", "any", 32))
+    formats = (
+        ("e4m3", "any", 128), ("e4m3", "e4m3", 128), ("e4m3", "any", 64), ("e4m3", "any", 32),
+        ("s8", "any", 128), ("s8", "s8", 128), ("s8", "s8", 64), ("s8", "any", 32),
+    )  # fmt: skip
     kernels = [_kernel(lhs, codes, group_size=group, **shape) for lhs, codes, group in formats for shape in shapes]
     hints = {
         "as ptxas has it": None,
@@ -153,6 +157,7 @@ def yields() -> Part:
         "FFMA and I2FP in turn": Yields(),
         "one FFMA in four": Yields(every=4, conversions=False),
         "one FFMA in two": Yields(every=2, conversions=False),
+        "one FFMA in four, factors kept": Yields(every=4, keep=True),
     }
     variants = {name: Variant(yields=lambda _, hints=each: hints) for name, each in hints.items()}
     return Part(4096, 4096, 4096, {"as it is": Variant(), **variants}, tuple(kernels))

@@ -3,6 +3,7 @@
 
 python scripts/probe.py wgmma     # cycles of a multiply, and how long issuing it holds the warp
 python scripts/probe.py beside    # what multiplies and other instructions of the same SM cost each other
+python scripts/probe.py ports     # the same, by the registers that an instruction reads and writes
 python scripts/probe.py copies    # bytes a cycle that copies bring from the L2 into an SM, multicast or not
 python scripts/probe.py clusters  # how many clusters of CTAs run at a time
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from jitgemm import render  # noqa: E402
 from jitgemm.nvrtc import compile_cubin  # noqa: E402
-from jitgemm.sass import Yields, apply_yields  # noqa: E402
+from jitgemm.sass import FFMA, Yields, apply_yields, code_sections, instructions  # noqa: E402
 
 REPEATS = 400
 TIMES = 16
@@ -111,7 +113,7 @@ extern "C" __global__ void __launch_bounds__({128 * self.warpgroups}, 1) probe(u
 
 @dataclass(frozen=True)
 class Beside:
-    """One warpgroup multiplies, m64nNk32 with A in registers; another runs `instructions` over and over meanwhile.
+    """One warpgroup multiplies, m64nNk32 with A in registers; `others` run `instructions` over and over meanwhile.
 
     `%0` of an instruction is a register it reads and writes, `%1` another of its own, `%2` one that all share; there
     are 64 of the first two. `yields` sets its hints instead of ptxas.
@@ -123,6 +125,11 @@ class Beside:
     instructions: str
     yields: Yields | None
     multiplies: bool = True
+    others: int = 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.others)
 
     @property
     def source(self) -> str:
@@ -133,7 +140,7 @@ class Beside:
 #include <jitgemm/wgmma.cuh>
 using namespace jitgemm;
 {multiply}
-extern "C" __global__ void __launch_bounds__(256, 1) probe(u64* out) {{
+extern "C" __global__ void __launch_bounds__({self.threads}, 1) probe(u64* out) {{
     extern __shared__ __align__(1024) u8 memory[];
     __shared__ volatile u32 done;
     for (u32 i = threadIdx.x; i < 98304 / 4; i += blockDim.x) reinterpret_cast<u32*>(memory)[i] = 0;
@@ -359,11 +366,87 @@ def run_beside() -> None:
     for probe, cubin in zip(probes, build(probes)):
         cubin = apply_yields(cubin, probe.yields) if probe.yields else cubin
         out = torch.zeros(sms, 2, dtype=torch.int64, device="cuda")
-        launch(cubin, [ctypes.c_uint64(out.data_ptr())], grid=sms, threads=256, smem_bytes=98304)
+        launch(cubin, [ctypes.c_uint64(out.data_ptr())], grid=sms, threads=probe.threads, smem_bytes=98304)
         figures.append(out.double().mean(0).tolist())
     for probe, (cycles, instruction), (_, alone) in zip(probes[::2], figures[::2], figures[1::2]):
         print(f"| {probe.name} | {probe.lhs} | {probe.tokens} | {cycles / REPEATS / 4:.1f} | "
               f"{instruction / 1000:.2f} | {alone / 1000:.2f} |")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Registers:
+    """Where an FFMA has its operands: "even" and "odd" registers, or "none", the one that is always zero."""
+
+    destination: str
+    a: str
+    b: str
+    c: str
+    keeps_b: bool = False
+
+    def apply(self, cubin: bytes, every: int) -> bytes:
+        """The cubin of a `Beside` of FFMA with these instead; one in `every` yields, 0 is none."""
+        changed = bytearray(cubin)
+        (section,) = code_sections(cubin)
+        ffma = [each for each in instructions(cubin, *section) if each.opcode == FFMA]
+        # Registers that nothing else needs, but for the one that all share.
+        free = sorted({each.destination for each in ffma} | {each.operand(0) for each in ffma})
+        assert len(ffma) == 64 and len(free) == 128
+        pools = {"even": [r for r in free if r % 2 == 0], "odd": [r for r in free if r % 2]}
+
+        def register(where: str, place: int, turn: int) -> int:
+            # a, c and b have a third of the pool each; b is the same for all.
+            pool = pools.get(where, [255] * 6)
+            third = len(pool) // 3
+            return pool[place * third + (turn % third if place < 2 else 0)]
+
+        for turn, each in enumerate(ffma):
+            a, b, c = register(self.a, 0, turn), register(self.b, 2, turn), register(self.c, 1, turn)
+            destination = register(self.destination, 1, turn)
+            yielding = every > 0 and turn % every == every - 1
+            low = each.low & ~(0xFFFFFF << 16) | destination << 16 | a << 24 | b << 32
+            high = each.high & ~(0xFF | 15 << 58 | 15 << 41 | 1 << 45) | c | 1 << 41 | (not yielding) << 45
+            if self.keeps_b and not yielding and turn < len(ffma) - 1:
+                high |= 1 << 59
+            struct.pack_into("<QQ", changed, each.offset, low, high)
+        return bytes(changed)
+
+
+PORTS = {
+    "none": Registers("none", "none", "none", "none"),
+    "one written": Registers("even", "none", "none", "none"),
+    "one read": Registers("none", "even", "none", "none"),
+    "two read of two banks, one written": Registers("even", "odd", "none", "even"),
+    "the same and a factor, which is kept": Registers("even", "odd", "even", "even", keeps_b=True),
+    "the same, and it is read each time": Registers("even", "odd", "even", "even"),
+    "two read of one bank, one written": Registers("even", "even", "none", "even"),
+    "three read of one bank, one written": Registers("even", "even", "even", "even"),
+}
+
+
+def run_ports() -> None:
+    import torch
+
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    print("An FFMA's registers; cycles a multiply and, of a scheduler, an instruction; none yields, every other does\n")
+    probes = [
+        Beside("FFMA", lhs, 128, BESIDE["FFMA"][0], None, multiplies, others=2)
+        for lhs, multiplies in (("e4m3", True), ("s8", True), ("e4m3", False))
+    ]
+    names = [f"{probe.lhs}: {what}" for probe in probes[:2] for what in ("none", "every other")]
+    print(f"| registers | {' | '.join(names)} | no multiplies: none | every other |")
+    print("|---" * 7 + "|")
+    cubins = build(probes)
+    for name, registers in PORTS.items():
+        cells = []
+        for probe, cubin in zip(probes, cubins):
+            for every in (0, 2):
+                out = torch.zeros(sms, 2, dtype=torch.int64, device="cuda")
+                arguments = [ctypes.c_uint64(out.data_ptr())]
+                launch(registers.apply(cubin, every), arguments, grid=sms, threads=probe.threads, smem_bytes=98304)
+                cycles, instruction = out.double().mean(0).tolist()
+                multiply = f"{cycles / REPEATS / 4:.1f}, " if probe.multiplies else ""
+                cells.append(f"{multiply}{instruction / 1000 / probe.others:.2f}")
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def run_copies() -> None:
@@ -422,17 +505,21 @@ def run_clusters() -> None:
             print(f"| {size} | {room} | {count} | {sms - count * size // room} |")
 
 
+PARTS = {
+    "wgmma": run_multiplies, "beside": run_beside, "ports": run_ports, "copies": run_copies, "clusters": run_clusters,
+}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("wgmma", "beside", "copies", "clusters"))
+    parser.add_argument("part", choices=list(PARTS))
     part = parser.parse_args().part
 
     import torch
 
     torch.cuda.init()
     print(f"{torch.cuda.get_device_name()}\n")
-    run = {"wgmma": run_multiplies, "beside": run_beside, "copies": run_copies, "clusters": run_clusters}
-    run[part]()
+    PARTS[part]()
 
 
 if __name__ == "__main__":

@@ -595,28 +595,53 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
         assert all(builders.same_bits(first, other) for other in rest)
 
 
+def with_both_hints(spec, m, rhs, lhs, monkeypatch):
+    """The kernel's outputs by jitgemm's yield hints and by ptxas's own."""
+    from jitgemm import loaded, render
+    from jitgemm.plan import Plan
+
+    outputs = []
+    with monkeypatch.context() as patch:
+        for _ in range(2):
+            patch.setattr(loaded, "kernels", {})
+            guarded = Guarded(m, rhs.n)
+            Plan(*lhs, rhs, guarded.out, None, spec=spec).launch(*lhs, rhs, guarded.out, None, True)
+            guarded.check()
+            outputs.append(guarded.out.contiguous())
+            patch.setattr(render, "yields", lambda _: None)
+    return outputs
+
+
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
 @pytest.mark.parametrize("format", [GROUP_128, (32, False, "bf16"), (128, True, "bf16"), (PER_CHANNEL, False, "fp32")])
 @pytest.mark.parametrize("m", [16, 64, 512])
 def test_yield_hints_change_no_bit(m, format, lhs_name, monkeypatch):
-    """Those of jitgemm against ptxas's own: they only say which warp goes first."""
-    from jitgemm import loaded, render
-    from jitgemm.plan import Plan
-
-    codes = "any" if format[1] else lhs_name
-    rhs = weight(1536, 1792, format, codes=codes, seed=9)
-    x, x_scale = activations(m, 1792, lhs_name, seed=9)
+    """They only say which warp goes first."""
+    rhs = weight(1536, 1792, format, codes="any" if format[1] else lhs_name, seed=9)
+    lhs = activations(m, 1792, lhs_name, seed=9)
     spec = choose(Problem(m, 1536, 1792, lhs_name, rhs.format), device_figures())
-    outputs = []
-    for _ in range(2):
-        monkeypatch.setattr(loaded, "kernels", {})
-        guarded = Guarded(m, 1536)
-        Plan(x, x_scale, rhs, guarded.out, None, spec=spec).launch(x, x_scale, rhs, guarded.out, None, True)
-        guarded.check()
-        outputs.append(guarded.out.contiguous())
-        monkeypatch.setattr(render, "yields", lambda _: None)
-    assert_right(outputs[0], (x, x_scale), rhs)
+    outputs = with_both_hints(spec, m, rhs, lhs, monkeypatch)
+    assert_right(outputs[0], lhs, rhs)
     assert builders.same_bits(*outputs)
+
+
+@pytest.mark.parametrize(
+    "lhs_name, format, codes",
+    [("e4m3", GROUP_128, "e4m3"), ("e4m3", (128, True, "bf16"), "any"), ("e4m3", (64, False, "bf16"), "any"),
+     ("e4m3", (32, True, "bf16"), "any"), ("s8", GROUP_128, "any"), ("s8", (64, False, "bf16"), "s8")],
+)  # fmt: skip
+def test_scales_kept_from_one_multiply_add_to_the_next_change_no_bit(lhs_name, format, codes, monkeypatch):
+    """Some of the kernels that keep them, for more tokens and rows than a tile has."""
+    from jitgemm.config import legal_kernels
+    from jitgemm.render import yields
+
+    m, n, k = 392, 1088, 1792
+    rhs, lhs = weight(n, k, format, codes=codes, seed=10), activations(m, k, lhs_name, seed=10)
+    kernels = [spec for spec in legal_kernels(lhs_name, rhs.format, device_figures()) if yields(spec).keep]
+    for spec in kernels[:: len(kernels) // 6]:
+        outputs = with_both_hints(spec, m, rhs, lhs, monkeypatch)
+        assert_right(outputs[0], lhs, rhs)
+        assert builders.same_bits(*outputs), spec.label
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)

@@ -18,6 +18,7 @@ from jitgemm.sass import BadCubin, Yields, apply_yields, code_sections, instruct
 from jitgemm.spec import KernelSpec
 
 FFMA, I2FP, LDS, MULTIPLY, LOP3, BRANCH = sass.FFMA, sass.I2FP, sass.LDS, 0xDF3, 0x812, 0x947
+LOP3_REGISTERS, ZERO, ALWAYS = 0x212, 255, 7
 HINTS = 1 << 109 | 15 << 122
 """The bits that may change: yield, and what is kept for the next instruction."""
 
@@ -26,6 +27,11 @@ def word(opcode: int, stall: int = 1, yielding: bool = False, keeps: int = 0, re
     """An instruction; `rest` stands for its operands."""
     bits = opcode | rest << 12 | stall << 105 | (not yielding) << 109 | keeps << 122
     return bits.to_bytes(16, "little")
+
+
+def of_registers(opcode: int, destination: int, a: int, b: int, *, predicate: int = ALWAYS, stall: int = 1) -> bytes:
+    """An instruction by its registers."""
+    return word(opcode, stall, rest=predicate | destination << 4 | a << 12 | b << 20)
 
 
 def elf(code: bytes, other: bytes = b"") -> bytes:
@@ -48,9 +54,14 @@ def yielding(code: bytes, hints: Yields = Yields()) -> list[bool]:
     return [each.yields for each in instructions(changed, *code_sections(changed)[0])]
 
 
-def keeps(cubin: bytes, offset: int) -> bool:
-    """Whether the instruction there keeps an operand for the next one."""
-    return bool(int.from_bytes(cubin[offset : offset + 16], "little") >> 122 & 15)
+def keeps(cubin: bytes, offset: int) -> int:
+    """The operands that the instruction there keeps for the next one: a is 1, b is 2."""
+    return int.from_bytes(cubin[offset : offset + 16], "little") >> 122 & 15
+
+
+def keeping(code: bytes, every: int = 4) -> list[int]:
+    changed = apply_yields(elf(code), Yields(every, keep=True))
+    return [keeps(changed, each.offset) for each in instructions(changed, *code_sections(changed)[0])]
 
 
 def test_every_other_multiply_add_of_a_run_yields():
@@ -95,7 +106,102 @@ def test_an_instruction_that_waits_long_by_itself_is_left_alone():
 
 def test_what_yields_keeps_no_operand_and_what_does_not_keeps_its_own():
     changed = apply_yields(elf(word(FFMA, keeps=2) * 2), Yields())
-    assert [keeps(changed, each.offset) for each in instructions(changed, *code_sections(changed)[0])] == [True, False]
+    assert [keeps(changed, each.offset) for each in instructions(changed, *code_sections(changed)[0])] == [2, 0]
+
+
+FACTOR = 9
+RUN = [of_registers(FFMA, 20 + index, 40 + index, FACTOR) for index in range(8)]
+"""Multiply-adds by the same factor."""
+BETWEEN = of_registers(LOP3, 70, 71, 72)
+
+
+def test_multiply_adds_by_the_same_factor_keep_it_but_where_one_yields_or_the_run_ends():
+    assert keeping(b"".join(RUN)) == [2, 2, 2, 0, 2, 2, 2, 0]
+    assert yielding(b"".join(RUN), Yields(4, keep=True)) == [False, False, False, True] * 2
+    assert keeping(b"".join(RUN[:3])) == [2, 2, 0]
+    assert keeping(b"".join(RUN[:3]), every=2) == [2, 0, 0]
+
+
+def test_the_factor_may_stand_in_either_place():
+    swapped = [of_registers(FFMA, 20 + index, FACTOR, 40 + index) for index in range(3)]
+    assert keeping(b"".join(swapped)) == [1, 1, 0]
+    conversion = of_registers(I2FP, 70, ZERO, 71)
+    assert keeping(conversion.join(swapped)) == [1, 0, 1, 0, 0]
+    assert keeping(conversion.join(RUN[:2])) == [0, 0, 0]
+
+
+def test_integer_instructions_with_an_immediate_may_stand_between_and_do_not_yield():
+    code = RUN[0] + 2 * BETWEEN + RUN[1] + 2 * BETWEEN
+    assert keeping(code) == [2, 0, 0, 0, 0, 0]
+    assert yielding(code, Yields(4, keep=True)) == [False, False, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        RUN[0] + of_registers(FFMA, 21, 41, FACTOR + 1),
+        RUN[0] + of_registers(LOP3_REGISTERS, 70, 71, 72) + RUN[1],
+        RUN[0] + of_registers(LOP3, FACTOR, 71, 72) + RUN[1],
+        RUN[0] + 3 * BETWEEN + RUN[1],
+        RUN[0] + of_registers(LDS, 70, 71, 0) + RUN[1],
+        RUN[0] + word(BRANCH) + RUN[1],
+        RUN[0] + word(MULTIPLY) + RUN[1],
+        of_registers(FFMA, FACTOR, 40, FACTOR) + RUN[1],
+        of_registers(FFMA, 20, 40, ZERO) + of_registers(FFMA, 21, 41, ZERO),
+        of_registers(FFMA, 20, 40, FACTOR, predicate=0) + RUN[1],
+        RUN[0] + of_registers(FFMA, 21, 41, FACTOR, predicate=0),
+    ],
+    ids="factor register-between factor-written too-many load branch multiply own zero predicated next".split(),
+)
+def test_what_ends_a_run(code):
+    assert keeping(code) == [0] * (len(code) // 16)
+
+
+def test_a_multiply_add_that_waits_long_keeps_nothing_itself():
+    slow = of_registers(FFMA, 21, 41, FACTOR, stall=9)
+    assert keeping(RUN[0] + slow + RUN[2]) == [2, 0, 0]
+
+
+def test_what_is_kept_needs_one_that_yields():
+    with pytest.raises(ValueError, match="every: expected 2 or more .* got 1"):
+        Yields(every=1, keep=True)
+
+
+READS = {FFMA: (0, 1), I2FP: (1,), LDS: (0,), LOP3: (0,), LOP3_REGISTERS: (0, 1), BRANCH: (), MULTIPLY: (0,)}
+"""Slots of a and b that an instruction reads."""
+REGISTERS = st.sampled_from([1, 2, 3, ZERO])
+
+
+@given(
+    st.lists(
+        st.builds(
+            of_registers,
+            st.sampled_from([FFMA] * 6 + list(READS)),
+            REGISTERS,
+            REGISTERS,
+            st.sampled_from([4, 4, 4, 1, ZERO]),
+            predicate=st.sampled_from([ALWAYS, ALWAYS, ALWAYS, 0]),
+            stall=st.sampled_from([1, 1, 1, 2, 9]),
+        ),
+        min_size=2,
+        max_size=40,
+    ),
+    st.integers(2, 4),
+)
+def test_what_is_kept_is_read_by_the_next_that_reads_there_and_is_still_the_same(words, every):
+    """As if the machine kept an operand until another took its place, and read it without looking."""
+    code = apply_yields(elf(b"".join(words)), Yields(every, keep=True))
+    kept: dict[int, int] = {}
+    for each in instructions(code, *code_sections(code)[0]):
+        read = {slot: each.operand(slot) for slot in READS[each.opcode]}
+        for slot, register in list(kept.items()):
+            if slot in read:
+                assert read[slot] == register
+                del kept[slot]
+            assert each.opcode not in (BRANCH, MULTIPLY, LDS)
+        assert each.destination not in kept.values()
+        kept.update({slot: each.operand(slot) for slot in (0, 1) if keeps(code, each.offset) >> slot & 1})
+    assert not kept
 
 
 OPCODES = st.sampled_from([FFMA, I2FP, LDS, MULTIPLY, LOP3, 0x219, 0x210, BRANCH, 0x981])
@@ -104,9 +210,12 @@ WORDS = st.builds(
 )  # fmt: skip
 
 
-@given(st.lists(WORDS, min_size=1, max_size=60), st.binary(max_size=40), st.sampled_from([0, 2, 4]), st.booleans())
-def test_only_hints_change_and_only_once(words, other, every, conversions):
-    before, hints = elf(b"".join(words), other), Yields(every, conversions)
+@given(
+    st.lists(WORDS, min_size=1, max_size=60), st.binary(max_size=40), st.sampled_from([0, 2, 4]), st.booleans(),
+    st.booleans(),
+)  # fmt: skip
+def test_only_hints_change_and_only_once(words, other, every, conversions, keep):
+    before, hints = elf(b"".join(words), other), Yields(every, conversions, keep and every > 0)
     after = apply_yields(before, hints)
     ((start, end),) = code_sections(before)
     assert before[:start] == after[:start] and before[end:] == after[end:]
@@ -138,14 +247,22 @@ KERNELS = [
     KernelSpec("s8", 128, False, "bf16", 128, 128, 4, codes="s8"),
     KernelSpec("s8", 32, False, "bf16", 64, 128, 4),
     KernelSpec("s8", 128, True, "bf16", 64, 128, 4),
+    KernelSpec("e4m3", 128, False, "bf16", 176, 128, 4, codes="e4m3"),
+    KernelSpec("e4m3", 64, False, "bf16", 128, 128, 4, halves=2),
+    KernelSpec("e4m3", 32, False, "bf16", 96, 128, 4),
 ]
 
 
-def in_main_loop(cubin: bytes, opcode: int) -> list[bool]:
-    """Whether the instructions of this opcode yield, from the first multiply to the last."""
+def main_loop(cubin: bytes) -> list[sass.Instruction]:
+    """The instructions from the first multiply to the last."""
     found = list(instructions(cubin, *code_sections(cubin)[0]))
     multiplies = [index for index, each in enumerate(found) if each.opcode in sass.MULTIPLY]
-    return [each.yields for each in found[multiplies[0] : multiplies[-1]] if each.opcode == opcode]
+    return found[multiplies[0] : multiplies[-1]]
+
+
+def in_main_loop(cubin: bytes, opcode: int) -> list[bool]:
+    """Whether the instructions of this opcode there yield."""
+    return [each.yields for each in main_loop(cubin) if each.opcode == opcode]
 
 
 @pytest.mark.nvrtc
@@ -161,7 +278,7 @@ def test_a_kernel_s_cubin_is_what_nvrtc_built_but_for_its_hints(spec, tmp_path):
 
 @pytest.mark.nvrtc
 def test_the_hints_are_there_whatever_nvrtc_sets_itself(tmp_path):
-    e4m3, s8, short, zeros = (KernelCache([tmp_path]).get_or_compile(spec)[0].cubin for spec in KERNELS)
+    e4m3, s8, short, zeros, *keeping = (KernelCache([tmp_path]).get_or_compile(spec)[0].cubin for spec in KERNELS)
     shares = {}
     for name, cubin, opcode in (("e4m3", e4m3, FFMA), ("s8", s8, FFMA), ("short", short, I2FP), ("zeros", zeros, I2FP)):
         found = in_main_loop(cubin, opcode)
@@ -170,14 +287,19 @@ def test_the_hints_are_there_whatever_nvrtc_sets_itself(tmp_path):
     assert 0.3 < shares["e4m3"] < 0.7 and 0.2 < shares["s8"] < 0.3
     assert shares["short"] < 0.1 < 0.5 < shares["zeros"]
     assert all(in_main_loop(e4m3, LDS)) and in_main_loop(e4m3, LDS)
+    for cubin in keeping:
+        found = in_main_loop(cubin, FFMA)
+        kept = [keeps(cubin, each.offset) for each in main_loop(cubin) if each.opcode == FFMA]
+        assert 0.1 < sum(found) / len(found) < 0.3
+        assert sum(map(bool, kept)) / len(kept) > 0.55
 
 
 def test_hints_are_part_of_the_key(monkeypatch):
     request, nvrtc = kernel_source(KERNELS[0]), nvrtc_info()
-    others = [None, Yields(every=2), Yields(conversions=False)]
+    others = [None, Yields(every=2), Yields(conversions=False), Yields(every=2, keep=True)]
     keys = {request.key(nvrtc), *(replace(request, yields=other).key(nvrtc) for other in others)}
     monkeypatch.setattr(sass, "VERSION", 999)
-    assert len(keys | {request.key(nvrtc)}) == 5
+    assert len(keys | {request.key(nvrtc)}) == 6
 
 
 def test_a_cubin_without_code_is_a_failed_build(monkeypatch):
