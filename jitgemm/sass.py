@@ -122,7 +122,7 @@ def code_sections(cubin: bytes) -> list[tuple[int, int]]:
 
 
 class Instruction(NamedTuple):
-    """What this module reads of an instruction."""
+    """An instruction's offset in the cubin and its two words."""
 
     offset: int
     low: int
