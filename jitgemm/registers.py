@@ -149,6 +149,8 @@ def _fits_three_warpgroups(spec: KernelSpec) -> bool:
     whole, split = THREE_TOKENS.get((spec.lhs, rows, spec.zero_point), ((0, 0), (0, 0)))
     if (spec.lhs, spec.codes) in (("e4m3", "e4m3"), ("s8", "any")) and rows == 1 and not spec.zero_point:
         split = whole
+    elif spec.lhs == "s8" and spec.zero_point and spec.scale_type == "fp32":
+        whole = min(whole[0], 64), whole[1]
     elif spec.lhs == "s8" and rows <= 2 and not spec.zero_point and spec.split_k == 2 and not spec.scatter:
         split = 80, 96
     return spec.block_m <= (split if spec.split_k > 1 else whole)[spec.halves - 1]

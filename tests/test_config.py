@@ -553,6 +553,17 @@ def test_the_least_bound_on_registers_counts(format, shape):
     assert any(all(getattr(spec, name) == value for name, value in shape.items()) for spec in found)
 
 
+def test_zero_points_with_scales_in_fp32_take_the_registers_of_wide_int8_tiles():
+    """80 tokens times 192 rows at once spill 68 bytes under NVRTC 12.6 and 13.0; with scales of 16 bits they do not."""
+    widest = {}
+    for scale_type in ("bf16", "fp16", "fp32"):
+        found = legal_kernels("s8", WeightFormat(128, True, scale_type), DEVICES["h200"])
+        widest[scale_type] = max(
+            spec.block_m for spec in found if spec.block_n == 192 and spec.halves == spec.split_k == 1
+        )
+    assert widest == {"bf16": 80, "fp16": 80, "fp32": 64}
+
+
 # ---- devices --------------------------------------------------------------------------------------------------------
 
 
