@@ -37,12 +37,13 @@ LDS = 0x984
 INTEGER = frozenset({0x010, 0x012, 0x016, 0x019})
 """IADD3, LOP3, PRMT and SHF by the low 9 bits of their opcodes; the others say where operands come from."""
 
-_STALL, _YIELD, _KEEP = 41, 45, 58
+STALL, YIELD, KEEP = 41, 45, 58
 """Places of those fields in an instruction's upper 8 bytes."""
+ZERO = 255
+"""The register that is always zero."""
+
 _A, _B = 0, 1
 """Slots of operands."""
-_ZERO = 255
-"""The register that is always zero."""
 _ALWAYS = 7
 """The predicate of an instruction that has none."""
 _BETWEEN = 2
@@ -134,11 +135,11 @@ class Instruction(NamedTuple):
 
     @property
     def stall(self) -> int:
-        return self.high >> _STALL & 15
+        return self.high >> STALL & 15
 
     @property
     def yields(self) -> bool:
-        return not self.high >> _YIELD & 1
+        return not self.high >> YIELD & 1
 
     @property
     def predicated(self) -> bool:
@@ -198,7 +199,7 @@ def _yield_in(cubin: bytearray, start: int, end: int, yields: Yields) -> None:
 
 
 def _keep(found: list[Instruction], every: int) -> dict[int, _Hint]:
-    """Hints by offset for the FFMA that share a factor with the one before or after, and for what stands between."""
+    """Hints by offset for every FFMA, and for what stands between those that share a factor."""
     hints = {}
     ffma = [index for index, each in enumerate(found) if each.opcode == FFMA]
     first = 0
@@ -222,7 +223,7 @@ def _run(found: list[Instruction], ffma: list[int], first: int, slot: int) -> li
         before, each = found[run[-1]], found[index]
         between = found[run[-1] + 1 : index]
         if (
-            factor == _ZERO
+            factor == ZERO
             or each.operand(slot) != factor
             or before.destination == factor
             or before.predicated
@@ -245,9 +246,9 @@ def _leaves(each: Instruction, slot: int, register: int) -> bool:
 def _set(cubin: bytearray, each: Instruction, hint: _Hint) -> None:
     high = each.high
     if hint.yields:
-        high &= ~(1 << _YIELD | 15 << _KEEP)
+        high &= ~(1 << YIELD | 15 << KEEP)
     else:
-        high |= 1 << _YIELD
+        high |= 1 << YIELD
         if hint.keeps is not None:
-            high |= 1 << _KEEP + hint.keeps
+            high |= 1 << KEEP + hint.keeps
     _INSTRUCTION.pack_into(cubin, each.offset, each.low, high)

@@ -21,9 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from jitgemm import render  # noqa: E402
+from jitgemm import render, sass  # noqa: E402
 from jitgemm.nvrtc import compile_cubin  # noqa: E402
-from jitgemm.sass import FFMA, Yields, apply_yields, code_sections, instructions  # noqa: E402
+from jitgemm.sass import Yields, apply_yields, code_sections, instructions  # noqa: E402
 
 REPEATS = 400
 TIMES = 16
@@ -350,10 +350,18 @@ BESIDE = {
 }
 
 
-def run_beside() -> None:
+def measure_beside(probe: Beside, cubin: bytes) -> tuple[float, float]:
+    """Cycles a multiply, and of a scheduler an instruction."""
     import torch
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
+    out = torch.zeros(sms, 2, dtype=torch.int64, device="cuda")
+    launch(cubin, [ctypes.c_uint64(out.data_ptr())], grid=sms, threads=probe.threads, smem_bytes=98304)
+    cycles, instruction = out.double().mean(0).tolist()
+    return cycles / REPEATS / 4, instruction / 1000 / probe.others
+
+
+def run_beside() -> None:
     print("| beside | type | n | cycles a multiply | cycles an instruction or pair | the same without multiplies |")
     print("|---|---|---|---|---|---|")
     probes = [
@@ -364,13 +372,9 @@ def run_beside() -> None:
     ]
     figures = []
     for probe, cubin in zip(probes, build(probes)):
-        cubin = apply_yields(cubin, probe.yields) if probe.yields else cubin
-        out = torch.zeros(sms, 2, dtype=torch.int64, device="cuda")
-        launch(cubin, [ctypes.c_uint64(out.data_ptr())], grid=sms, threads=probe.threads, smem_bytes=98304)
-        figures.append(out.double().mean(0).tolist())
-    for probe, (cycles, instruction), (_, alone) in zip(probes[::2], figures[::2], figures[1::2]):
-        print(f"| {probe.name} | {probe.lhs} | {probe.tokens} | {cycles / REPEATS / 4:.1f} | "
-              f"{instruction / 1000:.2f} | {alone / 1000:.2f} |")  # fmt: skip
+        figures.append(measure_beside(probe, apply_yields(cubin, probe.yields) if probe.yields else cubin))
+    for probe, (multiply, instruction), (_, alone) in zip(probes[::2], figures[::2], figures[1::2]):
+        print(f"| {probe.name} | {probe.lhs} | {probe.tokens} | {multiply:.1f} | {instruction:.2f} | {alone:.2f} |")
 
 
 @dataclass(frozen=True)
@@ -387,26 +391,26 @@ class Registers:
         """The cubin of a `Beside` of FFMA with these instead; one in `every` yields, 0 is none."""
         changed = bytearray(cubin)
         (section,) = code_sections(cubin)
-        ffma = [each for each in instructions(cubin, *section) if each.opcode == FFMA]
+        ffma = [each for each in instructions(cubin, *section) if each.opcode == sass.FFMA]
         # Registers that nothing else needs, but for the one that all share.
         free = sorted({each.destination for each in ffma} | {each.operand(0) for each in ffma})
         assert len(ffma) == 64 and len(free) == 128
-        pools = {"even": [r for r in free if r % 2 == 0], "odd": [r for r in free if r % 2]}
+        pools = {"even": [r for r in free if r % 2 == 0], "odd": [r for r in free if r % 2], "none": [sass.ZERO] * 3}
 
         def register(where: str, place: int, turn: int) -> int:
-            # a, c and b have a third of the pool each; b is the same for all.
-            pool = pools.get(where, [255] * 6)
-            third = len(pool) // 3
-            return pool[place * third + (turn % third if place < 2 else 0)]
+            third = len(pools[where]) // 3
+            return pools[where][place * third + turn % third]
 
         for turn, each in enumerate(ffma):
-            a, b, c = register(self.a, 0, turn), register(self.b, 2, turn), register(self.c, 1, turn)
+            # Each has a third of its pool, and b is the same for all.
+            a, c, b = register(self.a, 0, turn), register(self.c, 1, turn), register(self.b, 2, 0)
             destination = register(self.destination, 1, turn)
             yielding = every > 0 and turn % every == every - 1
             low = each.low & ~(0xFFFFFF << 16) | destination << 16 | a << 24 | b << 32
-            high = each.high & ~(0xFF | 15 << 58 | 15 << 41 | 1 << 45) | c | 1 << 41 | (not yielding) << 45
+            high = each.high & ~(0xFF | 15 << sass.KEEP | 15 << sass.STALL | 1 << sass.YIELD)
+            high |= c | 1 << sass.STALL | (not yielding) << sass.YIELD
             if self.keeps_b and not yielding and turn < len(ffma) - 1:
-                high |= 1 << 59
+                high |= 2 << sass.KEEP
             struct.pack_into("<QQ", changed, each.offset, low, high)
         return bytes(changed)
 
@@ -424,9 +428,6 @@ PORTS = {
 
 
 def run_ports() -> None:
-    import torch
-
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
     print("An FFMA's registers; cycles a multiply and, of a scheduler, an instruction; none yields, every other does\n")
     probes = [
         Beside("FFMA", lhs, 128, BESIDE["FFMA"][0], None, multiplies, others=2)
@@ -440,12 +441,8 @@ def run_ports() -> None:
         cells = []
         for probe, cubin in zip(probes, cubins):
             for every in (0, 2):
-                out = torch.zeros(sms, 2, dtype=torch.int64, device="cuda")
-                arguments = [ctypes.c_uint64(out.data_ptr())]
-                launch(registers.apply(cubin, every), arguments, grid=sms, threads=probe.threads, smem_bytes=98304)
-                cycles, instruction = out.double().mean(0).tolist()
-                multiply = f"{cycles / REPEATS / 4:.1f}, " if probe.multiplies else ""
-                cells.append(f"{multiply}{instruction / 1000 / probe.others:.2f}")
+                multiply, instruction = measure_beside(probe, registers.apply(cubin, every))
+                cells.append(f"{multiply:.1f}, {instruction:.2f}" if probe.multiplies else f"{instruction:.2f}")
         print(f"| {name} | {' | '.join(cells)} |")
 
 

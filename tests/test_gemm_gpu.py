@@ -30,6 +30,7 @@ from jitgemm.arguments import OUT_DTYPES
 from jitgemm.config import candidates, choose, illegal, kernels_for, legal_kernels
 from jitgemm.errors import JitGemmError
 from jitgemm.reference import error_bound, gemm_w4a8_terms
+from jitgemm.render import yields
 from jitgemm.spec import GROUP_SIZES, LHS_TYPES, MAX_CHANNEL_K_S8, KernelSpec, Problem, WeightFormat
 from jitgemm.weight import W4Weight, pack_w4
 
@@ -632,9 +633,6 @@ def test_yield_hints_change_no_bit(m, format, lhs_name, monkeypatch):
 )  # fmt: skip
 def test_scales_kept_from_one_multiply_add_to_the_next_change_no_bit(lhs_name, format, codes, monkeypatch):
     """Some of the kernels that keep them, for more tokens and rows than a tile has."""
-    from jitgemm.config import legal_kernels
-    from jitgemm.render import yields
-
     m, n, k = 392, 1088, 1792
     rhs, lhs = weight(n, k, format, codes=codes, seed=10), activations(m, k, lhs_name, seed=10)
     kernels = [spec for spec in legal_kernels(lhs_name, rhs.format, device_figures()) if yields(spec).keep]
