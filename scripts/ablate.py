@@ -42,12 +42,11 @@ NO_DECODE: tuple[Change, ...] = (
     ("decode", "return word & 0xF0F0F0F0u;", "return word;"),
     ("decode", "return (word << 4) & 0xF0F0F0F0u;", "return word;"),
 )
-_LOADS = "load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);"
-_ACTIVATIONS = "if (!(Config::kDirectLhs && here))"
-NO_LOADS: tuple[Change, ...] = (
-    ("kernel", _LOADS, "barrier_arrive(shared.full(ring.stage));"),
-    ("kernel", _ACTIVATIONS, "if (!Config::kDirectLhs && here)"),
+_LOADS = (
+    "load_weights<Config>(args, shared, tile, ring.stage, block, blocks(), rank, policy, rows);\n"
+    "            load_lhs();"
 )
+NO_LOADS: tuple[Change, ...] = (("kernel", _LOADS, "barrier_arrive(shared.full(ring.stage));"),)
 _AT_BARRIERS = "    // Every thread of every CTA waits for"
 EARLY_LAUNCH: tuple[Change, ...] = (
     ("kernel", "        if (threadIdx.x == 0) launch_next_grid();\n", ""),
@@ -63,6 +62,7 @@ ALL_STAGES: tuple[Change, ...] = (
     ("scheduler", "min(Config::kPrefetchStages,", "min(Config::kStages,"),
 )
 TILE_COPIES: Change = ("kernel", "Config::kDirectLhs", "false")
+EXIT_ONCE_READ: Change = ("kernel", "store_wait_written();", "store_wait_read();")
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ def decode() -> Part:
         "all of these": Variant((*EARLY_LAUNCH, RELEASE_AT_START, BARRIER_AT_END)),
         "activations by tile copies": Variant((TILE_COPIES,)),
         "weights of all stages before the wait": Variant(ALL_STAGES),
+        "exit once stores are read": Variant((EXIT_ONCE_READ,)),
     }
     return Part(16, 4096, 4096, variants, tuple(kernels))
 

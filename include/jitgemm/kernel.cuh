@@ -86,7 +86,7 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
     Scheduler<Config> scheduler(args);
     Tile tile;
     u32 filled = 0;
-    if (scheduler.next(tile, rank)) {
+    if (scheduler.template next<true>(tile, rank)) {
         const BlockRange range = tile.range;
         const u32 rows = Config::kDirectLhs ? 0 : lhs_rows<Config>(args, tile);
         u32 block = range.begin;
@@ -98,28 +98,37 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
     return filled;
 }
 
+// Brings what the stages lack: first activations to those that hold weights, then both to all that follow. Finds its
+// first tile, which takes divisions, before it waits for the previous grid.
 template <typename Config>
 __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const TensorMap* last_lhs_map,
                                         const Shared<Config>& shared, u32 rank, u32 prefetched, u64 policy) {
     Scheduler<Config> scheduler(args);
     Ring<Config::kStages> ring;
     Tile tile;
-    while (scheduler.next(tile, rank)) {
-        const BlockRange range = tile.range;
-        const u32 rows = lhs_rows<Config>(args, tile);
-        for (u32 block = range.begin; block < range.end; block += Config::kWarpgroupsK) {
-            u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
-            const bool here = prefetched > 0;
-            if (here) {
-                --prefetched;
-            } else {
-                barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
-                load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);
-            }
-            if (!(Config::kDirectLhs && here))
-                load_activations<Config>(lhs_map, last_lhs_map, shared, tile, ring.stage, block, blocks, rank, rows);
-            ring.advance();
+    bool more = scheduler.next(tile, rank);
+    u32 block = more ? tile.range.begin : 0;
+    u32 rows = more ? lhs_rows<Config>(args, tile) : 0;
+    wait_for_previous_grid();
+    auto blocks = [&] { return min(u32(Config::kWarpgroupsK), tile.range.end - block); };
+    auto load_lhs = [&] {
+        load_activations<Config>(lhs_map, last_lhs_map, shared, tile, ring.stage, block, blocks(), rank, rows);
+    };
+#pragma unroll 1
+    for (u32 i = 0; i < prefetched; ++i, block += Config::kWarpgroupsK, ring.advance()) {
+        if constexpr (!Config::kDirectLhs) load_lhs();
+    }
+    while (more) {
+        // Several at a time take more registers than a producer has.
+#pragma unroll 1
+        for (; block < tile.range.end; block += Config::kWarpgroupsK, ring.advance()) {
+            barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
+            load_weights<Config>(args, shared, tile, ring.stage, block, blocks(), rank, policy, rows);
+            load_lhs();
         }
+        more = scheduler.next(tile, rank);
+        block = tile.range.begin;
+        rows = lhs_rows<Config>(args, tile);
     }
     // A CTA that shares an operand stays until its neighbours have handed all stages back to it: they reach into its
     // shared memory. A barrier of the cluster would wait for the stores, too.
@@ -298,31 +307,52 @@ __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 
     }
 }
 
-// Starts to copy the activations of the prefetched stages, by the threads that will multiply them: for a few tokens the
-// copy engine takes twice as long from the wait to the first byte. The layout is the tile copy's 128-byte swizzle.
+// The activations of the prefetched stages that a thread copies, where the threads that will multiply them do so: for a
+// few tokens the copy engine takes twice as long from the wait to the first byte. The layout is the tile copy's 128-byte
+// swizzle. Addresses are worked out here, before the wait; behind it a copy is an addition and an instruction.
 template <typename Config>
-__device__ __forceinline__ void copy_activations(const Args& args, const Shared<Config>& shared, const Place& place,
-                                                 const Tile& tile) {
-    constexpr u32 kThreads = 128 * Config::kWarpgroupsN;
-    const BlockRange range = tile.range;
-    const u32 stages = prefetched_stages<Config>(range);
-    for (u32 stage = 0; stage < stages; ++stage) {
-        const u32 block = range.begin + stage * Config::kWarpgroupsK + place.along_k;
-        if (block >= range.end) break;
-        const u32 tile_base = shared.lhs(stage, place.along_k);
+struct ActivationCopies {
+    static constexpr u32 kTokens = 16 * Config::kWarpgroupsN;  // from one copy of a stage to the next
+    static constexpr u32 kCopies = ceil_div(Config::kBlockM, kTokens);
+
+    const u8* source;  // of a stage's first copy, as the next is
+    u32 destination;
+
+    __device__ __forceinline__ ActivationCopies(const Args& args, const Shared<Config>& shared, const Place& place,
+                                                const Tile& tile) {
+        const u32 k = (tile.range.begin + place.along_k) * 128 + chunk(place) * 16;
+        source = args.lhs + (tile.m + token(place)) * args.lhs_stride + k;
+        // The same for all copies of the thread: their tokens are a multiple of 8 apart.
+        destination = shared.lhs(0, place.along_k) + token(place) * 128 + ((chunk(place) ^ token(place) % 8) * 16);
+    }
+
+    // Of the first copy, within the tile and within 128 of k.
+    __device__ __forceinline__ static u32 token(const Place& place) {
+        return (place.along_n * 128 + place.thread) / 8;
+    }
+    __device__ __forceinline__ static u32 chunk(const Place& place) { return place.thread % 8; }
+
+    __device__ __forceinline__ void start(const Args& args, const Place& place, const Tile& tile) {
+        const u64 step = kTokens * args.lhs_stride;
+        const u32 stages = prefetched_stages<Config>(tile.range);
+        u32 block = tile.range.begin + place.along_k;
+        // Several at a time take more registers than some tiles leave.
+#pragma unroll 1
+        for (u32 stage = 0; stage < stages; ++stage, block += Config::kWarpgroupsK) {
+            if (block >= tile.range.end) break;
+            const bool inside = block * 128 + chunk(place) * 16 < args.k;
+            const u8* from = source;
 #pragma unroll
-        for (u32 first = 0; first < Config::kBlockM * 8; first += kThreads) {
-            const u32 i = first + place.along_n * 128 + place.thread;
-            const u32 token = i / 8, chunk = i % 8;
-            if (Config::kBlockM * 8 % kThreads == 0 || i < Config::kBlockM * 8) {
-                const u32 k = block * 128 + chunk * 16;
-                const bool inside = tile.m + token < args.m && k < args.k;
-                const u8* source = inside ? args.lhs + (tile.m + token) * args.lhs_stride + k : args.lhs;
-                copy_16(tile_base + token * 128 + ((chunk ^ token % 8) * 16), source, inside);
+            for (u32 copy = 0; copy < kCopies; ++copy, from += step) {
+                const u32 at = token(place) + copy * kTokens;
+                const bool wanted = Config::kBlockM % kTokens == 0 || at < Config::kBlockM;
+                copy_16(wanted, destination + copy * kTokens * 128, from, tile.m + at < args.m && inside);
             }
+            source += Config::kWarpgroupsK * 128;
+            destination += Shared<Config>::kLhsStage;
         }
     }
-}
+};
 
 // Until all of them are there.
 template <typename Config>
@@ -435,8 +465,9 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
         multiply_tile<Config>(acc, shared, place, tile.range, ring, [&] {
             const bool copying = !waited;
             if (copying) {
+                ActivationCopies<Config> copies(args, shared, place, tile);
                 wait();
-                copy_activations<Config>(args, shared, place, tile);
+                copies.start(args, place, tile);
                 waited = true;
             }
             if (place.split < Shared<Config>::kShares) {
@@ -492,9 +523,13 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
     // Every thread of every CTA waits for the grid before this one, also a thread without work, so that the end of this
     // grid implies the end of its predecessor.
     if (producer_warpgroup) {
-        wait_for_previous_grid();
+        // Before the wait: the consumers need them for what they do before it.
         if constexpr (Config::kConsumerRegisters > 0) release_registers<Config::kProducerRegisters>();
-        if (producer) produce<Config>(args, lhs_map, last_lhs_map, shared, rank, prefetched, policy);
+        if (producer) {
+            produce<Config>(args, lhs_map, last_lhs_map, shared, rank, prefetched, policy);
+        } else {
+            wait_for_previous_grid();
+        }
         __syncwarp();
     } else {
         if constexpr (Config::kConsumerRegisters > 0) claim_registers<Config::kConsumerRegisters>();

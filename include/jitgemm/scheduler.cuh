@@ -49,15 +49,20 @@ struct Scheduler {
     __device__ __forceinline__ bool done() const { return unit >= units_m * units_n; }
 
     // The tile of the CTA of this rank, or false when the cluster is done. A cluster at the edge may own a tile wholly
-    // outside: it still takes part in loads, and its stores are clipped.
+    // outside: it still takes part in loads, and its stores are clipped. kBranch spares the divisions where there is one
+    // tile along m; in the consumers' loop ptxas would take the branch for one that threads may take apart.
+    template <bool kBranch = false>
     __device__ __forceinline__ bool next(Tile& tile, u32 rank) {
         if (done()) return false;
-        u32 per_band = kBandTiles * units_n;
-        u32 band = unit / per_band;
-        u32 inside = unit - band * per_band;
-        u32 height = min(kBandTiles, units_m - band * kBandTiles);
-        u32 unit_n = inside / height;
-        u32 unit_m = band * kBandTiles + inside - unit_n * height;
+        u32 unit_m = 0, unit_n = unit;
+        if (!kBranch || units_m > 1) {
+            u32 per_band = kBandTiles * units_n;
+            u32 band = unit / per_band;
+            u32 inside = unit - band * per_band;
+            u32 height = min(kBandTiles, units_m - band * kBandTiles);
+            unit_n = inside / height;
+            unit_m = band * kBandTiles + inside - unit_n * height;
+        }
         tile.m = (unit_m * kAlongM + (kAlongM > 1 ? rank : 0)) * Config::kBlockM;
         tile.n = (unit_n * kAlongN + (kAlongN > 1 ? rank : 0)) * Config::kBlockN;
         tile.split = Config::kSplitK > 1 && unit >= tail;

@@ -67,13 +67,15 @@ __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.
 // Until this thread's stores are in global memory.
 __device__ __forceinline__ void store_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Copies 16 bytes by the thread itself, or writes zeros; done for all of the thread's copies after copy_wait().
-__device__ __forceinline__ void copy_16(u32 destination, const u8* source, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 ::"r"(destination), "l"(source), "r"(inside ? 16 : 0) : "memory");
+// Copies 16 bytes by the thread itself where `wanted`, or writes zeros, and reads nothing, where not `inside`; done for
+// all of the thread's copies after copy_wait(). Without a branch: behind one, ptxas takes a warp for divergent, and keeps
+// in registers of each thread what is the same for all.
+__device__ __forceinline__ void copy_16(bool wanted, u32 destination, const u8* source, bool inside) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n}"
+                 ::"r"(destination), "l"(source), "r"(inside ? 16 : 0), "r"(u32(wanted)) : "memory");
 }
-// The same for 4 bytes, where `wanted`; `base` is an address that may be read in any case. Without a branch: behind one,
-// ptxas takes a warp for divergent, and keeps in registers of each thread what is the same for all.
+
+// The same for 4 bytes; `base` is an address that may be read in any case.
 __device__ __forceinline__ void copy_4(bool wanted, u32 destination, const void* source, const void* base,
                                        bool inside) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p cp.async.ca.shared.global [%0], [%1], 4, %2;\n}"
