@@ -382,8 +382,12 @@ def direct_lhs(spec: KernelSpec) -> bool:
 def may_copy(spec: KernelSpec) -> bool:
     """Whether consumers that do not copy the first activations could: whether `direct` may be set."""
     widest, _ = DIRECT_TOKENS.get((spec.warpgroups_k, spec.ctas_per_sm), (0, 0))
-    if spec.lhs == "s8" and spec.zero_point and spec.ctas_per_sm == 2:
-        widest = min(widest, 32)  # with more sums it spills 8 bytes
+    if spec.lhs == "s8" and spec.ctas_per_sm == 2:
+        # With more sums they spill 8 bytes.
+        if spec.zero_point:
+            widest = min(widest, 32)
+        elif spec.warpgroups_n == 2 and spec.split_k == 4:
+            widest = min(widest, 48)
     return spec.block_m * spec.warpgroups_n <= widest and spec.multicast == 1 and not direct_lhs(spec)
 
 
