@@ -43,10 +43,18 @@ NO_DECODE: tuple[Change, ...] = (
     ("decode", "return (word << 4) & 0xF0F0F0F0u;", "return word;"),
 )
 _LOADS = (
-    "load_weights<Config>(args, shared, tile, ring.stage, block, blocks(), rank, policy, rows);\n"
-    "            load_lhs();"
+    "load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);\n"
+    "                load_lhs(blocks);"
 )
 NO_LOADS: tuple[Change, ...] = (("kernel", _LOADS, "barrier_arrive(shared.full(ring.stage));"),)
+ONE_THREAD: tuple[Change, ...] = (
+    ("barrier", "elect.sync _|p, 0xFFFFFFFF;", "setp.eq.u32 p, 0, 0;"),
+    (
+        "kernel",
+        "producer = warp == Shared<Config>::kWarpgroups * 4",
+        "producer = threadIdx.x == Shared<Config>::kWarpgroups * 128",
+    ),
+)
 _AT_BARRIERS = "    // Every thread of every CTA waits for"
 EARLY_LAUNCH: tuple[Change, ...] = (
     ("kernel", "        if (threadIdx.x == 0) launch_next_grid();\n", ""),
@@ -104,6 +112,7 @@ def prefill() -> Part:
         "neither": Variant((NO_PROMOTION, *NO_DECODE)),
         "no copies after the first stages": Variant(NO_LOADS),
         "neither, no copies": Variant((NO_PROMOTION, *NO_DECODE, *NO_LOADS)),
+        "produced by a thread alone": Variant(ONE_THREAD),
     }
     return Part(4096, 4096, 4096, variants, (*kernels, _kernel("s8", "any", 256, 128, 0, halves=2)))
 
@@ -136,6 +145,7 @@ def decode() -> Part:
         "activations by tile copies": Variant((TILE_COPIES,)),
         "weights of all stages before the wait": Variant(ALL_STAGES),
         "exit once stores are read": Variant((EXIT_ONCE_READ,)),
+        "produced by a thread alone": Variant(ONE_THREAD),
     }
     return Part(16, 4096, 4096, variants, tuple(kernels))
 

@@ -22,6 +22,15 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
+// True in one thread of a warp, always the same; every thread of the warp asks. Copies behind it need neither loops over
+// the threads that might differ nor moves into uniform registers, which what a single thread reaches does: ptxas knows
+// that the warp is one.
+__device__ __forceinline__ bool elect_one() {
+    u32 elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+    return elected != 0;
+}
+
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

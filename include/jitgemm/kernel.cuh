@@ -35,6 +35,12 @@ __device__ __forceinline__ u32 lhs_rows(const Args& args, const Tile& tile) {
     return tile.m + Config::kBlockM > args.m ? args.last_rows : whole_lhs_rows<Config>();
 }
 
+// Records of each strip in the stage that begins at `block`: one for each warpgroup along k, fewer at the end.
+template <typename Config>
+__device__ __forceinline__ u32 blocks_of_stage(BlockRange range, u32 block) {
+    return Config::kWarpgroupsK == 1 ? 1 : min(u32(Config::kWarpgroupsK), range.end - block);
+}
+
 // Announces a stage's bytes and copies its weight records: for each strip of 64 rows one contiguous run of
 // `blocks` records. The bytes of activations count where a tile copy brings them too, of `rows` tokens each.
 template <typename Config>
@@ -80,7 +86,7 @@ __device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const
 }
 
 // Weights do not depend on the previous kernel: the first tile's are under way before this grid waits for it. Returns
-// the stages filled.
+// the stages filled. Called by the whole warp, as is produce(), and one thread issues the copies.
 template <typename Config>
 __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<Config>& shared, u32 rank, u64 policy) {
     Scheduler<Config> scheduler(args);
@@ -91,8 +97,8 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
         const u32 rows = Config::kDirectLhs ? 0 : lhs_rows<Config>(args, tile);
         u32 block = range.begin;
         for (; block < range.end && filled < Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
-            u32 blocks = min(u32(Config::kWarpgroupsK), range.end - block);
-            load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, rows);
+            const u32 blocks = blocks_of_stage<Config>(range, block);
+            if (elect_one()) load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, rows);
         }
     }
     return filled;
@@ -110,21 +116,24 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
     u32 block = more ? tile.range.begin : 0;
     u32 rows = more ? lhs_rows<Config>(args, tile) : 0;
     wait_for_previous_grid();
-    auto blocks = [&] { return min(u32(Config::kWarpgroupsK), tile.range.end - block); };
-    auto load_lhs = [&] {
-        load_activations<Config>(lhs_map, last_lhs_map, shared, tile, ring.stage, block, blocks(), rank, rows);
+    auto load_lhs = [&](u32 blocks) {
+        load_activations<Config>(lhs_map, last_lhs_map, shared, tile, ring.stage, block, blocks, rank, rows);
     };
 #pragma unroll 1
     for (u32 i = 0; i < prefetched; ++i, block += Config::kWarpgroupsK, ring.advance()) {
-        if constexpr (!Config::kDirectLhs) load_lhs();
+        const u32 blocks = blocks_of_stage<Config>(tile.range, block);
+        if (!Config::kDirectLhs && elect_one()) load_lhs(blocks);
     }
     while (more) {
         // Several at a time take more registers than a producer has.
 #pragma unroll 1
         for (; block < tile.range.end; block += Config::kWarpgroupsK, ring.advance()) {
+            const u32 blocks = blocks_of_stage<Config>(tile.range, block);
             barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
-            load_weights<Config>(args, shared, tile, ring.stage, block, blocks(), rank, policy, rows);
-            load_lhs();
+            if (elect_one()) {
+                load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);
+                load_lhs(blocks);
+            }
         }
         more = scheduler.next(tile, rank);
         block = tile.range.begin;
@@ -435,8 +444,7 @@ template <typename Config>
 __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const Shared<Config>& shared,
                                         u32 rank) {
     Place place;
-    // The shuffle tells the compiler that the value is the same in the whole warp, so that descriptors stay in uniform
-    // registers.
+    // As below: descriptors stay in uniform registers.
     place.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
     place.along_n = place.warpgroup % Config::kWarpgroupsN;
     place.along_k = place.warpgroup / Config::kWarpgroupsN;
@@ -497,17 +505,21 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
     extern __shared__ __align__(1024) u8 memory[];
     const Shared<Config> shared{shared_address(memory)};
     const u32 rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
+    // The shuffle tells the compiler that the value is the same in the whole warp.
+    const u32 warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
     const bool producer_warpgroup = threadIdx.x / 128 == Shared<Config>::kWarpgroups;
-    const bool producer = threadIdx.x == Shared<Config>::kWarpgroups * 128;
+    const bool producer = warp == Shared<Config>::kWarpgroups * 4;
 
     u32 prefetched = 0;
     u64 policy = 0;
     if (producer) {
-        if (shared.base % 1024 != 0) __trap();  // swizzled tiles and their descriptors would be wrong
-        prefetch_descriptor(lhs_map);
-        prefetch_descriptor(last_lhs_map);
-        prefetch_descriptor(out_map);
-        shared.init_barriers(rank);
+        if (elect_one()) {
+            if (shared.base % 1024 != 0) __trap();  // swizzled tiles and their descriptors would be wrong
+            prefetch_descriptor(lhs_map);
+            prefetch_descriptor(last_lhs_map);
+            prefetch_descriptor(out_map);
+            shared.init_barriers(rank);
+        }
         policy = args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_unchanged();
         // Multicast weights land in the neighbour too, whose barriers must exist first.
         if constexpr (!Config::kMulticastRhs) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
