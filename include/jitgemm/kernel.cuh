@@ -515,14 +515,16 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
     if (producer) {
         if (elect_one()) {
             if (shared.base % 1024 != 0) __trap();  // swizzled tiles and their descriptors would be wrong
-            prefetch_descriptor(lhs_map);
-            prefetch_descriptor(last_lhs_map);
-            prefetch_descriptor(out_map);
-            shared.init_barriers(rank);
+            shared.init_full_barriers();
         }
         policy = args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_unchanged();
         // Multicast weights land in the neighbour too, whose barriers must exist first.
         if constexpr (!Config::kMulticastRhs) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+    } else if (warp == Shared<Config>::kWarpgroups * 4 + 1 && elect_one()) {
+        prefetch_descriptor(lhs_map);
+        prefetch_descriptor(last_lhs_map);
+        prefetch_descriptor(out_map);
+        shared.init_other_barriers(rank);
     }
     __syncwarp();
     if constexpr (Config::kClusterSize > 1) {

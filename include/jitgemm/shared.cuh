@@ -71,18 +71,24 @@ struct Shared {
         return full(2 * Config::kStages + kSummers + warpgroup);
     }
 
-    __device__ __forceinline__ void init_barriers(u32 rank) const {
-        for (u32 stage = 0; stage < Config::kStages; ++stage) {
-            barrier_init(full(stage), 1);
+    // Those that copies complete on; the first copies wait for nothing else.
+    __device__ __forceinline__ void init_full_barriers() const {
+        for (u32 stage = 0; stage < Config::kStages; ++stage) barrier_init(full(stage), 1);
+        barrier_init_fence();
+    }
+
+    __device__ __forceinline__ void init_other_barriers(u32 rank) const {
+        for (u32 stage = 0; stage < Config::kStages; ++stage)
             barrier_init(empty(stage), kWarpgroups * 4 * Config::kMulticast);
-        }
-        // In a cluster sums come with their bytes counted, which the summer announces; else each warp arrives.
-        for (u32 summer = 0; summer < kSummers; ++summer)
-            barrier_init(reduce_full(summer), Config::kSplitK > 1 ? 1 : max(4 * (kSplits - 1), 1u));
-        // Every summer's warps but the warpgroup's own.
-        for (u32 w = 0; w < kWarpgroups; ++w) {
-            const u32 split = (Config::kSplitK > 1 ? rank * Config::kWarpgroupsK : 0) + w / Config::kWarpgroupsN;
-            barrier_init(reduce_empty(w), max(4 * (kShares - (split < kShares)), 1u));
+        if constexpr (kSplits > 1) {
+            // In a cluster sums come with their bytes counted, which the summer announces; else each warp arrives.
+            for (u32 summer = 0; summer < kSummers; ++summer)
+                barrier_init(reduce_full(summer), Config::kSplitK > 1 ? 1 : 4 * (kSplits - 1));
+            // Every summer's warps but the warpgroup's own.
+            for (u32 w = 0; w < kWarpgroups; ++w) {
+                const u32 split = (Config::kSplitK > 1 ? rank * Config::kWarpgroupsK : 0) + w / Config::kWarpgroupsN;
+                barrier_init(reduce_empty(w), max(4 * (kShares - (split < kShares)), 1u));
+            }
         }
         barrier_init_fence();
     }
