@@ -21,6 +21,7 @@ from jitgemm.spec import (
     promote_records,
     share_tokens,
     smem_bytes,
+    streams,
     units_in_flight,
     wgmma_shapes,
 )
@@ -78,6 +79,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kWarpgroupsK": spec.warpgroups_k,
         "u32 kStages": spec.stages,
         "u32 kPrefetchStages": prefetch_stages(spec),
+        "bool kStreams": str(streams(spec)).lower(),
         "u32 kSplitK": spec.split_k,
         "bool kSplitTail": str(spec.split_tail).lower(),
         "u32 kMulticast": spec.multicast,

@@ -37,6 +37,8 @@ PREFETCH_BYTES = {1: 54_000, 2: 40_000}
 what memory delivers in that time. More would stand in front of the activations; less where CTAs of few tokens share an
 SM (docs/notes/decode.md)."""
 MIN_PREFETCH_STAGES = 5
+STREAM_TOKENS = 32
+"""Most tokens of a tile for which `streams` asks for all stages."""
 
 LHS_TYPES = ("e4m3", "s8")
 CODES = ("any", *LHS_TYPES)
@@ -366,6 +368,14 @@ def prefetch_stages(spec: KernelSpec) -> int:
     budget = PREFETCH_BYTES[min(2, spec.ctas_per_sm) if narrow else 1]
     stages = min(spec.stages, max(MIN_PREFETCH_STAGES, budget // stage_weight_bytes(spec)))
     return min(stages, ceil_div(DIRECT_TOKENS[shape][1], spec.block_m)) if spec.direct else stages
+
+
+def streams(spec: KernelSpec) -> bool:
+    """Whether a CTA asks for all stages before that wait where its tile has more than twice as many.
+
+    Such a call lasts as long as its weights take, and no other kernel's CTA waits on the same SM.
+    """
+    return spec.block_m <= STREAM_TOKENS and spec.ctas_per_sm == spec.warpgroups_k == 1 and not spec.direct
 
 
 def stage_weight_bytes(spec: KernelSpec) -> int:

@@ -31,7 +31,7 @@ from jitgemm.config import candidates, choose, illegal, kernels_for, legal_kerne
 from jitgemm.errors import JitGemmError
 from jitgemm.reference import error_bound, gemm_w4a8_terms
 from jitgemm.render import yields
-from jitgemm.spec import GROUP_SIZES, LHS_TYPES, MAX_CHANNEL_K_S8, KernelSpec, Problem, WeightFormat
+from jitgemm.spec import GROUP_SIZES, LHS_TYPES, MAX_CHANNEL_K_S8, KernelSpec, Problem, WeightFormat, streams
 from jitgemm.weight import W4Weight, pack_w4
 
 pytestmark = pytest.mark.gpu
@@ -640,6 +640,35 @@ def test_scales_kept_from_one_multiply_add_to_the_next_change_no_bit(lhs_name, f
         outputs = with_both_hints(spec, m, rhs, lhs, monkeypatch)
         assert_right(outputs[0], lhs, rhs)
         assert builders.same_bits(*outputs), spec.label
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [{"block_m": 16, "block_n": 256, "stages": 11}, {"block_m": 32, "block_n": 192, "stages": 8},
+     {"block_m": 8, "block_n": 192, "stages": 12, "split_k": 2}],
+)  # fmt: skip
+def test_weights_asked_for_all_at_once_change_no_bit(shape, lhs_name, monkeypatch):
+    """By kernels that stream them: all stages before the wait for the previous kernel, or some."""
+    from jitgemm import loaded, render
+    from jitgemm.plan import Plan
+
+    m, n, k = shape["block_m"] - 1, 1064, 7104
+    rhs, lhs = weight(n, k, GROUP_128, codes=lhs_name, seed=11), activations(m, k, lhs_name, seed=11)
+    spec = KernelSpec(lhs_name, 128, False, "bf16", codes=lhs_name, **shape)
+    assert streams(spec) and illegal(spec, device_figures()) is None
+    outputs = []
+    for asked in (streams, lambda _: False):
+        monkeypatch.setattr(render, "streams", asked)
+        monkeypatch.setattr(loaded, "kernels", {})
+        guarded = Guarded(m, n)
+        plan = Plan(*lhs, rhs, guarded.out, None, spec=spec)
+        for _ in range(3):
+            plan.launch(*lhs, rhs, guarded.out, None, True)
+        guarded.check()
+        outputs.append(guarded.out.contiguous())
+        assert_right(outputs[-1], lhs, rhs)
+    assert builders.same_bits(*outputs)
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)

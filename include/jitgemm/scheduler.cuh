@@ -83,10 +83,13 @@ struct Scheduler {
     }
 };
 
-// The stages that hold the first tile's weights before this grid waits for the one before it.
+// The stages that hold the first tile's weights before this grid waits for the one before it: all where a CTA streams for
+// long, for what it asks for after the wait stands behind what the next kernel asks for before its own.
 template <typename Config>
 __device__ __forceinline__ u32 prefetched_stages(BlockRange range) {
-    return min(Config::kPrefetchStages, ceil_div(range.end - range.begin, Config::kWarpgroupsK));
+    const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
+    const bool all = Config::kStreams && stages > 2 * Config::kStages;
+    return min(all ? Config::kStages : Config::kPrefetchStages, stages);
 }
 
 }  // namespace jitgemm
