@@ -24,6 +24,7 @@ from jitgemm.spec import (
     Problem,
     WeightFormat,
     ceil_div,
+    direct_lhs,
     may_copy,
     promote_records,
     share_tokens,
@@ -181,50 +182,56 @@ def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, .
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted to the 16,925 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
+# The constants were fitted to the 14,515 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 0.7575
+LAUNCH_US = 0.3
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.3021
+NO_PREFETCH_US = 0.1195
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-WIDE_US = 0.2091
-"""Added for tiles of more than 16 tokens: their first activations, which nothing prefetches, take longer."""
-SUM_US = {"cta": 0.1115, "cluster": 0.1173}
-"""Sum over splits of k, per tile, where the warpgroups of a CTA have it to do and where CTAs have: hand-over."""
-REDUCE_US = 0.003502
+COPY_US = 0.1661
+"""Added where the copy engine brings a tile's first activations, not the threads that multiply them."""
+SUM_US = 0.4616
+"""Sum over the warpgroups along k of a CTA alone, per tile: hand-over."""
+REDUCE_US = 0.004162
 """The same, per token of a split's share and further split: stores into another's shared memory, reads."""
-SCATTER_US = 0.8948
+SCATTER_US = 0.1342
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
-STORE_US = 0.7507
+STORE_US = 0.5782
 """Epilogue of a tile, during which nothing multiplies: latencies."""
-TOKEN_US = 0.002457
+TOKEN_US = 0.001885
 """The same, per token of a split's share: conversion, transposition."""
-CLUSTER_US = {(1, "narrow"): 0.1052, (1, "wide"): 0.4723, (2, "narrow"): 0.147, (2, "wide"): 0.1127}
-"""Launch of a cluster of two and its barriers, by CTAs of an SM and tile; grows with the root of the further CTAs."""
-RECORD_CYCLES = 50.0
+CLUSTER_US = {(1, "narrow"): 0.2909, (1, "wide"): 0.3134, (2, "narrow"): 0.1689, (2, "wide"): 0.04281}
+"""Launch of a cluster of two that splits k and its barriers, by CTAs of an SM and tile; grows with the root of the
+further CTAs."""
+SEND_US = 0.01675
+"""Sums that a CTA of such a cluster sends to the others, per token of the tile and warpgroup along k, if all were sent;
+its own share is not."""
+MULTICAST_US = 3.0
+"""Launch of a cluster that shares an operand, its barriers, and the stages that are handed back across it."""
+RECORD_CYCLES = 93.1
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 179.8, ("s8", "any"): 163.2, ("e4m3", "fast"): 134.7, ("s8", "fast"): 133.1,
-    ("e4m3", "zero"): 221.8, ("s8", "zero"): 205.7,
+    ("e4m3", "any"): 213.5, ("s8", "any"): 194.6, ("e4m3", "fast"): 167.5, ("s8", "fast"): 158.7,
+    ("e4m3", "zero"): 217.7, ("s8", "zero"): 228.4,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.662, "s8": 2.674}
+PROMOTE_CYCLES = {"e4m3": 1.497, "s8": 2.116}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-FETCH_CYCLES = 2145.0
+FETCH_CYCLES = 2158.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-HALVES_CYCLES = 52.69
+HALVES_CYCLES = 148.2
 """Added where tokens are multiplied in halves and a record has one group: nothing runs beside the instructions."""
-ISSUE_CYCLES = 50.53
+ISSUE_CYCLES = 19.91
 """Issue cycles of a scheduler per record for everything else."""
-L2_BYTES_PER_CYCLE = 63.17
+L2_BYTES_PER_CYCLE = 160.0
 """Bytes an SM draws from the L2 in a cycle when all draw; what some leave, the others have (docs/notes/main-loop.md).
 An operand that CTAs share counts for each of them: multicast kernels are no faster for it."""
-STREAM_FACTOR = {1: 1.054, 2: 1.184}
+STREAM_FACTOR = {1: 1.148, 2: 1.068}
 """Times as long as at the HBM's rate that a call's bytes take, by warpgroups along k; four draw as fast as it gives
 (docs/notes/decode.md)."""
-OVERLAP = 3.149
+OVERLAP = 3.495
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
 CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
@@ -303,6 +310,7 @@ class _Costs(NamedTuple):
     cluster_tile: tuple[int, int]
     clusters: int  # that fit the device
     whole_blocks: int  # as of `_run_of`
+    engine_stages: float  # as of `_engine_stages`
 
 
 def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
@@ -323,14 +331,16 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
 
     share = share_tokens(spec)
     width = "wide" if spec.block_m > DIRECT_LHS_TOKENS else "narrow"
-    launch = LAUNCH_US + CLUSTER_US[spec.ctas_per_sm, width] * (spec.cluster_size - 1) ** 0.5
-    launch += WIDE_US if width == "wide" else 0.0
+    launch = LAUNCH_US + CLUSTER_US[spec.ctas_per_sm, width] * (spec.split_k - 1) ** 0.5
+    launch += MULTICAST_US if spec.multicast > 1 else 0.0
     if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
         launch += NO_PREFETCH_US
     splits = spec.split_k * spec.warpgroups_k
     reduce_us = REDUCE_US * (splits - 1) * share
-    if splits > 1:
-        reduce_us += SUM_US["cluster" if spec.split_k > 1 else "cta"]
+    if spec.split_k > 1:
+        reduce_us += SEND_US * spec.block_m * spec.warpgroups_k * (1 - 1 / spec.split_k)
+    elif spec.warpgroups_k > 1:
+        reduce_us += SUM_US
     return _Costs(
         # The warpgroups of an SM share its tensor cores and its schedulers.
         tensor=spec.warpgroups * wgmma * us_per_cycle,
@@ -346,6 +356,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         cluster_tile=_cluster_tile(spec),
         clusters=_clusters_that_fit(spec, device.num_sms),
         whole_blocks=max(1, every),
+        engine_stages=_engine_stages(spec),
     )
 
 
@@ -381,6 +392,7 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     # Clusters beyond those that fit one an SM share their SMs.
     shared = 2 if ctas > device.num_sms * CLUSTER_SHARE[spec.cluster_size] else 1
+    copy = COPY_US if ceil_div(run, spec.warpgroups_k) <= costs.engine_stages else 0.0
     memory = costs.stream * (weight_bytes + m * k + OUT_BYTES[spec.out] * m * n)
     times = _Times(
         memory,
@@ -389,7 +401,7 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
         records * costs.latency,
         records * costs.fetch,
         units * spec.multicast * blocks / device.num_sms * costs.l2,
-        costs.launch + waves * costs.tile + split * costs.split_tile + (waves - 1) * costs.later_tile,
+        costs.launch + copy + waves * costs.tile + split * costs.split_tile + (waves - 1) * costs.later_tile,
     )
     return times, waves, ctas
 
@@ -439,16 +451,22 @@ def band_end(m: int) -> int:
     return 1 << (m - 1).bit_length()
 
 
-def for_k(spec: KernelSpec, k: int) -> KernelSpec:
-    """The kernel as it serves a weight of this k best: who brings a tile's first activations (docs/notes/decode.md).
+def _engine_stages(spec: KernelSpec) -> float:
+    """Stages of a tile up to which the copy engine brings the first activations; from there on threads do.
 
-    Threads do where weights still to be asked for would keep the copy engine busy; with few stages none are.
+    Threads do where weights still to be asked for would keep the engine busy; with few stages none are.
     """
+    if direct_lhs(spec):
+        return 0
+    return min(spec.stages, PREFETCH_BYTES[1] // stage_weight_bytes(spec)) if may_copy(spec) else math.inf
+
+
+def for_k(spec: KernelSpec, k: int) -> KernelSpec:
+    """The kernel as it serves a weight of this k best: who brings a tile's first activations (docs/notes/decode.md)."""
     if not may_copy(spec):
         return spec
     run = _run_of(ceil_div(k, BLOCK_K), max(1, promote_records(spec)), spec.split_k)
-    prefetched = min(spec.stages, PREFETCH_BYTES[1] // stage_weight_bytes(spec))
-    return replace(spec, direct=ceil_div(run, spec.warpgroups_k) > prefetched)
+    return replace(spec, direct=ceil_div(run, spec.warpgroups_k) > _engine_stages(spec))
 
 
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
