@@ -95,9 +95,10 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
     if (scheduler.template next<true>(tile, rank)) {
         const BlockRange range = tile.range;
         const u32 rows = Config::kDirectLhs ? 0 : lhs_rows<Config>(args, tile);
-        const u32 stages = prefetched_stages<Config>(range);
+        // A constant where it can be: with another bound for its loop ptxas has consumers spill.
+        const u32 most = Config::kStreams ? prefetched_stages<Config>(range) : Config::kPrefetchStages;
         u32 block = range.begin;
-        for (; filled < stages; block += Config::kWarpgroupsK, ++filled) {
+        for (; block < range.end && filled < most; block += Config::kWarpgroupsK, ++filled) {
             const u32 blocks = blocks_of_stage<Config>(range, block);
             if (elect_one()) load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, rows);
         }
