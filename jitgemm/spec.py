@@ -396,7 +396,7 @@ def may_copy(spec: KernelSpec) -> bool:
         # With more sums they spill 8 bytes.
         if spec.zero_point:
             widest = min(widest, 32)
-        elif spec.warpgroups_n == 2 and spec.split_k == 4:
+        elif spec.warpgroups_n == 2 and spec.split_k >= 4:
             widest = min(widest, 48)
     return spec.block_m * spec.warpgroups_n <= widest and spec.multicast == 1 and not direct_lhs(spec)
 
