@@ -66,6 +66,7 @@ _CONSUME = "        consume<Config>(args, out_map, shared, rank);\n    }\n"
 _IN_CLUSTERS = "    if constexpr (Config::kClusterSize > 1) "
 BARRIER_AT_END: Change = ("kernel", _CONSUME, f"{_CONSUME}{_IN_CLUSTERS}{_CLUSTER_SYNC}\n")
 ALL_STAGES: tuple[Change, ...] = (
+    ("kernel", "prefetched_stages<Config>(range) : Config::kPrefetchStages;", "Config::kStages : Config::kStages;"),
     ("scheduler", "min(all ? Config::kStages : Config::kPrefetchStages,", "min(Config::kStages,"),
 )
 TILE_COPIES: Change = ("kernel", "Config::kDirectLhs", "false")

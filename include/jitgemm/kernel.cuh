@@ -446,7 +446,7 @@ template <typename Config>
 __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const Shared<Config>& shared,
                                         u32 rank) {
     Place place;
-    // As below: descriptors stay in uniform registers.
+    // The same in the whole warp, see w4a8_gemm: descriptors stay in uniform registers.
     place.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
     place.along_n = place.warpgroup % Config::kWarpgroupsN;
     place.along_k = place.warpgroup / Config::kWarpgroupsN;
