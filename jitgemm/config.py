@@ -37,6 +37,8 @@ from jitgemm.spec import (
 # ---- what fits -------------------------------------------------------------------------------------------------------
 
 BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
+MIN_STAGES = 3
+"""Two hide nothing, and with two ptxas has tiles of 112 tokens and 192 rows spill."""
 MAX_STAGES = 12
 SYSTEM_SMEM = 1024
 """Bytes of shared memory the system takes from an SM for each resident CTA."""
@@ -64,8 +66,8 @@ def _misfit(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return "multicast shares must be whole swizzle rows"
     if spec.cluster_size > min(8, device.num_sms):
         return f"clusters of more than {min(8, device.num_sms)} do not fit"
-    if spec.stages < 2:
-        return "fewer than two stages fit"
+    if spec.stages < MIN_STAGES:
+        return f"fewer than {MIN_STAGES} stages fit"
     limit = _smem_limit(spec, device)
     if smem_bytes(spec) > limit:
         return f"{smem_bytes(spec)} bytes of shared memory, {limit} available"
@@ -106,7 +108,7 @@ def _kernels(
             codes=fmt.codes,
             offset=fmt.offset,
             out=out,
-            stages=2,
+            stages=MIN_STAGES,
             **shape._asdict(),
         )
         if _misfit(spec, device) is None and (registers_needed(spec) > spec.consumer_registers) == refused:

@@ -79,7 +79,7 @@ THREE_TOKENS = {
     ("e4m3", 4, False): ((112, 112), (96, 96)), ("e4m3", 1, True): ((96, 96), (80, 96)),
     ("e4m3", 4, True): ((96, 96), (96, 96)), ("s8", 1, False): ((80, 96), (0, 0)),
     ("s8", 2, False): ((64, 96), (0, 0)), ("s8", 4, False): ((80, 96), (80, 96)),
-    ("s8", 1, True): ((80, 0), (64, 96)), ("s8", 4, True): ((80, 0), (80, 0)),
+    ("s8", 1, True): ((80, 0), (64, 96)), ("s8", 4, True): ((80, 0), (64, 0)),
 }  # fmt: skip
 """Most tokens of those: multiplied at once, in halves, and the same where k is split; by the same."""
 FOUR_REGISTERS_64 = 104

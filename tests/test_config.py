@@ -519,10 +519,10 @@ def test_one_stage_more_would_not_fit(problem, device):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"stages": 1}, "stages"),
+        ({"stages": 2}, "fewer than 3 stages"),
         ({"stages": 100}, "shared memory"),
         ({"block_m": 20}, "wgmma has no N of 20"),
-        ({"block_m": 256, "block_n": 192, "stages": 2}, "registers"),
+        ({"block_m": 192, "block_n": 192, "stages": 3}, "registers"),
         ({"multicast": 2, "multicast_side": "lhs", "split_k": 2}, "either splits k or shares"),
         ({"split_k": 16}, "do not fit"),
         ({"block_m": 8, "multicast": 2, "multicast_side": "lhs"}, "swizzle rows"),
