@@ -286,7 +286,9 @@ def test_the_hints_are_there_whatever_nvrtc_sets_itself(tmp_path):
         shares[name] = sum(found) / len(found)
     assert 0.3 < shares["e4m3"] < 0.7 and 0.2 < shares["s8"] < 0.3
     assert shares["short"] < 0.1 < 0.5 < shares["zeros"]
-    assert all(in_main_loop(e4m3, LDS)) and in_main_loop(e4m3, LDS)
+    # What waits long by itself is left alone.
+    loads = [each for each in main_loop(e4m3) if each.opcode == LDS and each.stall <= sass._MOST_STALL]
+    assert len(loads) > 4 and all(each.yields for each in loads)
     for cubin in keeping:
         found = in_main_loop(cubin, FFMA)
         kept = [keeps(cubin, each.offset) for each in main_loop(cubin) if each.opcode == FFMA]
