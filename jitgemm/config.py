@@ -196,7 +196,8 @@ COPY_US = 0.1661
 SUM_US = 0.4616
 """Sum over the warpgroups along k of a CTA alone, per tile: hand-over."""
 REDUCE_US = 0.004162
-"""The same, per token of a split's share and further split: stores into another's shared memory, reads."""
+"""Sum over splits of k, of CTAs or of warpgroups, per token of a split's share and further split: stores into another's
+shared memory, reads."""
 SCATTER_US = 0.1342
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
 STORE_US = 0.5782

@@ -20,7 +20,7 @@ CODE_BYTES = STRIP_ROWS * BLOCK_K // 2
 
 REGISTERS_PER_SM = 65536
 PRODUCER_REGISTERS = 40
-"""What a producer thread keeps at least; with 24, the least that `setmaxnreg` takes, it spills."""
+"""What a thread of the producer's warpgroup keeps at least; with 24, the least that `setmaxnreg` takes, some spill."""
 
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
@@ -259,7 +259,7 @@ class KernelSpec:
 
     @property
     def producer_registers(self) -> int:
-        """Registers that are left to a producer thread, `PRODUCER_REGISTERS` or more."""
+        """Registers that are left to a thread of the producer's warpgroup, `PRODUCER_REGISTERS` or more."""
         return self.entry_registers * (self.warpgroups + 1) - self.consumer_registers * self.warpgroups
 
     @property
@@ -371,7 +371,7 @@ def prefetch_stages(spec: KernelSpec) -> int:
 
 
 def streams(spec: KernelSpec) -> bool:
-    """Whether a CTA asks for all stages before that wait where its tile has more than twice as many.
+    """Whether a CTA whose tile has more than twice as many stages asks for all before it waits for the grid before.
 
     Such a call lasts as long as its weights take, and no other kernel's CTA waits on the same SM.
     """

@@ -182,9 +182,8 @@ def regrets(
     out = {}
     for cell, found in cells.items():
         best = min(found, key=lambda f: f[1])
-        chosen = min(found)[1]
+        least, chosen, _ = min(found)
         if blur:
-            least = min(found)[0]
             weights = [(predicted / least) ** (-1 / blur) for predicted, _, _ in found]
             chosen = sum(weight * us for weight, (_, us, _) in zip(weights, found)) / sum(weights)
         out[cell] = (chosen / best[1], chosen, best[1], best[2])

@@ -22,9 +22,9 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-// True in one thread of a warp, always the same; every thread of the warp asks. Copies behind it need neither loops over
-// the threads that might differ nor moves into uniform registers, which what a single thread reaches does: ptxas knows
-// that the warp is one.
+// True in one thread of a warp, always the same; every thread of the warp asks. ptxas knows that the warp is together
+// then: copies need no loop over threads whose operands might differ, as they do where one thread is found by its index
+// (docs/notes/producer.md).
 __device__ __forceinline__ bool elect_one() {
     u32 elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
