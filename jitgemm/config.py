@@ -225,7 +225,7 @@ PROMOTE_CYCLES = {"e4m3": 1.497, "s8": 2.116}
 FETCH_CYCLES = 2158.0
 """From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
 HALVES_CYCLES = 148.2
-"""Added where tokens are multiplied in halves and a record has one group: nothing runs beside the instructions."""
+"""Added where tokens are multiplied in halves and a record's one group is promoted: nothing runs beside that."""
 ISSUE_CYCLES = 19.91
 """Issue cycles of a scheduler per record for everything else."""
 L2_BYTES_PER_CYCLE = 160.0
@@ -329,7 +329,10 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
     decode = DECODE_CYCLES[spec.lhs, "zero" if spec.zero_point else "any" if spec.codes == "any" else "fast"]
     serial = max(wgmma, decode) + RECORD_CYCLES
     # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
-    serial += promote / spec.halves if groups > 1 else promote + HALVES_CYCLES * (spec.halves - 1)
+    if groups > 1:
+        serial += promote / spec.halves
+    elif promote:
+        serial += promote + HALVES_CYCLES * (spec.halves - 1)
     operand_bytes = (spec.block_m + spec.block_n / 2) * BLOCK_K
 
     share = share_tokens(spec)
@@ -490,8 +493,8 @@ def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSp
                 yield spec, costs
 
 
-def _rank(us: float, spec: KernelSpec) -> tuple[float, int, str]:
-    return us, spec.block_m * spec.block_n, spec.label
+def _rank(us: float, spec: KernelSpec) -> tuple[float, int, int, str]:
+    return us, spec.block_m * spec.block_n, spec.halves, spec.label
 
 
 ORDER_MS = (1, 16, 64, 256, 1024, 4096)
