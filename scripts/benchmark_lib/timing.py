@@ -50,11 +50,12 @@ class Timed:
         events[-1].synchronize()
         self.turns.append([a.elapsed_time(b) * 1e3 / self.calls for a, b in zip(events, events[1:])])
 
-    def hold(self, seconds: float) -> dict[str, float]:
+    def hold(self, seconds: float, sample: bool = True) -> dict[str, float]:
         """Replays without a pause; the times of the second half are kept, when clocks and temperature have settled.
 
         Returns:
-            power_w and sm_mhz as nvidia-smi saw them in the second half; empty where it cannot be asked.
+            power_w and sm_mhz as nvidia-smi saw them in the second half; empty without `sample` or where it cannot be
+            asked.
         """
         import torch
 
@@ -68,7 +69,7 @@ class Timed:
         while True:
             elapsed = time.perf_counter() - started
             if elapsed > seconds / 2 and begun is None:
-                begun, sampled = len(times), _ask_nvidia_smi()
+                begun, sampled = len(times), _ask_nvidia_smi() if sample else None
             if elapsed > seconds and begun is not None:
                 break
             self.graph.replay()
