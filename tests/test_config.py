@@ -348,6 +348,19 @@ def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("group_size", "same"), ((0, True), (128, False)))
+def test_halves_cost_where_a_record_is_promoted_and_nothing_else(group_size, same):
+    problem = Problem(4096, 4096, 4096, "s8", WeightFormat(group_size, False, "bf16", "s8"))
+    kernels = legal_kernels("s8", problem.format, DEVICES["h200"])
+    whole = next(kernel for kernel in kernels if kernel.block_m == 128 and kernel.halves == 1)
+    halves = replace(whole, halves=2)
+    assert halves in kernels
+    times = [predict(kernel, problem, DEVICES["h200"]).predicted_us for kernel in (whole, halves)]
+    assert times[0] == times[1] if same else times[0] < times[1]
+    ranked = [candidate.kernel for candidate in candidates(problem, DEVICES["h200"])]
+    assert ranked.index(whole) < ranked.index(halves)  # one piece where both are predicted alike
+
+
 @relaxed
 @given(problem=problems, device=devices)
 def test_candidates_are_sorted_and_the_first_is_chosen(problem, device):
