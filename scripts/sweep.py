@@ -24,7 +24,7 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,12 +86,9 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
 
 Job = tuple[str, int, int, int, list[KernelSpec]]
 """Format, n, k, m, and the kernels to time."""
-HELD_US = 60.0
-HELD_WITHIN = 1.15
-HELD_KERNELS = 9
+HELD_US, HELD_WITHIN, HELD_KERNELS = 60.0, 1.15, 9
 """`hold` times problems of so many microseconds and more: kernels within this factor of the best, so many at most."""
 HOLD_S = 0.2
-HOLD_TURNS = 1
 
 
 def run(path: Path, names: list[str], shapes: Sequence[tuple[int, int]], count: int) -> None:
@@ -117,22 +114,27 @@ def run(path: Path, names: list[str], shapes: Sequence[tuple[int, int]], count: 
 def hold(path: Path, names: list[str]) -> None:
     """Times the best kernels of the file's large problems again, each for a while, and adds them to the file."""
     document = json.loads(path.read_text())
+    others = [row for row in document.get("held", []) if row[0] not in names]
+    rows = time_all(large_problems(row for row in load(path, held=False) if row[0][0] in names), held)
+    write(path, document, rows=document["rows"], held=others + rows)
+
+
+def large_problems(rows: Iterable[Row]) -> list[Job]:
     cells: dict[tuple, list[tuple[float, KernelSpec]]] = defaultdict(list)
-    for cell, _, kernel, us in load(path, held=False):
-        if cell[0] in names:
-            cells[cell].append((us, kernel))
+    for cell, _, kernel, us in rows:
+        cells[cell].append((us, kernel))
     jobs = []
     for cell, found in cells.items():
         found.sort(key=lambda timing: timing[0])
         best = found[0][0]
         if best >= HELD_US:
-            kernels = [kernel for us, kernel in found if us <= best * HELD_WITHIN]
-            jobs.append((*cell, list(dict.fromkeys(kernels))[:HELD_KERNELS]))
-    rows = time_all(jobs, held)
-    write(path, document, rows=document["rows"], held=rows)
+            near = dict.fromkeys(kernel for us, kernel in found if us <= best * HELD_WITHIN)
+            jobs.append((*cell, list(near)[:HELD_KERNELS]))
+    return jobs
 
 
 def write(path: Path, document: dict, **tables: list) -> None:
+    """Writes the document with these tables, a row a line, and says how good the selector is by them."""
     head = json.dumps({key: value for key, value in document.items() if key not in ("rows", "held")})[:-1]
     body = (f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in tables.items())
     path.write_text(",\n".join((head, *body)) + "}\n")
@@ -147,9 +149,8 @@ def briefly(contestants: list[Timed], m: int) -> None:
 def held(contestants: list[Timed], m: int) -> None:
     contestants[0].hold(HOLD_S, sample=False)  # the GPU settles
     contestants[0].turns.clear()
-    for _ in range(HOLD_TURNS):
-        for timed in random.sample(contestants, len(contestants)):
-            timed.hold(HOLD_S, sample=False)
+    for timed in random.sample(contestants, len(contestants)):
+        timed.hold(HOLD_S, sample=False)
 
 
 def time_all(jobs: list[Job], measure: Callable[[list[Timed], int], None]) -> list[list]:

@@ -37,6 +37,13 @@ def test_held_timings_take_the_place_of_brief_ones(document, tmp_path):
     assert [us for *_, us in sweep.load(path, held=False)] == [first[4], second[4], other[4]]
 
 
+def test_large_problems_are_those_that_the_data_holds(document):
+    names = {row[0] for row in document["held"]}
+    jobs = sweep.large_problems(row for row in sweep.load(DATA, held=False) if row[0][0] in names)
+    timed = {(*row[:4], tuple(row[5])) for row in document["held"]}
+    assert timed == {(*cell, tuple(kernel.to_dict().values())) for *cell, kernels in jobs for kernel in kernels}
+
+
 @pytest.mark.parametrize("held", (True, False))
 def test_the_selector_is_near_the_best_of_the_cells(held):
     found, _ = sweep.regrets(sweep.load(DATA, held=held), device_spec("h200"))
