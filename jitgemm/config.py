@@ -393,12 +393,13 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     waves = whole + split
     # Of one warpgroup, one after another.
     run = _run_of(blocks, costs.whole_blocks, spec.split_k)
-    records = whole * ceil_div(blocks, spec.warpgroups_k) + split * ceil_div(run, spec.warpgroups_k)
+    split_records = ceil_div(run, spec.warpgroups_k)
+    records = whole * ceil_div(blocks, spec.warpgroups_k) + split * split_records
     ctas = clusters * spec.cluster_size
     weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     # Clusters beyond those that fit one an SM share their SMs.
     shared = 2 if ctas > device.num_sms * CLUSTER_SHARE[spec.cluster_size] else 1
-    copy = COPY_US if ceil_div(run, spec.warpgroups_k) <= costs.engine_stages else 0.0
+    copy = COPY_US if split_records <= costs.engine_stages else 0.0
     memory = costs.stream * (weight_bytes + m * k + OUT_BYTES[spec.out] * m * n)
     times = _Times(
         memory,

@@ -32,6 +32,8 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_lib.cells import COPY_BYTES  # noqa: E402
+
 from jitgemm import config  # noqa: E402
 from jitgemm.cli.common import parse_shape  # noqa: E402
 from jitgemm.device import device_of, device_spec  # noqa: E402
@@ -61,8 +63,6 @@ SHAPES = (
     (7168, 1536), (1280, 7168), (3584, 1280), (7168, 2112), (7168, 1024), (5120, 2048), (8192, 1536), (6144, 2560),
 )  # fmt: skip
 MS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 1024, 2048, 4096)
-COLD_BYTES = 300e6
-"""Weights of one graph, so that every call reads its own from HBM."""
 
 
 def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelSpec]:
@@ -115,7 +115,7 @@ def hold(path: Path, names: list[str]) -> None:
     """Times the best kernels of the file's large problems again, each for a while, and adds them to the file."""
     document = json.loads(path.read_text())
     others = [row for row in document.get("held", []) if row[0] not in names]
-    rows = time_all(large_problems(row for row in load(path, held=False) if row[0][0] in names), held)
+    rows = time_all(large_problems(row for row in load(path, held=False) if row[0][0] in names), at_power_limit)
     write(path, document, rows=document["rows"], held=others + rows)
 
 
@@ -146,7 +146,7 @@ def briefly(contestants: list[Timed], m: int) -> None:
         timed.turn(5 if m < 1024 else 3)
 
 
-def held(contestants: list[Timed], m: int) -> None:
+def at_power_limit(contestants: list[Timed], m: int) -> None:
     contestants[0].hold(HOLD_S, sample=False)  # the GPU settles
     contestants[0].turns.clear()
     for timed in random.sample(contestants, len(contestants)):
@@ -190,7 +190,7 @@ def time_all(jobs: list[Job], measure: Callable[[list[Timed], int], None]) -> li
             zero = torch.randint(0, 16, (n, groups), device="cuda", dtype=torch.uint8) if fmt.zero_point else None
             lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[fmt.codes]
             weight = jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k, lhs_dtype=lhs_dtype)
-            copies = max(2, math.ceil(COLD_BYTES / weight.nbytes)) - 1
+            copies = max(2, math.ceil(COPY_BYTES / weight.nbytes)) - 1
             weights = [weight] + [copy.deepcopy(weight) for _ in range(copies)]
         x = torch.randn(m, k, device="cuda")
         x = x.to(torch.float8_e4m3fn) if lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
@@ -203,7 +203,8 @@ def time_all(jobs: list[Job], measure: Callable[[list[Timed], int], None]) -> li
                 plan = Plan(x, x_scale, used[0], out, None, spec=kernel)
                 calls = [lambda w=w, plan=plan: plan.launch(x, x_scale, w, out, None, True) for w in used]
                 contestants[kernel] = Timed(calls)
-        measure(list(contestants.values()), m)
+        if contestants:
+            measure(list(contestants.values()), m)
         for kernel, timed in contestants.items():
             rows.append([name, n, k, m, round(timed.us, 3), list(kernel.to_dict().values())])
     print(f"{len(rows)} timings, {time.time() - started:.0f} s", file=sys.stderr)

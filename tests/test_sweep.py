@@ -13,12 +13,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "scripts"))  # at the end: scripts/cache.py and warmup.py must not hide anything
 
 import sweep
+from benchmark_lib.cells import DEFAULT_FORMATS, LLAMA_8B
 
 from jitgemm.device import device_spec
 
 DATA = ROOT / "scripts" / "data" / "sweep_h200.json"
-CELLS = {(4096, 4096), (4096, 14336), (28672, 4096)}
-FORMATS = {"e4m3_g128", "int8_g128", "int8_ch", "e4m3_g128_any"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,8 @@ def test_large_problems_are_those_that_the_data_holds(document):
 @pytest.mark.parametrize("held", (True, False))
 def test_the_selector_is_near_the_best_of_the_cells(held):
     found, _ = sweep.regrets(sweep.load(DATA, held=held), device_spec("h200"))
-    cells = [regret for (name, n, k, _), (regret, *_) in found.items() if name in FORMATS and (n, k) in CELLS]
+    names = {format.name for format in DEFAULT_FORMATS}
+    cells = [regret for (name, n, k, _), (regret, *_) in found.items() if name in names and (n, k) in LLAMA_8B]
     assert len(cells) == 192
     assert statistics.median(cells) <= 1.05
     assert max(cells) <= 1.15
