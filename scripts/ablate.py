@@ -5,6 +5,8 @@
     python scripts/ablate.py power        # the same held for a while: microseconds, watts, MHz
     python scripts/ablate.py decode       # the path from one kernel of a chain to the next: docs/notes/decode.md
     python scripts/ablate.py yields       # which instructions let other warps go first: docs/notes/yields.md
+    python scripts/ablate.py chosen --m 128 256 --n 4096 --k 14336 --format e4m3_g128 int8_g128
+                                          # the kernels that the selector takes there: docs/notes/what-limits.md
 
 Results of kernels with a part left out are wrong, of course; only their time means something.
 """
@@ -20,13 +22,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jitgemm import W4Weight
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmark_lib.cells import COPY_BYTES, Format, parse_format  # noqa: E402
+
 from jitgemm import config, render  # noqa: E402
 from jitgemm.sass import Yields  # noqa: E402
-from jitgemm.spec import DeviceSpec, KernelSpec  # noqa: E402
+from jitgemm.spec import DeviceSpec, KernelSpec, Problem, WeightFormat, ceil_div, tuned_codes  # noqa: E402
 
 ROUNDS = 7
 """Each has an order of its own: a large GEMM runs at the power limit, and takes after whoever ran before it."""
@@ -41,7 +49,16 @@ NO_DECODE: tuple[Change, ...] = (
     ("decode", "return word & 0x87878787u;", "return word;"),
     ("decode", "return word & 0xF0F0F0F0u;", "return word;"),
     ("decode", "return (word << 4) & 0xF0F0F0F0u;", "return word;"),
+    ("decode", "u32 biased = codes + (0x80808080u - zero);", "return codes;"),
+    ("decode", "return (~biased & 0x80808080u) | byte_distance(codes, zero);", ""),
+    ("decode", "return ((codes | 0x80808080u) - zero) ^ 0x80808080u;", "return codes;"),
 )
+NO_EXCHANGE: tuple[Change, ...] = (
+    # Sums that another split would have stored stay alive, else nothing would promote them.
+    ("kernel", "if (summed) send_sums<Config>(acc, shared, place, parity);",
+     "_Pragma(\"unroll\") for (float sum : acc) asm volatile(\"\" ::\"f\"(sum));"),
+    ("epilogue", "if (summed) sum_share<Config, kShare>(acc, shared, place, parity, last_tile);", ""),
+)  # fmt: skip
 _LOADS = (
     "load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);\n"
     "                load_lhs(blocks);"
@@ -83,13 +100,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Part:
-    """Shape, variants and kernels of one table."""
+    """Shape, variants and kernels of one table; without kernels those that the selector takes for the formats."""
 
     m: int
     n: int
     k: int
     variants: dict[str, Variant]
-    kernels: tuple[KernelSpec, ...]
+    kernels: tuple[KernelSpec, ...] = ()
     hold_s: float = 0.0  # replay for so long and say what the GPU drew; 0 for a short burst
 
 
@@ -174,51 +191,126 @@ def yields() -> Part:
     return Part(4096, 4096, 4096, {"as it is": Variant(), **variants}, tuple(kernels))
 
 
+def chosen() -> Part:
+    variants = {
+        "as it is": Variant(),
+        "no promotion": Variant((NO_PROMOTION,)),
+        "no decode": Variant(NO_DECODE),
+        "neither": Variant((NO_PROMOTION, *NO_DECODE)),
+        "no copies after the first stages": Variant(NO_LOADS),
+        "neither, no copies": Variant((NO_PROMOTION, *NO_DECODE, *NO_LOADS)),
+        "splits keep their sums": Variant(NO_EXCHANGE),
+    }
+    return Part(128, 4096, 4096, variants)
+
+
+def choices(formats: list[Format], m: int, n: int, k: int, device: DeviceSpec) -> tuple[KernelSpec, ...]:
+    """What the selector takes for weights without the code -8."""
+    found = []
+    for fmt in formats:
+        codes = tuned_codes(fmt.lhs, fmt.group_size, fmt.zero_point, k)
+        weight = WeightFormat(fmt.group_size, fmt.zero_point, "bf16", codes)
+        found.append(config.choose(Problem(m, n, k, fmt.lhs, weight), device))
+    return tuple(dict.fromkeys(found))
+
+
 def with_stages(kernel: KernelSpec, device: DeviceSpec) -> KernelSpec | None:
     """The selector's kernel of this shape, with as many stages as fit; None where registers do not suffice."""
     legal = config.legal_kernels(kernel.lhs, kernel.format, device)
     return next((each for each in legal if replace(each, stages=kernel.stages) == kernel), None)
 
 
-PARTS = {"prefill": prefill, "power": power, "decode": decode, "yields": yields}
+PARTS = {"prefill": prefill, "power": power, "decode": decode, "yields": yields, "chosen": chosen}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=list(PARTS))
-    for name in ("m", "n", "k"):
+    parser.add_argument("--m", type=int, nargs="+", help="instead of the part's own; a table each")
+    for name in ("n", "k"):
         parser.add_argument(f"--{name}", type=int, help="instead of the part's own")
+    parser.add_argument("--format", nargs="+", help="of chosen kernels, as benchmark.py names them")
     arguments = parser.parse_args()
     part = PARTS[arguments.part]()
-    m, n, k = (getattr(arguments, name) or getattr(part, name) for name in ("m", "n", "k"))
+    n, k = arguments.n or part.n, arguments.k or part.k
+    formats = [parse_format(text) for text in arguments.format or ("e4m3_g128", "int8_g128", "int8_ch")]
 
+    import torch
+
+    from jitgemm.device import device_of
+
+    weights = Weights(n, k)
+    for m in arguments.m or (part.m,):
+        if part.kernels:
+            kernels = tuple(filter(None, (with_stages(kernel, device_of(0)) for kernel in part.kernels)))
+        else:
+            kernels = choices(formats, m, n, k, device_of(0))
+        times = measure(part, kernels, m, weights)
+        what = "microseconds, watts, MHz" if part.hold_s else "microseconds"
+        print(f"{torch.cuda.get_device_name()}, m = {m}, n = {n}, k = {k}, {what}\n")
+        print("| kernel | " + " | ".join(part.variants) + " |\n|---|" + "---|" * len(part.variants))
+        for kernel in kernels:
+            print(f"| {kernel.label} | " + " | ".join(times[name, kernel] for name in part.variants) + " |")
+        print(flush=True)
+
+
+class Weights:
+    """Copies of one random weight, packed for whichever kernel asks."""
+
+    def __init__(self, n: int, k: int):
+        import torch
+
+        self.n, self.k = n, k
+        self._q = torch.randint(-7, 8, (n, k), device="cuda", dtype=torch.int8)
+        self._packed: dict[WeightFormat, list[W4Weight]] = {}
+
+    def of(self, kernel: KernelSpec, m: int) -> list[W4Weight]:
+        """Enough that they come from HBM where that matters, else a few."""
+        import torch
+
+        import jitgemm
+
+        if kernel.format not in self._packed:
+            groups = ceil_div(self.k, kernel.group_size or self.k)
+            scale = (torch.rand(self.n, groups, device="cuda") * 0.01).bfloat16()
+            lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[kernel.codes]
+            q, zero = self._q, None
+            if kernel.zero_point:
+                q, zero = q + 8, torch.randint(0, 16, (self.n, groups), device="cuda", dtype=torch.uint8)
+            packed = jitgemm.pack_w4(q, scale, zero, group_size=kernel.group_size or self.k, lhs_dtype=lhs_dtype)
+            self._packed[kernel.format] = [packed]
+        copies = self._packed[kernel.format]
+        wanted = max(4, math.ceil(COPY_BYTES / (self.n * self.k / 2))) if m <= 512 else 4
+        copies += [copy.deepcopy(copies[0]) for _ in range(wanted - len(copies))]
+        return copies[:wanted]
+
+
+def measure(part: Part, kernels: tuple[KernelSpec, ...], m: int, weights: Weights) -> dict[tuple[str, KernelSpec], str]:
+    """The table's cells, by variant and kernel."""
     import torch
     from benchmark_lib.timing import REPLAYS, Timed
 
     import jitgemm
     from jitgemm import loaded
     from jitgemm.cache import KernelCache
-    from jitgemm.device import device_of
     from jitgemm.plan import Plan
 
-    kernels = list(filter(None, (with_stages(kernel, device_of(0)) for kernel in part.kernels)))
-    copies = max(4, math.ceil(300e6 / (n * k / 2))) if m <= 512 else 4
-    q = torch.randint(-7, 8, (n, k), device="cuda", dtype=torch.int8)
-    lhs_dtypes = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}
-    weights = {}
-    for codes, group_size in {(kernel.codes, kernel.group_size or k) for kernel in kernels}:
-        scale = (torch.rand(n, -(-k // group_size), device="cuda") * 0.01).bfloat16()
-        weight = jitgemm.pack_w4(q, scale, group_size=group_size, lhs_dtype=lhs_dtypes[codes])
-        weights[codes, group_size] = [weight] + [copy.deepcopy(weight) for _ in range(copies - 1)]
-    x_scale, out = torch.rand(m, device="cuda"), torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    x_scale, out = torch.rand(m, device="cuda"), torch.empty(m, weights.n, device="cuda", dtype=torch.bfloat16)
     x = {
-        "s8": torch.randint(-127, 128, (m, k), device="cuda", dtype=torch.int8),
-        "e4m3": torch.randn(m, k, device="cuda").to(torch.float8_e4m3fn),
+        "s8": torch.randint(-127, 128, (m, weights.k), device="cuda", dtype=torch.int8),
+        "e4m3": torch.randn(m, weights.k, device="cuda").to(torch.float8_e4m3fn),
     }
-
     headers, original = render.headers(), dict(render.headers())
     times: dict[tuple[str, KernelSpec], str] = {}
     ready_to_run: dict[tuple[str, KernelSpec], Timed] = {}
+
+    def build(kernel: KernelSpec) -> KernelSpec | None:
+        try:
+            KernelCache().get_or_compile(kernel)
+        except jitgemm.CompileError:
+            return kernel
+        return None
+
     for name, variant in part.variants.items():
         headers.clear()
         headers.update(original)
@@ -228,21 +320,13 @@ def main() -> None:
                 sys.exit(f"ablate.py: {header}.cuh no longer holds what '{name}' replaces; bring it up to date")
             headers[f"jitgemm/{header}.cuh"] = headers[f"jitgemm/{header}.cuh"].replace(old, new)
         loaded.kernels.clear()
-
-        def build(kernel: KernelSpec) -> KernelSpec | None:
-            try:
-                KernelCache().get_or_compile(kernel)
-            except jitgemm.CompileError:
-                return kernel
-            return None
-
         with ThreadPoolExecutor() as pool:
             failed = {kernel for kernel in pool.map(build, kernels) if kernel}
         for kernel in kernels:
             if kernel in failed:
                 times[name, kernel] = "spills"
                 continue
-            used = weights[kernel.codes, kernel.group_size or k]
+            used = weights.of(kernel, m)
             ready = [Plan(x[kernel.lhs], x_scale, weight, out, None, spec=kernel) for weight in used]
             calls = [
                 lambda plan=plan, weight=weight, lhs=kernel.lhs: plan.launch(x[lhs], x_scale, weight, out, None, True)
@@ -254,15 +338,13 @@ def main() -> None:
                 times[name, kernel] = f"{timed.us:.1f}, {drawn.get('power_w', 0):.0f}, {drawn.get('sm_mhz', 0):.0f}"
             else:
                 ready_to_run[name, kernel] = timed
+    headers.clear()
+    headers.update(original)
+    render.yields = Variant().yields
     for _ in range(ROUNDS):
         for timed in random.sample(list(ready_to_run.values()), len(ready_to_run)):
             timed.turn(REPLAYS)
-    times |= {key: f"{timed.us:.{1 if m > 512 else 2}f}" for key, timed in ready_to_run.items()}
-    what = "microseconds, watts, MHz" if part.hold_s else "microseconds"
-    print(f"{torch.cuda.get_device_name()}, m = {m}, n = {n}, k = {k}, {what}\n")
-    print("| kernel | " + " | ".join(part.variants) + " |\n|---|" + "---|" * len(part.variants))
-    for kernel in kernels:
-        print(f"| {kernel.label} | " + " | ".join(times[name, kernel] for name in part.variants) + " |")
+    return times | {key: f"{timed.us:.{1 if m > 512 else 2}f}" for key, timed in ready_to_run.items()}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ BURSTS = 40
 def measure_host(
     n: int, k: int, m: int, contestants: Sequence[Contestant], say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """One row a contestant, then the call as a `torch.library` op, then an empty call: what the clock's own loop costs.
+    """One row a contestant; then parts of our first format's call, the same call as a `torch.library` op, and an empty
+    call: what the clock's own loop costs.
 
     Returns:
         name, label; same_us: one weight, activation and output, over and over; rotating_us: 32 weights in turn,
@@ -37,6 +38,12 @@ def measure_host(
         rows.append(_row(each.name, each.label, lambda: each.load(source, LAYERS)(m, 2).calls, torch.cuda.synchronize))
     formats = {fmt.name: fmt for fmt in DEFAULT_FORMATS}
     for fmt in [formats[each.name] for each in contestants if each.name in formats][:1]:
+        say("host: parts of a call")
+        for name, what, part in PARTS:
+            label = f"of {fmt.name}: {what}"
+            rows.append(
+                _row(f"{fmt.name}_{name}", label, lambda: _part_calls(fmt, source, m, part), torch.cuda.synchronize)
+            )
         say("host: torch.library op")
         label = f"the same as a torch.library op ({fmt.name})"
         rows.append(_row(f"{fmt.name}_op", label, lambda: _op_calls(fmt, source, m), torch.cuda.synchronize))
@@ -70,6 +77,44 @@ def _row(
         "rotating_us": round(statistics.median(rotating), 3),
         "spread": round(relative_spread(rotating), 4),
     }
+
+
+def _launch(plan: Any, x: Any, x_scale: Any, weight: Any, out: Any) -> Callable[[], Any]:
+    return partial(plan.launch, x, x_scale, weight, out, None, True)
+
+
+def _driver(plan: Any, x: Any, x_scale: Any, weight: Any, out: Any) -> Callable[[], Any]:
+    """`cuLaunchKernelEx` with what the plan gives it."""
+    import torch
+    from cuda.bindings import driver as cu
+
+    plan.launch(x, x_scale, weight, out, None, True)
+    launch, parameters = plan._launch, next(iter(plan._known.values()))
+    launch.run(parameters, torch.cuda.current_stream().cuda_stream, True)
+    call = partial(cu.cuLaunchKernelEx, launch._config, launch._kernel, parameters.address, 0)
+    call.keep = plan, weight  # type: ignore[attr-defined]  # whose addresses it holds
+    return call
+
+
+PARTS = (("launch", "from the plan on, that is without its look-up", _launch), ("driver", "cuLaunchKernelEx", _driver))
+
+
+def _part_calls(fmt: Format, source: Any, m: int, part: Callable[..., Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """The part of a call, for as many weights as `measure_host` has in turn."""
+    import copy
+
+    import torch
+
+    from jitgemm.plan import Plan
+
+    from .data import quantise_rows
+    from .ours import LHS_DTYPES, weight_of
+
+    first = weight_of(fmt, source)
+    x, x_scale = quantise_rows(source.activations(m), LHS_DTYPES[fmt.lhs])
+    out = torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device)
+    weights = [first, *(copy.deepcopy(first) for _ in range(LAYERS - 1))]
+    return [part(Plan(x, x_scale, weight, out, None), x, x_scale, weight, out) for weight in weights]
 
 
 def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:

@@ -6,6 +6,7 @@ a GPU the first two parts still run, for a named device.
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+PACKAGE = Path(__file__).resolve().parents[2] / "jitgemm"
 PROBE = Path(__file__).resolve().parent / "jit_probe.py"
 TIMEOUT_S = 240
 REPEATS = 5
@@ -40,6 +42,8 @@ def measure_jit(
         callers: contestants whose first calls are timed; none on a machine without a GPU.
         device: device to compile for; None for the one at hand, else an H200.
     """
+    # As pip leaves a package: a checkout that just arrived has its Python not compiled yet.
+    compileall.compile_dir(PACKAGE, quiet=2)
     rows: list[dict[str, Any]] = []
     sizes = {"n": n, "k": k, "m": m, "m2": m2}
     for lhs, group in formats:
