@@ -5,6 +5,7 @@ python scripts/probe.py wgmma     # cycles of a multiply, and how long issuing i
 python scripts/probe.py beside    # what multiplies and other instructions of the same SM cost each other
 python scripts/probe.py ports     # the same, by the registers that an instruction reads and writes
 python scripts/probe.py copies    # bytes a cycle that copies bring from the L2 into an SM, multicast or not
+python scripts/probe.py sends     # how long sums take from one CTA of a cluster to the others
 python scripts/probe.py clusters  # how many clusters of CTAs run at a time
 """
 
@@ -42,12 +43,15 @@ def wgmma(lhs: str, tokens: int, registers: bool) -> tuple[str, str]:
     else:
         a, used, inputs = f"%{count}", 1, '"l"(shared_a)'
     signs = "" if integer else ", 1, 1"
-    return kind, f"""
+    return (
+        kind,
+        f"""
 __device__ __forceinline__ void multiply({kind} (&d)[{count}], const u32 (&a)[4], u64 shared_a, u64 b) {{
     asm volatile("wgmma.mma_async.sync.aligned.m64n{tokens}k32.{types} {{{sums}}}, {a}, %{count + used}, 1{signs};"
                  : {outputs} : {inputs}, "l"(b));
 }}
-"""
+""",
+    )
 
 
 @dataclass(frozen=True)
@@ -274,6 +278,87 @@ extern "C" __global__ void __cluster_dims__(kCtas) probe(const __grid_constant__
 """
 
 
+SENDS = 50
+SENDERS = 256
+STORES = {
+    "st.async": "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %2, %2, %2}, [%1];",
+    "st, then arrive": "st.shared::cluster.v4.f32 [%0], {%2, %2, %2, %2};",
+    "st, then bulk copy": "st.shared.v4.f32 [%0], {%2, %2, %2, %2};",
+    "st of its own": "st.shared.v4.f32 [%0], {%2, %2, %2, %2};",
+}
+"""How two warpgroups of a CTA send; the last to one another, the others to the cluster's other CTAs."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Every CTA of a cluster sends `size` bytes, as much to each of the others, and waits for what they send."""
+
+    how: str
+    ctas: int
+    size: int
+
+    @property
+    def source(self) -> str:
+        own, counted = self.how == "st of its own", self.how in ("st.async", "st, then bulk copy")
+        peers = 1 if own else self.ctas - 1
+        where = "to" if self.how.startswith("st.async") or self.how == "st, then arrive" else "from"
+        after = {
+            "st.async": "",
+            "st, then arrive": """__syncwarp();
+            if (threadIdx.x % 32 == 0)
+                asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+            """,
+            "st, then bulk copy": """async_proxy_fence();
+            warpgroup_sync(threadIdx.x / 128);
+            if (threadIdx.x % 128 == 0)
+                asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+                             " [%0], [%1], %2, [%3];"
+                             ::"r"(to), "r"(from), "r"(kPart), "r"(barrier) : "memory");
+            """,
+            "st of its own": "__syncwarp(); if (threadIdx.x % 32 == 0) barrier_arrive(received);",
+        }[self.how]  # fmt: skip
+        return f"""
+#include <jitgemm/tma.cuh>
+using namespace jitgemm;
+constexpr u32 kCtas = {self.ctas}, kPeers = {peers}, kPart = {self.size} / kPeers / {SENDERS // 128};
+__device__ void cluster_sync() {{
+    asm volatile("barrier.cluster.arrive.release;\\nbarrier.cluster.wait.acquire;" ::: "memory");
+}}
+extern "C" __global__ void __launch_bounds__({SENDERS}, 1) __cluster_dims__(kCtas) probe(u64* out) {{
+    extern __shared__ __align__(1024) u8 bytes[];
+    __shared__ u64 barrier_of_sums;
+    const u32 received = shared_address(&barrier_of_sums), rank = cluster_rank();
+    if (threadIdx.x == 0) {{
+        barrier_init(received, {1 if counted else f"kPeers * {SENDERS // 32}"});
+        barrier_init_fence();
+    }}
+    u64 total = 0;
+    for (u32 round = 0; round < {SENDS}; ++round) {{
+        __syncthreads();
+        cluster_sync();
+        const u64 start = clock64();
+        if ({int(counted)} && threadIdx.x == 0) barrier_expect_bytes(received, {self.size});
+#pragma unroll
+        for (u32 peer = 0; peer < kPeers; ++peer) {{
+            // A run for each warpgroup and sender.
+            const u32 run = shared_address(bytes) + (peer * {SENDERS // 128} + threadIdx.x / 128) * kPart;
+            const u32 other = (rank + 1 + peer) % kCtas;
+            const u32 from = run + {self.size}, to = map_to_rank(run, other), barrier = map_to_rank(received, other);
+#pragma unroll
+            for (u32 i = 0; i < kPart / 2048; ++i)
+                asm volatile("{STORES[self.how]}"
+                             ::"r"({where} + i * 2048 + threadIdx.x % 128 * 16), "r"(barrier), "f"(1.0f) : "memory");
+            {after}
+        }}
+        barrier_wait<false>(received, round % 2);
+        total += clock64() - start;
+    }}
+    cluster_sync();
+    if (threadIdx.x == 0) out[blockIdx.x] = total / {SENDS};
+}}
+"""
+
+
 def launch_config(grid: int, threads: int, smem_bytes: int):  # type: ignore[no-untyped-def]
     from cuda.bindings import driver as cu
 
@@ -478,6 +563,28 @@ def run_copies() -> None:
               + "".join(f" {rate:.1f} |" for rate in rates))  # fmt: skip
 
 
+def run_sends() -> None:
+    import torch
+
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    sizes = (16384, 32768, 65536)
+    print("Cycles from the first store to having what the other CTAs sent, all SMs at it\n")
+    print("| how | CTAs a cluster |" + "".join(f" {size >> 10} KiB from each |" for size in sizes))
+    print("|---" * (2 + len(sizes)) + "|")
+    kinds = [(how, ctas) for how in STORES for ctas in ((2,) if how == "st of its own" else (2, 3, 5))]
+    for how, ctas in kinds:
+        probes = [Send(how, ctas, size) for size in sizes]
+        cells = []
+        for probe, cubin in zip(probes, build(probes)):
+            # As many clusters as find room at once.
+            grid = sms * 4 // 5 // ctas * ctas
+            out = torch.zeros(grid, dtype=torch.int64, device="cuda")
+            arguments = [ctypes.c_uint64(out.data_ptr())]
+            launch(cubin, arguments, grid=grid, threads=SENDERS, smem_bytes=max(2 * probe.size, 120_000))
+            cells.append(f"{out.double().mean().item():.0f}")
+        print(f"| {how} | {ctas} | {' | '.join(cells)} |")
+
+
 def run_clusters() -> None:
     import torch
     from cuda.bindings import driver as cu
@@ -504,6 +611,7 @@ def run_clusters() -> None:
 
 PARTS = {
     "wgmma": run_multiplies, "beside": run_beside, "ports": run_ports, "copies": run_copies, "clusters": run_clusters,
+    "sends": run_sends,
 }  # fmt: skip
 
 
