@@ -431,9 +431,12 @@ def stage_bytes(spec: KernelSpec) -> int:
 def smem_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
     share = share_tokens(spec)
-    summers = min(spec.warpgroups_k, spec.block_m // share) * spec.warpgroups_n
+    shares = spec.block_m // share
+    summers = ceil_div(shares, spec.split_k) * spec.warpgroups_n
     out_panel = share * STRIP_ROWS * OUT_BYTES[spec.out]
-    slots = (spec.split_k * spec.warpgroups_k - 1) * share * STRIP_ROWS * 4
-    barriers = 8 * (summers + spec.warpgroups)
+    slots = (spec.warpgroups_k - 1) * min(spec.split_k, shares) + spec.split_k - 1
+    slots *= share * STRIP_ROWS * 4
+    barriers = 8 * (summers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
+    barriers += 8 * 2 * summers if spec.split_k > 1 else 0
     factors = (share + 3 * STRIP_ROWS) * 4
     return spec.stages * stage_bytes(spec) + summers * (out_panel + slots + factors) + barriers

@@ -53,12 +53,15 @@ NO_DECODE: tuple[Change, ...] = (
     ("decode", "return (~biased & 0x80808080u) | byte_distance(codes, zero);", ""),
     ("decode", "return ((codes | 0x80808080u) - zero) ^ 0x80808080u;", "return codes;"),
 )
+_FINISH = "finish_tile<Config>(acc, args, out_map, shared, place, tile, rank, summed, parity, scheduler.done());"
 NO_EXCHANGE: tuple[Change, ...] = (
+    ("kernel", "if constexpr (Config::kWarpgroupsK > 1) send_to_warpgroups<Config>(acc, shared, place, parity);", ""),
     # Sums that another split would have stored stay alive, else nothing would promote them.
-    ("kernel", "if (summed) send_sums<Config>(acc, shared, place, parity);",
-     "_Pragma(\"unroll\") for (float sum : acc) asm volatile(\"\" ::\"f\"(sum));"),
+    ("kernel", _FINISH, '_Pragma("unroll") for (float sum : acc) asm volatile("" ::"f"(sum));\n        ' + _FINISH),
+    ("epilogue", "sum_part<Config, kPart>(acc, shared, place, parity, last_tile);", ""),
+    ("epilogue", "if (summed) send_to_ctas<Config, kPart>(acc, shared, place, rank, parity);", ""),
     ("epilogue", "if (summed) sum_share<Config, kShare>(acc, shared, place, parity, last_tile);", ""),
-)  # fmt: skip
+)
 _LOADS = (
     "load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);\n"
     "                load_lhs(blocks);"

@@ -697,6 +697,37 @@ def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 32, 128), (2, 2, 48, 64), (4, 2, 16, 64), (2, 3, 32, 64), (4, 3, 24, 64), (4, 3, 32, 64)]
+)
+def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
+    """By (warpgroups along k, CTAs, tokens, rows), several tiles for each cluster, whose CTAs have runs of k of
+    different length: the one with less to do may not send the next tile's sums before the other has read these."""
+    from jitgemm.plan import Plan
+
+    warpgroups_k, split_k, block_m, block_n = shape
+    m, k = block_m - 3, 17 * 128 - 32
+    n = block_n * (5 * device_figures().num_sms // split_k + 7) - 24
+    rhs = weight(n, k, GROUP_128, codes=lhs_name, seed=9)
+    x, x_scale = activations(m, k, lhs_name, seed=9)
+    kernels = [
+        spec
+        for spec in legal_kernels(lhs_name, rhs.format, device_figures())
+        if (spec.warpgroups_k, spec.split_k, spec.block_m, spec.block_n) == shape
+    ]
+    assert kernels
+    outputs = []
+    for spec in kernels:
+        for _ in range(10):
+            guarded = Guarded(m, n)
+            Plan(x, x_scale, rhs, guarded.out, None, spec=spec).launch(x, x_scale, rhs, guarded.out, None, True)
+            guarded.check()
+            outputs.append(guarded.out.contiguous())
+        assert_right(outputs[-1], (x, x_scale), rhs)
+    assert all(builders.same_bits(outputs[0], other) for other in outputs)
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
 @pytest.mark.parametrize("m", [8, 64, 256, 8192])
 def test_more_tiles_than_sms(m, lhs_name):
     """Persistent strides: every CTA takes several tiles, and their barriers' phases go on."""

@@ -49,8 +49,12 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier of any CTA of the cluster. Orders this CTA's reads before what the other does next, which is
-// all that handing back a buffer needs; a release at cluster scope would flush to the GPU's memory each time.
+// The thread's loads are done, so that an arrival may hand back what they read: it overtakes loads that are under way
+// (docs/notes/sums.md).
+__device__ __forceinline__ void loads_done() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+
+// Arrives at the barrier of any CTA of the cluster. Orders nothing but what is done already, which is all that handing
+// back a buffer needs; a release at cluster scope would flush to the GPU's memory each time.
 __device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }

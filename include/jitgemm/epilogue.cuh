@@ -13,7 +13,7 @@ namespace jitgemm {
 struct Place {
     u32 warpgroup, along_n, along_k;
     u32 thread, warp, lane;
-    u32 split;  // which part of k; the first ones have a share of the tokens to sum and store
+    u32 share;  // of the tokens, which it stores; none has those past the last
 };
 
 // Whether this call's activations have zero points.
@@ -29,68 +29,89 @@ __device__ __forceinline__ u32 thread_again() {
     return thread % 128;
 }
 
-// Sends this warpgroup's sums of the others' shares to them. In a cluster the stores count on the receiver's barrier as
-// they land, so that nothing has to be flushed.
+// Sums over the splits of k are made in two steps. First the warpgroups along k of a CTA sum up a part of the tokens
+// each, through its shared memory; then each sends the other CTAs of the cluster their shares of its part, at a sixth of
+// that rate (docs/notes/sums.md). With two of both:
+//
+//     CTA 0, along k 0   part 0 = shares 0, 1 of CTA 0   -- share 1 -->   stores share 0
+//            along k 1   part 1 = shares 2, 3 of CTA 0   -- share 3 -->   stores share 2
+//     CTA 1, along k 0   part 0 = shares 0, 1 of CTA 1   -- share 0 -->   stores share 1
+//            along k 1   part 1 = shares 2, 3 of CTA 1   -- share 2 -->   stores share 3
+//
+// Each adds in the order of k: the same bits every run, whoever adds.
+
+// Else ptxas keeps the slots' addresses in registers, which four warpgroups with tiles so wide lack.
 template <typename Config>
-__device__ __forceinline__ void send_sums(const float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
-                                          const Place& place, u32 parity) {
+__device__ __forceinline__ u32 sending_thread(const Place& place) {
+    constexpr bool kCrowded = Shared<Config>::kWarpgroups == 4 && Config::kBlockM >= 64;
+    return kCrowded ? thread_again() : place.thread;
+}
+
+// Hands this warpgroup's sums of the other parts to the warpgroups that sum them up.
+template <typename Config>
+__device__ __forceinline__ void send_to_warpgroups(const float (&acc)[Config::kBlockM / 2],
+                                                   const Shared<Config>& shared, const Place& place, u32 parity) {
     using Layout = Shared<Config>;
-    constexpr u32 kVectors = Config::kShareTokens / 8;
-    if (Layout::kShares == 1 && place.split == 0) return;
-    // Else ptxas keeps the slots' addresses in registers, which four warpgroups with tiles so wide lack.
-    constexpr bool kCrowded = Layout::kWarpgroups == 4 && Config::kBlockM >= 64;
-    const u32 thread = kCrowded ? thread_again() : place.thread;
+    constexpr u32 kVectors = Layout::kPartTokens / 8;
+    if (Layout::kParts == 1 && place.along_k == 0) return;
+    const u32 thread = sending_thread<Config>(place);
     // The slots are free once every summer has read the previous tile from them.
-    barrier_wait<Config::kDebug>(shared.reduce_empty(place.warpgroup), parity ^ 1);
+    barrier_wait<Config::kDebug>(shared.part_empty(place.warpgroup), parity ^ 1);
 #pragma unroll
-    for (u32 share = 0; share < Layout::kShares; ++share) {
-        if (share == place.split) continue;
-        const u32 summer = Layout::warpgroup_of(share, place.along_n);
-        u32 slot = shared.slot(summer, place.split - (place.split > share)) + thread * 16;
-        if constexpr (Config::kSplitK > 1) {
-            slot = map_to_rank(slot, share / Config::kWarpgroupsK);
-            const u32 barrier = map_to_rank(shared.reduce_full(summer), share / Config::kWarpgroupsK);
+    for (u32 part = 0; part < Layout::kParts; ++part) {
+        if (part == place.along_k) continue;
+        const u32 summer = Layout::warpgroup_of(part, place.along_n);
+        const u32 slot = shared.part_slot(summer, place.along_k - (place.along_k > part)) + thread * 16;
 #pragma unroll
-            for (u32 i = 0; i < kVectors; ++i) {
-                const u32 first = (share * kVectors + i) * 4;
-                asm volatile(
-                    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                    ::"r"(slot + i * 2048), "f"(acc[first]), "f"(acc[first + 1]), "f"(acc[first + 2]),
-                      "f"(acc[first + 3]), "r"(barrier)
-                    : "memory");
-            }
-        } else {
-            // Without a cluster stores into one are illegal.
+        for (u32 i = 0; i < kVectors && part * kVectors + i < Config::kBlockM / 8; ++i) {
+            const u32 first = (part * kVectors + i) * 4;
+            store_shared_float4(slot + i * 2048, acc[first], acc[first + 1], acc[first + 2], acc[first + 3]);
+        }
+        __syncwarp();
+        if (place.lane == 0) barrier_arrive(shared.part_full(summer));
+    }
+}
+
+// Sends the other CTAs their shares of this warpgroup's part. The stores count on the receiver's barrier as they land,
+// so that nothing has to be flushed.
+template <typename Config, u32 kPart>
+__device__ __forceinline__ void send_to_ctas(const float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
+                                             const Place& place, u32 rank, u32 parity) {
+    constexpr u32 kVectors = Config::kShareTokens / 8;
+    constexpr u32 kCount = Shared<Config>::shares_of(kPart);
+    if (kCount == 1 && rank == 0) return;
+    const u32 thread = sending_thread<Config>(place);
+    barrier_wait<Config::kDebug>(shared.share_empty(place.warpgroup), parity ^ 1);
 #pragma unroll
-            for (u32 i = 0; i < kVectors; ++i) {
-                const u32 first = (share * kVectors + i) * 4;
-                store_shared_float4(slot + i * 2048, acc[first], acc[first + 1], acc[first + 2], acc[first + 3]);
-            }
-            __syncwarp();
-            if (place.lane == 0) barrier_arrive(shared.reduce_full(summer));
+    for (u32 to = 0; to < kCount; ++to) {
+        if (to == rank) continue;
+        const u32 slot = map_to_rank(shared.share_slot(place.warpgroup, rank - (rank > to)) + thread * 16, to);
+        const u32 barrier = map_to_rank(shared.share_full(place.warpgroup), to);
+#pragma unroll
+        for (u32 i = 0; i < kVectors; ++i) {
+            const u32 first = ((kPart * Config::kSplitK + to) * kVectors + i) * 4;
+            asm volatile(
+                "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                ::"r"(slot + i * 2048), "f"(acc[first]), "f"(acc[first + 1]), "f"(acc[first + 2]),
+                  "f"(acc[first + 3]), "r"(barrier)
+                : "memory");
         }
     }
 }
 
-// Adds up all splits' sums of a share, in the order of the splits: the same bits every run, whoever adds. The share's
-// sums stay where they are in `acc`, from element 4 * kVectors * kShare on.
-template <typename Config, u32 kShare>
-__device__ __forceinline__ void sum_share(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
-                                          const Place& place, u32 parity, bool last_tile) {
-    using Layout = Shared<Config>;
-    constexpr u32 kVectors = Config::kShareTokens / 8;
-    const u32 summer = place.warpgroup;
-    barrier_wait<Config::kDebug>(shared.reduce_full(summer), parity);
+// sums[kTokens / 2] += the sums of kCount - 1 others, in slots of kSlot bytes; the thread's own are the kOwn-th in order.
+template <u32 kTokens, u32 kCount, u32 kOwn, u32 kSlot>
+__device__ __forceinline__ void add_in_order(float* sums, u32 slots, const Place& place) {
 #pragma unroll
-    for (u32 i = 0; i < kVectors; ++i) {
-        float* own = acc + (kShare * kVectors + i) * 4;
+    for (u32 i = 0; i < kTokens / 8; ++i) {
+        float* own = sums + i * 4;
+        const u32 slot = slots + place.thread * 16 + i * 2048;
         float4 sum = make_float4(own[0], own[1], own[2], own[3]);
-        if constexpr (kShare > 0) sum = load_shared_float4(shared.slot(summer, 0) + place.thread * 16 + i * 2048);
+        if constexpr (kOwn > 0) sum = load_shared_float4(slot);
 #pragma unroll
-        for (u32 split = 1; split < Layout::kSplits; ++split) {
+        for (u32 other = 1; other < kCount; ++other) {
             float4 part = make_float4(own[0], own[1], own[2], own[3]);
-            if (split != kShare)
-                part = load_shared_float4(shared.slot(summer, split - (split > kShare)) + place.thread * 16 + i * 2048);
+            if (other != kOwn) part = load_shared_float4(slot + (other - (other > kOwn)) * kSlot);
             sum.x += part.x;
             sum.y += part.y;
             sum.z += part.z;
@@ -101,18 +122,43 @@ __device__ __forceinline__ void sum_share(float (&acc)[Config::kBlockM / 2], con
         own[2] = sum.z;
         own[3] = sum.w;
     }
+}
+
+// Adds up a part over the warpgroups along k. Its sums stay where they are in `acc`.
+template <typename Config, u32 kPart>
+__device__ __forceinline__ void sum_part(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
+                                         const Place& place, u32 parity, bool last_tile) {
+    using Layout = Shared<Config>;
+    constexpr u32 kFirst = kPart * Layout::kPartTokens;
+    constexpr u32 kTokens = smaller(Layout::kPartTokens, Config::kBlockM - kFirst);
+    barrier_wait<Config::kDebug>(shared.part_full(place.warpgroup), parity);
+    const u32 slots = shared.part_slot(place.warpgroup, 0);
+    add_in_order<kTokens, Config::kWarpgroupsK, kPart, Layout::kPartSlot>(acc + kFirst / 2, slots, place);
+    // After the last tile nobody writes the slots again.
+    if (last_tile) return;
+    loads_done();
     __syncwarp();
-    // After the last tile nobody writes the slots again, and the other CTAs may have ended.
-    if (place.lane == 0 && !last_tile) {
-        for (u32 split = 0; split < Layout::kSplits; ++split) {
-            if (split == kShare) continue;
-            const u32 slot_free = shared.reduce_empty(Layout::warpgroup_of(split, place.along_n));
-            if constexpr (Config::kSplitK > 1) {
-                barrier_arrive_remote(slot_free, split / Config::kWarpgroupsK);
-            } else {
-                barrier_arrive(slot_free);
-            }
-        }
+    if (place.lane == 0) {
+        for (u32 along_k = 0; along_k < Config::kWarpgroupsK; ++along_k)
+            if (along_k != kPart) barrier_arrive(shared.part_empty(Layout::warpgroup_of(along_k, place.along_n)));
+    }
+}
+
+// Adds up a share over the CTAs of the cluster.
+template <typename Config, u32 kShare>
+__device__ __forceinline__ void sum_share(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
+                                          const Place& place, u32 parity, bool last_tile) {
+    constexpr u32 kTokens = Config::kShareTokens, kRank = kShare % Config::kSplitK;
+    barrier_wait<Config::kDebug>(shared.share_full(place.warpgroup), parity);
+    const u32 slots = shared.share_slot(place.warpgroup, 0);
+    add_in_order<kTokens, Config::kSplitK, kRank, Shared<Config>::kSlot>(acc + kShare * kTokens / 2, slots, place);
+    // As above; and the other CTAs may have ended.
+    if (last_tile) return;
+    loads_done();
+    __syncwarp();
+    if (place.lane == 0) {
+        for (u32 rank = 0; rank < Config::kSplitK; ++rank)
+            if (rank != kRank) barrier_arrive_remote(shared.share_empty(place.warpgroup), rank);
     }
 }
 
@@ -136,7 +182,7 @@ __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Conf
     const u32 thread = thread_again();
 #pragma unroll
     for (u32 i = 0; i < Config::kShareTokens; i += 128) {
-        const u32 token = tile.m + place.split * Config::kShareTokens + i + thread;
+        const u32 token = tile.m + place.share * Config::kShareTokens + i + thread;
         copy_4(i + thread < Config::kShareTokens, shared.scales(place.warpgroup) + (i + thread) * 4,
                args.lhs_scale + token * args.lhs_scale_stride, args.lhs_scale, token < args.m);
     }
@@ -293,19 +339,42 @@ __device__ __forceinline__ void store_share(float (&acc)[Config::kBlockM / 2], c
     }
 }
 
-// Sums the tile over the splits of k and stores it, each split its share.
-template <typename Config, u32 kShare = 0>
+// Sums a share over the cluster and stores it, if it is this warpgroup's.
+template <typename Config, u32 kShare, u32 kEnd>
 __device__ __forceinline__ void finish_share(float (&acc)[Config::kBlockM / 2], const Args& args,
                                              const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
                                              const Tile& tile, bool summed, u32 parity, bool last_tile) {
     // A constant for each share, so that accumulators stay in registers.
-    if (place.split == kShare) {
-        if constexpr (Shared<Config>::kSplits > 1) {
+    if (place.share == kShare) {
+        if constexpr (Config::kSplitK > 1) {
             if (summed) sum_share<Config, kShare>(acc, shared, place, parity, last_tile);
         }
         store_share<Config, kShare>(acc, args, out_map, shared, place, tile);
-    } else if constexpr (kShare + 1 < Shared<Config>::kShares) {
-        finish_share<Config, kShare + 1>(acc, args, out_map, shared, place, tile, summed, parity, last_tile);
+    } else if constexpr (kShare + 1 < kEnd) {
+        finish_share<Config, kShare + 1, kEnd>(acc, args, out_map, shared, place, tile, summed, parity, last_tile);
+    }
+}
+
+// Sums the tile over the splits of k and stores it, each split its share. `summed` is whether the CTAs of the cluster
+// share it.
+template <typename Config, u32 kPart = 0>
+__device__ __forceinline__ void finish_tile(float (&acc)[Config::kBlockM / 2], const Args& args,
+                                            const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
+                                            const Tile& tile, u32 rank, bool summed, u32 parity, bool last_tile) {
+    using Layout = Shared<Config>;
+    if (Layout::kParts == 1 || place.along_k == kPart) {
+        if constexpr (Config::kWarpgroupsK > 1) {
+            if (place.along_k > kPart) return;
+            sum_part<Config, kPart>(acc, shared, place, parity, last_tile);
+        }
+        if constexpr (Config::kSplitK > 1) {
+            if (summed) send_to_ctas<Config, kPart>(acc, shared, place, rank, parity);
+        }
+        constexpr u32 kFirst = kPart * Config::kSplitK;
+        constexpr u32 kEnd = kFirst + Layout::shares_of(kPart);
+        finish_share<Config, kFirst, kEnd>(acc, args, out_map, shared, place, tile, summed, parity, last_tile);
+    } else if constexpr (kPart + 1 < Layout::kParts) {
+        finish_tile<Config, kPart + 1>(acc, args, out_map, shared, place, tile, rank, summed, parity, last_tile);
     }
 }
 

@@ -467,8 +467,8 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     u32 parity = 0;  // of the tile, among those that are summed over splits
     Tile tile;
     while (scheduler.next(tile, rank)) {
-        place.split = (tile.split ? rank * Config::kWarpgroupsK : 0) + place.along_k;
-        const bool summed = Shared<Config>::kSplits > 1 && (!Config::kSplitTail || tile.split);
+        place.share = place.along_k * Config::kSplitK + (tile.split ? rank : 0);
+        const bool summed = Config::kSplitK > 1 && (!Config::kSplitTail || tile.split);
         float acc[Config::kBlockM / 2];
 #pragma unroll
         for (u32 i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
@@ -480,20 +480,18 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
                 copies.start(args, place, tile);
                 waited = true;
             }
-            if (place.split < Shared<Config>::kShares) {
-                if (Config::kSplitK > 1 && summed && place.thread == 0)
-                    barrier_expect_bytes(shared.reduce_full(place.warpgroup),
-                                         (Shared<Config>::kSplits - 1) * Shared<Config>::kSlot);
+            if (place.share < Shared<Config>::kShares) {
+                if (summed && place.thread == 0)
+                    barrier_expect_bytes(shared.share_full(place.warpgroup),
+                                         (Config::kSplitK - 1) * Shared<Config>::kSlot);
                 copy_factors<Config>(args, shared, place, tile);
             }
             if (copying) wait_for_activations<Config>(place);
         });
 
-        if constexpr (Shared<Config>::kSplits > 1) {
-            if (summed) send_sums<Config>(acc, shared, place, parity);
-        }
-        finish_share<Config>(acc, args, out_map, shared, place, tile, summed, parity, scheduler.done());
-        parity ^= summed;
+        if constexpr (Config::kWarpgroupsK > 1) send_to_warpgroups<Config>(acc, shared, place, parity);
+        finish_tile<Config>(acc, args, out_map, shared, place, tile, rank, summed, parity, scheduler.done());
+        parity ^= summed || Config::kWarpgroupsK > 1;
     }
     if (!waited) wait_for_previous_grid();
     if (place.thread == 0) store_wait_written();

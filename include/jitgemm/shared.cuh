@@ -3,13 +3,16 @@
 //     1024-aligned   lhs      [stages][warpgroups_k][block_m][128 B]       activations, 128-byte swizzle
 //                    out      [summers][share][64 columns]                 in runs of 128 B a token, 128-byte swizzle
 //     64-aligned     records  [stages][warpgroups_n][warpgroups_k][record]
-//                    slots    [summers][splits - 1][share / 8][128 threads][4] fp32 partial sums
+//                    slots    [summers][warpgroups_k - 1][part / 8][128 threads][4] fp32 sums of the CTA's others
+//                             and, for each summer behind them, [split_k - 1][share / 8][128][4] of the other CTAs
 //                    scales   [summers][share] fp32                        per-token scales
 //                    terms    [summers][3][64] fp32                        scale, bias and sum of each row of n
-//                    barriers full[stages] empty[stages] reduce_full[summers] reduce_empty[warpgroups]
+//                    barriers full[stages] empty[stages]
+//                             part_full[summers] part_empty[warpgroups]   where warpgroups split k
+//                             share_full[summers] share_empty[summers]    where CTAs do
 //
-// `share` is the tokens that one warpgroup sums over the splits of k and stores, `summers` the warpgroups of a CTA that
-// can have a share.
+// `share` is the tokens that one warpgroup stores, `part` those that it sums over its CTA's warpgroups along k: a share
+// for each CTA of the cluster, while there are shares. `summers` are the warpgroups of a CTA that have a part.
 #pragma once
 #include <jitgemm/barrier.cuh>
 
@@ -18,11 +21,12 @@ namespace jitgemm {
 template <typename Config>
 struct Shared {
     static constexpr u32 kWarpgroups = Config::kWarpgroupsN * Config::kWarpgroupsK;
-    static constexpr u32 kSplits = Config::kSplitK * Config::kWarpgroupsK;
-    static constexpr u32 kShares = Config::kBlockM / Config::kShareTokens;  // the first kShares splits have one each
-    static constexpr u32 kSummersK = kShares < Config::kWarpgroupsK ? kShares : Config::kWarpgroupsK;
-    static constexpr u32 kSummers = kSummersK * Config::kWarpgroupsN;
-    static_assert(Config::kShareTokens * kShares == Config::kBlockM && kShares <= kSplits, "shares cover the tile");
+    static constexpr u32 kShares = Config::kBlockM / Config::kShareTokens;
+    static constexpr u32 kParts = ceil_div(kShares, Config::kSplitK);
+    static constexpr u32 kPartTokens = Config::kShareTokens * smaller(Config::kSplitK, kShares);
+    static constexpr u32 kSummers = kParts * Config::kWarpgroupsN;
+    static_assert(Config::kShareTokens * kShares == Config::kBlockM && kParts <= Config::kWarpgroupsK,
+                  "shares cover the tile");
 
     static constexpr u32 kLhsTile = Config::kBlockM * 128;
     static constexpr u32 kLhsStage = Config::kWarpgroupsK * kLhsTile;
@@ -30,15 +34,20 @@ struct Shared {
     static constexpr u32 kRecordRun = Config::kWarpgroupsK * Config::kRecordBytes;
     static constexpr u32 kRecordStage = Config::kWarpgroupsN * kRecordRun;
     static constexpr u32 kSlot = Config::kShareTokens * 64 * 4;
+    static constexpr u32 kPartSlot = kPartTokens * 64 * 4;
     static constexpr u32 kTermsBytes = 3 * 64 * 4;
 
     static constexpr u32 kOut = Config::kStages * kLhsStage;
     static constexpr u32 kRecords = kOut + kSummers * kOutPanel;
     static constexpr u32 kSlots = kRecords + Config::kStages * kRecordStage;
-    static constexpr u32 kScales = kSlots + kSummers * (kSplits - 1) * kSlot;
+    static constexpr u32 kSlotsOfCta = (Config::kWarpgroupsK - 1) * kPartSlot;
+    static constexpr u32 kSlotsOfSummer = kSlotsOfCta + (Config::kSplitK - 1) * kSlot;
+    static constexpr u32 kScales = kSlots + kSummers * kSlotsOfSummer;
     static constexpr u32 kTerms = kScales + kSummers * Config::kShareTokens * 4;
     static constexpr u32 kBarriers = kTerms + kSummers * kTermsBytes;
-    static constexpr u32 kBarrierCount = 2 * Config::kStages + kSummers + kWarpgroups;
+    static constexpr u32 kPartBarriers = Config::kWarpgroupsK > 1 ? kSummers + kWarpgroups : 0;
+    static constexpr u32 kShareBarriers = Config::kSplitK > 1 ? 2 * kSummers : 0;
+    static constexpr u32 kBarrierCount = 2 * Config::kStages + kPartBarriers + kShareBarriers;
     static constexpr u32 kBytes = kBarriers + kBarrierCount * 8;
     static_assert(kRecords % 64 == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0,
                   "misaligned shared memory");
@@ -52,13 +61,19 @@ struct Shared {
     __device__ __forceinline__ u32 record(u32 stage, u32 along_n, u32 along_k) const {
         return base + kRecords + stage * kRecordStage + along_n * kRecordRun + along_k * Config::kRecordBytes;
     }
-    // The warpgroup, in its CTA, that works on a split.
-    __device__ __forceinline__ static u32 warpgroup_of(u32 split, u32 along_n) {
-        return split % Config::kWarpgroupsK * Config::kWarpgroupsN + along_n;
+    __device__ __forceinline__ static u32 warpgroup_of(u32 along_k, u32 along_n) {
+        return along_k * Config::kWarpgroupsN + along_n;
     }
-    // Where a summer finds the sums of the index-th split other than its own.
-    __device__ __forceinline__ u32 slot(u32 summer, u32 index) const {
-        return base + kSlots + (summer * (kSplits - 1) + index) * kSlot;
+    // How many shares a part has.
+    __device__ __forceinline__ static constexpr u32 shares_of(u32 part) {
+        return smaller(Config::kSplitK, kShares - part * Config::kSplitK);
+    }
+    // Where a summer finds the sums of the index-th of its CTA's other warpgroups along k, and of the other CTAs.
+    __device__ __forceinline__ u32 part_slot(u32 summer, u32 index) const {
+        return base + kSlots + summer * kSlotsOfSummer + index * kPartSlot;
+    }
+    __device__ __forceinline__ u32 share_slot(u32 summer, u32 index) const {
+        return base + kSlots + summer * kSlotsOfSummer + kSlotsOfCta + index * kSlot;
     }
     __device__ __forceinline__ u32 scales(u32 summer) const {
         return base + kScales + summer * Config::kShareTokens * 4;
@@ -66,10 +81,10 @@ struct Shared {
     __device__ __forceinline__ u32 terms(u32 summer) const { return base + kTerms + summer * kTermsBytes; }
     __device__ __forceinline__ u32 full(u32 stage) const { return base + kBarriers + stage * 8; }
     __device__ __forceinline__ u32 empty(u32 stage) const { return full(Config::kStages + stage); }
-    __device__ __forceinline__ u32 reduce_full(u32 summer) const { return full(2 * Config::kStages + summer); }
-    __device__ __forceinline__ u32 reduce_empty(u32 warpgroup) const {
-        return full(2 * Config::kStages + kSummers + warpgroup);
-    }
+    __device__ __forceinline__ u32 part_full(u32 summer) const { return full(2 * Config::kStages + summer); }
+    __device__ __forceinline__ u32 part_empty(u32 warpgroup) const { return part_full(kSummers + warpgroup); }
+    __device__ __forceinline__ u32 share_full(u32 summer) const { return part_full(kPartBarriers + summer); }
+    __device__ __forceinline__ u32 share_empty(u32 summer) const { return share_full(kSummers + summer); }
 
     // Those that copies complete on; the first copies wait for nothing else.
     __device__ __forceinline__ void init_full_barriers() const {
@@ -80,14 +95,19 @@ struct Shared {
     __device__ __forceinline__ void init_other_barriers(u32 rank) const {
         for (u32 stage = 0; stage < Config::kStages; ++stage)
             barrier_init(empty(stage), kWarpgroups * 4 * Config::kMulticast);
-        if constexpr (kSplits > 1) {
-            // In a cluster sums come with their bytes counted, which the summer announces; else each warp arrives.
+        if constexpr (Config::kWarpgroupsK > 1) {
             for (u32 summer = 0; summer < kSummers; ++summer)
-                barrier_init(reduce_full(summer), Config::kSplitK > 1 ? 1 : 4 * (kSplits - 1));
+                barrier_init(part_full(summer), 4 * (Config::kWarpgroupsK - 1));
             // Every summer's warps but the warpgroup's own.
-            for (u32 w = 0; w < kWarpgroups; ++w) {
-                const u32 split = (Config::kSplitK > 1 ? rank * Config::kWarpgroupsK : 0) + w / Config::kWarpgroupsN;
-                barrier_init(reduce_empty(w), max(4 * (kShares - (split < kShares)), 1u));
+            for (u32 w = 0; w < kWarpgroups; ++w) barrier_init(part_empty(w), max(4 * (kParts - (w < kSummers)), 1u));
+        }
+        if constexpr (Config::kSplitK > 1) {
+            for (u32 summer = 0; summer < kSummers; ++summer) {
+                // Sums come with their bytes counted, which the summer announces.
+                barrier_init(share_full(summer), 1);
+                // The warps of all CTAs with a share of the part but its own.
+                const u32 shares = shares_of(summer / Config::kWarpgroupsN);
+                barrier_init(share_empty(summer), max(4 * (shares - (rank < shares)), 1u));
             }
         }
         barrier_init_fence();

@@ -42,6 +42,8 @@ static_assert(sizeof(Args) == 104, "jitgemm/plan.py packs this struct");
 
 
 __host__ __device__ constexpr u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }
+// min(), which is no constant.
+__host__ __device__ constexpr u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
 
 __device__ __forceinline__ float bf16_to_float(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 
