@@ -137,6 +137,8 @@ NARROW_SPLITS = {
 """CTAs that split k for tiles of 64 tokens or less, by warpgroups along n and k; without what a sweep never chose."""
 WIDE_SPLITS = {(1, 2): (1, 2, 3, 5), (2, 1): (2, 3, 4, 5, 6), (3, 1): (2, 4, 5)}
 """The same for 80 to 160. One strip and two warpgroups along k are the tallest tile that k fills."""
+FOUR_SPLIT_TOKENS = 32
+"""Most tokens for which CTAs split k as well as four warpgroups do: with more, stages become too few."""
 PAIRED_SPLITS = {1: (1, 2, 4, 5, 6, 8), 2: (1, 2, 4, 8)}
 """Those of NARROW_SPLITS where two CTAs fit an SM, so that the next kernel can prefetch its weights; by warpgroups.
 Clusters of three seem to put two of their own on one SM (docs/notes/selector.md)."""
@@ -148,7 +150,7 @@ def _shapes(block_m: int) -> Iterator[_Shape]:
     if block_m <= 160:
         for (warpgroups_n, warpgroups_k), splits in (NARROW_SPLITS if narrow else WIDE_SPLITS).items():
             paired = PAIRED_SPLITS.get(warpgroups_n * warpgroups_k, ()) if narrow else ()
-            for split_k in splits:
+            for split_k in splits if warpgroups_k < 4 or block_m <= FOUR_SPLIT_TOKENS else splits[:1]:
                 ctas_per_sm = (1, 2) if split_k in paired else (1,)
                 for scatter in _ways_to_sum(block_m, warpgroups_k, split_k):
                     for halves, ctas in itertools.product((1,) if narrow else (1, 2), ctas_per_sm):
@@ -184,57 +186,56 @@ def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, .
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted to the 14,515 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
+# The constants were fitted to the 14,733 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
-LAUNCH_US = 0.3
+LAUNCH_US = 0.25
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.1195
+NO_PREFETCH_US = 0.2438
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-COPY_US = 0.1661
+COPY_US = 0.1869
 """Added where the copy engine brings a tile's first activations, not the threads that multiply them."""
-SUM_US = 0.4616
+SUM_US = 0.2795
 """Sum over the warpgroups along k of a CTA alone, per tile: hand-over."""
-REDUCE_US = 0.004162
-"""Sum over splits of k, of CTAs or of warpgroups, per token of a split's share and further split: stores into another's
-shared memory, reads."""
-SCATTER_US = 0.1342
+REDUCE_US = 0.007683
+"""Sum over splits of k, of CTAs or of warpgroups, per token that a warpgroup reads of others: stores, reads."""
+SCATTER_US = 0.01
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
-STORE_US = 0.5782
+STORE_US = 0.4697
 """Epilogue of a tile, during which nothing multiplies: latencies."""
-TOKEN_US = 0.001885
+TOKEN_US = 0.0002111
 """The same, per token of a split's share: conversion, transposition."""
-CLUSTER_US = {(1, "narrow"): 0.2909, (1, "wide"): 0.3134, (2, "narrow"): 0.1689, (2, "wide"): 0.04281}
+CLUSTER_US = {(1, "narrow"): 0.1068, (1, "wide"): 0.4378, (2, "narrow"): 0.0317, (2, "wide"): 0.01}
 """Launch of a cluster of two that splits k and its barriers, by CTAs of an SM and tile; grows with the root of the
 further CTAs."""
-SEND_US = 0.01675
-"""Sums that a CTA of such a cluster sends to the others, per token of the tile and warpgroup along k, if all were sent;
-its own share is not."""
-MULTICAST_US = 3.0
+SEND_US = 0.00861
+"""Sums that a CTA of such a cluster sends to the others, per token of the tile and strip of rows, if all were sent; its
+own share is not (docs/notes/sums.md)."""
+MULTICAST_US = 2.584
 """Launch of a cluster that shares an operand, its barriers, and the stages that are handed back across it."""
-RECORD_CYCLES = 93.1
+RECORD_CYCLES = 131.3
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 213.5, ("s8", "any"): 194.6, ("e4m3", "fast"): 167.5, ("s8", "fast"): 158.7,
-    ("e4m3", "zero"): 217.7, ("s8", "zero"): 228.4,
+    ("e4m3", "any"): 193.8, ("s8", "any"): 166.0, ("e4m3", "fast"): 131.8, ("s8", "fast"): 153.4,
+    ("e4m3", "zero"): 201.3, ("s8", "zero"): 225.2,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.497, "s8": 2.116}
+PROMOTE_CYCLES = {"e4m3": 1.308, "s8": 1.722}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-FETCH_CYCLES = 2158.0
-"""From asking for a stage to having it, while all stages are asked for; few stages leave the consumers waiting."""
-HALVES_CYCLES = 148.2
+FETCH_CYCLES = 1437.6
+"""From asking for a stage to having it, while all but the one in use are asked for; few leave the consumers waiting."""
+HALVES_CYCLES = 131.5
 """Added where tokens are multiplied in halves and a record's one group is promoted: nothing runs beside that."""
-ISSUE_CYCLES = 19.91
+ISSUE_CYCLES = 29.28
 """Issue cycles of a scheduler per record for everything else."""
 L2_BYTES_PER_CYCLE = 160.0
 """Bytes an SM draws from the L2 in a cycle when all draw; what some leave, the others have (docs/notes/main-loop.md).
 An operand that CTAs share counts for each of them: multicast kernels are no faster for it."""
-STREAM_FACTOR = {1: 1.148, 2: 1.068}
+STREAM_FACTOR = {1: 1.0, 2: 1.07}
 """Times as long as at the HBM's rate that a call's bytes take, by warpgroups along k; four draw as fast as it gives
 (docs/notes/decode.md)."""
-OVERLAP = 3.495
+OVERLAP = 2.72
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
 CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
@@ -341,10 +342,10 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
     launch += MULTICAST_US if spec.multicast > 1 else 0.0
     if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
         launch += NO_PREFETCH_US
-    splits = spec.split_k * spec.warpgroups_k
-    reduce_us = REDUCE_US * (splits - 1) * share
+    part = share * min(spec.split_k, spec.block_m // share)
+    reduce_us = REDUCE_US * ((spec.warpgroups_k - 1) * part + (spec.split_k - 1) * share)
     if spec.split_k > 1:
-        reduce_us += SEND_US * spec.block_m * spec.warpgroups_k * (1 - 1 / spec.split_k)
+        reduce_us += SEND_US * spec.block_m * spec.warpgroups_n * (1 - 1 / spec.split_k)
     elif spec.warpgroups_k > 1:
         reduce_us += SUM_US
     return _Costs(
@@ -352,7 +353,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         tensor=spec.warpgroups * wgmma * us_per_cycle,
         issue=spec.warpgroups * (decode + promote + ISSUE_CYCLES) * us_per_cycle,
         latency=serial * us_per_cycle,
-        fetch=FETCH_CYCLES / spec.stages * us_per_cycle,
+        fetch=FETCH_CYCLES / (spec.stages - 1) * us_per_cycle,
         l2=operand_bytes / L2_BYTES_PER_CYCLE * us_per_cycle,
         stream=STREAM_FACTOR.get(spec.warpgroups_k, 1.0) / device.hbm_bytes_per_us,
         launch=launch,

@@ -272,7 +272,7 @@ def report(rows: list[Row], worst: int = 12) -> None:
 
 
 SCALARS = {
-    "LAUNCH_US": (0.3, 3), "COPY_US": (0.001, 1), "NO_PREFETCH_US": (0.05, 4), "REDUCE_US": (0.00001, 0.05),
+    "LAUNCH_US": (0.2, 3), "COPY_US": (0.001, 1), "NO_PREFETCH_US": (0.05, 4), "REDUCE_US": (0.00001, 0.05),
     "STORE_US": (0.01, 1.5), "TOKEN_US": (0.00001, 0.05), "SCATTER_US": (0.01, 3), "SUM_US": (0.001, 1),
     "SEND_US": (0.0005, 0.05), "MULTICAST_US": (0.01, 3),
     "RECORD_CYCLES": (50, 800), "ISSUE_CYCLES": (10, 200), "FETCH_CYCLES": (100, 4000), "HALVES_CYCLES": (0.1, 200),
