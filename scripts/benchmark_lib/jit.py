@@ -73,6 +73,9 @@ def measure_jit(
         rows.append(_row(f"{name}: first call, cold", cold, "first_ms"))
         rows.append(_row(f"{name}: first call with another m, cold", cold, "other_m_ms"))
         rows.append(_row(f"{name}: first call, warm disk", warm, "first_ms"))
+        for what, key in (("CUDA's bindings", "bindings_ms"), ("the layers below the call", "layers_ms")):
+            if any(key in answer for answer in _answers(warm)):
+                rows.append(_row(f"{name}:   of that importing {what}", warm, key))
         rows.append(_row(f"{name}: first call with another m, warm disk", warm, "other_m_ms"))
         rows.append(_row(f"{name}: second call", warm, "again_ms"))
         rows.append(_row(f"{name}: whole process with imports and packing, warm disk", warm, "process_ms"))
