@@ -130,8 +130,9 @@ def _fits_two_warpgroups(spec: KernelSpec) -> bool:
             return False
         if split:
             third = spec.scatter and spec.split_k == 3
-            crowded = spec.codes == "s8" and rows == 1 and spec.split_k * spec.warpgroups_k > 2
-            most = min(most, 128 if third or crowded else 160)
+            own = spec.codes == "s8" and rows == 1
+            crowded = own and spec.split_k * spec.warpgroups_k > 2
+            most = min(most, 128 if third or crowded else 144 if own and spec.split_k > 1 and spec.scatter else 160)
         if spec.zero_point:
             most = min(most, 128)
     return spec.block_m <= most
@@ -152,7 +153,7 @@ def _fits_three_warpgroups(spec: KernelSpec) -> bool:
     elif spec.lhs == "s8" and spec.zero_point and spec.scale_type == "fp32":
         whole = min(whole[0], 64), whole[1]
     elif spec.lhs == "s8" and rows <= 2 and not spec.zero_point and spec.split_k == 2 and not spec.scatter:
-        split = 80, 96
+        split = 80, 96 if rows == 2 else 80
     return spec.block_m <= (split if spec.split_k > 1 else whole)[spec.halves - 1]
 
 
@@ -177,6 +178,9 @@ def _narrow_registers(spec: KernelSpec, needed: int) -> int:
     short_groups = spec.lhs == "s8" and spec.format.scale_rows > 1
     if short_groups and spec.block_m == 48 and spec.split_k > 4:
         return needed  # up to 40 bytes spill with NVRTC 13.5, 8 with 12.6
+    own = spec.codes == "s8" and spec.format.scale_rows == 1
+    if own and spec.block_m == 32 and spec.warpgroups == 2 and spec.block_n == 128 and spec.split_k == 2 and spec.scatter:
+        return needed  # 4 bytes spill with NVRTC 13.0 where threads copy activations
     narrow = NARROW_REGISTERS[spec.block_m]
     converts_pairs = short_groups and spec.format.scale_rows == 2
     narrow += NARROW_ZERO_REGISTERS if (spec.zero_point or converts_pairs) and spec.block_m >= 32 else 0
