@@ -178,8 +178,8 @@ def _narrow_registers(spec: KernelSpec, needed: int) -> int:
     short_groups = spec.lhs == "s8" and spec.format.scale_rows > 1
     if short_groups and spec.block_m == 48 and spec.split_k > 4:
         return needed  # up to 40 bytes spill with NVRTC 13.5, 8 with 12.6
-    own = spec.codes == "s8" and spec.format.scale_rows == 1
-    if own and spec.block_m == 32 and spec.warpgroups == 2 and spec.block_n == 128 and spec.split_k == 2 and spec.scatter:
+    pair = spec.block_n == 128 and spec.warpgroups == 2 and spec.split_k == 2 and spec.scatter
+    if pair and spec.block_m == 32 and spec.codes == "s8" and spec.format.scale_rows == 1:
         return needed  # 4 bytes spill with NVRTC 13.0 where threads copy activations
     narrow = NARROW_REGISTERS[spec.block_m]
     converts_pairs = short_groups and spec.format.scale_rows == 2
