@@ -28,6 +28,7 @@ from jitgemm.spec import (
     may_copy,
     promote_records,
     share_tokens,
+    slot_tokens,
     smem_bytes,
     stage_bytes,
     stage_weight_bytes,
@@ -342,8 +343,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
     launch += MULTICAST_US if spec.multicast > 1 else 0.0
     if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
         launch += NO_PREFETCH_US
-    part = share * min(spec.split_k, spec.block_m // share)
-    reduce_us = REDUCE_US * ((spec.warpgroups_k - 1) * part + (spec.split_k - 1) * share)
+    reduce_us = REDUCE_US * slot_tokens(spec)
     if spec.split_k > 1:
         reduce_us += SEND_US * spec.block_m * spec.warpgroups_n * (1 - 1 / spec.split_k)
     elif spec.warpgroups_k > 1:

@@ -423,6 +423,14 @@ def share_tokens(spec: KernelSpec) -> int:
     return 8 * next(share for share in range(ceil_div(runs, splits), runs + 1) if runs % share == 0)
 
 
+def slot_tokens(spec: KernelSpec) -> int:
+    """Tokens whose sums a summer gets of others: its part of each of its CTA's other warpgroups along k, then its share
+    of each other CTA (include/jitgemm/shared.cuh)."""
+    share = share_tokens(spec)
+    part = share * min(spec.split_k, spec.block_m // share)
+    return (spec.warpgroups_k - 1) * part + (spec.split_k - 1) * share
+
+
 def stage_bytes(spec: KernelSpec) -> int:
     """Shared memory of one stage: activations, records and two barriers."""
     return spec.warpgroups_k * spec.block_m * BLOCK_K + stage_weight_bytes(spec) + 2 * 8
@@ -431,11 +439,9 @@ def stage_bytes(spec: KernelSpec) -> int:
 def smem_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
     share = share_tokens(spec)
-    shares = spec.block_m // share
-    summers = ceil_div(shares, spec.split_k) * spec.warpgroups_n
+    summers = ceil_div(spec.block_m // share, spec.split_k) * spec.warpgroups_n
     out_panel = share * STRIP_ROWS * OUT_BYTES[spec.out]
-    slots = (spec.warpgroups_k - 1) * min(spec.split_k, shares) + spec.split_k - 1
-    slots *= share * STRIP_ROWS * 4
+    slots = slot_tokens(spec) * STRIP_ROWS * 4
     barriers = 8 * (summers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
     barriers += 8 * 2 * summers if spec.split_k > 1 else 0
     factors = (share + 3 * STRIP_ROWS) * 4

@@ -49,9 +49,12 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The thread's loads are done, so that an arrival may hand back what they read: it overtakes loads that are under way
+// The warp's loads are done, so that an arrival may hand back what they read: it overtakes loads that are under way
 // (docs/notes/sums.md).
-__device__ __forceinline__ void loads_done() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+__device__ __forceinline__ void loads_done() {
+    asm volatile("fence.acq_rel.cta;" ::: "memory");
+    __syncwarp();
+}
 
 // Arrives at the barrier of any CTA of the cluster. Orders nothing but what is done already, which is all that handing
 // back a buffer needs; a release at cluster scope would flush to the GPU's memory each time.

@@ -137,7 +137,6 @@ __device__ __forceinline__ void sum_part(float (&acc)[Config::kBlockM / 2], cons
     // After the last tile nobody writes the slots again.
     if (last_tile) return;
     loads_done();
-    __syncwarp();
     if (place.lane == 0) {
         for (u32 along_k = 0; along_k < Config::kWarpgroupsK; ++along_k)
             if (along_k != kPart) barrier_arrive(shared.part_empty(Layout::warpgroup_of(along_k, place.along_n)));
@@ -155,7 +154,6 @@ __device__ __forceinline__ void sum_share(float (&acc)[Config::kBlockM / 2], con
     // As above; and the other CTAs may have ended.
     if (last_tile) return;
     loads_done();
-    __syncwarp();
     if (place.lane == 0) {
         for (u32 rank = 0; rank < Config::kSplitK; ++rank)
             if (rank != kRank) barrier_arrive_remote(shared.share_empty(place.warpgroup), rank);
