@@ -34,7 +34,7 @@ from benchmark_lib.cells import COPY_BYTES, Format, parse_format  # noqa: E402
 
 from jitgemm import config, render  # noqa: E402
 from jitgemm.sass import Yields  # noqa: E402
-from jitgemm.spec import DeviceSpec, KernelSpec, Problem, WeightFormat, ceil_div, tuned_codes  # noqa: E402
+from jitgemm.spec import DeviceSpec, KernelSpec, WeightFormat, ceil_div  # noqa: E402
 
 ROUNDS = 7
 """Each has an order of its own: a large GEMM runs at the power limit, and takes after whoever ran before it."""
@@ -118,6 +118,16 @@ def _kernel(lhs: str, codes: str, block_m: int, block_n: int, group_size: int = 
     return KernelSpec(lhs, group_size, False, scale_type, block_m, block_n, 2, codes=codes, **shape)
 
 
+MAIN_LOOP = {
+    "as it is": Variant(),
+    "no promotion": Variant((NO_PROMOTION,)),
+    "no decode": Variant(NO_DECODE),
+    "neither": Variant((NO_PROMOTION, *NO_DECODE)),
+    "no copies after the first stages": Variant(NO_LOADS),
+    "neither, no copies": Variant((NO_PROMOTION, *NO_DECODE, *NO_LOADS)),
+}
+
+
 def prefill() -> Part:
     kernels = [
         _kernel(lhs, codes, block_m, block_n, halves=halves)
@@ -125,15 +135,7 @@ def prefill() -> Part:
         for codes in ("any", lhs)
         for block_m, block_n, halves in ((128, 128, 1), (128, 128, 2), (160, 128, 2), (176, 128, 2), (64, 192, 2))
     ]
-    variants = {
-        "as it is": Variant(),
-        "no promotion": Variant((NO_PROMOTION,)),
-        "no decode": Variant(NO_DECODE),
-        "neither": Variant((NO_PROMOTION, *NO_DECODE)),
-        "no copies after the first stages": Variant(NO_LOADS),
-        "neither, no copies": Variant((NO_PROMOTION, *NO_DECODE, *NO_LOADS)),
-        "produced by a thread alone": Variant(ONE_THREAD),
-    }
+    variants = MAIN_LOOP | {"produced by a thread alone": Variant(ONE_THREAD)}
     return Part(4096, 4096, 4096, variants, (*kernels, _kernel("s8", "any", 256, 128, 0, halves=2)))
 
 
@@ -195,26 +197,12 @@ def yields() -> Part:
 
 
 def chosen() -> Part:
-    variants = {
-        "as it is": Variant(),
-        "no promotion": Variant((NO_PROMOTION,)),
-        "no decode": Variant(NO_DECODE),
-        "neither": Variant((NO_PROMOTION, *NO_DECODE)),
-        "no copies after the first stages": Variant(NO_LOADS),
-        "neither, no copies": Variant((NO_PROMOTION, *NO_DECODE, *NO_LOADS)),
-        "splits keep their sums": Variant(NO_EXCHANGE),
-    }
-    return Part(128, 4096, 4096, variants)
+    return Part(128, 4096, 4096, MAIN_LOOP | {"splits keep their sums": Variant(NO_EXCHANGE)})
 
 
 def choices(formats: list[Format], m: int, n: int, k: int, device: DeviceSpec) -> tuple[KernelSpec, ...]:
-    """What the selector takes for weights without the code -8."""
-    found = []
-    for fmt in formats:
-        codes = tuned_codes(fmt.lhs, fmt.group_size, fmt.zero_point, k)
-        weight = WeightFormat(fmt.group_size, fmt.zero_point, "bf16", codes)
-        found.append(config.choose(Problem(m, n, k, fmt.lhs, weight), device))
-    return tuple(dict.fromkeys(found))
+    """What the selector takes, each kernel once."""
+    return tuple(dict.fromkeys(config.choose(fmt.problem(m, n, k), device) for fmt in formats))
 
 
 def with_stages(kernel: KernelSpec, device: DeviceSpec) -> KernelSpec | None:

@@ -199,6 +199,9 @@ extern "C" __global__ void __launch_bounds__({self.threads}, 1) probe(u64* out) 
 """
 
 
+CLUSTER_SYNC = """__device__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\\nbarrier.cluster.wait.acquire;" ::: "memory");
+}"""
 COPY_BYTES = 32768
 COPY_STAGES = 6
 
@@ -231,9 +234,7 @@ class Copy:
 #include <jitgemm/tma.cuh>
 using namespace jitgemm;
 constexpr u32 kStages = {COPY_STAGES}, kBytes = {COPY_BYTES}, kCtas = {self.multicast};
-__device__ void cluster_sync() {{
-    asm volatile("barrier.cluster.arrive.release;\\nbarrier.cluster.wait.acquire;" ::: "memory");
-}}
+{CLUSTER_SYNC}
 extern "C" __global__ void __cluster_dims__(kCtas) probe(const __grid_constant__ TensorMap map, const u8* base,
                                                          u32 chunks, u32 count, u64* out) {{
     extern __shared__ __align__(1024) u8 bytes[];
@@ -321,9 +322,7 @@ class Send:
 #include <jitgemm/tma.cuh>
 using namespace jitgemm;
 constexpr u32 kCtas = {self.ctas}, kPeers = {peers}, kPart = {self.size} / kPeers / {SENDERS // 128};
-__device__ void cluster_sync() {{
-    asm volatile("barrier.cluster.arrive.release;\\nbarrier.cluster.wait.acquire;" ::: "memory");
-}}
+{CLUSTER_SYNC}
 extern "C" __global__ void __launch_bounds__({SENDERS}, 1) __cluster_dims__(kCtas) probe(u64* out) {{
     extern __shared__ __align__(1024) u8 bytes[];
     __shared__ u64 barrier_of_sums;

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jitgemm.cli.common import parse_shape
-from jitgemm.models import linear_layers, read_config
-from jitgemm.spec import GROUP_SIZES, ceil_div
+from jitgemm.models import linear_layers, read_config, weight_group
+from jitgemm.spec import GROUP_SIZES, Problem, WeightFormat, ceil_div, tuned_codes
 
 HBM_BYTES_PER_US = 4.5e6
 """What an H200 streams from HBM under programmatic dependent launch: 4.5 TB/s, measured."""
@@ -83,6 +83,13 @@ class Format:
         lhs = "int8" if self.lhs == "s8" else self.lhs
         switches = ("_any" if self.any_codes else "") + ("_bi" if self.batch_invariant else "")
         return f"{lhs}_{group}{'z' if self.zero_point else ''}{switches}"
+
+    def problem(self, m: int, n: int, k: int) -> Problem:
+        """What the selector is asked for this GEMM; the benchmark's weights have bf16 scales and no code -8."""
+        group = weight_group(self.group_size, k)
+        codes = "any" if self.any_codes else tuned_codes(self.lhs, group, self.zero_point, k)
+        weight = WeightFormat(group, self.zero_point, "bf16", codes)
+        return Problem(m, n, k, self.lhs, weight, batch_invariant=self.batch_invariant)
 
     def weight_bytes(self, n: int, k: int) -> float:
         """Bytes of codes, 16-bit scales and zero points; padding of tiles is not counted."""

@@ -99,31 +99,11 @@ def _driver(plan: Any, x: Any, x_scale: Any, weight: Any, out: Any) -> Callable[
 PARTS = (("launch", "from the plan on, that is without its look-up", _launch), ("driver", "cuLaunchKernelEx", _driver))
 
 
-def _part_calls(fmt: Format, source: Any, m: int, part: Callable[..., Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """The part of a call, for as many weights as `measure_host` has in turn."""
+def _layers(fmt: Format, source: Any, m: int) -> list[tuple[Any, Any, Any, Any]]:
+    """Activation, its scales, weight and output of each layer, activations and outputs alternating between two."""
     import copy
 
     import torch
-
-    from jitgemm.plan import Plan
-
-    from .data import quantise_rows
-    from .ours import LHS_DTYPES, weight_of
-
-    first = weight_of(fmt, source)
-    x, x_scale = quantise_rows(source.activations(m), LHS_DTYPES[fmt.lhs])
-    out = torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device)
-    weights = [first, *(copy.deepcopy(first) for _ in range(LAYERS - 1))]
-    return [part(Plan(x, x_scale, weight, out, None), x, x_scale, weight, out) for weight in weights]
-
-
-def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
-    """The op with the arguments that `gemm_w4a8_bf16_nt` gives it under `torch.compile`."""
-    import copy
-
-    import torch
-
-    from jitgemm import api
 
     from .data import quantise_rows
     from .ours import LHS_DTYPES, weight_of
@@ -131,10 +111,23 @@ def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
     first = weight_of(fmt, source)
     pairs = [quantise_rows(source.activations(m, i), LHS_DTYPES[fmt.lhs]) for i in range(2)]
     outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(2)]
+    return [(*pairs[i % 2], first if i == 0 else copy.deepcopy(first), outs[i % 2]) for i in range(LAYERS)]
+
+
+def _part_calls(fmt: Format, source: Any, m: int, part: Callable[..., Callable[[], Any]]) -> list[Callable[[], Any]]:
+    from jitgemm.plan import Plan
+
+    return [part(Plan(*layer, None), *layer) for layer in _layers(fmt, source, m)]
+
+
+def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
+    """The op with the arguments that `gemm_w4a8_bf16_nt` gives it under `torch.compile`."""
+    from jitgemm import api
+
     return [
-        partial(api._call_op, *pairs[i % 2], None, first if i == 0 else copy.deepcopy(first), outs[i % 2], None, False)
-        for i in range(LAYERS)
-    ]  # fmt: skip
+        partial(api._call_op, x, x_scale, None, weight, out, None, False)
+        for x, x_scale, weight, out in _layers(fmt, source, m)
+    ]
 
 
 def _nothing(*_: Any) -> None:

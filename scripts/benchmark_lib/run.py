@@ -41,19 +41,9 @@ def compile_ahead(cells: Sequence[Cell], formats: Sequence[Format]) -> tuple[int
     from jitgemm.config import choose
     from jitgemm.device import device_of
     from jitgemm.errors import JitGemmError
-    from jitgemm.models import weight_group
-    from jitgemm.spec import Problem, WeightFormat, tuned_codes
 
     device = device_of(torch.cuda.current_device())
-    specs = []
-    for fmt in formats:
-        for cell in cells:
-            group = weight_group(fmt.group_size, cell.k)
-            # The benchmark's weights have no code -8.
-            codes = "any" if fmt.any_codes else tuned_codes(fmt.lhs, group, fmt.zero_point, cell.k)
-            weight = WeightFormat(group, fmt.zero_point, "bf16", codes)
-            problem = Problem(cell.m, cell.n, cell.k, fmt.lhs, weight, batch_invariant=fmt.batch_invariant)
-            specs.append(choose(problem, device))
+    specs = [choose(fmt.problem(cell.m, cell.n, cell.k), device) for fmt in formats for cell in cells]
     cache = KernelCache()
 
     def build(spec) -> bool:  # type: ignore[no-untyped-def]
