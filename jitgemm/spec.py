@@ -350,6 +350,20 @@ def fragment_sets(spec: KernelSpec) -> int:
     return 1 if four or crowded else 2
 
 
+def keeps_addresses(spec: KernelSpec) -> bool:
+    """Whether consumers keep where shared memory is in a register that ptxas cannot work out anew in each iteration.
+
+    By measurement (docs/notes/main-loop.md): up to 8 % for tiles of few tokens. With more, one warpgroup or two CTAs
+    on an SM have no register for it, and two warpgroups along k that convert sums in halves or take zero points off
+    are slower with it.
+    """
+    if spec.block_m <= 32 or spec.warpgroups == 1 or spec.ctas_per_sm == 2:
+        return spec.block_m <= 32
+    if spec.warpgroups_k == 1:
+        return spec.block_m <= 96
+    return promote_records(spec) == 0 or not (spec.zero_point or (spec.lhs == "s8" and spec.halves == 2))
+
+
 MAX_CHANNEL_K_S8 = 2**16
 """Largest k of a weight per channel in the order for int8: sums of 16 q x stay in int32 up to twice that."""
 

@@ -5,6 +5,8 @@
     python scripts/ablate.py power        # the same held for a while: microseconds, watts, MHz
     python scripts/ablate.py decode       # the path from one kernel of a chain to the next: docs/notes/decode.md
     python scripts/ablate.py yields       # which instructions let other warps go first: docs/notes/yields.md
+    python scripts/ablate.py addresses --m 1 16 --n 4096 --k 14336 --format e4m3_g128 e4m3_g128z
+                                          # keeping addresses in shared memory: docs/notes/main-loop.md
     python scripts/ablate.py chosen --m 128 256 --n 4096 --k 14336 --format e4m3_g128 int8_g128
                                           # the kernels that the selector takes there: docs/notes/what-limits.md
 
@@ -82,7 +84,7 @@ EARLY_LAUNCH: tuple[Change, ...] = (
 )
 _CLUSTER_SYNC = 'asm volatile("barrier.cluster.arrive.release;\\nbarrier.cluster.wait.acquire;" ::: "memory");'
 RELEASE_AT_START: Change = ("kernel", "        cluster_started();", "        " + _CLUSTER_SYNC)
-_CONSUME = "        consume<Config>(args, out_map, shared, rank);\n    }\n"
+_CONSUME = "        consume<Config>(args, out_map, Shared<Config>{base}, rank);\n    }\n"
 _IN_CLUSTERS = "    if constexpr (Config::kClusterSize > 1) "
 BARRIER_AT_END: Change = ("kernel", _CONSUME, f"{_CONSUME}{_IN_CLUSTERS}{_CLUSTER_SYNC}\n")
 ALL_STAGES: tuple[Change, ...] = (
@@ -91,6 +93,8 @@ ALL_STAGES: tuple[Change, ...] = (
 )
 TILE_COPIES: Change = ("kernel", "Config::kDirectLhs", "false")
 EXIT_ONCE_READ: Change = ("kernel", "store_wait_written();", "store_wait_read();")
+ADDRESSES_AGAIN: Change = ("kernel", "Config::kKeepAddresses", "false")
+KEPT: Change = ("kernel", "Config::kKeepAddresses", "true")
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,11 @@ def prefill() -> Part:
     ]
     variants = MAIN_LOOP | {"produced by a thread alone": Variant(ONE_THREAD)}
     return Part(4096, 4096, 4096, variants, (*kernels, _kernel("s8", "any", 256, 128, 0, halves=2)))
+
+
+def addresses() -> Part:
+    variants = {"as it is": Variant(), "worked out again": Variant((ADDRESSES_AGAIN,)), "kept": Variant((KEPT,))}
+    return Part(16, 4096, 14336, variants)
 
 
 def power() -> Part:
@@ -211,7 +220,7 @@ def with_stages(kernel: KernelSpec, device: DeviceSpec) -> KernelSpec | None:
     return next((each for each in legal if replace(each, stages=kernel.stages) == kernel), None)
 
 
-PARTS = {"prefill": prefill, "power": power, "decode": decode, "yields": yields, "chosen": chosen}
+PARTS = {part.__name__: part for part in (prefill, power, decode, yields, addresses, chosen)}
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ from jitgemm.spec import (
     WeightFormat,
     ceil_div,
     direct_lhs,
+    keeps_addresses,
     lhs_copy_rows,
     prefetch_stages,
     promote_records,
@@ -527,6 +528,26 @@ def test_one_stage_more_would_not_fit(problem, device):
     spec = choose(problem, device)
     deeper = replace(spec, stages=spec.stages + 1)
     assert spec.stages == config.MAX_STAGES or config.illegal(deeper, device) is not None
+
+
+@pytest.mark.parametrize(
+    "shape, keeps",
+    [
+        ({"block_m": 16, "block_n": 64}, True),
+        ({"block_m": 64, "block_n": 64}, False),
+        ({"block_m": 48, "block_n": 128, "ctas_per_sm": 2}, False),
+        ({"block_m": 96, "block_n": 128}, True),
+        ({"block_m": 128, "block_n": 128}, False),
+        ({"block_m": 128, "block_n": 64, "warpgroups_k": 2}, True),
+        ({"block_m": 128, "block_n": 64, "warpgroups_k": 2, "halves": 2}, False),
+    ],
+)
+def test_where_addresses_are_kept(shape, keeps):
+    spec = KernelSpec("s8", 128, False, "bf16", stages=4, **shape)
+    assert keeps_addresses(spec) == keeps
+    assert f"kKeepAddresses = {str(keeps).lower()};" in render(spec)
+    zeros = replace(spec, zero_point=True)
+    assert keeps_addresses(zeros) == (keeps and spec.warpgroups_k == 1)
 
 
 @pytest.mark.parametrize(

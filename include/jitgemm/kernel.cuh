@@ -547,7 +547,10 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         __syncwarp();
     } else {
         if constexpr (Config::kConsumerRegisters > 0) claim_registers<Config::kConsumerRegisters>();
-        consume<Config>(args, out_map, shared, rank);
+        // The reduction is for ptxas, which cannot work it out again: else main loops ask for the CTA's rank in each
+        // iteration, of which addresses consist, and derive from it what they need (docs/notes/main-loop.md).
+        const u32 base = Config::kKeepAddresses ? __reduce_or_sync(0xFFFFFFFFu, shared.base) : shared.base;
+        consume<Config>(args, out_map, Shared<Config>{base}, rank);
     }
 }
 
