@@ -18,6 +18,7 @@ from jitgemm.spec import (
     DIRECT_LHS_TOKENS,
     OUT_BYTES,
     PREFETCH_BYTES,
+    STREAM_TOKENS,
     STRIP_ROWS,
     DeviceSpec,
     KernelSpec,
@@ -41,6 +42,9 @@ BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 25
 MIN_STAGES = 3
 """Two hide nothing, and with two ptxas has tiles of 112 tokens and 192 rows spill."""
 MAX_STAGES = 12
+NARROW_STAGE_BYTES = {(4, False): 187_000, (4, True): 160_000, (1, True): 130_000}
+"""Most bytes that the stages of a CTA alone on its SM take where three warpgroups or four have tiles of up to
+STREAM_TOKENS; by warpgroups along k and whether they decode a stage no faster than memory brings it."""
 SYSTEM_SMEM = 1024
 """Bytes of shared memory the system takes from an SM for each resident CTA."""
 
@@ -85,6 +89,20 @@ def _most_stages(spec: KernelSpec, device: DeviceSpec) -> int:
     return min(MAX_STAGES, spec.stages + (_smem_limit(spec, device) - smem_bytes(spec)) // stage_bytes(spec))
 
 
+def _stages(spec: KernelSpec, device: DeviceSpec) -> int:
+    """How many stages the kernel gets.
+
+    All that fit, but for narrow tiles: there a call takes up to 9 % longer with too many (docs/notes/decode.md).
+    """
+    most = _most_stages(spec, device)
+    if spec.ctas_per_sm > 1 or spec.block_m > STREAM_TOKENS or spec.warpgroups < 3:
+        return most
+    bring_us = stage_weight_bytes(spec) * device.num_sms / device.hbm_bytes_per_us
+    slow = _costs(spec, device).issue >= bring_us
+    useful = NARROW_STAGE_BYTES.get((spec.warpgroups_k, slow), math.inf) // stage_bytes(spec)
+    return max(MIN_STAGES, min(most, useful))
+
+
 def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
     """Every kernel the selector considers for these formats on this device."""
     return tuple(spec for block_m in BLOCK_MS for spec, _ in _costed_kernels(lhs, fmt, device, out, block_m))
@@ -113,7 +131,7 @@ def _kernels(
             **shape._asdict(),
         )
         if _misfit(spec, device) is None and (registers_needed(spec) > spec.consumer_registers) == refused:
-            yield replace(spec, stages=_most_stages(spec, device))
+            yield replace(spec, stages=_stages(spec, device))
 
 
 class _Shape(NamedTuple):
@@ -353,7 +371,8 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         tensor=spec.warpgroups * wgmma * us_per_cycle,
         issue=spec.warpgroups * (decode + promote + ISSUE_CYCLES) * us_per_cycle,
         latency=serial * us_per_cycle,
-        fetch=FETCH_CYCLES / (spec.stages - 1) * us_per_cycle,
+        # As many as fit: fewer that `_stages` says are no slower.
+        fetch=FETCH_CYCLES / (_most_stages(spec, device) - 1) * us_per_cycle,
         l2=operand_bytes / L2_BYTES_PER_CYCLE * us_per_cycle,
         stream=STREAM_FACTOR.get(spec.warpgroups_k, 1.0) / device.hbm_bytes_per_us,
         launch=launch,

@@ -7,6 +7,8 @@
     python scripts/ablate.py yields       # which instructions let other warps go first: docs/notes/yields.md
     python scripts/ablate.py addresses --m 1 16 --n 4096 --k 14336 --format e4m3_g128 e4m3_g128z
                                           # keeping addresses in shared memory: docs/notes/main-loop.md
+    python scripts/ablate.py stages --m 1 16 --n 4096 --k 14336 --format e4m3_g128 e4m3_g128z
+                                          # more stages, and fewer: docs/notes/decode.md
     python scripts/ablate.py chosen --m 128 256 --n 4096 --k 14336 --format e4m3_g128 int8_g128
                                           # the kernels that the selector takes there: docs/notes/what-limits.md
 
@@ -99,10 +101,11 @@ KEPT: Change = ("kernel", "Config::kKeepAddresses", "true")
 
 @dataclass(frozen=True)
 class Variant:
-    """What of a kernel's source is changed, and whose yield hints it gets."""
+    """What of a kernel's source is changed, whose yield hints it gets, and how many stages more or less."""
 
     changes: tuple[Change, ...] = ()
     yields: Callable[[KernelSpec], Yields | None] = render.yields
+    stages: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,11 @@ def prefill() -> Part:
 def addresses() -> Part:
     variants = {"as it is": Variant(), "worked out again": Variant((ADDRESSES_AGAIN,)), "kept": Variant((KEPT,))}
     return Part(16, 4096, 14336, variants)
+
+
+def stages() -> Part:
+    variants = {f"{more:+d} stages": Variant(stages=more) for more in (4, 3, 2, 1, -1, -2)}
+    return Part(16, 4096, 14336, {"as it is": Variant(), **variants})
 
 
 def power() -> Part:
@@ -220,7 +228,7 @@ def with_stages(kernel: KernelSpec, device: DeviceSpec) -> KernelSpec | None:
     return next((each for each in legal if replace(each, stages=kernel.stages) == kernel), None)
 
 
-PARTS = {part.__name__: part for part in (prefill, power, decode, yields, addresses, chosen)}
+PARTS = {part.__name__: part for part in (prefill, power, decode, yields, addresses, stages, chosen)}
 
 
 def main() -> None:
@@ -293,6 +301,7 @@ def measure(part: Part, kernels: tuple[KernelSpec, ...], m: int, weights: Weight
     import jitgemm
     from jitgemm import loaded
     from jitgemm.cache import KernelCache
+    from jitgemm.device import device_of
     from jitgemm.plan import Plan
 
     x_scale, out = torch.rand(m, device="cuda"), torch.empty(m, weights.n, device="cuda", dtype=torch.bfloat16)
@@ -300,7 +309,7 @@ def measure(part: Part, kernels: tuple[KernelSpec, ...], m: int, weights: Weight
         "s8": torch.randint(-127, 128, (m, weights.k), device="cuda", dtype=torch.int8),
         "e4m3": torch.randn(m, weights.k, device="cuda").to(torch.float8_e4m3fn),
     }
-    headers, original = render.headers(), dict(render.headers())
+    device, headers, original = device_of(0), render.headers(), dict(render.headers())
     times: dict[tuple[str, KernelSpec], str] = {}
     ready_to_run: dict[tuple[str, KernelSpec], Timed] = {}
 
@@ -320,14 +329,16 @@ def measure(part: Part, kernels: tuple[KernelSpec, ...], m: int, weights: Weight
                 sys.exit(f"ablate.py: {header}.cuh no longer holds what '{name}' replaces; bring it up to date")
             headers[f"jitgemm/{header}.cuh"] = headers[f"jitgemm/{header}.cuh"].replace(old, new)
         loaded.kernels.clear()
+        varied = {kernel: replace(kernel, stages=kernel.stages + variant.stages) for kernel in kernels}
+        fitting = [each for each in varied.values() if config.illegal(each, device) is None]
         with ThreadPoolExecutor() as pool:
-            failed = {kernel for kernel in pool.map(build, kernels) if kernel}
-        for kernel in kernels:
-            if kernel in failed:
-                times[name, kernel] = "spills"
+            failed = {kernel for kernel in pool.map(build, fitting) if kernel}
+        for kernel, built in varied.items():
+            if built not in fitting or built in failed:
+                times[name, kernel] = "spills" if built in failed else "no room"
                 continue
             used = weights.of(kernel, m)
-            ready = [Plan(x[kernel.lhs], x_scale, weight, out, None, spec=kernel) for weight in used]
+            ready = [Plan(x[kernel.lhs], x_scale, weight, out, None, spec=built) for weight in used]
             calls = [
                 lambda plan=plan, weight=weight, lhs=kernel.lhs: plan.launch(x[lhs], x_scale, weight, out, None, True)
                 for plan, weight in zip(ready, used)

@@ -38,6 +38,7 @@ from jitgemm.spec import (
     prefetch_stages,
     promote_records,
     share_tokens,
+    stage_bytes,
 )
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -524,10 +525,27 @@ def test_prefetch_takes_some_stages_of_those_there_are(problem, device):
 @relaxed
 @given(problem=problems, device=devices)
 def test_one_stage_more_would_not_fit(problem, device):
-    """Unless the limit on stages was reached first."""
+    """Unless a limit on stages was reached first: on their number, on the bytes of narrow tiles'."""
     spec = choose(problem, device)
     deeper = replace(spec, stages=spec.stages + 1)
-    assert spec.stages == config.MAX_STAGES or config.illegal(deeper, device) is not None
+    narrow = spec.block_m <= 32 and spec.ctas_per_sm == 1 and spec.warpgroups >= 3
+    enough = narrow and deeper.stages * stage_bytes(spec) > min(config.NARROW_STAGE_BYTES.values())
+    assert enough or spec.stages == config.MAX_STAGES or config.illegal(deeper, device) is not None
+
+
+def test_narrow_tiles_that_decode_slowly_take_fewer_stages():
+    def stages(zero_point: bool, codes: str) -> dict[tuple, int]:
+        legal = legal_kernels("e4m3", WeightFormat(128, zero_point, "bf16", codes), device_spec("h200"))
+        return {
+            (spec.block_m, spec.block_n, spec.warpgroups_k, spec.split_k, spec.scatter, spec.warpgroups): spec.stages
+            for spec in legal
+            if spec.ctas_per_sm == 1 and spec.multicast == 1
+        }
+
+    slow, fast = stages(True, "any"), stages(False, "e4m3")
+    fewer = {shape for shape in slow.keys() & fast.keys() if slow[shape] < fast[shape] - 1}
+    assert {shape[0] for shape in fewer} == {8, 16, 24, 32} and {shape[-1] for shape in fewer} == {3, 4}
+    assert all(slow[shape] >= config.MIN_STAGES for shape in fewer)
 
 
 @pytest.mark.parametrize(
