@@ -353,15 +353,18 @@ def fragment_sets(spec: KernelSpec) -> int:
 def keeps_addresses(spec: KernelSpec) -> bool:
     """Whether consumers keep where shared memory is in a register that ptxas cannot work out anew in each iteration.
 
-    By measurement (docs/notes/main-loop.md): up to 8 % for tiles of few tokens. With more, one warpgroup or two CTAs
-    on an SM have no register for it, and two warpgroups along k that convert sums in halves or take zero points off
-    are slower with it.
+    By measurement (docs/notes/main-loop.md): up to 8 % for tiles of few tokens. With more, one warpgroup, two CTAs on
+    an SM or four warpgroups have no register for it, and two along k that convert sums in halves or take zero points
+    off are slower with it; int8's with scales in fp32 spill.
     """
-    if spec.block_m <= 32 or spec.warpgroups == 1 or spec.ctas_per_sm == 2:
-        return spec.block_m <= 32
+    if spec.block_m <= 32:
+        return True
+    if spec.ctas_per_sm == 2 or spec.warpgroups == 1:
+        return False
     if spec.warpgroups_k == 1:
-        return spec.block_m <= 96
-    return promote_records(spec) == 0 or not (spec.zero_point or (spec.lhs == "s8" and spec.halves == 2))
+        return spec.block_m <= 96 and spec.warpgroups < 4
+    crowded = spec.lhs == "s8" and (spec.halves == 2 or spec.scale_type == "fp32")
+    return promote_records(spec) == 0 or not (spec.zero_point or crowded)
 
 
 MAX_CHANNEL_K_S8 = 2**16
