@@ -205,56 +205,56 @@ def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, .
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 #
-# The constants were fitted to the 14,733 timings of scripts/data on an H200, 2026-11-22 (docs/notes/selector.md):
+# The constants were fitted to the 14,733 timings of scripts/data on an H200, 2026-11-23 (docs/notes/selector.md):
 # they absorb what the model leaves out, so that one of them alone need not be what its name would cost by itself.
 
 LAUNCH_US = 0.25
 """From the end of one kernel to the first wgmma of the next, when the next could prefetch its weights before."""
-NO_PREFETCH_US = 0.2438
+NO_PREFETCH_US = 0.2865
 """Added where a CTA leaves no room on its SM for the next kernel's: HBM latency and the first stages are not hidden."""
-COPY_US = 0.1869
+COPY_US = 0.1472
 """Added where the copy engine brings a tile's first activations, not the threads that multiply them."""
-SUM_US = 0.2795
+SUM_US = 0.173
 """Sum over the warpgroups along k of a CTA alone, per tile: hand-over."""
-REDUCE_US = 0.007683
+REDUCE_US = 0.008173
 """Sum over splits of k, of CTAs or of warpgroups, per token that a warpgroup reads of others: stores, reads."""
-SCATTER_US = 0.01
+SCATTER_US = 0.2154
 """Added for each tile but the first where splits scatter their sums: all of them wait for one another."""
-STORE_US = 0.4697
+STORE_US = 0.395
 """Epilogue of a tile, during which nothing multiplies: latencies."""
-TOKEN_US = 0.0002111
+TOKEN_US = 1e-05
 """The same, per token of a split's share: conversion, transposition."""
-CLUSTER_US = {(1, "narrow"): 0.1068, (1, "wide"): 0.4378, (2, "narrow"): 0.0317, (2, "wide"): 0.01}
+CLUSTER_US = {(1, "narrow"): 0.1996, (1, "wide"): 0.4882, (2, "narrow"): 0.02366, (2, "wide"): 0.01}
 """Launch of a cluster of two that splits k and its barriers, by CTAs of an SM and tile; grows with the root of the
 further CTAs."""
-SEND_US = 0.00861
+SEND_US = 0.01072
 """Sums that a CTA of such a cluster sends to the others, per token of the tile and strip of rows, if all were sent; its
 own share is not (docs/notes/sums.md)."""
-MULTICAST_US = 2.584
+MULTICAST_US = 2.491
 """Launch of a cluster that shares an operand, its barriers, and the stages that are handed back across it."""
-RECORD_CYCLES = 131.3
+RECORD_CYCLES = 134.5
 """Barrier wait, shared loads, wgmma latency and loop of one record, as one warpgroup sees them one after another."""
 DECODE_CYCLES = {
-    ("e4m3", "any"): 193.8, ("s8", "any"): 166.0, ("e4m3", "fast"): 131.8, ("s8", "fast"): 153.4,
-    ("e4m3", "zero"): 201.3, ("s8", "zero"): 225.2,
+    ("e4m3", "any"): 208.3, ("s8", "any"): 166.0, ("e4m3", "fast"): 133.8, ("s8", "fast"): 149.2,
+    ("e4m3", "zero"): 212.6, ("s8", "zero"): 243.5,
 }  # fmt: skip
 """Issue cycles of a scheduler to decode one record (16 fragment registers a thread), by lhs type and codes: of any
 activations, of this type's order, with zero points."""
-PROMOTE_CYCLES = {"e4m3": 1.308, "s8": 1.722}
+PROMOTE_CYCLES = {"e4m3": 1.208, "s8": 2.021}
 """Issue cycles of a scheduler per accumulator register promoted: FFMA, or I2F at half rate and FFMA."""
-FETCH_CYCLES = 1437.6
+FETCH_CYCLES = 1437.9
 """From asking for a stage to having it, while all but the one in use are asked for; few leave the consumers waiting."""
-HALVES_CYCLES = 131.5
+HALVES_CYCLES = 122.4
 """Added where tokens are multiplied in halves and a record's one group is promoted: nothing runs beside that."""
-ISSUE_CYCLES = 29.28
+ISSUE_CYCLES = 28.16
 """Issue cycles of a scheduler per record for everything else."""
-L2_BYTES_PER_CYCLE = 160.0
+L2_BYTES_PER_CYCLE = 129.1
 """Bytes an SM draws from the L2 in a cycle when all draw; what some leave, the others have (docs/notes/main-loop.md).
 An operand that CTAs share counts for each of them: multicast kernels are no faster for it."""
-STREAM_FACTOR = {1: 1.0, 2: 1.07}
+STREAM_FACTOR = {1: 1.082, 2: 1.07}
 """Times as long as at the HBM's rate that a call's bytes take, by warpgroups along k; four draw as fast as it gives
 (docs/notes/decode.md)."""
-OVERLAP = 2.72
+OVERLAP = 2.823
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
 CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
