@@ -371,7 +371,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         tensor=spec.warpgroups * wgmma * us_per_cycle,
         issue=spec.warpgroups * (decode + promote + ISSUE_CYCLES) * us_per_cycle,
         latency=serial * us_per_cycle,
-        # As many as fit: fewer that `_stages` says are no slower.
+        # Of all that fit; where `_stages` grants fewer, they wait no longer.
         fetch=FETCH_CYCLES / (_most_stages(spec, device) - 1) * us_per_cycle,
         l2=operand_bytes / L2_BYTES_PER_CYCLE * us_per_cycle,
         stream=STREAM_FACTOR.get(spec.warpgroups_k, 1.0) / device.hbm_bytes_per_us,

@@ -353,7 +353,7 @@ def fragment_sets(spec: KernelSpec) -> int:
 def keeps_addresses(spec: KernelSpec) -> bool:
     """Whether consumers keep where shared memory is in a register that ptxas cannot work out anew in each iteration.
 
-    By measurement (docs/notes/main-loop.md): up to 8 % for tiles of few tokens. With more, one warpgroup, two CTAs on
+    By measurement (docs/notes/main-loop.md): up to 6 % for tiles of few tokens. With more, one warpgroup, two CTAs on
     an SM or four warpgroups have no register for it, and two along k that convert sums in halves or take zero points
     off are slower with it; int8's with scales in fp32 spill.
     """
