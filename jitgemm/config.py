@@ -98,7 +98,7 @@ def _stages(spec: KernelSpec, device: DeviceSpec) -> int:
     if spec.ctas_per_sm > 1 or spec.block_m > STREAM_TOKENS or spec.warpgroups < 3:
         return most
     bring_us = stage_weight_bytes(spec) * device.num_sms / device.hbm_bytes_per_us
-    slow = _costs(spec, device).issue >= bring_us
+    slow = _issue_cycles(spec) / device.clock_mhz >= bring_us
     useful = NARROW_STAGE_BYTES.get((spec.warpgroups_k, slow), math.inf) // stage_bytes(spec)
     return max(MIN_STAGES, min(most, useful))
 
@@ -336,20 +336,41 @@ class _Costs(NamedTuple):
     engine_stages: float  # as of `_engine_stages`
 
 
+def _parts(spec: KernelSpec) -> int:
+    """Multiplies of a step of k: offsets take their own, by ones."""
+    return 2 if spec.offset else 1
+
+
+def _groups(spec: KernelSpec) -> int:
+    """Groups of a record that are promoted each on its own."""
+    return max(1, BLOCK_K // spec.group_size) if spec.group_size else 1
+
+
+def _decode_cycles(spec: KernelSpec) -> float:
+    return DECODE_CYCLES[spec.lhs, "zero" if spec.zero_point else "any" if spec.codes == "any" else "fast"]
+
+
+def _promote_cycles(spec: KernelSpec) -> float:
+    """Of one record on one warpgroup."""
+    every = promote_records(spec)
+    times = _parts(spec) * _groups(spec) / every if every else 0.0
+    return times * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs]
+
+
+def _issue_cycles(spec: KernelSpec) -> float:
+    """Issue cycles of a scheduler for one record on every warpgroup of the CTA, which share it."""
+    return spec.warpgroups * (_decode_cycles(spec) + _promote_cycles(spec) + ISSUE_CYCLES)
+
+
 def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
     us_per_cycle = 1.0 / device.clock_mhz
     # One record of 64 x 128 on one warpgroup, in cycles.
     ops_per_cycle = device.tensor_ops_per_us * us_per_cycle / device.num_sms
-    # Offsets take their own multiplies, by ones.
-    parts = 2 if spec.offset else 1
-    wgmma = parts * 2 * STRIP_ROWS * BLOCK_K * spec.block_m / ops_per_cycle
-    groups = max(1, BLOCK_K // spec.group_size) if spec.group_size else 1
-    every = promote_records(spec)
-    promote = (parts * groups / every if every else 0.0) * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs]
-    decode = DECODE_CYCLES[spec.lhs, "zero" if spec.zero_point else "any" if spec.codes == "any" else "fast"]
-    serial = max(wgmma, decode) + RECORD_CYCLES
+    wgmma = _parts(spec) * 2 * STRIP_ROWS * BLOCK_K * spec.block_m / ops_per_cycle
+    promote = _promote_cycles(spec)
+    serial = max(wgmma, _decode_cycles(spec)) + RECORD_CYCLES
     # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
-    if groups > 1:
+    if _groups(spec) > 1:
         serial += promote / spec.halves
     elif promote:
         serial += promote + HALVES_CYCLES * (spec.halves - 1)
@@ -359,7 +380,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
     width = "wide" if spec.block_m > DIRECT_LHS_TOKENS else "narrow"
     launch = LAUNCH_US + CLUSTER_US[spec.ctas_per_sm, width] * (spec.split_k - 1) ** 0.5
     launch += MULTICAST_US if spec.multicast > 1 else 0.0
-    if 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm or spec.ctas_per_sm == 1:
+    if spec.ctas_per_sm == 1 or 2 * (smem_bytes(spec) + SYSTEM_SMEM) > device.smem_per_sm:
         launch += NO_PREFETCH_US
     reduce_us = REDUCE_US * slot_tokens(spec)
     if spec.split_k > 1:
@@ -369,7 +390,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
     return _Costs(
         # The warpgroups of an SM share its tensor cores and its schedulers.
         tensor=spec.warpgroups * wgmma * us_per_cycle,
-        issue=spec.warpgroups * (decode + promote + ISSUE_CYCLES) * us_per_cycle,
+        issue=_issue_cycles(spec) * us_per_cycle,
         latency=serial * us_per_cycle,
         # Of all that fit; where `_stages` grants fewer, they wait no longer.
         fetch=FETCH_CYCLES / (_most_stages(spec, device) - 1) * us_per_cycle,
@@ -381,7 +402,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         later_tile=SCATTER_US if spec.scatter else 0.0,
         cluster_tile=_cluster_tile(spec),
         clusters=_clusters_that_fit(spec, device.num_sms),
-        whole_blocks=max(1, every),
+        whole_blocks=max(1, promote_records(spec)),
         engine_stages=_engine_stages(spec),
     )
 

@@ -529,7 +529,8 @@ def test_one_stage_more_would_not_fit(problem, device):
     spec = choose(problem, device)
     deeper = replace(spec, stages=spec.stages + 1)
     narrow = spec.block_m <= 32 and spec.ctas_per_sm == 1 and spec.warpgroups >= 3
-    enough = narrow and deeper.stages * stage_bytes(spec) > min(config.NARROW_STAGE_BYTES.values())
+    limits = [most for (along_k, _), most in config.NARROW_STAGE_BYTES.items() if along_k == spec.warpgroups_k]
+    enough = narrow and any(deeper.stages * stage_bytes(spec) > most for most in limits)
     assert enough or spec.stages == config.MAX_STAGES or config.illegal(deeper, device) is not None
 
 
