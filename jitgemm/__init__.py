@@ -34,15 +34,15 @@ __all__ = [
 
 
 _HOMES = {
-    "W4Weight": "weight",
-    "gemm_w4a8_bf16_nt": "api",
-    "gemm_w4a8_int8_nt": "int8_out",
-    "gemm_w4a8_nt": "api",
-    "gemm_w4a8_reference": "reference",
-    "load": "checkpoint",
-    "pack_w4": "weight",
-    "quantize_activations": "quantize",
-    "quantize_w4": "quantize_weight",
+    "W4Weight": "weight.w4",
+    "gemm_w4a8_bf16_nt": "gemm.call",
+    "gemm_w4a8_int8_nt": "gemm.int8_out",
+    "gemm_w4a8_nt": "gemm.call",
+    "gemm_w4a8_reference": "gemm.reference",
+    "load": "checkpoint.reader",
+    "pack_w4": "weight.w4",
+    "quantize_activations": "activations.call",
+    "quantize_w4": "weight.quantize",
 }
 """The module of every name that needs torch."""
 
@@ -60,13 +60,13 @@ def __getattr__(name: str) -> object:
 # Names load on first use, so that commands such as `jitgemm cache ls`, which need no torch, answer a second sooner.
 # Where torch is there already, what models call is loaded now: a compiler that traces them finds plain functions.
 if TYPE_CHECKING:
-    from jitgemm.api import gemm_w4a8_bf16_nt, gemm_w4a8_nt
-    from jitgemm.checkpoint import load
-    from jitgemm.int8_out import gemm_w4a8_int8_nt
-    from jitgemm.quantize import quantize_activations
-    from jitgemm.quantize_weight import quantize_w4
-    from jitgemm.reference import gemm_w4a8_reference
-    from jitgemm.weight import W4Weight, pack_w4
+    from jitgemm.activations.call import quantize_activations
+    from jitgemm.checkpoint.reader import load
+    from jitgemm.gemm.call import gemm_w4a8_bf16_nt, gemm_w4a8_nt
+    from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
+    from jitgemm.gemm.reference import gemm_w4a8_reference
+    from jitgemm.weight.quantize import quantize_w4
+    from jitgemm.weight.w4 import W4Weight, pack_w4
 elif "torch" in sys.modules:
     for _name in ("W4Weight", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "pack_w4", "quantize_activations"):
         __getattr__(_name)

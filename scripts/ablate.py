@@ -36,9 +36,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmark_lib.cells import COPY_BYTES, Format, parse_format  # noqa: E402
 
-from jitgemm import config, render  # noqa: E402
-from jitgemm.sass import Yields  # noqa: E402
-from jitgemm.spec import DeviceSpec, KernelSpec, WeightFormat, ceil_div  # noqa: E402
+from jitgemm.jit.sass import Yields  # noqa: E402
+from jitgemm.kernel import render
+from jitgemm.kernel.formats import WeightFormat, ceil_div
+from jitgemm.kernel.render import kernel_source  # noqa: E402
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.select import choose as config  # noqa: E402
+from jitgemm.select.devices import DeviceSpec  # noqa: E402
 
 ROUNDS = 7
 """Each has an order of its own: a large GEMM runs at the power limit, and takes after whoever ran before it."""
@@ -245,7 +249,7 @@ def main() -> None:
 
     import torch
 
-    from jitgemm.device import device_of
+    from jitgemm.runtime.device import device_of
 
     weights = Weights(n, k)
     for m in arguments.m or (part.m,):
@@ -299,10 +303,10 @@ def measure(part: Part, kernels: tuple[KernelSpec, ...], m: int, weights: Weight
     from benchmark_lib.timing import REPLAYS, Timed
 
     import jitgemm
-    from jitgemm import loaded
-    from jitgemm.cache import KernelCache
-    from jitgemm.device import device_of
-    from jitgemm.plan import Plan
+    from jitgemm.gemm.plan import Plan
+    from jitgemm.jit.cache import KernelCache
+    from jitgemm.runtime import kernels as loaded
+    from jitgemm.runtime.device import device_of
 
     x_scale, out = torch.rand(m, device="cuda"), torch.empty(m, weights.n, device="cuda", dtype=torch.bfloat16)
     x = {
@@ -315,7 +319,7 @@ def measure(part: Part, kernels: tuple[KernelSpec, ...], m: int, weights: Weight
 
     def build(kernel: KernelSpec) -> KernelSpec | None:
         try:
-            KernelCache().get_or_compile(kernel)
+            KernelCache().get_or_compile(kernel_source(kernel))
         except jitgemm.CompileError:
             return kernel
         return None

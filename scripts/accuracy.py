@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import jitgemm  # noqa: E402
-from jitgemm.reference import error_bound, gemm_w4a8_terms  # noqa: E402
+from jitgemm.gemm.reference import error_bound, gemm_w4a8_terms  # noqa: E402
 
 
 def measure(lhs: str, k: int, group_size: int, mean: float, outliers: bool, m: int, n: int) -> tuple[int, float, float]:

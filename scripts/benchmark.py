@@ -12,14 +12,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import typer
-
 from benchmark_lib import cells as cells_lib
 from benchmark_lib import results as results_lib
 from benchmark_lib.cells import Format
 from benchmark_lib.compare import NOISE_FLOOR, compare
 from benchmark_lib.timing import QUICK_ROUNDS, ROUNDS
+
 from jitgemm.cli import common
-from jitgemm.device import local_device
+from jitgemm.runtime.device import local_device
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}

@@ -46,7 +46,7 @@ def calls_of(mode: str, m: int, k: int, x_type: str) -> tuple[list, list, int]:
     """(quantiser calls, copies of as many bytes, bytes read and written by one call)."""
     import torch
 
-    from jitgemm.quantize import quantize_activations
+    from jitgemm.activations.call import quantize_activations
 
     q_type, options = MODES[mode]
     dtype = torch.float8_e4m3fn if q_type == "e4m3" else torch.int8

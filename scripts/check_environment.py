@@ -14,8 +14,8 @@ TESTS = ["pytest", "hypothesis"]
 
 
 def main() -> int:
-    if sys.version_info < (3, 10):
-        print(f"Python {sys.version.split()[0]} is older than 3.10", file=sys.stderr)
+    if sys.version_info < (3, 11):
+        print(f"Python {sys.version.split()[0]} is older than 3.11", file=sys.stderr)
         return 1
     for name in REQUIRED + (TESTS if "--tests" in sys.argv[1:] else []):
         try:
@@ -24,7 +24,7 @@ def main() -> int:
             print(f"{sys.executable}: cannot import {name}: {error}", file=sys.stderr)
             return 1
     try:
-        from jitgemm.nvrtc import nvrtc_info
+        from jitgemm.jit.nvrtc import nvrtc_info
 
         nvrtc_info()
     except Exception as error:

@@ -22,10 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import typer
-
 from benchmark_lib.cells import Cell, Format, parse_format, parse_ms
+
 from jitgemm.cli import common
-from jitgemm.device import device_of, local_device
+from jitgemm.kernel.render import kernel_source
+from jitgemm.runtime.device import device_of, local_device
 
 RISE_LIMIT = 1.20
 """Time of a call over that of the same layer with the m before."""
@@ -244,8 +245,9 @@ class Bench:
     def kernel(self, m: int) -> Any:
         """The kernel that the selector takes."""
         import torch
-        from jitgemm.config import choose
-        from jitgemm.spec import Problem
+
+        from jitgemm.kernel.formats import Problem
+        from jitgemm.select.choose import choose
 
         invariant = self.fmt.batch_invariant
         problem = Problem(m, self.source.n, self.source.k, self.fmt.lhs, self.weight.format, batch_invariant=invariant)
@@ -254,7 +256,8 @@ class Bench:
     def timed(self, m: int) -> Any:
         """A graph of one call per copy of the weight."""
         from benchmark_lib.timing import Timed
-        from jitgemm.plan import Plan
+
+        from jitgemm.gemm.plan import Plan
 
         x, x_scale, out = self.lhs[0][:m], self.lhs[1][:m], self.out[:m]
         plan = Plan(x, x_scale, self.weight, out, None, batch_invariant=self.fmt.batch_invariant)
@@ -276,12 +279,12 @@ class Bench:
 
 def compile_all(benches: Sequence[Bench], ms: Sequence[int]) -> tuple[int, int]:
     """(kernels that the benches need, of them compiled now)."""
-    from jitgemm.cache import KernelCache
+    from jitgemm.jit.cache import KernelCache
 
     kernels = list(dict.fromkeys(bench.kernel(m) for bench in benches for m in ms))
     cache = KernelCache()
     with ThreadPoolExecutor() as pool:
-        return len(kernels), sum(compiled for _, compiled in pool.map(cache.get_or_compile, kernels))
+        return len(kernels), sum(compiled for _, compiled in pool.map(cache.get_or_compile, map(kernel_source, kernels)))
 
 
 def run(

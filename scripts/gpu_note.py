@@ -37,7 +37,7 @@ def devices() -> str:
 def main(log: str, commit: str, status: str) -> None:
     import torch
 
-    from jitgemm.nvrtc import nvrtc_info
+    from jitgemm.jit.nvrtc import nvrtc_info
 
     text = re.sub(r"\x1b\[[0-9;]*m", "", Path(log).read_text(errors="replace"))
     counts = re.findall(r"^(?:=+ )?((?:\d+ \w+(?:, )?)+ in [\d.]+s.*?)(?: =+)?$", text, re.M)

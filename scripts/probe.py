@@ -22,9 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from jitgemm import render, sass  # noqa: E402
-from jitgemm.nvrtc import compile_cubin  # noqa: E402
-from jitgemm.sass import Yields, apply_yields, code_sections, instructions  # noqa: E402
+from jitgemm.jit import sass
+from jitgemm.jit.nvrtc import compile_cubin  # noqa: E402
+from jitgemm.jit.sass import Yields, apply_yields, code_sections, instructions  # noqa: E402
+from jitgemm.kernel import render  # noqa: E402
 
 REPEATS = 400
 TIMES = 16
@@ -373,7 +374,7 @@ def launch(cubin: bytes, arguments: list, *, grid: int, threads: int, smem_bytes
     import torch
     from cuda.bindings import driver as cu
 
-    from jitgemm import driver
+    from jitgemm.runtime import driver
 
     kernel = driver.load_kernel(cubin, "probe", device=0, smem_bytes=smem_bytes)
     config = launch_config(grid, threads, smem_bytes)
@@ -533,7 +534,7 @@ def run_ports() -> None:
 def run_copies() -> None:
     import torch
 
-    from jitgemm import driver
+    from jitgemm.runtime import driver
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     grids, count, size = (sms, 120, 96, 64, 16), 2000, 8 << 20
@@ -588,7 +589,7 @@ def run_clusters() -> None:
     import torch
     from cuda.bindings import driver as cu
 
-    from jitgemm import driver
+    from jitgemm.runtime import driver
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     source = 'extern "C" __global__ void probe() {}'

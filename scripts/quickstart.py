@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 import jitgemm
-from jitgemm.reference import error_bound, gemm_w4a8_reference, gemm_w4a8_terms
+from jitgemm.gemm.reference import error_bound, gemm_w4a8_reference, gemm_w4a8_terms
 
 MODEL = ROOT / "scripts" / "data" / "llama-3-8b.json"
 N, K, GROUP = 28672, 4096, 128

@@ -15,14 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import typer
-
 from benchmark_lib.cells import Format, parse_format
+
 from jitgemm import settings
 from jitgemm.cli import common
-from jitgemm.device import device_spec
 from jitgemm.errors import CompileError, JitGemmError
-from jitgemm.registers import registers_needed
-from jitgemm.spec import BLOCK_K, OUT_BYTES, SCALE_BYTES, DeviceSpec, KernelSpec, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import BLOCK_K, OUT_BYTES, SCALE_BYTES, WeightFormat, tuned_codes
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.select.devices import DeviceSpec, device_spec
+from jitgemm.select.registers import registers_needed
 
 FORMATS = ("e4m3_g128", "int8_g128", "int8_ch", "e4m3_g128_any", "e4m3_g128z", "int8_g128z", "e4m3_g32", "int8_g32")
 WITHIN = 16
@@ -56,7 +57,7 @@ def near_the_bound(
     fmt: Format, scale_type: str, out: str, device: DeviceSpec, within: int
 ) -> tuple[list[KernelSpec], list[KernelSpec]]:
     """(legal kernels with at most `within` registers to spare by the bound, kernels that only the bound refuses)."""
-    from jitgemm.config import legal_kernels, refused_kernels
+    from jitgemm.select.choose import legal_kernels, refused_kernels
 
     codes = "any" if fmt.any_codes else tuned_codes(fmt.lhs, fmt.group_size, fmt.zero_point, BLOCK_K)
     weight = WeightFormat(fmt.group_size, fmt.zero_point, scale_type, codes)
@@ -70,8 +71,9 @@ def near_the_bound(
 
 def build_all(jobs: Mapping[KernelSpec, bool], threads: int) -> Iterator[Built]:
     """Compiles kernels, each with whether the bound lets it pass, in threads; yields them as they are done."""
-    from jitgemm.ahead import compile_all
-    from jitgemm.cache import KernelCache, kernel_source
+    from jitgemm.jit.cache import KernelCache
+    from jitgemm.jit.compile_many import compile_all
+    from jitgemm.kernel.render import kernel_source
 
     specs = list(jobs)
     with TemporaryDirectory() as folder:
@@ -167,7 +169,7 @@ def register_bound(
         jobs |= dict.fromkeys(legal, True) | (dict.fromkeys(others, False) if refused else {})
     jobs = {spec: legal for spec, legal in jobs.items() if only in spec.label}
 
-    from jitgemm.nvrtc import nvrtc_info
+    from jitgemm.jit.nvrtc import nvrtc_info
 
     version = nvrtc_info().build
     found = sorted(build_all(jobs, threads or os.cpu_count() or 1), key=lambda each: each.kernel)

@@ -15,11 +15,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import builders  # noqa: E402
 import torch  # noqa: E402
 
-from jitgemm.config import legal_kernels  # noqa: E402
-from jitgemm.device import device_of  # noqa: E402
-from jitgemm.plan import Plan  # noqa: E402
-from jitgemm.reference import error_bound, gemm_w4a8_terms
-from jitgemm.spec import KernelSpec, WeightFormat  # noqa: E402
+from jitgemm.gemm.plan import Plan  # noqa: E402
+from jitgemm.gemm.reference import error_bound, gemm_w4a8_terms
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.spec import KernelSpec  # noqa: E402
+from jitgemm.runtime.device import device_of  # noqa: E402
+from jitgemm.select.choose import legal_kernels  # noqa: E402
 
 # What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
 G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")

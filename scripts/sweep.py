@@ -34,10 +34,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from benchmark_lib.cells import COPY_BYTES  # noqa: E402
 
-from jitgemm import config  # noqa: E402
 from jitgemm.cli.common import parse_shape  # noqa: E402
-from jitgemm.device import device_of, device_spec  # noqa: E402
-from jitgemm.spec import DeviceSpec, KernelSpec, Problem, WeightFormat  # noqa: E402
+from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.runtime.device import device_of
+from jitgemm.select import choose as config  # noqa: E402
+from jitgemm.select.devices import (
+    DeviceSpec,  # noqa: E402
+    device_spec,  # noqa: E402
+)
 
 if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
@@ -159,15 +165,15 @@ def time_all(jobs: list[Job], measure: Callable[[list[Timed], int], None]) -> li
     from benchmark_lib.timing import Timed
 
     import jitgemm
-    from jitgemm.cache import KernelCache
-    from jitgemm.plan import Plan
+    from jitgemm.gemm.plan import Plan
+    from jitgemm.jit.cache import KernelCache
 
     kernels = {kernel for job in jobs for kernel in job[-1]}
     cache = KernelCache()
 
     def compile_one(kernel: KernelSpec) -> KernelSpec | None:
         try:
-            cache.get_or_compile(kernel)
+            cache.get_or_compile(kernel_source(kernel))
         except jitgemm.CompileError as error:
             print(f"left out: {error.args[0].splitlines()[0]}", file=sys.stderr)
             return kernel

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from jitgemm.spec import GROUP_SIZES, SCALE_BYTES, ceil_div
-from jitgemm.weight import SCALE_DTYPES, W4Weight, pack_w4
+from jitgemm.kernel.formats import GROUP_SIZES, SCALE_BYTES, ceil_div
+from jitgemm.weight.w4 import SCALE_DTYPES, W4Weight, pack_w4
 
 PER_CHANNEL = 0
 """As a group size: one scale per row, whatever k is."""

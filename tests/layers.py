@@ -11,9 +11,9 @@ import builders
 import checkpoints
 import torch
 
-from jitgemm import checkpoint
-from jitgemm.formats import FORMATS, CanonicalWeight, TensorInfo
-from jitgemm.spec import ceil_div
+from jitgemm.checkpoint import reader as checkpoint
+from jitgemm.checkpoint.formats import FORMATS, CanonicalWeight, TensorInfo
+from jitgemm.kernel.formats import ceil_div
 
 PREFIX = "model.layers.0.mlp.up_proj"
 

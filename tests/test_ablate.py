@@ -12,7 +12,7 @@ sys.path.append(str(ROOT / "scripts"))  # at the end: scripts/cache.py and warmu
 
 import ablate
 
-from jitgemm.render import headers
+from jitgemm.jit.source import headers
 
 
 @pytest.mark.parametrize("part", ablate.PARTS.values())

@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm
-from jitgemm.reference import round_fp64
+from jitgemm.gemm.reference import round_fp64
 
 M, N, K = 5, 72, 96
 POISON = -12345.0

@@ -8,7 +8,7 @@ import layers
 import pytest
 import torch
 
-from jitgemm.formats.awq import FORMAT
+from jitgemm.checkpoint.awq import FORMAT
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 GEMM = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}

@@ -564,14 +564,15 @@ def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypa
     from benchmark_lib.data import Source
     from benchmark_lib.ours import kernel_label, weight_of
 
-    import jitgemm.cache
-    import jitgemm.device
+    import jitgemm.jit.cache
+    import jitgemm.runtime.device
+    from jitgemm.select.devices import device_spec
 
     compiled = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(jitgemm.device, "device_of", lambda index: jitgemm.device.device_spec("h200"))
+    monkeypatch.setattr(jitgemm.runtime.device, "device_of", lambda index: device_spec("h200"))
     monkeypatch.setattr(
-        jitgemm.cache.KernelCache, "get_or_compile", lambda self, spec: (compiled.append(spec.label), True)
+        jitgemm.jit.cache.KernelCache, "get_or_compile", lambda self, source: (compiled.append(source.label), True)
     )
     fmt = parse_format(name)
     ms = (1, 64, 1024)

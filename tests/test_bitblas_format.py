@@ -11,7 +11,7 @@ import layers
 import pytest
 import torch
 
-from jitgemm.formats.bitblas import FORMAT
+from jitgemm.checkpoint.bitblas import FORMAT
 
 PLAIN = {"fast_decoding": False}
 INTERLEAVED = {"float16": (0, 2, 4, 6, 1, 3, 5, 7), "int8": (0, 4, 1, 5, 2, 6, 3, 7)}

@@ -18,11 +18,13 @@ from pathlib import Path
 import pytest
 from tiny_kernel import OPTIONS, tiny_kernel
 
-from jitgemm.cache import STALE_AFTER_S, KernelCache, KernelSource
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
-from jitgemm.nvrtc import NvrtcInfo, nvrtc_info
-from jitgemm.sass import Yields
-from jitgemm.spec import KernelSpec
+from jitgemm.jit.cache import STALE_AFTER_S, KernelCache
+from jitgemm.jit.nvrtc import NvrtcInfo, nvrtc_info
+from jitgemm.jit.sass import Yields
+from jitgemm.jit.source import KernelSource
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
 
 pytestmark = pytest.mark.nvrtc
 
@@ -47,7 +49,7 @@ def child(script: str, root: Path, **variables: str) -> subprocess.Popen:
 import hashlib, os, resource, signal, sys, threading, time, warnings
 from pathlib import Path
 from tiny_kernel import tiny_kernel
-from jitgemm.cache import KernelCache
+from jitgemm.jit.cache import KernelCache
 root = Path({str(root)!r})
 cache, request = KernelCache([root]), tiny_kernel()
 """
@@ -74,7 +76,7 @@ def key_of(request) -> str:
 def filled(root: Path, salts=(0,)) -> list:
     """Entries of kernels compiled into `root`."""
     cache = KernelCache([root])
-    return [cache.get_or_compile_source(tiny_kernel(salt))[0] for salt in salts]
+    return [cache.get_or_compile(tiny_kernel(salt))[0] for salt in salts]
 
 
 def names(root: Path) -> list[str]:
@@ -85,9 +87,9 @@ def names(root: Path) -> list[str]:
 
 
 def test_a_kernel_is_compiled_once_and_found_by_another_process(root):
-    entry, compiled = KernelCache([root]).get_or_compile_source(tiny_kernel())
+    entry, compiled = KernelCache([root]).get_or_compile(tiny_kernel())
     assert compiled and entry.cubin.startswith(b"\x7fELF") and entry.path == root / f"{entry.key}.jgk"
-    said = output(child("entry, compiled = cache.get_or_compile_source(request); print(entry.key, compiled)", root))
+    said = output(child("entry, compiled = cache.get_or_compile(request); print(entry.key, compiled)", root))
     assert said.split() == [entry.key, "False"]
     again = KernelCache([root]).lookup(entry.key)
     assert (again.cubin, again.metadata) == (entry.cubin, entry.metadata)
@@ -95,7 +97,7 @@ def test_a_kernel_is_compiled_once_and_found_by_another_process(root):
 
 def test_a_found_kernel_needs_no_nvrtc_loaded(root):
     filled(root)
-    script = "cache.get_or_compile_source(request); print('libnvrtc' in open('/proc/self/maps').read())"
+    script = "cache.get_or_compile(request); print('libnvrtc' in open('/proc/self/maps').read())"
     said = output(child(script, root))
     if "site-packages" not in nvrtc_info().library:
         pytest.skip("NVRTC comes from no wheel: only the library itself knows its version")
@@ -122,12 +124,12 @@ def test_files_are_for_their_owner_only_and_nothing_else_is_left(root):
 
 
 def test_a_kernel_spec_is_rendered_keyed_and_compiled(root):
-    render = pytest.importorskip("jitgemm.render")
+    render = pytest.importorskip("jitgemm.kernel.render")
     spec = KernelSpec("e4m3", 128, False, "bf16", block_m=16, block_n=64, stages=4)
     cache = KernelCache([root])
-    entry, compiled = cache.get_or_compile(spec)
+    entry, compiled = cache.get_or_compile(kernel_source(spec))
     assert compiled and entry.metadata["spec"] == spec.to_dict() and entry.metadata["source"] == render.render(spec)
-    assert cache.get_or_compile(spec)[1] is False
+    assert cache.get_or_compile(kernel_source(spec))[1] is False
 
 
 # The key
@@ -175,16 +177,16 @@ def test_the_order_of_headers_and_the_place_of_the_library_do_not_change_the_key
 
 def test_a_new_schema_changes_the_key(monkeypatch):
     before = cache_key("s", {}, (), INFO)
-    monkeypatch.setattr("jitgemm.cache.SCHEMA", 999)
+    monkeypatch.setattr("jitgemm.jit.source.SCHEMA", 999)
     assert cache_key("s", {}, (), INFO) != before
 
 
 def test_two_checkouts_give_the_same_key(tmp_path):
-    pytest.importorskip("jitgemm.render")
+    pytest.importorskip("jitgemm.kernel.render")
     script = """
-from jitgemm.cache import kernel_source
-from jitgemm.nvrtc import nvrtc_info
-from jitgemm.spec import KernelSpec
+from jitgemm.kernel.render import kernel_source
+from jitgemm.jit.nvrtc import nvrtc_info
+from jitgemm.kernel.spec import KernelSpec
 kernel = kernel_source(KernelSpec("s8", 64, True, "fp16", block_m=32, block_n=128, stages=3))
 print(kernel.key(nvrtc_info()))
 """
@@ -209,7 +211,7 @@ def test_eight_processes_on_one_cold_key_compile_once(root, tmp_path):
     script = f"""
 (Path({str(tmp_path)!r}) / f"ready-{{os.getpid()}}").touch()
 while not Path({str(tmp_path / "go")!r}).exists(): time.sleep(0.005)
-entry, compiled = cache.get_or_compile_source(request)
+entry, compiled = cache.get_or_compile(request)
 print(compiled, entry.key, hashlib.sha256(entry.cubin).hexdigest())
 """
     processes = [child(script, root) for _ in range(8)]
@@ -229,7 +231,7 @@ def test_threads_on_one_key_compile_once(root, tmp_path, writable):
     cache = KernelCache([root if writable else tmp_path / "file" / "cache"])
     with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:
         warnings.simplefilter("ignore")
-        results = list(pool.map(lambda _: cache.get_or_compile_source(tiny_kernel()), range(8)))
+        results = list(pool.map(lambda _: cache.get_or_compile(tiny_kernel()), range(8)))
     assert sum(compiled for _, compiled in results) == 1
     assert len({entry.cubin for entry, _ in results}) == 1
 
@@ -255,7 +257,7 @@ def replace_by_text(path: Path) -> None:
 
 
 def replace_by_another_kernel(path: Path) -> None:
-    other, _ = KernelCache([path.parent / "other"]).get_or_compile_source(tiny_kernel(1))
+    other, _ = KernelCache([path.parent / "other"]).get_or_compile(tiny_kernel(1))
     shutil.copy(other.path, path)
 
 
@@ -268,7 +270,7 @@ def test_a_bad_entry_is_set_aside_and_compiled_anew(root, damage):
     with pytest.warns(UserWarning, match="set aside"):
         assert cache.lookup(entry.key) is None
     assert entry.path.with_suffix(".jgk.bad").read_bytes() == bad and not entry.path.exists()
-    again, compiled = cache.get_or_compile_source(tiny_kernel())
+    again, compiled = cache.get_or_compile(tiny_kernel())
     assert compiled and again.cubin == entry.cubin
     assert KernelCache([root]).lookup(entry.key).cubin == entry.cubin
 
@@ -291,7 +293,7 @@ def test_no_flipped_bit_goes_unnoticed(root):
 def test_a_folder_in_an_entrys_place_is_no_entry(root):
     (root / f"{key_of(tiny_kernel())}.jgk").mkdir(parents=True)
     with pytest.warns(UserWarning, match="cannot be written"):
-        entry, compiled = KernelCache([root]).get_or_compile_source(tiny_kernel())
+        entry, compiled = KernelCache([root]).get_or_compile(tiny_kernel())
     assert compiled and entry.path is None
 
 
@@ -300,7 +302,7 @@ def test_a_writer_killed_half_way_leaves_no_entry(root):
     script = """
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-cache.get_or_compile_source(request)
+cache.get_or_compile(request)
 """
     process = child(script, root)
     process.communicate(timeout=120)
@@ -308,7 +310,7 @@ cache.get_or_compile_source(request)
     (half,) = root.glob("*.tmp")
     assert half.stat().st_size == 1000 and not list(root.glob("*.jgk"))
     started = time.perf_counter()
-    entry, compiled = KernelCache([root]).get_or_compile_source(tiny_kernel())
+    entry, compiled = KernelCache([root]).get_or_compile(tiny_kernel())
     assert compiled and time.perf_counter() - started < 5
     assert KernelCache([root]).lookup(entry.key).cubin == entry.cubin
     os.utime(half, (0, time.time() - STALE_AFTER_S - 1))
@@ -335,7 +337,7 @@ time.sleep(60)
     holder.communicate()
     assert names(root) == [f"{key}.lock"]
     started = time.perf_counter()
-    entry, compiled = KernelCache([root], lock_timeout_s=60).get_or_compile_source(tiny_kernel())
+    entry, compiled = KernelCache([root], lock_timeout_s=60).get_or_compile(tiny_kernel())
     assert compiled and time.perf_counter() - started < 30
     assert names(root) == [entry.path.name]
 
@@ -345,7 +347,7 @@ def test_a_lock_that_nobody_gives_back_costs_its_timeout_and_no_more(root):
 
     root.mkdir()
     with filelock.FileLock(root / f"{key_of(tiny_kernel())}.lock"):
-        entry, compiled = KernelCache([root], lock_timeout_s=0.2).get_or_compile_source(tiny_kernel())
+        entry, compiled = KernelCache([root], lock_timeout_s=0.2).get_or_compile(tiny_kernel())
     assert compiled and entry.path.exists()
 
 
@@ -397,7 +399,7 @@ def unwritable(request, tmp_path):
 def test_an_unwritable_folder_warns_once_and_compiles(unwritable):
     cache = KernelCache([unwritable])
     with pytest.warns(UserWarning, match="cannot be written") as caught:
-        results = [cache.get_or_compile_source(tiny_kernel(salt)) for salt in (0, 1, 0)]
+        results = [cache.get_or_compile(tiny_kernel(salt)) for salt in (0, 1, 0)]
     assert [compiled for _, compiled in results] == [True, True, False]
     assert all(entry.cubin.startswith(b"\x7fELF") and entry.path is None for entry, _ in results)
     assert len([one for one in caught if "cannot be written" in str(one.message)]) == 1
@@ -412,7 +414,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    entry, compiled = cache.get_or_compile_source(request)
+    entry, compiled = cache.get_or_compile(request)
 print(compiled, entry.path, len(entry.cubin) > 1000, ["cannot be written" in str(w.message) for w in caught])
 print(os.listdir(root))
 """
@@ -424,7 +426,7 @@ def test_a_read_only_folder_still_serves_what_it_holds(tmp_path):
     with tmpfs(tmp_path / "mount", "size=1m") as folder:
         shutil.copy(entry.path, folder)
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        found, compiled = KernelCache([folder]).get_or_compile_source(tiny_kernel())
+        found, compiled = KernelCache([folder]).get_or_compile(tiny_kernel())
     assert not compiled and found.cubin == entry.cubin
 
 
@@ -436,9 +438,9 @@ def test_all_roots_are_read_and_the_first_writable_one_is_written(tmp_path):
     closed, mine, shared = tmp_path / "file" / "cache", tmp_path / "mine", tmp_path / "shared"
     (theirs,) = filled(shared, [0])
     cache = KernelCache([closed, mine, shared])
-    found, compiled = cache.get_or_compile_source(tiny_kernel(0))
+    found, compiled = cache.get_or_compile(tiny_kernel(0))
     assert not compiled and found.path == theirs.path and not mine.exists()
-    made, compiled = cache.get_or_compile_source(tiny_kernel(1))
+    made, compiled = cache.get_or_compile(tiny_kernel(1))
     assert compiled and made.path.parent == mine
     assert {info.root for info in cache.entries()} == {mine, shared}
 
@@ -456,7 +458,7 @@ def test_without_roots_of_its_own_the_cache_follows_the_environment(monkeypatch,
     cache = KernelCache()
     for name in ("one", "two"):
         monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / name))
-        entry, compiled = cache.get_or_compile_source(tiny_kernel())
+        entry, compiled = cache.get_or_compile(tiny_kernel())
         assert compiled and entry.path.parent == tmp_path / name
 
 
@@ -468,7 +470,7 @@ def test_jit_off_turns_a_miss_into_an_error_that_names_the_command(monkeypatch, 
     missing = replace(tiny_kernel(), label=spec.label, spec=spec.to_dict())
     monkeypatch.setenv("JITGEMM_JIT", "off")
     with pytest.raises(CacheMissError) as caught:
-        KernelCache([root]).get_or_compile_source(missing)
+        KernelCache([root]).get_or_compile(missing)
     said = str(caught.value)
     assert spec.label in said and "JITGEMM_JIT=off" in said and str(root) in said
     assert "jitgemm warmup --shape N,K --lhs int8 --group-size 128 --zero-point" in said
@@ -478,35 +480,35 @@ def test_jit_off_turns_a_miss_into_an_error_that_names_the_command(monkeypatch, 
 def test_jit_off_uses_what_is_there(monkeypatch, root):
     filled(root)
     monkeypatch.setenv("JITGEMM_JIT", "off")
-    assert KernelCache([root]).get_or_compile_source(tiny_kernel())[1] is False
+    assert KernelCache([root]).get_or_compile(tiny_kernel())[1] is False
 
 
 def test_a_caller_can_forbid_compiling(root):
     with pytest.raises(CacheMissError, match="graph.*jitgemm warmup"):
-        KernelCache([root]).get_or_compile_source(tiny_kernel(), allow_compile=False)
+        KernelCache([root]).get_or_compile(tiny_kernel(), allow_compile=False)
     filled(root)
-    assert KernelCache([root]).get_or_compile_source(tiny_kernel(), allow_compile=False)[1] is False
+    assert KernelCache([root]).get_or_compile(tiny_kernel(), allow_compile=False)[1] is False
 
 
 def test_jit_warn_compiles_and_says_so(monkeypatch, root):
     monkeypatch.setenv("JITGEMM_JIT", "warn")
     with pytest.warns(UserWarning, match="compiling kernel tiny-0"):
-        assert KernelCache([root]).get_or_compile_source(tiny_kernel())[1] is True
+        assert KernelCache([root]).get_or_compile(tiny_kernel())[1] is True
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert KernelCache([root]).get_or_compile_source(tiny_kernel())[1] is False
+        assert KernelCache([root]).get_or_compile(tiny_kernel())[1] is False
 
 
 def test_a_wrong_jit_mode_is_named(monkeypatch, root):
     monkeypatch.setenv("JITGEMM_JIT", "perhaps")
     with pytest.raises(ValueError, match="JITGEMM_JIT"):
-        KernelCache([root]).get_or_compile_source(tiny_kernel())
+        KernelCache([root]).get_or_compile(tiny_kernel())
 
 
 def test_a_kernel_that_does_not_compile_leaves_nothing(monkeypatch, root, tmp_path):
     monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path / "dump"))
     with pytest.raises(CompileError, match="not_a_name"):
-        KernelCache([root]).get_or_compile_source(replace(tiny_kernel(), source="int x = not_a_name;"))
+        KernelCache([root]).get_or_compile(replace(tiny_kernel(), source="int x = not_a_name;"))
     assert names(root) == []
 
 

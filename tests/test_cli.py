@@ -15,14 +15,15 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from jitgemm import settings
-from jitgemm.cache import KernelCache, kernel_source
+from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.cli import common, main
 from jitgemm.cli.cache import describe_spec
-from jitgemm.config import kernels_for
-from jitgemm.device import device_spec
 from jitgemm.errors import CacheMissError
-from jitgemm.quantize_spec import quantize_source, quantize_spec
-from jitgemm.spec import WeightFormat
+from jitgemm.jit.cache import KernelCache
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.render import kernel_source
+from jitgemm.select.choose import kernels_for
+from jitgemm.select.devices import device_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYER = ("--shape", "256,256", "--max-m", "16", "--device", "h200")
@@ -294,7 +295,7 @@ def spec_of(lhs: str, format, **options):
 )
 def test_the_command_that_a_miss_names_compiles_that_kernel_and_no_other_format(run, source):
     with pytest.raises(CacheMissError) as miss:
-        KernelCache().get_or_compile_source(source, allow_compile=False)
+        KernelCache().get_or_compile(source, allow_compile=False)
     command = str(miss.value).rpartition("compile it ahead: ")[2].replace("[--batch-invariant]", "").split()
     assert command[:4] == ["jitgemm", "warmup", "--shape", "N,K"]
     command[3] = "256,256"

@@ -19,15 +19,17 @@ from pathlib import Path
 import builders
 import pytest
 
-from jitgemm.cache import KernelCache, kernel_source
-from jitgemm.config import choose, kernels_for, legal_kernels
-from jitgemm.device import DEVICES
-from jitgemm.entry import Entry
+from jitgemm.cli.hf_config import linear_layers, read_config
 from jitgemm.errors import CompileError
-from jitgemm.models import linear_layers, read_config
-from jitgemm.nvrtc import FATAL_WARNINGS, compile_cubin
-from jitgemm.render import OPTIONS, headers, render
-from jitgemm.spec import GROUP_SIZES, LHS_TYPES, OUT_BYTES, KernelSpec, Problem, WeightFormat
+from jitgemm.jit.cache import KernelCache
+from jitgemm.jit.entry import Entry
+from jitgemm.jit.nvrtc import FATAL_WARNINGS, compile_cubin
+from jitgemm.jit.source import OPTIONS, headers
+from jitgemm.kernel.formats import GROUP_SIZES, LHS_TYPES, OUT_BYTES, Problem, WeightFormat
+from jitgemm.kernel.render import kernel_source, render
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.select.choose import choose, kernels_for, legal_kernels
+from jitgemm.select.devices import DEVICES
 
 pytestmark = pytest.mark.nvrtc
 
@@ -100,7 +102,7 @@ def compiled(tmp_path_factory) -> dict[KernelSpec, Entry | CompileError]:
 
     def build(spec: KernelSpec) -> Entry | CompileError:
         try:
-            return cache.get_or_compile(spec)[0]
+            return cache.get_or_compile(kernel_source(spec))[0]
         except CompileError as error:
             return error
 
@@ -207,16 +209,17 @@ def test_a_wrong_size_of_shared_memory_does_not_compile(monkeypatch, tmp_path):
 RENDER = """
 import hashlib, json, sys
 from dataclasses import fields
-from jitgemm.cache import KernelCache, kernel_source
-from jitgemm.nvrtc import nvrtc_info
-from jitgemm.spec import KernelSpec
+from jitgemm.jit.cache import KernelCache
+from jitgemm.kernel.render import kernel_source
+from jitgemm.jit.nvrtc import nvrtc_info
+from jitgemm.kernel.spec import KernelSpec
 out = {}
 for facts in json.loads(sys.argv[1]):
     request = kernel_source(KernelSpec(**facts))
     key = request.key(nvrtc_info())
     out[key] = hashlib.sha256(request.source.encode()).hexdigest()
     if len(sys.argv) > 2:
-        out[key] = hashlib.sha256(KernelCache([sys.argv[2]]).get_or_compile(KernelSpec(**facts))[0].cubin).hexdigest()
+        out[key] = hashlib.sha256(KernelCache([sys.argv[2]]).get_or_compile(kernel_source(KernelSpec(**facts)))[0].cubin).hexdigest()
 import jitgemm
 print(json.dumps([jitgemm.__file__, out]))
 """

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
-import jitgemm.formats.compressed_tensors as module
-from jitgemm.checkpoint import Checkpoint, load, read_layer
+import jitgemm.checkpoint.compressed_tensors as module
+from jitgemm.checkpoint.reader import Checkpoint, load, read_layer
 
 LAYER = "model.layers.0.mlp.down_proj"
 

@@ -18,28 +18,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jitgemm import config
-from jitgemm.config import bands, candidates, choose, grid_clusters, kernels_for, legal_kernels, predict, smem_bytes
-from jitgemm.device import DEVICES, device_from_properties, device_spec
-from jitgemm.render import render, wgmma_shapes
-from jitgemm.spec import (
-    LHS_TYPES,
-    OUT_BYTES,
+from jitgemm.kernel.formats import LHS_TYPES, OUT_BYTES, Problem, WeightFormat, ceil_div
+from jitgemm.kernel.render import render
+from jitgemm.kernel.spec import (
     PRODUCER_REGISTERS,
     REGISTERS_PER_SM,
-    DeviceSpec,
     KernelSpec,
-    Problem,
-    WeightFormat,
-    ceil_div,
-    direct_lhs,
-    keeps_addresses,
     lhs_copy_rows,
-    prefetch_stages,
-    promote_records,
     share_tokens,
+    smem_bytes,
     stage_bytes,
+    wgmma_shapes,
 )
+from jitgemm.kernel.tactics import direct_lhs, keeps_addresses, prefetch_stages, promote_records
+from jitgemm.select import choose as config
+from jitgemm.select.choose import bands, candidates, choose, grid_clusters, kernels_for, legal_kernels, predict
+from jitgemm.select.devices import DEVICES, DeviceSpec, device_from_properties, device_spec
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -430,9 +424,9 @@ def test_equal_inputs_give_equal_outputs(problem, device):
 
 def test_other_processes_choose_alike():
     script = """
-from jitgemm.config import candidates
-from jitgemm.device import DEVICES
-from jitgemm.spec import Problem, WeightFormat
+from jitgemm.select.choose import candidates
+from jitgemm.select.devices import DEVICES
+from jitgemm.kernel.formats import Problem, WeightFormat
 for lhs in ("e4m3", "s8"):
     for m in (1, 100, 3000):
         for c in candidates(Problem(m, 4096, 14336, lhs, WeightFormat(64, True, "fp16")), DEVICES["h100-sxm"])[:20]:

@@ -8,16 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jitgemm.config import choose, smem_bytes
-from jitgemm.device import DEVICES, device_of
+from jitgemm.activations.kernel import MAX_PERMUTED_K, quantize_spec
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError
-from jitgemm.quantize_spec import MAX_PERMUTED_K, quantize_spec
-from jitgemm.spec import Problem, WeightFormat
+from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.spec import smem_bytes
+from jitgemm.runtime.device import device_of
+from jitgemm.select.choose import choose
+from jitgemm.select.devices import DEVICES
 
-driver = pytest.importorskip("jitgemm.driver", reason="needs cuda.bindings")
-plan = pytest.importorskip("jitgemm.plan")
-loaded = pytest.importorskip("jitgemm.loaded")
-quantize_plan = pytest.importorskip("jitgemm.quantize_plan")
+driver = pytest.importorskip("jitgemm.runtime.driver", reason="needs cuda.bindings")
+plan = pytest.importorskip("jitgemm.gemm.plan")
+loaded = pytest.importorskip("jitgemm.runtime.kernels")
+quantize_plan = pytest.importorskip("jitgemm.activations.plan")
 
 
 @pytest.mark.parametrize("nvrtc", [(12, 8), (12, 9), (13, 0)])
@@ -67,7 +69,7 @@ def test_a_kernel_is_loaded_once_a_device_whatever_threads_ask(monkeypatch):
         return driver.LoadedKernel(name, None, device)
 
     monkeypatch.setattr(loaded, "kernels", {})
-    monkeypatch.setattr(loaded.cache, "get_or_compile_source", lambda source: (SimpleNamespace(cubin=source.label), 1))
+    monkeypatch.setattr(loaded.cache, "get_or_compile", lambda source: (SimpleNamespace(cubin=source.label), 1))
     monkeypatch.setattr(driver, "check_nvrtc_against_driver", lambda nvrtc: None)
     monkeypatch.setattr(driver, "load_kernel", load_kernel)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -121,15 +123,15 @@ def test_a_gpu_of_another_generation_is_refused_by_name(monkeypatch):
 
 def test_the_argument_block_is_packed_in_the_size_that_the_kernel_checks():
     """`Args` in types.cuh asserts its own size when a kernel compiles; the plan must pack as many bytes."""
-    from jitgemm.render import headers
+    from jitgemm.jit.source import headers
 
     size = re.search(r"static_assert\(sizeof\(Args\) == (\d+)", headers()["jitgemm/types.cuh"])
     assert plan._ARGUMENTS.size == int(size[1])
 
 
 def test_every_output_type_has_a_tensor_map_and_a_number():
-    from jitgemm.arguments import OUT_DTYPES
-    from jitgemm.spec import OUT_BYTES
+    from jitgemm.gemm.arguments import OUT_DTYPES
+    from jitgemm.kernel.formats import OUT_BYTES
 
     assert set(OUT_DTYPES.values()) == set(OUT_BYTES)
     for dtype, name in OUT_DTYPES.items():

@@ -10,7 +10,7 @@ import layers
 import pytest
 import torch
 
-from jitgemm.formats.executorch import FORMAT
+from jitgemm.checkpoint.executorch import FORMAT
 
 
 def high_first(q: torch.Tensor) -> torch.Tensor:

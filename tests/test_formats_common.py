@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jitgemm import formats
-from jitgemm.formats.bits import (
+from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.bits import (
     AWQ_ORDER,
     HIGH_FIRST,
     WORD_DTYPES,
@@ -19,7 +19,7 @@ from jitgemm.formats.bits import (
     twos_complement,
     unpack_nibbles,
 )
-from jitgemm.formats.canonical import CanonicalWeight, Format, TensorInfo, activation_order, concat
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo, activation_order, concat
 
 # --- nibbles ---
 

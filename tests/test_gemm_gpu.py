@@ -26,13 +26,15 @@ import torch
 from builders import PER_CHANNEL
 
 import jitgemm
-from jitgemm.arguments import OUT_DTYPES
-from jitgemm.config import candidates, choose, illegal, kernels_for, legal_kernels
 from jitgemm.errors import JitGemmError
-from jitgemm.reference import error_bound, gemm_w4a8_terms
-from jitgemm.render import yields
-from jitgemm.spec import GROUP_SIZES, LHS_TYPES, MAX_CHANNEL_K_S8, KernelSpec, Problem, WeightFormat, streams
-from jitgemm.weight import W4Weight, pack_w4
+from jitgemm.gemm.arguments import OUT_DTYPES
+from jitgemm.gemm.reference import error_bound, gemm_w4a8_terms
+from jitgemm.kernel.formats import GROUP_SIZES, LHS_TYPES, MAX_CHANNEL_K_S8, Problem, WeightFormat
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.kernel.tactics import streams, yields
+from jitgemm.select.choose import candidates, choose, illegal, kernels_for, legal_kernels
+from jitgemm.weight.w4 import W4Weight, pack_w4
 
 pytestmark = pytest.mark.gpu
 
@@ -418,7 +420,7 @@ def small_problem(lhs: str) -> Problem:
 
 
 def device_figures():
-    from jitgemm.device import device_of
+    from jitgemm.runtime.device import device_of
 
     return device_of(0)
 
@@ -464,7 +466,8 @@ def kernel_of(lhs: str, format: WeightFormat, out: str, number: int) -> KernelSp
 @pytest.fixture(scope="module", autouse=True)
 def compiled_ahead(tmp_path_factory):
     """A cache of the module's own, filled in threads with what the cases need: serially it would take minutes."""
-    from jitgemm import loaded, settings
+    from jitgemm import settings
+    from jitgemm.runtime import kernels as loaded
 
     before = os.environ.get("JITGEMM_CACHE_DIR")
     os.environ["JITGEMM_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
@@ -479,7 +482,7 @@ def compiled_ahead(tmp_path_factory):
 
     def build(spec: KernelSpec) -> None:
         with suppress(JitGemmError):  # the test that needs it will say so
-            loaded.cache.get_or_compile(spec)
+            loaded.cache.get_or_compile(kernel_source(spec))
 
     with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
         list(pool.map(build, specs))
@@ -547,7 +550,7 @@ def name_of(drawn: tuple[str, WeightFormat, str, int]) -> str:
 @pytest.mark.parametrize("drawn", drawn_kernels(), ids=name_of)
 def test_kernels_that_the_selector_might_choose(drawn):
     """Drawn from all legal kernels, each on a problem with tails on every side, several tiles a CTA row, twice."""
-    from jitgemm.plan import Plan
+    from jitgemm.gemm.plan import Plan
 
     lhs_name, format, out, number = drawn
     spec = kernel_of(*drawn)
@@ -577,7 +580,7 @@ def test_kernels_that_the_selector_might_choose(drawn):
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
 def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_type(lhs_name):
     """All of them right, and those that sum k in the same order the same to the bit."""
-    from jitgemm.plan import Plan
+    from jitgemm.gemm.plan import Plan
 
     problem = small_problem(lhs_name)
     rhs = weight(problem.n, problem.k, GROUP_128, codes=lhs_name, seed=6)
@@ -598,8 +601,9 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
 
 def with_both_hints(spec, m, rhs, lhs, monkeypatch):
     """The kernel's outputs by jitgemm's yield hints and by ptxas's own."""
-    from jitgemm import loaded, render
-    from jitgemm.plan import Plan
+    from jitgemm.gemm.plan import Plan
+    from jitgemm.kernel import render
+    from jitgemm.runtime import kernels as loaded
 
     outputs = []
     with monkeypatch.context() as patch:
@@ -650,8 +654,9 @@ def test_scales_kept_from_one_multiply_add_to_the_next_change_no_bit(lhs_name, f
 )  # fmt: skip
 def test_weights_asked_for_all_at_once_change_no_bit(shape, lhs_name, monkeypatch):
     """By kernels that stream them: all stages before the wait for the previous kernel, or some."""
-    from jitgemm import loaded, render
-    from jitgemm.plan import Plan
+    from jitgemm.gemm.plan import Plan
+    from jitgemm.kernel import render
+    from jitgemm.runtime import kernels as loaded
 
     m, n, k = shape["block_m"] - 1, 1064, 7104
     rhs, lhs = weight(n, k, GROUP_128, codes=lhs_name, seed=11), activations(m, k, lhs_name, seed=11)
@@ -676,7 +681,7 @@ def test_weights_asked_for_all_at_once_change_no_bit(shape, lhs_name, monkeypatc
 def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
     """So many rounds of tiles and a rest: splits that scatter give the bits of those that do not; so does a split tail
     where all of it is tail, and else it is right."""
-    from jitgemm.plan import Plan
+    from jitgemm.gemm.plan import Plan
 
     m, k = 40, 1184
     n = 128 * (rounds * device_figures().num_sms + 21) - 24
@@ -703,7 +708,7 @@ def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
 def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
     """By (warpgroups along k, CTAs, tokens, rows), several tiles for each cluster, whose CTAs have runs of k of
     different length: the one with less to do may not send the next tile's sums before the other has read these."""
-    from jitgemm.plan import Plan
+    from jitgemm.gemm.plan import Plan
 
     warpgroups_k, split_k, block_m, block_n = shape
     m, k = block_m - 3, 17 * 128 - 32
@@ -1243,7 +1248,7 @@ def test_another_m_of_a_loaded_kernel_can_be_captured():
 
 
 def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch):
-    from jitgemm import loaded
+    from jitgemm.runtime import kernels as loaded
 
     monkeypatch.setattr(loaded, "kernels", {})
     rhs, lhs = weight(1040, 1056), activations(24, 1056, "s8")
@@ -1271,7 +1276,7 @@ def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch)
 
 
 def test_with_the_jit_off_a_missing_kernel_is_named(monkeypatch, tmp_path):
-    from jitgemm import loaded
+    from jitgemm.runtime import kernels as loaded
 
     monkeypatch.setattr(loaded, "kernels", {})
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
@@ -1284,14 +1289,15 @@ def test_with_the_jit_off_a_missing_kernel_is_named(monkeypatch, tmp_path):
 
 
 def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
-    from jitgemm import loaded, settings
+    from jitgemm import settings
+    from jitgemm.runtime import kernels as loaded
 
     n, k, format = 2048, 1024, WeightFormat(64, False, "bf16")
     kernels = kernels_for(n, k, "s8", format, device_figures(), 700)
     if settings.debug():
         kernels = [replace(spec, debug=True) for spec in kernels]
     with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        list(pool.map(loaded.cache.get_or_compile, kernels))
+        list(pool.map(loaded.cache.get_or_compile, map(kernel_source, kernels)))
     monkeypatch.setattr(loaded, "kernels", {})
     monkeypatch.setenv("JITGEMM_JIT", "off")
     rhs = weight(n, k, (64, False, "bf16"))

@@ -10,7 +10,7 @@ import layers
 import pytest
 import torch
 
-from jitgemm.formats.gptq import FORMAT
+from jitgemm.checkpoint.gptq import FORMAT
 
 V1 = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}
 V2 = V1 | {"checkpoint_format": "gptq_v2"}

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jitgemm import formats
-from jitgemm.checkpoint import Checkpoint, load, read_layer
+from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.reader import Checkpoint, load, read_layer
 
 CONFIG = {"quant_method": "w4afp8", "group_size": 128}
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -324,5 +324,7 @@ def test_no_format_is_left_out_of_the_registry():
     import importlib
     import pkgutil
 
-    modules = [importlib.import_module(f"jitgemm.formats.{m.name}") for m in pkgutil.iter_modules(formats.__path__)]
+    import jitgemm.checkpoint as room
+
+    modules = [importlib.import_module(f"jitgemm.checkpoint.{m.name}") for m in pkgutil.iter_modules(room.__path__)]
     assert {id(m.FORMAT) for m in modules if hasattr(m, "FORMAT")} == {id(f) for f in formats.FORMATS}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jitgemm.models import LinearLayer, linear_layers, read_config, weight_group
+from jitgemm.cli.hf_config import LinearLayer, linear_layers, read_config, weight_group
 
 LLAMA_3_8B = {
     "model_type": "llama",

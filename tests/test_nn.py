@@ -14,21 +14,21 @@ from dataclasses import replace
 import builders
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from safetensors.torch import load_file, load_model, save_file, save_model
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import jitgemm
 import jitgemm.nn
-from jitgemm.config import kernels_for
-from jitgemm.device import device_spec
+from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.kernel import quantize_spec
 from jitgemm.errors import CompileError
 from jitgemm.nn import ACTIVATIONS, W4A8Linear
 from jitgemm.nn.checkpoint import activations
 from jitgemm.nn.warm import warmup
-from jitgemm.quantize import quantize_activations
-from jitgemm.quantize_spec import quantize_spec
-from jitgemm.quantize_weight import quantize_w4
-from jitgemm.weight import W4Weight, pack_w4
+from jitgemm.select.choose import kernels_for
+from jitgemm.select.devices import device_spec
+from jitgemm.weight.quantize import quantize_w4
+from jitgemm.weight.w4 import W4Weight, pack_w4
 
 K, N = 256, 72
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -697,7 +697,7 @@ def config(**inputs) -> dict:
 
 
 def opened(tensors: dict[str, torch.Tensor], **inputs):
-    from jitgemm.checkpoint import Checkpoint
+    from jitgemm.checkpoint.reader import Checkpoint
 
     return Checkpoint(tensors, config(**inputs))
 
@@ -866,11 +866,11 @@ def test_warmup_takes_the_models_own_type(own_cache):
 
 @pytest.mark.nvrtc
 def test_what_does_not_compile_is_an_error_after_the_rest(own_cache, monkeypatch):
-    from jitgemm import cache
+    from jitgemm.kernel import render
 
-    whole, model = cache.kernel_source, torch.nn.Sequential(layer_of("int8"))
+    whole, model = render.kernel_source, torch.nn.Sequential(layer_of("int8"))
     with monkeypatch.context() as patch:  # the GEMM's source is broken, its quantiser's is not
-        patch.setattr(cache, "kernel_source", lambda spec: replace(whole(spec), source="#error broken"))
+        patch.setattr(render, "kernel_source", lambda spec: replace(whole(spec), source="#error broken"))
         with pytest.raises(CompileError, match="(?s)1 of 2 kernels did not compile; the first: .*#error broken"):
             warmup(model, 1, device="h200")
     assert all(not label.startswith("quantize") for label in warmup(model, 1, device="h200"))

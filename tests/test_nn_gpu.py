@@ -7,14 +7,14 @@ import copy
 import builders
 import pytest
 import torch
-from test_nn import ACTIVATIONS, CODES, K, MAKERS, N, Block, inputs, layer_of, linear, same_state
+from test_nn import ACTIVATIONS, CODES, MAKERS, Block, K, N, inputs, layer_of, linear, same_state
 
 import jitgemm.nn
+from jitgemm.activations.call import quantize_activations
 from jitgemm.errors import CacheMissError
+from jitgemm.gemm.reference import gemm_w4a8_terms
 from jitgemm.nn import W4A8Linear
 from jitgemm.nn.warm import warmup
-from jitgemm.quantize import quantize_activations
-from jitgemm.reference import gemm_w4a8_terms
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ import pytest
 from tiny_kernel import HEADERS, OPTIONS, tiny_source
 
 from jitgemm.errors import CompileError
-from jitgemm.nvrtc import NvrtcInfo, compile_cubin, nvrtc_info
+from jitgemm.jit.nvrtc import NvrtcInfo, compile_cubin, nvrtc_info
 
 pytestmark = pytest.mark.nvrtc
 
@@ -57,7 +57,7 @@ def python(script: str, **variables: str) -> str:
 
 def test_the_version_is_found_without_loading_the_library():
     script = """
-from jitgemm.nvrtc import nvrtc_info
+from jitgemm.jit.nvrtc import nvrtc_info
 info = nvrtc_info()
 print("libnvrtc" in open("/proc/self/maps").read(), info.library)
 """
@@ -71,7 +71,7 @@ print("libnvrtc" in open("/proc/self/maps").read(), info.library)
 def test_the_version_is_that_of_the_library_the_bindings_load(before):
     script = f"""
 {before}
-from jitgemm.nvrtc import nvrtc_info
+from jitgemm.jit.nvrtc import nvrtc_info
 info = nvrtc_info()
 from cuda.bindings import nvrtc
 _, major, minor = nvrtc.nvrtcVersion()
@@ -90,7 +90,7 @@ def test_a_missing_nvrtc_names_the_extras():
 import site
 site.getsitepackages, site.ENABLE_USER_SITE = (lambda: []), False
 from jitgemm.errors import CompileError
-from jitgemm.nvrtc import nvrtc_info
+from jitgemm.jit.nvrtc import nvrtc_info
 try:
     print("found", nvrtc_info().library)
 except CompileError as error:
@@ -104,7 +104,7 @@ except CompileError as error:
 
 def test_a_library_other_than_the_reported_one_is_refused(monkeypatch):
     real = nvrtc_info()
-    monkeypatch.setattr("jitgemm.nvrtc.nvrtc_info", lambda: NvrtcInfo((11, 0), "11.0.1", real.library))
+    monkeypatch.setattr("jitgemm.jit.nvrtc.nvrtc_info", lambda: NvrtcInfo((11, 0), "11.0.1", real.library))
     with pytest.raises(CompileError, match="two NVRTCs"):
         compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny")
 
@@ -113,7 +113,7 @@ def test_another_library_loaded_beside_the_bindings_own_does_no_harm(tmp_path):
     script = f"""
 import ctypes, shutil
 from tiny_kernel import HEADERS, OPTIONS, tiny_source
-from jitgemm.nvrtc import compile_cubin, nvrtc_info
+from jitgemm.jit.nvrtc import compile_cubin, nvrtc_info
 before = compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny").cubin
 other = shutil.copy(nvrtc_info().library, {str(tmp_path / "libnvrtc.so.99")!r})
 ctypes.CDLL(other)
@@ -143,7 +143,7 @@ def test_the_same_source_gives_the_same_cubin_in_two_processes(tmp_path):
     script = """
 import hashlib
 from tiny_kernel import *
-from jitgemm.nvrtc import compile_cubin
+from jitgemm.jit.nvrtc import compile_cubin
 print(hashlib.sha256(compile_cubin(tiny_source(), HEADERS, OPTIONS, name="{}").cubin).hexdigest())
 """
     digests = {python(script.format(name), TMPDIR=str(tmp_path)) for name in ("one", "two")}

@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import jitgemm
-from jitgemm.config import choose
-from jitgemm.device import DEVICES
-from jitgemm.spec import Problem, WeightFormat
+from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.render import kernel_source
+from jitgemm.select.choose import choose
+from jitgemm.select.devices import DEVICES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OP = torch.ops.jitgemm.gemm_w4a8_nt.default
@@ -324,12 +325,12 @@ def test_inference_mode(fresh_dynamo):
 
 
 def test_a_missing_kernel_with_the_jit_off_names_itself_and_the_command(monkeypatch, tmp_path):
-    from jitgemm.cache import KernelCache
+    from jitgemm.jit.cache import KernelCache
 
     monkeypatch.setenv("JITGEMM_JIT", "off")
     spec = choose(Problem(16, 4096, 4096, "s8", WeightFormat(128, True, "bf16")), DEVICES["h200"])
     with pytest.raises(jitgemm.CacheMissError) as caught:
-        KernelCache([tmp_path]).get_or_compile(spec)
+        KernelCache([tmp_path]).get_or_compile(kernel_source(spec))
     message = str(caught.value)
     assert spec.label in message and "JITGEMM_JIT=off" in message
     assert "jitgemm warmup" in message and "--lhs int8 --group-size 128 --zero-point" in message
@@ -391,7 +392,7 @@ def test_import_adds_no_package_that_only_some_calls_need(imported, package):
 
 
 def test_import_loads_no_layer_below_the_call(imported):
-    below = {"jitgemm.plan", "jitgemm.driver", "jitgemm.cache", "jitgemm.nvrtc", "jitgemm.cli", "jitgemm.render"}
+    below = {"jitgemm.gemm.plan", "jitgemm.runtime.driver", "jitgemm.jit.cache", "jitgemm.jit.nvrtc", "jitgemm.cli", "jitgemm.kernel.render"}
     assert below.isdisjoint(imported["modules"])
 
 

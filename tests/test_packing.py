@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jitgemm import layout
-from jitgemm.spec import CODE_BYTES, CODES, SCALE_BYTES, WeightFormat, ceil_div
-from jitgemm.weight import pack_w4
+from jitgemm.kernel.formats import CODE_BYTES, CODES, SCALE_BYTES, WeightFormat, ceil_div
+from jitgemm.weight import layout
+from jitgemm.weight.w4 import pack_w4
 
 U32 = 0xFFFFFFFF
 E4M3_BYTES = {

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jitgemm import plan_table
-from jitgemm.plan_table import Plans, like, present
+from jitgemm.runtime import plans as plan_table
+from jitgemm.runtime.plans import Plans, like, present
 
 
 @pytest.fixture(params=["guards", "python"], autouse=True)

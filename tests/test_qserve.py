@@ -7,7 +7,7 @@ import layers
 import pytest
 import torch
 
-from jitgemm.formats.qserve import FORMAT
+from jitgemm.checkpoint.qserve import FORMAT
 
 
 def tiled(q: torch.Tensor) -> torch.Tensor:

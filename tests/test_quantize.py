@@ -18,9 +18,9 @@ from quantize_cases import MODES, X_DTYPES, activations, given, parameters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jitgemm import gemm_w4a8_bf16_nt
-from jitgemm.cache import KernelCache
-from jitgemm.quantize import quantize_activations
-from jitgemm.quantize_spec import X_TYPES, QuantizeSpec, block_dims, quantize_source, quantize_spec, smem_bytes
+from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.kernel import X_TYPES, QuantizeSpec, block_dims, quantize_source, quantize_spec, smem_bytes
+from jitgemm.jit.cache import KernelCache
 
 OP = torch.ops.jitgemm.quantize_activations.default
 K = 96
@@ -451,7 +451,7 @@ def cache(tmp_path_factory) -> KernelCache:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("spec", sampled(), ids=lambda spec: spec.label)
 def test_compiles_for_sm_90a_without_spills_or_warnings(cache, spec):
-    entry, compiled = cache.get_or_compile_source(quantize_source(spec))
+    entry, compiled = cache.get_or_compile(quantize_source(spec))
     log = entry.metadata["log"]
     assert compiled and entry.cubin.startswith(b"\x7fELF")
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", log) == [("0", "0")]
@@ -460,8 +460,8 @@ def test_compiles_for_sm_90a_without_spills_or_warnings(cache, spec):
 
 
 def test_importing_the_quantiser_loads_no_layer_below_it():
-    code = "import sys, jitgemm.quantize; print(*(name for name in sys.modules if name.startswith('jitgemm')))"
+    code = "import sys, jitgemm.activations.call; print(*(name for name in sys.modules if name.startswith('jitgemm')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    below = {"plan", "quantize_plan", "driver", "cache", "nvrtc", "render", "config", "cli"}
-    assert "jitgemm.quantize" in done.stdout.split()
+    below = {"gemm.plan", "activations.plan", "runtime.driver", "jit.cache", "jit.nvrtc", "kernel.render", "select.choose", "cli"}
+    assert "jitgemm.activations.call" in done.stdout.split()
     assert below.isdisjoint(name.removeprefix("jitgemm.") for name in done.stdout.split())

@@ -15,8 +15,8 @@ import torch
 from quantize_cases import MODES, X_DTYPES, activations, assert_close, assert_same_bits, given, parameters
 
 import jitgemm
-from jitgemm.quantize import quantize_activations
-from jitgemm.quantize_spec import quantize_source, quantize_spec
+from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.kernel import quantize_source, quantize_spec
 
 pytestmark = pytest.mark.gpu
 
@@ -390,8 +390,9 @@ def test_a_graph_of_quantisers_and_gemms():
 
 
 def test_a_miss_during_capture_raises(monkeypatch):
-    from jitgemm import loaded, quantize
-    from jitgemm.plan_table import Plans
+    from jitgemm.activations import call as quantize
+    from jitgemm.runtime import kernels as loaded
+    from jitgemm.runtime.plans import Plans
 
     monkeypatch.setattr(loaded, "kernels", {})
     monkeypatch.setattr(quantize, "_plans", Plans())
@@ -407,11 +408,12 @@ def test_a_miss_during_capture_raises(monkeypatch):
 
 
 def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
-    from jitgemm import loaded, quantize
-    from jitgemm.plan_table import Plans
+    from jitgemm.activations import call as quantize
+    from jitgemm.runtime import kernels as loaded
+    from jitgemm.runtime.plans import Plans
 
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
-    loaded.cache.get_or_compile_source(quantize_source(quantize_spec(1024, "bf16", "s8", affine=True)))
+    loaded.cache.get_or_compile(quantize_source(quantize_spec(1024, "bf16", "s8", affine=True)))
     monkeypatch.setattr(loaded, "kernels", {})
     monkeypatch.setattr(quantize, "_plans", Plans())
     monkeypatch.setenv("JITGEMM_JIT", "off")

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jitgemm import reference
-from jitgemm.reference import error_bound, gemm_w4a8_reference, gemm_w4a8_terms, round_fp64
+from jitgemm.gemm import reference
+from jitgemm.gemm.reference import error_bound, gemm_w4a8_reference, gemm_w4a8_terms, round_fp64
 
 
 def rational_gemm(lhs: tuple, parts: builders.WeightParts) -> tuple[list[list[Fraction]], list[list[Fraction]]]:

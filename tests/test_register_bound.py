@@ -18,9 +18,9 @@ import register_bound
 from benchmark_lib.cells import parse_format
 from register_bound import app, build_all, near_the_bound
 
-from jitgemm.config import illegal, legal_kernels
-from jitgemm.device import DEVICES
-from jitgemm.registers import registers_needed
+from jitgemm.select.choose import illegal, legal_kernels
+from jitgemm.select.devices import DEVICES
+from jitgemm.select.registers import registers_needed
 
 H200 = DEVICES["h200"]
 

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jitgemm import sass
-from jitgemm.cache import KernelCache, kernel_source
 from jitgemm.errors import CompileError
-from jitgemm.nvrtc import Compiled, compile_cubin, nvrtc_info
-from jitgemm.render import yields
-from jitgemm.sass import BadCubin, Yields, apply_yields, code_sections, instructions
-from jitgemm.spec import KernelSpec
+from jitgemm.jit import sass
+from jitgemm.jit.cache import KernelCache
+from jitgemm.jit.nvrtc import Compiled, compile_cubin, nvrtc_info
+from jitgemm.jit.sass import BadCubin, Yields, apply_yields, code_sections, instructions
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.kernel.tactics import yields
 
 FFMA, I2FP, LDS, MULTIPLY, LOP3, BRANCH = sass.FFMA, sass.I2FP, sass.LDS, 0xDF3, 0x812, 0x947
 LOP3_REGISTERS, ZERO, ALWAYS = 0x212, 255, 7
@@ -271,14 +272,14 @@ def test_a_kernel_s_cubin_is_what_nvrtc_built_but_for_its_hints(spec, tmp_path):
     request = kernel_source(spec)
     assert request.yields == yields(spec)
     built = compile_cubin(request.source, request.headers, request.options, name=spec.label).cubin
-    entry, _ = KernelCache([tmp_path]).get_or_compile(spec)
+    entry, _ = KernelCache([tmp_path]).get_or_compile(kernel_source(spec))
     assert entry.cubin == apply_yields(built, request.yields) != built
     assert entry.metadata["yields"] == str(request.yields)
 
 
 @pytest.mark.nvrtc
 def test_the_hints_are_there_whatever_nvrtc_sets_itself(tmp_path):
-    e4m3, s8, short, zeros, *keeping = (KernelCache([tmp_path]).get_or_compile(spec)[0].cubin for spec in KERNELS)
+    e4m3, s8, short, zeros, *keeping = (KernelCache([tmp_path]).get_or_compile(kernel_source(spec))[0].cubin for spec in KERNELS)
     shares = {}
     for name, cubin, opcode in (("e4m3", e4m3, FFMA), ("s8", s8, FFMA), ("short", short, I2FP), ("zeros", zeros, I2FP)):
         found = in_main_loop(cubin, opcode)
@@ -307,6 +308,6 @@ def test_hints_are_part_of_the_key(monkeypatch):
 def test_a_cubin_without_code_is_a_failed_build(monkeypatch):
     request = kernel_source(KERNELS[0])
     broken = Compiled(b"\x7fELF\x02", log="", seconds=0.0, registers=0, spill_bytes=0, stack_bytes=0, smem_static=0)
-    monkeypatch.setattr("jitgemm.cache.compile_cubin", lambda *_, **__: broken)
+    monkeypatch.setattr("jitgemm.jit.source.compile_cubin", lambda *_, **__: broken)
     with pytest.raises(CompileError, match="broken section headers"):
         request.compile()

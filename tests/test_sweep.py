@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "scripts"))  # at the end: scripts/cache.py and warmu
 import sweep
 from benchmark_lib.cells import DEFAULT_FORMATS, LLAMA_8B
 
-from jitgemm.device import device_spec
+from jitgemm.select.devices import device_spec
 
 DATA = ROOT / "scripts" / "data" / "sweep_h200.json"
 

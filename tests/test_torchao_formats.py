@@ -11,8 +11,8 @@ import layers
 import pytest
 import torch
 
-from jitgemm import checkpoint
-from jitgemm.formats.torchao import FORMAT, unpack_tiles
+from jitgemm.checkpoint import reader as checkpoint
+from jitgemm.checkpoint.torchao import FORMAT, unpack_tiles
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TORCHAO = {"quant_method": "torchao"}

@@ -16,10 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jitgemm import layout
-from jitgemm.spec import MAX_CHANNEL_K_S8, WeightFormat
-from jitgemm.weight import W4Weight, pack_w4
-
+from jitgemm.kernel.formats import MAX_CHANNEL_K_S8, WeightFormat
+from jitgemm.weight import layout
+from jitgemm.weight.w4 import W4Weight, pack_w4
 
 TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
 

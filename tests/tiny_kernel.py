@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jitgemm.cache import KernelSource
+from jitgemm.jit.source import KernelSource
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "--ptxas-options=-v")
 HEADERS = {"tiny/scale.cuh": "#pragma once\n#define SCALE 3\n"}

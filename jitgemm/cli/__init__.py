@@ -11,6 +11,6 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command with `argv` (without the program's name; default: sys.argv) and exit with its code."""
-    from .app import app
+    from jitgemm.cli.app import app
 
     app(args=None if argv is None else list(argv), prog_name="jitgemm")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from .cache import cache_app
-from .env import env
-from .explain import explain
-from .warmup import warmup
+from jitgemm.cli.cache import cache_app
+from jitgemm.cli.env import env
+from jitgemm.cli.explain import explain
+from jitgemm.cli.warmup import warmup
 
 app = typer.Typer(
     name="jitgemm",

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from .. import settings
-from ..cache import KernelCache
-from ..entry import EntryInfo
-from . import common
+from jitgemm import settings
+from jitgemm.cli import common
+from jitgemm.jit.cache import KernelCache
+from jitgemm.jit.entry import EntryInfo
 
 cache_app = typer.Typer(
     help="Look into the cache of compiled kernels, check it, make it smaller.",

@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..device import DEVICES
-from ..errors import JitGemmError
-from ..models import weight_group
-from ..spec import GROUP_SIZES, WeightFormat, tuned_codes
+from jitgemm.cli.hf_config import weight_group
+from jitgemm.errors import JitGemmError
+from jitgemm.kernel.formats import GROUP_SIZES, WeightFormat, tuned_codes
+from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
 """Exit codes beside 0: a check found something, wrong arguments, the work failed."""

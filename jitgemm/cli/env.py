@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import settings
-from . import common
+from jitgemm import settings
+from jitgemm.cli import common
 
 _PACKAGES = (
     "jitgemm",
@@ -84,14 +84,14 @@ def _try(find: Callable[[], Any]) -> Any:
 
 
 def _nvrtc() -> dict[str, Any]:
-    from ..nvrtc import nvrtc_info
+    from jitgemm.jit.nvrtc import nvrtc_info
 
     info = nvrtc_info()
     return {"version": ".".join(map(str, info.version)), "build": info.build, "library": info.library}
 
 
 def _driver() -> str:
-    from ..driver import driver_version
+    from jitgemm.runtime.driver import driver_version
 
     return "CUDA {}.{}".format(*driver_version())
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from ..config import Candidate, band_end, bands, candidates, smem_bytes
-from ..device import pick_device
-from ..spec import Problem
-from . import common
+from jitgemm.cli import common
+from jitgemm.kernel.formats import Problem
+from jitgemm.kernel.spec import smem_bytes
+from jitgemm.runtime.device import pick_device
+from jitgemm.select.choose import Candidate, band_end, bands, candidates
 
 
 @common.guarded

@@ -16,17 +16,20 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from .. import settings
-from ..ahead import compile_all
-from ..cache import KernelCache, KernelSource, kernel_source
-from ..config import kernels_for
-from ..device import pick_device
-from ..errors import JitGemmError
-from ..models import LAYER_FORMS, LinearLayer, linear_layers, read_config
-from ..nvrtc import nvrtc_info
-from ..quantize_spec import X_TYPES, QuantizeSpec, quantize_source, quantize_spec
-from ..spec import DeviceSpec, KernelSpec
-from . import common
+from jitgemm import settings
+from jitgemm.activations.kernel import X_TYPES, QuantizeSpec, quantize_source, quantize_spec
+from jitgemm.cli import common
+from jitgemm.cli.hf_config import LAYER_FORMS, LinearLayer, linear_layers, read_config
+from jitgemm.errors import JitGemmError
+from jitgemm.jit.cache import KernelCache
+from jitgemm.jit.compile_many import compile_all
+from jitgemm.jit.nvrtc import nvrtc_info
+from jitgemm.jit.source import KernelSource
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.runtime.device import pick_device
+from jitgemm.select.choose import kernels_for
+from jitgemm.select.devices import DeviceSpec
 
 QUANTIZER_VARIANTS = ("affine", "static", "silu_mul", "rms_norm", "permuted")
 """What a quantiser may do besides; keyword arguments of `quantize_spec`."""

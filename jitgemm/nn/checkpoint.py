@@ -1,4 +1,4 @@
-"""A layer read from a checkpoint: `jitgemm.checkpoint` reads the weight, the kind of activations is decided here."""
+"""A layer read from a checkpoint: `jitgemm.checkpoint.reader` reads the weight, the kind of activations is decided here."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm import formats
-from jitgemm.checkpoint import Checkpoint, read_layer
+from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.reader import Checkpoint, read_layer
 
 if TYPE_CHECKING:
     from jitgemm.nn.linear import W4A8Linear

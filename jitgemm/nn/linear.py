@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from jitgemm.api import gemm_w4a8_nt
-from jitgemm.arguments import ALIGNMENT
+from jitgemm.activations.call import quantize_activations
+from jitgemm.gemm.arguments import ALIGNMENT
+from jitgemm.gemm.call import gemm_w4a8_nt
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
 from jitgemm.nn.checkpoint import CODES, read_linear
-from jitgemm.quantize import quantize_activations
-from jitgemm.quantize_weight import quantize_w4
-from jitgemm.spec import BLOCK_K, STRIP_ROWS, ceil_div
-from jitgemm.weight import SCALE_DTYPES, W4Weight, weight_format
+from jitgemm.weight.quantize import quantize_w4
+from jitgemm.weight.w4 import SCALE_DTYPES, W4Weight, weight_format
 
 ACTIVATIONS = ("e4m3", "int8", "int8_affine")
 """How a layer quantises its input: fp8 e4m3, int8, or int8 with a zero point per token. Append only: files hold the

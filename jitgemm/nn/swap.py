@@ -55,7 +55,7 @@ def load_(
     wrote of a model that was quantised here.
 
     Args:
-        source: folder, file, tensors by name or an open `jitgemm.checkpoint.Checkpoint`, as in `jitgemm.load`.
+        source: folder, file, tensors by name or an open `jitgemm.checkpoint.reader.Checkpoint`, as in `jitgemm.load`.
         activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says, see
             `W4A8Linear.from_checkpoint`.
         device: where the model goes; None for where each of its tensors is (the GPU, if there is one, for those on the

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from jitgemm import settings
-from jitgemm.arguments import OUT_DTYPES
+from jitgemm.activations.call import X_TYPES
+from jitgemm.gemm.arguments import OUT_DTYPES
 from jitgemm.nn.linear import W4A8Linear
-from jitgemm.quantize import X_TYPES
 
 
 def warmup(
@@ -44,9 +44,9 @@ def warmup(
         ValueError: an argument is wrong.
         CompileError: a kernel did not compile; the others have.
     """
-    from jitgemm.cache import KernelCache
     from jitgemm.errors import CompileError
-    from jitgemm.nvrtc import nvrtc_info
+    from jitgemm.jit.cache import KernelCache
+    from jitgemm.jit.nvrtc import nvrtc_info
 
     if max_m < 1:
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
@@ -82,10 +82,10 @@ def _kernels(
     model: torch.nn.Module, max_m: int, dtypes: list[torch.dtype], device: str | None
 ) -> Iterator[tuple[Any, Any, int | None]]:
     """(spec, source, index of the GPU or None) of every kernel, layers of one kind once."""
-    from jitgemm.cache import kernel_source
-    from jitgemm.config import kernels_for
-    from jitgemm.device import device_of, pick_device
-    from jitgemm.quantize_spec import quantize_source, quantize_spec
+    from jitgemm.activations.kernel import quantize_source, quantize_spec
+    from jitgemm.kernel.render import kernel_source
+    from jitgemm.runtime.device import device_of, pick_device
+    from jitgemm.select.choose import kernels_for
 
     seen = set()
     for layer in model.modules():
@@ -116,8 +116,8 @@ def _compile(cache: Any, sources: list[Any], threads: int) -> list[Any]:
     """Compiles under a bar; the errors, in the order of the sources."""
     from rich.console import Console
 
-    from jitgemm.ahead import compile_all
     from jitgemm.errors import JitGemmError
+    from jitgemm.jit.compile_many import compile_all
 
     if not sources:
         return []
@@ -127,9 +127,9 @@ def _compile(cache: Any, sources: list[Any], threads: int) -> list[Any]:
 
 
 def _load(spec: Any, index: int) -> None:
-    from jitgemm.plan import loaded_kernel
-    from jitgemm.quantize_plan import loaded_quantizer
-    from jitgemm.quantize_spec import QuantizeSpec
+    from jitgemm.activations.kernel import QuantizeSpec
+    from jitgemm.activations.plan import loaded_quantizer
+    from jitgemm.gemm.plan import loaded_kernel
 
     with torch.cuda.device(index):
         (loaded_quantizer if isinstance(spec, QuantizeSpec) else loaded_kernel)(spec, index)

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jitgemm.cli.common import parse_shape
-from jitgemm.models import linear_layers, read_config, weight_group
-from jitgemm.spec import GROUP_SIZES, Problem, WeightFormat, ceil_div, tuned_codes
+from jitgemm.cli.hf_config import linear_layers, read_config, weight_group
+from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, ceil_div, tuned_codes
 
 HBM_BYTES_PER_US = 4.5e6
 """What an H200 streams from HBM under programmatic dependent launch: 4.5 TB/s, measured."""

@@ -115,14 +115,14 @@ def _layers(fmt: Format, source: Any, m: int) -> list[tuple[Any, Any, Any, Any]]
 
 
 def _part_calls(fmt: Format, source: Any, m: int, part: Callable[..., Callable[[], Any]]) -> list[Callable[[], Any]]:
-    from jitgemm.plan import Plan
+    from jitgemm.gemm.plan import Plan
 
     return [part(Plan(*layer, None), *layer) for layer in _layers(fmt, source, m)]
 
 
 def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
     """The op with the arguments that `gemm_w4a8_bf16_nt` gives it under `torch.compile`."""
-    from jitgemm import api
+    from jitgemm.gemm import call as api
 
     return [
         partial(api._call_op, x, x_scale, None, weight, out, None, False)

@@ -18,11 +18,12 @@ from pathlib import Path
 
 def kernel(n: int, k: int, m: int, m2: int, lhs: str, group: int, device: str | None) -> dict[str, object]:
     """Milliseconds of each step for a first kernel, and the second one's total, with NVRTC and all imports there."""
-    from jitgemm.cache import KernelCache, kernel_source
-    from jitgemm.config import choose
-    from jitgemm.device import pick_device
-    from jitgemm.nvrtc import nvrtc_info
-    from jitgemm.spec import Problem, WeightFormat
+    from jitgemm.jit.cache import KernelCache
+    from jitgemm.jit.nvrtc import nvrtc_info
+    from jitgemm.kernel.formats import Problem, WeightFormat
+    from jitgemm.kernel.render import kernel_source
+    from jitgemm.runtime.device import pick_device
+    from jitgemm.select.choose import choose
 
     target = pick_device(device)
     fmt = WeightFormat(group, False, "bf16")
@@ -41,7 +42,7 @@ def kernel(n: int, k: int, m: int, m2: int, lhs: str, group: int, device: str | 
     result["found"] = entry is not None
     steps = {"choose": chosen - started, "render": rendered - chosen, "key": keyed - rendered, "lookup": looked - keyed}
     if entry is None:
-        entry, _ = cache.get_or_compile_source(source)
+        entry, _ = cache.get_or_compile(source)
         steps["compile"] = clock() - looked
         result["nvrtc_ms"] = entry.metadata["seconds"] * 1e3
     result |= {f"{step}_ms": seconds * 1e3 for step, seconds in steps.items()}
@@ -51,7 +52,7 @@ def kernel(n: int, k: int, m: int, m2: int, lhs: str, group: int, device: str | 
 
     started = clock()
     second = choose(Problem(m2, n, k, lhs, fmt), target)
-    _, compiled = cache.get_or_compile(second)
+    _, compiled = cache.get_or_compile(kernel_source(second))
     result |= {"second_ms": (clock() - started) * 1e3, "second_kernel": second.label, "second_compiled": compiled}
     return result
 
@@ -76,7 +77,7 @@ def call(n: int, k: int, m: int, m2: int, name: str) -> dict[str, object]:
     torch.cuda.synchronize()
     imports: dict[str, float] = {}
     if contestant.ours:
-        for step, module in (("bindings_ms", "cuda.bindings.driver"), ("layers_ms", "jitgemm.plan")):
+        for step, module in (("bindings_ms", "cuda.bindings.driver"), ("layers_ms", "jitgemm.gemm.plan")):
             started = time.perf_counter()
             importlib.import_module(module)
             imports[step] = (time.perf_counter() - started) * 1e3

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 import jitgemm
-from jitgemm.config import choose
-from jitgemm.reference import error_bound, gemm_w4a8_terms
-from jitgemm.spec import Problem
+from jitgemm.gemm.reference import error_bound, gemm_w4a8_terms
+from jitgemm.kernel.formats import Problem
+from jitgemm.select.choose import choose
 
 from .cells import Format
 from .contestant import CHANNEL, EXACT, Contestant, Refused, Run
@@ -39,7 +39,7 @@ def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight:
 
 def kernel_label(fmt: Format, weight: jitgemm.W4Weight, m: int) -> str:
     """What the selector chooses here."""
-    from jitgemm.device import device_of
+    from jitgemm.runtime.device import device_of
 
     device = device_of(torch.cuda.current_device())
     problem = Problem(m, weight.n, weight.k, fmt.lhs, weight.format, batch_invariant=fmt.batch_invariant)

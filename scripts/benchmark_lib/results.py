@@ -110,7 +110,7 @@ def _jitgemm_version() -> str:
 
 
 def _nvrtc() -> str:
-    from jitgemm.nvrtc import nvrtc_info
+    from jitgemm.jit.nvrtc import nvrtc_info
 
     return nvrtc_info().build
 

@@ -37,10 +37,11 @@ def compile_ahead(cells: Sequence[Cell], formats: Sequence[Format]) -> tuple[int
     """
     import torch
 
-    from jitgemm.cache import KernelCache
-    from jitgemm.config import choose
-    from jitgemm.device import device_of
     from jitgemm.errors import JitGemmError
+    from jitgemm.jit.cache import KernelCache
+    from jitgemm.kernel.render import kernel_source
+    from jitgemm.runtime.device import device_of
+    from jitgemm.select.choose import choose
 
     device = device_of(torch.cuda.current_device())
     specs = [choose(fmt.problem(cell.m, cell.n, cell.k), device) for fmt in formats for cell in cells]
@@ -48,7 +49,7 @@ def compile_ahead(cells: Sequence[Cell], formats: Sequence[Format]) -> tuple[int
 
     def build(spec) -> bool:  # type: ignore[no-untyped-def]
         try:
-            return cache.get_or_compile(spec)[1]
+            return cache.get_or_compile(kernel_source(spec))[1]
         except JitGemmError:
             return False
 

@@ -1,0 +1,1 @@
+"""Quantising activations: call, arguments, kernel, plan, reference."""

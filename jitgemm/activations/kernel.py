@@ -1,0 +1,183 @@
+"""The quantiser's kernels: the frozen facts that tell them apart, which one a row of k needs, and their CUDA source.
+
+Pure functions over a frozen dataclass; no torch, no driver, no files other than the headers. The algorithm is in
+`include/jitgemm/quantize.cuh`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from jitgemm.kernel.formats import ceil_div
+
+if TYPE_CHECKING:
+    from jitgemm.jit.source import KernelSource
+
+KERNEL_NAME = "jitgemm_quantize"
+
+X_TYPES = ("fp32", "bf16", "fp16")
+Q_TYPES = ("e4m3", "s8")
+
+VECTOR = 8
+"""Values that a thread reads, and codes that it writes, at a time."""
+MAX_THREADS = 1024
+WARP_ROWS = 8
+"""Rows of a CTA where one warp holds a row."""
+MAX_K = 2**20
+MAX_PERMUTED_K = 2**17
+"""With a permutation, a row of codes lies in shared memory."""
+
+_ROW_REGISTERS = 32
+"""Of the 64 that each of 1024 threads has: what a row, the next one and the permutation may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeSpec:
+    """Everything that is a compile-time constant of a quantiser. Equal specs render to the same source.
+
+    m, k, strides, eps and the RMSNorm weight's type are run-time arguments.
+
+    Attributes:
+        x: type of the values, "fp32", "bf16" or "fp16".
+        q: type of the codes, "e4m3" or "s8".
+        affine: int8 with a zero point.
+        static: scale and zero point are given.
+        silu_mul: values are silu(gate) * up.
+        rms_norm: values are normalised first.
+        permuted: columns are permuted.
+        vectors: vectors of `VECTOR` values that a thread holds; 0 where rows are read twice.
+        rows: rows that a CTA works on at once, one warp each; 1 where a row has the whole CTA.
+        sources_held: a thread reads its part of the permutation once for all rows.
+    """
+
+    x: str
+    q: str
+    vectors: int
+    affine: bool = False
+    static: bool = False
+    silu_mul: bool = False
+    rms_norm: bool = False
+    permuted: bool = False
+    rows: int = 1
+    sources_held: bool = False
+
+    @property
+    def label(self) -> str:
+        """Short name for people, such as "quantize-bf16-e4m3-v4"; different kernels have different ones."""
+        parts = ["quantize", self.x, self.q + ("z" if self.affine else "")]
+        names = ("static", "silu_mul", "rms_norm", "permuted")
+        parts += [name.replace("_", "") for name in names if getattr(self, name)]
+        parts.append(f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}")
+        return "-".join(parts)
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def quantize_spec(
+    k: int,
+    x: str,
+    q: str,
+    *,
+    affine: bool = False,
+    static: bool = False,
+    silu_mul: bool = False,
+    rms_norm: bool = False,
+    permuted: bool = False,
+) -> QuantizeSpec:
+    """The kernel for rows of k codes, the only one whatever m is.
+
+    m decides nothing, so that a new m never compiles, and so that a row's bits do not depend on the rows beside it
+    (RMSNorm's sum has one order for a k).
+
+    Raises:
+        ValueError: k or a combination is out of range.
+    """
+    if x not in X_TYPES:
+        raise ValueError(f"x: expected one of {X_TYPES}, got {x!r}")
+    if q not in Q_TYPES:
+        raise ValueError(f"q: expected one of {Q_TYPES}, got {q!r}")
+    if affine and q != "s8":
+        raise ValueError("affine: expected codes of int8, got e4m3, which has no zero point")
+    if silu_mul and rms_norm:
+        raise ValueError("silu_mul: expected no rms_norm beside it")
+    limit = MAX_PERMUTED_K if permuted else MAX_K
+    if not 32 <= k <= limit or k % 32:
+        raise ValueError(f"k: expected a multiple of 32 of at most {limit}, got {k}")
+
+    vectors, rows, sources_held = _shape(k, x, silu_mul, rms_norm, permuted)
+    return QuantizeSpec(x, q, vectors, affine, static, silu_mul, rms_norm, permuted, rows, sources_held)
+
+
+def _shape(k: int, x: str, silu_mul: bool, rms_norm: bool, permuted: bool) -> tuple[int, int, bool]:
+    """(vectors, rows, sources_held): as many vectors a thread as registers allow, for bytes in flight and few warps."""
+    for vectors in (1, 2, 4):
+        if k <= vectors * 32 * VECTOR:
+            return vectors, WARP_ROWS, permuted
+    read = (VECTOR if x == "fp32" else VECTOR // 2) * (2 if silu_mul else 1)
+    held = VECTOR if silu_mul or rms_norm else read
+    for sources_held in (True, False) if permuted else (False,):
+        registers = read + held + (VECTOR // 2 if sources_held else 0)
+        vectors = max(count for count in (1, 2, 4) if count * registers <= _ROW_REGISTERS)
+        if k <= vectors * MAX_THREADS * VECTOR:
+            return vectors, 1, sources_held
+    return 0, 1, False
+
+
+def block_dims(spec: QuantizeSpec, k: int) -> tuple[int, int]:
+    """(threads of a row, rows) of a CTA."""
+    if spec.rows > 1:
+        return 32, spec.rows
+    if spec.vectors == 0:
+        return MAX_THREADS, 1
+    return 32 * ceil_div(k, 32 * VECTOR * spec.vectors), 1
+
+
+def smem_bytes(spec: QuantizeSpec, k: int) -> int:
+    """Dynamic shared memory of a CTA in bytes: a row of codes for each of its rows, on their way to be permuted."""
+    return spec.rows * k if spec.permuted else 0
+
+
+def render_quantize(spec: QuantizeSpec) -> str:
+    """The CUDA source of a quantiser. Compile as `quantize_source` says; the entry point is `KERNEL_NAME`."""
+
+    def flag(value: bool) -> str:
+        return "true" if value else "false"
+
+    constants = {
+        "RealType kX": {"fp32": "kFp32", "bf16": "kBf16", "fp16": "kFp16"}[spec.x],
+        "bool kE4m3": flag(spec.q == "e4m3"),
+        "bool kAffine": flag(spec.affine),
+        "bool kStatic": flag(spec.static),
+        "bool kSiluMul": flag(spec.silu_mul),
+        "bool kRmsNorm": flag(spec.rms_norm),
+        "bool kPermuted": flag(spec.permuted),
+        "u32 kVectors": str(spec.vectors),
+        "u32 kRows": str(spec.rows),
+        "bool kSourcesHeld": flag(spec.sources_held),
+    }
+    lines = "\n".join(f"    static constexpr {name} = {value};" for name, value in constants.items())
+    threads = 32 * spec.rows if spec.rows > 1 else MAX_THREADS
+    return f"""\
+// jitgemm quantiser {spec.label}
+#include <jitgemm/quantize.cuh>
+
+namespace jitgemm {{
+struct Config {{
+{lines}
+}};
+}}
+
+extern "C" __global__ void __launch_bounds__({threads})
+{KERNEL_NAME}(const __grid_constant__ jitgemm::QuantizeArgs args) {{
+    jitgemm::quantize_rows<jitgemm::Config>(args);
+}}
+"""
+
+
+def quantize_source(spec: QuantizeSpec) -> KernelSource:
+    """A quantiser as the cache keys and compiles it."""
+    from jitgemm.jit.source import OPTIONS, KernelSource, headers
+
+    return KernelSource(spec.label, spec.to_dict(), render_quantize(spec), headers("quantize"), OPTIONS)

@@ -1,0 +1,180 @@
+"""BitBLAS: `qweight` int8 of bitblas.Linear, and GPTQModel's and vLLM's files with checkpoint_format bitblas.
+
+::
+
+    qweight   int8 [n, k / 2]       codes 0..15, the low nibble first, or interleaved for fast_decoding
+    scales    fp16 or bf16 [n, G]
+    zeros     by zeros_mode:
+      original    floats [n, G]     (q - zero) * scale
+      rescale     floats [n, G]     q * scale - zero
+      quantized   int8 [G, n / 2]   (q - zero) * scale, two n to a byte, the low nibble first; GPTQModel names it qzeros
+      none                          (q - 8) * scale for W_dtype int4, q * scale for uint4
+
+    nibble              7   6   5   4   3   2   1   0      of eight codes, four bytes
+    plain              v7  v6  v5  v4  v3  v2  v1  v0
+    interleaved, fp16  v7  v5  v3  v1  v6  v4  v2  v0      fast_decoding with A_dtype float16
+    interleaved, int8  v7  v3  v6  v2  v5  v1  v4  v0      fast_decoding with A_dtype int8
+
+The tensors do not say which; settings do:
+
+- fast_decoding, A_dtype: where the config has no fast_decoding but quant_method or checkpoint_format bitblas, BitBLAS's
+  own rule: on for float16 activations (those of fp16 scales), off for bfloat16 and int8. Without either, refused.
+- zeros_mode: "quantized" for int8 zeros; for float zeros it must be in the config.
+- W_dtype, or sym: for files without zeros.
+
+Weights in four dimensions (propagate_b, "ladder" tiles) are refused, and so are zeros of mode original that are
+fractions too fine to be exact in fp32. Other fractional zeros of mode original become the offset -zero * scale, scales
+in fp32: with 4-bit q and 11-bit zero and scale each product is exact, and the sum is the same number rounded once.
+
+Read from BitBLAS 0.1.0.post1 (module/__init__.py, ops/general_matmul, lop3_permutate_impl.py, quantization/utils.py)
+and GPTQModel 7.7.0. Knows no files: tensors and config come from the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.affine import (
+    FLOATS,
+    check_shape,
+    describe,
+    group_size_of,
+    integer_zero,
+    scaled_zero,
+    setting,
+    take,
+)
+from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
+from jitgemm.weight.w4 import MAX_ZERO
+
+_INT8_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_MODES = ("original", "rescale", "quantized")
+_EXACT_BITS = 2.0**20  # q - zero is exact in fp32 where zero is a multiple of its inverse
+
+
+def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    qweight, scales = names.get("qweight"), names.get("scales")
+    if qweight is None or scales is None or qweight.dtype != torch.int8:
+        return False
+    if _is_bitblas(config):
+        return True
+    if setting(config, "quant_method") is not None or "s1_scales" in names:
+        return False
+    return len(qweight.shape) == 2 and len(scales.shape) == 2 and qweight.shape[0] == scales.shape[0]
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    bits = setting(config, "bits", "weight_bits", default=4)
+    if bits != 4:
+        raise ValueError(f"bits: expected 4, got {bits!r}")
+    if "qweight" in tensors and tensors["qweight"].dim() == 4:
+        raise ValueError(
+            f"qweight: expected int8 [n, k / 2], got {describe(tensors['qweight'])}: tiles of propagate_b, which are "
+            "not read here"
+        )
+    qweight = take(tensors, "qweight", (torch.int8,), "n", "k / 2")
+    scales = take(tensors, "scales", FLOATS, "n", "G")
+    n, k, groups = qweight.shape[0], 2 * qweight.shape[1], scales.shape[1]
+    check_shape("scales", scales, n, groups)
+    group_size = group_size_of(k, groups, setting(config, "group_size"), "scales")
+    q = _codes(qweight, _order(config, scales.dtype))
+    name = next((name for name in ("zeros", "qzeros") if name in tensors and tensors[name].numel()), None)
+    if name is None:
+        implied = torch.full_like(scales, _implied_zero(config), dtype=torch.uint8)
+        return integer_zero(q, scales, implied, group_size, name="W_dtype")
+    if tensors[name].dtype == torch.int8:
+        return _read_quantized(q, scales, take(tensors, name, (torch.int8,), "G", "n / 2"), group_size, name, config)
+    zeros = take(tensors, name, FLOATS, "n", "G")
+    check_shape(name, zeros, n, groups)
+    mode = setting(config, "zeros_mode")
+    if mode == "rescale":
+        return scaled_zero(q, scales, zeros, group_size)
+    if mode != "original":
+        raise ValueError(f"zeros_mode: expected original or rescale for float zeros, got {mode!r}")
+    return _read_original(q, scales, zeros, group_size, name)
+
+
+def _read_quantized(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor,
+    group_size: int,
+    name: str,
+    config: Mapping[str, Any] | None,
+) -> CanonicalWeight:
+    mode = setting(config, "zeros_mode", default="quantized")
+    if mode != "quantized":
+        raise ValueError(f"{name}: expected floats [n, G] for zeros_mode {mode!r}, got {describe(zeros)}")
+    check_shape(name, zeros, scales.shape[1], scales.shape[0] // 2)
+    return integer_zero(q, scales, unpack_nibbles(zeros, 1).T, group_size, name=name)
+
+
+def _read_original(
+    q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_size: int, name: str
+) -> CanonicalWeight:
+    wide = zeros.float()
+    if bool(((wide == wide.round()) & (wide >= 0) & (wide <= MAX_ZERO)).all()):
+        return integer_zero(q, scales, wide.to(torch.uint8), group_size, name=name)
+    steps = wide * _EXACT_BITS
+    exact = (steps == steps.round()) & (wide.abs() <= 16)
+    if torch.float32 in (scales.dtype, zeros.dtype) or not bool(exact.all()):
+        raise ValueError(
+            f"{name}: expected zeros_mode original to have integers 0..{MAX_ZERO}, or fp16 or bf16 multiples of 2**-20 "
+            "within -16..16, got others"
+        )
+    scale = scales.float()
+    none = torch.zeros(scale.shape, dtype=torch.uint8, device=scale.device)
+    return CanonicalWeight(q, scale, none, offset=-(wide * scale), group_size=group_size)
+
+
+def _codes(qweight: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """uint8 [n, k], 0..15."""
+    if order is None:
+        return unpack_nibbles(qweight, 1)
+    if qweight.shape[1] % 4:
+        raise ValueError(f"qweight: expected k to be a multiple of 8 for fast_decoding, got {describe(qweight)}")
+    return unpack_nibbles(qweight.contiguous().view(torch.int32), 1, order=order)
+
+
+def _order(config: Mapping[str, Any] | None, scale_dtype: torch.dtype) -> tuple[int, ...] | None:
+    """Order of a word's nibbles, None for plain."""
+    activations = setting(config, "A_dtype", default=str(scale_dtype).removeprefix("torch."))
+    fast = setting(config, "fast_decoding")
+    if fast is None:
+        if not _is_bitblas(config):
+            raise ValueError(
+                "fast_decoding: expected true or false in the config, as the tensors do not say whether the codes are "
+                "interleaved; found none"
+            )
+        fast = activations == "float16"
+    if not fast:
+        return None
+    orders = {"float16": AWQ_ORDER, "int8": _INT8_ORDER}
+    if activations not in orders:
+        raise ValueError(f"A_dtype: expected float16 or int8 with fast_decoding, got {activations!r}")
+    return orders[activations]
+
+
+def _implied_zero(config: Mapping[str, Any] | None) -> int:
+    """The zero point of files without zeros."""
+    kind, symmetric = setting(config, "W_dtype"), setting(config, "sym", "is_sym")
+    if kind is None and symmetric is True:
+        kind = "int4"
+    if kind not in ("int4", "uint4"):
+        raise ValueError(
+            f"W_dtype: expected int4 or uint4 (or sym: true) in the config of a layer without zeros, got {kind!r}"
+        )
+    return 8 if kind == "int4" else 0
+
+
+def _is_bitblas(config: Mapping[str, Any] | None) -> bool:
+    return "bitblas" in (
+        str(setting(config, key, default="")).lower() for key in ("quant_method", "checkpoint_format", "format")
+    )
+
+
+FORMAT = Format(name="bitblas", detect=_detect, read=_read)

@@ -1,0 +1,372 @@
+"""What every importer makes of a layer, and what a format is. Knows no format, no file and no kernel.
+
+A format's module reads its tensors into a `CanonicalWeight`, exactly. Cutting, joining and packing are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
+from jitgemm.weight.w4 import SCALE_DTYPES, W4Weight, by_group, pack_w4
+
+_MIN_K = 32  # what pack_w4 asks k to be a multiple of
+_MIN_N = 8  # and n
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _same_for_every_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
+    return config
+
+
+def _nothing_more(metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
+    return {}
+
+
+def _nowhere_else(prefix: str) -> Mapping[str, str]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Format:
+    """A checkpoint format; one module each.
+
+    Attributes:
+        name: as `load(format=...)` takes it.
+        detect: (names, config) -> whether a layer's tensors are of this format. `names` maps what stands behind the
+            layer's prefix ("qweight") to a `TensorInfo`; `config` is the layer's, see `for_layer`, or None. Reads no
+            data and raises nothing. No two formats may detect the same layer.
+        read: (tensors, config) -> the layer. `tensors` maps the same names to tensors on the device asked for; each is
+            read from its file when it is looked up. Raises ValueError, naming tensor or setting, for what cannot be
+            read exactly. Leaves `bias` None: the caller reads the layer's "bias".
+        for_layer: (config, prefix) -> what the model's quantization_config says of one layer, for formats whose
+            config differs between layers; `detect` and `read` get its result. config may be None. Raises nothing.
+        elsewhere: prefix -> {"input_scale": "full.name"}: tensors of the layer that may stand under another prefix;
+            `read` gets those that exist.
+        described: (metadata of the layer's file, prefix) -> settings that it adds to the layer's config for `read`,
+            where that does not have them.
+    """
+
+    name: str
+    detect: Callable[[Mapping[str, TensorInfo], Mapping[str, Any] | None], bool]
+    read: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any] | None], CanonicalWeight]
+    for_layer: Callable[[Mapping[str, Any] | None, str], Mapping[str, Any] | None] = _same_for_every_layer
+    elsewhere: Callable[[str], Mapping[str, str]] = _nowhere_else
+    described: Callable[[Mapping[str, str], str], Mapping[str, Any]] = _nothing_more
+
+
+@dataclass(frozen=True, eq=False)
+class CanonicalWeight:
+    """A linear layer's 4-bit weight before packing: weight(row, col) = (q - zero) * scale + offset, by group.
+
+    Attributes:
+        q: int8 [n, k] of -8..7 without zero points, uint8 [n, k] of 0..15 with them.
+        scale: fp32, bf16 or fp16 [n, G], G = ceil(k / group_size), or [n, 1] per channel; as the checkpoint has it.
+        zero: integers 0..16 [n, G], or None.
+        offset: [n, G] in scale's dtype, added after scaling (a float zero point), or None.
+        group_size: consecutive columns of q that share a scale; k or more: per channel.
+        permutation: int32 [k] or None. Column j of q is column permutation[j] of the layer's input (activation order).
+        input_scale: the checkpoint's static activation scale for the whole tensor, fp32 [1], or None.
+        bias: float [n] or None.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    group_size: int = 128
+    permutation: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        expected = torch.int8 if self.zero is None else torch.uint8
+        if self.q.dim() != 2 or self.q.dtype != expected:
+            raise ValueError(f"q: expected {_dtype(expected)} [n, k], got {_describe(self.q)}")
+        if self.group_size < 1:
+            raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
+        groups = 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size)
+        shapes = {"scale": (self.n, groups), "zero": (self.n, groups), "offset": (self.n, groups)}
+        shapes |= {"permutation": (self.k,), "input_scale": (1,), "bias": (self.n,)}
+        for name, shape in shapes.items():
+            tensor = getattr(self, name)
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+            if tensor is not None and tensor.device != self.q.device:
+                raise ValueError(f"{name}: expected q's device {self.q.device}, got {tensor.device}")
+        if self.scale.dtype not in SCALE_DTYPES.values():
+            raise ValueError(f"scale: expected float32, bfloat16 or float16, got {_dtype(self.scale.dtype)}")
+        if self.zero is not None and (self.zero.is_floating_point() or self.zero.dtype == torch.bool):
+            raise ValueError(f"zero: expected integers, got {_dtype(self.zero.dtype)}")
+        if self.offset is not None and self.offset.dtype != self.scale.dtype:
+            raise ValueError(f"offset: expected scale's {_dtype(self.scale.dtype)}, got {_dtype(self.offset.dtype)}")
+        if self.permutation is not None:
+            if self.permutation.dtype != torch.int32:
+                raise ValueError(f"permutation: expected int32, got {_dtype(self.permutation.dtype)}")
+            if not torch.equal(self.permutation.sort().values.long(), torch.arange(self.k, device=self.q.device)):
+                raise ValueError(f"permutation: expected every column 0..{self.k - 1} once")
+        if self.input_scale is not None and self.input_scale.dtype != torch.float32:
+            raise ValueError(f"input_scale: expected float32, got {_dtype(self.input_scale.dtype)}")
+        if self.bias is not None and not self.bias.is_floating_point():
+            raise ValueError(f"bias: expected floats, got {_dtype(self.bias.dtype)}")
+
+    @property
+    def n(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.q.shape[1]
+
+    def dequantize(self) -> torch.Tensor:
+        """fp32 [n, k], columns in the layer's order: scale and offset widened to fp32, one rounding an operation."""
+        weight = self.q.float()
+        if self.zero is not None:
+            for part, value in by_group(weight, self.zero.float(), self.group_size):
+                part -= value
+        for part, value in by_group(weight, self.scale.float(), self.group_size):
+            part *= value
+        if self.offset is not None:
+            for part, value in by_group(weight, self.offset.float(), self.group_size):
+                part += value
+        if self.permutation is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
+
+    def shard(self, dim: str, rank: int, world: int) -> CanonicalWeight:
+        """This rank's part of a layer cut for tensor parallelism, before packing.
+
+        Args:
+            dim: "n" cuts rows (column-parallel): n / world must be a multiple of 8. "k" cuts columns (row-parallel),
+                at group borders and multiples of 32: the rank's input is columns rank * k / world onwards. `bias` then
+                stays with rank 0, as the ranks' results are added up.
+            rank: 0..world - 1.
+            world: number of ranks.
+
+        A permutation along "n" is kept. Along "k" it must keep every rank's input columns among themselves, in whole
+        groups: otherwise a rank holds parts of groups, which no grouped weight can express.
+
+        Raises:
+            ValueError: the layer cannot be cut so; the message says where the borders would be.
+        """
+        if world < 1 or not 0 <= rank < world:
+            raise ValueError(f"tp_rank, tp_size: expected 0 <= rank < size, got rank {rank} of {world}")
+        if dim not in ("n", "k"):
+            raise ValueError(f"tp_dim: expected 'n' or 'k', got {dim!r}")
+        if world == 1:
+            return self
+        return self._shard_n(rank, world) if dim == "n" else self._shard_k(rank, world)
+
+    def _shard_n(self, rank: int, world: int) -> CanonicalWeight:
+        rows = _part("n", self.n, rank, world, _MIN_N)
+        cut = {name: _slice(getattr(self, name), rows) for name in ("q", "scale", "zero", "offset", "bias")}
+        return replace(self, **cut)
+
+    def _shard_k(self, rank: int, world: int) -> CanonicalWeight:
+        columns = _part("k", self.k, rank, world, _MIN_K)
+        size = columns.stop - columns.start
+        per_channel = self.group_size >= self.k
+        if not per_channel and size % self.group_size:
+            raise ValueError(
+                f"tp_size: expected k / tp_size to be a multiple of the group size {self.group_size}, got "
+                f"{self.k} / {world} = {size}"
+            )
+        width = 1 if per_channel else self.group_size
+        groups = slice(0, 1) if per_channel else slice(columns.start // width, columns.stop // width)
+        permutation, picked = None, columns
+        if self.permutation is not None:
+            # The groups that hold this rank's columns, wherever the permutation has put them.
+            mine = (self.permutation >= columns.start) & (self.permutation < columns.stop)
+            whole = mine.unflatten(0, (-1, width))
+            if not bool((whole.all(1) == whole.any(1)).all()):
+                raise ValueError(
+                    f"tp_dim: activation order cannot be cut along k here: its groups mix input columns of rank {rank} "
+                    f"({columns.start}..{columns.stop - 1}) with those of other ranks; cut along n, or give every rank "
+                    "the whole layer"
+                )
+            picked = mine.nonzero().flatten()
+            permutation = self.permutation[picked] - columns.start
+            if not per_channel:
+                groups = whole.all(1).nonzero().flatten()
+        return replace(
+            self,
+            q=self.q[:, picked],
+            scale=self.scale[:, groups],
+            zero=None if self.zero is None else self.zero[:, groups],
+            offset=None if self.offset is None else self.offset[:, groups],
+            group_size=size if per_channel else self.group_size,
+            permutation=permutation,
+            bias=self.bias if rank == 0 else None,
+        )
+
+    def regroup(self, group_size: int) -> CanonicalWeight:
+        """The same weight with smaller groups: every scale, zero and offset repeated. Exact.
+
+        Raises:
+            ValueError: group_size does not divide this weight's (or, per channel, is not below k).
+        """
+        if self.group_size < self.k and self.group_size % group_size or group_size > min(self.group_size, self.k):
+            raise ValueError(f"group_size: expected a divisor of {self.group_size}, got {group_size}")
+        groups = 1 if group_size >= self.k else ceil_div(self.k, group_size)
+        source = torch.arange(groups, device=self.q.device) * group_size // self.group_size
+        if self.group_size >= self.k:
+            source.zero_()
+        repeated = {
+            name: None if getattr(self, name) is None else getattr(self, name)[:, source]
+            for name in ("scale", "zero", "offset")
+        }
+        return replace(self, **repeated, group_size=group_size)
+
+    def with_bias(self, bias: torch.Tensor) -> CanonicalWeight:
+        """The same weight with a bias, float [n]."""
+        return replace(self, bias=bias)
+
+    def pack(self, lhs_dtype: torch.dtype | None = None) -> W4Weight:
+        """Packs for the kernel, on q's device. Group sizes that the kernel lacks are repeated as smaller ones.
+
+        Args:
+            lhs_dtype: as `pack_w4` takes it: the only activations that the weight will meet, or None.
+
+        Raises:
+            ValueError: sizes that the kernel cannot have, or codes or zero points out of range.
+        """
+        weight = self
+        if self.group_size < self.k and self.group_size not in GROUP_SIZES:
+            divisors = [size for size in GROUP_SIZES if self.group_size % size == 0]
+            if not divisors:
+                raise ValueError(
+                    f"group_size: expected a multiple of one of {GROUP_SIZES}, or k for per channel, got "
+                    f"{self.group_size}"
+                )
+            weight = self.regroup(max(divisors))
+        elif self.offset is not None and self.group_size >= self.k:
+            # The kernel adds offsets by group only.
+            smaller = [size for size in GROUP_SIZES if size < self.k and size <= 128]
+            if not smaller:
+                raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {self.k}")
+            weight = self.regroup(max(smaller))
+        return pack_w4(
+            weight.q,
+            weight.scale,
+            weight.zero,
+            offset=weight.offset,
+            permutation=weight.permutation,
+            group_size=weight.group_size,
+            k=weight.k,
+            lhs_dtype=lhs_dtype,
+        )
+
+
+def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
+    """Layers with the same input as one, rows one below another (qkv_proj, gate_up_proj).
+
+    A layer without bias beside one with bias gets zeros.
+
+    Raises:
+        ValueError: the layers differ in something that one weight has once: k, group size, zero points, scale dtype,
+            permutation, input scale.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+
+    def only(name: str, values: list[Any]) -> None:
+        if any(value != values[0] for value in values):
+            raise ValueError(f"prefix: layers to be joined along n must have one {name}, got {values}")
+
+    only("k", [w.k for w in weights])
+    only("group size", [min(w.group_size, w.k) for w in weights])
+    only("scale dtype", [_dtype(w.scale.dtype) for w in weights])
+    for name in ("zero", "offset", "permutation", "input_scale"):
+        only(f"kind of {name}", ["none" if getattr(w, name) is None else "given" for w in weights])
+    for name in ("permutation", "input_scale"):
+        value = getattr(first, name)
+        if value is not None and not all(torch.equal(value, getattr(w, name)) for w in weights):
+            raise ValueError(
+                f"prefix: layers to be joined along n must have one {name}, got different ones; load them one by one"
+            )
+    bias = None
+    if any(w.bias is not None for w in weights):
+        only("bias dtype", [_dtype(w.bias.dtype) for w in weights if w.bias is not None])
+        dtype = next(w.bias.dtype for w in weights if w.bias is not None)
+        bias = torch.cat([w.q.new_zeros(w.n, dtype=dtype) if w.bias is None else w.bias for w in weights])
+    joined = {
+        name: None if getattr(first, name) is None else torch.cat([getattr(w, name) for w in weights])
+        for name in ("q", "scale", "zero", "offset")
+    }
+    return replace(first, **joined, bias=bias)
+
+
+def check_known(tensors: Mapping[str, torch.Tensor], known: Sequence[str]) -> None:
+    """Raises ValueError for a tensor that is not among `known`: what it means for the weight is not known either."""
+    unknown = sorted(set(tensors) - set(known) - {"bias"})
+    if unknown:
+        raise ValueError(f"{unknown[0]}: expected only {', '.join(known)} and bias, got also {', '.join(unknown)}")
+
+
+def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:
+    """The permutation of k that makes the groups of an activation order contiguous, None where they are already.
+
+    Args:
+        g_idx: integers [k], the group of each column of the layer's input (`g_idx` of GPTQ and compressed-tensors).
+        group_size: columns of a group; the last may have fewer.
+
+    Returns:
+        int32 [k]: column j of the reordered weight is column permutation[j] of the layer's input. Columns of one group
+        keep their order.
+
+    Raises:
+        ValueError: a group is not full, so that the reordered groups would not all have group_size columns.
+    """
+    k = g_idx.shape[0]
+    groups = ceil_div(k, group_size)
+    indices = g_idx.long()
+    expected = torch.full((groups,), group_size, device=g_idx.device)
+    expected[-1] = k - (groups - 1) * group_size
+    least, most = (int(x) for x in indices.aminmax())
+    if least < 0 or most >= groups:
+        raise ValueError(
+            f"g_idx: expected groups 0..{groups - 1} for k = {k}, group size {group_size}, got {least}..{most}"
+        )
+    counts = torch.bincount(indices, minlength=groups)
+    if not torch.equal(counts, expected):
+        group = int((counts != expected).nonzero()[0])
+        raise ValueError(
+            f"g_idx: expected {int(expected[group])} columns in group {group}, got {int(counts[group])}: activation "
+            "order with groups of unequal sizes has no grouped form"
+        )
+    permutation = torch.argsort(indices, stable=True)
+    if torch.equal(permutation, torch.arange(k, device=g_idx.device)):
+        return None
+    return permutation.to(torch.int32)
+
+
+def _part(dim: str, size: int, rank: int, world: int, multiple: int) -> slice:
+    if size % (world * multiple):
+        raise ValueError(
+            f"tp_size: expected {dim} / tp_size to be a multiple of {multiple}, got {size} / {world} = {size / world:g}"
+        )
+    return slice(rank * size // world, (rank + 1) * size // world)
+
+
+def _slice(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    return None if tensor is None else tensor[rows]
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{_dtype(tensor.dtype)} {list(tensor.shape)}"

@@ -1,0 +1,261 @@
+"""compressed-tensors (llm-compressor, vLLM): `pack-quantized` and `int-quantized` with 4-bit integer weights.
+
+::
+
+    weight_packed      int32 [n, ceil(k / 8)]  pack-quantized: q + 8, eight along k to a word, the low nibble first
+    weight             int8 [n, k]             int-quantized: q, -8..7
+    weight_shape       [2]                     pack-quantized: n, k
+    weight_scale       [n, G], [n, 1], [1]     strategy group, channel, tensor
+    weight_zero_point  int32 [ceil(n / 8), G]  pack-quantized: zero + 8, eight along n to a word
+                       int8 [n, G]             int-quantized, and pack-quantized before release 0.9.4: zero
+    weight_g_idx       int32 [k]               group of each column of the input; -1: columns stand in order
+    input_scale        [1]                     static activations
+    input_zero_point   [1]
+
+    weight = (q - zero) * scale
+
+Checked against compressed-tensors 0.10.2 and 0.20.0. The latter no longer knows `weight_g_idx` (activation order
+"group" is gone), but files with it are many. The scheme's input_activations change no weight, and are the layer's
+business. Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had.
+Knows no files: tensors and config come from the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.bits import minus_8, unpack_nibbles
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo, activation_order, check_known
+
+_METHOD = "compressed-tensors"
+_SUPPORTED = ("pack-quantized", "int-quantized", "naive-quantized")
+_TENSORS = ("weight_scale", "weight_zero_point", "weight_g_idx")
+_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+
+
+def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    if config is not None and config.get("quant_method") not in (None, _METHOD):
+        return False
+    if "weight_packed" in names:
+        return True
+    plain = names.get("weight")
+    return (
+        plain is not None
+        and plain.dtype == torch.int8
+        and "weight_scale" in names
+        and not {"weight_scale_2", "qweight"} & set(names)
+    )
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    scheme = _check_config(config)
+    codes = ("weight_packed", "weight_shape") if "weight_packed" in tensors else ("weight",)
+    check_known(tensors, codes + _TENSORS + _ACTIVATIONS)
+    q = _codes(tensors)
+    n, k = q.shape
+    scale = _by_row("weight_scale", tensors["weight_scale"], n)
+    group_size = _group_size(scheme, k, scale.shape[1])
+    zero = _zero_point(tensors, scheme, n, scale.shape[1])
+    permutation = None
+    if "weight_g_idx" in tensors:
+        g_idx = tensors["weight_g_idx"]
+        if tuple(g_idx.shape) != (k,):
+            raise ValueError(f"weight_g_idx: expected shape [{k}], got {list(g_idx.shape)}")
+        if not bool((g_idx == -1).any()):  # the library's mark for an order that calibration never set
+            permutation = activation_order(g_idx, group_size)
+    if permutation is not None:
+        q = q[:, permutation.long()]
+    return CanonicalWeight(
+        q=q if zero is None else (q + 8).view(torch.uint8),
+        scale=scale,
+        zero=zero,
+        group_size=group_size,
+        permutation=permutation,
+        input_scale=_input_scale(tensors),
+    )
+
+
+def _codes(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """int8 [n, k], -8..7."""
+    if "weight_packed" not in tensors:
+        q = tensors["weight"]
+        if q.dim() != 2:
+            raise ValueError(f"weight: expected int8 [n, k], got shape {list(q.shape)}")
+        least, most = (int(x) for x in q.aminmax()) if q.numel() else (0, 0)
+        if least < -8 or most > 7:
+            raise ValueError(f"weight: expected 4-bit values -8..7 in int-quantized int8, got {least}..{most}")
+        return q
+    packed = tensors["weight_packed"]
+    if packed.dtype != torch.int32 or packed.dim() != 2:
+        raise ValueError(
+            f"weight_packed: expected int32 [n, ceil(k / 8)] of 4-bit integers, got {_dtype(packed)} "
+            f"{list(packed.shape)}" + (" (fp4 is not supported)" if packed.dtype == torch.uint8 else "")
+        )
+    n, words = packed.shape
+    k = 8 * words
+    if "weight_shape" in tensors:
+        shape = tensors["weight_shape"].tolist()
+        if len(shape) != 2 or shape[0] != n or -(-shape[1] // 8) != words:
+            raise ValueError(
+                f"weight_packed: expected [n, ceil(k / 8)] for weight_shape {shape}, got {list(packed.shape)}"
+            )
+        k = shape[1]
+    return minus_8(unpack_nibbles(packed, 1))[:, :k]
+
+
+def _by_row(name: str, values: torch.Tensor, n: int) -> torch.Tensor:
+    """[n, G]; a value for the whole tensor becomes one for each row."""
+    if values.numel() == 1:
+        return values.reshape(1, 1).expand(n, 1)
+    if values.dim() == 1:
+        values = values[:, None]
+    if values.dim() != 2 or values.shape[0] != n:
+        raise ValueError(f"{name}: expected [{n}, groups], [{n}, 1] or one element, got shape {list(values.shape)}")
+    return values
+
+
+def _group_size(scheme: Mapping[str, Any], k: int, groups: int) -> int:
+    weights = scheme.get("weights") or {}
+    size = weights.get("group_size")
+    if weights.get("strategy") in ("channel", "tensor"):
+        size = k
+    if size is None or size <= 0:
+        if groups < 1 or k % groups:
+            raise ValueError(f"weight_scale: expected columns that divide k = {k}, got {groups}")
+        size = k // groups
+    if k % size or k // size != groups:
+        raise ValueError(f"weight_scale: expected {k / size:g} columns for k = {k} and group_size {size}, got {groups}")
+    return size
+
+
+def _zero_point(
+    tensors: Mapping[str, torch.Tensor], scheme: Mapping[str, Any], n: int, groups: int
+) -> torch.Tensor | None:
+    """uint8 [n, G], 0..15, or None."""
+    symmetric = (scheme.get("weights") or {}).get("symmetric")
+    if "weight_zero_point" not in tensors:
+        if symmetric is False:
+            raise ValueError("weight_zero_point: expected the tensor, as the config says symmetric: false; found none")
+        return None
+    zero = tensors["weight_zero_point"]
+    if zero.dtype == torch.int32:
+        if tuple(zero.shape) != (-(-n // 8), groups):
+            raise ValueError(
+                f"weight_zero_point: expected int32 [{-(-n // 8)}, {groups}], packed along n, got {list(zero.shape)}"
+            )
+        zero = minus_8(unpack_nibbles(zero, 0))[:n]
+    elif zero.dtype == torch.int8:
+        zero = _by_row("weight_zero_point", zero, n)
+    else:
+        raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {_dtype(zero)}")
+    if tuple(zero.shape) != (n, groups):
+        raise ValueError(f"weight_zero_point: expected [{n}, {groups}] as weight_scale, got {list(zero.shape)}")
+    if not bool(zero.any()):
+        return None
+    if symmetric:
+        raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
+    least, most = (int(x) for x in zero.aminmax())
+    if least < -8 or most > 7:
+        raise ValueError(f"weight_zero_point: expected 4-bit values -8..7, got {least}..{most}")
+    return (zero + 8).view(torch.uint8)
+
+
+def _input_scale(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    if "input_scale" not in tensors:
+        return None
+    scale = tensors["input_scale"]
+    if scale.numel() != 1:
+        raise ValueError(f"input_scale: expected one element, for the whole tensor, got shape {list(scale.shape)}")
+    if "input_zero_point" in tensors and bool(tensors["input_zero_point"].float().any()):
+        raise ValueError(
+            "input_zero_point: expected 0, as only symmetric static activations are supported; got another"
+        )
+    return scale.reshape(1).float()
+
+
+# ---- quantization_config ---------------------------------------------------------------------------------------------
+
+
+def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
+    """The layer's scheme, as {quant_method, format, weights, input_activations}, or a `refusal` that read raises."""
+    if config is None or "config_groups" not in config or config.get("quant_method", _METHOD) != _METHOD:
+        return config
+    found: dict[str, Any] = {"quant_method": _METHOD, "format": config.get("format")}
+    if prefix and any(_names(prefix, target) for target in config.get("ignore") or ()):
+        return found | {"refusal": f"ignore: expected no target that matches the quantised layer {prefix!r}, got one"}
+    transform = _online_transform(config, prefix)
+    if transform:
+        return found | {"refusal": transform}
+    group = _config_group(config["config_groups"], prefix)
+    if isinstance(group, str):
+        return found | {"refusal": group}
+    scheme = {key: group.get(key) for key in ("weights", "input_activations")}
+    return found | scheme | {"format": group.get("format") or config.get("format")}
+
+
+def _config_group(groups: Mapping[str, Any], prefix: str) -> Mapping[str, Any] | str:
+    """The group whose targets name the layer, the way the library chooses, or why there is none.
+
+    Targets are tried exact names first, then expressions, both in alphabetical order, then class names; of equal
+    targets in two groups the later group's counts. A checkpoint's names may differ from the module's that the targets
+    were written for, so a single group needs no match: something quantised the layer.
+    """
+    presets = [name for name, group in groups.items() if not isinstance(group, Mapping)]
+    if presets:
+        return f"config_groups: expected schemes spelt out, got the preset {presets[0]!r}"
+    if len(groups) == 1:
+        return next(iter(groups.values()))
+    by_target = {target: group for group in groups.values() for target in group.get("targets") or ()}
+    for target in sorted(by_target, key=lambda target: ("re:" in target, target)):
+        if _names(prefix, target):
+            return by_target[target]
+    if "Linear" in by_target:
+        return by_target["Linear"]
+    return f"config_groups: expected one whose targets match {prefix!r}, got targets {sorted(by_target)}"
+
+
+def _names(prefix: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), prefix) is not None
+    return target == prefix
+
+
+def _online_transform(config: Mapping[str, Any], prefix: str) -> str | None:
+    """Why a Hadamard or other transform at run time forbids this layer, or None."""
+    for group in ((config.get("transform_config") or {}).get("config_groups") or {}).values():
+        for apply in group.get("apply") or ():
+            matches = any(target == "Linear" or _names(prefix, target) for target in apply["targets"])
+            ignored = any(target == "Linear" or _names(prefix, target) for target in apply.get("ignore") or ())
+            if apply["location"] in ("input", "output") and matches and not ignored:
+                return f"transform_config: expected no transform at run time, got one at the {apply['location']}"
+    return None
+
+
+def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Refuses what the config says and the kernel cannot have. Returns the layer's scheme, {} without a config."""
+    if config is None:
+        return {}
+    if "refusal" in config:
+        raise ValueError(config["refusal"])
+    format = config.get("format")
+    if format is not None and format not in _SUPPORTED and format != "mixed-precision":
+        raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")
+    weights = config.get("weights")
+    if weights is not None:
+        bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
+        if (bits, type_) != (4, "int"):
+            raise ValueError(f"weights: expected num_bits 4 and type 'int', got {bits} and {type_!r}")
+        if weights.get("strategy") not in (None, "group", "channel", "tensor"):
+            raise ValueError(f"weights: expected strategy group, channel or tensor, got {weights['strategy']!r}")
+    return config
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+FORMAT = Format(name="compressed-tensors", detect=_detect, read=_read, for_layer=_for_layer)

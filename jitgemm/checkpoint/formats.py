@@ -1,0 +1,54 @@
+"""The checkpoint formats that can be read, in one registry.
+
+One module a format; what they share is canonical.py (the result), bits.py (nibbles) and affine.py (scales and zeros).
+Imported by `jitgemm.load`, not by `import jitgemm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, qserve, torchao, w4afp8
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo, concat
+
+__all__ = ["FORMATS", "CanonicalWeight", "Format", "TensorInfo", "by_name", "concat", "find"]
+
+FORMATS: tuple[Format, ...] = tuple(
+    module.FORMAT for module in (compressed_tensors, w4afp8, gptq, awq, torchao, qserve, executorch, bitblas)
+)
+
+
+def by_name(name: str) -> Format:
+    """The format called `name`. Raises ValueError, listing all names, for another one."""
+    for format in FORMATS:
+        if format.name == name:
+            return format
+    raise ValueError(f"format: expected one of {', '.join(f.name for f in FORMATS)}, got {name!r}")
+
+
+def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, prefix: str = "") -> Format:
+    """The one format that a layer's tensors are of.
+
+    Args:
+        names: what stands behind the layer's prefix, with shapes and dtypes.
+        config: the model's quantization_config, or None.
+        prefix: the layer's name, for configs that differ between layers and for messages.
+
+    Raises:
+        ValueError: no format, or more than one, has such tensors; the message lists them.
+    """
+    found = [format for format in FORMATS if format.detect(names, format.for_layer(config, prefix))]
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in names.items())
+    layer = f"layer {prefix!r}" if prefix else "the layer"
+    if not found:
+        method = (config or {}).get("quant_method")
+        raise ValueError(
+            f"format: {layer} is of no 4-bit format known here ({', '.join(f.name for f in FORMATS)}); it has "
+            f"{listed or 'no tensors'}" + (f", and quant_method is {method!r}" if method else "")
+        )
+    raise ValueError(
+        f"format: {layer} fits {' and '.join(f.name for f in found)}: say which with format=...; it has {listed}"
+    )

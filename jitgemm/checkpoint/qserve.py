@@ -1,0 +1,109 @@
+"""QServe's QoQ (OmniServe, SGLang's qoq): int4 weights for int8 activations, per group in two levels, or per channel.
+
+::
+
+    qweight    int8 [n, k / 2]    codes 0..15 in tiles of 32 rows by 32 columns, see below
+    s1_scales  fp16 [n]
+    per group:
+    s2_scales  int8 [G, n]        within each 32 channels in the order 0, 8, 16, 24, 1, 9, 17, 25, ...
+    s2_zeros   int8 [G, n]        -zero * s2_scales modulo 256, in the same order
+    per channel:
+    s1_szeros  fp16 [n]           zero * s1_scales, rounded
+
+    per group    weight = (q * s2_scale + s2_zero) * s1_scale, the bracket in int8
+    per channel  weight = q * s1_scale - s1_szero
+
+The bracket is (q - zero) * s2_scale. s2_scale * s1_scale has at most 18 bits and is exact in fp32, so a group's scale
+is that product, and its zero point -s2_zero / s2_scale. The kernel multiplies four nibbles in one 32-bit word and adds
+bytes: a product above 255 would spill into its neighbour and a sum outside -128..127 wrap. The quantiser avoids both,
+and files with either are refused.
+
+A tile is 512 bytes, 16 for each lane of a warp; the low nibble is row r, the high one row r + 16::
+
+    byte  = 64 * (row % 8) + 16 * (column % 16 / 4) + 8 * (column / 16) + 4 * (row / 8 % 2) + column % 4
+
+Read from OmniServe's w4a8_linear.py and the kernels qgemm/w4a8_per_group and w4a8_per_chn. Mixture-of-experts files
+stack experts in front, each laid out so. Knows no files: tensors and config come from the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.affine import check_shape, describe, group_size_of, integer_zero, scaled_zero, setting, take
+from jitgemm.checkpoint.bits import unpack_nibbles
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
+
+_TILE = 32
+_BYTES = (torch.int8, torch.uint8)
+
+
+def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    return {"qweight", "s1_scales"} <= set(names)
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    bits = setting(config, "wbits", "w_bit", "bits", default=4)
+    if bits != 4:
+        raise ValueError(f"bits: expected 4, got {bits!r}")
+    q = _codes(take(tensors, "qweight", _BYTES, "n", "k / 2"))
+    n, k = q.shape
+    s1 = take(tensors, "s1_scales", (torch.float16,), "n")
+    check_shape("s1_scales", s1, n)
+    given = setting(config, "group_size")
+    if "s2_scales" not in tensors:
+        group_size_of(k, 1, given, "s1_scales")
+        szero = take(tensors, "s1_szeros", (torch.float16,), "n")
+        check_shape("s1_szeros", szero, n)
+        return scaled_zero(q, s1[:, None], szero[:, None], k)
+    s2 = take(tensors, "s2_scales", (torch.int8,), "G", "n")
+    s2_zero = take(tensors, "s2_zeros", (torch.int8,), "G", "n")
+    groups = s2.shape[0]
+    check_shape("s2_scales", s2, groups, n)
+    check_shape("s2_zeros", s2_zero, groups, n)
+    group_size = group_size_of(k, groups, given, "s2_scales")
+    if k % group_size:
+        raise ValueError(f"group_size: expected a divisor of k = {k}, got {group_size}")
+    s2, s2_zero = (_channels_in_order(x).T.to(torch.int32) for x in (s2, s2_zero))
+    zero = _zero_points(q, s2, s2_zero, group_size)
+    return integer_zero(q, s2.float() * s1.float()[:, None], zero, group_size, name="-s2_zeros / s2_scales")
+
+
+def _codes(qweight: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, k], 0..15."""
+    n, k = qweight.shape[0], 2 * qweight.shape[1]
+    if n % _TILE or k % _TILE or not qweight.numel():
+        raise ValueError(f"qweight: expected n and k to be multiples of {_TILE}, got {describe(qweight)}")
+    # tile rows, tile columns, row % 8, column % 16 / 4, column / 16, row / 8 % 2, column % 4; of nibbles also row / 16
+    tiles = qweight.reshape(n // _TILE, k // _TILE, 8, 4, 2, 2, 4)
+    nibbles = unpack_nibbles(tiles.unsqueeze(-1), -1)
+    return nibbles.permute(0, 7, 5, 2, 1, 4, 3, 6).reshape(n, k)
+
+
+def _channels_in_order(values: torch.Tensor) -> torch.Tensor:
+    """[G, n] with the 32 channels of a tile back in order: 0, 8, 16, 24, 1, ... -> 0, 1, 2, ..."""
+    return values.unflatten(1, (-1, 8, 4)).transpose(-2, -1).flatten(1)
+
+
+def _zero_points(q: torch.Tensor, s2: torch.Tensor, s2_zero: torch.Tensor, group_size: int) -> torch.Tensor:
+    """int32 [n, G]: the zero points that the stored products stand for. Refuses what the kernel's bytes cannot hold."""
+    if bool((s2 <= 0).any()):
+        raise ValueError(f"s2_scales: expected 1..127, got {int(s2.min())}")
+    product = -s2_zero & 0xFF  # zero * s2
+    if bool((product % s2 != 0).any()):
+        raise ValueError("s2_zeros: expected multiples of s2_scales, got others")
+    zero = product // s2
+    by_group = q.unflatten(1, (-1, group_size))
+    least, most = by_group.amin(2).int(), by_group.amax(2).int()
+    if bool((most * s2 > 255).any()):
+        raise ValueError(f"s2_scales: expected q * s2_scales up to 255, got {int((most * s2).max())}")
+    low, high = int(((least - zero) * s2).min()), int(((most - zero) * s2).max())
+    if low < -128 or high > 127:
+        raise ValueError(f"s2_zeros: expected (q - zero) * s2_scales within -128..127, got {low}..{high}")
+    return zero
+
+
+FORMAT = Format(name="qserve", detect=_detect, read=_read)

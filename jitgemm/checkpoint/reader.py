@@ -1,0 +1,383 @@
+"""`jitgemm.load`: a layer of a checkpoint as a `W4Weight`.
+
+Finds tensors and config on disk; what they mean is formats/'s business. Reads safetensors lazily: the headers, and then
+the tensors of the layer asked for. Knows no kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.formats import CanonicalWeight, Format, TensorInfo
+from jitgemm.weight.w4 import W4Weight
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_CONFIG_KEYS = ("quantization_config", "compression_config")
+_CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Where GPTQ's, AWQ's and NVIDIA's tools put what config.json may lack."""
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+class Checkpoint:
+    """An open checkpoint: the names of all its tensors and its quantization config. No data is read.
+
+    For many layers of one checkpoint, open it once and hand it to `load`: names are listed and headers parsed once.
+
+    Args:
+        source: a folder with one or more safetensors files, `model.safetensors.index.json` or another index, one
+            `.safetensors` file, or a mapping of names to tensors.
+        config: the model's config.json or its quantization_config, as a mapping; None: what stands beside the files.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        ValueError: a file is of another kind, an index is damaged, or a tensor stands in two files.
+    """
+
+    def __init__(
+        self, source: str | os.PathLike[str] | Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None
+    ):
+        self._files: dict[Path, Any] = {}
+        self._tensors: Mapping[str, torch.Tensor] | None = None
+        self._paths: dict[str, Path] = {}
+        if isinstance(source, Mapping):
+            self.where = "the tensors given"
+            for name, tensor in source.items():
+                if not isinstance(tensor, torch.Tensor):
+                    raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
+            self._tensors = source
+        elif isinstance(source, (str, os.PathLike)):
+            self.where = os.fspath(source)
+            self._paths = self._list(Path(source))
+        else:
+            raise TypeError(f"source: expected a path or a mapping of tensors, got {type(source).__name__}")
+        if config is None and self._tensors is None:
+            folder = Path(source)
+            config = _config_beside(folder if folder.is_dir() else folder.parent)
+        elif config is not None:
+            config = _quantization_config(config)
+        self.config: Mapping[str, Any] | None = config
+        """The model's quantization_config, or None."""
+        self._layers: dict[str, list[str]] = {}  # "model.lm_head." -> ["weight", ...]
+        for name in self.names():
+            start = name.rfind(".") + 1
+            self._layers.setdefault(name[:start], []).append(name[start:])
+
+    def names(self) -> Iterator[str]:
+        """The names of all tensors."""
+        return iter(self._paths if self._tensors is None else self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in (self._paths if self._tensors is None else self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and dtype, from the file's header."""
+        if self._tensors is not None:
+            tensor = self._tensors[name]
+            return TensorInfo(tuple(tensor.shape), tensor.dtype)
+        file = self._open(name)
+        if name not in file.keys():
+            raise ValueError(f"source: expected {name!r} in {self._paths[name]}, as the index says, found none")
+        header = file.get_slice(name)
+        kind = header.get_dtype()
+        if kind not in _DTYPES:
+            raise ValueError(f"{name}: expected a dtype that a 4-bit layer can have, got safetensors' {kind}")
+        return TensorInfo(tuple(header.get_shape()), _DTYPES[kind])
+
+    def read(self, name: str, device: torch.device, expert: int | None = None) -> torch.Tensor:
+        """The tensor, or its part of one expert along the first dimension, on a device."""
+        if self._tensors is not None:
+            tensor = self._tensors[name]
+            return (tensor if expert is None else tensor[expert]).detach().to(device)
+        file = self._open(name)
+        tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
+        return tensor.to(device)
+
+    def layer(self, prefix: str) -> dict[str, str]:
+        """{what stands behind the prefix: full name} of a layer's own tensors."""
+        start = prefix if not prefix or prefix[-1] in "._" else prefix + "."
+        parent = start[: start.rfind(".") + 1]
+        inner = start.removeprefix(parent)
+        found = (suffix for suffix in self._layers.get(parent, ()) if suffix.startswith(inner))
+        return {suffix.removeprefix(inner): parent + suffix for suffix in found}
+
+    def metadata(self, name: str) -> Mapping[str, str]:
+        """What the tensor's file says of itself; nothing for tensors that were given."""
+        return {} if self._tensors is not None else self._open(name).metadata() or {}
+
+    def _open(self, name: str) -> Any:
+        path = self._paths[name]
+        if path not in self._files:
+            self._files[path] = _safe_open(path)
+        return self._files[path]
+
+    def _list(self, source: Path) -> dict[str, Path]:
+        """The file of every tensor."""
+        if not source.exists():
+            raise FileNotFoundError(f"source: expected a file or folder, found none at {source}")
+        if source.is_file():
+            if source.name.endswith(".index.json"):
+                return _read_index(source)
+            if source.suffix != ".safetensors":
+                raise ValueError(
+                    f"source: expected a folder, .safetensors or .index.json, got {source.name}; tensors from another "
+                    "kind of file can be given as a mapping"
+                )
+            return self._headers([source])
+        if (source / _INDEX).is_file():
+            return _read_index(source / _INDEX)
+        if (source / _SINGLE).is_file():
+            return self._headers([source / _SINGLE])
+        indices = sorted(source.glob("*.safetensors.index.json"))
+        if len(indices) > 1:
+            raise ValueError(f"source: expected one index, got {', '.join(i.name for i in indices)}; give one's path")
+        if indices:
+            return _read_index(indices[0])
+        files = sorted(source.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"source: expected .safetensors files, found none in {source}")
+        return self._headers(files)
+
+    def _headers(self, files: Sequence[Path]) -> dict[str, Path]:
+        paths: dict[str, Path] = {}
+        for path in files:
+            self._files[path] = _safe_open(path)
+            for name in self._files[path].keys():
+                if name in paths:
+                    raise ValueError(
+                        f"source: expected each tensor once, got {name!r} in {paths[name].name} and {path.name}"
+                    )
+                paths[name] = path
+        return paths
+
+
+class _MissingTensorError(KeyError):
+    """A format asked for a tensor that the layer does not have."""
+
+
+class _LayerTensors(Mapping[str, torch.Tensor]):
+    """A layer's tensors by suffix, each read when it is first looked up."""
+
+    def __init__(self, names: Mapping[str, str], read: Callable[[str], torch.Tensor]):
+        self._names = names
+        self._read = read
+        self._done: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, suffix: str) -> torch.Tensor:
+        if suffix not in self._names:
+            raise _MissingTensorError(suffix)
+        if suffix not in self._done:
+            self._done[suffix] = self._read(self._names[suffix])
+        return self._done[suffix]
+
+    def __contains__(self, suffix: object) -> bool:
+        return suffix in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def load(
+    source: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint,
+    prefix: str | Sequence[str],
+    *,
+    device: torch.device | str | int | None = None,
+    tp_dim: str | None = None,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    expert: int | None = None,
+    format: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    lhs_dtype: torch.dtype | None = None,
+) -> W4Weight:
+    """Reads a linear layer of a 4-bit checkpoint and packs it for the kernel. Exact, or an error.
+
+    The formats and their layouts are listed in docs/formats.md. The layer's bias and static activation scale, where it
+    has them, come from `read_layer`.
+
+    Args:
+        source: a folder, a `.safetensors` file, an `.index.json`, a mapping of names to tensors, or a `Checkpoint`.
+            Only the layer's tensors are read.
+        prefix: the layer's name, "model.layers.0.self_attn.o_proj"; or several, whose layers share their input and are
+            joined along n in this order (q_proj, k_proj, v_proj). One that ends in "." or "_" is taken as it stands.
+        device: where to unpack and pack; default: the current CUDA device, the CPU without one.
+        tp_dim: with tp_size > 1, "n" (column-parallel) or "k" (row-parallel): how tensor parallelism cuts the layer,
+            each of several prefixes by itself. See `CanonicalWeight.shard`.
+        tp_rank, tp_size: this rank and the number of ranks.
+        expert: for tensors that stack experts along their first dimension, which one.
+        format: a format's name, where names and config do not tell (see `jitgemm.checkpoint.formats.FORMATS`).
+        config: config.json or its quantization_config, as a mapping; default: the one beside the files.
+        lhs_dtype: as `pack_w4` takes it: the only activations that the weight will meet, or None.
+
+    Returns:
+        The packed weight. With activation order, `permutation` says which input columns its columns are.
+
+    Raises:
+        FileNotFoundError: source is not there.
+        TypeError, ValueError: an argument is wrong, the format is not known, or the layer cannot be represented
+            exactly; the message names layer, tensor or setting.
+    """
+    return read_layer(
+        source, prefix, device=device, tp_dim=tp_dim, tp_rank=tp_rank, tp_size=tp_size, expert=expert, format=format,
+        config=config,
+    ).pack(lhs_dtype)  # fmt: skip
+
+
+def read_layer(
+    source: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint,
+    prefix: str | Sequence[str],
+    *,
+    device: torch.device | str | int | None = None,
+    tp_dim: str | None = None,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    expert: int | None = None,
+    format: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> CanonicalWeight:
+    """The layer before packing: `load` without its last step. With bias and static activation scale.
+
+    Cut along k, the bias stays with rank 0, as the ranks' results are added up.
+
+    Arguments and errors are `load`'s.
+    """
+    prefixes = [prefix] if isinstance(prefix, str) else list(prefix) if isinstance(prefix, Sequence) else []
+    if not prefixes or not all(isinstance(p, str) for p in prefixes):
+        raise TypeError(f"prefix: expected a layer's name or several, got {prefix!r}")
+    if tp_size != 1 and tp_dim is None:
+        raise ValueError(f"tp_dim: expected 'n' or 'k' with tp_size {tp_size}, got None")
+    if isinstance(source, Checkpoint):
+        if config is not None:
+            raise ValueError("config: expected None with an open Checkpoint, which has its own")
+        checkpoint = source
+    else:
+        checkpoint = Checkpoint(source, config)
+    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    chosen = None if format is None else formats.by_name(format)
+
+    parts = []
+    with torch.no_grad():
+        for name in prefixes:
+            try:
+                weight = _read_one(checkpoint, name, device, expert, chosen)
+                parts.append(weight if tp_dim is None else weight.shard(tp_dim, tp_rank, tp_size))
+            except ValueError as error:
+                raise ValueError(f"{error} (layer {name!r} of {checkpoint.where})") from error
+        return formats.concat(parts)
+
+
+def _read_one(
+    checkpoint: Checkpoint, prefix: str, device: torch.device, expert: int | None, format: Format | None
+) -> CanonicalWeight:
+    names = checkpoint.layer(prefix)
+    if not names:
+        raise ValueError(f"prefix: expected a layer's name, found no tensor {prefix + '.*' if prefix else '*'}")
+    infos = {suffix: checkpoint.info(name) for suffix, name in names.items()}
+    if expert is not None:
+        infos = _of_expert(infos, expert)
+    layer = prefix.rstrip("._")
+    if format is None:
+        format = formats.find(infos, checkpoint.config, layer)
+    for suffix, name in format.elsewhere(layer).items():
+        if suffix not in names and name in checkpoint:
+            names[suffix] = name
+    tensors = _LayerTensors(names, lambda name: checkpoint.read(name, device, expert))
+    config = format.for_layer(checkpoint.config, layer)
+    described = format.described(checkpoint.metadata(next(iter(names.values()))), layer)
+    try:
+        weight = format.read(tensors, {**described, **(config or {})} if described else config)
+    except _MissingTensorError as error:
+        raise ValueError(f"{error.args[0]}: expected the tensor for format {format.name}, found none") from error
+    if weight.bias is None and "bias" in names:
+        weight = weight.with_bias(tensors["bias"])
+    return weight
+
+
+def _of_expert(infos: Mapping[str, TensorInfo], expert: int) -> dict[str, TensorInfo]:
+    """What the tensors look like when the first dimension is gone."""
+    counts = {info.shape[:1] for info in infos.values()}
+    if len(counts) != 1 or counts == {()}:
+        shapes = ", ".join(f"{suffix} {list(info.shape)}" for suffix, info in infos.items())
+        raise ValueError(f"expert: expected tensors with one number of experts in front, got {shapes}")
+    (count,) = counts.pop()
+    if not 0 <= expert < count:
+        raise ValueError(f"expert: expected 0..{count - 1}, got {expert}")
+    return {suffix: TensorInfo(info.shape[1:], info.dtype) for suffix, info in infos.items()}
+
+
+def _safe_open(path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ImportError("a checkpoint's files need the package safetensors: pip install safetensors") from None
+    if not path.is_file():
+        raise FileNotFoundError(f"source: expected the file {path}, found none")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"source: expected a safetensors file, got {path}: {error}") from None
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"source: expected a weight_map in {path}, found none")
+    return {name: path.parent / file for name, file in weight_map.items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.name}: expected JSON in {path}, got {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name}: expected a JSON object in {path}, got {type(content).__name__}")
+    return content
+
+
+def _config_beside(folder: Path) -> Mapping[str, Any] | None:
+    if (folder / "config.json").is_file():
+        found = _nested_config(_read_json(folder / "config.json"))
+        if found is not None:
+            return found
+    for name in _CONFIG_FILES:
+        if (folder / name).is_file():
+            content = _read_json(folder / name)
+            quantization = content.get("quantization")
+            return quantization if isinstance(quantization, dict) else content
+    return None
+
+
+def _nested_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization_config of a config.json, at its top or in the language model's part."""
+    for part in (config, config.get("text_config")):
+        for key in _CONFIG_KEYS:
+            if isinstance(part, Mapping) and isinstance(part.get(key), Mapping):
+                return part[key]
+    return None
+
+
+def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """From a whole config.json, or from one that is the quantization_config already."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
+    nested = _nested_config(config)
+    if nested is not None:
+        return nested
+    return None if "architectures" in config or "model_type" in config else config

@@ -1,0 +1,225 @@
+"""Linear layers of a transformer from its Hugging Face config.json, as one tensor-parallel rank holds them.
+
+Reads a dictionary and does arithmetic: no torch, no kernels, no network. Sharding follows what serving engines do:
+projections out of the hidden state are cut along n (columns), projections back into it along k (rows), key and value
+heads are repeated when there are more ranks than heads, and every rank keeps its slice of every expert.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jitgemm.kernel.formats import ceil_div
+
+DENSE_MODELS = frozenset(
+    "llama mistral ministral qwen2 qwen3 gemma gemma2 gemma3_text granite olmo2 phi3 smollm3 seed_oss".split()
+)
+"""model_type of decoders with q, k, v, o and gated gate, up, down projections in every layer."""
+
+MIXTRAL_MODELS = frozenset({"mixtral"})
+"""Every layer routed; the experts' width is intermediate_size."""
+
+QWEN_MOE_MODELS = frozenset({"qwen2_moe", "qwen3_moe"})
+"""Routed layers of width moe_intermediate_size among dense ones; Qwen2-MoE also has a shared expert."""
+
+KNOWN_MODELS = DENSE_MODELS | MIXTRAL_MODELS | QWEN_MOE_MODELS
+
+LAYER_FORMS = ("both", "fused", "separate")
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayer:
+    """One shape of linear layer: out[m, n] = x[m, k] · weight[n, k]ᵀ on one tensor-parallel rank.
+
+    Attributes:
+        name: the projection's name in the checkpoint, such as "down_proj" or "experts.gate_up_proj".
+        n, k: rows and columns of the weight on this rank.
+        count: how many weights of this shape and name the model has (every expert of every layer counts).
+    """
+
+    name: str
+    n: int
+    k: int
+    count: int = 1
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """The dictionary in a config.json, or in the config.json of a model's folder.
+
+    Raises:
+        ValueError: there is no such file, or it does not hold a JSON object.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"model config {str(file)!r}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"model config {str(file)!r}: not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model config {str(file)!r}: expected a JSON object, got {type(config).__name__}")
+    return config
+
+
+def linear_layers(
+    config: Mapping[str, Any], tp: int = 1, *, group_size: int = 0, form: str = "both"
+) -> list[LinearLayer]:
+    """The linear layers that W4A8 applies to, as one of `tp` ranks holds them. All ranks hold the same shapes.
+
+    Embeddings, lm_head and the experts' router are left out: checkpoints keep them in 16 bits.
+
+    Args:
+        config: a Hugging Face config.json as a dictionary. A multimodal model's `text_config` is used where it has one.
+        tp: tensor-parallel ranks.
+        group_size: values of k that share a scale; 0 for per channel. Rows are cut along k at group borders only.
+        form: "separate" for the projections as checkpoints name them (q_proj, k_proj, …), "fused" for qkv_proj and
+            gate_up_proj as serving engines run them, "both" for either.
+
+    Returns:
+        Layers with unique (name, n, k), in the order in which a forward pass meets them.
+
+    Raises:
+        ValueError: the architecture is not known, a size is missing from the config, or it cannot be cut into `tp`.
+    """
+    if tp < 1:
+        raise ValueError(f"tp: expected at least 1, got {tp}")
+    if form not in LAYER_FORMS:
+        raise ValueError(f"form: expected one of {LAYER_FORMS}, got {form!r}")
+    config = _text_config(config)
+    model_type = config["model_type"]
+    layers = _attention(config, tp, group_size)
+    if model_type in DENSE_MODELS:
+        layers += _mlp(config, "", _size(config, "intermediate_size"), tp, group_size, _depth(config))
+    elif model_type in MIXTRAL_MODELS:
+        experts = _depth(config) * _size(config, "num_local_experts")
+        layers += _mlp(config, "experts.", _size(config, "intermediate_size"), tp, group_size, experts)
+    else:
+        layers += _qwen_moe(config, tp, group_size)
+    fused = ("qkv_proj", "gate_up_proj")
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    dropped = {"both": (), "fused": parts, "separate": fused}[form]
+    return _checked(layer for layer in layers if layer.name.rpartition(".")[2] not in dropped)
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and "hidden_size" not in config:
+        config = inner
+    model_type = config.get("model_type")
+    if model_type is None:
+        raise ValueError(
+            "model config: expected a key 'model_type', found none; is this a Hugging Face config.json? "
+            "The layers' shapes can be given directly instead (--shape N,K)"
+        )
+    if model_type not in KNOWN_MODELS:
+        raise ValueError(
+            f"model config: model_type {model_type!r} is not known (known: {', '.join(sorted(KNOWN_MODELS))}); "
+            "give its layers' shapes directly instead (--shape N,K)"
+        )
+    return config
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"model config: {key}: expected a positive integer, got {value!r}")
+    return value
+
+
+def _depth(config: Mapping[str, Any]) -> int:
+    return _size(config, "num_hidden_layers")
+
+
+def _cut(what: str, size: int, tp: int) -> int:
+    if size % tp:
+        raise ValueError(f"tp={tp}: {what} {size} is not divisible by it")
+    return size // tp
+
+
+def _cut_k(name: str, size: int, tp: int, group_size: int) -> int:
+    """Columns of a row-parallel weight on one rank; a group of scales stays whole."""
+    part = _cut(f"k of {name},", size, tp)
+    if tp > 1 and group_size and part % group_size:
+        raise ValueError(
+            f"tp={tp}: {name} would be cut at k = {part}, which is not a border of a group of {group_size}"
+        )
+    return part
+
+
+def _attention(config: Mapping[str, Any], tp: int, group_size: int) -> list[LinearLayer]:
+    hidden, depth = _size(config, "hidden_size"), _depth(config)
+    heads = _size(config, "num_attention_heads")
+    kv_heads = _size(config, "num_key_value_heads", heads)
+    if config.get("head_dim") is None and hidden % heads:
+        raise ValueError(f"model config: no head_dim, and hidden_size {hidden} is not divisible by {heads} heads")
+    head_dim = _size(config, "head_dim", hidden // heads)
+    q = head_dim * _cut("num_attention_heads", heads, tp)
+    if kv_heads >= tp:
+        kv = head_dim * _cut("num_key_value_heads", kv_heads, tp)
+    elif tp % kv_heads == 0:
+        kv = head_dim  # each head is repeated on tp / kv_heads ranks
+    else:
+        raise ValueError(f"tp={tp}: num_key_value_heads {kv_heads} neither divides it nor is divisible by it")
+    o_k = _cut_k("o_proj", heads * head_dim, tp, group_size)
+    return [
+        LinearLayer("qkv_proj", q + 2 * kv, hidden, depth),
+        LinearLayer("q_proj", q, hidden, depth),
+        LinearLayer("k_proj", kv, hidden, depth),
+        LinearLayer("v_proj", kv, hidden, depth),
+        LinearLayer("o_proj", hidden, o_k, depth),
+    ]
+
+
+def _mlp(
+    config: Mapping[str, Any], prefix: str, width: int, tp: int, group_size: int, count: int
+) -> list[LinearLayer]:
+    hidden = _size(config, "hidden_size")
+    part = _cut_k(f"{prefix}down_proj", width, tp, group_size)
+    return [
+        LinearLayer(f"{prefix}gate_up_proj", 2 * part, hidden, count),
+        LinearLayer(f"{prefix}gate_proj", part, hidden, count),
+        LinearLayer(f"{prefix}up_proj", part, hidden, count),
+        LinearLayer(f"{prefix}down_proj", hidden, part, count),
+    ]
+
+
+def _qwen_moe(config: Mapping[str, Any], tp: int, group_size: int) -> list[LinearLayer]:
+    depth, step = _depth(config), _size(config, "decoder_sparse_step", 1)
+    experts = _size(config, "num_experts")
+    dense_layers = set(config.get("mlp_only_layers") or ())
+    routed = sum(1 for i in range(depth) if i not in dense_layers and (i + 1) % step == 0)
+    layers: list[LinearLayer] = []
+    if routed < depth:
+        layers += _mlp(config, "", _size(config, "intermediate_size"), tp, group_size, depth - routed)
+    if routed:
+        width = _size(config, "moe_intermediate_size")
+        layers += _mlp(config, "experts.", width, tp, group_size, routed * experts)
+        if config["model_type"] == "qwen2_moe":
+            shared = _size(config, "shared_expert_intermediate_size")
+            layers += _mlp(config, "shared_expert.", shared, tp, group_size, routed)
+    return layers
+
+
+def _checked(layers: Iterable[LinearLayer]) -> list[LinearLayer]:
+    kept = list(layers)
+    for layer in kept:
+        if layer.n % 8:
+            raise ValueError(f"{layer.name}: n = {layer.n} on one rank is not a multiple of 8")
+        if layer.k % 32:
+            raise ValueError(f"{layer.name}: k = {layer.k} on one rank is not a multiple of 32")
+    return kept
+
+
+def weight_group(group_size: int, k: int) -> int:
+    """The group size a weight of `k` columns is packed with: 0 (per channel) when one group covers all of k."""
+    return 0 if group_size == 0 or ceil_div(k, group_size) == 1 else group_size

@@ -1,0 +1,1 @@
+"""The GEMM calls: arguments, plan, reference."""

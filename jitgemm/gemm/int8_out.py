@@ -1,0 +1,51 @@
+"""A GEMM whose result is 8-bit again: the quantiser behind the GEMM, for chains of quantised layers.
+
+Composes two public calls; knows nothing of kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from jitgemm.activations.call import quantize_activations
+from jitgemm.gemm.arguments import split_lhs
+from jitgemm.gemm.call import Lhs, gemm_w4a8_nt
+from jitgemm.weight.w4 import W4Weight
+
+
+def gemm_w4a8_int8_nt(
+    lhs: Lhs,
+    rhs: W4Weight,
+    *,
+    bias: torch.Tensor | None = None,
+    affine: bool = True,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, ...] | None = None,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """lhs · rhsᵀ + bias in int8, quantised from the fp32 result: ExecuTorch's `linear_qta8a_qga4w_qta8o`.
+
+    Args:
+        lhs, rhs, bias, batch_invariant: as `gemm_w4a8_nt` takes them; rhs has n, a multiple of 32.
+        affine: with a zero point per token, else symmetric.
+        scale, zero: fp32 and, if affine, int32 of one element each, to quantise with; None takes them from each token's
+            results.
+        out: (q, scale) or (q, scale, zero) to write to and return, as `quantize_activations` takes it.
+
+    Returns:
+        (q, scale, zero), or (q, scale) unless affine: the `lhs` of the next GEMM. q is int8 [m, n], scale fp32 [m],
+        zero int32 [m].
+
+    Raises:
+        As `gemm_w4a8_nt` and `quantize_activations` do.
+    """
+    x = split_lhs(lhs)[0]
+    if not isinstance(rhs, W4Weight):
+        raise TypeError(f"rhs: expected a W4Weight from pack_w4, got {type(rhs).__name__}")
+    if rhs.n % 32:
+        raise ValueError(f"rhs: expected n to be a multiple of 32 for an 8-bit result, got {rhs.n}")
+    result = torch.empty((x.shape[0], rhs.n), dtype=torch.float32, device=x.device)
+    gemm_w4a8_nt(lhs, rhs, result, bias=bias, batch_invariant=batch_invariant)
+    scheme = "token" if scale is None else "tensor"
+    return quantize_activations(result, torch.int8, scheme=scheme, affine=affine, scale=scale, zero=zero, out=out)

@@ -1,0 +1,212 @@
+"""The exact W4A8 GEMM that the kernels are held against, and what calls on CPU tensors run.
+
+Written to be right and easy to check, in float64 on any device. Knows the packed weight only through `W4Weight.rows`.
+
+    out[i, j] = x_scale[i] * sum over groups g of sum over k in g of
+                    (x[i, k] - x_zero[i]) * ((q[j, k] - zero[j, g]) * scale[j, g] + offset[j, g])
+                + bias[j]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
+from jitgemm.weight.w4 import W4Weight, by_group
+
+_BUDGET = 1 << 25
+"""Float64 values that one temporary may hold (256 MiB)."""
+
+
+Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def gemm_w4a8_reference(
+    lhs: Lhs,
+    rhs: W4Weight,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """lhs · rhsᵀ with scales, rounded once.
+
+    int8: the sum of each group is an exact integer, scaled and added up in fp64. e4m3: a weight times its scale is
+    exact in fp64, and so is its product with an activation; the products are added up in fp64.
+
+    Args:
+        lhs: x, float8_e4m3fn or int8 [m, k], x_scale, fp32 [m], [m, 1] or one element, and with int8 perhaps x_zero,
+            int32 of the same shapes.
+        rhs: a weight [n, k] on the same device.
+        bias: [n], any float type, or None.
+        out_dtype: bfloat16, float16, float32 or float64.
+
+    Returns:
+        [m, n] of out_dtype on lhs's device: the fp64 result, correctly rounded to nearest even.
+
+    Raises:
+        TypeError, ValueError: wrong dtype, shape or device.
+    """
+    m = _check(lhs, rhs, bias)
+    out = torch.empty((m, rhs.n), dtype=out_dtype, device=rhs.device)
+    for rows, columns, ref, _ in _tiles(lhs, rhs, bias, with_terms=False):
+        out[rows, columns] = round_fp64(ref, out_dtype)
+    return out
+
+
+def gemm_w4a8_terms(lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference in fp64 and the size of what was added up, for error bounds.
+
+    Returns:
+        ref: fp64 [m, n], bias included.
+        terms: fp64 [m, n], without bias. int8: sum over groups of |the group's term|; e4m3: sum over k of |term|; a
+            term includes scale and x_scale. Offsets and x_zero count with the sums they are multiplied by.
+    """
+    m = _check(lhs, rhs, bias)
+    ref = torch.empty((m, rhs.n), dtype=torch.float64, device=rhs.device)
+    terms = torch.empty_like(ref)
+    for rows, columns, ref_tile, terms_tile in _tiles(lhs, rhs, bias, with_terms=True):
+        ref[rows, columns] = ref_tile
+        terms[rows, columns] = terms_tile
+    return ref, terms
+
+
+_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+
+
+def error_bound(
+    ref: torch.Tensor, terms: torch.Tensor, x_dtype: torch.dtype, out_dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """How far a result may be from `ref`, with both from `gemm_w4a8_terms`.
+
+    What rounding to out_dtype may take (2^-8 |ref| for bf16), and what sums may lose: 2^-20 of the terms for int8,
+    2^-10 for e4m3. With k below 128 an outlier can make a single e4m3 step of the tensor cores miss that
+    (docs/notes/e4m3-accuracy.md).
+    """
+    share = 2.0**-20 if x_dtype == torch.int8 else 2.0**-10
+    bound = ref.abs() * _ROUNDING[out_dtype] + terms * share
+    return bound + 2.0**-25 if out_dtype == torch.float16 else bound  # half of fp16's smallest subnormal
+
+
+def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp64 -> dtype, correctly rounded to nearest even.
+
+    `x.to(bfloat16)` rounds to fp32 first and then again. Rounding to odd in between makes the second rounding right:
+    fp32 has more than two bits more than bf16 and fp16 (Boldo and Melquiond, "Emulation of FMA and correctly rounded
+    sums: proved algorithms using rounding to odd").
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return x.to(dtype)
+    nearest = x.to(torch.float32)
+    back = nearest.to(torch.float64)
+    toward_zero = nearest.view(torch.int32) - (back.abs() > x.abs()).to(torch.int32)
+    odd = toward_zero | (back != x).to(torch.int32)
+    return odd.view(torch.float32).to(dtype)
+
+
+def _split(lhs: Lhs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return lhs if len(lhs) == 3 else (*lhs, None)
+
+
+def _check(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None) -> int:
+    x, x_scale, x_zero = _split(lhs)
+    if x.dtype not in (torch.float8_e4m3fn, torch.int8):
+        raise TypeError(f"lhs: expected x of float8_e4m3fn or int8, got {x.dtype}")
+    if x.dim() != 2 or x.shape[1] != rhs.k:
+        raise ValueError(f"lhs: expected x of shape [m, {rhs.k}], got {list(x.shape)}")
+    m = x.shape[0]
+    if x_scale.numel() != 1 and tuple(x_scale.shape) not in ((m,), (m, 1)):
+        raise ValueError(f"lhs: expected x_scale of shape [{m}], [{m}, 1] or one element, got {list(x_scale.shape)}")
+    if x_zero is not None:
+        if x.dtype != torch.int8:
+            raise TypeError(f"lhs: expected x of int8 beside x_zero, got {x.dtype}")
+        if x_zero.numel() != 1 and tuple(x_zero.shape) not in ((m,), (m, 1)):
+            raise ValueError(f"lhs: expected x_zero of shape [{m}], [{m}, 1] or one element, got {list(x_zero.shape)}")
+    if bias is not None and tuple(bias.shape) != (rhs.n,):
+        raise ValueError(f"bias: expected shape [{rhs.n}], got {list(bias.shape)}")
+    for name, tensor in (("lhs", x), ("lhs", x_scale), ("lhs", x_zero), ("bias", bias)):
+        if tensor is not None and tensor.device != rhs.device:
+            raise ValueError(f"{name}: expected rhs's device {rhs.device}, got {tensor.device}")
+    return m
+
+
+def _tiles(
+    lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None, *, with_terms: bool
+) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor | None]]:
+    """Tile by tile: rows of m, columns of n, fp64 result, and the sum of |terms| when asked for."""
+    x, x_scale, x_zero = _split(lhs)
+    m, k = x.shape
+    x_scale = x_scale.to(torch.float64).reshape(-1, 1).expand(m, 1)
+    if x_zero is not None:
+        x_zero = x_zero.to(torch.float64).reshape(-1, 1).expand(m, 1)
+    grouped = x.dtype == torch.int8 and rhs.groups > 1
+    strips = ceil_div(rhs.n, STRIP_ROWS)
+    strip_step = max(1, _BUDGET // (k * STRIP_ROWS))
+    for strip in range(0, strips, strip_step):
+        end = min(strip + strip_step, strips)
+        columns = slice(strip * STRIP_ROWS, min(end * STRIP_ROWS, rhs.n))
+        d, scale = _integers(rhs, strip, end)
+        offset = rhs.row_offsets(strip, end)
+        offset = None if offset is None else offset.to(torch.float64)
+        if x.dtype == torch.float8_e4m3fn:  # at most 29 bits, so that weight times scale is exact
+            for part, value in by_group(d, scale, rhs.group_size):
+                part *= value
+            sizes = d.abs() if with_terms else None
+            for matrix, added in ((d, offset), (sizes, None if offset is None else offset.abs())):
+                if matrix is not None and added is not None:
+                    for part, value in by_group(matrix, added, rhs.group_size):
+                        part += value
+        widest = max(k, d.shape[0] * (rhs.groups if grouped else 1))
+        m_step = max(1, _BUDGET // widest)
+        for first in range(0, m, m_step):
+            rows = slice(first, min(first + m_step, m))
+            x_rows = x[rows].to(torch.float32).to(torch.float64)
+            if x.dtype == torch.int8:
+                ref, terms = _int8_tile(x_rows, d, scale, offset, rhs.group_size)
+                if x_zero is not None:
+                    ones = torch.ones_like(x_rows[:1])
+                    row_sum, _ = _int8_tile(ones, d, scale, offset, rhs.group_size)
+                    correction = x_zero[rows] * row_sum
+                    ref, terms = ref - correction, terms + correction.abs()
+            else:
+                ref = x_rows @ d.T
+                terms = x_rows.abs() @ sizes.T if with_terms else None
+            ref = ref * x_scale[rows]
+            if bias is not None:
+                ref = ref + bias[columns].to(torch.float64)
+            yield rows, columns, ref, terms * x_scale[rows].abs() if with_terms else None
+
+
+def _integers(rhs: W4Weight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q - zero and scale of some strips, in fp64: [rows, k] and [rows, groups]."""
+    q, scale, zero = rhs.rows(strip, end)
+    d = q.to(torch.float64)
+    if zero is not None:
+        for part, value in by_group(d, zero.to(torch.float64), rhs.group_size):
+            part -= value
+    return d, scale.to(torch.float64)
+
+
+def _int8_tile(
+    x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Integer sums per group, exact in fp64 (below 2^53), then scaled and added up: result and sum of |group terms|."""
+    k, groups = x.shape[1], scale.shape[1]
+    if groups == 1:
+        terms = (x @ d.T) * scale.T
+        return terms, terms.abs()
+    missing = groups * group_size - k
+    if missing:
+        x, d = (torch.nn.functional.pad(t, (0, missing)) for t in (x, d))
+    x = x.view(-1, groups, group_size).transpose(0, 1)
+    d = d.view(-1, groups, group_size).permute(1, 2, 0)
+    terms = torch.bmm(x, d)
+    terms *= scale.T[:, None, :]
+    ref = terms.sum(0)
+    terms = terms.abs_().sum(0)
+    if offset is not None:
+        sums = x.sum(-1)  # [groups, rows]
+        ref += sums.T @ offset.T
+        terms += sums.abs().T @ offset.abs().T
+    return ref, terms

@@ -1,0 +1,85 @@
+"""A kernel as text: rendered source, headers and options, and the key that they make. Knows no kernel, torch or GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from jitgemm.errors import CompileError
+from jitgemm.jit.entry import SCHEMA
+from jitgemm.jit.nvrtc import Compiled, NvrtcInfo, compile_cubin
+from jitgemm.jit.sass import BadCubin, Yields, apply_yields
+
+OPTIONS = ("-arch=sm_90a", "-std=c++17", "-default-device", "--ptxas-options=-v")
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One kernel to look up or compile: all that decides its bytes, and what people call it.
+
+    Attributes:
+        label, spec: name and `KernelSpec.to_dict()`; kept in the entry, not part of the key.
+        source, headers, options, may_spill: as `nvrtc.compile_cubin` takes them.
+        yields: yield hints to set in what it compiled, or None to leave ptxas's.
+    """
+
+    label: str
+    spec: Mapping[str, object]
+    source: str
+    headers: Mapping[str, str]
+    options: Sequence[str]
+    may_spill: bool = False
+    yields: Yields | None = None
+
+    def key(self, nvrtc: NvrtcInfo) -> str:
+        """Hex sha256 of everything that decides its cubin's bytes when this NVRTC compiles it.
+
+        Headers' order is no part of it; options' order is.
+        """
+        fields = [str(SCHEMA), self.source, str(len(self.headers))]
+        for name in sorted(self.headers):
+            fields += [name, self.headers[name]]
+        fields += [str(len(self.options)), *self.options, "{}.{}".format(*nvrtc.version), nvrtc.build, str(self.yields)]
+        digest = hashlib.sha256()
+        for text in fields:
+            data = text.encode()
+            # The length in front keeps ("ab", "c") and ("a", "bc") apart.
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
+        return digest.hexdigest()
+
+    def compile(self) -> Compiled:
+        """Its cubin; raises CompileError."""
+        compiled = compile_cubin(self.source, self.headers, self.options, name=self.label, may_spill=self.may_spill)
+        if self.yields is None:
+            return compiled
+        try:
+            return replace(compiled, cubin=apply_yields(compiled.cubin, self.yields))
+        except BadCubin as problem:
+            raise CompileError(f"kernel {self.label}: {problem}", log=compiled.log) from problem
+
+
+@lru_cache(maxsize=None)
+def headers(first: str = "kernel") -> dict[str, str]:
+    """Name, as included, to text of a kernel header and of all that it includes, in order of their names.
+
+    NVRTC gets them in memory: no path in source or key. Other headers have no part in a kernel's key.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for root in (package / "include", package.parent / "include"):
+        if (root / "jitgemm").is_dir():
+            found: dict[str, str] = {}
+            todo = [f"jitgemm/{first}.cuh"]
+            while todo:
+                name = todo.pop()
+                if name not in found:
+                    found[name] = (root / name).read_text()
+                    todo += re.findall(r"^#include <(jitgemm/\w+\.cuh)>", found[name], re.MULTILINE)
+            return dict(sorted(found.items()))
+    raise FileNotFoundError(
+        f"jitgemm's kernel headers are missing: neither {package}/include nor {package.parent}/include holds them"
+    )

@@ -1,0 +1,133 @@
+"""What a GEMM multiplies: the packed weight's format and the problem. Frozen dataclasses; no torch, no CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+BLOCK_K = 128
+"""k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""
+STRIP_ROWS = 64
+"""Rows of n per weight record: wgmma's M."""
+CODE_BYTES = STRIP_ROWS * BLOCK_K // 2
+"""Bytes of 4-bit codes in one record."""
+GROUP_SIZES = (32, 64, 128, 256)
+"""Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
+LHS_TYPES = ("e4m3", "s8")
+CODES = ("any", *LHS_TYPES)
+SCALE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+OUT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How a packed weight is laid out; see `record_bytes` for the picture.
+
+    Attributes:
+        group_size: 32, 64, 128 or 256 values of k share a scale; 0 means one scale per row of n (per channel).
+        zero_point: False for signed codes -8..7, True for codes 0..15 minus an integer zero point per group.
+        scale_type: "fp32", "bf16" or "fp16", as given by the checkpoint; never converted.
+        codes: order of signed codes: "any" decodes for both types of activations and holds all sixteen codes; "e4m3"
+            (which has no code for -8) and "s8" decode for that one only, in half the instructions.
+        offset: a value of the scale's type per group is added to its scaled weights.
+    """
+
+    group_size: int
+    zero_point: bool
+    scale_type: str
+    codes: str = "any"
+    offset: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group_size not in (0, *GROUP_SIZES):
+            raise ValueError(f"group_size: expected 0 (per channel) or one of {GROUP_SIZES}, got {self.group_size!r}")
+        if self.scale_type not in SCALE_BYTES:
+            raise ValueError(f"scale_type: expected one of {tuple(SCALE_BYTES)}, got {self.scale_type!r}")
+        if self.codes not in CODES:
+            raise ValueError(f"codes: expected one of {CODES}, got {self.codes!r}")
+        if self.zero_point and self.codes != "any":
+            raise ValueError(f"codes: expected 'any' with zero points, got {self.codes!r}")
+        if self.offset and not self.group_size:
+            raise ValueError("offset: expected none per channel; express it as groups that repeat it")
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of 64 scales in one record: groups that start in 128 k, at least 1; none per channel."""
+        return max(1, BLOCK_K // self.group_size) if self.group_size else 0
+
+    @property
+    def zero_rows(self) -> int:
+        """Rows of 64 zero points in one record; one even per channel, so that decode finds it where the codes are."""
+        return max(1, self.scale_rows) if self.zero_point else 0
+
+    @property
+    def offset_rows(self) -> int:
+        """Rows of 64 offsets in one record."""
+        return self.scale_rows if self.offset else 0
+
+    @property
+    def offsets_at(self) -> int:
+        """Byte of a record at which its offsets start."""
+        return CODE_BYTES + STRIP_ROWS * SCALE_BYTES[self.scale_type] * self.scale_rows
+
+    @property
+    def zeros_at(self) -> int:
+        """Byte of a record at which its zero points start."""
+        return self.offsets_at + STRIP_ROWS * SCALE_BYTES[self.scale_type] * self.offset_rows
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one packed record of 64 rows x 128 k, S of them for each scale and offset.
+
+        ::
+
+            0        4096                      offsets_at                  zeros_at
+            | codes  | scales [scale_rows][64] | offsets [offset_rows][64] | zeros uint8 [zero_rows][64] |
+        """
+        return self.zeros_at + STRIP_ROWS * self.zero_rows
+
+
+# A choice asks thousands of kernels for theirs; there are some hundred.
+_weight_format = lru_cache(maxsize=None)(WeightFormat)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ, with out's type and whether a row's bits may depend on m."""
+
+    m: int
+    n: int
+    k: int
+    lhs: str
+    format: WeightFormat
+    out: str = "bf16"
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.out not in OUT_BYTES:
+            raise ValueError(f"out: expected one of {tuple(OUT_BYTES)}, got {self.out!r}")
+        if self.m < 1:
+            raise ValueError(f"m: expected at least 1, got {self.m}")
+        if self.n < 8 or self.n % 8:
+            raise ValueError(f"n: expected a positive multiple of 8, got {self.n}")
+        if self.k < 32 or self.k % 32:
+            raise ValueError(f"k: expected a positive multiple of 32, got {self.k}")
+        if self.lhs not in LHS_TYPES:
+            raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
+        if self.format.codes not in ("any", self.lhs):
+            raise ValueError(f"format: expected codes 'any' or {self.lhs!r}, as lhs is, got {self.format.codes!r}")
+
+
+MAX_CHANNEL_K_S8 = 2**16
+"""Largest k of a weight per channel in the order for int8: sums of 16 q x stay in int32 up to twice that."""
+
+
+def tuned_codes(lhs: str, group_size: int, zero_point: bool, k: int) -> str:
+    """`WeightFormat.codes` that decode fastest for these activations; e4m3's holds no -8, else it must be "any"."""
+    if zero_point or (lhs == "s8" and not group_size and k > MAX_CHANNEL_K_S8):
+        return "any"
+    return lhs

@@ -1,0 +1,150 @@
+"""Kernel spec to CUDA source.
+
+Pure: the same spec gives the same text on every machine; knows no torch, no CUDA library, no cache. The algorithm lives
+in the headers under `include/jitgemm`. What is rendered is the part that differs from kernel to kernel: the constants,
+and the wgmma wrapper for the one shape and type the kernel uses, so that no table of a hundred wrappers has to be
+carried.
+"""
+
+from __future__ import annotations
+
+from jitgemm.jit.source import OPTIONS, KernelSource, headers
+from jitgemm.kernel.spec import KernelSpec, share_tokens, smem_bytes, wgmma_shapes
+from jitgemm.kernel.tactics import (
+    direct_lhs,
+    fragment_sets,
+    keeps_addresses,
+    prefetch_stages,
+    promote_records,
+    streams,
+    units_in_flight,
+    yields,
+)
+
+KERNEL_NAME = "jitgemm_w4a8"
+
+_REAL_TYPES = {"fp32": "kFp32", "bf16": "kBf16", "fp16": "kFp16"}
+_DECODES = {
+    ("e4m3", "any"): "DecodeE4m3",
+    ("e4m3", "e4m3"): "DecodeE4m3SignMagnitude",
+    ("s8", "any"): "DecodeS8",
+    ("s8", "s8"): "DecodeS8TwosComplement",
+}
+
+
+def _wgmma(spec: KernelSpec) -> str:
+    tokens = spec.block_m // spec.halves
+    if tokens not in wgmma_shapes(spec.lhs):
+        raise ValueError(f"spec: wgmma has no N = {tokens} for {spec.lhs}")
+    count = tokens // 2
+    integer = spec.lhs == "s8"
+    accumulator, constraint, types = ("i32", "+r", "s32.s8.s8") if integer else ("float", "+f", "f32.e4m3.e4m3")
+    # e4m3 takes the signs of both operands as immediates, s8 does not.
+    signs = "" if integer else ", 1, 1"
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"{constraint}"(d[{i}])' for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""\
+// d = a * b, or d += a * b: a is 64 x 32 in registers, b is {tokens} x 32 in shared memory.
+struct Wgmma {{
+    using Accumulator = {accumulator};
+    __device__ __forceinline__ static void issue({accumulator} (&d)[{count}], const u32 (&a)[4], u64 b,
+                                                 bool accumulate) {{
+        asm volatile(
+            "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
+            "wgmma.mma_async.sync.aligned.m64n{tokens}k32.{types}"
+            " {{{registers}}}, {{{a}}}, %{count + 4}, p{signs};\\n}}"
+            : {outputs}
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(i32(accumulate)));
+    }}
+}};
+"""
+
+
+def _config(spec: KernelSpec, smem_bytes: int) -> str:
+    fmt = spec.format
+    constants = {
+        "u32 kBlockM": spec.block_m,
+        "u32 kBlockN": spec.block_n,
+        "u32 kHalves": spec.halves,
+        "u32 kShareTokens": share_tokens(spec),
+        "u32 kWarpgroupsN": spec.warpgroups_n,
+        "u32 kWarpgroupsK": spec.warpgroups_k,
+        "u32 kStages": spec.stages,
+        "u32 kPrefetchStages": prefetch_stages(spec),
+        "bool kStreams": str(streams(spec)).lower(),
+        "u32 kSplitK": spec.split_k,
+        "bool kSplitTail": str(spec.split_tail).lower(),
+        "u32 kMulticast": spec.multicast,
+        "bool kMulticastLhs": str(spec.multicast_side == "lhs").lower(),
+        "bool kMulticastRhs": str(spec.multicast_side == "rhs").lower(),
+        "u32 kClusterSize": spec.cluster_size,
+        "u32 kProducerRegisters": spec.producer_registers,
+        "u32 kConsumerRegisters": spec.consumer_registers if spec.warpgroups > 1 else 0,
+        "u32 kGroupSize": spec.group_size,
+        "u32 kInFlight": units_in_flight(spec),
+        "u32 kFragmentSets": fragment_sets(spec),
+        "bool kKeepAddresses": str(keeps_addresses(spec)).lower(),
+        "u32 kPromoteRecords": promote_records(spec),
+        "bool kZeroPoint": str(spec.zero_point).lower(),
+        "bool kDirectLhs": str(direct_lhs(spec)).lower(),
+        "bool kOffset": str(fmt.offset).lower(),
+        "bool kAffineLhs": str(spec.lhs == "s8").lower(),
+        "u32 kOffsetsAt": fmt.offsets_at,
+        "u32 kZerosAt": fmt.zeros_at,
+        "u32 kRecordBytes": fmt.record_bytes,
+        "RealType kScaleType": _REAL_TYPES[spec.scale_type],
+        "RealType kOutType": _REAL_TYPES[spec.out],
+        "bool kDebug": str(spec.debug).lower(),
+    }
+    lines = [f"    static constexpr {name} = {value};" for name, value in constants.items()]
+    decode = _DECODES[spec.lhs, spec.codes]
+    return "\n".join(
+        [
+            "struct Config {",
+            "    using Wgmma = jitgemm::Wgmma;",
+            f"    using Decode = {decode};",
+            *lines,
+            "};",
+            f'static_assert(Shared<Config>::kBytes == {smem_bytes}, "jitgemm/kernel/spec.py and shared.cuh disagree");',
+        ]
+    )
+
+
+def render(spec: KernelSpec) -> str:
+    """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`; the entry point is `KERNEL_NAME`."""
+    cluster = f"__cluster_dims__({spec.cluster_size}, 1, 1) " if spec.cluster_size > 1 else ""
+    return f"""\
+// jitgemm W4A8 kernel {spec.label}
+#include <jitgemm/types.cuh>
+
+namespace jitgemm {{
+{_wgmma(spec)}}}
+
+#include <jitgemm/kernel.cuh>
+
+namespace jitgemm {{
+{_config(spec, smem_bytes(spec))}
+}}
+
+extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas_per_sm})
+{KERNEL_NAME}(const __grid_constant__ jitgemm::TensorMap lhs_map,
+             const __grid_constant__ jitgemm::TensorMap last_lhs_map,
+             const __grid_constant__ jitgemm::TensorMap out_map, const __grid_constant__ jitgemm::Args args) {{
+    jitgemm::w4a8_gemm<jitgemm::Config>(&lhs_map, &last_lhs_map, &out_map, args);
+}}
+"""
+
+
+def kernel_source(spec: KernelSpec) -> KernelSource:
+    """Render a kernel into what the cache keys and compiles."""
+    return KernelSource(
+        label=spec.label,
+        spec=spec.to_dict(),
+        source=render(spec),
+        headers=headers(),
+        options=OPTIONS,
+        # A spin limit takes the registers that the widest tiles lack; how fast it is does not matter.
+        may_spill=spec.debug,
+        yields=yields(spec),
+    )

@@ -1,0 +1,193 @@
+"""KernelSpec, all compile-time constants of a GEMM kernel, and what follows from them: shared memory, shapes of copies.
+
+Plain arithmetic over a frozen dataclass; no torch, no CUDA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from jitgemm.kernel.formats import BLOCK_K, OUT_BYTES, STRIP_ROWS, WeightFormat, _weight_format, ceil_div
+
+REGISTERS_PER_SM = 65536
+PRODUCER_REGISTERS = 40
+"""What a thread of the producer's warpgroup keeps at least; with 24, the least that `setmaxnreg` takes, some spill."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """Everything that is a compile-time constant of a kernel. Equal specs render to the same source.
+
+    Attributes:
+        lhs, group_size, zero_point, scale_type: the formats; scale_type is "fp32" for per-channel kernels, which read
+            their scales by a run-time type.
+        block_m: tokens per tile (wgmma's N over all `halves`).
+        halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves.
+        block_n: rows of n per tile; 64 per warpgroup along n.
+        warpgroups_k: warpgroups that share a tile's rows and take k-blocks in turn.
+        split_k: CTAs of a cluster that share a tile and take a run of k-blocks each.
+        split_tail: only the tiles of the last, unfilled round are split; before, each CTA has tiles of its own.
+        scatter: each split of k sums up and stores a share of the tile's tokens, instead of the first all of them. The
+            sum is shorter, but no split starts its next tile before all have ended this one.
+        multicast: CTAs of a cluster that share one operand; 1 for none.
+        multicast_side: "lhs" when neighbours along n share activations, "rhs" when neighbours along m share weights.
+        stages: pipeline depth; one stage holds `warpgroups_k` blocks of 128 k.
+        ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
+        direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
+            the copy engine; only where `may_copy` says so.
+        codes, offset: as in `WeightFormat`.
+        out: type of the result.
+        debug: barrier waits trap after a spin limit instead of hanging.
+    """
+
+    lhs: str
+    group_size: int
+    zero_point: bool
+    scale_type: str
+    block_m: int
+    block_n: int
+    stages: int
+    halves: int = 1
+    warpgroups_k: int = 1
+    split_k: int = 1
+    split_tail: bool = False
+    scatter: bool = False
+    multicast: int = 1
+    multicast_side: str = "none"
+    ctas_per_sm: int = 1
+    direct: bool = False
+    codes: str = "any"
+    offset: bool = False
+    out: str = "bf16"
+    debug: bool = False
+
+    @property
+    def format(self) -> WeightFormat:
+        return _weight_format(self.group_size, self.zero_point, self.scale_type, self.codes, self.offset)
+
+    @property
+    def warpgroups_n(self) -> int:
+        return self.block_n // STRIP_ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups of a CTA."""
+        return self.warpgroups_n * self.warpgroups_k
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the consumer warpgroups and one more, of which a single warp produces.
+
+        Registers are allocated for whole warpgroups, and `setmaxnreg` moves them between whole warpgroups only.
+        """
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def entry_registers(self) -> int:
+        """Registers a thread starts with: what the launch bounds leave it."""
+        return min(255, REGISTERS_PER_SM // self.ctas_per_sm // self.threads // 8 * 8)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers a consumer thread has once the producer's were handed over."""
+        if self.warpgroups == 1:
+            return self.entry_registers
+        pool = self.entry_registers * (self.warpgroups + 1)
+        return (pool - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers that are left to a thread of the producer's warpgroup, `PRODUCER_REGISTERS` or more."""
+        return self.entry_registers * (self.warpgroups + 1) - self.consumer_registers * self.warpgroups
+
+    @property
+    def cluster_size(self) -> int:
+        return self.split_k * self.multicast
+
+    @property
+    def label(self) -> str:
+        """Short name for people, such as "e4m3-g128-bf16-m16n64-k2x2-s8-c2"; different kernels have different ones."""
+        group = f"g{self.group_size}" if self.group_size else "channel"
+        parts = [self.lhs, group + ("z" if self.zero_point else "") + ("o" if self.offset else "")]
+        if self.codes != "any":
+            parts[0] += "fast"
+        if self.group_size:
+            parts.append(self.scale_type)
+        if self.out != "bf16":
+            parts.append(f"to{self.out}")
+        parts.append(f"m{self.block_m}{'h' if self.halves == 2 else ''}n{self.block_n}")
+        if self.warpgroups_k * self.split_k > 1:
+            how = "t" if self.split_tail else "s" if self.scatter else ""
+            parts.append(f"k{self.warpgroups_k}x{self.split_k}{how}")
+        if self.multicast > 1:
+            parts.append(f"mc{self.multicast}{self.multicast_side}")
+        parts.append(f"s{self.stages}")
+        if self.ctas_per_sm > 1:
+            parts.append(f"c{self.ctas_per_sm}")
+        if self.direct:
+            parts.append("d")
+        if self.debug:
+            parts.append("debug")
+        return "-".join(parts)
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def wgmma_shapes(lhs: str) -> tuple[int, ...]:
+    """Legal N of `wgmma.mma_async.m64nNk32` for this type (PTX ISA, table of wgmma shapes)."""
+    if lhs == "e4m3":
+        return tuple(range(8, 257, 8))
+    return (8, 16, 24, 32, *range(48, 257, 16))
+
+
+def stage_weight_bytes(spec: KernelSpec) -> int:
+    """Bytes of weights that a stage holds."""
+    return spec.warpgroups * spec.format.record_bytes
+
+
+def lhs_copy_rows(spec: KernelSpec, m: int) -> tuple[int, int]:
+    """Tokens of one tile copy of activations: of a whole tile, and of the last along m, which brings what there is.
+
+    CTAs that share activations copy a part each, of whole rows of eight, the period of the swizzle.
+    """
+    shares = spec.multicast if spec.multicast_side == "lhs" else 1
+    left = m - (ceil_div(m, spec.block_m) - 1) * spec.block_m
+    return spec.block_m // shares, left if shares == 1 else 8 * ceil_div(left, 8 * shares)
+
+
+def share_tokens(spec: KernelSpec) -> int:
+    """Tokens of a tile that one of the splits of k sums up and stores.
+
+    Scattered, whole runs of 8, the same number for each; with fewer runs than splits, the last splits have none.
+    """
+    if not spec.scatter:
+        return spec.block_m
+    runs = spec.block_m // 8
+    splits = spec.split_k * spec.warpgroups_k
+    return 8 * next(share for share in range(ceil_div(runs, splits), runs + 1) if runs % share == 0)
+
+
+def slot_tokens(spec: KernelSpec) -> int:
+    """Tokens whose sums a summer gets of others: its part of each of its CTA's other warpgroups along k, then its share
+    of each other CTA (include/jitgemm/shared.cuh)."""
+    share = share_tokens(spec)
+    part = share * min(spec.split_k, spec.block_m // share)
+    return (spec.warpgroups_k - 1) * part + (spec.split_k - 1) * share
+
+
+def stage_bytes(spec: KernelSpec) -> int:
+    """Shared memory of one stage: activations, records and two barriers."""
+    return spec.warpgroups_k * spec.block_m * BLOCK_K + stage_weight_bytes(spec) + 2 * 8
+
+
+def smem_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
+    share = share_tokens(spec)
+    summers = ceil_div(spec.block_m // share, spec.split_k) * spec.warpgroups_n
+    out_panel = share * STRIP_ROWS * OUT_BYTES[spec.out]
+    slots = slot_tokens(spec) * STRIP_ROWS * 4
+    barriers = 8 * (summers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
+    barriers += 8 * 2 * summers if spec.split_k > 1 else 0
+    factors = (share + 3 * STRIP_ROWS) * 4
+    return spec.stages * stage_bytes(spec) + summers * (out_panel + slots + factors) + barriers

@@ -1,0 +1,135 @@
+"""How a kernel does its work where measurement decides: every rule that is not forced by the format or the hardware.
+
+Pure functions of a KernelSpec. Each says what was measured.
+"""
+
+from __future__ import annotations
+
+from jitgemm.jit.sass import Yields
+from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes
+
+DIRECT_LHS_TOKENS = 16
+"""Up to so many tokens a tile's first activations are copied by threads (docs/notes/decode.md)."""
+DIRECT_TOKENS = {(1, 2): (64, 300), (2, 1): (48, 128), (2, 2): (32, 64), (4, 1): (32, 64)}
+"""The same for wider tiles and four warpgroups along k where weights are left to ask for: most tokens of a tile, times
+warpgroups along n, and tokens of all stages together; by warpgroups along k and CTAs of an SM."""
+PREFETCH_BYTES = {1: 54_000, 2: 40_000}
+"""Bytes of weights that a CTA asks for before it waits for the grid before, and MIN_PREFETCH_STAGES at least: about
+what memory delivers in that time. More would stand in front of the activations; less where CTAs of few tokens share an
+SM (docs/notes/decode.md)."""
+MIN_PREFETCH_STAGES = 5
+STREAM_TOKENS = 32
+"""Most tokens of a tile for which `streams` asks for all stages."""
+IN_FLIGHT_REGISTERS = 16
+"""Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
+
+
+def promote_records(spec: KernelSpec) -> int:
+    """Records of 128 k summed in the tensor cores before they are promoted to fp32; 0 means the whole tile.
+
+    int8 sums are exact in int32. e4m3 sums lose bits as they grow: the tensor cores cut every product off at about 14
+    bits below the sum, and runs of 256 k miss 2^-10 of the sum of terms where all terms have one sign
+    (docs/notes/e4m3-accuracy.md).
+    """
+    if spec.lhs == "e4m3" or spec.offset:
+        return 1
+    if spec.group_size == 0:
+        return 0
+    # Two warpgroups along k take alternate records, so neither sees both halves of a group of 256.
+    return 2 if spec.group_size == 256 and spec.warpgroups_k == 1 else 1
+
+
+def units_in_flight(spec: KernelSpec) -> int:
+    """How many of a record's sums are kept at a time, one for each half of the tokens, group and part of its value.
+
+    All are promoted apart. Wide tiles have registers for one a half: the next group multiplies when one is promoted.
+    """
+    groups = max(1, spec.format.scale_rows) * (2 if spec.offset else 1)
+    if groups == 1:
+        return spec.halves
+    fit = IN_FLIGHT_REGISTERS // (spec.block_m // spec.halves // 2) // spec.halves
+    return spec.halves * max(1, min(groups, fit))
+
+
+def fragment_sets(spec: KernelSpec) -> int:
+    """Sets of registers that hold decoded records in turn: 2, or 1 that is copied into.
+
+    One where a turn of two records would be too much: to compile (groups of 32 unroll to four times the code), or for
+    registers (four warpgroups, or two CTAs, with wide tiles that convert int8's sums; with narrow ones, or with codes
+    of any activations, ptxas serialises the multiplies of a single set).
+    """
+    if spec.format.scale_rows == 4:
+        return 1
+    if spec.lhs != "s8" or spec.codes != "s8" or spec.group_size == 0:
+        return 2
+    four = spec.warpgroups == 4 and spec.block_m >= 48
+    crowded = spec.ctas_per_sm == 2 and spec.block_m >= 64 and spec.format.scale_rows == 1
+    return 1 if four or crowded else 2
+
+
+def keeps_addresses(spec: KernelSpec) -> bool:
+    """Whether consumers keep where shared memory is in a register that ptxas cannot work out anew in each iteration.
+
+    By measurement (docs/notes/main-loop.md): up to 6 % for tiles of few tokens. With more, one warpgroup, two CTAs on
+    an SM or four warpgroups have no register for it, and two along k that convert sums in halves or take zero points
+    off are slower with it; int8's with scales in fp32 spill.
+    """
+    if spec.block_m <= 32:
+        return True
+    if spec.ctas_per_sm == 2 or spec.warpgroups == 1:
+        return False
+    if spec.warpgroups_k == 1:
+        return spec.block_m <= 96 and spec.warpgroups < 4
+    crowded = spec.lhs == "s8" and (spec.halves == 2 or spec.scale_type == "fp32")
+    return promote_records(spec) == 0 or not (spec.zero_point or crowded)
+
+
+def prefetch_stages(spec: KernelSpec) -> int:
+    """Stages of the first tile whose weights a CTA asks for before it waits for the grid before."""
+    shape = spec.warpgroups_k, spec.ctas_per_sm
+    narrow = spec.block_m <= DIRECT_LHS_TOKENS
+    budget = PREFETCH_BYTES[min(2, spec.ctas_per_sm) if narrow else 1]
+    stages = min(spec.stages, max(MIN_PREFETCH_STAGES, budget // stage_weight_bytes(spec)))
+    return min(stages, ceil_div(DIRECT_TOKENS[shape][1], spec.block_m)) if spec.direct else stages
+
+
+def streams(spec: KernelSpec) -> bool:
+    """Whether a CTA whose tile has more than twice as many stages asks for all before it waits for the grid before.
+
+    Such a call lasts as long as its weights take, and no other kernel's CTA waits on the same SM.
+    """
+    return spec.block_m <= STREAM_TOKENS and spec.ctas_per_sm == spec.warpgroups_k == 1 and not spec.direct
+
+
+def direct_lhs(spec: KernelSpec) -> bool:
+    """Whether the consumers of a tile copy the first stages' activations themselves instead of the copy engine."""
+    narrow = spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1
+    return narrow or spec.direct
+
+
+def may_copy(spec: KernelSpec) -> bool:
+    """Whether consumers that do not copy the first activations could: whether `direct` may be set."""
+    widest, _ = DIRECT_TOKENS.get((spec.warpgroups_k, spec.ctas_per_sm), (0, 0))
+    if spec.lhs == "s8" and spec.ctas_per_sm == 2:
+        # With more sums they spill 8 bytes.
+        if spec.zero_point:
+            widest = min(widest, 32)
+        elif spec.warpgroups_n == 2 and spec.split_k >= 4:
+            widest = min(widest, 48)
+    return spec.block_m * spec.warpgroups_n <= widest and spec.multicast == 1 and not direct_lhs(spec)
+
+
+def yields(spec: KernelSpec) -> Yields:
+    """Which instructions of a kernel's machine code yield; by measurement (docs/notes/yields.md)."""
+    rows = spec.format.scale_rows
+    if spec.lhs == "s8" and rows == 4:
+        return Yields(conversions=False)
+    if rows == 0 or spec.offset:
+        return Yields()
+    if spec.codes == "s8" and rows == 1:
+        return Yields(every=2 if spec.block_m <= 64 else 4, conversions=False)
+    # Halves have multiplies of their own to let go first.
+    if spec.lhs == "e4m3" and rows == 1 and (spec.halves == 2 or spec.block_m < 160):
+        return Yields()
+    return Yields(every=4, keep=True)

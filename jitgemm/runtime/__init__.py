@@ -1,0 +1,1 @@
+"""What runs on a GPU: driver, devices, loaded kernels, prepared launches, dispatch."""

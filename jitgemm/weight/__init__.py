@@ -1,0 +1,1 @@
+"""4-bit weights: quantising, packing, the order of bytes."""

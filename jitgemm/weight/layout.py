@@ -1,0 +1,266 @@
+"""The packed order of a 4-bit weight: codes, scales, offsets and zero points to records and back.
+
+Pure functions over torch tensors, on whatever device those are. This module knows the order of bytes and nothing else:
+it checks no arguments, and knows no checkpoint formats, kernels or streams.
+
+A weight is cut into strips of 64 rows and blocks of 128 k; one record holds one strip x block
+(`WeightFormat.record_bytes` has the picture). The 4096 bytes of codes stand in the order in which the 128 threads of a
+warpgroup want the A fragments of wgmma m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a
+thread reads two 16-byte vectors::
+
+    codes [half h: 2][thread t: 128][word j: 4], 32-bit little endian; word w = 4h + j, warp = t / 32, lane = t % 32
+
+    row in the strip  16 * warp + lane / 4 + 8 * (w % 2)
+    first k, A half   32 * (w / 2) + 4 * (lane % 4)             byte b: weight A_b at this k + b
+    first k, B half   32 * (w / 2) + 4 * (lane % 4) + 16        byte b: weight B_b at this k + b
+
+    signed codes, byte b      bit   7       6 5 4   3              2 1 0
+      any                           s(A_b)  v(B_b)  s(B_(b-1)%4)   v(A_b)       s: d < 0    v: (s ? ~d : d) & 7
+      e4m3                          s(A_b)  v(B_b)  s(B_(b-1)%4)   v(A_b)       s: d < 0    v: |d|, no -8
+      s8                            A_b << 4 | B_b & 15                         two's complement
+    zero-point codes, byte b        B_b << 4 | A_b
+
+The sign of B_b stands in the next byte so that rotating a signed word right by four puts B where A was. Sign and
+magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from jitgemm.kernel.formats import BLOCK_K, CODE_BYTES, STRIP_ROWS, WeightFormat, ceil_div
+
+LAYOUT_VERSION = 2
+"""Changes when the same weight packs to other bytes."""
+
+CHUNK_CODES = 32 << 20
+"""Weights that are packed or unpacked at once; bounds the temporaries to a few times this many bytes."""
+
+_CODE_WORDS = CODE_BYTES // 4
+
+
+def _i32(word: int) -> int:
+    """The int32 with the bits of an unsigned 32-bit constant."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+_SIGNS = _i32(0x80808080)
+_LOW3 = 0x07070707
+_LOW4 = 0x0F0F0F0F
+
+
+def strips_of(n: int) -> int:
+    return ceil_div(n, STRIP_ROWS)
+
+
+def kblocks_of(k: int) -> int:
+    return ceil_div(k, BLOCK_K)
+
+
+def strip_chunks(n: int, k: int) -> Iterator[tuple[int, int]]:
+    """Runs of strips (first, end) of a weight [n, k], each of at most CHUNK_CODES weights but at least one strip."""
+    strips = strips_of(n)
+    step = max(1, CHUNK_CODES // (STRIP_ROWS * BLOCK_K * kblocks_of(k)))
+    for first in range(0, strips, step):
+        yield first, min(first + step, strips)
+
+
+# --- codes ------------------------------------------------------------------------------------------------------------
+
+
+def _byte_masks(words: torch.Tensor) -> torch.Tensor:
+    """int32 words: 0xFF in every byte whose top bit is set, 0 in the others."""
+    signs = words & _SIGNS
+    return (signs - ((signs >> 7) & 0x01010101)) | signs
+
+
+def encode_codes(codes: torch.Tensor, zero_point: bool, order: str = "any") -> torch.Tensor:
+    """Put whole strips of codes into the order of the records.
+
+    Args:
+        codes: contiguous int8 or uint8 [64 * strips, 128 * kblocks], one value each: -8..7 (two's complement), or 0..15
+            with zero_point.
+        order: `WeightFormat.codes`.
+
+    Returns:
+        int32 [strips, kblocks, 1024], the words of each record.
+    """
+    strips, kblocks = codes.shape[0] // STRIP_ROWS, codes.shape[1] // BLOCK_K
+    # strip, warp, row half, lane / 4, block, half h, k step in the half, A or B, lane % 4; a word is four k
+    signs = codes.view(torch.int32).view(strips, 4, 2, 8, kblocks, 2, 2, 2, 4)
+    words = codes.view(torch.int8).abs().view(torch.int32).view(signs.shape) if order == "e4m3" else signs
+    if zero_point:
+        a, b = (words & _LOW4).unbind(7)
+        packed = a | (b << 4)
+    elif order == "s8":
+        a, b = (words & _LOW4).unbind(7)
+        packed = (a << 4) | b
+    elif order == "e4m3":
+        a, b = ((words & _LOW3) | (signs & _SIGNS)).unbind(7)
+        packed = a | (b << 4) | ((b >> 28) & 0xF)
+    else:
+        a, b = (((words ^ _byte_masks(words)) & _LOW3) | (words & _SIGNS)).unbind(7)
+        packed = a | (b << 4) | ((b >> 28) & 0xF)  # b rotated left by four
+    return packed.permute(0, 4, 5, 1, 3, 7, 6, 2).reshape(strips, kblocks, _CODE_WORDS)
+
+
+def decode_codes(words: torch.Tensor, zero_point: bool, order: str = "any") -> torch.Tensor:
+    """Undo `encode_codes`: int32 [strips, kblocks, 1024] -> int8, or uint8, [64 * strips, 128 * kblocks]."""
+    strips, kblocks, _ = words.shape
+    # strip, block, half h, warp, lane / 4, lane % 4, k step in the half, row half -> the order of the matrix
+    words = words.reshape(strips, kblocks, 2, 4, 8, 4, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5)
+    if zero_point:
+        words = torch.stack((words & _LOW4, (words >> 4) & _LOW4), dim=7)
+    elif order == "s8":
+        words = torch.stack(((words >> 4) & _LOW4, words & _LOW4), dim=7)
+        words = (words.view(torch.int8) << 4) >> 4
+    else:
+        words = torch.stack((words, ((words >> 4) & 0x0FFFFFFF) | (words << 28)), dim=7)
+        masks = _byte_masks(words)
+        words = (words & _LOW3) ^ masks
+        if order == "e4m3":  # minus the magnitude is its complement plus one
+            words = words.view(torch.int8) - masks.view(torch.int8)
+    return words.view(torch.uint8 if zero_point else torch.int8).reshape(strips * STRIP_ROWS, kblocks * BLOCK_K)
+
+
+def split_canonical(q: torch.Tensor, zero_point: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Canonical bytes uint8 [n, k / 2] -> codes at even k (low nibble) and at odd k, each [n, k / 2].
+
+    int8 -8..7, or uint8 0..15 with zero_point.
+    """
+    if zero_point:
+        return q & 0xF, q >> 4
+    q = q.view(torch.int8)
+    return (q << 4) >> 4, q >> 4
+
+
+# --- rows of 64 scales or zero points ---------------------------------------------------------------------------------
+
+
+def _encode_rows(values: torch.Tensor, strips: int, kblocks: int, rows: int, group_size: int) -> torch.Tensor:
+    """One value per row of n and group -> [strips, kblocks, rows, 64], zero where there is no such row or group."""
+    if group_size == 0:
+        values = values.expand(-1, kblocks)
+    elif group_size > BLOCK_K:  # every record carries the group it lies in
+        values = values[:, :, None].expand(-1, -1, group_size // BLOCK_K).reshape(values.shape[0], -1)[:, :kblocks]
+    padded = values.new_zeros(strips * STRIP_ROWS, kblocks * rows)
+    padded[: values.shape[0], : values.shape[1]] = values
+    return padded.view(strips, STRIP_ROWS, kblocks, rows).permute(0, 2, 3, 1)
+
+
+def _decode_rows(records: torch.Tensor, n: int, k: int, group_size: int) -> torch.Tensor:
+    """Undo `_encode_rows`: [strips, kblocks, rows, 64] -> contiguous [n, groups]."""
+    strips, kblocks, rows, _ = records.shape
+    values = records.permute(0, 3, 1, 2).reshape(strips * STRIP_ROWS, kblocks * rows)
+    if group_size > BLOCK_K:
+        values = values[:, :: group_size // BLOCK_K]
+    groups = ceil_div(k, group_size) if group_size else 1
+    return values[:n, :groups].contiguous()
+
+
+def bits_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The integer type that carries a scale's bits, so that NaN payloads and the sign of zero survive every copy."""
+    return torch.int32 if dtype == torch.float32 else torch.int16
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def pack_records(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    *,
+    k: int,
+    canonical: bool,
+    format: WeightFormat,
+) -> torch.Tensor:
+    """Codes, scales, offsets, zero points -> blocks uint8 [ceil(n / 64), ceil(k / 128), format.record_bytes].
+
+    Args:
+        q: [n, k] one value each, or uint8 [n, k / 2] when canonical.
+        scale: [n, groups] in the format's scale type; not read per channel.
+        offset: [n, groups] in the format's scale type, or None.
+        zero: uint8 [n, groups], or None.
+
+    Padding: rows of n and values of k that the weight does not have hold code, scale, offset and zero point 0.
+    """
+    n = q.shape[0]
+    kblocks = kblocks_of(k)
+    blocks = torch.empty((strips_of(n), kblocks, format.record_bytes), dtype=torch.uint8, device=q.device)
+    for first, end in strip_chunks(n, k):
+        strips = end - first
+        rows = slice(first * STRIP_ROWS, min(end * STRIP_ROWS, n))
+        part = q[rows]
+        # A copy even where nothing is padded: it makes the rows contiguous and aligned to words.
+        codes = q.new_zeros(strips * STRIP_ROWS, kblocks * BLOCK_K)
+        if canonical:
+            even, odd = split_canonical(part, format.zero_point)
+            pairs = codes.view(even.dtype).view(strips * STRIP_ROWS, -1, 2)
+            pairs[: part.shape[0], : k // 2, 0] = even
+            pairs[: part.shape[0], : k // 2, 1] = odd
+        else:
+            codes[: part.shape[0], :k] = part
+        blocks[first:end].view(torch.int32)[:, :, :_CODE_WORDS] = encode_codes(
+            codes, format.zero_point, format.codes
+        )
+        for values, start, stop in (
+            (scale if format.scale_rows else None, CODE_BYTES, format.offsets_at),
+            (offset, format.offsets_at, format.zeros_at),
+        ):
+            if values is not None:
+                bits = values[rows].view(bits_dtype(values.dtype))
+                bits = _encode_rows(bits, strips, kblocks, format.scale_rows, format.group_size)
+                target = blocks[first:end, :, start:stop].view(bits.dtype)
+                target.view(strips, kblocks, format.scale_rows, STRIP_ROWS).copy_(bits)
+        if zero is not None:
+            points = _encode_rows(zero[rows], strips, kblocks, format.zero_rows, format.group_size)
+            target = blocks[first:end, :, format.zeros_at :]
+            target.view(strips, kblocks, format.zero_rows, STRIP_ROWS).copy_(points)
+    return blocks
+
+
+def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
+    """Records of a run of strips that holds n rows -> int8 (uint8 with zero points) [n, k]. Not chunked."""
+    words = blocks.view(torch.int32)[:, :, :_CODE_WORDS]
+    return decode_codes(words, format.zero_point, format.codes)[:n, :k]
+
+
+def unpack_scales(blocks: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Records of a run of strips that holds n rows -> scales [n, groups] of `dtype`; only where records hold scales."""
+    return _unpack_reals(blocks[:, :, CODE_BYTES : format.offsets_at], n, k, format, dtype)
+
+
+def unpack_offsets(blocks: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Records of a run of strips that holds n rows -> offsets [n, groups] of `dtype`; only where records hold them."""
+    return _unpack_reals(blocks[:, :, format.offsets_at : format.zeros_at], n, k, format, dtype)
+
+
+def _unpack_reals(part: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
+    bits = part.view(bits_dtype(dtype)).view(*part.shape[:2], format.scale_rows, STRIP_ROWS)
+    return _decode_rows(bits, n, k, format.group_size).view(dtype)
+
+
+def unpack_zeros(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
+    """Records of a run of strips that holds n rows -> zero points uint8 [n, groups]; only where records hold them."""
+    points = blocks[:, :, format.zeros_at :]
+    points = points.view(*blocks.shape[:2], format.zero_rows, STRIP_ROWS)
+    return _decode_rows(points, n, k, format.group_size)
+
+
+def pack_channel_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Per-channel scales [n, 1] -> [64 * strips] of the same type, zero where there is no row of n."""
+    n = scale.shape[0]
+    padded = torch.zeros(strips_of(n) * STRIP_ROWS, dtype=scale.dtype, device=scale.device)
+    bits = bits_dtype(scale.dtype)
+    padded.view(bits)[:n] = scale[:, 0].view(bits)
+    return padded
+
+
+def unpack_channel_scale(padded: torch.Tensor, n: int) -> torch.Tensor:
+    """Undo `pack_channel_scale`."""
+    bits = padded.view(bits_dtype(padded.dtype))[:n, None].clone()
+    return bits.view(padded.dtype)

@@ -1,0 +1,212 @@
+"""quantize_w4: a float weight to 4 bits, for people without a quantised checkpoint.
+
+Round to nearest, with a search over how far each group is clipped. Plain torch, on whatever device the weight is; knows
+nothing of activations, calibration data, kernels or the packed order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
+from jitgemm.weight.w4 import SCALE_DTYPES, W4Weight, _check_int, pack_w4
+
+MIN_CLIP = 0.2
+"""Smallest part of a group's range that the search keeps: one outlier among thousands of values is worth no more."""
+CLIP_STEPS = 32
+"""Ranges tried by default, in geometric steps from all of it down to MIN_CLIP: each is 5 % smaller than the last."""
+
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""Values worked on at once: what fits a core's cache, or a GPU's L2; temporaries are about 32 bytes a value."""
+
+
+def quantize_w4(
+    w: torch.Tensor,
+    group_size: int,
+    *,
+    symmetric: bool = True,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    full_range: bool = True,
+    clip_steps: int = CLIP_STEPS,
+    lhs_dtype: torch.dtype | None = None,
+) -> W4Weight:
+    """Quantise a weight to 4 bits: per group, the scale (and zero point) of least squared error among those tried.
+
+    ::
+
+        symmetric    q in -8..7    w ~ q * scale              scale of either sign, so that -8 serves either end
+        asymmetric   q in 0..15    w ~ (q - zero) * scale     zero an integer 0..15: 0.0 stays 0.0
+
+    Scales are rounded to `scale_dtype` first and codes computed for the rounded scale. Tried are the scales that cover
+    the group's range, max |w| / 7, / 7.5 and / 8, or (max - min) / 15, and then those that clip it, down to a fifth of
+    it. Plain round to nearest is the first of them, and a later one is taken only if its error is smaller. The same w
+    gives the same weight in every run.
+
+    Args:
+        w: fp32, bf16 or fp16 [n, k], any strides, n a multiple of 8 and k a multiple of 32; finite. Left as it is.
+        group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.
+        symmetric: signed codes; False for codes 0..15 with zero points.
+        scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
+        full_range: False keeps symmetric codes within -7..7: about a fifth more squared error, but a weight for e4m3
+            activations (see lhs_dtype) then decodes in half the instructions.
+        clip_steps: how many clipped ranges to try; 0 for plain round to nearest, with max |w| / 7 or (max - min) / 15.
+        lhs_dtype: as in `pack_w4`.
+
+    Returns:
+        The packed weight on w's device. A group of zeros has scale 0. `unpack()` gives codes, scales and zero points.
+        Beside w and the result, n * k / 2 bytes and a fixed amount of memory are used.
+
+    Raises:
+        TypeError: an argument is no tensor, or of a wrong type.
+        ValueError: wrong shape, a NaN or infinity, or values too large for scale_dtype.
+    """
+    group_size, clip_steps = _check(w, group_size, symmetric, scale_dtype, full_range, clip_steps)
+    n, k = w.shape
+    size = min(group_size, k)
+    groups = ceil_div(k, size)
+    with torch.inference_mode(False), torch.no_grad():
+        scale = torch.empty((n, groups), dtype=scale_dtype, device=w.device)
+        zero = None if symmetric else torch.empty((n, groups), dtype=torch.uint8, device=w.device)
+        q = torch.empty((n, k // 2), dtype=torch.uint8, device=w.device)
+        padding = groups * size - k  # with zeros, which every scale and zero point represents
+        step = max(1, _CHUNK["cuda" if w.is_cuda else "cpu"] // (k + padding))
+        for first in range(0, n, step):
+            rows = slice(first, min(first + step, n))
+            part = torch.nn.functional.pad(w[rows].to(torch.float32), (0, padding)).reshape(-1, groups, size)
+            _check_finite(w, part, first)
+            if symmetric:
+                codes, scale[rows] = _signed(part, scale_dtype, full_range, clip_steps)
+            else:
+                codes, scale[rows], zero[rows] = _with_zero_points(part, scale_dtype, clip_steps)
+            q[rows] = _canonical(codes.view(part.shape[0], -1)[:, :k])
+        return pack_w4(q, scale, zero, group_size=group_size, k=k, lhs_dtype=lhs_dtype)
+
+
+def clip_ratios(steps: int) -> list[float]:
+    """Parts of a group's range to try, the whole one not among them: geometric down to MIN_CLIP."""
+    return [MIN_CLIP ** (i / steps) for i in range(1, steps + 1)]
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+def _signed(
+    w: torch.Tensor, dtype: torch.dtype, full_range: bool, clip_steps: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w fp32 [rows, groups, size] -> codes fp32 of w's shape, and scale [rows, groups] of dtype."""
+    largest = w.abs().amax(-1)
+    # The largest value is 7 steps long; with -8 also 7.5, which rounds to either end, or 8. Beyond that it is clipped.
+    divisors = [7.0]
+    if clip_steps:
+        end = 8.0 if full_range else 7.0
+        divisors += ([7.5, 8.0] if full_range else []) + [end / ratio for ratio in clip_ratios(clip_steps)]
+    ranges = ((1, -8, 7), (-1, -7, 8)) if full_range else ((1, -7, 7),)
+    best = least = None
+    for divisor in divisors:
+        # By a tensor: torch on a GPU multiplies with a number's reciprocal instead of dividing.
+        scale = _rounded(largest / torch.tensor(divisor, device=w.device), dtype)
+        steps = _in_steps(w, scale)
+        nearest = steps.round()
+        for sign, low, high in ranges if best is not None else ranges[:1]:
+            error = _squared_error(nearest, low, high, steps, scale)
+            if best is None:
+                best, least = scale, error
+            else:
+                better = error < least
+                best, least = torch.where(better, scale * sign, best), torch.where(better, error, least)
+    return _in_steps(w, best).round_().clamp_(ranges[0][1], 7), best.to(dtype)
+
+
+def _with_zero_points(
+    w: torch.Tensor, dtype: torch.dtype, clip_steps: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """w fp32 [rows, groups, size] -> codes fp32 of w's shape, scale [rows, groups] of dtype, zero fp32 of its shape."""
+    low, high = w.amin(-1).clamp_(max=0), w.amax(-1).clamp_(min=0)  # with 0, so that the zero point is in 0..15
+    # Halves first: the range of fp32 values need not be one.
+    half_range = high / 2 - low / 2
+    best = None
+    for ratio in (1.0, *(clip_ratios(clip_steps) if clip_steps else ())):
+        scale = _rounded(half_range / torch.tensor(7.5 / ratio, device=w.device), dtype)
+        steps = _in_steps(w, scale)
+        nearest = steps.round()
+        exact = -_in_steps(low[..., None], scale)[..., 0] * ratio
+        for zero in (exact.round(), exact.floor(), exact.ceil()) if clip_steps else (exact.round(),):
+            zero = zero.clamp_(0, 15)
+            error = _squared_error(nearest, -zero[..., None], (15 - zero)[..., None], steps, scale)
+            if best is None:
+                best, best_zero, least = scale, zero, error
+            else:
+                better = error < least
+                best, best_zero = torch.where(better, scale, best), torch.where(better, zero, best_zero)
+                least = torch.where(better, error, least)
+    codes = _in_steps(w, best).round_().add_(best_zero[..., None]).clamp_(0, 15)
+    return codes, best.to(dtype), best_zero
+
+
+def _rounded(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale as dtype holds it, in fp32; ValueError where that is infinite."""
+    rounded = scale.to(dtype).to(torch.float32)
+    if not bool(rounded.isfinite().all()):
+        largest = torch.finfo(dtype).max
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"w: expected scales within {name}'s {largest:g}, got one of {float(scale.max()):g}")
+    return rounded
+
+
+def _in_steps(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """w / scale; below a half where the scale is 0, which it is where w is zero or smaller than dtype's least."""
+    return w / torch.where(scale == 0, 1.0, scale)[..., None]
+
+
+def _squared_error(nearest, low, high, steps, scale) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """Sum over each group of (q * scale - w)^2 in fp64, with q = nearest clamped to low..high.
+
+    In steps, which neither overflow nor vanish. The sum is fp64 so that its order decides no comparison.
+    """
+    clipped = torch.clamp(nearest, low, high)
+    unit = torch.where(scale == 0, 1.0, scale).to(torch.float64)
+    return clipped.sub_(steps).square_().sum(-1, dtype=torch.float64) * unit.square()
+
+
+def _canonical(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [rows, k] -> uint8 [rows, k / 2], even k in the low nibble, two's complement."""
+    nibbles = codes.to(torch.int8).view(torch.uint8) & 0xF
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _check(  # type: ignore[no-untyped-def]
+    w, group_size, symmetric, scale_dtype, full_range, clip_steps
+) -> tuple[int, int]:
+    if not isinstance(w, torch.Tensor):
+        raise TypeError(f"w: expected a torch.Tensor, got {type(w).__name__}")
+    if w.dtype not in SCALE_DTYPES.values():
+        raise TypeError(f"w: expected float32, bfloat16 or float16, got {str(w.dtype).removeprefix('torch.')}")
+    for name, value in (("symmetric", symmetric), ("full_range", full_range)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+    if scale_dtype not in SCALE_DTYPES.values():
+        raise TypeError(f"scale_dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {scale_dtype}")
+    group_size, clip_steps = _check_int("group_size", group_size), _check_int("clip_steps", clip_steps)
+    if clip_steps < 0:
+        raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
+    if w.dim() != 2:
+        raise ValueError(f"w: expected shape [n, k], got {list(w.shape)}")
+    n, k = w.shape
+    if n < 8 or n % 8:
+        raise ValueError(f"w: expected n, its rows, to be a positive multiple of 8, got {n}")
+    if k < 32 or k % 32:
+        raise ValueError(f"w: expected k, its columns, to be a positive multiple of 32, got {k}")
+    if group_size < k and group_size not in GROUP_SIZES:
+        raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k = {k} for per channel, got {group_size}")
+    return group_size, clip_steps
+
+
+def _check_finite(w: torch.Tensor, part: torch.Tensor, first: int) -> None:
+    if bool(part.isfinite().all()):
+        return
+    row, column = (~w[first : first + part.shape[0]].isfinite()).nonzero()[0].tolist()
+    value = w[first + row, column].item()
+    raise ValueError(f"w: expected finite values, got {value} at [{first + row}, {column}]")
