@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests marked `gpu` and writes a note on the run, for docs/notes/:
+# Runs the tests marked `gpu` and writes a note on the run, for docs/notes/log/:
 #   scripts/gpu_tests.sh NOTE.md [COMMIT] [pytest arguments]
 # COMMIT is asked of git when it is not given or is "-". GPU_TESTS_LIMIT_S limits the run (default 540 seconds).
 # Exits as pytest does.
