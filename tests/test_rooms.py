@@ -1,0 +1,74 @@
+"""The rooms of the package: imports go downwards only, at the top of a module and inside functions alike."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "jitgemm"
+FLOORS = (
+    ("errors", "settings", "dtypes"),
+    ("jit",),
+    ("kernel",),
+    ("select", "weight"),
+    ("runtime", "checkpoint"),
+    ("activations",),
+    ("gemm",),
+    ("nn", "cli"),
+)
+"""From the ground up; a room imports from lower floors and from itself, never from a neighbour."""
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+TENSOR_FREE = ("errors", "settings", "dtypes", "jit", "kernel", "select", "cli")
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+ROOMS = {name: name.split(".")[1] for name in MODULES if name.count(".") and not name.endswith("__main__")}
+
+
+def imports(name: str) -> set[str]:
+    """Every module of the package that this one imports, wherever the statement stands."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively"
+            for alias in node.names:
+                member = f"{node.module}.{alias.name}"
+                found.add(member if member in MODULES else node.module or "")
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return {each for each in found if each in MODULES and each not in ("jitgemm", name)}
+
+
+@pytest.mark.parametrize("name", sorted(ROOMS))
+def test_imports_go_downwards(name):
+    room = ROOMS[name]
+    assert room in FLOOR, f"{room} is on no floor"
+    upwards = [
+        each for each in imports(name) if ROOMS.get(each) != room and FLOOR[ROOMS[each]] >= FLOOR[room]
+    ]
+    assert upwards == []
+
+
+def test_no_two_modules_import_each_other_in_a_circle():
+    graph = {name: imports(name) for name in ROOMS}
+    list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle
+
+
+def test_choosing_rendering_compiling_and_the_commands_need_no_torch():
+    names = [name for name, room in ROOMS.items() if room in TENSOR_FREE]
+    code = f"import sys\nfor name in {names!r}: __import__(name)\nprint(*sorted({{'torch', 'numpy'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.stderr) == ("", "")
