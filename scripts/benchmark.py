@@ -142,8 +142,8 @@ def benchmark(
 
     \b
     Reading the table:
-      % floor  floor_us / us. The floor is the longer of bytes / 4.5 TB/s and operations / 1.5 PFLOP/s, one figure
-               a cell; int8 may pass 100, because it draws less power.
+      % floor  floor_us / us. The floor is the longer of bytes and operations over the device's rates (H200:
+               4.5 TB/s, 1.5 PFLOP/s), one figure a cell; int8 may pass 100, because it draws less power.
       +-       how much the replays varied: 10th to 90th percentile, over the median.
       x        how many times faster than the best peer of its kind (exact group scales, or per channel), and than
                the best of any kind (also 8 and 16 bits, also rounded scales). Below 1 the peer is faster.
@@ -245,7 +245,8 @@ def _measure(  # type: ignore[no-untyped-def]
         "hold_s": HOLD_S if sustained else None,
         "argv": sys.argv[1:],
     }
-    document = results_lib.new_document("sustained" if sustained else "burst", settings, everybody, missing)
+    rates = cells_lib.Rates.of(local_device())
+    document = results_lib.new_document("sustained" if sustained else "burst", settings, everybody, missing, rates)
 
     def done(record: dict[str, Any]) -> None:
         document["cells"].append(record)
@@ -257,7 +258,7 @@ def _measure(  # type: ignore[no-untyped-def]
     common.note(f"{len(cells)} cells, {len(able)} contestants, {count} kernels of ours, {compiled} compiled now")
     lost = None
     try:
-        measure(cells, able, Settings(rounds, REPLAYS, sustained, check), done, common.note)
+        measure(cells, able, Settings(rounds, REPLAYS, sustained, check, rates), done, common.note)
     except DeviceLost as error:
         lost = str(error)
     except KeyboardInterrupt:

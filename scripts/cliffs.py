@@ -53,7 +53,7 @@ Pair = tuple[int, int]
 
 def limit_us(n: int, k: int, m: int) -> float:
     """Microseconds that a call may take."""
-    return FLOOR_FACTOR * Cell(n, k, m).floor_us + FLOOR_ADDED_US
+    return FLOOR_FACTOR * Cell(n, k, m).floor_us() + FLOOR_ADDED_US
 
 
 def rises(us: Mapping[int, float]) -> dict[Pair, float]:

@@ -51,7 +51,7 @@ def document(**us: float | None) -> dict:
         "date": "2025-01-02T03:04:05+00:00",
         "environment": {"device": DEVICE, "driver": "580", "commit": "0123456789abcdef", "dirty": False},
         "settings": {},
-        "floor": cells_lib.FLOOR_TEXT,
+        "floor": cells_lib.H200.floor,
         "contestants": [
             contestant_facts("e4m3_g128", "exact", ours=True),
             contestant_facts("int8_ch", "channel", ours=True),
@@ -90,7 +90,16 @@ def recorded(tmp_path):
     [(4096, 4096, 1, 1.93), (4096, 4096, 64, 2.1), (4096, 4096, 8192, 183.25), (28672, 4096, 16, 13.68)],
 )
 def test_the_floor_is_the_longer_of_bytes_and_operations(n, k, m, floor_us):
-    assert Cell(n, k, m).floor_us == pytest.approx(floor_us, abs=0.006)
+    assert Cell(n, k, m).floor_us() == pytest.approx(floor_us, abs=0.006)
+
+
+def test_a_device_has_a_floor_of_its_own():
+    from jitgemm.select.devices import device_spec
+
+    half = cells_lib.Rates.of(device_spec("h200,hbm=2.25e6,tensor=0.9e9"))
+    assert Cell(4096, 4096, 1).floor_us(half) == pytest.approx(2 * Cell(4096, 4096, 1).floor_us())
+    assert Cell(4096, 4096, 8192).floor_us(half) == pytest.approx(2 * Cell(4096, 4096, 8192).floor_us())
+    assert "2.2 TB/s" in half.floor and "0.75 PFLOP/s" in half.floor
 
 
 def test_presets_name_the_cells_of_a_llama_8b():
@@ -235,7 +244,7 @@ def test_a_new_document_names_everything_a_reader_asks_for():
     from benchmark_lib.contestants import pick
 
     everybody = pick()
-    made = results_lib.new_document("burst", {}, everybody, {"quack_exact": "cannot import"})
+    made = results_lib.new_document("burst", {}, everybody, {"quack_exact": "cannot import"}, cells_lib.H200)
     results_lib.validate(made)
     assert {"commit", "driver", "versions", "device", "python", "nvrtc"} <= set(made["environment"])
     assert next(e for e in made["contestants"] if e["name"] == "quack_exact")["missing"] == "cannot import"

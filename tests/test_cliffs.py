@@ -55,7 +55,7 @@ def test_a_rise_is_the_time_over_that_of_the_m_before():
 
 
 def test_the_limit_is_taken_from_the_benchmarks_floor():
-    assert limit_us(4096, 4096, 64) == pytest.approx(1.6 * Cell(4096, 4096, 64).floor_us + 3)
+    assert limit_us(4096, 4096, 64) == pytest.approx(1.6 * Cell(4096, 4096, 64).floor_us() + 3)
     assert limit_us(4096, 4096, 64) == pytest.approx(1.6 * 2.1 + 3, abs=0.01)
 
 

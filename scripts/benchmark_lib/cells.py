@@ -12,12 +12,11 @@ from pathlib import Path
 from jitgemm.cli.common import parse_shape
 from jitgemm.cli.hf_config import linear_layers, read_config, weight_group
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, ceil_div, tuned_codes
+from jitgemm.select.devices import DEVICES, DeviceSpec
 
-HBM_BYTES_PER_US = 4.5e6
-"""What an H200 streams from HBM under programmatic dependent launch: 4.5 TB/s, measured."""
-TENSOR_OPS_PER_US = 1.5e9
-"""What cuBLAS FP8 and the best W4A8 kernels reach on an H200: 1.5 PFLOP/s, measured. int8 passes it."""
-FLOOR_TEXT = "max(bytes / 4.5 TB/s, 2mnk / 1.5 PFLOP/s); bytes = n*k/2 + 2*n*k/128 + m*k + 2*m*n"
+GEMM_SHARE = 1.5 / 1.8
+"""What cuBLAS FP8 and the best W4A8 kernels reach of a device's tensor rate: 1.5 of 1.8 PFLOP/s on an H200, measured.
+int8 passes it."""
 
 COPY_BYTES = 300e6
 """Copies of a weight together are at least this large, five times the L2, so that weights come from HBM."""
@@ -27,6 +26,31 @@ MS = (1, 16, 64, 128, 256, 512, 1024, 4096, 8192)
 QUICK_SHAPES = ((4096, 4096), (28672, 4096))
 QUICK_MS = (1, 16, 64, 512, 4096)
 PRESETS = {"llama-8b": (LLAMA_8B, MS), "quick": (QUICK_SHAPES, QUICK_MS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What bounds a GEMM on a device: bytes of device memory and 8-bit operations, per microsecond."""
+
+    hbm_bytes_per_us: float
+    tensor_ops_per_us: float
+
+    @classmethod
+    def of(cls, device: DeviceSpec) -> Rates:
+        return cls(device.hbm_bytes_per_us, device.tensor_ops_per_us * GEMM_SHARE)
+
+    @property
+    def limits(self) -> str:
+        return f"{self.hbm_bytes_per_us / 1e6:.2g} TB/s, {self.tensor_ops_per_us / 1e9:.2g} PFLOP/s"
+
+    @property
+    def floor(self) -> str:
+        """The floor's formula, for people."""
+        bandwidth, tensor = self.limits.split(", ")
+        return f"max(bytes / {bandwidth}, 2mnk / {tensor}); bytes = n*k/2 + 2*n*k/128 + m*k + 2*m*n"
+
+
+H200 = Rates.of(DEVICES["h200"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +71,9 @@ class Cell:
         """Bytes a W4A8 GEMM with a 16-bit scale per 128 values has to move once."""
         return self.n * self.k / 2 + 2 * self.n * self.k / 128 + self.m * self.k + 2 * self.m * self.n
 
-    @property
-    def floor_us(self) -> float:
+    def floor_us(self, rates: Rates = H200) -> float:
         """Microseconds below which no W4A8 kernel is expected: one figure for every format, so that formats compare."""
-        return max(self.floor_bytes / HBM_BYTES_PER_US, self.ops / TENSOR_OPS_PER_US)
+        return max(self.floor_bytes / rates.hbm_bytes_per_us, self.ops / rates.tensor_ops_per_us)
 
     @property
     def name(self) -> str:

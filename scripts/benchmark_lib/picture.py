@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .cells import HBM_BYTES_PER_US, TENSOR_OPS_PER_US, Cell
+from .cells import H200, Cell, Rates
 from .results import names_of
 
 _MARKERS = "osD^vP*X"
@@ -77,14 +77,15 @@ def _panel(panel: Any, document: dict[str, Any], cells: list[dict[str, Any]], sh
     mine = [cell for cell in cells if (cell["n"], cell["k"]) == shape]
     intensities = [_intensity(cell) for cell in cells]
     low, high = min(intensities) / 1.5, max(intensities) * 1.5
-    ridge = TENSOR_OPS_PER_US / HBM_BYTES_PER_US
+    rates = Rates(**document["rates"]) if "rates" in document else H200
+    ridge = rates.tensor_ops_per_us / rates.hbm_bytes_per_us
     xs = sorted({low, high, *([ridge] if low < ridge < high else [])})
     panel.plot(
         xs,
-        [min(x * HBM_BYTES_PER_US, TENSOR_OPS_PER_US) / 1e6 for x in xs],
+        [min(x * rates.hbm_bytes_per_us, rates.tensor_ops_per_us) / 1e6 for x in xs],
         color="black",
         linewidth=1,
-        label="4.5 TB/s, 1.5 PFLOP/s",
+        label=rates.limits,
     )
     points = 0
     for i, name in enumerate(names_of(document)):

@@ -9,11 +9,12 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .cells import FLOOR_TEXT
+from .cells import Rates
 from .contestant import KINDS, Contestant
 
 SCHEMA = 1
@@ -41,7 +42,7 @@ _CELL = {"n": int, "k": int, "m": int, "floor_us": (int, float), "results": dict
 
 
 def new_document(
-    mode: str, settings: dict[str, Any], contestants: Sequence[Contestant], missing: dict[str, str]
+    mode: str, settings: dict[str, Any], contestants: Sequence[Contestant], missing: dict[str, str], rates: Rates
 ) -> dict[str, Any]:
     """An empty document; cells are appended to its "cells".
 
@@ -50,6 +51,7 @@ def new_document(
         settings: how it was run.
         contestants: all that were asked for.
         missing: name -> why it cannot take part.
+        rates: the device's.
     """
     return {
         "schema": SCHEMA,
@@ -60,7 +62,8 @@ def new_document(
         "settings": settings,
         "unit": "us: median microseconds a call over replays of one CUDA graph that holds one call per weight copy; "
         "weights come from HBM, activations are the same each call and quantised before; contestants take turns",
-        "floor": FLOOR_TEXT,
+        "floor": rates.floor,
+        "rates": asdict(rates),
         "contestants": [
             {
                 "name": each.name,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 
-from .cells import Cell, Format
+from .cells import H200, Cell, Format, Rates
 from .contestant import Contestant, Refused, Run, short
 
 HOLD_S = 1.0
@@ -22,6 +22,7 @@ class Settings:
     replays: int
     sustained: bool
     check: bool
+    rates: Rates = H200
 
 
 class DeviceLost(Exception):
@@ -154,7 +155,7 @@ def _measure_cell(
             "copies": clock.calls,
             "tflops": round(cell.ops / clock.us / 1e6, 2),
             "gbs": round(run.bytes / clock.us / 1e3, 1),
-            "floor_percent": round(100 * cell.floor_us / clock.us, 1),
+            "floor_percent": round(100 * cell.floor_us(settings.rates) / clock.us, 1),
         }
         if before.get(name) is not None and not torch.equal(before[name], run.snapshot()):
             result["correct"] = False
@@ -164,7 +165,7 @@ def _measure_cell(
         "k": cell.k,
         "m": cell.m,
         "layer": cell.layer,
-        "floor_us": round(cell.floor_us, 3),
+        "floor_us": round(cell.floor_us(settings.rates), 3),
         "results": results,
     }
     del timed, runs, before
