@@ -8,7 +8,7 @@ class JitGemmError(RuntimeError):
 
 
 class CompileError(JitGemmError):
-    """NVRTC refused a kernel, or built one that spills or serialises its wgmma.
+    """NVRTC is missing or refused a kernel.
 
     Attributes:
         log: NVRTC's program log, ptxas output included.

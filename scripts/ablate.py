@@ -313,20 +313,17 @@ def measure(part: Part, kernels: tuple[KernelSpec, ...], m: int, weights: Weight
         "s8": torch.randint(-127, 128, (m, weights.k), device="cuda", dtype=torch.int8),
         "e4m3": torch.randn(m, weights.k, device="cuda").to(torch.float8_e4m3fn),
     }
-    device, headers, original = device_of(0), render.headers(), dict(render.headers())
+    device, original = device_of(0), render.headers()
     times: dict[tuple[str, KernelSpec], str] = {}
     ready_to_run: dict[tuple[str, KernelSpec], Timed] = {}
 
     def build(kernel: KernelSpec) -> KernelSpec | None:
-        try:
-            KernelCache().get_or_compile(kernel_source(kernel))
-        except jitgemm.CompileError:
-            return kernel
-        return None
+        entry, _ = KernelCache().get_or_compile(kernel_source(kernel))
+        return kernel if entry.slow_because else None
 
     for name, variant in part.variants.items():
-        headers.clear()
-        headers.update(original)
+        headers = dict(original)
+        render.headers = lambda: headers
         render.yields = variant.yields
         for header, old, new in variant.changes:
             if old not in headers[f"jitgemm/{header}.cuh"]:
@@ -354,7 +351,7 @@ def measure(part: Part, kernels: tuple[KernelSpec, ...], m: int, weights: Weight
             else:
                 ready_to_run[name, kernel] = timed
     headers.clear()
-    headers.update(original)
+    render.headers = lambda: original
     render.yields = Variant().yields
     for _ in range(ROUNDS):
         for timed in random.sample(list(ready_to_run.values()), len(ready_to_run)):

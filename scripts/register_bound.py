@@ -17,9 +17,8 @@ sys.path.insert(0, str(ROOT))
 import typer
 from benchmark_lib.cells import Format, parse_format
 
-from jitgemm import settings
 from jitgemm.cli import common
-from jitgemm.errors import CompileError, JitGemmError
+from jitgemm.errors import JitGemmError
 from jitgemm.kernel.formats import BLOCK_K, OUT_BYTES, SCALE_BYTES, WeightFormat, tuned_codes
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.devices import DeviceSpec, device_spec
@@ -80,18 +79,10 @@ def build_all(jobs: Mapping[KernelSpec, bool], threads: int) -> Iterator[Built]:
         cache = KernelCache([Path(folder)])
         for index, result in compile_all(cache, [kernel_source(spec) for spec in specs], threads, common.err()):
             spec = specs[index]
-            problem = _problem(result, jobs[spec]) if isinstance(result, JitGemmError) else None
+            if isinstance(result, JitGemmError):
+                raise result
+            problem = result[0].slow_because or None
             yield Built(spec.label, jobs[spec], registers_needed(spec), spec.consumer_registers, problem)
-
-
-def _problem(error: JitGemmError, legal: bool) -> str:
-    """Why a build failed. Raises what is no failed build."""
-    if not isinstance(error, CompileError):
-        raise error
-    # Nobody will read the source of one that was refused anyhow.
-    if not legal and error.source_path is not None and settings.dump_dir() is None:
-        Path(error.source_path).unlink(missing_ok=True)
-    return str(error).splitlines()[0].rpartition("failed build: ")[2]
 
 
 app = typer.Typer(

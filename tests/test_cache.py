@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_kernel import OPTIONS, tiny_kernel
+from tiny_kernel import OPTIONS, serialised_kernel, spilling_kernel, tiny_kernel
 
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
 from jitgemm.jit.cache import STALE_AFTER_S, KernelCache
+from jitgemm.jit.entry import encode_entry, write_atomically
 from jitgemm.jit.nvrtc import NvrtcInfo, nvrtc_info
 from jitgemm.jit.sass import Yields
 from jitgemm.jit.source import KernelSource
@@ -111,7 +113,8 @@ def test_the_entry_describes_itself(root):
     assert known["key"] == entry.key and known["label"] == request.label and known["spec"] == request.spec
     assert known["source"] == request.source and known["options"] == list(OPTIONS) and known["arch"] == "sm_90a"
     assert known["nvrtc"]["build"] == nvrtc_info().build and "ptxas info" in known["log"]
-    assert known["registers"] > 0 and known["spill_bytes"] == 0 and known["cubin_bytes"] == len(entry.cubin)
+    assert known["registers"] > 0 and (known["spill_bytes"], known["serialised"], entry.slow_because) == (0, "", "")
+    assert known["cubin_bytes"] == len(entry.cubin)
     assert abs(time.time() - known["created"]) < 600
 
 
@@ -130,6 +133,48 @@ def test_a_kernel_spec_is_rendered_keyed_and_compiled(root):
     entry, compiled = cache.get_or_compile(kernel_source(spec))
     assert compiled and entry.metadata["spec"] == spec.to_dict() and entry.metadata["source"] == render.render(spec)
     assert cache.get_or_compile(kernel_source(spec))[1] is False
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"), [(spilling_kernel(), r"\d+ bytes of register spills"), (serialised_kernel(), r"\(C75..\) .*GMMA.*")]
+)
+def test_what_slows_a_build_is_kept_with_it_and_is_no_failure(root, request_, said):
+    made, compiled = KernelCache([root]).get_or_compile(request_)
+    found = KernelCache([root]).lookup(made.key)
+    assert compiled and found.cubin.startswith(b"\x7fELF") and re.fullmatch(said, found.slow_because)
+    (info,) = KernelCache([root]).entries()
+    assert (info.spill_bytes, info.serialised) == (found.metadata["spill_bytes"], found.metadata["serialised"])
+
+
+def test_an_entry_written_without_a_word_on_serialised_wgmma_is_a_clean_one(root):
+    (entry,) = filled(root)
+    del entry.metadata["serialised"]
+    write_atomically(entry.path, encode_entry(entry.metadata, entry.cubin))
+    (info,) = KernelCache([root]).entries()
+    assert KernelCache([root]).lookup(entry.key).slow_because == "" and info.ok and info.serialised == ""
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_slow_kernel_runs_with_one_warning_a_process(root, monkeypatch, cached):
+    from jitgemm.runtime import driver, kernels
+
+    if cached:
+        KernelCache([root]).get_or_compile(spilling_kernel())
+    monkeypatch.setattr(kernels, "cache", KernelCache([root]))
+    monkeypatch.setattr(kernels, "kernels", {})
+    monkeypatch.setattr(kernels, "_warned_of_slow", False)
+    monkeypatch.setattr(kernels.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(driver, "check_nvrtc_against_driver", lambda version: None)
+    monkeypatch.setattr(driver, "load_kernel", lambda cubin, name, **_: cubin)
+
+    def load(spec: str) -> bytes:
+        return kernels.get_or_load(spec, 0, lambda _: spilling_kernel(), name="spilling", smem_bytes=0, call="it")
+
+    said = rf"kernel spilling .*NVRTC {nvrtc_info().build} .*\d+ bytes of register spills.*report"
+    with pytest.warns(RuntimeWarning, match=said) as caught:
+        assert load("one").startswith(b"\x7fELF")
+        load("two")
+    assert len(caught) == 1
 
 
 # The key
@@ -467,7 +512,7 @@ def test_without_roots_of_its_own_the_cache_follows_the_environment(monkeypatch,
 
 def test_jit_off_turns_a_miss_into_an_error_that_names_the_command(monkeypatch, root):
     spec = KernelSpec("s8", 128, True, "bf16", block_m=16, block_n=64, stages=4)
-    missing = replace(tiny_kernel(), label=spec.label, spec=spec.to_dict())
+    missing = kernel_source(spec)
     monkeypatch.setenv("JITGEMM_JIT", "off")
     with pytest.raises(CacheMissError) as caught:
         KernelCache([root]).get_or_compile(missing)
@@ -484,8 +529,10 @@ def test_jit_off_uses_what_is_there(monkeypatch, root):
 
 
 def test_a_caller_can_forbid_compiling(root):
-    with pytest.raises(CacheMissError, match="graph.*jitgemm warmup"):
+    with pytest.raises(CacheMissError, match="kernel tiny-0 .*graph is being captured.$"):
         KernelCache([root]).get_or_compile(tiny_kernel(), allow_compile=False)
+    with pytest.raises(CacheMissError, match="ahead: some command"):
+        KernelCache([root]).get_or_compile(replace(tiny_kernel(), warmup="some command"), allow_compile=False)
     filled(root)
     assert KernelCache([root]).get_or_compile(tiny_kernel(), allow_compile=False)[1] is False
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from tiny_kernel import serialised_kernel, spilling_kernel
+
 from jitgemm import settings
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.cli import common, main
+from jitgemm.cli import warmup as cli_warmup
 from jitgemm.cli.cache import describe_spec
 from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache
@@ -131,6 +135,33 @@ def test_check_says_by_its_exit_code_whether_all_is_warm(run, warm):
     assert done.json["summary"]["missing"] == 1
     assert run("warmup", *LAYER).code == 0
     assert run("warmup", *LAYER, "--check").code == 0
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("slow", "shown", "said"),
+    [
+        (spilling_kernel(), r" \d\d+ ", r"\d+ bytes of register spills"),
+        (serialised_kernel(), " 0 serialised ", r"\(C75..\) .*GMMA"),
+    ],
+)
+def test_a_slow_build_is_noted_and_fails_a_strict_warmup_alone(run, monkeypatch, slow, shown, said):
+    monkeypatch.setattr(cli_warmup, "kernel_source", lambda spec: replace(slow, label=spec.label))
+    options = ("--shape", "256,256", "--max-m", "8", "--device", "h200", "--codes", "any")
+    done = run("warmup", *options)
+    assert done.code == 0 and re.search(shown, done.stdout)
+    assert re.search(rf"e4m3-g128-bf16-\S+ is slower than it should be: {said}", done.stderr)
+    for more in ((), ("--check",)):
+        strict = run("warmup", *options, "--strict", *more)
+        assert strict.code == 3 and re.search(rf"failed: e4m3-g128-bf16-\S+ is slower .*{said}", strict.stderr)
+    first, *others = run("cache", "ls", "--sort", "spills", "--json").json
+    assert others and first["spill_bytes"] or first["serialised"]
+    assert not any(entry["spill_bytes"] or entry["serialised"] for entry in others)
+
+
+@pytest.mark.nvrtc
+def test_a_strict_warmup_of_clean_builds_is_none_that_failed(run):
+    assert run("warmup", "--shape", "256,256", "--max-m", "8", "--device", "h200", "--codes", "any", "--strict").code == 0
 
 
 def test_dry_run_and_check_compile_nothing(run, cache_dir):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tiny_kernel import HEADERS, OPTIONS, tiny_source
+from tiny_kernel import HEADERS, OPTIONS, SERIALISED, SPILLING, TIGHT, tiny_source
 
 from jitgemm.errors import CompileError
 from jitgemm.jit.nvrtc import NvrtcInfo, compile_cubin, nvrtc_info
@@ -19,33 +20,6 @@ pytestmark = pytest.mark.nvrtc
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PATHS = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
-
-SERIALISED = """
-extern "C" __global__ void serialised(float* out, unsigned long long a, unsigned long long b) {
-    float d[4] = {};
-    asm volatile("wgmma.fence.sync.aligned;");
-    for (int i = 0; i < 4; ++i) {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, 1, 1, 1;"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a + i), "l"(b + i));
-        asm volatile("wgmma.commit_group.sync.aligned;");
-        out[threadIdx.x + i] = d[i];  // read before the wait
-    }
-    asm volatile("wgmma.wait_group.sync.aligned 0;");
-    out[threadIdx.x] += d[0] + d[1] + d[2] + d[3];
-}
-"""
-
-SPILLING = """
-extern "C" __global__ void spilling(float* out) {
-    float v[64];
-    #pragma unroll
-    for (int i = 0; i < 64; ++i) v[i] = out[threadIdx.x + 1024 * i];
-    __syncthreads();
-    #pragma unroll
-    for (int i = 0; i < 64; ++i) out[threadIdx.x + 1024 * i] = v[i] * v[63 - i];
-}
-"""
-
 
 def python(script: str, **variables: str) -> str:
     """Standard output of a script in a new process."""
@@ -112,7 +86,7 @@ def test_a_library_other_than_the_reported_one_is_refused(monkeypatch):
 def test_another_library_loaded_beside_the_bindings_own_does_no_harm(tmp_path):
     script = f"""
 import ctypes, shutil
-from tiny_kernel import HEADERS, OPTIONS, tiny_source
+from tiny_kernel import HEADERS, OPTIONS, SERIALISED, SPILLING, TIGHT, tiny_source
 from jitgemm.jit.nvrtc import compile_cubin, nvrtc_info
 before = compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny").cubin
 other = shutil.copy(nvrtc_info().library, {str(tmp_path / "libnvrtc.so.99")!r})
@@ -176,18 +150,15 @@ def test_an_error_survives_a_source_that_cannot_be_kept(monkeypatch, tmp_path):
     assert caught.value.source_path is None
 
 
-def test_spills_are_a_failed_build(monkeypatch, tmp_path):
-    monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path))
+def test_spills_are_reported():
     assert compile_cubin(SPILLING, {}, OPTIONS, name="roomy").spill_bytes == 0
-    with pytest.raises(CompileError, match="kernel tight counts as a failed build: .* bytes of register spills"):
-        compile_cubin(SPILLING, {}, (*OPTIONS, "-maxrregcount=24"), name="tight")
-    assert compile_cubin(SPILLING, {}, (*OPTIONS, "-maxrregcount=24"), name="tight", may_spill=True).spill_bytes > 0
+    tight = compile_cubin(SPILLING, {}, TIGHT, name="tight")
+    assert tight.spill_bytes > 0 and tight.serialised == "" and tight.cubin.startswith(b"\x7fELF")
 
 
-def test_serialised_wgmma_is_a_failed_build(monkeypatch, tmp_path):
-    monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path))
-    with pytest.raises(CompileError, match="kernel early counts as a failed build: \\(C75..\\) "):
-        compile_cubin(SERIALISED, {}, OPTIONS, name="early")
+def test_serialised_wgmma_is_reported():
+    early = compile_cubin(SERIALISED, {}, OPTIONS, name="early")
+    assert re.match(r"\(C75..\) .*GMMA", early.serialised) and early.cubin.startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,21 +36,16 @@ def test_it_takes_what_is_near_the_bound_on_either_side(name):
     assert set(legal) < set(more) == set(legal_kernels(more[0].lhs, more[0].format, H200))
 
 
-def test_what_the_compiler_says_is_held_against_the_bound(monkeypatch, tmp_path):
+def test_what_the_compiler_says_is_held_against_the_bound():
     legal, refused = near_the_bound(parse_format("e4m3_g128"), "bf16", "bf16", H200, 8)
     spec = next(spec for spec in legal if spec.block_m == 64 and spec.ctas_per_sm == 2 and spec.split_k == 4)
     (built,) = build_all({spec: True}, 1)
     assert built.problem is None and not built.surprise and built.bound <= built.available
     assert replace(built, legal=False).surprise
     hopeless = max(refused, key=lambda spec: registers_needed(spec) - spec.consumer_registers)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (failed,) = build_all({hopeless: False}, 1)
     assert "spill" in failed.problem and not failed.surprise
     assert replace(failed, legal=True).surprise
-    assert list(tmp_path.iterdir()) == []
-    (failed,) = build_all({hopeless: True}, 1)
-    (kept,) = tmp_path.iterdir()  # a legal kernel that fails is worth reading
-    assert failed.surprise and "w4a8_gemm" in kept.read_text()
 
 
 def test_the_command_writes_every_kernel_and_fails_for_a_legal_one_that_does_not_build(monkeypatch, tmp_path):

@@ -5,7 +5,35 @@ from __future__ import annotations
 from jitgemm.jit.source import KernelSource
 
 OPTIONS = ("-arch=sm_90a", "-std=c++17", "--ptxas-options=-v")
+TIGHT = (*OPTIONS, "-maxrregcount=24")
 HEADERS = {"tiny/scale.cuh": "#pragma once\n#define SCALE 3\n"}
+
+
+SERIALISED = """
+extern "C" __global__ void serialised(float* out, unsigned long long a, unsigned long long b) {
+    float d[4] = {};
+    asm volatile("wgmma.fence.sync.aligned;");
+    for (int i = 0; i < 4; ++i) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, 1, 1, 1;"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a + i), "l"(b + i));
+        asm volatile("wgmma.commit_group.sync.aligned;");
+        out[threadIdx.x + i] = d[i];  // read before the wait
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;");
+    out[threadIdx.x] += d[0] + d[1] + d[2] + d[3];
+}
+"""
+
+SPILLING = """
+extern "C" __global__ void spilling(float* out) {
+    float v[64];
+    #pragma unroll
+    for (int i = 0; i < 64; ++i) v[i] = out[threadIdx.x + 1024 * i];
+    __syncthreads();
+    #pragma unroll
+    for (int i = 0; i < 64; ++i) out[threadIdx.x + 1024 * i] = v[i] * v[63 - i];
+}
+"""
 
 
 def tiny_source(salt: int = 0) -> str:
@@ -18,3 +46,11 @@ extern "C" __global__ void tiny(int* out) {{ out[threadIdx.x] = SCALE * out[thre
 
 def tiny_kernel(salt: int = 0) -> KernelSource:
     return KernelSource(f"tiny-{salt}", {"salt": salt}, tiny_source(salt), HEADERS, OPTIONS)
+
+
+def spilling_kernel() -> KernelSource:
+    return KernelSource("spilling", {}, SPILLING, {}, TIGHT)
+
+
+def serialised_kernel() -> KernelSource:
+    return KernelSource("serialised", {}, SERIALISED, {}, OPTIONS)

@@ -180,4 +180,13 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     """A quantiser as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
 
-    return KernelSource(spec.label, spec.to_dict(), render_quantize(spec), headers("quantize"), OPTIONS)
+    variants = (name for name in ("affine", "static", "silu_mul", "rms_norm", "permuted") if getattr(spec, name))
+    return KernelSource(
+        spec.label,
+        spec.to_dict(),
+        render_quantize(spec),
+        headers("quantize"),
+        OPTIONS,
+        warmup=f"jitgemm warmup --shape N,K --lhs {'int8' if spec.q == 's8' else 'fp8'} "
+        f"--quantizer {'+'.join([spec.x, *variants])}",
+    )

@@ -24,7 +24,7 @@ _SORTS = {
     "age": (lambda info: info.created or 0.0, True),
     "size": (lambda info: info.size, True),
     "registers": (lambda info: info.registers or 0, True),
-    "spills": (lambda info: info.spill_bytes or 0, True),
+    "spills": (lambda info: (bool(info.serialised), info.spill_bytes), True),
     "kernel": (lambda info: info.label or "", False),
 }
 """--sort's choices: key and whether the largest comes first."""
@@ -43,6 +43,7 @@ def entry_dict(info: EntryInfo) -> dict[str, Any]:
         "spec": info.spec,
         "registers": info.registers,
         "spill_bytes": info.spill_bytes,
+        "serialised": info.serialised,
         "created": info.created,
         "last_used": info.last_used,
         "seconds": info.seconds,
@@ -79,7 +80,7 @@ def entry_row(info: EntryInfo) -> tuple[object, ...]:
         info.label,
         *describe_spec(info.spec),
         info.registers,
-        info.spill_bytes,
+        common.show_spills(info.spill_bytes, info.serialised),
         common.show_size(info.size),
         common.show_age(info.created),
         common.show_age(info.last_used),

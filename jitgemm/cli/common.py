@@ -184,6 +184,11 @@ def parse_age(text: str) -> float:
     return float(match[1]) * _AGES[match[2].lower()]
 
 
+def show_spills(spill_bytes: int, serialised: str) -> str:
+    """What slows a build down, for a table: bytes of spills, and whether ptxas serialised its wgmma."""
+    return f"{spill_bytes} serialised" if serialised else str(spill_bytes)
+
+
 def show_size(size: int) -> str:
     """Bytes for people."""
     value = float(size)

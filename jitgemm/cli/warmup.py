@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
@@ -23,6 +22,7 @@ from jitgemm.cli.hf_config import LAYER_FORMS, LinearLayer, linear_layers, read_
 from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import KernelCache
 from jitgemm.jit.compile_many import compile_all
+from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.kernel.render import kernel_source
@@ -132,7 +132,7 @@ class Job:
     Attributes:
         status: "cached", "missing", "compiled" or "failed".
         layers: names of the layers that can need it.
-        metadata: what the cache entry says of the kernel, empty while it has none.
+        entry: its cache entry, None while it has none.
     """
 
     kernel: KernelSpec | QuantizeSpec
@@ -140,9 +140,16 @@ class Job:
     key: str
     status: str = "missing"
     layers: list[str] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    path: Path | None = None
+    entry: Entry | None = None
     error: str | None = None
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self.entry.metadata if self.entry else {}
+
+    @property
+    def slow_because(self) -> str:
+        return self.entry.slow_because if self.entry else ""
 
     def to_dict(self) -> dict[str, Any]:
         seconds = self.metadata.get("seconds") if self.status == "compiled" else None
@@ -154,8 +161,9 @@ class Job:
             "layers": self.layers,
             "registers": self.metadata.get("registers"),
             "spill_bytes": self.metadata.get("spill_bytes"),
+            "serialised": self.metadata.get("serialised", "") if self.entry else None,
             "seconds": seconds,
-            "path": None if self.path is None else str(self.path),
+            "path": str(self.entry.path) if self.entry and self.entry.path else None,
             "error": self.error,
         }
 
@@ -220,6 +228,9 @@ def warmup(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile nothing; list what would be.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if one is missing.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Take a kernel that spills registers or serialises its wgmma for a failure.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
 ) -> None:
     """Compile every kernel that these layers can need, for any number of tokens up to --max-m.
@@ -244,7 +255,7 @@ def warmup(
       0  every kernel is in the cache (or would be, with --dry-run)
       1  --check: a kernel is missing
       2  wrong arguments, or a model that cannot be read or cut
-      3  a kernel failed to compile
+      3  a kernel failed to compile; --strict: it spills or is serialised
     """
     if not shape and not model:
         raise ValueError("nothing to warm up: give at least one --shape N,K or --model config.json")
@@ -270,7 +281,10 @@ def warmup(
     seconds = time.perf_counter() - started
 
     _report(plan, layers, target, max_m, seconds, as_json)
-    if any(job.status == "failed" for job in plan):
+    slow = [job for job in plan if job.slow_because]
+    for job in slow:
+        common.note(f"{'failed: ' if strict else ''}{job.kernel.label} is slower than it should be: {job.slow_because}")
+    if any(job.status == "failed" for job in plan) or (strict and slow):
         raise typer.Exit(common.FAILED)
     if check and missing:
         raise typer.Exit(common.FOUND)
@@ -298,7 +312,7 @@ def enumerate_jobs(layers: Sequence[LinearLayer], wanted: Wanted, device: Device
 def _find(cache: KernelCache, job: Job) -> bool:
     entry = cache.lookup(job.key)
     if entry is not None:
-        job.status, job.metadata, job.path = "cached", entry.metadata, entry.path
+        job.status, job.entry = "cached", entry
     return entry is not None
 
 
@@ -310,9 +324,8 @@ def _compile(cache: KernelCache, jobs: list[Job], threads: int) -> None:
             job.status, job.error = "failed", str(result)
             console.print(f"{job.kernel.label}: {result}", style="red", markup=False, soft_wrap=True)
         else:
-            entry, compiled = result
+            job.entry, compiled = result
             job.status = "compiled" if compiled else "cached"
-            job.metadata, job.path = entry.metadata, entry.path
 
 
 def _report(
@@ -340,7 +353,7 @@ def _report(
                 job.kernel.label,
                 job.status,
                 job.metadata.get("registers", "-"),
-                job.metadata.get("spill_bytes", "-"),
+                common.show_spills(job.metadata["spill_bytes"], job.metadata.get("serialised", "")) if job.entry else "-",
                 f"{job.metadata['seconds']:.2f} s" if compiled and "seconds" in job.metadata else "-",
                 job.key[:12],
                 len(job.layers),

@@ -103,7 +103,10 @@ class KernelCache:
             return entry, False
         mode = settings.jit_mode() if allow_compile is None else None
         if mode == "off" or allow_compile is False:
-            raise CacheMissError(self._miss_message(request, key, "JITGEMM_JIT=off" if mode == "off" else None))
+            why = "JITGEMM_JIT=off" if mode else "this call must not compile (a CUDA graph is being captured)"
+            folders = os.pathsep.join(map(str, self.roots))
+            hint = f"; compile it ahead: {request.warmup}" if request.warmup else ""
+            raise CacheMissError(f"kernel {request.label} ({key[:12]}) is not in the cache ({folders}) and {why}{hint}")
         with self._guard:
             key_lock = self._key_locks.setdefault(key, threading.Lock())
         with key_lock:
@@ -117,31 +120,6 @@ class KernelCache:
                 compiled = request.compile()
                 self._dump(request, key, compiled)
                 return self._publish(root, request, key, compiled), True
-
-    def _miss_message(self, request: KernelSource, key: str, forbidden_by: str | None) -> str:
-        spec = request.spec
-        flags = []
-        if "lhs" in spec:
-            flags += ["--lhs", "int8" if spec["lhs"] == "s8" else "fp8"]
-            flags += ["--group-size", str(spec.get("group_size") or "channel")]
-            flags += [f"--{name.replace('_', '-')}" for name in ("zero_point", "offset") if spec.get(name)]
-            # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
-            if spec.get("group_size") and spec.get("scale_type", "bf16") != "bf16":
-                flags += ["--scale-dtype", str(spec["scale_type"])]
-            if not spec.get("zero_point"):
-                flags += ["--codes", "any" if spec.get("codes", "any") == "any" else "tuned"]
-            if spec.get("out", "bf16") != "bf16":
-                flags += ["--out", str(spec["out"])]
-            flags.append("[--batch-invariant]")  # the call's, not the kernel's
-        elif "q" in spec:
-            variants = ("affine", "static", "silu_mul", "rms_norm", "permuted")
-            flags += ["--lhs", "int8" if spec["q"] == "s8" else "fp8"]
-            flags += ["--quantizer", "+".join([str(spec.get("x")), *(name for name in variants if spec.get(name))])]
-        command = " ".join(["jitgemm warmup --shape N,K", *flags])
-        why = forbidden_by or "this call must not compile (a CUDA graph is being captured)"
-        folders = os.pathsep.join(map(str, self.roots))
-        kernel = f"kernel {request.label} ({key[:12]})"
-        return f"{kernel} is not in the cache ({folders}) and {why}; compile it ahead: {command}"
 
     def _writable_root(self) -> Path | None:
         """The first root that takes files; created if need be."""
@@ -310,6 +288,7 @@ def _metadata(request: KernelSource, key: str, compiled: Compiled) -> dict:
         "nvrtc": {"version": list(nvrtc.version), "build": nvrtc.build},
         "registers": compiled.registers,
         "spill_bytes": compiled.spill_bytes,
+        "serialised": compiled.serialised,
         "stack_bytes": compiled.stack_bytes,
         "smem_static": compiled.smem_static,
         "seconds": round(compiled.seconds, 4),

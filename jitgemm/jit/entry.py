@@ -34,6 +34,12 @@ class Entry:
     metadata: dict
     cubin: bytes
 
+    @property
+    def slow_because(self) -> str:
+        """What ptxas did that costs the kernel time, such as "124 bytes of register spills"; "" for a clean build."""
+        spills, serialised = self.metadata.get("spill_bytes"), self.metadata.get("serialised")
+        return "; ".join(([f"{spills} bytes of register spills"] if spills else []) + [serialised] * bool(serialised))
+
 
 @dataclass(frozen=True)
 class EntryInfo:
@@ -44,8 +50,8 @@ class EntryInfo:
         size: bytes of the file.
         last_used: unix time; the file's mtime, which every look-up renews.
         problem: what is wrong with the file, or None. Only `KernelCache.verify` compares hashes.
-        label, spec, registers, spill_bytes, stack_bytes, seconds, created, nvrtc: from the metadata; empty where it
-            cannot be read.
+        label, spec, registers, spill_bytes, serialised, stack_bytes, seconds, created, nvrtc: from the metadata; empty
+            where it cannot be read.
     """
 
     key: str
@@ -58,6 +64,7 @@ class EntryInfo:
     spec: dict = field(default_factory=dict)
     registers: int = 0
     spill_bytes: int = 0
+    serialised: str = ""
     stack_bytes: int = 0
     seconds: float = 0.0
     created: float = 0.0
@@ -134,6 +141,7 @@ def describe_entry(root: Path, path: Path) -> EntryInfo:
         with open(path, "rb") as file:
             data = _parse_metadata(_read_header(file)[0], key)
         shown = {name: data[name] for name in ("label", "spec", "registers", "spill_bytes", "stack_bytes", "seconds")}
+        shown["serialised"] = data.get("serialised", "")
         return replace(base, created=data["created"], nvrtc=data["nvrtc"]["build"], **shown)
     except (KeyError, TypeError) as error:
         problem = f"incomplete metadata: {error}"

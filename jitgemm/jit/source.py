@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 from jitgemm.errors import CompileError
 from jitgemm.jit.entry import SCHEMA
@@ -23,8 +24,9 @@ class KernelSource:
 
     Attributes:
         label, spec: name and `KernelSpec.to_dict()`; kept in the entry, not part of the key.
-        source, headers, options, may_spill: as `nvrtc.compile_cubin` takes them.
+        source, headers, options: as `nvrtc.compile_cubin` takes them.
         yields: yield hints to set in what it compiled, or None to leave ptxas's.
+        warmup: the command that compiles it ahead of time, for the message when it is missing; not part of the key.
     """
 
     label: str
@@ -32,8 +34,8 @@ class KernelSource:
     source: str
     headers: Mapping[str, str]
     options: Sequence[str]
-    may_spill: bool = False
     yields: Yields | None = None
+    warmup: str = ""
 
     def key(self, nvrtc: NvrtcInfo) -> str:
         """Hex sha256 of everything that decides its cubin's bytes when this NVRTC compiles it.
@@ -54,7 +56,7 @@ class KernelSource:
 
     def compile(self) -> Compiled:
         """Its cubin; raises CompileError."""
-        compiled = compile_cubin(self.source, self.headers, self.options, name=self.label, may_spill=self.may_spill)
+        compiled = compile_cubin(self.source, self.headers, self.options, name=self.label)
         if self.yields is None:
             return compiled
         try:
@@ -64,8 +66,11 @@ class KernelSource:
 
 
 @lru_cache(maxsize=None)
-def headers(first: str = "kernel") -> dict[str, str]:
+def headers(first: str = "kernel") -> Mapping[str, str]:
     """Name, as included, to text of a kernel header and of all that it includes, in order of their names.
+
+    Args:
+        first: the header's name without its suffix, such as "kernel" of jitgemm/kernel.cuh.
 
     NVRTC gets them in memory: no path in source or key. Other headers have no part in a kernel's key.
     """
@@ -77,9 +82,9 @@ def headers(first: str = "kernel") -> dict[str, str]:
             while todo:
                 name = todo.pop()
                 if name not in found:
-                    found[name] = (root / name).read_text()
-                    todo += re.findall(r"^#include <(jitgemm/\w+\.cuh)>", found[name], re.MULTILINE)
-            return dict(sorted(found.items()))
+                    found[name] = (root / name).read_text(encoding="utf-8")
+                    todo += re.findall(r"^#include <(jitgemm/[\w/]+\.cuh)>", found[name], re.MULTILINE)
+            return MappingProxyType(dict(sorted(found.items())))
     raise FileNotFoundError(
         f"jitgemm's kernel headers are missing: neither {package}/include nor {package.parent}/include holds them"
     )

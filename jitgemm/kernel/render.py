@@ -144,7 +144,21 @@ def kernel_source(spec: KernelSpec) -> KernelSource:
         source=render(spec),
         headers=headers(),
         options=OPTIONS,
-        # A spin limit takes the registers that the widest tiles lack; how fast it is does not matter.
-        may_spill=spec.debug,
         yields=yields(spec),
+        warmup=_warmup(spec),
     )
+
+
+def _warmup(spec: KernelSpec) -> str:
+    """The command that compiles a kernel of this format ahead of time."""
+    flags = ["--lhs", "int8" if spec.lhs == "s8" else "fp8", "--group-size", str(spec.group_size or "channel")]
+    flags += [flag for flag, given in (("--zero-point", spec.zero_point), ("--offset", spec.offset)) if given]
+    # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
+    if spec.group_size and spec.scale_type != "bf16":
+        flags += ["--scale-dtype", spec.scale_type]
+    if not spec.zero_point:
+        flags += ["--codes", "any" if spec.codes == "any" else "tuned"]
+    if spec.out != "bf16":
+        flags += ["--out", spec.out]
+    # Batch invariance is the call's, not the kernel's.
+    return f"jitgemm warmup --shape N,K {' '.join(flags)} [--batch-invariant]"

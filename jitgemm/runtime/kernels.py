@@ -6,6 +6,7 @@ Knows sources and the driver; nothing of what a kernel computes, nor of how it i
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ import torch
 from jitgemm.activations.kernel import QuantizeSpec
 from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache
+from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.kernel.spec import KernelSpec
@@ -25,6 +27,7 @@ cache = KernelCache()
 kernels: dict[tuple[KernelSpec | QuantizeSpec, int], driver.LoadedKernel] = {}
 """By spec and device; specs of different classes never compare equal."""
 _lock = threading.Lock()
+_warned_of_slow = False
 
 
 def get_or_load(
@@ -53,8 +56,25 @@ def get_or_load(
     # Before anything is compiled: a cubin that the driver cannot load is of no use.
     driver.check_nvrtc_against_driver(nvrtc_info().version)
     entry, _ = cache.get_or_compile(source(spec))
+    if entry.slow_because and not getattr(spec, "debug", False):
+        _warn_of_slow(entry)
     with _lock:
         kernel = kernels.get((spec, device))
         if kernel is None:
             kernel = kernels[spec, device] = driver.load_kernel(entry.cubin, name, device=device, smem_bytes=smem_bytes)
     return kernel
+
+
+def _warn_of_slow(entry: Entry) -> None:
+    """Says once a process that a kernel computes what it should and takes longer than it should."""
+    global _warned_of_slow
+    if _warned_of_slow:
+        return
+    warnings.warn(
+        f"kernel {entry.metadata['label']} is slower than it should be: NVRTC {entry.metadata['nvrtc']['build']} built it "
+        f"with {entry.slow_because}. Its results are right. Please report this; `jitgemm cache ls --sort spills` lists "
+        "such kernels",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    _warned_of_slow = True
