@@ -59,9 +59,8 @@ def main(log: str, commit: str, status: str) -> None:
     print()
     for line in numbers:
         print(line[0].upper() + line[1:].replace("; ", ";\n") + ".\n")
-    print("Bounds: int8 2^-8 |ref| + 2^-20 times the sum over groups of |group's term|; e4m3 2^-8 |ref| + 2^-10 times")
-    print("the sum over k of |term| (2^-9 where k < 128, see e4m3-accuracy.md), relative RMS at most 2.2e-3. Rounding")
-    print("to bf16 alone takes up to 2^-8 |ref|.")
+    print("Bounds: `gemm_w4a8_bound`, of which rounding to bf16 alone takes up to 2^-8 |ref|; e4m3 also a relative RMS")
+    print("of at most 2.2e-3.")
     for title, lines in (("Failed", failed), ("Skipped", skipped)):
         if lines:
             print(f"\n{title}:")

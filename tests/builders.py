@@ -110,6 +110,7 @@ def lhs(
     *,
     mean: str = "zero",
     outliers: bool = True,
+    last_step: float = 1.0,
     per_token: bool = True,
     device: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,6 +119,7 @@ def lhs(
     Args:
         mean: "zero", or "positive": as after an activation function, mean well above the deviation's half.
         outliers: a few columns fifty times as big, as language models have.
+        last_step: one of the last 32 activations of each token, another in each, is so many times as big.
     """
     g = generator(seed)
     x = torch.randn((m, k), generator=g)
@@ -126,6 +128,8 @@ def lhs(
     if outliers:
         columns = torch.randperm(k, generator=g)[: max(1, k // 512)]
         x[:, columns] *= 50
+    tokens = torch.arange(m)
+    x[tokens, k - 1 - tokens % 32] *= last_step
     largest = 448.0 if dtype == "e4m3" else 127.0
     amax = x.abs().amax(dim=1, keepdim=True) if per_token else x.abs().max().reshape(1) if m else torch.ones(1)
     x_scale = (amax / largest).clamp(min=1e-12)

@@ -12,14 +12,11 @@ from test_nn import ACTIVATIONS, CODES, MAKERS, Block, K, N, inputs, layer_of, l
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.errors import CacheMissError
-from jitgemm.gemm.reference import gemm_w4a8_terms
+from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.nn import W4A8Linear
 from jitgemm.nn.warm import warmup
 
 pytestmark = pytest.mark.gpu
-
-UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}
-"""What rounding to the output's type may take of a result."""
 
 
 @pytest.fixture(params=MAKERS)
@@ -39,9 +36,7 @@ def assert_right(out: torch.Tensor, layer: W4A8Linear, x: torch.Tensor) -> None:
         scale=layer.input_scale,
         permutation=layer.weight.permutation,
     )
-    ref, terms = gemm_w4a8_terms(lhs, layer.weight, bias=layer.bias)
-    share = 2.0**-10 if layer.activation == "e4m3" else 2.0**-20
-    bound = ref.abs() * UNIT[out.dtype] + terms * share + 1e-30
+    ref, bound = gemm_w4a8_bound(lhs, layer.weight, bias=layer.bias, out_dtype=out.dtype)
     error = (out.cpu().double().view_as(ref) - ref).abs()
     assert bool((error <= bound).all()), f"worst error / bound: {float((error / bound).max()):.3f}"
 

@@ -46,11 +46,16 @@ def gemm_w4a8_nt(
         part(i, j, g) = scale[j, g] * sum over k in g of (x[i, k] - x_zero[i]) * (q[j, k] - zero[j, g])
                         + offset[j, g] * sum over k in g of (x[i, k] - x_zero[i])
 
-    int8 sums of a group are exact integers: results are within rounding to out's type (2^-8 |exact| for bf16) plus
-    2^-20 of the sum of |group terms|. e4m3 sums stay in the tensor cores for at most 128 k, then in fp32: within
-    rounding plus 2^-10 of the sum of |terms|; with k below 128 one element in a million may miss that by a fifth
-    (docs/notes/e4m3-accuracy.md). Every scaled sum is an fp32 number on its way: a group's, a channel's, and 512
-    times an e4m3 token scale must not overflow. Bit-identical from run to run.
+    A tensor core adds up a run of k: a group, or 128 k of a longer one. int8 runs are exact integers. An e4m3 run takes
+    steps of 32 k; each cuts off its terms 13 bits below the largest of them and loses at most ::
+
+        |x_scale * scale| * (2^-8 * max(16 * max |x| in the step, |sum before|) + 2^-13 * |sum after|)
+
+    where sum is the run's, of codes times activations; offsets lose as much as codes of 1 would. Runs are added up in
+    fp32, which loses up to 2^-24 of the sum of |scaled runs| for each of them, and rounded to out's type (2^-8 of the
+    result for bf16). `jitgemm.gemm.bound.gemm_w4a8_bound` works out the whole bound. e4m3 activations without outliers
+    typically lose less than 2^-10 of the sum of |terms|. Every scaled sum is an fp32 number on its way: a group's, a
+    channel's, and 512 times an e4m3 token scale must not overflow. Bit-identical from run to run.
 
     Args:
         lhs: (x, x_scale), or (x, x_scale, x_zero) for int8 with zero points. x is float8_e4m3fn or int8 [m, k], stride

@@ -50,43 +50,9 @@ def gemm_w4a8_reference(
     """
     m = _check(lhs, rhs, bias)
     out = torch.empty((m, rhs.n), dtype=out_dtype, device=rhs.device)
-    for rows, columns, ref, _ in _tiles(lhs, rhs, bias, with_terms=False):
+    for rows, columns, ref in _tiles(lhs, rhs, bias):
         out[rows, columns] = round_fp64(ref, out_dtype)
     return out
-
-
-def gemm_w4a8_terms(lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference in fp64 and the size of what was added up, for error bounds.
-
-    Returns:
-        ref: fp64 [m, n], bias included.
-        terms: fp64 [m, n], without bias. int8: sum over groups of |the group's term|; e4m3: sum over k of |term|; a
-            term includes scale and x_scale. Offsets and x_zero count with the sums they are multiplied by.
-    """
-    m = _check(lhs, rhs, bias)
-    ref = torch.empty((m, rhs.n), dtype=torch.float64, device=rhs.device)
-    terms = torch.empty_like(ref)
-    for rows, columns, ref_tile, terms_tile in _tiles(lhs, rhs, bias, with_terms=True):
-        ref[rows, columns] = ref_tile
-        terms[rows, columns] = terms_tile
-    return ref, terms
-
-
-_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
-
-
-def error_bound(
-    ref: torch.Tensor, terms: torch.Tensor, x_dtype: torch.dtype, out_dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """How far a result may be from `ref`, with both from `gemm_w4a8_terms`.
-
-    What rounding to out_dtype may take (2^-8 |ref| for bf16), and what sums may lose: 2^-20 of the terms for int8,
-    2^-10 for e4m3. With k below 128 an outlier can make a single e4m3 step of the tensor cores miss that
-    (docs/notes/e4m3-accuracy.md).
-    """
-    share = 2.0**-20 if x_dtype == torch.int8 else 2.0**-10
-    bound = ref.abs() * _ROUNDING[out_dtype] + terms * share
-    return bound + 2.0**-25 if out_dtype == torch.float16 else bound  # half of fp16's smallest subnormal
 
 
 def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -131,10 +97,8 @@ def _check(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None) -> int:
     return m
 
 
-def _tiles(
-    lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None, *, with_terms: bool
-) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor | None]]:
-    """Tile by tile: rows of m, columns of n, fp64 result, and the sum of |terms| when asked for."""
+def _tiles(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Tile by tile: rows of m, columns of n, fp64 result."""
     x, x_scale, x_zero = _split(lhs)
     m, k = x.shape
     x_scale = x_scale.to(torch.float64).reshape(-1, 1).expand(m, 1)
@@ -146,39 +110,34 @@ def _tiles(
     for strip in range(0, strips, strip_step):
         end = min(strip + strip_step, strips)
         columns = slice(strip * STRIP_ROWS, min(end * STRIP_ROWS, rhs.n))
-        d, scale = _integers(rhs, strip, end)
+        d, scale = integers(rhs, strip, end)
         offset = rhs.row_offsets(strip, end)
         offset = None if offset is None else offset.to(torch.float64)
         if x.dtype == torch.float8_e4m3fn:  # at most 29 bits, so that weight times scale is exact
             for part, value in by_group(d, scale, rhs.group_size):
                 part *= value
-            sizes = d.abs() if with_terms else None
-            for matrix, added in ((d, offset), (sizes, None if offset is None else offset.abs())):
-                if matrix is not None and added is not None:
-                    for part, value in by_group(matrix, added, rhs.group_size):
-                        part += value
+            if offset is not None:
+                for part, value in by_group(d, offset, rhs.group_size):
+                    part += value
         widest = max(k, d.shape[0] * (rhs.groups if grouped else 1))
         m_step = max(1, _BUDGET // widest)
         for first in range(0, m, m_step):
             rows = slice(first, min(first + m_step, m))
             x_rows = x[rows].to(torch.float32).to(torch.float64)
             if x.dtype == torch.int8:
-                ref, terms = _int8_tile(x_rows, d, scale, offset, rhs.group_size)
+                ref = _int8_tile(x_rows, d, scale, offset, rhs.group_size)
                 if x_zero is not None:
                     ones = torch.ones_like(x_rows[:1])
-                    row_sum, _ = _int8_tile(ones, d, scale, offset, rhs.group_size)
-                    correction = x_zero[rows] * row_sum
-                    ref, terms = ref - correction, terms + correction.abs()
+                    ref = ref - x_zero[rows] * _int8_tile(ones, d, scale, offset, rhs.group_size)
             else:
                 ref = x_rows @ d.T
-                terms = x_rows.abs() @ sizes.T if with_terms else None
             ref = ref * x_scale[rows]
             if bias is not None:
                 ref = ref + bias[columns].to(torch.float64)
-            yield rows, columns, ref, terms * x_scale[rows].abs() if with_terms else None
+            yield rows, columns, ref
 
 
-def _integers(rhs: W4Weight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def integers(rhs: W4Weight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """q - zero and scale of some strips, in fp64: [rows, k] and [rows, groups]."""
     q, scale, zero = rhs.rows(strip, end)
     d = q.to(torch.float64)
@@ -190,12 +149,11 @@ def _integers(rhs: W4Weight, strip: int, end: int) -> tuple[torch.Tensor, torch.
 
 def _int8_tile(
     x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, group_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integer sums per group, exact in fp64 (below 2^53), then scaled and added up: result and sum of |group terms|."""
+) -> torch.Tensor:
+    """Integer sums per group, exact in fp64 (below 2^53), then scaled and added up."""
     k, groups = x.shape[1], scale.shape[1]
     if groups == 1:
-        terms = (x @ d.T) * scale.T
-        return terms, terms.abs()
+        return (x @ d.T) * scale.T
     missing = groups * group_size - k
     if missing:
         x, d = (torch.nn.functional.pad(t, (0, missing)) for t in (x, d))
@@ -204,9 +162,4 @@ def _int8_tile(
     terms = torch.bmm(x, d)
     terms *= scale.T[:, None, :]
     ref = terms.sum(0)
-    terms = terms.abs_().sum(0)
-    if offset is not None:
-        sums = x.sum(-1)  # [groups, rows]
-        ref += sums.T @ offset.T
-        terms += sums.abs().T @ offset.abs().T
-    return ref, terms
+    return ref if offset is None else ref + x.sum(-1).T @ offset.T

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 import jitgemm
-from jitgemm.gemm.reference import error_bound, gemm_w4a8_terms
+from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.kernel.formats import Problem
 from jitgemm.select.choose import choose
 
@@ -76,6 +76,6 @@ def error_over_bound(fmt: Format, out: torch.Tensor, lhs: tuple, weight: jitgemm
     x, x_scale = lhs
     # Rows are taken from the bytes: indexing e4m3 is not implemented everywhere.
     picked = x.view(torch.uint8)[rows].view(x.dtype)
-    ref, terms = gemm_w4a8_terms((picked, x_scale[rows]), weight)
-    over = (out[rows].double() - ref).abs() / error_bound(ref, terms, x.dtype).clamp_(min=1e-300)
+    ref, bound = gemm_w4a8_bound((picked, x_scale[rows]), weight)
+    over = (out[rows].double() - ref).abs() / bound.clamp_(min=1e-300)
     return float(over.nan_to_num(nan=torch.inf, posinf=torch.inf).max())

@@ -1,0 +1,124 @@
+"""How far a kernel's result may be from the exact one: what tensor cores, fp32 sums and the output's type may lose.
+
+Tensor cores add up runs of k: a group, or 128 k where groups are longer or the weight is per channel. A run is scaled
+and added to the others in fp32. int8 runs are exact. An e4m3 run takes 32 k a step. A step aligns its products and the
+sum before it to the largest of them, and cuts off what lies more than 13 bits below; so each of its terms loses less
+than 2^-13 of the largest, and the sum, which keeps 13 bits, less than 2^-13 of itself. Codes are at most 16 large:
+
+    loss of a step <= 32 * 2^-13 * max(16 * max |x| of the step, |sum before|) + 2^-13 * |sum after|
+
+in units of codes times activations. A step without activations loses nothing. docs/notes/e4m3-accuracy.md has the
+hardware's arithmetic, and why 16 stands here for every code.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from jitgemm.gemm.arguments import split_lhs
+from jitgemm.gemm.reference import Lhs, gemm_w4a8_reference, integers
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
+from jitgemm.weight.w4 import W4Weight
+
+STEP_K = 32
+"""k of a tensor-core step with 8-bit operands (`wgmma.mma_async.m64nNk32`)."""
+CUT = 2.0**-13
+"""What a step cuts off a term at most, as a part of its largest term."""
+LARGEST_CODE = 16.0
+
+_BUDGET = 1 << 24
+"""Float64 values that one temporary may hold (128 MiB)."""
+_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+_HALF_OF_LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.float32: 2.0**-150}
+
+
+def gemm_w4a8_bound(
+    lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exact result, and how far `gemm_w4a8_nt` on a GPU may be from it.
+
+    ::
+
+        |out - ref| <= lost + unit * (|ref| + lost)
+        lost = |x_scale| * sum over runs r of (|scale| * loss[r] + |offset| * loss1[r])
+               + 2^-24 * (promotions + 4) * |x_scale| * size
+
+    loss is the module docstring's, summed over the run's steps with what earlier steps may have lost added to |sum|;
+    loss1 is the same with codes of 1. Both are 0 for int8. promotions is how often a result is added to in fp32: runs,
+    twice with offsets. size is the sum of |scaled runs|, losses included, and of |x_zero * row sum of the weights|. unit
+    is 2^-8 for bfloat16, 2^-11 for float16 and 2^-24 for float32. Holds for every kernel and order of sums, as long as
+    no intermediate fp32 number over- or underflows.
+
+    Args:
+        lhs, rhs, bias: as for `gemm_w4a8_reference`.
+        out_dtype: bfloat16, float16 or float32.
+
+    Returns:
+        (ref, bound), fp64 [m, n] on lhs's device. Takes a few times the memory and time of the reference.
+
+    Raises:
+        TypeError, ValueError: as `gemm_w4a8_reference`; out_dtype is another type.
+    """
+    if out_dtype not in _UNIT:
+        raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {str(out_dtype)[6:]}")
+    unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
+    ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
+    x, x_scale, x_zero = split_lhs(lhs)
+    lost = torch.empty_like(ref)
+    m, k = x.shape
+    run = BLOCK_K if rhs.groups == 1 else min(rhs.group_size, BLOCK_K)
+    runs = ceil_div(k, run)
+    zero = torch.zeros((m, 1)) if x_zero is None else x_zero.reshape(-1, 1)
+    zero = zero.to(ref).expand(m, 1).abs()
+    strips = ceil_div(rhs.n, STRIP_ROWS)
+    strip_step = max(1, _BUDGET // (runs * run * STRIP_ROWS))
+    for strip in range(0, strips, strip_step):
+        end = min(strip + strip_step, strips)
+        columns = slice(strip * STRIP_ROWS, min(end * STRIP_ROWS, rhs.n))
+        d, scale = integers(rhs, strip, end)
+        d = _by_run(d, runs, run)
+        offset = rhs.row_offsets(strip, end)
+        # [runs, 1, n]: the scale and offset of each run.
+        group = torch.arange(runs, device=d.device) * run // max(rhs.group_size, run)
+        scale = scale.T[group, None]
+        offset = None if offset is None else offset.to(scale).T[group, None]
+        counts = _by_run(ref.new_ones(1, k), runs, run)
+        row_sum = (d.sum(-1)[:, None] * scale).sum(0)
+        if offset is not None:
+            row_sum += (counts.sum(-1)[:, None] * offset).sum(0)
+        m_step = max(1, _BUDGET // (runs * max(run, d.shape[1])))
+        for first in range(0, m, m_step):
+            rows = slice(first, min(first + m_step, m))
+            x_rows = _by_run(x[rows].to(torch.float32).to(torch.float64), runs, run)
+            exact = x.dtype == torch.int8
+            size, loss = _scaled(x_rows, d, scale, exact)
+            if offset is not None:
+                added = _scaled(x_rows, counts, offset, exact)
+                size, loss = size + added[0], loss + added[1]
+            size += loss + zero[rows] * row_sum.abs()
+            promotions = runs * (1 if offset is None else 2)
+            lost[rows, columns] = loss + size * (2.0**-24 * (promotions + 4))
+    lost *= x_scale.to(ref).reshape(-1, 1).abs()
+    return ref, lost + unit * (ref.abs() + lost) + least
+
+
+def _by_run(matrix: torch.Tensor, runs: int, run: int) -> torch.Tensor:
+    """[rows, k] -> [runs, rows, run], with zeros after the last k."""
+    missing = runs * run - matrix.shape[1]
+    return torch.nn.functional.pad(matrix, (0, missing)).unflatten(1, (runs, run)).transpose(0, 1)
+
+
+def _scaled(x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over runs of |scaled sum| and of the scaled loss: [m, n] each, of x [runs, m, run] and d [runs, n, run]."""
+    sums = torch.zeros(*x.shape[:2], d.shape[1], dtype=x.dtype, device=x.device)
+    loss = torch.zeros_like(sums)
+    for part, codes in zip(x.split(STEP_K, -1), d.split(STEP_K, -1), strict=True):
+        largest = part.abs().amax(-1, keepdim=True) * LARGEST_CODE
+        before = torch.maximum(sums.abs() + loss, largest)
+        sums.baddbmm_(part, codes.transpose(1, 2))
+        if not exact:
+            step = before.mul_(STEP_K * CUT)
+            step += (sums.abs() + loss + step) * CUT
+            loss += step * (largest > 0)
+    scale = scale.abs()
+    return (sums.abs() * scale).sum(0), (loss * scale).sum(0)

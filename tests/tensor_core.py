@@ -1,0 +1,81 @@
+"""What Hopper's tensor cores make of e4m3 products, bit by bit: what the error bound is held against on the CPU.
+
+The model of "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores and Matrix Cores" (Xie et al., arXiv:2511.10909),
+whose authors found an H100's bits equal to it. A wgmma of e4m3 adds 32 products to the accumulator:
+
+1. A product has the exponent that its factors' bytes state. Subnormal factors have exponent -6, whatever they hold.
+2. Products and accumulator are cut off, towards zero, 13 bits below the largest exponent of those that are not zero.
+3. Their sum, exact from there, is cut off towards zero 13 bits below its leading one.
+
+Codes are integers here. The kernels decode them to codes * 2^-9: subnormals, or just above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+STEP = 32
+RUN = 128
+"""k after which a sum is promoted to fp32, where its group is not shorter."""
+
+
+@dataclass(frozen=True)
+class TensorCore:
+    """A Hopper's, or one that differs in a point.
+
+    Args:
+        bits: what is kept below the largest exponent.
+        sign_fill: cuts off towards minus infinity, as shifts of two's complement do.
+        normal: products have the exponents of their values.
+    """
+
+    bits: int = 13
+    sign_fill: bool = False
+    normal: bool = False
+
+    def step(self, acc: torch.Tensor, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        """acc [m, n] + x [m, 32] · d [n, 32]ᵀ, all fp64; codes d of -16..16."""
+        terms = x[:, None, :] * d
+        if self.normal:
+            exponents = exponent(terms)
+        else:
+            exponents = exponent(x).clamp(min=-6)[:, None, :] + torch.where(d.abs() < 16, 3.0, 4.0)
+            exponents = exponents.where(terms != 0, -torch.inf)
+        unit = self.unit(torch.maximum(exponents.amax(-1), exponent(acc)))
+        total = self.cut(terms, unit[..., None]).sum(-1) + self.cut(acc, unit)
+        return self.cut(total, self.unit(exponent(total)))
+
+    def run(self, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        """x [m, k] · d [n, k]ᵀ in steps of 32 k."""
+        acc = x.new_zeros(x.shape[0], d.shape[0])
+        for part, codes in zip(x.split(STEP, 1), d.split(STEP, 1), strict=True):
+            acc = self.step(acc, part, codes)
+        return acc
+
+    def gemm(self, lhs: tuple, parts, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The kernel's arithmetic for e4m3 without splits of k: runs promoted in order, then x_scale and rounding."""
+        x, x_scale = lhs[0].double(), lhs[1]
+        size = min(parts.group_size, RUN)
+        acc = torch.zeros(x.shape[0], parts.q.shape[0], device=x.device)
+        for first in range(0, x.shape[1], size):
+            part, group = x[:, first : first + size], first // parts.group_size
+            d = parts.q[:, first : first + size].double()
+            if parts.zero is not None:
+                d = d - parts.zero[:, group, None].double()
+            acc = (acc + self.run(part, d) * parts.scale[:, group].double()).float()
+            if parts.offset is not None:
+                acc = (acc + self.run(part, torch.ones_like(d)) * parts.offset[:, group].double()).float()
+        return (acc * x_scale.reshape(-1, 1)).to(out_dtype)
+
+    def unit(self, exponents: torch.Tensor) -> torch.Tensor:
+        return torch.exp2(exponents.clamp(min=-1000) - self.bits)
+
+    def cut(self, value: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+        return (torch.floor if self.sign_fill else torch.trunc)(value / unit) * unit
+
+
+def exponent(value: torch.Tensor) -> torch.Tensor:
+    """Of the leading one, as fp64; -inf for 0."""
+    return (torch.frexp(value)[1].double() - 1).where(value != 0, -torch.inf)
