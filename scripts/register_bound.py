@@ -18,8 +18,9 @@ import typer
 from benchmark_lib.cells import Format, parse_format
 
 from jitgemm.cli import common
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
-from jitgemm.kernel.formats import BLOCK_K, OUT_BYTES, SCALE_BYTES, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_codes
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.devices import DeviceSpec, device_spec
 from jitgemm.select.registers import registers_needed
@@ -102,8 +103,8 @@ def register_bound(
             show_default=" ".join(FORMATS),
         ),
     ] = None,
-    scale: Annotated[str, typer.Option("--scale", metavar="|".join(SCALE_BYTES), help="Type of the scales.")] = "bf16",
-    out: Annotated[str, typer.Option("--out", metavar="|".join(OUT_BYTES), help="Type of the result.")] = "bf16",
+    scale: Annotated[str, typer.Option("--scale", metavar="|".join(REAL_TYPES), help="Type of the scales.")] = "bf16",
+    out: Annotated[str, typer.Option("--out", metavar="|".join(REAL_TYPES), help="Type of the result.")] = "bf16",
     within: Annotated[
         int, typer.Option("--within", min=0, help="Compile legal kernels with at most so many registers to spare.")
     ] = WITHIN,
@@ -149,10 +150,10 @@ def register_bound(
       2  wrong arguments
       3  NVRTC is missing
     """
-    if scale not in SCALE_BYTES:
-        raise ValueError(f"--scale: expected one of {', '.join(SCALE_BYTES)}, got {scale!r}")
-    if out not in OUT_BYTES:
-        raise ValueError(f"--out: expected one of {', '.join(OUT_BYTES)}, got {out!r}")
+    if scale not in REAL_TYPES:
+        raise ValueError(f"--scale: expected one of {', '.join(REAL_TYPES)}, got {scale!r}")
+    if out not in REAL_TYPES:
+        raise ValueError(f"--out: expected one of {', '.join(REAL_TYPES)}, got {out!r}")
     figures = device_spec(device)
     jobs: dict[KernelSpec, bool] = {}
     for fmt in dict.fromkeys(parse_format(text) for text in formats or FORMATS):

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-from jitgemm.kernel.formats import GROUP_SIZES, SCALE_BYTES, ceil_div
-from jitgemm.weight.w4 import SCALE_DTYPES, W4Weight, pack_w4
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
+from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
+from jitgemm.weight.w4 import W4Weight, pack_w4
 
 PER_CHANNEL = 0
 """As a group size: one scale per row, whatever k is."""
 
-ALL_FORMATS = tuple(itertools.product((*GROUP_SIZES, PER_CHANNEL), (False, True), SCALE_BYTES))
+ALL_FORMATS = tuple(itertools.product((*GROUP_SIZES, PER_CHANNEL), (False, True), REAL_TYPES))
 """(group_size, zero_point, scale_type) of every weight format."""
 
-LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
+LHS_DTYPES = {name: torch_dtype(name) for name in LHS_TYPES}
 LHS_MEANS = ("zero", "positive")
 SCALE_KINDS = ("plain", "negative", "tiny", "huge", "mixed")
 
@@ -96,7 +97,7 @@ def weight_parts(
         size = torch.tensor([1.0, small, big])[torch.randint(0, 3, (n, groups), generator=g)]
     if scales in ("negative", "mixed"):
         scale = scale * sign
-    scale = (scale * size).to(SCALE_DTYPES[scale_type])
+    scale = (scale * size).to(torch_dtype(scale_type))
     added = (scale.double() * (torch.rand((n, groups), generator=g) * 16 - 8)).to(scale.dtype) if offset else None
     q, scale, zero, added = (None if tensor is None else tensor.to(device) for tensor in (q, scale, zero, added))
     return WeightParts(q, scale, zero, group_size, added, lhs_dtype=None if codes == "any" else LHS_DTYPES[codes])

@@ -372,7 +372,7 @@ def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
         (["warmup", *LAYER, "--codes", "fast"], "--codes"),
         (["warmup", *LAYER, "--out", "int8"], "--out"),
         (["warmup", *LAYER, "--offset", "--group-size", "channel"], "--offset: expected a --group-size below k, got"),
-        (["warmup", *LAYER, "--quantizer", "int8"], "--quantizer: expected one of fp32, bf16, fp16"),
+        (["warmup", *LAYER, "--quantizer", "int8"], "--quantizer: expected one of bf16, fp16, fp32"),
         (["warmup", *LAYER, "--quantizer", "bf16+affin"], "+affine, +static, +silu_mul, +rms_norm, +permuted"),
         (["warmup", *LAYER, "--quantizer", "none", "--quantizer", "bf16"], "--quantizer: expected none alone"),
         (["warmup", *LAYER, "--quantizer", "bf16+affine"], "affine: expected codes of int8, got e4m3"),

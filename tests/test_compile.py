@@ -20,12 +20,13 @@ import builders
 import pytest
 
 from jitgemm.cli.hf_config import linear_layers, read_config
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.errors import CompileError
 from jitgemm.jit.cache import KernelCache
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import SERIALISED, compile_cubin
 from jitgemm.jit.source import OPTIONS, headers
-from jitgemm.kernel.formats import GROUP_SIZES, LHS_TYPES, OUT_BYTES, Problem, WeightFormat
+from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source, render
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernels_for, legal_kernels
@@ -269,7 +270,7 @@ def test_two_checkouts_have_the_same_keys_and_cubins(compiled, tmp_path):
 def test_the_sample_holds_every_output_order_of_codes_and_offsets_of_every_group_size():
     for lhs in LHS_TYPES:
         kernels = [spec for spec in SAMPLE if spec.lhs == lhs]
-        assert {spec.out for spec in kernels} == set(OUT_BYTES)
+        assert {spec.out for spec in kernels} == set(REAL_TYPES)
         assert {spec.codes for spec in kernels} == {"any", lhs}
         assert {spec.group_size for spec in kernels if spec.offset} == set(GROUP_SIZES)
 

@@ -264,7 +264,7 @@ def test_transforms_that_are_in_the_weight_already_or_of_other_layers_do_no_harm
         ("weight_scale", None, "weight_scale: expected the tensor for format compressed-tensors, found none"),
         ("weight_scale", torch.ones((16, 3)), "weight_scale: expected columns that divide k = 256, got 3"),
         ("weight_scale", torch.ones((8, 2)), r"weight_scale: expected \[16, groups\]"),
-        ("weight_scale", torch.ones((16, 2)).double(), "scale: expected float32, bfloat16 or float16, got float64"),
+        ("weight_scale", torch.ones((16, 2)).double(), "scale: expected bfloat16, float16 or float32, got float64"),
         ("weight_zero_point", torch.zeros((16, 2), dtype=torch.int32), r"expected int32 \[2, 2\], packed along n"),
         ("weight_zero_point", torch.zeros((2, 2)), "weight_zero_point: expected int32, packed, or int8, got float32"),
         ("weight_zero_point", torch.full((16, 2), 8, dtype=torch.int8), r"expected 4-bit values -8\.\.7, got 8\.\.8"),

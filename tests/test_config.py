@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jitgemm.kernel.formats import LHS_TYPES, OUT_BYTES, Problem, WeightFormat, ceil_div
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
 from jitgemm.kernel.render import render
 from jitgemm.kernel.spec import (
     PRODUCER_REGISTERS,
@@ -65,7 +66,7 @@ def formats_of(lhs: str) -> list[WeightFormat]:
 FORMATS_OF = {lhs: formats_of(lhs) for lhs in LHS_TYPES}
 
 devices = st.sampled_from(ALL_DEVICES)
-outputs = st.fixed_dictionaries({"out": st.sampled_from(list(OUT_BYTES)), "batch_invariant": st.booleans()})
+outputs = st.fixed_dictionaries({"out": st.sampled_from(REAL_TYPES), "batch_invariant": st.booleans()})
 lhs_and_format = st.sampled_from(LHS_TYPES).flatmap(
     lambda lhs: st.sampled_from(FORMATS_OF[lhs]).map(lambda format: {"lhs": lhs, "format": format})
 )
@@ -142,7 +143,7 @@ def test_every_candidate_is_legal(device, lhs):
 
 
 @pytest.mark.parametrize("device", [DEVICES["h200"], SMALLER[-1]], ids=lambda device: device.name)
-@pytest.mark.parametrize("out", OUT_BYTES)
+@pytest.mark.parametrize("out", REAL_TYPES)
 @pytest.mark.parametrize("lhs", LHS_TYPES)
 def test_every_candidate_for_every_order_offset_and_output_is_legal(device, lhs, out):
     for format in FORMATS_OF[lhs]:
@@ -426,6 +427,7 @@ def test_other_processes_choose_alike():
     script = """
 from jitgemm.select.choose import candidates
 from jitgemm.select.devices import DEVICES
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import Problem, WeightFormat
 for lhs in ("e4m3", "s8"):
     for m in (1, 100, 3000):

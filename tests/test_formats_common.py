@@ -267,7 +267,7 @@ def test_layers_that_differ_are_not_joined(other, message):
         ({"scale": torch.ones((32, 3))}, r"scale: expected shape \[32, 4\], got \[32, 3\]"),
         (
             {"scale": torch.ones((32, 4), dtype=torch.float64)},
-            "scale: expected float32, bfloat16 or float16, got float64",
+            "scale: expected bfloat16, float16 or float32, got float64",
         ),
         ({"offset": torch.ones((32, 4))}, "offset: expected scale's bfloat16, got float32"),
         ({"group_size": 0}, "group_size: expected a positive number"),

@@ -25,11 +25,11 @@ import torch
 from builders import PER_CHANNEL
 
 import jitgemm
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.errors import JitGemmError
-from jitgemm.gemm.arguments import OUT_DTYPES
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
-from jitgemm.kernel.formats import GROUP_SIZES, LHS_TYPES, MAX_CHANNEL_K_S8, Problem, WeightFormat
+from jitgemm.kernel.formats import GROUP_SIZES, MAX_CHANNEL_K_S8, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import streams, yields
@@ -44,7 +44,7 @@ RMS_ELEMENTS = 1000
 """Outputs with fewer elements have no meaningful RMS."""
 POISON = 0x7FC5
 """Bits of a bf16 NaN that no arithmetic makes; fp16 reads a NaN too, and fp32 does from two of them."""
-OUTPUTS = {name: dtype for dtype, name in OUT_DTYPES.items()}
+OUTPUTS = {name: torch_dtype(name) for name in REAL_TYPES}
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 """The largest relative error of rounding to nearest."""
 GROUP_128 = (128, False, "bf16")
@@ -307,7 +307,7 @@ def offset_cases() -> list[Case]:
         zero = (number + number // 4) % 2 == 0
         cases.append(
             Case(
-                m, 328, 2080 if group < 256 else 1184, lhs, (group, zero, draw.choice(list(builders.SCALE_BYTES))),
+                m, 328, 2080 if group < 256 else 1184, lhs, (group, zero, draw.choice(REAL_TYPES)),
                 mean=draw.choice(builders.LHS_MEANS), scales=draw.choice(("plain", "negative")),
                 bias=draw.choice(("none", "bf16", "fp32")), strided=draw.random() < 0.7, seed=13, offset=True,
                 affine=lhs == "s8" and draw.random() < 0.7,
@@ -948,7 +948,7 @@ def test_the_format_of_scales_is_exact(lhs_name):
     q = builders.weight_parts(1, 136, 1024).q.cuda()
     scale = (2.0 ** -torch.arange(136 * 8, device="cuda").remainder(9).float()).view(136, 8)
     lhs = activations(33, 1024, lhs_name)
-    outputs = [call(lhs, pack_w4(q, scale.to(dtype), group_size=128)) for dtype in builders.SCALE_DTYPES.values()]
+    outputs = [call(lhs, pack_w4(q, scale.to(dtype), group_size=128)) for dtype in OUTPUTS.values()]
     assert builders.same_bits(outputs[0], outputs[1]) and builders.same_bits(outputs[0], outputs[2])
 
 

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jitgemm.kernel.formats import CODE_BYTES, CODES, SCALE_BYTES, WeightFormat, ceil_div
+from jitgemm.dtypes import DTYPES, REAL_TYPES
+from jitgemm.kernel.formats import CODE_BYTES, CODES, WeightFormat, ceil_div
 from jitgemm.weight import layout
 from jitgemm.weight.w4 import pack_w4
 
@@ -225,8 +226,8 @@ def test_records_for_one_type_of_activations_follow_the_definition(group_size, c
 def test_a_record_has_a_row_of_offsets_for_every_row_of_scales(format, scales, offsets, zeros, size):
     assert (format.scale_rows, format.offset_rows, format.zero_rows) == (scales, offsets, zeros)
     assert format.record_bytes == size and format.record_bytes % 16 == 0
-    assert format.offsets_at == 4096 + 64 * scales * SCALE_BYTES[format.scale_type]
-    assert format.zeros_at == format.offsets_at + 64 * offsets * SCALE_BYTES[format.scale_type]
+    assert format.offsets_at == 4096 + 64 * scales * DTYPES[format.scale_type].bytes
+    assert format.zeros_at == format.offsets_at + 64 * offsets * DTYPES[format.scale_type].bytes
 
 
 def test_a_record_is_little_endian():
@@ -391,7 +392,7 @@ def test_unpacking_gives_back_what_was_packed(seed, n, k, format):
     k=st.integers(2, 28).map(lambda x: 32 * x),
     group_size=st.sampled_from([32, 64, 128, 256]),
     zero_point=st.booleans(),
-    scale_type=st.sampled_from(list(SCALE_BYTES)),
+    scale_type=st.sampled_from(REAL_TYPES),
     codes=st.sampled_from(CODES),
 )
 @settings(max_examples=60, deadline=None)

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jitgemm import gemm_w4a8_bf16_nt
 from jitgemm.activations.call import quantize_activations
-from jitgemm.activations.kernel import X_TYPES, QuantizeSpec, block_dims, quantize_source, quantize_spec, smem_bytes
+from jitgemm.activations.kernel import QuantizeSpec, block_dims, quantize_source, quantize_spec, smem_bytes
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.jit.cache import KernelCache
 
 OP = torch.ops.jitgemm.quantize_activations.default
@@ -272,7 +273,7 @@ ELSEWHERE = torch.zeros(K, dtype=torch.int32, device="meta")
         (ValueError, "zero: expected one element", {"scheme": "tensor", "scale": ONE, "affine": True}),
         (TypeError, "zero: expected int32", {"scheme": "tensor", "scale": ONE, "affine": True, "zero": ONE}),
         (ValueError, r"rms_norm: expected shape \[96\], got shape \[95\]", {"rms_norm": torch.ones(95)}),
-        (TypeError, "rms_norm: expected float32 or bfloat16 or float16", {"rms_norm": torch.ones(K).double()}),
+        (TypeError, "rms_norm: expected bfloat16, float16 or float32", {"rms_norm": torch.ones(K).double()}),
         (ValueError, "rms_norm: expected a contiguous tensor", {"rms_norm": torch.ones(2 * K)[::2]}),
         (ValueError, "rms_norm: expected None with silu_mul", {"x": X2, "silu_mul": True, "rms_norm": torch.ones(K)}),
         (TypeError, "eps: expected a float, got str", {"eps": "1e-6"}),
@@ -375,7 +376,7 @@ def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
 def every_spec(ks: tuple[int, ...]) -> list[tuple[int, QuantizeSpec]]:
     found: dict[QuantizeSpec, int] = {}
     for k in ks:
-        for x in X_TYPES:
+        for x in REAL_TYPES:
             for q, affine in (("e4m3", False), ("s8", False), ("s8", True)):
                 for static in (False, True):
                     for silu_mul, rms_norm in ((False, False), (True, False), (False, True)):

@@ -70,7 +70,7 @@ def test_the_command_writes_every_kernel_and_fails_for_a_legal_one_that_does_not
     "arguments, message",
     [
         (["--format", "int4"], "--format"),
-        (["--scale", "fp64"], "--scale: expected one of fp32, bf16, fp16, got 'fp64'"),
+        (["--scale", "fp64"], "--scale: expected one of bf16, fp16, fp32, got 'fp64'"),
         (["--out", "int8"], "--out: expected one of bf16, fp16, fp32, got 'int8'"),
         (["--device", "a100"], "a100"),
     ],

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "jitgemm"
 FLOORS = (
     ("errors", "settings", "dtypes"),
-    ("jit",),
+    ("jit", "tensors"),
     ("kernel",),
     ("select", "weight"),
     ("runtime", "checkpoint"),

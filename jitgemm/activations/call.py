@@ -13,15 +13,16 @@ import torch
 
 from jitgemm.activations.kernel import MAX_K, MAX_PERMUTED_K, quantize_spec
 from jitgemm.activations.reference import quantize_reference
-from jitgemm.gemm.arguments import ALIGNMENT, LHS_DTYPES, MAX_ROWS, REAL_TYPES, byte_extent, check_tensor
+from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
+from jitgemm.gemm.arguments import ALIGNMENT, MAX_ROWS, byte_extent
 from jitgemm.runtime.dispatch import traced
 from jitgemm.runtime.plans import Plans, present
+from jitgemm.tensors import TYPE_NAMES, check_dtype, check_tensor, dtype_name
 
 if TYPE_CHECKING:
     from jitgemm.activations.plan import QuantizePlan
 
 SCHEMES = ("token", "tensor")
-X_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 _plans = Plans()
 
@@ -174,8 +175,8 @@ def _make_plan(  # type: ignore[no-untyped-def]
 
     spec = quantize_spec(
         k,
-        X_TYPES[x.dtype],
-        LHS_DTYPES[q.dtype],
+        TYPE_NAMES[x.dtype],
+        TYPE_NAMES[q.dtype],
         affine=affine,
         static=static,
         silu_mul=silu_mul,
@@ -193,7 +194,7 @@ def _make_plan(  # type: ignore[no-untyped-def]
             x_row_bytes=x.stride(0) * x.element_size() if m > 1 else 0,
             q_row_bytes=q.stride(0) if m > 1 else 0,
             eps=eps,
-            norm_weight_type=0 if rms_norm is None else REAL_TYPES[rms_norm.dtype],
+            norm_weight_type=0 if rms_norm is None else DTYPES[TYPE_NAMES[rms_norm.dtype]].number,
         )
 
 
@@ -217,14 +218,6 @@ def _run_on_cpu(  # type: ignore[no-untyped-def]
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _dtype(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "[" + ", ".join(str(size) for size in tensor.shape) + "]"
-
-
 def _flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as rows, without a copy."""
     if tensor.dim() == 0:
@@ -235,7 +228,7 @@ def _flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     except RuntimeError:
         raise ValueError(
-            f"{name}: expected rows that are one stride apart, got shape {_shape(tensor)} with strides "
+            f"{name}: expected rows that are one stride apart, got shape {list(tensor.shape)} with strides "
             f"{tuple(tensor.stride())}; make it contiguous"
         ) from None
 
@@ -265,16 +258,14 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def _check_parameter(
-    name: str, value: object, device: torch.device, dtypes: tuple[torch.dtype, ...], elements: int, what: str
+    name: str, value: object, device: torch.device, types: tuple[str, ...], elements: int, what: str
 ) -> None:
     """A contiguous tensor of so many elements, [k] or a single one of any shape."""
     tensor = check_tensor(name, value)
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(_dtype(dtype) for dtype in dtypes)
-        raise TypeError(f"{name}: expected {expected}, got {_dtype(tensor.dtype)}")
+    check_dtype(name, tensor.dtype, types)
     _check_plain(name, tensor)
     if tensor.numel() != elements or (elements > 1 and tensor.dim() != 1):
-        raise ValueError(f"{name}: expected {what}, got shape {_shape(tensor)}")
+        raise ValueError(f"{name}: expected {what}, got shape {list(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
     if tensor.device != device:
@@ -296,12 +287,10 @@ def check_quantize_arguments(
     """Raises TypeError or ValueError unless the inputs fit together; x has two dimensions. Looks at no values."""
     for name, flag in (("affine", affine), ("silu_mul", silu_mul)):
         _check_flag(name, flag)
-    if dtype not in LHS_DTYPES:
-        raise TypeError(f"dtype: expected float8_e4m3fn or int8, got {_dtype(dtype)}")
+    check_dtype("dtype", dtype, LHS_TYPES)
     if affine and dtype != torch.int8:
-        raise ValueError(f"affine: expected dtype int8, got {_dtype(dtype)}, which has no zero point")
-    if x.dtype not in X_TYPES:
-        raise TypeError(f"x: expected bfloat16, float16 or float32, got {_dtype(x.dtype)}")
+        raise ValueError(f"affine: expected dtype int8, got {dtype_name(dtype)}, which has no zero point")
+    check_dtype("x", x.dtype, REAL_TYPES)
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
     _check_plain("x", x)
@@ -323,19 +312,19 @@ def check_quantize_arguments(
         if not needed and value is not None:
             raise ValueError(f"{name}: expected None unless for {why}, got a {type(value).__name__}")
     if scale is not None:
-        _check_parameter("scale", scale, x.device, (torch.float32,), 1, "one element")
+        _check_parameter("scale", scale, x.device, ("fp32",), 1, "one element")
     if zero is not None:
-        _check_parameter("zero", zero, x.device, (torch.int32,), 1, "one element")
+        _check_parameter("zero", zero, x.device, ("s32",), 1, "one element")
     if rms_norm is not None:
         if silu_mul:
             raise ValueError("rms_norm: expected None with silu_mul, got a weight")
-        _check_parameter("rms_norm", rms_norm, x.device, tuple(X_TYPES), k, f"shape [{k}]")
+        _check_parameter("rms_norm", rms_norm, x.device, REAL_TYPES, k, f"shape [{k}]")
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps: expected a float, got {type(eps).__name__}")
     if not 0 <= eps < 3e38:
         raise ValueError(f"eps: expected a finite number that is not negative, got {eps}")
     if permutation is not None:
-        _check_parameter("permutation", permutation, x.device, (torch.int32,), k, f"shape [{k}]")
+        _check_parameter("permutation", permutation, x.device, ("s32",), k, f"shape [{k}]")
 
 
 def _check_out(
@@ -352,7 +341,7 @@ def _check_out(
             _check_plain(f"out[{i}]", tensor)
         wanted = (dtype, torch.float32, torch.int32)[i]
         if tensor.dtype != wanted:
-            raise TypeError(f"out[{i}]: expected {_dtype(wanted)}, got {_dtype(tensor.dtype)}")
+            raise TypeError(f"out[{i}]: expected {dtype_name(wanted)}, got {dtype_name(tensor.dtype)}")
         if tensor.device != x.device:
             raise ValueError(f"out[{i}]: expected a tensor on {x.device}, where x is, got one on {tensor.device}")
         if tensor.requires_grad:
@@ -362,7 +351,7 @@ def _check_out(
     q, lead = out[0], tuple(x.shape[:-1])
     shape = (*lead, x.shape[-1] // 2 if silu_mul else x.shape[-1])
     if tuple(q.shape) != shape:
-        raise ValueError(f"out[0]: expected shape {list(shape)}, got {_shape(q)}")
+        raise ValueError(f"out[0]: expected shape {list(shape)}, got {list(q.shape)}")
     rows = _flat("out[0]", q)
     _check_rows("out[0]", rows)
     if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
@@ -372,7 +361,7 @@ def _check_out(
     for i in range(1, len(out)):
         if tuple(out[i].shape) not in (lead, (*lead, 1)) or not out[i].is_contiguous():
             raise ValueError(
-                f"out[{i}]: expected a contiguous tensor of shape {list(lead)} or {[*lead, 1]}, got {_shape(out[i])} "
+                f"out[{i}]: expected a contiguous tensor of shape {list(lead)} or {[*lead, 1]}, got {list(out[i].shape)} "
                 f"with strides {tuple(out[i].stride())}"
             )
     return rows, out[1].view(-1), out[2].view(-1) if affine else None
@@ -427,8 +416,7 @@ def _call_op(  # type: ignore[no-untyped-def]
     for name, tensor in (("scale", scale), ("zero", zero), ("rms_norm", rms_norm), ("permutation", permutation)):
         if tensor is not None:
             check_tensor(name, tensor)
-    if dtype not in LHS_DTYPES:
-        raise TypeError(f"dtype: expected float8_e4m3fn or int8, got {_dtype(dtype)}")
+    check_dtype("dtype", dtype, LHS_TYPES)
     rows = _flat("x", x)
     targets = None if out is None else _check_out(out, x, dtype, affine, silu_mul)
     q, row_scale, row_zero = torch.ops.jitgemm.quantize_activations(

@@ -9,15 +9,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
 
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
 
 KERNEL_NAME = "jitgemm_quantize"
-
-X_TYPES = ("fp32", "bf16", "fp16")
-Q_TYPES = ("e4m3", "s8")
 
 VECTOR = 8
 """Values that a thread reads, and codes that it writes, at a time."""
@@ -94,10 +92,10 @@ def quantize_spec(
     Raises:
         ValueError: k or a combination is out of range.
     """
-    if x not in X_TYPES:
-        raise ValueError(f"x: expected one of {X_TYPES}, got {x!r}")
-    if q not in Q_TYPES:
-        raise ValueError(f"q: expected one of {Q_TYPES}, got {q!r}")
+    if x not in REAL_TYPES:
+        raise ValueError(f"x: expected one of {REAL_TYPES}, got {x!r}")
+    if q not in LHS_TYPES:
+        raise ValueError(f"q: expected one of {LHS_TYPES}, got {q!r}")
     if affine and q != "s8":
         raise ValueError("affine: expected codes of int8, got e4m3, which has no zero point")
     if silu_mul and rms_norm:
@@ -146,7 +144,7 @@ def render_quantize(spec: QuantizeSpec) -> str:
         return "true" if value else "false"
 
     constants = {
-        "RealType kX": {"fp32": "kFp32", "bf16": "kBf16", "fp16": "kFp16"}[spec.x],
+        "RealType kX": DTYPES[spec.x].cpp_name,
         "bool kE4m3": flag(spec.q == "e4m3"),
         "bool kAffine": flag(spec.affine),
         "bool kStatic": flag(spec.static),

@@ -16,10 +16,12 @@ import torch
 
 from jitgemm.checkpoint.bits import minus_8
 from jitgemm.checkpoint.canonical import CanonicalWeight
+from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.weight.w4 import MAX_ZERO, SCALE_DTYPES
+from jitgemm.tensors import describe, dtype_name
+from jitgemm.weight.w4 import MAX_ZERO
 
-FLOATS = tuple(SCALE_DTYPES.values())
+FLOATS = tuple(torch_dtype(name) for name in REAL_TYPES)
 """What a scale may be."""
 
 
@@ -141,11 +143,3 @@ def check_codes(name: str, codes: torch.Tensor, least: int, most: int) -> None:
     found = [int(x) for x in codes.aminmax()] if codes.numel() else [least, most]
     if found[0] < least or found[1] > most:
         raise ValueError(f"{name}: expected 4-bit values {least}..{most}, got {found[0]}..{found[1]}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def describe(tensor: torch.Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"

@@ -40,7 +40,6 @@ import torch
 from jitgemm.checkpoint.affine import (
     FLOATS,
     check_shape,
-    describe,
     group_size_of,
     integer_zero,
     scaled_zero,
@@ -49,6 +48,7 @@ from jitgemm.checkpoint.affine import (
 )
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
+from jitgemm.tensors import describe
 from jitgemm.weight.w4 import MAX_ZERO
 
 _INT8_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
-from jitgemm.weight.w4 import SCALE_DTYPES, W4Weight, by_group, pack_w4
+from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
+from jitgemm.weight.w4 import W4Weight, by_group, pack_w4
 
 _MIN_K = 32  # what pack_w4 asks k to be a multiple of
 _MIN_N = 8  # and n
@@ -93,7 +95,7 @@ class CanonicalWeight:
     def __post_init__(self) -> None:
         expected = torch.int8 if self.zero is None else torch.uint8
         if self.q.dim() != 2 or self.q.dtype != expected:
-            raise ValueError(f"q: expected {_dtype(expected)} [n, k], got {_describe(self.q)}")
+            raise ValueError(f"q: expected {dtype_name(expected)} [n, k], got {describe(self.q)}")
         if self.group_size < 1:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
         groups = 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size)
@@ -105,21 +107,21 @@ class CanonicalWeight:
                 raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
             if tensor is not None and tensor.device != self.q.device:
                 raise ValueError(f"{name}: expected q's device {self.q.device}, got {tensor.device}")
-        if self.scale.dtype not in SCALE_DTYPES.values():
-            raise ValueError(f"scale: expected float32, bfloat16 or float16, got {_dtype(self.scale.dtype)}")
+        if TYPE_NAMES.get(self.scale.dtype) not in REAL_TYPES:
+            raise ValueError(f"scale: expected {one_of(REAL_TYPES)}, got {dtype_name(self.scale.dtype)}")
         if self.zero is not None and (self.zero.is_floating_point() or self.zero.dtype == torch.bool):
-            raise ValueError(f"zero: expected integers, got {_dtype(self.zero.dtype)}")
+            raise ValueError(f"zero: expected integers, got {dtype_name(self.zero.dtype)}")
         if self.offset is not None and self.offset.dtype != self.scale.dtype:
-            raise ValueError(f"offset: expected scale's {_dtype(self.scale.dtype)}, got {_dtype(self.offset.dtype)}")
+            raise ValueError(f"offset: expected scale's {dtype_name(self.scale.dtype)}, got {dtype_name(self.offset.dtype)}")
         if self.permutation is not None:
             if self.permutation.dtype != torch.int32:
-                raise ValueError(f"permutation: expected int32, got {_dtype(self.permutation.dtype)}")
+                raise ValueError(f"permutation: expected int32, got {dtype_name(self.permutation.dtype)}")
             if not torch.equal(self.permutation.sort().values.long(), torch.arange(self.k, device=self.q.device)):
                 raise ValueError(f"permutation: expected every column 0..{self.k - 1} once")
         if self.input_scale is not None and self.input_scale.dtype != torch.float32:
-            raise ValueError(f"input_scale: expected float32, got {_dtype(self.input_scale.dtype)}")
+            raise ValueError(f"input_scale: expected float32, got {dtype_name(self.input_scale.dtype)}")
         if self.bias is not None and not self.bias.is_floating_point():
-            raise ValueError(f"bias: expected floats, got {_dtype(self.bias.dtype)}")
+            raise ValueError(f"bias: expected floats, got {dtype_name(self.bias.dtype)}")
 
     @property
     def n(self) -> int:
@@ -287,7 +289,7 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
 
     only("k", [w.k for w in weights])
     only("group size", [min(w.group_size, w.k) for w in weights])
-    only("scale dtype", [_dtype(w.scale.dtype) for w in weights])
+    only("scale dtype", [dtype_name(w.scale.dtype) for w in weights])
     for name in ("zero", "offset", "permutation", "input_scale"):
         only(f"kind of {name}", ["none" if getattr(w, name) is None else "given" for w in weights])
     for name in ("permutation", "input_scale"):
@@ -298,7 +300,7 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
             )
     bias = None
     if any(w.bias is not None for w in weights):
-        only("bias dtype", [_dtype(w.bias.dtype) for w in weights if w.bias is not None])
+        only("bias dtype", [dtype_name(w.bias.dtype) for w in weights if w.bias is not None])
         dtype = next(w.bias.dtype for w in weights if w.bias is not None)
         bias = torch.cat([w.q.new_zeros(w.n, dtype=dtype) if w.bias is None else w.bias for w in weights])
     joined = {
@@ -362,11 +364,3 @@ def _part(dim: str, size: int, rank: int, world: int, multiple: int) -> slice:
 
 def _slice(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
     return None if tensor is None else tensor[rows]
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{_dtype(tensor.dtype)} {list(tensor.shape)}"

@@ -30,6 +30,7 @@ import torch
 
 from jitgemm.checkpoint.bits import minus_8, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo, activation_order, check_known
+from jitgemm.tensors import dtype_name
 
 _METHOD = "compressed-tensors"
 _SUPPORTED = ("pack-quantized", "int-quantized", "naive-quantized")
@@ -92,7 +93,7 @@ def _codes(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     packed = tensors["weight_packed"]
     if packed.dtype != torch.int32 or packed.dim() != 2:
         raise ValueError(
-            f"weight_packed: expected int32 [n, ceil(k / 8)] of 4-bit integers, got {_dtype(packed)} "
+            f"weight_packed: expected int32 [n, ceil(k / 8)] of 4-bit integers, got {dtype_name(packed.dtype)} "
             f"{list(packed.shape)}" + (" (fp4 is not supported)" if packed.dtype == torch.uint8 else "")
         )
     n, words = packed.shape
@@ -151,7 +152,7 @@ def _zero_point(
     elif zero.dtype == torch.int8:
         zero = _by_row("weight_zero_point", zero, n)
     else:
-        raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {_dtype(zero)}")
+        raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {dtype_name(zero.dtype)}")
     if tuple(zero.shape) != (n, groups):
         raise ValueError(f"weight_zero_point: expected [{n}, {groups}] as weight_scale, got {list(zero.shape)}")
     if not bool(zero.any()):
@@ -252,10 +253,6 @@ def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
         if weights.get("strategy") not in (None, "group", "channel", "tensor"):
             raise ValueError(f"weights: expected strategy group, channel or tensor, got {weights['strategy']!r}")
     return config
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 FORMAT = Format(name="compressed-tensors", detect=_detect, read=_read, for_layer=_for_layer)

@@ -34,10 +34,11 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import FLOATS, check_shape, describe, group_size_of, integer_zero, setting, take
+from jitgemm.checkpoint.affine import FLOATS, check_shape, group_size_of, integer_zero, setting, take
 from jitgemm.checkpoint.bits import HIGH_FIRST, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
 from jitgemm.checkpoint.torchao import read_tinygemm, read_unpacked, take_any
+from jitgemm.tensors import describe
 
 _OPERATOR_NAMES = ("weights_4x2", "weights_4bit")
 _BOTH = ("scales_and_zeros", "weight_scales_and_zeros")

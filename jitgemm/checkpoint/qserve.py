@@ -33,9 +33,10 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import check_shape, describe, group_size_of, integer_zero, scaled_zero, setting, take
+from jitgemm.checkpoint.affine import check_shape, group_size_of, integer_zero, scaled_zero, setting, take
 from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
+from jitgemm.tensors import describe
 
 _TILE = 32
 _BYTES = (torch.int8, torch.uint8)

@@ -52,7 +52,6 @@ from jitgemm.checkpoint.affine import (
     FLOATS,
     check_codes,
     check_shape,
-    describe,
     float_zero,
     group_size_of,
     integer_zero,
@@ -62,6 +61,7 @@ from jitgemm.checkpoint.affine import (
 from jitgemm.checkpoint.bits import HIGH_FIRST, minus_8, twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
 from jitgemm.kernel.formats import ceil_div
+from jitgemm.tensors import describe
 
 _FLAT = "_weight_"
 _PLAIN_NAMES = ("weight", "weight_int4pack")

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Optional
 import typer
 
 from jitgemm import settings
-from jitgemm.activations.kernel import X_TYPES, QuantizeSpec, quantize_source, quantize_spec
+from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_spec
 from jitgemm.cli import common
 from jitgemm.cli.hf_config import LAYER_FORMS, LinearLayer, linear_layers, read_config
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import KernelCache
 from jitgemm.jit.compile_many import compile_all
@@ -67,9 +68,9 @@ def parse_quantizer(text: str) -> Quantizer:
         ValueError: says what may be given.
     """
     x, *variants = text.split("+")
-    if x not in X_TYPES or not set(variants) <= set(QUANTIZER_VARIANTS):
+    if x not in REAL_TYPES or not set(variants) <= set(QUANTIZER_VARIANTS):
         raise ValueError(
-            f"--quantizer: expected one of {', '.join(X_TYPES)}, followed by any of "
+            f"--quantizer: expected one of {', '.join(REAL_TYPES)}, followed by any of "
             f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}, or none; got {text!r}"
         )
     return Quantizer(x, tuple(dict.fromkeys(variants)))
@@ -216,7 +217,7 @@ def warmup(
         typer.Option(
             "--quantizer",
             metavar="TYPE[+WHAT]",
-            help=f"Quantisers of activations to --lhs, by the type of their input: {', '.join(X_TYPES)}, and what "
+            help=f"Quantisers of activations to --lhs, by the type of their input: {', '.join(REAL_TYPES)}, and what "
             f"they do beside: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': none.",
             show_default="the types of --out, as W4A8Linear needs",
         ),

@@ -10,14 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import WeightFormat
+from jitgemm.tensors import check_dtype, check_tensor, dtype_name
 from jitgemm.weight.w4 import plan_key
-
-LHS_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.int8: "s8"}
-OUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-REAL_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Run-time numbers of the types a kernel reads scales and bias in; `RealType` in include/jitgemm/types.cuh."""
-SCALE_TYPE_NUMBERS = {"fp32": 0, "bf16": 1, "fp16": 2}
 
 MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
@@ -48,21 +44,6 @@ class PackedWeight:
         return plan_key(self.n, self.k, self.format, self.blocks.device)
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "[" + ", ".join(str(size) for size in tensor.shape) + "]"
-
-
-def check_tensor(name: str, value: object) -> torch.Tensor:
-    """The value, if it is a tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-    return value
-
-
 _LHS_NAMES = ("lhs[0] (x)", "lhs[1] (x_scale)", "lhs[2] (x_zero)")
 
 
@@ -78,9 +59,9 @@ def split_lhs(lhs: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | N
 def _rows(name: str, tensor: torch.Tensor, columns: int, what: str) -> None:
     """A matrix with contiguous rows whose stride TMA can walk."""
     if tensor.dim() != 2:
-        raise ValueError(f"{name}: expected shape {what}, got {_shape(tensor)}")
+        raise ValueError(f"{name}: expected shape {what}, got {list(tensor.shape)}")
     if tensor.shape[1] != columns:
-        raise ValueError(f"{name}: expected shape {what} with {columns} columns, got {_shape(tensor)}")
+        raise ValueError(f"{name}: expected shape {what} with {columns} columns, got {list(tensor.shape)}")
     if tensor.stride(1) != 1:
         raise ValueError(f"{name}: expected stride 1 along its columns, got strides {tuple(tensor.stride())}")
     # One row has no stride to walk.
@@ -98,14 +79,13 @@ def _rows(name: str, tensor: torch.Tensor, columns: int, what: str) -> None:
             )
 
 
-def _check_per_token(name: str, tensor: torch.Tensor, m: int, dtype: torch.dtype) -> None:
+def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None:
     """One value per token, or one for all."""
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {_dtype(tensor)}")
+    check_dtype(name, tensor.dtype, (type,))
     per_token = (tensor.dim() == 1 or (tensor.dim() == 2 and tensor.shape[1] == 1)) and tensor.shape[0] == m
     per_tensor = tensor.numel() == 1 and tensor.dim() <= 2
     if not (per_token or per_tensor):
-        raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {_shape(tensor)}")
+        raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
 
 
 def check_arguments(
@@ -123,8 +103,7 @@ def check_arguments(
         if tensor is not None and (tensor.layout != torch.strided or tensor.is_neg()):
             kind = "a lazily negated one" if tensor.layout == torch.strided else f"layout {tensor.layout}"
             raise TypeError(f"{name}: expected a plain strided tensor, got {kind}")
-    if x.dtype not in LHS_DTYPES:
-        raise TypeError(f"lhs[0] (x): expected float8_e4m3fn or int8, got {_dtype(x)}")
+    lhs_type = check_dtype("lhs[0] (x)", x.dtype, LHS_TYPES)
     _rows("lhs[0] (x)", x, k, "[m, k]")
     m = x.shape[0]
     if m > MAX_ROWS or n > MAX_ROWS:
@@ -136,33 +115,31 @@ def check_arguments(
             f"32-bit, got {k}"
         )
 
-    if weight.format.codes not in ("any", LHS_DTYPES[x.dtype]):
-        packed_for = "int8" if weight.format.codes == "s8" else "float8_e4m3fn"
+    if weight.format.codes not in ("any", lhs_type):
+        packed_for = DTYPES[weight.format.codes].torch_name
         raise TypeError(
-            f"lhs[0] (x): expected {packed_for}, for which rhs was packed (lhs_dtype of pack_w4), got {_dtype(x)}"
+            f"lhs[0] (x): expected {packed_for}, for which rhs was packed (lhs_dtype of pack_w4), got {dtype_name(x.dtype)}"
         )
 
-    _check_per_token("lhs[1] (x_scale)", x_scale, m, torch.float32)
+    _check_per_token("lhs[1] (x_scale)", x_scale, m, "fp32")
     if x_zero is not None:
         if x.dtype != torch.int8:
-            raise TypeError(f"lhs[0] (x): expected int8 beside lhs[2] (x_zero), got {_dtype(x)}")
-        _check_per_token("lhs[2] (x_zero)", x_zero, m, torch.int32)
+            raise TypeError(f"lhs[0] (x): expected int8 beside lhs[2] (x_zero), got {dtype_name(x.dtype)}")
+        _check_per_token("lhs[2] (x_zero)", x_zero, m, "s32")
         if weight.row_sum is None:
             raise ValueError("rhs: expected a weight with row_sum, which lhs[2] (x_zero) needs, got one without")
 
-    if out.dtype not in OUT_DTYPES:
-        raise TypeError(f"out: expected bfloat16, float16 or float32, got {_dtype(out)}")
+    check_dtype("out", out.dtype, REAL_TYPES)
     _rows("out", out, n, "[m, n]")
     if out.shape[0] != m:
-        raise ValueError(f"out: expected shape [{m}, {n}], got {_shape(out)}")
+        raise ValueError(f"out: expected shape [{m}, {n}], got {list(out.shape)}")
     if out.requires_grad:
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
 
     if bias is not None:
-        if bias.dtype not in (torch.float32, torch.bfloat16):
-            raise TypeError(f"bias: expected bfloat16 or float32, got {_dtype(bias)}")
+        check_dtype("bias", bias.dtype, ("bf16", "fp32"))
         if bias.dim() != 1 or bias.shape[0] != n:
-            raise ValueError(f"bias: expected shape [{n}], got {_shape(bias)}")
+            raise ValueError(f"bias: expected shape [{n}], got {list(bias.shape)}")
         if bias.stride(0) != 1:
             raise ValueError(f"bias: expected a contiguous tensor, got stride {bias.stride(0)}")
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from jitgemm.gemm.arguments import PackedWeight, check_addresses, check_arguments, check_tensor, split_lhs
+from jitgemm.gemm.arguments import PackedWeight, check_addresses, check_arguments, split_lhs
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.runtime.dispatch import traced
 from jitgemm.runtime.plans import Plans, present
+from jitgemm.tensors import check_tensor
 from jitgemm.weight.w4 import W4Weight
 
 _plans = Plans()

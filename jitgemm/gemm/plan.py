@@ -13,13 +13,10 @@ from dataclasses import replace
 import torch
 
 from jitgemm import settings
+from jitgemm.dtypes import DTYPES
 from jitgemm.gemm.arguments import (
     ALIGNMENT,
     CHANNEL_SCALE_ALIGNMENT,
-    LHS_DTYPES,
-    OUT_DTYPES,
-    REAL_TYPES,
-    SCALE_TYPE_NUMBERS,
     PackedWeight,
     byte_extent,
     check_addresses,
@@ -32,6 +29,7 @@ from jitgemm.runtime import driver
 from jitgemm.runtime import kernels as loaded
 from jitgemm.runtime.device import device_of
 from jitgemm.select.choose import choose, grid_clusters
+from jitgemm.tensors import TYPE_NAMES
 
 _ARGUMENTS = struct.Struct("<10Q3I2iI")
 """`Args` in include/jitgemm/types.cuh: lhs, records, channel_scale, lhs_scale, bias, lhs_zero, row_sum, lhs_stride,
@@ -79,15 +77,15 @@ class Plan:
         m, n, k = x.shape[0], weight.n, weight.k
         figures = device_of(device)
         if spec is None:
-            problem = Problem(m, n, k, LHS_DTYPES[x.dtype], weight.format, OUT_DTYPES[out.dtype], batch_invariant)
+            problem = Problem(m, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], batch_invariant)
             spec = choose(problem, figures)
         if settings.debug():
             spec = replace(spec, debug=True)
         self.spec = spec
         kernel = loaded_kernel(spec, device)
 
-        scale_type = SCALE_TYPE_NUMBERS[weight.format.scale_type]
-        bias_type = 0 if bias is None else REAL_TYPES[bias.dtype]
+        scale_type = DTYPES[weight.format.scale_type].number
+        bias_type = 0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number
         # One row's stride is never walked, and torch may report any value for it.
         x_bytes = x.stride(0) if m > 1 else k
         out_bytes = out.element_size() * (out.stride(0) if m > 1 else n)

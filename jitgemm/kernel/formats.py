@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
+
 BLOCK_K = 128
 """k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""
 STRIP_ROWS = 64
@@ -13,10 +15,7 @@ CODE_BYTES = STRIP_ROWS * BLOCK_K // 2
 """Bytes of 4-bit codes in one record."""
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
-LHS_TYPES = ("e4m3", "s8")
 CODES = ("any", *LHS_TYPES)
-SCALE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-OUT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -45,8 +44,8 @@ class WeightFormat:
     def __post_init__(self) -> None:
         if self.group_size not in (0, *GROUP_SIZES):
             raise ValueError(f"group_size: expected 0 (per channel) or one of {GROUP_SIZES}, got {self.group_size!r}")
-        if self.scale_type not in SCALE_BYTES:
-            raise ValueError(f"scale_type: expected one of {tuple(SCALE_BYTES)}, got {self.scale_type!r}")
+        if self.scale_type not in REAL_TYPES:
+            raise ValueError(f"scale_type: expected one of {REAL_TYPES}, got {self.scale_type!r}")
         if self.codes not in CODES:
             raise ValueError(f"codes: expected one of {CODES}, got {self.codes!r}")
         if self.zero_point and self.codes != "any":
@@ -72,12 +71,12 @@ class WeightFormat:
     @property
     def offsets_at(self) -> int:
         """Byte of a record at which its offsets start."""
-        return CODE_BYTES + STRIP_ROWS * SCALE_BYTES[self.scale_type] * self.scale_rows
+        return CODE_BYTES + STRIP_ROWS * DTYPES[self.scale_type].bytes * self.scale_rows
 
     @property
     def zeros_at(self) -> int:
         """Byte of a record at which its zero points start."""
-        return self.offsets_at + STRIP_ROWS * SCALE_BYTES[self.scale_type] * self.offset_rows
+        return self.offsets_at + STRIP_ROWS * DTYPES[self.scale_type].bytes * self.offset_rows
 
     @property
     def record_bytes(self) -> int:
@@ -108,8 +107,8 @@ class Problem:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        if self.out not in OUT_BYTES:
-            raise ValueError(f"out: expected one of {tuple(OUT_BYTES)}, got {self.out!r}")
+        if self.out not in REAL_TYPES:
+            raise ValueError(f"out: expected one of {REAL_TYPES}, got {self.out!r}")
         if self.m < 1:
             raise ValueError(f"m: expected at least 1, got {self.m}")
         if self.n < 8 or self.n % 8:

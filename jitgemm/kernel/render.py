@@ -8,6 +8,7 @@ carried.
 
 from __future__ import annotations
 
+from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
 from jitgemm.kernel.spec import KernelSpec, share_tokens, smem_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import (
@@ -23,7 +24,6 @@ from jitgemm.kernel.tactics import (
 
 KERNEL_NAME = "jitgemm_w4a8"
 
-_REAL_TYPES = {"fp32": "kFp32", "bf16": "kBf16", "fp16": "kFp16"}
 _DECODES = {
     ("e4m3", "any"): "DecodeE4m3",
     ("e4m3", "e4m3"): "DecodeE4m3SignMagnitude",
@@ -93,8 +93,8 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kOffsetsAt": fmt.offsets_at,
         "u32 kZerosAt": fmt.zeros_at,
         "u32 kRecordBytes": fmt.record_bytes,
-        "RealType kScaleType": _REAL_TYPES[spec.scale_type],
-        "RealType kOutType": _REAL_TYPES[spec.out],
+        "RealType kScaleType": DTYPES[spec.scale_type].cpp_name,
+        "RealType kOutType": DTYPES[spec.out].cpp_name,
         "bool kDebug": str(spec.debug).lower(),
     }
     lines = [f"    static constexpr {name} = {value};" for name, value in constants.items()]

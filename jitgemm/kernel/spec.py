@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from jitgemm.kernel.formats import BLOCK_K, OUT_BYTES, STRIP_ROWS, WeightFormat, _weight_format, ceil_div
+from jitgemm.dtypes import DTYPES
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, _weight_format, ceil_div
 
 REGISTERS_PER_SM = 65536
 PRODUCER_REGISTERS = 40
@@ -185,7 +186,7 @@ def smem_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
     share = share_tokens(spec)
     summers = ceil_div(spec.block_m // share, spec.split_k) * spec.warpgroups_n
-    out_panel = share * STRIP_ROWS * OUT_BYTES[spec.out]
+    out_panel = share * STRIP_ROWS * DTYPES[spec.out].bytes
     slots = slot_tokens(spec) * STRIP_ROWS * 4
     barriers = 8 * (summers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
     barriers += 8 * 2 * summers if spec.split_k > 1 else 0

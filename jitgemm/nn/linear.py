@@ -14,19 +14,19 @@ from typing import Any
 import torch
 
 from jitgemm.activations.call import quantize_activations
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.arguments import ALIGNMENT
 from jitgemm.gemm.call import gemm_w4a8_nt
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
 from jitgemm.nn.checkpoint import CODES, read_linear
+from jitgemm.tensors import check_dtype, describe, dtype_name
 from jitgemm.weight.quantize import quantize_w4
-from jitgemm.weight.w4 import SCALE_DTYPES, W4Weight, weight_format
+from jitgemm.weight.w4 import W4Weight, weight_format
 
 ACTIVATIONS = ("e4m3", "int8", "int8_affine")
 """How a layer quantises its input: fp8 e4m3, int8, or int8 with a zero point per token. Append only: files hold the
 number."""
 
-_SCALE_TYPES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
-_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WEIGHT_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")  # as `W4Weight` and its state dict call them
 _ON_CPU = ("meta", "activation_type")  # describe the layer, take no part in the call
 
@@ -245,8 +245,7 @@ class W4A8Linear(torch.nn.Module):
         """
         if x.shape[-1:] != (self.in_features,):
             raise ValueError(f"x: expected shape [..., {self.in_features}], got {list(x.shape)}")
-        if x.dtype not in _INPUT_DTYPES:
-            raise TypeError(f"x: expected bfloat16, float16 or float32, got {str(x.dtype).removeprefix('torch.')}")
+        check_dtype("x", x.dtype, REAL_TYPES)
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "x: expected a tensor that does not require grad, since W4A8Linear has no gradient, got one that does; "
@@ -340,7 +339,7 @@ class W4A8Linear(torch.nn.Module):
         for name in ("input_scale", "bias"):
             mine, other = self._buffers[name], state_dict.get(prefix + name)
             if mine is not None and other is not None and mine.dtype != other.dtype:
-                return f"{prefix}{name}: expected {_name(mine.dtype)}, got {_name(other.dtype)}"
+                return f"{prefix}{name}: expected {dtype_name(mine.dtype)}, got {dtype_name(other.dtype)}"
         return None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -360,7 +359,7 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
     if out is bits:
         return tensor
     if out.dtype != torch.uint8:
-        raise TypeError(f"W4A8Linear: expected a move to another device, got a conversion to {_name(out.dtype)}")
+        raise TypeError(f"W4A8Linear: expected a move to another device, got a conversion to {dtype_name(out.dtype)}")
     return out.view(tensor.dtype)
 
 
@@ -368,9 +367,7 @@ def _empty_weight(  # type: ignore[no-untyped-def]
     n, k, group_size, symmetric, scale_dtype, offset, permutation, device
 ) -> W4Weight:
     """A weight without values, from the checks and sizes of a small one with."""
-    if scale_dtype not in _SCALE_TYPES:
-        raise TypeError(f"scale_dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {scale_dtype}")
-    fmt = weight_format(k, group_size, not symmetric, _SCALE_TYPES[scale_dtype], offset=offset)
+    fmt = weight_format(k, group_size, not symmetric, check_dtype("scale_dtype", scale_dtype, REAL_TYPES), offset=offset)
     rows = STRIP_ROWS * ceil_div(n, STRIP_ROWS)
 
     def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -390,10 +387,6 @@ def _empty_weight(  # type: ignore[no-untyped-def]
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _check_activation(activation: object) -> str:
@@ -422,7 +415,7 @@ def _check_input_scale(
         raise ValueError("input_scale: expected None with int8_affine, whose zero points are found per token")
     if input_scale.dtype != torch.float32 or input_scale.numel() != 1:
         raise ValueError(
-            f"input_scale: expected float32 of one element, got {_name(input_scale.dtype)} {list(input_scale.shape)}"
+            f"input_scale: expected float32 of one element, got {describe(input_scale)}"
         )
     if input_scale.device != device:
         raise ValueError(f"input_scale: expected the weight's device {device}, got {input_scale.device}")
@@ -435,8 +428,7 @@ def _check_bias(bias: torch.Tensor | None, n: int, device: torch.device) -> torc
         return None
     if not isinstance(bias, torch.Tensor):
         raise TypeError(f"bias: expected a torch.Tensor or None, got {type(bias).__name__}")
-    if bias.dtype not in _INPUT_DTYPES:
-        raise TypeError(f"bias: expected bfloat16, float16 or float32, got {_name(bias.dtype)}")
+    check_dtype("bias", bias.dtype, REAL_TYPES)
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias: expected shape [{n}], got {list(bias.shape)}")
     if bias.device != device:

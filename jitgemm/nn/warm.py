@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from jitgemm import settings
-from jitgemm.activations.call import X_TYPES
-from jitgemm.gemm.arguments import OUT_DTYPES
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.linear import W4A8Linear
+from jitgemm.tensors import TYPE_NAMES
 
 
 def warmup(
@@ -72,10 +72,10 @@ def warmup(
 
 def _dtypes(model: torch.nn.Module, dtype: torch.dtype | None) -> list[torch.dtype]:
     if dtype is not None:
-        if dtype not in OUT_DTYPES:
+        if TYPE_NAMES.get(dtype) not in REAL_TYPES:
             raise ValueError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
         return [dtype]
-    return list(dict.fromkeys(p.dtype for p in model.parameters() if p.dtype in OUT_DTYPES)) or [torch.bfloat16]
+    return list(dict.fromkeys(p.dtype for p in model.parameters() if TYPE_NAMES.get(p.dtype) in REAL_TYPES)) or [torch.bfloat16]
 
 
 def _kernels(
@@ -101,7 +101,7 @@ def _kernels(
         figures = pick_device(device) if index is None else device_of(index)
         lhs = "e4m3" if layer.activation == "e4m3" else "s8"
         for dtype in dtypes:
-            x, out = X_TYPES[dtype], OUT_DTYPES[dtype]
+            x = out = TYPE_NAMES[dtype]
             affine = layer.activation == "int8_affine"
             quantizer = quantize_spec(weight.k, x, lhs, affine=affine, static=static, permuted=permuted)
             yield quantizer, quantize_source(quantizer), index

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Iterator, NamedTuple
 
-from jitgemm.kernel.formats import BLOCK_K, OUT_BYTES, STRIP_ROWS, Problem, WeightFormat, ceil_div
+from jitgemm.dtypes import DTYPES
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, WeightFormat, ceil_div
 from jitgemm.kernel.spec import (
     KernelSpec,
     share_tokens,
@@ -438,7 +439,7 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     # Clusters beyond those that fit one an SM share their SMs.
     shared = 2 if ctas > device.num_sms * CLUSTER_SHARE[spec.cluster_size] else 1
     copy = COPY_US if split_records <= costs.engine_stages else 0.0
-    memory = costs.stream * (weight_bytes + m * k + OUT_BYTES[spec.out] * m * n)
+    memory = costs.stream * (weight_bytes + m * k + DTYPES[spec.out].bytes * m * n)
     times = _Times(
         memory,
         shared * records * costs.tensor,

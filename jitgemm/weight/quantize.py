@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
-from jitgemm.weight.w4 import SCALE_DTYPES, W4Weight, _check_int, pack_w4
+from jitgemm.tensors import check_dtype, check_tensor, dtype_name
+from jitgemm.weight.w4 import W4Weight, _check_int, pack_w4
 
 MIN_CLIP = 0.2
 """Smallest part of a group's range that the search keeps: one outlier among thousands of values is worth no more."""
@@ -148,8 +150,7 @@ def _rounded(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rounded = scale.to(dtype).to(torch.float32)
     if not bool(rounded.isfinite().all()):
         largest = torch.finfo(dtype).max
-        name = str(dtype).removeprefix("torch.")
-        raise ValueError(f"w: expected scales within {name}'s {largest:g}, got one of {float(scale.max()):g}")
+        raise ValueError(f"w: expected scales within {dtype_name(dtype)}'s {largest:g}, got one of {float(scale.max()):g}")
     return rounded
 
 
@@ -180,15 +181,11 @@ def _canonical(codes: torch.Tensor) -> torch.Tensor:
 def _check(  # type: ignore[no-untyped-def]
     w, group_size, symmetric, scale_dtype, full_range, clip_steps
 ) -> tuple[int, int]:
-    if not isinstance(w, torch.Tensor):
-        raise TypeError(f"w: expected a torch.Tensor, got {type(w).__name__}")
-    if w.dtype not in SCALE_DTYPES.values():
-        raise TypeError(f"w: expected float32, bfloat16 or float16, got {str(w.dtype).removeprefix('torch.')}")
+    check_dtype("w", check_tensor("w", w).dtype, REAL_TYPES)
     for name, value in (("symmetric", symmetric), ("full_range", full_range)):
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
-    if scale_dtype not in SCALE_DTYPES.values():
-        raise TypeError(f"scale_dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {scale_dtype}")
+    check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
     group_size, clip_steps = _check_int("group_size", group_size), _check_int("clip_steps", clip_steps)
     if clip_steps < 0:
         raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
+from jitgemm.tensors import check_dtype, check_tensor, describe, dtype_name
 from jitgemm.weight import layout
 
-SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SCALE_TYPES = {dtype: name for name, dtype in SCALE_DTYPES.items()}
 _ZERO_DTYPES = (
     torch.uint8,
     torch.int8,
@@ -34,9 +34,8 @@ MAX_ZERO = 16
 
 _META_MAGIC = 0x4A57345634  # tells a meta tensor of ours from some other int64 tensor
 _META_FIELDS = ("magic", "layout_version", "n", "k", "group_size", "zero_point", "scale_type", "codes", "offset")
-_META_SCALE_TYPES = ("fp32", "bf16", "fp16")  # by their number in the meta tensor; append only
-_META_CODES = ("any", "e4m3", "s8")  # the same
-_LHS_TYPES = {torch.float8_e4m3fn: "e4m3", torch.int8: "s8"}
+_META_SCALE_TYPES = {DTYPES[name].number: name for name in REAL_TYPES}
+_META_CODES = ("any", "e4m3", "s8")  # by their number in the meta tensor; append only
 
 
 def _group_count(k: int, group_size: int) -> int:
@@ -202,7 +201,7 @@ class W4Weight:
     @property
     def scale_dtype(self) -> torch.dtype:
         """torch.float32, torch.bfloat16 or torch.float16."""
-        return SCALE_DTYPES[self.format.scale_type]
+        return torch_dtype(self.format.scale_type)
 
     @property
     def nbytes(self) -> int:
@@ -301,7 +300,7 @@ class W4Weight:
             self.k,
             self.group_size,
             int(self.format.zero_point),
-            _META_SCALE_TYPES.index(self.format.scale_type),
+            DTYPES[self.format.scale_type].number,
             _META_CODES.index(self.format.codes),
             int(self.format.offset),
         )
@@ -324,9 +323,7 @@ class W4Weight:
         meta = tensors[prefix + "meta"]
         key = f"state dict: {prefix + 'meta'!r}"
         if meta.dtype != torch.int64 or meta.dim() != 1 or meta.numel() < 2:
-            raise ValueError(
-                f"{key}: expected int64 [{len(_META_FIELDS)}], got {_dtype(meta.dtype)} {list(meta.shape)}"
-            )
+            raise ValueError(f"{key}: expected int64 [{len(_META_FIELDS)}], got {describe(meta)}")
         values = meta.tolist()
         if values[0] != _META_MAGIC:
             raise ValueError(f"{key}: expected a packed W4 weight, got another tensor (first value {values[0]})")
@@ -337,7 +334,7 @@ class W4Weight:
         if len(values) != len(_META_FIELDS):
             raise ValueError(f"{key}: expected {len(_META_FIELDS)} values, got {len(values)}")
         _, version, n, k, group_size, zero_point, scale_type, codes, offset = values
-        known = 0 <= scale_type < len(_META_SCALE_TYPES) and 0 <= codes < len(_META_CODES)
+        known = scale_type in _META_SCALE_TYPES and 0 <= codes < len(_META_CODES)
         if zero_point not in (0, 1) or offset not in (0, 1) or not known:
             raise ValueError(
                 f"{key}: expected zero_point and offset 0 or 1, known scale type and codes, got {values[5:]}"
@@ -392,17 +389,10 @@ def by_group(
         yield matrix[:, full * group_size :], values[:, full:]
 
 
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _check_packed(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{name}: expected {_dtype(dtype)} {list(shape)}, got {_dtype(tensor.dtype)} {list(tensor.shape)}"
-        )
+        raise ValueError(f"{name}: expected {dtype_name(dtype)} {list(shape)}, got {describe(tensor)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
     if tensor.is_cuda and tensor.data_ptr() % 16:
@@ -456,18 +446,16 @@ def pack_w4(
         ValueError: wrong shape or device, values out of range, or a form that cannot be told.
     """
     for name, tensor in (("q", q), ("scale", scale), ("zero", zero), ("offset", offset), ("permutation", permutation)):
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name in ("q", "scale")):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor is not None or name in ("q", "scale"):
+            check_tensor(name, tensor)
     if q.dtype not in (torch.int8, torch.uint8):
-        raise TypeError(f"q: expected int8 or uint8, got {_dtype(q.dtype)}")
-    if scale.dtype not in _SCALE_TYPES:
-        raise TypeError(f"scale: expected float32, bfloat16 or float16, got {_dtype(scale.dtype)}")
+        raise TypeError(f"q: expected int8 or uint8, got {dtype_name(q.dtype)}")
+    scale_type = check_dtype("scale", scale.dtype, REAL_TYPES)
     if zero is not None and zero.dtype not in _ZERO_DTYPES:
-        raise TypeError(f"zero: expected an integer dtype, got {_dtype(zero.dtype)}")
+        raise TypeError(f"zero: expected an integer dtype, got {dtype_name(zero.dtype)}")
     if offset is not None and offset.dtype != scale.dtype:
-        raise TypeError(f"offset: expected scale's dtype {_dtype(scale.dtype)}, got {_dtype(offset.dtype)}")
-    if lhs_dtype is not None and lhs_dtype not in _LHS_TYPES:
-        raise TypeError(f"lhs_dtype: expected torch.float8_e4m3fn, torch.int8 or None, got {lhs_dtype}")
+        raise TypeError(f"offset: expected scale's dtype {dtype_name(scale.dtype)}, got {dtype_name(offset.dtype)}")
+    lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
     group_size = _check_int("group_size", group_size)
     k = None if k is None else _check_int("k", k)
     if q.dim() != 2:
@@ -483,7 +471,7 @@ def pack_w4(
 
     k, canonical = _read_form(q, scale.shape[1], group_size, zero is not None, k)
     _check_sizes(n, k)
-    format = weight_format(k, group_size, zero is not None, _SCALE_TYPES[scale.dtype])
+    format = weight_format(k, group_size, zero is not None, scale_type)
     if offset is not None and not format.group_size:
         raise ValueError("offset: expected none per channel; repeat scale and offset for groups of 128 instead")
     groups = _group_count(k, group_size)
@@ -504,7 +492,7 @@ def pack_w4(
             if zero is not None:
                 _check_range("zero", zero.to(torch.int64), 0, MAX_ZERO)
         zero = None if zero is None else zero.to(torch.uint8)
-        codes = "any" if lhs_dtype is None else _order_of_codes(q, k, canonical, format, _LHS_TYPES[lhs_dtype])
+        codes = "any" if lhs is None else _order_of_codes(q, k, canonical, format, lhs)
         format = replace(format, codes=codes, offset=offset is not None)
         blocks = layout.pack_records(q, scale, offset, zero, k=k, canonical=canonical, format=format)
         channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
@@ -542,7 +530,7 @@ def _rows(
     if channel_scale is not None:
         scale = layout.unpack_channel_scale(channel_scale[first:], n)
     else:
-        scale = layout.unpack_scales(part, n, k, format, SCALE_DTYPES[format.scale_type])
+        scale = layout.unpack_scales(part, n, k, format, torch_dtype(format.scale_type))
     zero = layout.unpack_zeros(part, n, k, format) if format.zero_point else None
     return layout.unpack_codes(part, n, k, format), scale, zero
 
@@ -554,7 +542,7 @@ def _row_offsets(
     if not format.offset:
         return None
     n = min(end_strip * STRIP_ROWS, n) - first_strip * STRIP_ROWS
-    return layout.unpack_offsets(blocks[first_strip:end_strip], n, k, format, SCALE_DTYPES[format.scale_type])
+    return layout.unpack_offsets(blocks[first_strip:end_strip], n, k, format, torch_dtype(format.scale_type))
 
 
 def _row_sums(
@@ -585,7 +573,7 @@ def _row_sums(
 def _check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
     """As int32, with the values 0..k-1 once each; not looked at while a CUDA graph is captured."""
     if permutation.dtype not in _ZERO_DTYPES:
-        raise TypeError(f"permutation: expected an integer dtype, got {_dtype(permutation.dtype)}")
+        raise TypeError(f"permutation: expected an integer dtype, got {dtype_name(permutation.dtype)}")
     if tuple(permutation.shape) != (k,):
         raise ValueError(f"permutation: expected shape [{k}], got {list(permutation.shape)}")
     indices = permutation.to(torch.int64)

@@ -1,0 +1,44 @@
+"""What every module says of a tensor in a message, and the checks that more than one call makes.
+
+The lowest module that imports PyTorch; knows nothing of weights, calls and kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from jitgemm.dtypes import DTYPES, torch_dtype
+
+TYPE_NAMES = {torch_dtype(name): name for name in DTYPES}
+"""`jitgemm.dtypes`' name of a PyTorch dtype."""
+
+
+def dtype_name(dtype: object) -> str:
+    """A dtype in a message: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """dtype and shape in a message: "bfloat16 [4, 64]"."""
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def one_of(types: tuple[str, ...]) -> str:
+    """Types by name in a message: "bfloat16, float16 or float32"."""
+    names = [DTYPES[name].torch_name for name in types]
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def check_tensor(name: str, value: object) -> torch.Tensor:
+    """The value, if it is a tensor; else TypeError."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    return value
+
+
+def check_dtype(name: str, dtype: object, types: tuple[str, ...]) -> str:
+    """The name of a dtype that is one of `types`; else TypeError."""
+    found = TYPE_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else None
+    if found not in types:
+        raise TypeError(f"{name}: expected {one_of(types)}, got {dtype_name(dtype)}")
+    return found
