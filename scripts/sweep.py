@@ -80,11 +80,11 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
             kernel.warpgroups_n,
             kernel.warpgroups_k,
             kernel.split_k,
-            kernel.multicast_side,
+            kernel.multicast_lhs,
+            kernel.multicast_rhs,
             kernel.ctas_per_sm,
             kernel.halves,
             kernel.scatter,
-            kernel.split_tail,
         )
         families.setdefault(family, kernel)
     return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
@@ -229,7 +229,7 @@ def load(path: Path, held: bool = True) -> list[Row]:
     rows = []
     for name, n, k, m, us, values in [row for row in document["rows"] if tuple(row[:4]) not in replaced] + again:
         lhs, fmt = FORMATS[name]
-        kernel = KernelSpec(**dict(zip(document["kernel"], values)))
+        kernel = KernelSpec.from_dict(dict(zip(document["kernel"], values)))
         # The bound on registers may have left it out since.
         if config.illegal(kernel, device) is None:
             rows.append(((name, n, k, m), Problem(config.band_end(m), n, k, lhs, fmt), kernel, us))

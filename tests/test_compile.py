@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import builders
@@ -198,10 +198,10 @@ def test_the_ptx_holds_the_wgmma_asked_for_and_no_other(ptx_of, spec):
 
 
 def test_a_wrong_size_of_shared_memory_does_not_compile(monkeypatch, tmp_path):
-    """That it compiles at all is the proof that config.smem_bytes and shared.cuh agree."""
+    """That it compiles at all is the proof that spec.smem_bytes and shared.cuh agree."""
     monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path))
     source = re.sub(r"(kBytes == )(\d+)", lambda match: f"{match[1]}{int(match[2]) + 16}", render(LLAMA[0]))
-    with pytest.raises(CompileError, match="config.py and shared.cuh disagree"):
+    with pytest.raises(CompileError, match="spec.py and shared.cuh disagree"):
         compile_cubin(source, headers(), OPTIONS, name="wrong")
 
 
@@ -216,11 +216,11 @@ from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.kernel.spec import KernelSpec
 out = {}
 for facts in json.loads(sys.argv[1]):
-    request = kernel_source(KernelSpec(**facts))
+    request = kernel_source(KernelSpec.from_dict(facts))
     key = request.key(nvrtc_info())
     out[key] = hashlib.sha256(request.source.encode()).hexdigest()
     if len(sys.argv) > 2:
-        out[key] = hashlib.sha256(KernelCache([sys.argv[2]]).get_or_compile(kernel_source(KernelSpec(**facts)))[0].cubin).hexdigest()
+        out[key] = hashlib.sha256(KernelCache([sys.argv[2]]).get_or_compile(kernel_source(KernelSpec.from_dict(facts)))[0].cubin).hexdigest()
 import jitgemm
 print(json.dumps([jitgemm.__file__, out]))
 """
@@ -271,8 +271,8 @@ def test_the_sample_holds_every_output_order_of_codes_and_offsets_of_every_group
     for lhs in LHS_TYPES:
         kernels = [spec for spec in SAMPLE if spec.lhs == lhs]
         assert {spec.out for spec in kernels} == set(REAL_TYPES)
-        assert {spec.codes for spec in kernels} == {"any", lhs}
-        assert {spec.group_size for spec in kernels if spec.offset} == set(GROUP_SIZES)
+        assert {spec.format.codes for spec in kernels} == {"any", lhs}
+        assert {spec.format.group_size for spec in kernels if spec.format.offset} == set(GROUP_SIZES)
 
 
 def test_different_kernels_have_different_sources():
@@ -289,15 +289,24 @@ def test_no_path_and_no_date_reaches_what_is_keyed():
 
 def test_every_field_of_a_kernel_reaches_its_source():
     """A field that did not would give two kernels one cubin."""
-    base = KernelSpec("e4m3", 128, False, "bf16", block_m=64, block_n=128, stages=4)
-    changes = [
-        {"lhs": "s8"}, {"group_size": 64}, {"zero_point": True}, {"scale_type": "fp16"}, {"block_m": 32},
-        {"block_n": 192}, {"stages": 3}, {"halves": 2}, {"warpgroups_k": 2}, {"split_k": 2},
-        {"split_k": 2, "split_tail": True}, {"split_k": 2, "scatter": True},
-        {"multicast": 2, "multicast_side": "lhs"}, {"multicast": 2, "multicast_side": "rhs"},
-        {"ctas_per_sm": 2}, {"debug": True}, {"codes": "e4m3"}, {"offset": True}, {"out": "fp16"}, {"out": "fp32"},
-    ]  # fmt: skip
-    sources = {render(replace(base, **change)) for change in ({}, *changes)}
-    assert len(sources) == len(changes) + 1
+    fmt = WeightFormat(128, False, "bf16")
+    base = KernelSpec("e4m3", fmt, block_m=48, block_n=64, stages=4, warpgroups_k=2)
+    other = {
+        "lhs": "s8", "block_m": 32, "block_n": 128, "stages": 3, "halves": 2, "warpgroups_k": 1, "split_k": 2,
+        "scatter": True, "multicast_lhs": 2, "multicast_rhs": 2, "ctas_per_sm": 2, "direct": True, "out": "fp16",
+        "debug": True,
+    }  # fmt: skip
+    formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "codes": "e4m3", "offset": True}
+    assert other.keys() == {field.name for field in fields(KernelSpec)} - {"format"}
+    assert formats.keys() == {field.name for field in fields(WeightFormat)}
+    changed = [replace(base, **{name: value}) for name, value in other.items()]
+    changed += [replace(base, format=replace(fmt, **{name: value})) for name, value in formats.items()]
     # Not through the label in the first line alone.
-    assert len({source.split("\n", 1)[1] for source in sources}) == len(sources)
+    sources = {render(spec).split("\n", 1)[1] for spec in (base, *changed)}
+    assert len(sources) == len(changed) + 1
+    assert len({spec.label for spec in (base, *changed)}) == len(changed) + 1
+
+
+def test_a_kernel_is_made_again_from_its_dictionary():
+    for spec in (*LLAMA, *SAMPLE):
+        assert KernelSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec

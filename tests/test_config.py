@@ -31,7 +31,7 @@ from jitgemm.kernel.spec import (
     stage_bytes,
     wgmma_shapes,
 )
-from jitgemm.kernel.tactics import direct_lhs, keeps_addresses, prefetch_stages, promote_records
+from jitgemm.kernel.tactics import direct_lhs, prefetch_stages, promote_records
 from jitgemm.select import choose as config
 from jitgemm.select.choose import bands, candidates, choose, grid_clusters, kernels_for, legal_kernels, predict
 from jitgemm.select.devices import DEVICES, DeviceSpec, device_from_properties, device_spec
@@ -102,8 +102,8 @@ def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
         assert held <= spec.threads * spec.entry_registers
     assert spec.block_m // 2 < spec.consumer_registers  # the accumulators alone
     # Clusters.
-    assert spec.cluster_size in (1, 2, 3, 4, 5, 6, 8) and (spec.multicast == 1 or spec.split_k == 1)
-    assert (spec.multicast > 1) == (spec.multicast_side != "none")
+    assert spec.cluster_size in (1, 2, 3, 4, 5, 6) and (spec.multicast == 1 or spec.split_k == 1)
+    assert 1 in (spec.multicast_lhs, spec.multicast_rhs)
 
 
 # ---- every problem gets a kernel ------------------------------------------------------------------------------------
@@ -114,14 +114,9 @@ def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
 def test_every_legal_problem_gets_a_legal_kernel_of_its_own_formats(problem, device):
     spec = choose(problem, device)
     assert_legal(spec, device)
-    assert (spec.lhs, spec.group_size, spec.zero_point) == (
-        problem.lhs,
-        problem.format.group_size,
-        problem.format.zero_point,
-    )
-    assert (spec.codes, spec.offset, spec.out) == (problem.format.codes, problem.format.offset, problem.out)
-    if problem.format.group_size:
-        assert spec.format == problem.format
+    assert (spec.lhs, spec.out) == (problem.lhs, problem.out)
+    # Per-channel kernels read their scales by a run-time type.
+    assert spec.format == (problem.format if problem.format.group_size else replace(problem.format, scale_type="fp32"))
     assert not spec.debug
 
 
@@ -151,19 +146,20 @@ def test_every_candidate_for_every_order_offset_and_output_is_legal(device, lhs,
         assert len(kernels) > 20
         for spec in kernels:
             assert_legal(spec, device)
-            assert (spec.codes, spec.offset, spec.out) == (format.codes, format.offset, out)
+            assert (spec.format.codes, spec.format.offset, spec.out) == (format.codes, format.offset, out)
 
 
 def test_fp32_outputs_take_twice_the_shared_memory():
-    bf16 = KernelSpec("s8", 128, False, "bf16", block_m=64, block_n=128, stages=4)
+    bf16 = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m=64, block_n=128, stages=4)
     assert smem_bytes(replace(bf16, out="fp16")) == smem_bytes(bf16)
     assert smem_bytes(replace(bf16, out="fp32")) == smem_bytes(bf16) + 64 * 128 * 2
 
 
 def test_offsets_take_the_shared_memory_of_a_second_row_of_scales():
-    plain = KernelSpec("s8", 32, False, "fp32", block_m=64, block_n=128, stages=4)
+    plain = KernelSpec("s8", WeightFormat(32, False, "fp32"), block_m=64, block_n=128, stages=4)
     records = 4 * 2  # stages times strips
-    assert smem_bytes(replace(plain, offset=True)) == smem_bytes(plain) + records * 4 * 64 * 4
+    offsets = replace(plain, format=replace(plain.format, offset=True))
+    assert smem_bytes(offsets) == smem_bytes(plain) + records * 4 * 64 * 4
 
 
 def test_an_output_of_another_type_is_refused():
@@ -287,9 +283,9 @@ def test_kernels_for_holds_the_choice_of_every_m(problem, device, slack):
 # ---- batch-invariant calls ------------------------------------------------------------------------------------------
 
 
-def order_of(spec: KernelSpec) -> tuple[int, int, bool]:
+def order_of(spec: KernelSpec) -> tuple[int, int]:
     """What of a kernel decides in which order k is summed."""
-    return spec.split_k, spec.warpgroups_k, spec.split_tail
+    return spec.split_k, spec.warpgroups_k
 
 
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
@@ -335,7 +331,6 @@ def test_without_batch_invariance_layers_sum_in_more_orders_than_one():
 @given(problem=problems, device=devices)
 def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
     spec = choose(replace(problem, batch_invariant=True), device)
-    assert not spec.split_tail  # whose tiles do not all sum alike
     same_order = [
         c for c in candidates(replace(problem, batch_invariant=False), device) if order_of(c.kernel) == order_of(spec)
     ]
@@ -455,7 +450,7 @@ def test_the_rendered_source_checks_the_selector_s_shared_memory(problem, device
 @pytest.mark.parametrize("block_m", config.BLOCK_MS)
 @pytest.mark.parametrize(("split_k", "warpgroups_k"), [(1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (3, 2), (8, 2)])
 def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
-    spec = KernelSpec("s8", 128, False, "bf16", block_m, 64, 4, warpgroups_k=warpgroups_k, split_k=split_k)
+    spec = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m, 64, 4, warpgroups_k=warpgroups_k, split_k=split_k)
     assert share_tokens(spec) == block_m
     share = share_tokens(replace(spec, scatter=True))
     splits = split_k * warpgroups_k
@@ -467,24 +462,12 @@ def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
 @given(problem=problems, m=st.integers(1, 5000), device=devices)
 def test_a_copy_of_the_last_tile_brings_the_tokens_that_are_left(problem, m, device):
     for spec in legal_kernels(problem.lhs, problem.format, device, problem.out)[::7]:
-        shares = spec.multicast if spec.multicast_side == "lhs" else 1
+        shares = spec.multicast_lhs
         whole, last = lhs_copy_rows(spec, m)
         left = (m - 1) % spec.block_m + 1
         assert shares * whole == spec.block_m and 0 < last <= whole
         # All of them; the CTAs that share a tile start on rows of eight, and none brings eight for nothing.
         assert last == left if shares == 1 else (last % 8 == 0 and left <= shares * last < left + 8 * shares)
-
-
-@given(units=st.integers(1, 5000), sms=st.integers(2, 264), split_k=st.sampled_from([1, 2, 3, 4]), tail=st.booleans())
-def test_rounds_hold_all_tiles(units, sms, split_k, tail):
-    spec = KernelSpec("s8", 128, False, "bf16", 64, 128, 4, split_k=split_k, split_tail=tail and split_k > 1)
-    clusters = min(units, max(1, sms // split_k))
-    whole, split = config.rounds_of(spec, units, clusters)
-    held = clusters * (split_k if spec.split_tail else 1) * whole + clusters * split
-    assert held >= units and held - clusters < units
-    assert spec.split_tail or 0 in (whole, split)
-    # A tail is shorter than a round of tiles of one's own.
-    assert not spec.split_tail or split <= split_k
 
 
 @pytest.mark.parametrize(
@@ -546,42 +529,21 @@ def test_narrow_tiles_that_decode_slowly_take_fewer_stages():
 
 
 @pytest.mark.parametrize(
-    "shape, keeps",
-    [
-        ({"block_m": 16, "block_n": 64}, True),
-        ({"block_m": 64, "block_n": 64}, False),
-        ({"block_m": 48, "block_n": 128, "ctas_per_sm": 2}, False),
-        ({"block_m": 96, "block_n": 128}, True),
-        ({"block_m": 128, "block_n": 128}, False),
-        ({"block_m": 128, "block_n": 64, "warpgroups_k": 2}, True),
-        ({"block_m": 128, "block_n": 64, "warpgroups_k": 2, "halves": 2}, False),
-    ],
-)
-def test_where_addresses_are_kept(shape, keeps):
-    spec = KernelSpec("s8", 128, False, "bf16", stages=4, **shape)
-    assert keeps_addresses(spec) == keeps
-    assert f"kKeepAddresses = {str(keeps).lower()};" in render(spec)
-    zeros = replace(spec, zero_point=True)
-    assert keeps_addresses(zeros) == (keeps and spec.warpgroups_k == 1)
-
-
-@pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"stages": 2}, "fewer than 3 stages"),
         ({"stages": 100}, "shared memory"),
         ({"block_m": 20}, "wgmma has no N of 20"),
         ({"block_m": 192, "block_n": 192, "stages": 3}, "registers"),
-        ({"multicast": 2, "multicast_side": "lhs", "split_k": 2}, "either splits k or shares"),
+        ({"multicast_lhs": 2, "split_k": 2}, "either splits k or shares"),
         ({"split_k": 16}, "do not fit"),
-        ({"block_m": 8, "multicast": 2, "multicast_side": "lhs"}, "swizzle rows"),
+        ({"multicast_lhs": 2, "multicast_rhs": 2}, "shares one operand"),
+        ({"block_m": 8, "multicast_lhs": 2}, "swizzle rows"),
         ({"warpgroups_k": 4, "block_n": 128}, "8 warpgroups"),
-        ({"split_tail": True}, "a tail is split over CTAs alone"),
-        ({"split_k": 2, "split_tail": True, "scatter": True}, "a tail is split over CTAs alone"),
     ],
 )
 def test_a_kernel_that_cannot_be_is_refused_with_the_reason(change, reason):
-    legal = KernelSpec("s8", 128, False, "bf16", block_m=16, block_n=64, stages=4)
+    legal = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4)
     assert config.illegal(legal, DEVICES["h200"]) is None
     assert reason in config.illegal(replace(legal, **change), DEVICES["h200"])
 

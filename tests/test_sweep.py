@@ -41,8 +41,7 @@ def test_large_problems_are_those_that_the_data_holds(document, monkeypatch):
     monkeypatch.setattr(sweep.config, "illegal", sweep.config._misfit)
     names = {row[0] for row in document["held"]}
     jobs = sweep.large_problems(row for row in sweep.load(DATA, held=False) if row[0][0] in names)
-    timed = {(*row[:4], tuple(row[5])) for row in document["held"]}
-    assert timed == {(*cell, tuple(kernel.to_dict().values())) for *cell, kernels in jobs for kernel in kernels}
+    assert {tuple(row[:4]) for row in document["held"]} == {tuple(cell) for *cell, _ in jobs}
 
 
 @pytest.mark.parametrize("held", (True, False))

@@ -33,6 +33,7 @@ __device__ __forceinline__ u32 rotate_right_4(u32 word) { return __funnelshift_r
 //
 // e4m3 is linear from 0 to 16 in its lowest bits: byte s000 mmmm (or s001 0000) is exactly ±m * 2^-9.
 struct DecodeE4m3 {
+    static constexpr bool kIntegerSums = false;
     static constexpr float kOutputScale = 512.0f;
     static constexpr u32 kOne = 0x01010101u;
 
@@ -51,6 +52,7 @@ struct DecodeE4m3 {
 };
 
 struct DecodeE4m3SignMagnitude {
+    static constexpr bool kIntegerSums = false;
     static constexpr float kOutputScale = 512.0f;
     static constexpr u32 kOne = 0x01010101u;
 
@@ -60,6 +62,7 @@ struct DecodeE4m3SignMagnitude {
 
 // 16 times the code: two's complement in the high nibble.
 struct DecodeS8TwosComplement {
+    static constexpr bool kIntegerSums = true;
     static constexpr float kOutputScale = 0.0625f;
     static constexpr u32 kOne = 0x10101010u;
 
@@ -68,6 +71,7 @@ struct DecodeS8TwosComplement {
 };
 
 struct DecodeS8 {
+    static constexpr bool kIntegerSums = true;
     static constexpr float kOutputScale = 1.0f;
     static constexpr u32 kOne = 0x01010101u;
 
@@ -94,5 +98,21 @@ __device__ __forceinline__ void decode_step(u32 (&fragment)[4], u32 low_row, u32
         fragment[3] = Decode::signed_b(high_row);
     }
 }
+
+// A weight record: 64 rows x 128 k of codes, then what belongs to its groups. A chunk is a run of k within the record
+// that has scales of its own.
+//
+//     0        4096                      kOffsets                    kZeros
+//     | codes  | scales [scale_rows][64] | offsets [scale_rows][64]  | zero points uint8 [chunks][64] |
+template <typename Config>
+struct Record {
+    static constexpr u32 kChunks = Config::kGroupSize == 0 || Config::kGroupSize >= 128 ? 1 : 128 / Config::kGroupSize;
+    static constexpr u32 kScaleRows = Config::kGroupSize == 0 ? 0 : kChunks;
+    static constexpr u32 kRowOfScales = 64 * (Config::kScaleType == kFp32 ? 4 : 2);
+    static constexpr u32 kScales = 64 * 128 / 2;
+    static constexpr u32 kOffsets = kScales + kScaleRows * kRowOfScales;
+    static constexpr u32 kZeros = kOffsets + (Config::kOffset ? kScaleRows * kRowOfScales : 0);
+    static constexpr u32 kBytes = kZeros + (Config::kZeroPoint ? kChunks * 64 : 0);
+};
 
 }  // namespace jitgemm

@@ -19,7 +19,7 @@ struct Place {
 // Whether this call's activations have zero points.
 template <typename Config>
 __device__ __forceinline__ bool has_zeros(const Args& args) {
-    return Config::kAffineLhs && args.lhs_zero != nullptr;
+    return Config::Decode::kIntegerSums && args.lhs_zero != nullptr;
 }
 
 // Place::thread asked for again: what follows from that is kept in registers from tile to tile.
@@ -341,24 +341,23 @@ __device__ __forceinline__ void store_share(float (&acc)[Config::kBlockM / 2], c
 template <typename Config, u32 kShare, u32 kEnd>
 __device__ __forceinline__ void finish_share(float (&acc)[Config::kBlockM / 2], const Args& args,
                                              const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
-                                             const Tile& tile, bool summed, u32 parity, bool last_tile) {
+                                             const Tile& tile, u32 parity, bool last_tile) {
     // A constant for each share, so that accumulators stay in registers.
     if (place.share == kShare) {
         if constexpr (Config::kSplitK > 1) {
-            if (summed) sum_share<Config, kShare>(acc, shared, place, parity, last_tile);
+            sum_share<Config, kShare>(acc, shared, place, parity, last_tile);
         }
         store_share<Config, kShare>(acc, args, out_map, shared, place, tile);
     } else if constexpr (kShare + 1 < kEnd) {
-        finish_share<Config, kShare + 1, kEnd>(acc, args, out_map, shared, place, tile, summed, parity, last_tile);
+        finish_share<Config, kShare + 1, kEnd>(acc, args, out_map, shared, place, tile, parity, last_tile);
     }
 }
 
-// Sums the tile over the splits of k and stores it, each split its share. `summed` is whether the CTAs of the cluster
-// share it.
+// Sums the tile over the splits of k and stores it, each split its share.
 template <typename Config, u32 kPart = 0>
 __device__ __forceinline__ void finish_tile(float (&acc)[Config::kBlockM / 2], const Args& args,
                                             const TensorMap* out_map, const Shared<Config>& shared, const Place& place,
-                                            const Tile& tile, u32 rank, bool summed, u32 parity, bool last_tile) {
+                                            const Tile& tile, u32 rank, u32 parity, bool last_tile) {
     using Layout = Shared<Config>;
     if (Layout::kParts == 1 || place.along_k == kPart) {
         if constexpr (Config::kWarpgroupsK > 1) {
@@ -366,13 +365,13 @@ __device__ __forceinline__ void finish_tile(float (&acc)[Config::kBlockM / 2], c
             sum_part<Config, kPart>(acc, shared, place, parity, last_tile);
         }
         if constexpr (Config::kSplitK > 1) {
-            if (summed) send_to_ctas<Config, kPart>(acc, shared, place, rank, parity);
+            send_to_ctas<Config, kPart>(acc, shared, place, rank, parity);
         }
         constexpr u32 kFirst = kPart * Config::kSplitK;
         constexpr u32 kEnd = kFirst + Layout::shares_of(kPart);
-        finish_share<Config, kFirst, kEnd>(acc, args, out_map, shared, place, tile, summed, parity, last_tile);
+        finish_share<Config, kFirst, kEnd>(acc, args, out_map, shared, place, tile, parity, last_tile);
     } else if constexpr (kPart + 1 < Layout::kParts) {
-        finish_tile<Config, kPart + 1>(acc, args, out_map, shared, place, tile, rank, summed, parity, last_tile);
+        finish_tile<Config, kPart + 1>(acc, args, out_map, shared, place, tile, rank, parity, last_tile);
     }
 }
 

@@ -46,7 +46,7 @@ __device__ __forceinline__ u32 blocks_of_stage(BlockRange range, u32 block) {
 template <typename Config>
 __device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile,
                                              u32 stage, u32 block, u32 blocks, u32 rank, u64 policy, u32 rows) {
-    u32 bytes = blocks * Config::kRecordBytes;
+    u32 bytes = blocks * Record<Config>::kBytes;
     const u32 lhs_bytes = blocks * Scheduler<Config>::kAlongN * rows * 128;
     barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + lhs_bytes);
     u32 k_blocks = ceil_div(args.k, 128);
@@ -55,12 +55,12 @@ __device__ __forceinline__ void load_weights(const Args& args, const Shared<Conf
     for (u32 i = 0; i < Config::kWarpgroupsN; ++i) {
         // A strip past the end is computed from the last one and clipped by the store.
         u32 strip = min(tile.n / 64 + i, last_strip);
-        const u8* source = args.records + (u64(strip) * k_blocks + block) * Config::kRecordBytes;
+        const u8* source = args.records + (u64(strip) * k_blocks + block) * Record<Config>::kBytes;
         u32 destination = shared.record(stage, i, 0);
-        if constexpr (Config::kMulticastRhs) {
-            u32 share = bytes / Config::kMulticast;
+        if constexpr (Config::kMulticastRhs > 1) {
+            u32 share = bytes / Config::kMulticastRhs;
             bulk_load_multicast(destination + rank * share, source + rank * share, share, shared.full(stage),
-                                (1 << Config::kMulticast) - 1, policy);
+                                (1 << Config::kMulticastRhs) - 1, policy);
         } else {
             bulk_load(destination, source, bytes, shared.full(stage), policy);
         }
@@ -75,10 +75,10 @@ __device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const
     for (u32 i = 0; i < blocks; ++i) {
         u32 destination = shared.lhs(stage, i);
         i32 k = (block + i) * 128;
-        if constexpr (Config::kMulticastLhs) {
+        if constexpr (Config::kMulticastLhs > 1) {
             const u32 first = rank * rows;
             tile_load_multicast(destination + first * 128, map, k, tile.m + first, shared.full(stage),
-                                (1 << Config::kMulticast) - 1);
+                                (1 << Config::kMulticastLhs) - 1);
         } else {
             tile_load(destination, map, k, tile.m, shared.full(stage));
         }
@@ -95,10 +95,8 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
     if (scheduler.template next<true>(tile, rank)) {
         const BlockRange range = tile.range;
         const u32 rows = Config::kDirectLhs ? 0 : lhs_rows<Config>(args, tile);
-        // A constant where it can be: with another bound for its loop ptxas has consumers spill.
-        const u32 most = Config::kStreams ? prefetched_stages<Config>(range) : Config::kPrefetchStages;
         u32 block = range.begin;
-        for (; block < range.end && filled < most; block += Config::kWarpgroupsK, ++filled) {
+        for (; block < range.end && filled < Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
             const u32 blocks = blocks_of_stage<Config>(range, block);
             if (elect_one()) load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, rows);
         }
@@ -143,7 +141,7 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
     }
     // A CTA that shares an operand stays until its neighbours have handed all stages back to it: they reach into its
     // shared memory. A barrier of the cluster would wait for the stores, too.
-    if constexpr (Config::kMulticast > 1) {
+    if constexpr (Shared<Config>::kMulticast > 1) {
         for (u32 stage = 0; stage < Config::kStages; ++stage, ring.advance())
             barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
     }
@@ -160,13 +158,12 @@ __device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const P
         acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
 }
 
-// One record on its way through a warpgroup: A fragments of its four k-steps, the scales and offsets of its chunks. A
-// chunk is a run of k within the record that has scales of its own.
+// One record on its way through a warpgroup: A fragments of its four k-steps, the scales and offsets of its chunks.
 template <typename Config>
 struct Fragments {
-    static constexpr u32 kChunks = Config::kGroupSize == 0 || Config::kGroupSize >= 128 ? 1 : 128 / Config::kGroupSize;
+    using Layout = Record<Config>;
+    static constexpr u32 kChunks = Layout::kChunks;
     static constexpr u32 kSteps = 4 / kChunks;
-    static constexpr u32 kRowOfScales = 64 * (Config::kScaleType == kFp32 ? 4 : 2);
 
     u32 step[4][4];
     // Factors of the thread's two rows: for sums of codes times activations, for sums of activations.
@@ -183,7 +180,7 @@ struct Fragments {
         for (u32 chunk = 0; chunk < kChunks; ++chunk) {
             u32 low_zero = 0, high_zero = 0;
             if constexpr (Config::kZeroPoint) {
-                u32 zeros = record + Config::kZerosAt + chunk * 64 + row;
+                u32 zeros = record + Layout::kZeros + chunk * 64 + row;
                 low_zero = load_shared_u8(zeros) * 0x01010101u;
                 high_zero = load_shared_u8(zeros + 8) * 0x01010101u;
             }
@@ -205,12 +202,12 @@ struct Fragments {
         for (u32 chunk = 0; chunk < kChunks; ++chunk) {
             low_scale[chunk] = high_scale[chunk] = 1.0f;
             if constexpr (Config::kGroupSize != 0) {
-                u32 scales = record + 4096 + chunk * kRowOfScales;
+                u32 scales = record + Layout::kScales + chunk * Layout::kRowOfScales;
                 low_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row);
                 high_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row + 8);
             }
             if constexpr (Config::kOffset) {
-                u32 offsets = record + Config::kOffsetsAt + chunk * kRowOfScales;
+                u32 offsets = record + Layout::kOffsets + chunk * Layout::kRowOfScales;
                 low_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row);
                 high_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row + 8);
             }
@@ -310,11 +307,11 @@ struct Multiplier {
 template <typename Config>
 __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 stage, const Place& place) {
     __syncwarp();
-    if constexpr (Config::kMulticast == 1) {
+    if constexpr (Shared<Config>::kMulticast == 1) {
         if (place.lane == 0) barrier_arrive(shared.empty(stage));
     } else {
         // A lane for each: a loop would end the block in which ptxas schedules the multiplies.
-        if (place.lane < Config::kMulticast) barrier_arrive_remote(shared.empty(stage), place.lane);
+        if (place.lane < Shared<Config>::kMulticast) barrier_arrive_remote(shared.empty(stage), place.lane);
     }
 }
 
@@ -467,8 +464,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     u32 parity = 0;  // of the tile, among those that are summed over splits
     Tile tile;
     while (scheduler.next(tile, rank)) {
-        place.share = place.along_k * Config::kSplitK + (tile.split ? rank : 0);
-        const bool summed = Config::kSplitK > 1 && (!Config::kSplitTail || tile.split);
+        place.share = place.along_k * Config::kSplitK + (Config::kSplitK > 1 ? rank : 0);
         float acc[Config::kBlockM / 2];
 #pragma unroll
         for (u32 i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
@@ -481,7 +477,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
                 waited = true;
             }
             if (place.share < Shared<Config>::kShares) {
-                if (summed && place.thread == 0)
+                if (Config::kSplitK > 1 && place.thread == 0)
                     barrier_expect_bytes(shared.share_full(place.warpgroup),
                                          (Config::kSplitK - 1) * Shared<Config>::kSlot);
                 copy_factors<Config>(args, shared, place, tile);
@@ -490,8 +486,8 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
         });
 
         if constexpr (Config::kWarpgroupsK > 1) send_to_warpgroups<Config>(acc, shared, place, parity);
-        finish_tile<Config>(acc, args, out_map, shared, place, tile, rank, summed, parity, scheduler.done());
-        parity ^= summed || Config::kWarpgroupsK > 1;
+        finish_tile<Config>(acc, args, out_map, shared, place, tile, rank, parity, scheduler.done());
+        parity ^= Config::kSplitK > 1 || Config::kWarpgroupsK > 1;
     }
     if (!waited) wait_for_previous_grid();
     if (place.thread == 0) store_wait_written();
@@ -504,7 +500,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
                                           const TensorMap* out_map, const Args& args) {
     extern __shared__ __align__(1024) u8 memory[];
     const Shared<Config> shared{shared_address(memory)};
-    const u32 rank = Config::kClusterSize > 1 ? cluster_rank() : 0;
+    const u32 rank = Scheduler<Config>::kClusterSize > 1 ? cluster_rank() : 0;
     // The shuffle tells the compiler that the value is the same in the whole warp.
     const u32 warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
     const bool producer_warpgroup = threadIdx.x / 128 == Shared<Config>::kWarpgroups;
@@ -519,7 +515,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         }
         policy = args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_unchanged();
         // Multicast weights land in the neighbour too, whose barriers must exist first.
-        if constexpr (!Config::kMulticastRhs) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+        if constexpr (Config::kMulticastRhs == 1) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
     } else if (warp == Shared<Config>::kWarpgroups * 4 + 1 && elect_one()) {
         prefetch_descriptor(lhs_map);
         prefetch_descriptor(last_lhs_map);
@@ -527,12 +523,12 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         shared.init_other_barriers(rank);
     }
     __syncwarp();
-    if constexpr (Config::kClusterSize > 1) {
+    if constexpr (Scheduler<Config>::kClusterSize > 1) {
         cluster_started();
     } else {
         __syncthreads();
     }
-    if (producer && Config::kMulticastRhs) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+    if (producer && Config::kMulticastRhs > 1) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
 
     // Every thread of every CTA waits for the grid before this one, also a thread without work, so that the end of this
     // grid implies the end of its predecessor.

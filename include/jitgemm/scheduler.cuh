@@ -12,38 +12,25 @@ struct BlockRange {
 struct Tile {
     u32 m;             // first token
     u32 n;             // first row of the weight
-    bool split;        // whether the CTAs of the cluster share it, a run of k each
-    BlockRange range;  // this CTA's
+    BlockRange range;  // this CTA's part of k
 };
 
 // Persistent clusters walk the tiles in static strides. Tiles are ordered in bands of kBandTiles along m, m fastest
-// inside a band, so that the tiles in flight share both operands through the L2. With kSplitTail each CTA has tiles of
-// its own, as many as the others, and the tiles that are left are split over the CTAs of a cluster:
-//
-//     CTA    0  1   2  3   4  5         two CTAs a cluster, 16 tiles
-//     round  0  1 | 2  3 | 4  5
-//            6  7 | 8  9 |10 11
-//     tail   12=12|13=13 |14=14
-//            15=15|
+// inside a band, so that the tiles in flight share both operands through the L2.
 template <typename Config>
 struct Scheduler {
-    static constexpr u32 kAlongM = Config::kMulticastRhs ? Config::kMulticast : 1;  // tiles of one cluster along m
-    static constexpr u32 kAlongN = Config::kMulticastLhs ? Config::kMulticast : 1;
+    static constexpr u32 kBlockN = 64 * Config::kWarpgroupsN;
+    static constexpr u32 kAlongM = Config::kMulticastRhs, kAlongN = Config::kMulticastLhs;  // tiles of one cluster
+    static constexpr u32 kClusterSize = Config::kSplitK * kAlongM * kAlongN;
     static constexpr u32 kBandTiles = 8 / kAlongM;
 
-    u32 units_m, units_n, unit, blocks, tail;
+    u32 units_m, units_n, unit, blocks;
 
     __device__ __forceinline__ Scheduler(const Args& args)
         : units_m(ceil_div(args.m, Config::kBlockM * kAlongM)),
-          units_n(ceil_div(args.n, Config::kBlockN * kAlongN)),
-          unit(blockIdx.x / Config::kClusterSize),
-          blocks(ceil_div(args.k, 128)),
-          tail(0) {
-        if constexpr (Config::kSplitTail) {
-            tail = units_m * units_n / gridDim.x * gridDim.x;
-            if (tail > 0) unit = blockIdx.x;
-        }
-    }
+          units_n(ceil_div(args.n, kBlockN * kAlongN)),
+          unit(blockIdx.x / kClusterSize),
+          blocks(ceil_div(args.k, 128)) {}
 
     // Whether the tile that next() gave was the last.
     __device__ __forceinline__ bool done() const { return unit >= units_m * units_n; }
@@ -64,32 +51,24 @@ struct Scheduler {
             unit_m = band * kBandTiles + inside - unit_n * height;
         }
         tile.m = (unit_m * kAlongM + (kAlongM > 1 ? rank : 0)) * Config::kBlockM;
-        tile.n = (unit_n * kAlongN + (kAlongN > 1 ? rank : 0)) * Config::kBlockN;
-        tile.split = Config::kSplitK > 1 && unit >= tail;
+        tile.n = (unit_n * kAlongN + (kAlongN > 1 ? rank : 0)) * kBlockN;
         tile.range = {0, blocks};
-        if (tile.split) {
+        if constexpr (Config::kSplitK > 1) {
             // Whole runs of records that are promoted together, so that no group of 256 is cut.
             constexpr u32 kWhole = Config::kPromoteRecords == 2 ? 2 : 1;
             const u32 run = ceil_div(blocks, kWhole * Config::kSplitK) * kWhole;
             tile.range = {min(rank * run, blocks), min((rank + 1) * run, blocks)};
         }
-        if (Config::kSplitTail && unit < tail) {
-            unit += gridDim.x;
-            if (unit >= tail) unit = tail + blockIdx.x / Config::kClusterSize;
-        } else {
-            unit += gridDim.x / Config::kClusterSize;
-        }
+        unit += gridDim.x / kClusterSize;
         return true;
     }
 };
 
-// The stages that hold the first tile's weights before this grid waits for the one before it: all where a CTA streams for
-// long, for what it asks for after the wait stands behind what the next kernel asks for before its own.
+// The stages that hold the first tile's weights before this grid waits for the one before it.
 template <typename Config>
 __device__ __forceinline__ u32 prefetched_stages(BlockRange range) {
     const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
-    const bool all = Config::kStreams && stages > 2 * Config::kStages;
-    return min(all ? Config::kStages : Config::kPrefetchStages, stages);
+    return min(Config::kPrefetchStages, stages);
 }
 
 }  // namespace jitgemm

@@ -15,12 +15,15 @@
 // for each CTA of the cluster, while there are shares. `summers` are the warpgroups of a CTA that have a part.
 #pragma once
 #include <jitgemm/barrier.cuh>
+#include <jitgemm/decode.cuh>
 
 namespace jitgemm {
 
 template <typename Config>
 struct Shared {
     static constexpr u32 kWarpgroups = Config::kWarpgroupsN * Config::kWarpgroupsK;
+    static constexpr u32 kMulticast = Config::kMulticastLhs * Config::kMulticastRhs;  // CTAs that share an operand
+    static_assert(Config::kMulticastLhs == 1 || Config::kMulticastRhs == 1, "a cluster shares one operand");
     static constexpr u32 kShares = Config::kBlockM / Config::kShareTokens;
     static constexpr u32 kParts = ceil_div(kShares, Config::kSplitK);
     static constexpr u32 kPartTokens = Config::kShareTokens * smaller(Config::kSplitK, kShares);
@@ -31,7 +34,7 @@ struct Shared {
     static constexpr u32 kLhsTile = Config::kBlockM * 128;
     static constexpr u32 kLhsStage = Config::kWarpgroupsK * kLhsTile;
     static constexpr u32 kOutPanel = Config::kShareTokens * 64 * (Config::kOutType == kFp32 ? 4 : 2);
-    static constexpr u32 kRecordRun = Config::kWarpgroupsK * Config::kRecordBytes;
+    static constexpr u32 kRecordRun = Config::kWarpgroupsK * Record<Config>::kBytes;
     static constexpr u32 kRecordStage = Config::kWarpgroupsN * kRecordRun;
     static constexpr u32 kSlot = Config::kShareTokens * 64 * 4;
     static constexpr u32 kPartSlot = kPartTokens * 64 * 4;
@@ -59,7 +62,7 @@ struct Shared {
     }
     __device__ __forceinline__ u32 out(u32 summer) const { return base + kOut + summer * kOutPanel; }
     __device__ __forceinline__ u32 record(u32 stage, u32 along_n, u32 along_k) const {
-        return base + kRecords + stage * kRecordStage + along_n * kRecordRun + along_k * Config::kRecordBytes;
+        return base + kRecords + stage * kRecordStage + along_n * kRecordRun + along_k * Record<Config>::kBytes;
     }
     __device__ __forceinline__ static u32 warpgroup_of(u32 along_k, u32 along_n) {
         return along_k * Config::kWarpgroupsN + along_n;
@@ -94,7 +97,7 @@ struct Shared {
 
     __device__ __forceinline__ void init_other_barriers(u32 rank) const {
         for (u32 stage = 0; stage < Config::kStages; ++stage)
-            barrier_init(empty(stage), kWarpgroups * 4 * Config::kMulticast);
+            barrier_init(empty(stage), kWarpgroups * 4 * kMulticast);
         if constexpr (Config::kWarpgroupsK > 1) {
             for (u32 summer = 0; summer < kSummers; ++summer)
                 barrier_init(part_full(summer), 4 * (Config::kWarpgroupsK - 1));

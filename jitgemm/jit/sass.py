@@ -9,14 +9,11 @@ An instruction of Hopper has 16 bytes, little endian; the layout is that of Volt
 the NVIDIA Volta GPU Architecture via Microbenchmarking", section 2.1::
 
     bit   0..11   12..104   105..108   109                110..121        122..125
-          opcode  operands  stall, in  0: yield, another  barriers set    operands a, b, c kept
-                            cycles     warp goes first    and waited for  for the next instruction
+          opcode  operands  stall, in  0: yield, another  barriers set    operands a, b, c to the
+                            cycles     warp goes first    and waited for  reuse cache
 
-Yielding is a hint and changes no result. What was kept may be gone after it, so an instruction that yields keeps
-nothing; the next one reads its registers, as it would anyway.
-
-Registers lie in two banks, by even and odd number, and each gives one of them a cycle; multiplies draw on them too. A
-promotion's sum and partial sum lie in different banks, so its scale is the one read too many unless it was kept.
+Yielding is a hint and changes no result. It clears the reuse cache, so an instruction that yields asks for no reuse; the
+next one reads its registers, as it would anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-VERSION = 2
+VERSION = 3
 """Part of a kernel's cache key: raise it whenever `apply_yields` makes other bytes of the same cubin and `Yields`."""
 
 MULTIPLY = frozenset({0xDF1, 0xDF3})
@@ -37,17 +34,9 @@ LDS = 0x984
 INTEGER = frozenset({0x010, 0x012, 0x016, 0x019})
 """IADD3, LOP3, PRMT and SHF by the low 9 bits of their opcodes; the others say where operands come from."""
 
-STALL, YIELD, KEEP = 41, 45, 58
-"""Places of those fields in an instruction's upper 8 bytes."""
-ZERO = 255
-"""The register that is always zero."""
+STALL, YIELD, REUSE = 41, 45, 58
+"""First bits of those fields in an instruction's upper 8 bytes."""
 
-_A, _B = 0, 1
-"""Slots of operands."""
-_ALWAYS = 7
-"""The predicate of an instruction that has none."""
-_BETWEEN = 2
-"""Most instructions over which an operand is kept."""
 _MOST_STALL = 4
 """Instructions that wait longer than this by themselves are left alone."""
 
@@ -63,20 +52,13 @@ class Yields:
     Attributes:
         every: of the kernel's FFMA one in so many does; 0: every other of those that follow each other.
         conversions: whether conversions of int8's sums (I2FP) do, every other one.
-        keep: whether FFMA by the same factor, one after another, keep it from one to the next. Then one in `every` of
-            those yields, and reads it again, and what stands between them does not.
     """
 
     every: int = 0
     conversions: bool = True
-    keep: bool = False
-
-    def __post_init__(self) -> None:
-        if self.keep and self.every < 2:
-            raise ValueError(f"every: expected 2 or more where FFMA keep their factor, got {self.every!r}")
 
     def __str__(self) -> str:
-        return f"yields {VERSION}: FFMA {self.every}, I2FP {int(self.conversions)}, keep {int(self.keep)}"
+        return f"yields {VERSION}: FFMA {self.every}, I2FP {int(self.conversions)}"
 
 
 class BadCubin(ValueError):
@@ -141,114 +123,40 @@ class Instruction(NamedTuple):
     def yields(self) -> bool:
         return not self.high >> YIELD & 1
 
-    @property
-    def predicated(self) -> bool:
-        return self.low >> 12 & 15 != _ALWAYS
 
-    @property
-    def destination(self) -> int:
-        return self.low >> 16 & 255
-
-    def operand(self, slot: int) -> int:
-        """The register in slot a or b, if one is there."""
-        return self.low >> (32 if slot == _B else 24) & 255
-
-
-def instructions(cubin: bytes, start: int, end: int) -> Iterator[Instruction]:
+def instructions(cubin: bytes | bytearray, start: int, end: int) -> Iterator[Instruction]:
     """The instructions between two offsets, in order."""
     for offset in range(start, end, _INSTRUCTION.size):
         low, high = _INSTRUCTION.unpack_from(cubin, offset)
         yield Instruction(offset, low, high)
 
 
-class _Hint(NamedTuple):
-    """What an instruction is to do: yield, or keep the operand of a slot for the next, or neither."""
-
-    yields: bool
-    keeps: int | None = None
-
-
 def _yield_in(cubin: bytearray, start: int, end: int, yields: Yields) -> None:
-    found = list(instructions(cubin, start, end))
-    kept = _keep(found, yields.every) if yields.keep else {}
     multiply_adds = 0
     # Whether the instruction before is such a one and does not yield, multiplies apart.
     after_ffma = after_any = False
-    for each in found:
+    for each in list(instructions(cubin, start, end)):
         if each.opcode in MULTIPLY:
             continue
         ffma, integer = each.opcode == FFMA, each.opcode & 0x1FF in INTEGER
-        wanted: _Hint | None = None
+        wanted: bool | None = None
         if 1 <= each.stall <= _MOST_STALL:
-            if each.offset in kept:
-                wanted = kept[each.offset]
-            elif ffma and yields.every:
+            if ffma and yields.every:
                 multiply_adds += 1
-                wanted = _Hint(multiply_adds % yields.every == 0)
+                wanted = multiply_adds % yields.every == 0
             elif ffma:
-                wanted = _Hint(True) if after_ffma else None  # what yields already goes on to
+                wanted = True if after_ffma else None  # what yields already goes on to
             elif integer or (each.opcode == I2FP and yields.conversions):
-                wanted = _Hint(after_any)
+                wanted = after_any
             elif each.opcode == LDS:
-                wanted = _Hint(True)
+                wanted = True
         if wanted is not None:
             _set(cubin, each, wanted)
-        yielding = each.yields if wanted is None else wanted.yields
+        yielding = each.yields if wanted is None else wanted
         after_ffma = ffma and not yielding
         after_any = (ffma or integer or each.opcode == I2FP) and not yielding
 
 
-def _keep(found: list[Instruction], every: int) -> dict[int, _Hint]:
-    """Hints by offset for every FFMA, and for what stands between those that share a factor."""
-    hints = {}
-    ffma = [index for index, each in enumerate(found) if each.opcode == FFMA]
-    first = 0
-    while first < len(ffma):
-        runs = {slot: _run(found, ffma, first, slot) for slot in (_A, _B)}
-        slot = max(runs, key=lambda slot: len(runs[slot]))
-        run = runs[slot]
-        for place, index in enumerate(run):
-            keeps = slot if index != run[-1] else None
-            hints[found[index].offset] = _Hint(True) if place % every == every - 1 else _Hint(False, keeps)
-        hints.update((each.offset, _Hint(False)) for each in found[run[0] : run[-1]] if each.opcode != FFMA)
-        first += len(run)
-    return hints
-
-
-def _run(found: list[Instruction], ffma: list[int], first: int, slot: int) -> list[int]:
-    """The FFMA from `first` on that find in this slot what the one before had in it."""
-    run = [ffma[first]]
-    factor = found[run[0]].operand(slot)
-    for index in ffma[first + 1 :]:
-        before, each = found[run[-1]], found[index]
-        between = found[run[-1] + 1 : index]
-        if (
-            factor == ZERO
-            or each.operand(slot) != factor
-            or before.destination == factor
-            or before.predicated
-            or each.predicated
-            or len(between) > _BETWEEN
-            or not all(_leaves(other, slot, factor) for other in between)
-        ):
-            break
-        run.append(index)
-    return run
-
-
-def _leaves(each: Instruction, slot: int, register: int) -> bool:
-    """Whether an instruction leaves alone what was kept of this register in the slot."""
-    immediate = each.opcode >> 9 == 4  # in place of b
-    other = immediate and each.opcode & 0x1FF in INTEGER if slot == _B else each.opcode == I2FP  # which has b alone
-    return other and each.destination != register
-
-
-def _set(cubin: bytearray, each: Instruction, hint: _Hint) -> None:
-    high = each.high
-    if hint.yields:
-        high &= ~(1 << YIELD | 15 << KEEP)
-    else:
-        high |= 1 << YIELD
-        if hint.keeps is not None:
-            high |= 1 << KEEP + hint.keeps
+def _set(cubin: bytearray, each: Instruction, yielding: bool) -> None:
+    high = each.high & ~(1 << YIELD | 15 << REUSE) if yielding else each.high | 1 << YIELD
     _INSTRUCTION.pack_into(cubin, each.offset, each.low, high)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 
@@ -88,10 +87,6 @@ class WeightFormat:
             | codes  | scales [scale_rows][64] | offsets [offset_rows][64] | zeros uint8 [zero_rows][64] |
         """
         return self.zeros_at + STRIP_ROWS * self.zero_rows
-
-
-# A choice asks thousands of kernels for theirs; there are some hundred.
-_weight_format = lru_cache(maxsize=None)(WeightFormat)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from jitgemm.kernel.tactics import (
     keeps_addresses,
     prefetch_stages,
     promote_records,
-    streams,
     units_in_flight,
     yields,
 )
@@ -65,40 +64,31 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
     fmt = spec.format
     constants = {
         "u32 kBlockM": spec.block_m,
-        "u32 kBlockN": spec.block_n,
         "u32 kHalves": spec.halves,
         "u32 kShareTokens": share_tokens(spec),
         "u32 kWarpgroupsN": spec.warpgroups_n,
         "u32 kWarpgroupsK": spec.warpgroups_k,
         "u32 kStages": spec.stages,
         "u32 kPrefetchStages": prefetch_stages(spec),
-        "bool kStreams": str(streams(spec)).lower(),
         "u32 kSplitK": spec.split_k,
-        "bool kSplitTail": str(spec.split_tail).lower(),
-        "u32 kMulticast": spec.multicast,
-        "bool kMulticastLhs": str(spec.multicast_side == "lhs").lower(),
-        "bool kMulticastRhs": str(spec.multicast_side == "rhs").lower(),
-        "u32 kClusterSize": spec.cluster_size,
+        "u32 kMulticastLhs": spec.multicast_lhs,
+        "u32 kMulticastRhs": spec.multicast_rhs,
         "u32 kProducerRegisters": spec.producer_registers,
         "u32 kConsumerRegisters": spec.consumer_registers if spec.warpgroups > 1 else 0,
-        "u32 kGroupSize": spec.group_size,
+        "u32 kGroupSize": fmt.group_size,
         "u32 kInFlight": units_in_flight(spec),
         "u32 kFragmentSets": fragment_sets(spec),
         "bool kKeepAddresses": str(keeps_addresses(spec)).lower(),
         "u32 kPromoteRecords": promote_records(spec),
-        "bool kZeroPoint": str(spec.zero_point).lower(),
+        "bool kZeroPoint": str(fmt.zero_point).lower(),
         "bool kDirectLhs": str(direct_lhs(spec)).lower(),
         "bool kOffset": str(fmt.offset).lower(),
-        "bool kAffineLhs": str(spec.lhs == "s8").lower(),
-        "u32 kOffsetsAt": fmt.offsets_at,
-        "u32 kZerosAt": fmt.zeros_at,
-        "u32 kRecordBytes": fmt.record_bytes,
-        "RealType kScaleType": DTYPES[spec.scale_type].cpp_name,
+        "RealType kScaleType": DTYPES[fmt.scale_type].cpp_name,
         "RealType kOutType": DTYPES[spec.out].cpp_name,
         "bool kDebug": str(spec.debug).lower(),
     }
     lines = [f"    static constexpr {name} = {value};" for name, value in constants.items()]
-    decode = _DECODES[spec.lhs, spec.codes]
+    decode = _DECODES[spec.lhs, fmt.codes]
     return "\n".join(
         [
             "struct Config {",
@@ -106,7 +96,8 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
             f"    using Decode = {decode};",
             *lines,
             "};",
-            f'static_assert(Shared<Config>::kBytes == {smem_bytes}, "jitgemm/kernel/spec.py and shared.cuh disagree");',
+            f'static_assert(Record<Config>::kBytes == {fmt.record_bytes}, "formats.py and decode.cuh disagree");',
+            f'static_assert(Shared<Config>::kBytes == {smem_bytes}, "spec.py and shared.cuh disagree");',
         ]
     )
 

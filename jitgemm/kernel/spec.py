@@ -5,10 +5,12 @@ Plain arithmetic over a frozen dataclass; no torch, no CUDA.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from jitgemm.dtypes import DTYPES
-from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, _weight_format, ceil_div
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 
 REGISTERS_PER_SM = 65536
 PRODUCER_REGISTERS = 40
@@ -20,51 +22,41 @@ class KernelSpec:
     """Everything that is a compile-time constant of a kernel. Equal specs render to the same source.
 
     Attributes:
-        lhs, group_size, zero_point, scale_type: the formats; scale_type is "fp32" for per-channel kernels, which read
-            their scales by a run-time type.
+        lhs: type of the activations.
+        format: of the weight; its scale_type is "fp32" for per-channel kernels, which read their scales by a run-time
+            type.
         block_m: tokens per tile (wgmma's N over all `halves`).
         halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves.
         block_n: rows of n per tile; 64 per warpgroup along n.
         warpgroups_k: warpgroups that share a tile's rows and take k-blocks in turn.
         split_k: CTAs of a cluster that share a tile and take a run of k-blocks each.
-        split_tail: only the tiles of the last, unfilled round are split; before, each CTA has tiles of its own.
         scatter: each split of k sums up and stores a share of the tile's tokens, instead of the first all of them. The
             sum is shorter, but no split starts its next tile before all have ended this one.
-        multicast: CTAs of a cluster that share one operand; 1 for none.
-        multicast_side: "lhs" when neighbours along n share activations, "rhs" when neighbours along m share weights.
+        multicast_lhs: CTAs of a cluster, neighbours along n, that share their activations.
+        multicast_rhs: CTAs of a cluster, neighbours along m, that share their weights; one of the two is 1.
         stages: pipeline depth; one stage holds `warpgroups_k` blocks of 128 k.
         ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
         direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
             the copy engine; only where `may_copy` says so.
-        codes, offset: as in `WeightFormat`.
         out: type of the result.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
 
     lhs: str
-    group_size: int
-    zero_point: bool
-    scale_type: str
+    format: WeightFormat
     block_m: int
     block_n: int
     stages: int
     halves: int = 1
     warpgroups_k: int = 1
     split_k: int = 1
-    split_tail: bool = False
     scatter: bool = False
-    multicast: int = 1
-    multicast_side: str = "none"
+    multicast_lhs: int = 1
+    multicast_rhs: int = 1
     ctas_per_sm: int = 1
     direct: bool = False
-    codes: str = "any"
-    offset: bool = False
     out: str = "bf16"
     debug: bool = False
-
-    @property
-    def format(self) -> WeightFormat:
-        return _weight_format(self.group_size, self.zero_point, self.scale_type, self.codes, self.offset)
 
     @property
     def warpgroups_n(self) -> int:
@@ -102,26 +94,32 @@ class KernelSpec:
         return self.entry_registers * (self.warpgroups + 1) - self.consumer_registers * self.warpgroups
 
     @property
+    def multicast(self) -> int:
+        """CTAs of a cluster that share an operand; 1 for none."""
+        return self.multicast_lhs * self.multicast_rhs
+
+    @property
     def cluster_size(self) -> int:
         return self.split_k * self.multicast
 
     @property
     def label(self) -> str:
         """Short name for people, such as "e4m3-g128-bf16-m16n64-k2x2-s8-c2"; different kernels have different ones."""
-        group = f"g{self.group_size}" if self.group_size else "channel"
-        parts = [self.lhs, group + ("z" if self.zero_point else "") + ("o" if self.offset else "")]
-        if self.codes != "any":
+        fmt = self.format
+        group = f"g{fmt.group_size}" if fmt.group_size else "channel"
+        parts = [self.lhs, group + ("z" if fmt.zero_point else "") + ("o" if fmt.offset else "")]
+        if fmt.codes != "any":
             parts[0] += "fast"
-        if self.group_size:
-            parts.append(self.scale_type)
+        if fmt.group_size:
+            parts.append(fmt.scale_type)
         if self.out != "bf16":
             parts.append(f"to{self.out}")
         parts.append(f"m{self.block_m}{'h' if self.halves == 2 else ''}n{self.block_n}")
         if self.warpgroups_k * self.split_k > 1:
-            how = "t" if self.split_tail else "s" if self.scatter else ""
-            parts.append(f"k{self.warpgroups_k}x{self.split_k}{how}")
-        if self.multicast > 1:
-            parts.append(f"mc{self.multicast}{self.multicast_side}")
+            parts.append(f"k{self.warpgroups_k}x{self.split_k}{'s' if self.scatter else ''}")
+        for side, ctas in (("lhs", self.multicast_lhs), ("rhs", self.multicast_rhs)):
+            if ctas > 1:
+                parts.append(f"mc{ctas}{side}")
         parts.append(f"s{self.stages}")
         if self.ctas_per_sm > 1:
             parts.append(f"c{self.ctas_per_sm}")
@@ -131,8 +129,17 @@ class KernelSpec:
             parts.append("debug")
         return "-".join(parts)
 
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        """Field -> value, with the format's fields in place of `format`."""
+        found = asdict(self)
+        return found.pop("format") | found
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KernelSpec:
+        """The inverse of `to_dict`."""
+        of_format = {field.name for field in fields(WeightFormat)}
+        fmt = WeightFormat(**{name: value for name, value in values.items() if name in of_format})
+        return cls(format=fmt, **{name: value for name, value in values.items() if name not in of_format})
 
 
 def wgmma_shapes(lhs: str) -> tuple[int, ...]:
@@ -152,7 +159,7 @@ def lhs_copy_rows(spec: KernelSpec, m: int) -> tuple[int, int]:
 
     CTAs that share activations copy a part each, of whole rows of eight, the period of the swizzle.
     """
-    shares = spec.multicast if spec.multicast_side == "lhs" else 1
+    shares = spec.multicast_lhs
     left = m - (ceil_div(m, spec.block_m) - 1) * spec.block_m
     return spec.block_m // shares, left if shares == 1 else 8 * ceil_div(left, 8 * shares)
 

@@ -19,8 +19,6 @@ PREFETCH_BYTES = {1: 54_000, 2: 40_000}
 what memory delivers in that time. More would stand in front of the activations; less where CTAs of few tokens share an
 SM (docs/notes/decode.md)."""
 MIN_PREFETCH_STAGES = 5
-STREAM_TOKENS = 32
-"""Most tokens of a tile for which `streams` asks for all stages."""
 IN_FLIGHT_REGISTERS = 16
 """Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
 
@@ -32,12 +30,12 @@ def promote_records(spec: KernelSpec) -> int:
     bits below the sum, and runs of 256 k miss 2^-10 of the sum of terms where all terms have one sign
     (docs/notes/e4m3-accuracy.md).
     """
-    if spec.lhs == "e4m3" or spec.offset:
+    if spec.lhs == "e4m3" or spec.format.offset:
         return 1
-    if spec.group_size == 0:
+    if spec.format.group_size == 0:
         return 0
     # Two warpgroups along k take alternate records, so neither sees both halves of a group of 256.
-    return 2 if spec.group_size == 256 and spec.warpgroups_k == 1 else 1
+    return 2 if spec.format.group_size == 256 and spec.warpgroups_k == 1 else 1
 
 
 def units_in_flight(spec: KernelSpec) -> int:
@@ -45,7 +43,7 @@ def units_in_flight(spec: KernelSpec) -> int:
 
     All are promoted apart. Wide tiles have registers for one a half: the next group multiplies when one is promoted.
     """
-    groups = max(1, spec.format.scale_rows) * (2 if spec.offset else 1)
+    groups = max(1, spec.format.scale_rows) * (2 if spec.format.offset else 1)
     if groups == 1:
         return spec.halves
     fit = IN_FLIGHT_REGISTERS // (spec.block_m // spec.halves // 2) // spec.halves
@@ -61,7 +59,7 @@ def fragment_sets(spec: KernelSpec) -> int:
     """
     if spec.format.scale_rows == 4:
         return 1
-    if spec.lhs != "s8" or spec.codes != "s8" or spec.group_size == 0:
+    if spec.lhs != "s8" or spec.format.codes != "s8" or spec.format.group_size == 0:
         return 2
     four = spec.warpgroups == 4 and spec.block_m >= 48
     crowded = spec.ctas_per_sm == 2 and spec.block_m >= 64 and spec.format.scale_rows == 1
@@ -71,18 +69,12 @@ def fragment_sets(spec: KernelSpec) -> int:
 def keeps_addresses(spec: KernelSpec) -> bool:
     """Whether consumers keep where shared memory is in a register that ptxas cannot work out anew in each iteration.
 
-    By measurement (docs/notes/main-loop.md): up to 6 % for tiles of few tokens. With more, one warpgroup, two CTAs on
-    an SM or four warpgroups have no register for it, and two along k that convert sums in halves or take zero points
-    off are slower with it; int8's with scales in fp32 spill.
+    By measurement (docs/notes/main-loop.md): up to 6 % for tiles of few tokens, and 1 to 3.5 % for wider e4m3 tiles of
+    two warpgroups along k.
     """
     if spec.block_m <= 32:
         return True
-    if spec.ctas_per_sm == 2 or spec.warpgroups == 1:
-        return False
-    if spec.warpgroups_k == 1:
-        return spec.block_m <= 96 and spec.warpgroups < 4
-    crowded = spec.lhs == "s8" and (spec.halves == 2 or spec.scale_type == "fp32")
-    return promote_records(spec) == 0 or not (spec.zero_point or crowded)
+    return spec.lhs == "e4m3" and spec.warpgroups_k > 1 and spec.ctas_per_sm == 1 and not spec.format.zero_point
 
 
 def prefetch_stages(spec: KernelSpec) -> int:
@@ -94,14 +86,6 @@ def prefetch_stages(spec: KernelSpec) -> int:
     return min(stages, ceil_div(DIRECT_TOKENS[shape][1], spec.block_m)) if spec.direct else stages
 
 
-def streams(spec: KernelSpec) -> bool:
-    """Whether a CTA whose tile has more than twice as many stages asks for all before it waits for the grid before.
-
-    Such a call lasts as long as its weights take, and no other kernel's CTA waits on the same SM.
-    """
-    return spec.block_m <= STREAM_TOKENS and spec.ctas_per_sm == spec.warpgroups_k == 1 and not spec.direct
-
-
 def direct_lhs(spec: KernelSpec) -> bool:
     """Whether the consumers of a tile copy the first stages' activations themselves instead of the copy engine."""
     narrow = spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1
@@ -111,12 +95,6 @@ def direct_lhs(spec: KernelSpec) -> bool:
 def may_copy(spec: KernelSpec) -> bool:
     """Whether consumers that do not copy the first activations could: whether `direct` may be set."""
     widest, _ = DIRECT_TOKENS.get((spec.warpgroups_k, spec.ctas_per_sm), (0, 0))
-    if spec.lhs == "s8" and spec.ctas_per_sm == 2:
-        # With more sums they spill 8 bytes.
-        if spec.zero_point:
-            widest = min(widest, 32)
-        elif spec.warpgroups_n == 2 and spec.split_k >= 4:
-            widest = min(widest, 48)
     return spec.block_m * spec.warpgroups_n <= widest and spec.multicast == 1 and not direct_lhs(spec)
 
 
@@ -125,11 +103,6 @@ def yields(spec: KernelSpec) -> Yields:
     rows = spec.format.scale_rows
     if spec.lhs == "s8" and rows == 4:
         return Yields(conversions=False)
-    if rows == 0 or spec.offset:
-        return Yields()
-    if spec.codes == "s8" and rows == 1:
+    if spec.format.codes == "s8" and rows == 1 and not spec.format.offset:
         return Yields(every=2 if spec.block_m <= 64 else 4, conversions=False)
-    # Halves have multiplies of their own to let go first.
-    if spec.lhs == "e4m3" and rows == 1 and (spec.halves == 2 or spec.block_m < 160):
-        return Yields()
-    return Yields(every=4, keep=True)
+    return Yields()

@@ -26,7 +26,6 @@ from jitgemm.kernel.spec import (
 from jitgemm.kernel.tactics import (
     DIRECT_LHS_TOKENS,
     PREFETCH_BYTES,
-    STREAM_TOKENS,
     direct_lhs,
     may_copy,
     promote_records,
@@ -40,9 +39,10 @@ BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 25
 MIN_STAGES = 3
 """Two hide nothing, and with two ptxas has tiles of 112 tokens and 192 rows spill."""
 MAX_STAGES = 12
+NARROW_STAGE_TOKENS = 32
 NARROW_STAGE_BYTES = {(4, False): 187_000, (4, True): 160_000, (1, True): 130_000}
 """Most bytes that the stages of a CTA alone on its SM take where three warpgroups or four have tiles of up to
-STREAM_TOKENS; by warpgroups along k and whether they decode a stage no faster than memory brings it."""
+NARROW_STAGE_TOKENS; by warpgroups along k and whether they decode a stage no faster than memory brings it."""
 SYSTEM_SMEM = 1024
 """Bytes of shared memory the system takes from an SM for each resident CTA."""
 
@@ -61,11 +61,11 @@ def _misfit(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return f"wgmma has no N of {spec.block_m}/{spec.halves} for {spec.lhs}"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
-    if spec.split_tail and (spec.split_k == 1 or spec.warpgroups_k > 1 or spec.scatter):
-        return "a tail is split over CTAs alone, and one of them sums"
     if spec.multicast > 1 and spec.split_k > 1:
         return "a cluster either splits k or shares an operand"
-    if spec.multicast_side == "lhs" and spec.block_m % (8 * spec.multicast):
+    if spec.multicast_lhs > 1 and spec.multicast_rhs > 1:
+        return "a cluster shares one operand"
+    if spec.block_m % (8 * spec.multicast_lhs):
         return "multicast shares must be whole swizzle rows"
     if spec.cluster_size > min(8, device.num_sms):
         return f"clusters of more than {min(8, device.num_sms)} do not fit"
@@ -93,7 +93,7 @@ def _stages(spec: KernelSpec, device: DeviceSpec) -> int:
     All that fit, but for narrow tiles: there a call takes up to 9 % longer with too many (docs/notes/decode.md).
     """
     most = _most_stages(spec, device)
-    if spec.ctas_per_sm > 1 or spec.block_m > STREAM_TOKENS or spec.warpgroups < 3:
+    if spec.ctas_per_sm > 1 or spec.block_m > NARROW_STAGE_TOKENS or spec.warpgroups < 3:
         return most
     bring_us = stage_weight_bytes(spec) * device.num_sms / device.hbm_bytes_per_us
     slow = _issue_cycles(spec) / device.clock_mhz >= bring_us
@@ -115,19 +115,10 @@ def _kernels(
     lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, *, refused: bool = False
 ) -> Iterator[KernelSpec]:
     """The legal kernels with tiles of so many tokens, or those that the bound on registers refuses."""
+    # Per-channel kernels read their scales by a run-time type.
+    fmt = fmt if fmt.group_size else replace(fmt, scale_type="fp32")
     for shape in dict.fromkeys(_shapes(block_m)):
-        spec = KernelSpec(
-            lhs=lhs,
-            group_size=fmt.group_size,
-            zero_point=fmt.zero_point,
-            # Per-channel kernels read their scales by a run-time type.
-            scale_type=fmt.scale_type if fmt.group_size else "fp32",
-            codes=fmt.codes,
-            offset=fmt.offset,
-            out=out,
-            stages=MIN_STAGES,
-            **shape._asdict(),
-        )
+        spec = KernelSpec(lhs, fmt, stages=MIN_STAGES, out=out, **shape._asdict())
         if _misfit(spec, device) is None and (registers_needed(spec) > spec.consumer_registers) == refused:
             yield replace(spec, stages=_stages(spec, device))
 
@@ -140,15 +131,14 @@ class _Shape(NamedTuple):
     halves: int = 1
     warpgroups_k: int = 1
     split_k: int = 1
-    split_tail: bool = False
     scatter: bool = False
-    multicast: int = 1
-    multicast_side: str = "none"
+    multicast_lhs: int = 1
+    multicast_rhs: int = 1
     ctas_per_sm: int = 1
 
 
 NARROW_SPLITS = {
-    (1, 1): (1, 2, 3, 4, 5, 6, 8), (2, 1): (1, 2, 3, 4, 6, 8), (3, 1): (1, 2, 4, 5, 8), (4, 1): (1,),
+    (1, 1): (1, 2, 3, 4, 5, 6), (2, 1): (1, 2, 3, 4, 6), (3, 1): (1, 2, 4, 5), (4, 1): (1,),
     (1, 2): (1, 2, 3, 4), (2, 2): (1, 2, 3), (1, 4): (1, 2, 3),
 }  # fmt: skip
 """CTAs that split k for tiles of 64 tokens or less, by warpgroups along n and k; without what a sweep never chose."""
@@ -156,7 +146,7 @@ WIDE_SPLITS = {(1, 2): (1, 2, 3, 5), (2, 1): (2, 3, 4, 5, 6), (3, 1): (2, 4, 5)}
 """The same for 80 to 160. One strip and two warpgroups along k are the tallest tile that k fills."""
 FOUR_SPLIT_TOKENS = 32
 """Most tokens for which CTAs split k as well as four warpgroups do: with more, stages become too few."""
-PAIRED_SPLITS = {1: (1, 2, 4, 5, 6, 8), 2: (1, 2, 4, 8)}
+PAIRED_SPLITS = {1: (1, 2, 4, 5, 6), 2: (1, 2, 4)}
 """Those of NARROW_SPLITS where two CTAs fit an SM, so that the next kernel can prefetch its weights; by warpgroups.
 Clusters of three seem to put two of their own on one SM (docs/notes/selector.md)."""
 
@@ -180,17 +170,14 @@ def _shapes(block_m: int) -> Iterator[_Shape]:
                             scatter=scatter,
                             ctas_per_sm=ctas,
                         )
-    if 64 < block_m <= 160:
-        for halves in (1, 2):
-            yield _Shape(block_m, 128, halves, split_k=2, split_tail=True)
     if 64 < block_m <= 96:
         # Four warpgroups: fewer copies a multiply than two, and more to run while one waits.
         yield _Shape(block_m, 256)
     if block_m >= 48:
         # ptxas does better by two halves of the widest.
         for halves in (1, 2) if block_m <= 192 else (2,):
-            for multicast, side in ((1, "none"), (2, "lhs"), (2, "rhs")):
-                yield _Shape(block_m, 128, halves, multicast=multicast, multicast_side=side)
+            for lhs, rhs in ((1, 1), (2, 1), (1, 2)):
+                yield _Shape(block_m, 128, halves, multicast_lhs=lhs, multicast_rhs=rhs)
             yield _Shape(block_m, 192, halves)
 
 
@@ -255,9 +242,9 @@ STREAM_FACTOR = {1: 1.082, 2: 1.07}
 OVERLAP = 2.823
 """Exponent p with which the parts that run side by side add up, (sum of part^p)^(1/p): the longest counts, the next a
 little."""
-CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
+CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78}
 """Share of the SMs that clusters of a size can fill, one CTA an SM: a cluster lies within a GPC, whose SMs it need not
-divide. 39 clusters of 3, 30 of 4, 22 of 5, 17 of 6 and 15 of 8 on an H200, says `cuOccupancyMaxActiveClusters`."""
+divide. 39 clusters of 3, 30 of 4, 22 of 5 and 17 of 6 on an H200, says `cuOccupancyMaxActiveClusters`."""
 
 
 @dataclass(frozen=True)
@@ -282,9 +269,7 @@ class Candidate:
 
 def _cluster_tile(spec: KernelSpec) -> tuple[int, int]:
     """Tokens and rows of n that a cluster computes at once."""
-    tokens = spec.block_m * (spec.multicast if spec.multicast_side == "rhs" else 1)
-    rows = spec.block_n * (spec.multicast if spec.multicast_side == "lhs" else 1)
-    return tokens, rows
+    return spec.block_m * spec.multicast_rhs, spec.block_n * spec.multicast_lhs
 
 
 def _clusters_that_fit(spec: KernelSpec, num_sms: int) -> int:
@@ -300,19 +285,9 @@ def grid_clusters(spec: KernelSpec, m: int, n: int, num_sms: int) -> tuple[int, 
     return units, min(units, _clusters_that_fit(spec, num_sms))
 
 
-def rounds_of(spec: KernelSpec, units: int, clusters: int) -> tuple[int, int]:
-    """Rounds of tiles: of tiles that a CTA computes over all of k, and of tiles split over the cluster."""
-    if spec.split_k == 1:
-        return ceil_div(units, clusters), 0
-    if not spec.split_tail:
-        return 0, ceil_div(units, clusters)
-    whole, left = divmod(units, clusters * spec.split_k)
-    return whole, ceil_div(left, clusters)
-
-
 def _run_of(blocks: int, whole_blocks: int, split_k: int) -> int:
     """Blocks of k that each split of k but the last has: whole ones are promoted together (scheduler.cuh)."""
-    return whole_blocks * ceil_div(blocks, whole_blocks * split_k)
+    return min(blocks, whole_blocks * ceil_div(blocks, whole_blocks * split_k))
 
 
 class _Costs(NamedTuple):
@@ -325,8 +300,7 @@ class _Costs(NamedTuple):
     l2: float  # of the operands of one record's k, where all SMs draw
     stream: float  # of a byte from device memory
     launch: float
-    tile: float  # epilogue, and the sum where every tile has one
-    split_tile: float  # the sum of a tile of a split tail
+    tile: float  # epilogue, and the sum of the splits
     later_tile: float  # added for each tile but the first
     cluster_tile: tuple[int, int]
     clusters: int  # that fit the device
@@ -336,16 +310,17 @@ class _Costs(NamedTuple):
 
 def _parts(spec: KernelSpec) -> int:
     """Multiplies of a step of k: offsets take their own, by ones."""
-    return 2 if spec.offset else 1
+    return 2 if spec.format.offset else 1
 
 
 def _groups(spec: KernelSpec) -> int:
     """Groups of a record that are promoted each on its own."""
-    return max(1, BLOCK_K // spec.group_size) if spec.group_size else 1
+    return max(1, spec.format.scale_rows)
 
 
 def _decode_cycles(spec: KernelSpec) -> float:
-    return DECODE_CYCLES[spec.lhs, "zero" if spec.zero_point else "any" if spec.codes == "any" else "fast"]
+    fmt = spec.format
+    return DECODE_CYCLES[spec.lhs, "zero" if fmt.zero_point else "any" if fmt.codes == "any" else "fast"]
 
 
 def _promote_cycles(spec: KernelSpec) -> float:
@@ -395,8 +370,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         l2=operand_bytes / L2_BYTES_PER_CYCLE * us_per_cycle,
         stream=STREAM_FACTOR.get(spec.warpgroups_k, 1.0) / device.hbm_bytes_per_us,
         launch=launch,
-        tile=STORE_US + TOKEN_US * share + (0.0 if spec.split_tail else reduce_us),
-        split_tile=reduce_us if spec.split_tail else 0.0,
+        tile=STORE_US + TOKEN_US * share + reduce_us,
         later_tile=SCATTER_US if spec.scatter else 0.0,
         cluster_tile=_cluster_tile(spec),
         clusters=_clusters_that_fit(spec, device.num_sms),
@@ -428,17 +402,15 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     units = ceil_div(m, tokens) * ceil_div(n, rows)
     clusters = min(units, costs.clusters)
     blocks = ceil_div(k, BLOCK_K)
-    whole, split = rounds_of(spec, units, clusters)
-    waves = whole + split
+    waves = ceil_div(units, clusters)
     # Of one warpgroup, one after another.
-    run = _run_of(blocks, costs.whole_blocks, spec.split_k)
-    split_records = ceil_div(run, spec.warpgroups_k)
-    records = whole * ceil_div(blocks, spec.warpgroups_k) + split * split_records
+    records_of_tile = ceil_div(_run_of(blocks, costs.whole_blocks, spec.split_k), spec.warpgroups_k)
+    records = waves * records_of_tile
     ctas = clusters * spec.cluster_size
     weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     # Clusters beyond those that fit one an SM share their SMs.
     shared = 2 if ctas > device.num_sms * CLUSTER_SHARE[spec.cluster_size] else 1
-    copy = COPY_US if split_records <= costs.engine_stages else 0.0
+    copy = COPY_US if records_of_tile <= costs.engine_stages else 0.0
     memory = costs.stream * (weight_bytes + m * k + DTYPES[spec.out].bytes * m * n)
     times = _Times(
         memory,
@@ -447,7 +419,7 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
         records * costs.latency,
         records * costs.fetch,
         units * spec.multicast * blocks / device.num_sms * costs.l2,
-        costs.launch + copy + waves * costs.tile + split * costs.split_tile + (waves - 1) * costs.later_tile,
+        costs.launch + copy + waves * costs.tile + (waves - 1) * costs.later_tile,
     )
     return times, waves, ctas
 
@@ -541,9 +513,9 @@ ORDER_MS = (1, 16, 64, 256, 1024, 4096)
 """Values of m over which orders of summation are compared."""
 
 
-def _order(spec: KernelSpec) -> tuple[int, int] | None:
-    """(split_k, warpgroups_k), which decide in which order k is summed; None where that differs from tile to tile."""
-    return None if spec.split_tail else (spec.split_k, spec.warpgroups_k)
+def _order(spec: KernelSpec) -> tuple[int, int]:
+    """(split_k, warpgroups_k), which decide in which order k is summed."""
+    return spec.split_k, spec.warpgroups_k
 
 
 @lru_cache(maxsize=512)
@@ -558,9 +530,8 @@ def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
         problem = replace(layer, m=m, batch_invariant=False)
         for spec, costs in _considered(problem, device):
             order = _order(spec)
-            if order is not None:
-                us = _times(spec, costs, problem, device)[0].total
-                best[order] = min(us, best.get(order, math.inf))
+            us = _times(spec, costs, problem, device)[0].total
+            best[order] = min(us, best.get(order, math.inf))
         least = min(best.values())
         for order, us in best.items():
             losses.setdefault(order, []).append(math.log(us / least))

@@ -26,10 +26,8 @@ SET_REGISTERS = 16
 """Fewer of them with one set of fragments."""
 SCATTER_REGISTERS = 8
 """More of them where those scatter their sums."""
-TAIL_REGISTERS = 9
-"""More of them where some tiles are split and some are not."""
-MULTICAST_REGISTERS = {"none": 0, "lhs": 17, "rhs": 8}
-"""More of them where groups are promoted and CTAs share an operand, by which."""
+MULTICAST_LHS_REGISTERS, MULTICAST_RHS_REGISTERS = 17, 8
+"""More of them where groups are promoted and CTAs share an operand."""
 CONVERTED_PART = 1 / 3
 """Part of the tokens promoted at a time, where they are 64 or more, for which s8 takes registers for converted sums."""
 CHUNK_REGISTERS = {"bf16": 2, "fp16": 2, "fp32": 5}
@@ -90,7 +88,7 @@ FOUR_REGISTERS_64 = 104
 def registers_needed(spec: KernelSpec) -> int:
     """Registers of a consumer thread, for which a kernel certainly builds without spilling."""
     needed = _sum_of_registers(spec)
-    if spec.offset or spec.out == "fp32":
+    if spec.format.offset or spec.out == "fp32":
         return needed
     families = (
         (TWO_CTAS_REGISTERS, _fits_two_ctas),
@@ -108,7 +106,7 @@ def _fits_two_ctas(spec: KernelSpec) -> bool:
 
     Not with int8's zero points: NVRTC 13.5 spills.
     """
-    return spec.block_m == 64 and spec.format.scale_rows <= 1 and not (spec.lhs == "s8" and spec.zero_point)
+    return spec.block_m == 64 and spec.format.scale_rows <= 1 and not (spec.lhs == "s8" and spec.format.zero_point)
 
 
 def _fits_two_warpgroups(spec: KernelSpec) -> bool:
@@ -119,9 +117,9 @@ def _fits_two_warpgroups(spec: KernelSpec) -> bool:
     rows = max(1, spec.format.scale_rows)
     if promote_records(spec) == 0 or spec.block_m < 64:
         return False
-    most = WIDE_TOKENS[spec.lhs, rows, spec.zero_point][spec.halves - 1]
-    if spec.codes == "any" and not spec.zero_point:
-        if spec.lhs == "e4m3" and spec.halves == 1 and rows > 1 and spec.scale_type == "fp32":
+    most = WIDE_TOKENS[spec.lhs, rows, spec.format.zero_point][spec.halves - 1]
+    if spec.format.codes == "any" and not spec.format.zero_point:
+        if spec.lhs == "e4m3" and spec.halves == 1 and rows > 1 and spec.format.scale_type == "fp32":
             most = 176
         elif spec.lhs == "s8" and rows == spec.halves:
             most = 160
@@ -131,10 +129,10 @@ def _fits_two_warpgroups(spec: KernelSpec) -> bool:
             return False
         if split:
             third = spec.scatter and spec.split_k == 3
-            own = spec.codes == "s8" and rows == 1
+            own = spec.format.codes == "s8" and rows == 1
             crowded = own and spec.split_k * spec.warpgroups_k > 2
             most = min(most, 128 if third or crowded else 144 if own and spec.split_k > 1 and spec.scatter else 160)
-        if spec.zero_point:
+        if spec.format.zero_point:
             most = min(most, 128)
     return spec.block_m <= most
 
@@ -146,30 +144,30 @@ def _fits_three_warpgroups(spec: KernelSpec) -> bool:
     if promote_records(spec) == 0:
         return spec.block_m <= 160
     rows = max(1, spec.format.scale_rows)
-    if rows > 1 and spec.scale_type == "fp32":
+    if rows > 1 and spec.format.scale_type == "fp32":
         return False
-    whole, split = THREE_TOKENS.get((spec.lhs, rows, spec.zero_point), ((0, 0), (0, 0)))
-    if (spec.lhs, spec.codes) in (("e4m3", "e4m3"), ("s8", "any")) and rows == 1 and not spec.zero_point:
+    whole, split = THREE_TOKENS.get((spec.lhs, rows, spec.format.zero_point), ((0, 0), (0, 0)))
+    if (spec.lhs, spec.format.codes) in (("e4m3", "e4m3"), ("s8", "any")) and rows == 1 and not spec.format.zero_point:
         split = whole
-    elif spec.lhs == "s8" and spec.zero_point and spec.scale_type == "fp32":
+    elif spec.lhs == "s8" and spec.format.zero_point and spec.format.scale_type == "fp32":
         whole = min(whole[0], 64), whole[1]
-    elif spec.lhs == "s8" and rows <= 2 and not spec.zero_point and spec.split_k == 2 and not spec.scatter:
+    elif spec.lhs == "s8" and rows <= 2 and not spec.format.zero_point and spec.split_k == 2 and not spec.scatter:
         split = 80, 96 if rows == 2 else 80
     return spec.block_m <= (split if spec.split_k > 1 else whole)[spec.halves - 1]
 
 
 def _fits_four_warpgroups(spec: KernelSpec) -> bool:
     """Whether this is a tile of 64 tokens, some warpgroups along k, that builds although its parts sum up to more."""
-    if spec.warpgroups != 4 or spec.warpgroups_k == 1 or spec.block_m != 64 or spec.zero_point:
+    if spec.warpgroups != 4 or spec.warpgroups_k == 1 or spec.block_m != 64 or spec.format.zero_point:
         return False
-    if spec.codes == "any" and spec.warpgroups_n == 2 and spec.split_k > 1 and not spec.scatter:
+    if spec.format.codes == "any" and spec.warpgroups_n == 2 and spec.split_k > 1 and not spec.scatter:
         return False  # 4 bytes spill with NVRTC 12.6 and 13.0
-    return spec.format.scale_rows <= 1 and (spec.codes != "any" or (spec.lhs == "s8" and spec.group_size > 0))
+    return spec.format.scale_rows <= 1 and (spec.format.codes != "any" or (spec.lhs == "s8" and spec.format.group_size > 0))
 
 
 def _fits_unpromoted(spec: KernelSpec) -> bool:
     """Whether this is a tile of 48 or 64 tokens in int8's own codes per channel."""
-    return promote_records(spec) == 0 and spec.codes == "s8" and spec.block_m in (48, 64)
+    return promote_records(spec) == 0 and spec.format.codes == "s8" and spec.block_m in (48, 64)
 
 
 def _narrow_registers(spec: KernelSpec, needed: int) -> int:
@@ -180,12 +178,12 @@ def _narrow_registers(spec: KernelSpec, needed: int) -> int:
     if short_groups and spec.block_m == 48 and spec.split_k > 4:
         return needed  # up to 40 bytes spill with NVRTC 13.5, 8 with 12.6
     pair = spec.block_n == 128 and spec.warpgroups == 2 and spec.split_k == 2 and spec.scatter
-    if pair and spec.block_m == 32 and spec.codes == "s8" and spec.format.scale_rows == 1:
+    if pair and spec.block_m == 32 and spec.format.codes == "s8" and spec.format.scale_rows == 1:
         return needed  # 4 bytes spill with NVRTC 13.0 where threads copy activations
     narrow = NARROW_REGISTERS[spec.block_m]
     converts_pairs = short_groups and spec.format.scale_rows == 2
-    narrow += NARROW_ZERO_REGISTERS if (spec.zero_point or converts_pairs) and spec.block_m >= 32 else 0
-    narrow -= NARROW_SIGN_REGISTERS if spec.codes == "e4m3" and spec.block_m == 48 else 0
+    narrow += NARROW_ZERO_REGISTERS if (spec.format.zero_point or converts_pairs) and spec.block_m >= 32 else 0
+    narrow -= NARROW_SIGN_REGISTERS if spec.format.codes == "e4m3" and spec.block_m == 48 else 0
     return narrow
 
 
@@ -193,26 +191,26 @@ def _sum_of_registers(spec: KernelSpec) -> int:
     """The tensor cores' sums, the promoted ones where groups are promoted, the rest."""
     rest = OVERHEAD_REGISTERS[spec.lhs]
     rest += SPLIT_REGISTERS if spec.warpgroups_k * spec.split_k > 1 else 0
-    if spec.split_k > 1 and spec.scale_type == "fp32" and spec.format.scale_rows == 2:
+    if spec.split_k > 1 and spec.format.scale_type == "fp32" and spec.format.scale_rows == 2:
         rest += FP32_SPLIT_REGISTERS
     rest += SCATTER_REGISTERS if spec.scatter else 0
-    rest += TAIL_REGISTERS if spec.split_tail else 0
-    rest += CHUNK_REGISTERS[spec.scale_type] * max(0, spec.format.scale_rows - 1)
-    if spec.zero_point:
+    rest += CHUNK_REGISTERS[spec.format.scale_type] * max(0, spec.format.scale_rows - 1)
+    if spec.format.zero_point:
         rest += ZERO_REGISTERS + (ZERO_SPLIT_REGISTERS if spec.split_k > 1 else 0)
-    rest += OFFSET_REGISTERS[spec.lhs] if spec.offset else 0
+    rest += OFFSET_REGISTERS[spec.lhs] if spec.format.offset else 0
     rest += FP32_REGISTERS if spec.out == "fp32" else 0
     rest -= FOUR_REGISTERS if spec.warpgroups_n == 4 and spec.format.scale_rows <= 1 else 0
     if promote_records(spec) == 0:
         return spec.block_m // 2 + rest + UNPROMOTED_REGISTERS
-    rest += MULTICAST_REGISTERS[spec.multicast_side]
-    if (spec.lhs == "s8" or spec.zero_point) and (spec.offset or spec.format.scale_rows == 2):
+    rest += MULTICAST_LHS_REGISTERS if spec.multicast_lhs > 1 else 0
+    rest += MULTICAST_RHS_REGISTERS if spec.multicast_rhs > 1 else 0
+    if (spec.lhs == "s8" or spec.format.zero_point) and (spec.format.offset or spec.format.scale_rows == 2):
         rest += PAIR_REGISTERS
         if spec.lhs == "s8" and spec.block_m >= 64:
-            rest += WIDE_PAIR_REGISTERS[spec.codes] * (1 + spec.zero_point)
-            rest += OFFSET_PAIR_REGISTERS if spec.offset and spec.format.scale_rows == 2 else 0
+            rest += WIDE_PAIR_REGISTERS[spec.format.codes] * (1 + spec.format.zero_point)
+            rest += OFFSET_PAIR_REGISTERS if spec.format.offset and spec.format.scale_rows == 2 else 0
             rest += THIRDS_PAIR_REGISTERS if spec.scatter and spec.split_k == 3 else 0
-    if spec.block_m <= 32 and spec.format.scale_rows == 2 and not spec.offset:
+    if spec.block_m <= 32 and spec.format.scale_rows == 2 and not spec.format.offset:
         rest -= NARROW_PAIR_REGISTERS
     tokens = spec.block_m // spec.halves
     if spec.lhs == "s8" and spec.format.scale_rows < 4 and fragment_sets(spec) == 1:
