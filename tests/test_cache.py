@@ -513,13 +513,8 @@ def test_without_roots_of_its_own_the_cache_follows_the_environment(monkeypatch,
 
 
 def test_jit_off_turns_a_miss_into_an_error_that_names_the_command(monkeypatch, root):
-<<<<<<< HEAD
-    spec = KernelSpec("s8", 128, True, "bf16", block_m=16, block_n=64, stages=4)
-    missing = kernel_source(spec)
-=======
     spec = KernelSpec("s8", WeightFormat(128, True, "bf16"), block_m=16, block_n=64, stages=4)
-    missing = replace(tiny_kernel(), label=spec.label, spec=spec.to_dict())
->>>>>>> 85c8b89 (Take split_tail, streams and operand reuse out of the kernels; one format field, one pair of multicast counts)
+    missing = kernel_source(spec)
     monkeypatch.setenv("JITGEMM_JIT", "off")
     with pytest.raises(CacheMissError) as caught:
         KernelCache([root]).get_or_compile(missing)

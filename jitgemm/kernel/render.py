@@ -142,13 +142,14 @@ def kernel_source(spec: KernelSpec) -> KernelSource:
 
 def _warmup(spec: KernelSpec) -> str:
     """The command that compiles a kernel of this format ahead of time."""
-    flags = ["--lhs", "int8" if spec.lhs == "s8" else "fp8", "--group-size", str(spec.group_size or "channel")]
-    flags += [flag for flag, given in (("--zero-point", spec.zero_point), ("--offset", spec.offset)) if given]
+    fmt = spec.format
+    flags = ["--lhs", "int8" if spec.lhs == "s8" else "fp8", "--group-size", str(fmt.group_size or "channel")]
+    flags += [flag for flag, given in (("--zero-point", fmt.zero_point), ("--offset", fmt.offset)) if given]
     # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
-    if spec.group_size and spec.scale_type != "bf16":
-        flags += ["--scale-dtype", spec.scale_type]
-    if not spec.zero_point:
-        flags += ["--codes", "any" if spec.codes == "any" else "tuned"]
+    if fmt.group_size and fmt.scale_type != "bf16":
+        flags += ["--scale-dtype", fmt.scale_type]
+    if not fmt.zero_point:
+        flags += ["--codes", "any" if fmt.codes == "any" else "tuned"]
     if spec.out != "bf16":
         flags += ["--out", spec.out]
     # Batch invariance is the call's, not the kernel's.
