@@ -12,7 +12,8 @@ import checkpoints
 import torch
 
 from jitgemm.checkpoint import reader as checkpoint
-from jitgemm.checkpoint.formats import FORMATS, CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.formats import FORMATS
 from jitgemm.kernel.formats import ceil_div
 
 PREFIX = "model.layers.0.mlp.up_proj"
@@ -65,7 +66,10 @@ def layer(
 def load(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None) -> CanonicalWeight:
     """The layer from a checkpoint on disk, its format detected."""
     saved = checkpoints.save(folder, {f"{PREFIX}.{name}": t for name, t in tensors.items()}, config)
-    return checkpoint.read_layer(saved, PREFIX, device="cpu")
+    weight = checkpoint.read_layer(saved, PREFIX, device="cpu")
+    told = checkpoint.layer_header(checkpoint.Checkpoint(saved), PREFIX).sizes
+    assert told.n == weight.n and told.k in (None, weight.k) and told.group_size in (None, weight.group_size)
+    return weight
 
 
 def detecting(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None) -> list[str]:

@@ -10,6 +10,7 @@ import layers
 import pytest
 import torch
 
+from jitgemm.checkpoint import read_layer
 from jitgemm.checkpoint.gptq import FORMAT
 
 V1 = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}
@@ -28,7 +29,8 @@ def packed(layer: layers.Layer, *, minus_one: bool) -> dict[str, torch.Tensor]:
 
 
 def read(tensors: dict[str, torch.Tensor], config: dict[str, Any] | None, prefix: str = layers.PREFIX):
-    return FORMAT.read(tensors, FORMAT.for_layer(config, prefix))
+    source = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+    return read_layer(source, prefix, device="cpu", config=config, format="gptq")
 
 
 @pytest.mark.parametrize("act_order", [False, True])

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from jitgemm.checkpoint import formats
-from jitgemm.checkpoint.reader import Checkpoint, load, read_layer
+from jitgemm.checkpoint.canonical import Sizes
+from jitgemm.checkpoint import Checkpoint, read_layer
+from jitgemm.checkpoint.reader import layer_header, load
 
 CONFIG = {"quant_method": "w4afp8", "group_size": 128}
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -139,6 +141,15 @@ def test_only_the_tensors_of_the_layer_are_read_and_each_once(tmp_path):
     assert sorted(checkpoint.seen) == [name("q_proj") + suffix for suffix in (".bias", ".weight", ".weight_scale_inv")]
 
 
+def test_headers_tell_what_is_wrong_before_any_data_is_read(tmp_path):
+    checkpoint = Watched(checkpoints.save(tmp_path, tensors(), CONFIG))
+    assert layer_header(checkpoint, name("q_proj")).sizes == Sizes(64, 256, 128)
+    wrong = Watched(checkpoints.save(tmp_path / "wrong", tensors(), CONFIG | {"group_size": 64}))
+    with pytest.raises(ValueError, match="group_size: expected .*got 64"):
+        layer_header(wrong, name("q_proj"))
+    assert not hasattr(checkpoint, "seen") and not hasattr(wrong, "seen")
+
+
 # --- settings ---
 
 
@@ -255,7 +266,8 @@ def test_without_a_gpu_the_default_device_is_the_cpu():
         ({"prefix": []}, TypeError, "prefix: expected a layer's name or several"),
         ({"prefix": 3}, TypeError, "prefix: expected a layer's name or several"),
         ({"prefix": [name("q_proj"), 3]}, TypeError, "prefix: expected a layer's name or several"),
-        ({"tp_size": 2}, ValueError, "tp_dim: expected 'n' or 'k' with tp_size 2, got None"),
+        ({"tp_size": 2}, ValueError, "tp_dim: expected 'n' or 'k' with tp_rank 0 of tp_size 2, got None"),
+        ({"tp_rank": 1}, ValueError, "tp_dim: expected 'n' or 'k' with tp_rank 1 of tp_size 1, got None"),
         ({"tp_size": 2, "tp_dim": "rows"}, ValueError, "tp_dim: expected 'n' or 'k', got 'rows'"),
         ({"tp_size": 2, "tp_rank": 2, "tp_dim": "n"}, ValueError, "tp_rank, tp_size: expected 0 <= rank < size"),
         ({"tp_size": 4, "tp_dim": "k"}, ValueError, "multiple of the group size 128, got 256 / 4 = 64"),
@@ -268,6 +280,34 @@ def test_wrong_arguments_are_named(kwargs, error, message):
         load(tensors(), **{"prefix": name("q_proj"), "device": "cpu"} | kwargs)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_scales_that_are_no_finite_numbers_are_refused(value):
+    source = tensors("q_proj")
+    source[name("q_proj") + ".weight_scale_inv"][3, 1] = value
+    with pytest.raises(ValueError, match=rf"scale: expected finite numbers, got {value} at \[3, 1\] \(layer"):
+        load(source, name("q_proj"), device="cpu")
+
+
+def test_a_scale_of_zero_is_legal():
+    source = tensors("q_proj")
+    source[name("q_proj") + ".weight_scale_inv"][3, 1] = 0
+    assert not load(source, name("q_proj"), device="cpu").dequantize()[3, 128:].any()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -1.0])
+def test_input_scales_that_are_not_positive_are_refused(value):
+    source = tensors("q_proj") | {name("q_proj") + ".input_scale": torch.tensor([value])}
+    with pytest.raises(ValueError, match="input_scale: expected a positive, finite number, got "):
+        load(source, name("q_proj"), device="cpu")
+
+
+def test_a_device_that_is_not_there_is_named():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="device: expected one that is here, got cuda, and PyTorch finds no GPU"):
+        load(tensors(), name("q_proj"), device="cuda")
+
+
 def test_an_error_says_which_layer_of_which_checkpoint(tmp_path):
     folder = checkpoints.save(tmp_path, tensors(), CONFIG | {"group_size": 64})
     with pytest.raises(ValueError) as error:
@@ -278,13 +318,15 @@ def test_an_error_says_which_layer_of_which_checkpoint(tmp_path):
 def test_sources_that_are_not_there_or_not_safetensors_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    (tmp_path / "model.gguf").write_bytes(b"x")
     (tmp_path / "bad.safetensors").write_bytes(b"not one")
     (tmp_path / "bad.safetensors.index.json").write_text("{}")
     (tmp_path / "worse.safetensors.index.json").write_text("{")
     for source, error, message in [
         (tmp_path / "none", FileNotFoundError, "source: expected a file or folder, found none at"),
         (tmp_path / "empty", FileNotFoundError, "source: expected .safetensors files, found none in"),
-        (tmp_path / "pytorch_model.bin", ValueError, "tensors from another kind of file can be given as a mapping"),
+        (tmp_path / "pytorch_model.bin", ValueError, r"as a mapping: torch\.load\(path, weights_only=True\)"),
+        (tmp_path / "model.gguf", ValueError, "GGUF's blocks are no format that is read here"),
         (tmp_path / "bad.safetensors", ValueError, "source: expected a safetensors file"),
         (tmp_path / "bad.safetensors.index.json", ValueError, "source: expected a weight_map"),
         (tmp_path / "worse.safetensors.index.json", ValueError, "expected JSON in"),
@@ -305,6 +347,13 @@ def test_an_index_that_names_the_wrong_file_is_refused(tmp_path):
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"source: expected 'model.*' in .*as the index says, found none"):
         load(folder, name("q_proj"), device="cpu")
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/outside.safetensors", "a/../../b.safetensors", 3])
+def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path, file):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x.weight": file}}))
+    with pytest.raises(ValueError, match="source: expected files inside the folder of .*'x.weight'"):
+        Checkpoint(tmp_path)
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path):

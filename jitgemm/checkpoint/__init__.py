@@ -1,1 +1,7 @@
 """Checkpoints: reading files, and one module for each format of a 4-bit weight."""
+
+from __future__ import annotations
+
+from jitgemm.checkpoint.reader import Checkpoint, read_layer
+
+__all__ = ["Checkpoint", "read_layer"]

@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from jitgemm.checkpoint.bits import minus_8
-from jitgemm.checkpoint.canonical import CanonicalWeight
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe, dtype_name
@@ -34,8 +35,8 @@ def setting(config: Mapping[str, Any] | None, *names: str, default: Any = None) 
     return default
 
 
-def take(tensors: Mapping[str, torch.Tensor], name: str, dtypes: tuple[torch.dtype, ...], *dims: str) -> torch.Tensor:
-    """tensors[name], of one of the dtypes and with that many dimensions.
+def take(tensors: Mapping[str, Any], name: str, dtypes: tuple[torch.dtype, ...], *dims: str) -> Any:
+    """tensors[name], a tensor or its header, of one of the dtypes and with that many dimensions.
 
     Raises:
         ValueError: there is none such; `dims` ("k / 8", "n") say in the message what the dimensions are.
@@ -49,10 +50,16 @@ def take(tensors: Mapping[str, torch.Tensor], name: str, dtypes: tuple[torch.dty
     return tensor
 
 
-def check_shape(name: str, tensor: torch.Tensor, *shape: int) -> None:
+def check_shape(name: str, tensor: torch.Tensor | TensorInfo, *shape: int) -> None:
     """Raises ValueError for another shape."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def check_single(name: str, tensor: torch.Tensor | TensorInfo) -> None:
+    """Raises ValueError for more than one element, or none."""
+    if math.prod(tensor.shape) != 1:
+        raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
 
 
 def group_size_of(k: int, groups: int, given: Any, name: str) -> int:

@@ -28,7 +28,8 @@ import torch
 
 from jitgemm.checkpoint.affine import FLOATS, check_shape, group_size_of, integer_zero, setting, take
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
+from jitgemm.kernel.formats import ceil_div
 
 _GEMM = ("gemm", "exllama", "exllamav2", "ipex")
 
@@ -48,25 +49,21 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     return len(qweight.shape) == 2 and qweight.shape[1] == n // 8 and qzeros.shape == (groups, n // 8)
 
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    version = _check_config(config)
-    return _read_gemv(tensors, config) if version == "gemv" else _read_gemm(tensors, config)
+def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
+    return _sizes_gemv(tensors, config) if _check_config(config) == "gemv" else _sizes_gemm(tensors, config)
 
 
-def _read_gemm(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+def _sizes_gemm(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     qweight = take(tensors, "qweight", (torch.int32,), "k", "n / 8")
     qzeros = take(tensors, "qzeros", (torch.int32,), "G", "n / 8")
     scales = take(tensors, "scales", FLOATS, "G", "n")
     k, n, groups = qweight.shape[0], 8 * qweight.shape[1], scales.shape[0]
     check_shape("scales", scales, groups, n)
     check_shape("qzeros", qzeros, groups, n // 8)
-    group_size = group_size_of(k, groups, _group_size(config), "scales")
-    q = unpack_nibbles(qweight, 1, order=AWQ_ORDER).T.contiguous()
-    zero = unpack_nibbles(qzeros, 1, order=AWQ_ORDER).T
-    return integer_zero(q, scales.T.contiguous(), zero, group_size, name="qzeros")
+    return Sizes(n, k, group_size_of(k, groups, _group_size(config), "scales"))
 
 
-def _read_gemv(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+def _sizes_gemv(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     qweight = take(tensors, "qweight", (torch.int32,), "n", "k / 8")
     qzeros = take(tensors, "qzeros", (torch.int32,), "n", "W")
     scales = take(tensors, "scales", FLOATS, "n", "8 * W")
@@ -80,8 +77,19 @@ def _read_gemv(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | 
     check_shape("scales", scales, n, 8 * qzeros.shape[1])
     if scales.shape[1] < groups:
         raise ValueError(f"scales: expected {groups} or more columns for k = {k}, got {scales.shape[1]}")
-    zero = unpack_nibbles(qzeros, 1)[:, :groups]
-    return integer_zero(unpack_nibbles(qweight, 1), scales[:, :groups].contiguous(), zero, group_size, name="qzeros")
+    return Sizes(n, k, group_size)
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    sizes = _sizes(tensors, config)
+    qweight, qzeros, scales = (tensors[name] for name in ("qweight", "qzeros", "scales"))
+    if _version(config) == "gemv":
+        groups = ceil_div(sizes.k, sizes.group_size)
+        q, scale, zero = unpack_nibbles(qweight, 1), scales[:, :groups], unpack_nibbles(qzeros, 1)[:, :groups]
+    else:
+        q, zero = (unpack_nibbles(words, 1, order=AWQ_ORDER).T for words in (qweight, qzeros))
+        scale = scales.T
+    return integer_zero(q.contiguous(), scale.contiguous(), zero, sizes.group_size, name="qzeros")
 
 
 def _version(config: Mapping[str, Any] | None) -> str:
@@ -102,4 +110,4 @@ def _check_config(config: Mapping[str, Any] | None) -> str:
     return version
 
 
-FORMAT = Format(name="awq", detect=_detect, read=_read)
+FORMAT = Format(name="awq", detect=_detect, sizes=_sizes, read=_read)

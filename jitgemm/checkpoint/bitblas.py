@@ -32,6 +32,7 @@ and GPTQModel 7.7.0. Knows no files: tensors and config come from the caller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,12 +48,11 @@ from jitgemm.checkpoint.affine import (
     take,
 )
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
-from jitgemm.tensors import describe
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
+from jitgemm.tensors import describe, dtype_name
 from jitgemm.weight.w4 import MAX_ZERO
 
 _INT8_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-_MODES = ("original", "rescale", "quantized")
 _EXACT_BITS = 2.0**20  # q - zero is exact in fp32 where zero is a multiple of its inverse
 
 
@@ -67,7 +67,7 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     return len(qweight.shape) == 2 and len(scales.shape) == 2 and qweight.shape[0] == scales.shape[0]
 
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     bits = setting(config, "bits", "weight_bits", default=4)
     if bits != 4:
         raise ValueError(f"bits: expected 4, got {bits!r}")
@@ -80,37 +80,41 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
     scales = take(tensors, "scales", FLOATS, "n", "G")
     n, k, groups = qweight.shape[0], 2 * qweight.shape[1], scales.shape[1]
     check_shape("scales", scales, n, groups)
-    group_size = group_size_of(k, groups, setting(config, "group_size"), "scales")
-    q = _codes(qweight, _order(config, scales.dtype))
-    name = next((name for name in ("zeros", "qzeros") if name in tensors and tensors[name].numel()), None)
+    sizes = Sizes(n, k, group_size_of(k, groups, setting(config, "group_size"), "scales"))
+    if _order(config, scales.dtype) is not None and k % 8:
+        raise ValueError(f"qweight: expected k to be a multiple of 8 for fast_decoding, got {describe(qweight)}")
+    name, mode = _zeros_name(tensors), setting(config, "zeros_mode")
+    if name is None:
+        _implied_zero(config)
+    elif tensors[name].dtype == torch.int8:
+        zeros = take(tensors, name, (torch.int8,), "G", "n / 2")
+        if mode not in (None, "quantized"):
+            raise ValueError(f"{name}: expected floats [n, G] for zeros_mode {mode!r}, got {describe(zeros)}")
+        check_shape(name, zeros, groups, n // 2)
+    else:
+        check_shape(name, take(tensors, name, FLOATS, "n", "G"), n, groups)
+        if mode not in ("rescale", "original"):
+            raise ValueError(f"zeros_mode: expected original or rescale for float zeros, got {mode!r}")
+    return sizes
+
+
+def _zeros_name(tensors: Mapping[str, Any]) -> str | None:
+    return next((name for name in ("zeros", "qzeros") if name in tensors and math.prod(tensors[name].shape)), None)
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    group_size = _sizes(tensors, config).group_size
+    scales, name = tensors["scales"], _zeros_name(tensors)
+    q = _codes(tensors["qweight"], _order(config, scales.dtype))
     if name is None:
         implied = torch.full_like(scales, _implied_zero(config), dtype=torch.uint8)
         return integer_zero(q, scales, implied, group_size, name="W_dtype")
-    if tensors[name].dtype == torch.int8:
-        return _read_quantized(q, scales, take(tensors, name, (torch.int8,), "G", "n / 2"), group_size, name, config)
-    zeros = take(tensors, name, FLOATS, "n", "G")
-    check_shape(name, zeros, n, groups)
-    mode = setting(config, "zeros_mode")
-    if mode == "rescale":
+    zeros = tensors[name]
+    if zeros.dtype == torch.int8:
+        return integer_zero(q, scales, unpack_nibbles(zeros, 1).T, group_size, name=name)
+    if setting(config, "zeros_mode") == "rescale":
         return scaled_zero(q, scales, zeros, group_size)
-    if mode != "original":
-        raise ValueError(f"zeros_mode: expected original or rescale for float zeros, got {mode!r}")
     return _read_original(q, scales, zeros, group_size, name)
-
-
-def _read_quantized(
-    q: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor,
-    group_size: int,
-    name: str,
-    config: Mapping[str, Any] | None,
-) -> CanonicalWeight:
-    mode = setting(config, "zeros_mode", default="quantized")
-    if mode != "quantized":
-        raise ValueError(f"{name}: expected floats [n, G] for zeros_mode {mode!r}, got {describe(zeros)}")
-    check_shape(name, zeros, scales.shape[1], scales.shape[0] // 2)
-    return integer_zero(q, scales, unpack_nibbles(zeros, 1).T, group_size, name=name)
 
 
 def _read_original(
@@ -135,14 +139,12 @@ def _codes(qweight: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor
     """uint8 [n, k], 0..15."""
     if order is None:
         return unpack_nibbles(qweight, 1)
-    if qweight.shape[1] % 4:
-        raise ValueError(f"qweight: expected k to be a multiple of 8 for fast_decoding, got {describe(qweight)}")
     return unpack_nibbles(qweight.contiguous().view(torch.int32), 1, order=order)
 
 
 def _order(config: Mapping[str, Any] | None, scale_dtype: torch.dtype) -> tuple[int, ...] | None:
     """Order of a word's nibbles, None for plain."""
-    activations = setting(config, "A_dtype", default=str(scale_dtype).removeprefix("torch."))
+    activations = setting(config, "A_dtype", default=dtype_name(scale_dtype))
     fast = setting(config, "fast_decoding")
     if fast is None:
         if not _is_bitblas(config):
@@ -177,4 +179,4 @@ def _is_bitblas(config: Mapping[str, Any] | None) -> bool:
     )
 
 
-FORMAT = Format(name="bitblas", detect=_detect, read=_read)
+FORMAT = Format(name="bitblas", detect=_detect, sizes=_sizes, read=_read)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from jitgemm.tensors import dtype_name
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AWQ's int32 words."""
 
@@ -78,8 +80,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nibbles_of(dtype: torch.dtype) -> int:
     if dtype not in WORD_DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in WORD_DTYPES)
-        raise TypeError(f"words: expected one of {names}, got {str(dtype).removeprefix('torch.')}")
+        names = ", ".join(dtype_name(d) for d in WORD_DTYPES)
+        raise TypeError(f"words: expected one of {names}, got {dtype_name(dtype)}")
     return 2 * dtype.itemsize
 
 

@@ -22,10 +22,23 @@ _MIN_N = 8  # and n
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file's header says of a tensor."""
+    """What a file's header says of a tensor; `kind` is the class of a tensor subclass that was given in memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    kind: str = ""
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a layer, as far as headers tell: n, k, and the columns of a group. None where only values tell."""
+
+    n: int
+    k: int | None
+    group_size: int | None = None
 
 
 def _same_for_every_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
@@ -49,19 +62,23 @@ class Format:
         detect: (names, config) -> whether a layer's tensors are of this format. `names` maps what stands behind the
             layer's prefix ("qweight") to a `TensorInfo`; `config` is the layer's, see `for_layer`, or None. Reads no
             data and raises nothing. No two formats may detect the same layer.
+        sizes: (tensors or their headers, config) -> `Sizes`. Raises ValueError for all that config, shapes and dtypes
+            show to be wrong, so that a model is not changed by a load that cannot succeed.
         read: (tensors, config) -> the layer. `tensors` maps the same names to tensors on the device asked for; each is
             read from its file when it is looked up. Raises ValueError, naming tensor or setting, for what cannot be
             read exactly. Leaves `bias` None: the caller reads the layer's "bias".
         for_layer: (config, prefix) -> what the model's quantization_config says of one layer, for formats whose
-            config differs between layers; `detect` and `read` get its result. config may be None. Raises nothing.
+            config differs between layers; `detect`, `sizes` and `read` get its result. config may be None. Raises
+            nothing: a `refusal` in the result says why the layer cannot be read.
         elsewhere: prefix -> {"input_scale": "full.name"}: tensors of the layer that may stand under another prefix;
             `read` gets those that exist.
-        described: (metadata of the layer's file, prefix) -> settings that it adds to the layer's config for `read`,
-            where that does not have them.
+        described: (metadata of the layer's file, prefix) -> settings that it adds to the layer's config, where that
+            does not have them.
     """
 
     name: str
     detect: Callable[[Mapping[str, TensorInfo], Mapping[str, Any] | None], bool]
+    sizes: Callable[[Mapping[str, Any], Mapping[str, Any] | None], Sizes]
     read: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any] | None], CanonicalWeight]
     for_layer: Callable[[Mapping[str, Any] | None, str], Mapping[str, Any] | None] = _same_for_every_layer
     elsewhere: Callable[[str], Mapping[str, str]] = _nowhere_else
@@ -112,7 +129,9 @@ class CanonicalWeight:
         if self.zero is not None and (self.zero.is_floating_point() or self.zero.dtype == torch.bool):
             raise ValueError(f"zero: expected integers, got {dtype_name(self.zero.dtype)}")
         if self.offset is not None and self.offset.dtype != self.scale.dtype:
-            raise ValueError(f"offset: expected scale's {dtype_name(self.scale.dtype)}, got {dtype_name(self.offset.dtype)}")
+            raise ValueError(
+                f"offset: expected scale's {dtype_name(self.scale.dtype)}, got {dtype_name(self.offset.dtype)}"
+            )
         if self.permutation is not None:
             if self.permutation.dtype != torch.int32:
                 raise ValueError(f"permutation: expected int32, got {dtype_name(self.permutation.dtype)}")
@@ -315,6 +334,24 @@ def check_known(tensors: Mapping[str, torch.Tensor], known: Sequence[str]) -> No
     unknown = sorted(set(tensors) - set(known) - {"bias"})
     if unknown:
         raise ValueError(f"{unknown[0]}: expected only {', '.join(known)} and bias, got also {', '.join(unknown)}")
+
+
+def check_values(weight: CanonicalWeight) -> None:
+    """Raises ValueError for scales and offsets that are no finite numbers, and for an input scale that is not positive.
+
+    Scales of 0 are legal: a group of zeros has one.
+    """
+    for name in ("scale", "offset", "input_scale"):
+        values = getattr(weight, name)
+        if values is None:
+            continue
+        wrong = ~values.isfinite()
+        if name == "input_scale":
+            wrong |= values <= 0
+        if bool(wrong.any()):
+            at = wrong.nonzero()[0].tolist()
+            wanted = "a positive, finite number" if name == "input_scale" else "finite numbers"
+            raise ValueError(f"{name}: expected {wanted}, got {float(values[tuple(at)])} at {at}")
 
 
 def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:

@@ -15,22 +15,24 @@
     weight = (q - zero) * scale
 
 Checked against compressed-tensors 0.10.2 and 0.20.0. The latter no longer knows `weight_g_idx` (activation order
-"group" is gone), but files with it are many. The scheme's input_activations change no weight, and are the layer's
-business. Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had.
+"group" is gone), but files with it are many. The scheme's activations change no weight, and are the layer's business. Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had.
 Knows no files: tensors and config come from the caller.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from jitgemm.checkpoint.affine import check_shape, check_single, take
 from jitgemm.checkpoint.bits import minus_8, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo, activation_order, check_known
-from jitgemm.tensors import dtype_name
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order, check_known
+from jitgemm.kernel.formats import ceil_div
+from jitgemm.tensors import describe
 
 _METHOD = "compressed-tensors"
 _SUPPORTED = ("pack-quantized", "int-quantized", "naive-quantized")
@@ -52,71 +54,97 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     )
 
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     scheme = _check_config(config)
     codes = ("weight_packed", "weight_shape") if "weight_packed" in tensors else ("weight",)
     check_known(tensors, codes + _TENSORS + _ACTIVATIONS)
-    q = _codes(tensors)
-    n, k = q.shape
-    scale = _by_row("weight_scale", tensors["weight_scale"], n)
-    group_size = _group_size(scheme, k, scale.shape[1])
-    zero = _zero_point(tensors, scheme, n, scale.shape[1])
-    permutation = None
+    n, k = _size_of_codes(tensors)
+    groups = _groups("weight_scale", tensors["weight_scale"], n)
+    size = _group_size(scheme, k, groups)
+    if "weight_zero_point" in tensors:
+        zero = tensors["weight_zero_point"]
+        if zero.dtype not in (torch.int32, torch.int8):
+            raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {describe(zero)}")
+        if zero.dtype == torch.int32 and tuple(zero.shape) != (ceil_div(n, 8), groups):
+            raise ValueError(
+                f"weight_zero_point: expected int32 [{ceil_div(n, 8)}, {groups}], packed along n, got "
+                f"{list(zero.shape)}"
+            )
+        if zero.dtype == torch.int8 and _groups("weight_zero_point", zero, n) != groups:
+            raise ValueError(f"weight_zero_point: expected [{n}, {groups}] as weight_scale, got {list(zero.shape)}")
+    elif (scheme.get("weights") or {}).get("symmetric") is False:
+        raise ValueError("weight_zero_point: expected the tensor, as the config says symmetric: false; found none")
     if "weight_g_idx" in tensors:
-        g_idx = tensors["weight_g_idx"]
-        if tuple(g_idx.shape) != (k,):
-            raise ValueError(f"weight_g_idx: expected shape [{k}], got {list(g_idx.shape)}")
-        if not bool((g_idx == -1).any()):  # the library's mark for an order that calibration never set
-            permutation = activation_order(g_idx, group_size)
+        check_shape("weight_g_idx", tensors["weight_g_idx"], k)
+    if "input_scale" in tensors:
+        check_single("input_scale", tensors["input_scale"])
+    return Sizes(n, k, size)
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    sizes = _sizes(tensors, config)
+    q = _codes(tensors, sizes.k)
+    zero = _zero_point(tensors, _check_config(config), sizes.n)
+    permutation = None
+    # -1 is the library's mark for an order that calibration never set.
+    if "weight_g_idx" in tensors and not bool((tensors["weight_g_idx"] == -1).any()):
+        permutation = activation_order(tensors["weight_g_idx"], sizes.group_size)
     if permutation is not None:
         q = q[:, permutation.long()]
     return CanonicalWeight(
         q=q if zero is None else (q + 8).view(torch.uint8),
-        scale=scale,
+        scale=_by_row(tensors["weight_scale"], sizes.n),
         zero=zero,
-        group_size=group_size,
+        group_size=sizes.group_size,
         permutation=permutation,
         input_scale=_input_scale(tensors),
     )
 
 
-def _codes(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """int8 [n, k], -8..7."""
+def _size_of_codes(tensors: Mapping[str, Any]) -> tuple[int, int]:
+    """n, k; k rounded up to a word where `weight_shape` is a header."""
     if "weight_packed" not in tensors:
-        q = tensors["weight"]
-        if q.dim() != 2:
-            raise ValueError(f"weight: expected int8 [n, k], got shape {list(q.shape)}")
-        least, most = (int(x) for x in q.aminmax()) if q.numel() else (0, 0)
-        if least < -8 or most > 7:
-            raise ValueError(f"weight: expected 4-bit values -8..7 in int-quantized int8, got {least}..{most}")
-        return q
+        return take(tensors, "weight", (torch.int8,), "n", "k").shape
     packed = tensors["weight_packed"]
     if packed.dtype != torch.int32 or packed.dim() != 2:
         raise ValueError(
-            f"weight_packed: expected int32 [n, ceil(k / 8)] of 4-bit integers, got {dtype_name(packed.dtype)} "
-            f"{list(packed.shape)}" + (" (fp4 is not supported)" if packed.dtype == torch.uint8 else "")
+            f"weight_packed: expected int32 [n, ceil(k / 8)] of 4-bit integers, got {describe(packed)}"
+            + (" (fp4 is not supported)" if packed.dtype == torch.uint8 else "")
         )
     n, words = packed.shape
-    k = 8 * words
-    if "weight_shape" in tensors:
-        shape = tensors["weight_shape"].tolist()
-        if len(shape) != 2 or shape[0] != n or -(-shape[1] // 8) != words:
-            raise ValueError(
-                f"weight_packed: expected [n, ceil(k / 8)] for weight_shape {shape}, got {list(packed.shape)}"
-            )
-        k = shape[1]
-    return minus_8(unpack_nibbles(packed, 1))[:, :k]
+    shape = tensors.get("weight_shape")
+    if not isinstance(shape, torch.Tensor):
+        return n, 8 * words
+    shape = shape.tolist()
+    if len(shape) != 2 or shape[0] != n or ceil_div(shape[1], 8) != words:
+        raise ValueError(f"weight_packed: expected [n, ceil(k / 8)] for weight_shape {shape}, got {list(packed.shape)}")
+    return n, shape[1]
 
 
-def _by_row(name: str, values: torch.Tensor, n: int) -> torch.Tensor:
+def _codes(tensors: Mapping[str, torch.Tensor], k: int) -> torch.Tensor:
+    """int8 [n, k], -8..7."""
+    if "weight_packed" in tensors:
+        return minus_8(unpack_nibbles(tensors["weight_packed"], 1))[:, :k]
+    q = tensors["weight"]
+    least, most = (int(x) for x in q.aminmax()) if q.numel() else (0, 0)
+    if least < -8 or most > 7:
+        raise ValueError(f"weight: expected 4-bit values -8..7 in int-quantized int8, got {least}..{most}")
+    return q
+
+
+def _groups(name: str, values: torch.Tensor | TensorInfo, n: int) -> int:
+    """Columns of [n, G]; 1 for a value for each row or for the whole tensor."""
+    shape = tuple(values.shape)
+    if math.prod(shape) == 1 or shape == (n,):
+        return 1
+    if len(shape) != 2 or shape[0] != n:
+        raise ValueError(f"{name}: expected [{n}, groups], [{n}, 1] or one element, got shape {list(shape)}")
+    return shape[1]
+
+
+def _by_row(values: torch.Tensor, n: int) -> torch.Tensor:
     """[n, G]; a value for the whole tensor becomes one for each row."""
-    if values.numel() == 1:
-        return values.reshape(1, 1).expand(n, 1)
-    if values.dim() == 1:
-        values = values[:, None]
-    if values.dim() != 2 or values.shape[0] != n:
-        raise ValueError(f"{name}: expected [{n}, groups], [{n}, 1] or one element, got shape {list(values.shape)}")
-    return values
+    return values.reshape(1, 1).expand(n, 1) if values.numel() == 1 else values.reshape(n, -1)
 
 
 def _group_size(scheme: Mapping[str, Any], k: int, groups: int) -> int:
@@ -133,31 +161,15 @@ def _group_size(scheme: Mapping[str, Any], k: int, groups: int) -> int:
     return size
 
 
-def _zero_point(
-    tensors: Mapping[str, torch.Tensor], scheme: Mapping[str, Any], n: int, groups: int
-) -> torch.Tensor | None:
+def _zero_point(tensors: Mapping[str, torch.Tensor], scheme: Mapping[str, Any], n: int) -> torch.Tensor | None:
     """uint8 [n, G], 0..15, or None."""
-    symmetric = (scheme.get("weights") or {}).get("symmetric")
     if "weight_zero_point" not in tensors:
-        if symmetric is False:
-            raise ValueError("weight_zero_point: expected the tensor, as the config says symmetric: false; found none")
         return None
     zero = tensors["weight_zero_point"]
-    if zero.dtype == torch.int32:
-        if tuple(zero.shape) != (-(-n // 8), groups):
-            raise ValueError(
-                f"weight_zero_point: expected int32 [{-(-n // 8)}, {groups}], packed along n, got {list(zero.shape)}"
-            )
-        zero = minus_8(unpack_nibbles(zero, 0))[:n]
-    elif zero.dtype == torch.int8:
-        zero = _by_row("weight_zero_point", zero, n)
-    else:
-        raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {dtype_name(zero.dtype)}")
-    if tuple(zero.shape) != (n, groups):
-        raise ValueError(f"weight_zero_point: expected [{n}, {groups}] as weight_scale, got {list(zero.shape)}")
+    zero = minus_8(unpack_nibbles(zero, 0))[:n] if zero.dtype == torch.int32 else _by_row(zero, n)
     if not bool(zero.any()):
         return None
-    if symmetric:
+    if (scheme.get("weights") or {}).get("symmetric"):
         raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
     least, most = (int(x) for x in zero.aminmax())
     if least < -8 or most > 7:
@@ -168,21 +180,18 @@ def _zero_point(
 def _input_scale(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
     if "input_scale" not in tensors:
         return None
-    scale = tensors["input_scale"]
-    if scale.numel() != 1:
-        raise ValueError(f"input_scale: expected one element, for the whole tensor, got shape {list(scale.shape)}")
     if "input_zero_point" in tensors and bool(tensors["input_zero_point"].float().any()):
         raise ValueError(
             "input_zero_point: expected 0, as only symmetric static activations are supported; got another"
         )
-    return scale.reshape(1).float()
+    return tensors["input_scale"].reshape(1).float()
 
 
 # ---- quantization_config ---------------------------------------------------------------------------------------------
 
 
 def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
-    """The layer's scheme, as {quant_method, format, weights, input_activations}, or a `refusal` that read raises."""
+    """The layer's scheme, as {quant_method, format, weights, input_activations, ...}, or a `refusal` that read raises."""
     if config is None or "config_groups" not in config or config.get("quant_method", _METHOD) != _METHOD:
         return config
     found: dict[str, Any] = {"quant_method": _METHOD, "format": config.get("format")}
@@ -194,7 +203,7 @@ def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     group = _config_group(config["config_groups"], prefix)
     if isinstance(group, str):
         return found | {"refusal": group}
-    scheme = {key: group.get(key) for key in ("weights", "input_activations")}
+    scheme = {key: group.get(key) for key in ("weights", "input_activations", "output_activations")}
     return found | scheme | {"format": group.get("format") or config.get("format")}
 
 
@@ -240,8 +249,6 @@ def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Refuses what the config says and the kernel cannot have. Returns the layer's scheme, {} without a config."""
     if config is None:
         return {}
-    if "refusal" in config:
-        raise ValueError(config["refusal"])
     format = config.get("format")
     if format is not None and format not in _SUPPORTED and format != "mixed-precision":
         raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")
@@ -255,4 +262,4 @@ def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return config
 
 
-FORMAT = Format(name="compressed-tensors", detect=_detect, read=_read, for_layer=_for_layer)
+FORMAT = Format(name="compressed-tensors", detect=_detect, sizes=_sizes, read=_read, for_layer=_for_layer)

@@ -36,7 +36,7 @@ import torch
 
 from jitgemm.checkpoint.affine import FLOATS, check_shape, group_size_of, integer_zero, setting, take
 from jitgemm.checkpoint.bits import HIGH_FIRST, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
 from jitgemm.checkpoint.torchao import read_tinygemm, read_unpacked, take_any
 from jitgemm.tensors import describe
 
@@ -57,20 +57,29 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     return weight.dtype == torch.int8 and scales is not None and len(scales.shape) == 2 and scales.shape[0] == rows
 
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    name = next((name for name in ("weight", *_OPERATOR_NAMES) if name in tensors), "weight")
-    weight = take_any(tensors, name)
+def _codes_name(tensors: Mapping[str, Any]) -> str:
+    return next((name for name in ("weight", *_OPERATOR_NAMES) if name in tensors), "weight")
+
+
+def _both_name(tensors: Mapping[str, Any]) -> str | None:
+    return next((name for name in _BOTH if name in tensors), None)
+
+
+def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
+    name, both = _codes_name(tensors), _both_name(tensors)
+    take_any(tensors, name)
     if "scales" in tensors:
         weight = take(tensors, name, (torch.int8,), "n", "k")
-        zeros = take(tensors, "zeros", (*FLOATS, *_INTEGERS), "n", "G") if "zeros" in tensors else None
-        return read_unpacked(name, weight, take(tensors, "scales", FLOATS, "n", "G"), zeros)
+        scales = take(tensors, "scales", FLOATS, "n", "G")
+        if "zeros" in tensors:
+            take(tensors, "zeros", (*FLOATS, *_INTEGERS), "n", "G")
+        return Sizes(*weight.shape, group_size_of(weight.shape[1], scales.shape[1], None, "scale"))
     weight = take(tensors, name, (torch.uint8,), "n", "k / 2")
     n, k = weight.shape[0], 2 * weight.shape[1]
     given = setting(config, "group_size")
-    both = next((name for name in _BOTH if name in tensors), None)
     if both is not None:
         parameters = take(tensors, both, FLOATS, "G", "n", "2")
-        return read_tinygemm(name, weight, parameters, group_size_of(k, parameters.shape[0], given, both))
+        return Sizes(n, k, group_size_of(k, parameters.shape[0], given, both))
     scale = take(tensors, "weight_scales", FLOATS, "G", "n")
     if "weight_zeros" not in tensors:
         raise ValueError(
@@ -83,10 +92,20 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
         raise ValueError(f"weight_scales: expected [G, n] or [n, G], got {describe(scale)}, which fits both")
     if scale.shape[0] != n:
         check_shape("weight_scales", scale, scale.shape[0], n)
+    return Sizes(n, k, group_size_of(k, scale.shape[scale.shape[0] == n], given, "weight_scales"))
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    sizes, name, both = _sizes(tensors, config), _codes_name(tensors), _both_name(tensors)
+    if "scales" in tensors:
+        return read_unpacked(name, tensors[name], tensors["scales"], tensors.get("zeros"))
+    if both is not None:
+        return read_tinygemm(name, tensors[name], tensors[both], sizes.group_size)
+    scale, zero = tensors["weight_scales"], tensors["weight_zeros"]
+    if scale.shape[0] != sizes.n:
         scale, zero = scale.T.contiguous(), zero.T.contiguous()
-    group_size = group_size_of(k, scale.shape[1], given, "weight_scales")
-    q = unpack_nibbles(weight, 1, order=HIGH_FIRST)
-    return integer_zero(q, scale, zero.to(torch.int32) + 8, group_size, name="weight_zeros + 8")
+    q = unpack_nibbles(tensors[name], 1, order=HIGH_FIRST)
+    return integer_zero(q, scale, zero.to(torch.int32) + 8, sizes.group_size, name="weight_zeros + 8")
 
 
-FORMAT = Format(name="executorch", detect=_detect, read=_read)
+FORMAT = Format(name="executorch", detect=_detect, sizes=_sizes, read=_read)

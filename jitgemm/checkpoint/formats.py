@@ -1,7 +1,7 @@
 """The checkpoint formats that can be read, in one registry.
 
 One module a format; what they share is canonical.py (the result), bits.py (nibbles) and affine.py (scales and zeros).
-Imported by `jitgemm.load`, not by `import jitgemm`.
+autoround.py translates another tool's config.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, qserve, torchao, w4afp8
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo, concat
-
-__all__ = ["FORMATS", "CanonicalWeight", "Format", "TensorInfo", "by_name", "concat", "find"]
+from jitgemm.checkpoint import autoround, awq, bitblas, compressed_tensors, executorch, gptq, qserve, torchao, w4afp8
+from jitgemm.checkpoint.canonical import Format, TensorInfo
+from jitgemm.tensors import describe
 
 FORMATS: tuple[Format, ...] = tuple(
     module.FORMAT for module in (compressed_tensors, w4afp8, gptq, awq, torchao, qserve, executorch, bitblas)
@@ -27,6 +26,11 @@ def by_name(name: str) -> Format:
     raise ValueError(f"format: expected one of {', '.join(f.name for f in FORMATS)}, got {name!r}")
 
 
+def config_of_layer(format: Format, config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
+    """What the model's quantization_config says of one layer, as the format has it."""
+    return format.for_layer(autoround.translated(config, prefix), prefix)
+
+
 def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, prefix: str = "") -> Format:
     """The one format that a layer's tensors are of.
 
@@ -38,10 +42,10 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
     Raises:
         ValueError: no format, or more than one, has such tensors; the message lists them.
     """
-    found = [format for format in FORMATS if format.detect(names, format.for_layer(config, prefix))]
+    found = [format for format in FORMATS if format.detect(names, config_of_layer(format, config, prefix))]
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in names.items())
+    listed = ", ".join(f"{name} {t.kind or describe(t)}" for name, t in names.items())
     layer = f"layer {prefix!r}" if prefix else "the layer"
     if not found:
         method = (config or {}).get("quant_method")

@@ -30,7 +30,7 @@ import torch
 
 from jitgemm.checkpoint.affine import FLOATS, check_shape, group_size_of, integer_zero, setting, take
 from jitgemm.checkpoint.bits import unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo, activation_order
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order
 
 _VERSIONS = ("gptq", "gptq_v2")
 _ONE_IN_EACH = 0x11111111
@@ -49,24 +49,28 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     return len(qweight.shape) == 2 and qweight.shape[1] == n and qzeros.shape == (groups, n // 8)
 
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    version = _check_config(config)
+def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
+    _check_config(config)
     qweight = take(tensors, "qweight", (torch.int32,), "k / 8", "n")
     qzeros = take(tensors, "qzeros", (torch.int32,), "G", "n / 8")
     scales = take(tensors, "scales", FLOATS, "G", "n")
     k, n, groups = 8 * qweight.shape[0], qweight.shape[1], scales.shape[0]
     check_shape("scales", scales, groups, n)
     check_shape("qzeros", qzeros, groups, n // 8)
-    group_size = group_size_of(k, groups, setting(config, "group_size"), "scales")
-    q = unpack_nibbles(qweight, 0).T
-    permutation = None
     if "g_idx" in tensors:
         check_shape("g_idx", tensors["g_idx"], k)
-        permutation = activation_order(tensors["g_idx"], group_size)
+    return Sizes(n, k, group_size_of(k, groups, setting(config, "group_size"), "scales"))
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    version, group_size = _check_config(config), _sizes(tensors, config).group_size
+    q = unpack_nibbles(tensors["qweight"], 0).T
+    permutation = activation_order(tensors["g_idx"], group_size) if "g_idx" in tensors else None
     if permutation is not None:
         q = q[:, permutation.long()]
-    zero = _zero_points(qzeros, version, _written_by_gptqmodel(config)).T
-    return integer_zero(q.contiguous(), scales.T.contiguous(), zero, group_size, permutation, name="qzeros")
+    zero = _zero_points(tensors["qzeros"], version, _written_by_gptqmodel(config)).T
+    scale = tensors["scales"].T.contiguous()
+    return integer_zero(q.contiguous(), scale, zero, group_size, permutation, name="qzeros")
 
 
 def _zero_points(qzeros: torch.Tensor, version: str, whole_words: bool) -> torch.Tensor:
@@ -94,8 +98,6 @@ def _check_config(config: Mapping[str, Any] | None) -> str:
             "quantization_config: expected one, as its checkpoint_format says whether qzeros hold zero - 1 (gptq) or "
             "zero (gptq_v2); found none"
         )
-    if "refusal" in config:
-        raise ValueError(config["refusal"])
     version = _checkpoint_format(config)
     if version not in _VERSIONS:
         raise ValueError(f"checkpoint_format: expected {' or '.join(_VERSIONS)}, got {version!r}")
@@ -122,4 +124,4 @@ def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     return config
 
 
-FORMAT = Format(name="gptq", detect=_detect, read=_read, for_layer=_for_layer)
+FORMAT = Format(name="gptq", detect=_detect, sizes=_sizes, read=_read, for_layer=_for_layer)

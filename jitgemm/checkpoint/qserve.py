@@ -35,7 +35,7 @@ import torch
 
 from jitgemm.checkpoint.affine import check_shape, group_size_of, integer_zero, scaled_zero, setting, take
 from jitgemm.checkpoint.bits import unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
 from jitgemm.tensors import describe
 
 _TILE = 32
@@ -46,12 +46,14 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     return {"qweight", "s1_scales"} <= set(names)
 
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     bits = setting(config, "wbits", "w_bit", "bits", default=4)
     if bits != 4:
         raise ValueError(f"bits: expected 4, got {bits!r}")
-    q = _codes(take(tensors, "qweight", _BYTES, "n", "k / 2"))
-    n, k = q.shape
+    qweight = take(tensors, "qweight", _BYTES, "n", "k / 2")
+    n, k = qweight.shape[0], 2 * qweight.shape[1]
+    if n % _TILE or k % _TILE or not n * k:
+        raise ValueError(f"qweight: expected n and k to be multiples of {_TILE}, got {describe(qweight)}")
     s1 = take(tensors, "s1_scales", (torch.float16,), "n")
     check_shape("s1_scales", s1, n)
     given = setting(config, "group_size")
@@ -59,7 +61,7 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
         group_size_of(k, 1, given, "s1_scales")
         szero = take(tensors, "s1_szeros", (torch.float16,), "n")
         check_shape("s1_szeros", szero, n)
-        return scaled_zero(q, s1[:, None], szero[:, None], k)
+        return Sizes(n, k, k)
     s2 = take(tensors, "s2_scales", (torch.int8,), "G", "n")
     s2_zero = take(tensors, "s2_zeros", (torch.int8,), "G", "n")
     groups = s2.shape[0]
@@ -68,7 +70,15 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
     group_size = group_size_of(k, groups, given, "s2_scales")
     if k % group_size:
         raise ValueError(f"group_size: expected a divisor of k = {k}, got {group_size}")
-    s2, s2_zero = (_channels_in_order(x).T.to(torch.int32) for x in (s2, s2_zero))
+    return Sizes(n, k, group_size)
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    sizes = _sizes(tensors, config)
+    q, s1, group_size = _codes(tensors["qweight"]), tensors["s1_scales"], sizes.group_size
+    if "s2_scales" not in tensors:
+        return scaled_zero(q, s1[:, None], tensors["s1_szeros"][:, None], sizes.k)
+    s2, s2_zero = (_channels_in_order(tensors[name]).T.to(torch.int32) for name in ("s2_scales", "s2_zeros"))
     zero = _zero_points(q, s2, s2_zero, group_size)
     return integer_zero(q, s2.float() * s1.float()[:, None], zero, group_size, name="-s2_zeros / s2_scales")
 
@@ -76,8 +86,6 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
 def _codes(qweight: torch.Tensor) -> torch.Tensor:
     """uint8 [n, k], 0..15."""
     n, k = qweight.shape[0], 2 * qweight.shape[1]
-    if n % _TILE or k % _TILE or not qweight.numel():
-        raise ValueError(f"qweight: expected n and k to be multiples of {_TILE}, got {describe(qweight)}")
     # tile rows, tile columns, row % 8, column % 16 / 4, column / 16, row / 8 % 2, column % 4; of nibbles also row / 16
     tiles = qweight.reshape(n // _TILE, k // _TILE, 8, 4, 2, 2, 4)
     nibbles = unpack_nibbles(tiles.unsqueeze(-1), -1)
@@ -107,4 +115,4 @@ def _zero_points(q: torch.Tensor, s2: torch.Tensor, s2_zero: torch.Tensor, group
     return zero
 
 
-FORMAT = Format(name="qserve", detect=_detect, read=_read)
+FORMAT = Format(name="qserve", detect=_detect, sizes=_sizes, read=_read)

@@ -1,7 +1,7 @@
 """`jitgemm.load`: a layer of a checkpoint as a `W4Weight`.
 
-Finds tensors and config on disk; what they mean is formats/'s business. Reads safetensors lazily: the headers, and then
-the tensors of the layer asked for. Knows no kernels.
+Finds tensors and config on disk; what they mean is the formats' business. Reads safetensors lazily: the headers, and
+then the tensors of the layer asked for. Knows no kernels.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
 from jitgemm.checkpoint import formats
-from jitgemm.checkpoint.formats import CanonicalWeight, Format, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_values, concat
+from jitgemm.tensors import dtype_name
 from jitgemm.weight.w4 import W4Weight
 
 _INDEX = "model.safetensors.index.json"
@@ -87,7 +89,7 @@ class Checkpoint:
         """Shape and dtype, from the file's header."""
         if self._tensors is not None:
             tensor = self._tensors[name]
-            return TensorInfo(tuple(tensor.shape), tensor.dtype)
+            return TensorInfo(tuple(tensor.shape), tensor.dtype, _subclass(tensor))
         file = self._open(name)
         if name not in file.keys():
             raise ValueError(f"source: expected {name!r} in {self._paths[name]}, as the index says, found none")
@@ -115,8 +117,17 @@ class Checkpoint:
         return {suffix.removeprefix(inner): parent + suffix for suffix in found}
 
     def metadata(self, name: str) -> Mapping[str, str]:
-        """What the tensor's file says of itself; nothing for tensors that were given."""
-        return {} if self._tensors is not None else self._open(name).metadata() or {}
+        """What the tensor's file says of itself; of a tensor given in memory, what torchao would write of it."""
+        if self._tensors is None:
+            return self._open(name).metadata() or {}
+        tensor = self._tensors[name]
+        if not _subclass(tensor):
+            return {}
+        said = {"activation_quantization": getattr(tensor, "activation_quantization", None)}
+        dtype = getattr(tensor, "activation_dtype", None)
+        if dtype is not None:
+            said["activation_dtype"] = {"_type": "torch.dtype", "_data": dtype_name(dtype)}
+        return {name: json.dumps({"_type": _subclass(tensor), "_data": said})}
 
     def _open(self, name: str) -> Any:
         path = self._paths[name]
@@ -132,9 +143,13 @@ class Checkpoint:
             if source.name.endswith(".index.json"):
                 return _read_index(source)
             if source.suffix != ".safetensors":
+                instead = "give the tensors of another kind of file as a mapping of names to tensors"
+                if source.suffix in (".bin", ".pt", ".pth"):
+                    instead = "give its tensors as a mapping: torch.load(path, weights_only=True)"
+                elif source.suffix == ".gguf":
+                    instead = "GGUF's blocks are no format that is read here; use the model's safetensors"
                 raise ValueError(
-                    f"source: expected a folder, .safetensors or .index.json, got {source.name}; tensors from another "
-                    "kind of file can be given as a mapping"
+                    f"source: expected a folder, .safetensors or .index.json, got {source.name}; {instead}"
                 )
             return self._headers([source])
         if (source / _INDEX).is_file():
@@ -164,8 +179,38 @@ class Checkpoint:
         return paths
 
 
+def _subclass(tensor: torch.Tensor) -> str:
+    """The class of a tensor that is more than a plain one: torchao's hold codes and report the type of their values."""
+    return "" if type(tensor) in (torch.Tensor, torch.nn.Parameter) else type(tensor).__name__
+
+
 class _MissingTensorError(KeyError):
     """A format asked for a tensor that the layer does not have."""
+
+
+class _Headers(dict[str, Any]):
+    """Headers of a layer's tensors by suffix."""
+
+    def __missing__(self, suffix: str) -> Any:
+        raise _MissingTensorError(suffix)
+
+
+@dataclass(frozen=True)
+class LayerHeader:
+    """What config and headers say of a layer, all checked that can be checked without its data.
+
+    Attributes:
+        prefix: the layer's name.
+        names: {what stands behind the prefix: full name} of its tensors, those under other prefixes included.
+        format, config: the format that reads it, and the layer's config, which its file's metadata may add to.
+        sizes: see `Sizes`.
+    """
+
+    prefix: str
+    names: Mapping[str, str]
+    format: Format
+    config: Mapping[str, Any] | None
+    sizes: Sizes
 
 
 class _LayerTensors(Mapping[str, torch.Tensor]):
@@ -193,8 +238,12 @@ class _LayerTensors(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
+Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint
+"""What a checkpoint can be read from."""
+
+
 def load(
-    source: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint,
+    source: Source,
     prefix: str | Sequence[str],
     *,
     device: torch.device | str | int | None = None,
@@ -240,7 +289,7 @@ def load(
 
 
 def read_layer(
-    source: str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint,
+    source: Source,
     prefix: str | Sequence[str],
     *,
     device: torch.device | str | int | None = None,
@@ -260,31 +309,51 @@ def read_layer(
     prefixes = [prefix] if isinstance(prefix, str) else list(prefix) if isinstance(prefix, Sequence) else []
     if not prefixes or not all(isinstance(p, str) for p in prefixes):
         raise TypeError(f"prefix: expected a layer's name or several, got {prefix!r}")
-    if tp_size != 1 and tp_dim is None:
-        raise ValueError(f"tp_dim: expected 'n' or 'k' with tp_size {tp_size}, got None")
-    if isinstance(source, Checkpoint):
-        if config is not None:
-            raise ValueError("config: expected None with an open Checkpoint, which has its own")
-        checkpoint = source
-    else:
-        checkpoint = Checkpoint(source, config)
-    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    chosen = None if format is None else formats.by_name(format)
+    if tp_dim is None and (tp_size, tp_rank) != (1, 0):
+        raise ValueError(f"tp_dim: expected 'n' or 'k' with tp_rank {tp_rank} of tp_size {tp_size}, got None")
+    checkpoint = opened(source, config)
+    device = target_device(device)
 
     parts = []
     with torch.no_grad():
         for name in prefixes:
             try:
-                weight = _read_one(checkpoint, name, device, expert, chosen)
+                weight = _read_one(checkpoint, layer_header(checkpoint, name, expert, format), device, expert)
                 parts.append(weight if tp_dim is None else weight.shard(tp_dim, tp_rank, tp_size))
             except ValueError as error:
                 raise ValueError(f"{error} (layer {name!r} of {checkpoint.where})") from error
-        return formats.concat(parts)
+        return concat(parts)
 
 
-def _read_one(
-    checkpoint: Checkpoint, prefix: str, device: torch.device, expert: int | None, format: Format | None
-) -> CanonicalWeight:
+def opened(source: Source, config: Mapping[str, Any] | None = None) -> Checkpoint:
+    """The checkpoint, opened unless it is open. Raises ValueError for a config beside an open one."""
+    if not isinstance(source, Checkpoint):
+        return Checkpoint(source, config)
+    if config is not None:
+        raise ValueError("config: expected None with an open Checkpoint, which has its own")
+    return source
+
+
+def target_device(device: torch.device | str | int | None) -> torch.device:
+    """Where tensors go: the current GPU, or the CPU where there is none, unless the caller says.
+
+    Raises:
+        ValueError: a GPU is asked for, and PyTorch finds none.
+    """
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: expected one that is here, got {target}, and PyTorch finds no GPU")
+    return target
+
+
+def layer_header(
+    checkpoint: Checkpoint, prefix: str, expert: int | None = None, format: str | None = None
+) -> LayerHeader:
+    """Format, config and sizes of a layer, from headers alone.
+
+    Raises:
+        ValueError: there is no such layer, or headers and config show that it cannot be read.
+    """
     names = checkpoint.layer(prefix)
     if not names:
         raise ValueError(f"prefix: expected a layer's name, found no tensor {prefix + '.*' if prefix else '*'}")
@@ -292,21 +361,36 @@ def _read_one(
     if expert is not None:
         infos = _of_expert(infos, expert)
     layer = prefix.rstrip("._")
-    if format is None:
-        format = formats.find(infos, checkpoint.config, layer)
-    for suffix, name in format.elsewhere(layer).items():
+    found = formats.find(infos, checkpoint.config, layer) if format is None else formats.by_name(format)
+    for suffix, name in found.elsewhere(layer).items():
         if suffix not in names and name in checkpoint:
-            names[suffix] = name
-    tensors = _LayerTensors(names, lambda name: checkpoint.read(name, device, expert))
-    config = format.for_layer(checkpoint.config, layer)
-    described = format.described(checkpoint.metadata(next(iter(names.values()))), layer)
-    try:
-        weight = format.read(tensors, {**described, **(config or {})} if described else config)
-    except _MissingTensorError as error:
-        raise ValueError(f"{error.args[0]}: expected the tensor for format {format.name}, found none") from error
-    if weight.bias is None and "bias" in names:
+            names[suffix], infos[suffix] = name, checkpoint.info(name)
+    config = formats.config_of_layer(found, checkpoint.config, layer)
+    described = found.described(checkpoint.metadata(next(iter(names.values()))), layer)
+    config = {**described, **(config or {})} if described else config
+    if config is not None and "refusal" in config:
+        raise ValueError(config["refusal"])
+    headers = _Headers(infos)
+    if "weight_shape" in names and expert is None:  # two numbers, which say what no header does
+        headers["weight_shape"] = checkpoint.read(names["weight_shape"], torch.device("cpu"))
+    return LayerHeader(prefix, names, found, config, _found_all(found, lambda: found.sizes(headers, config)))
+
+
+def _read_one(checkpoint: Checkpoint, header: LayerHeader, device: torch.device, expert: int | None) -> CanonicalWeight:
+    tensors = _LayerTensors(header.names, lambda name: checkpoint.read(name, device, expert))
+    weight = _found_all(header.format, lambda: header.format.read(tensors, header.config))
+    check_values(weight)
+    if weight.bias is None and "bias" in tensors:
         weight = weight.with_bias(tensors["bias"])
     return weight
+
+
+def _found_all(format: Format, result: Callable[[], Any]) -> Any:
+    """result(), where a tensor that the format needs and the layer lacks is a ValueError."""
+    try:
+        return result()
+    except _MissingTensorError as error:
+        raise ValueError(f"{error.args[0]}: expected the tensor for format {format.name}, found none") from error
 
 
 def _of_expert(infos: Mapping[str, TensorInfo], expert: int) -> dict[str, TensorInfo]:
@@ -338,6 +422,9 @@ def _read_index(path: Path) -> dict[str, Path]:
     weight_map = _read_json(path).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"source: expected a weight_map in {path}, found none")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise ValueError(f"source: expected files inside the folder of {path.name}, got {file!r} for {name!r}")
     return {name: path.parent / file for name, file in weight_map.items()}
 
 

@@ -59,7 +59,7 @@ from jitgemm.checkpoint.affine import (
     take,
 )
 from jitgemm.checkpoint.bits import HIGH_FIRST, minus_8, twos_complement, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
@@ -79,10 +79,34 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     if qdata is not None:
         others = ("scale_and_zero", "zero_point", "group_scale")
         return qdata.dtype in _QDATA_DTYPES and any(_FLAT + name in names for name in others)
-    return setting(config, "quant_method") == "torchao" and "weight" in names
+    return "weight" in names and (bool(names["weight"].kind) or setting(config, "quant_method") == "torchao")
+
+
+def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
+    group_size = setting(config, "group_size", "groupsize")
+    if "scales_and_zeros" in tensors:
+        codes = take_any(tensors, next((name for name in _PLAIN_NAMES if name in tensors), _PLAIN_NAMES[0]))
+        groups, n, _ = take(tensors, "scales_and_zeros", FLOATS, "G", "n", "2").shape
+        return Sizes(n, _tiled_k(codes) if codes.dim() == 4 else groups * group_size if group_size else None)
+    if _FLAT + "qdata" in tensors:
+        qdata = tensors[_FLAT + "qdata"]
+        padded = (8 * qdata.shape[0], _tiled_k(qdata)) if qdata.dim() == 4 else (qdata.shape[0], None)
+        return Sizes(*setting(config, "shape", default=padded))
+    weight = take_any(tensors, "weight")
+    kind = weight.kind if isinstance(weight, TensorInfo) else type(weight).__name__
+    if kind not in _SUBCLASSES:
+        plain = kind in ("", "Tensor", "Parameter")
+        got = f"a plain {describe(weight)}" if plain else kind
+        raise ValueError(f"weight: expected one of torchao's {', '.join(_SUBCLASSES)}, got {got}")
+    return Sizes(*weight.shape)
+
+
+def _tiled_k(words: torch.Tensor | TensorInfo) -> int:
+    return words.shape[1] * 32 * words.shape[3]
 
 
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    _sizes(tensors, config)
     group_size = setting(config, "group_size", "groupsize")
     if "scales_and_zeros" in tensors:
         name = next((name for name in _PLAIN_NAMES if name in tensors), _PLAIN_NAMES[0])
@@ -165,13 +189,8 @@ def unpack_tiles(name: str, words: torch.Tensor) -> torch.Tensor:
 
 
 def _read_instance(weight: torch.Tensor) -> CanonicalWeight:
-    kind = type(weight).__name__
-    if kind not in _SUBCLASSES:
-        plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
-        got = f"a plain {describe(weight)}" if plain else kind
-        raise ValueError(f"weight: expected one of torchao's {', '.join(_SUBCLASSES)}, got {got}")
     parts = {name: getattr(weight, name) for name in _PARAMETERS if getattr(weight, name, None) is not None}
-    read = _read_subclass({"qdata": weight.qdata, **parts}, "weight.", kind)
+    read = _read_subclass({"qdata": weight.qdata, **parts}, "weight.", type(weight).__name__)
     return _without_padding(read, *weight.shape)
 
 
@@ -265,12 +284,23 @@ def _without_padding(weight: CanonicalWeight, n: int, k: int) -> CanonicalWeight
 
 
 def _described(metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
-    """The size of a flattened subclass, {"_type": ..., "_data": {"shape": [n, k], ...}} under its name."""
+    """Size and activations of a subclass, {"_type": ..., "_data": {"shape": [n, k], ...}} under its name.
+
+    Activations are told in compressed-tensors' words, which are the layer's.
+    """
     try:
-        shape = json.loads(metadata[prefix + ".weight"])["_data"]["shape"]
+        data = dict(json.loads(metadata[f"{prefix}.weight".lstrip(".")])["_data"])
     except (KeyError, TypeError, ValueError):
         return {}
-    return {"shape": shape}
+    said = {"shape": data["shape"]} if "shape" in data else {}
+    per_token = {"strategy": "token", "dynamic": True}
+    named = data.get("activation_quantization")
+    if named is not None:
+        known = per_token | {"type": "int", "symmetric": False}
+        said["input_activations"] = known if named == "int8_asym_per_token" else {"strategy": named, "dynamic": True}
+    elif data.get("activation_dtype") == {"_type": "torch.dtype", "_data": "float8_e4m3fn"}:
+        said["input_activations"] = per_token | {"type": "float"}
+    return said
 
 
-FORMAT = Format(name="torchao", detect=_detect, read=_read, described=_described)
+FORMAT = Format(name="torchao", detect=_detect, sizes=_sizes, read=_read, described=_described)

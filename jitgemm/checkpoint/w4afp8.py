@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from jitgemm.checkpoint.affine import check_single
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
 
 _BYTES = (torch.int8, torch.uint8)
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -49,7 +50,7 @@ def _is_modelopt(names: Mapping[str, TensorInfo]) -> bool:
     )
 
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     if "weight_scale_inv" not in tensors:
         raise ValueError(
             "weight: expected int8 [n, k / 2] beside weight_scale_inv, got ModelOpt's W4A8_AWQ (two rows to a byte, "
@@ -64,15 +65,16 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
     given = (config or {}).get("group_size")
     if given is not None and given != group_size:
         raise ValueError(f"group_size: expected k / columns of weight_scale_inv = {k} / {groups}, got {given}")
-    input_scale = None
     if "input_scale" in tensors:
-        input_scale = tensors["input_scale"]
-        if input_scale.numel() != 1:
-            raise ValueError(f"input_scale: expected one element, got shape {list(input_scale.shape)}")
-        input_scale = input_scale.reshape(1).float()
-    return CanonicalWeight(
-        q=twos_complement(unpack_nibbles(weight, 1)), scale=scale, group_size=group_size, input_scale=input_scale
-    )
+        check_single("input_scale", tensors["input_scale"])
+    return Sizes(weight.shape[0], k, group_size)
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    group_size = _sizes(tensors, config).group_size
+    q = twos_complement(unpack_nibbles(tensors["weight"], 1))
+    static = tensors["input_scale"].reshape(1).float() if "input_scale" in tensors else None
+    return CanonicalWeight(q, tensors["weight_scale_inv"], group_size=group_size, input_scale=static)
 
 
 def _elsewhere(prefix: str) -> Mapping[str, str]:
@@ -80,4 +82,4 @@ def _elsewhere(prefix: str) -> Mapping[str, str]:
     return {"input_scale": f"{match[1]}{_EXPERT_NAMES[match[2]]}.input_scale"} if match else {}
 
 
-FORMAT = Format(name="w4afp8", detect=_detect, read=_read, elsewhere=_elsewhere)
+FORMAT = Format(name="w4afp8", detect=_detect, sizes=_sizes, read=_read, elsewhere=_elsewhere)
