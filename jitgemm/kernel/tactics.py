@@ -26,9 +26,8 @@ IN_FLIGHT_REGISTERS = 16
 def promote_records(spec: KernelSpec) -> int:
     """Records of 128 k summed in the tensor cores before they are promoted to fp32; 0 means the whole tile.
 
-    int8 sums are exact in int32. e4m3 sums lose bits as they grow: the tensor cores cut every product off at about 14
-    bits below the sum, and runs of 256 k miss 2^-10 of the sum of terms where all terms have one sign
-    (docs/notes/e4m3-accuracy.md).
+    int8 sums are exact in int32. e4m3 sums lose more as they grow: the tensor cores cut every product off 13 bits below
+    the sum (docs/notes/e4m3-accuracy.md). `jitgemm.gemm.bound` counts on at most 128 k.
     """
     if spec.lhs == "e4m3" or spec.format.offset:
         return 1
