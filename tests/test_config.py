@@ -26,12 +26,12 @@ from jitgemm.kernel.spec import (
     REGISTERS_PER_SM,
     KernelSpec,
     lhs_copy_rows,
-    share_tokens,
+    slice_tokens,
     smem_bytes,
     stage_bytes,
     wgmma_shapes,
 )
-from jitgemm.kernel.tactics import direct_lhs, prefetch_stages, promote_records
+from jitgemm.kernel.tactics import direct_lhs, for_k, prefetch_stages, promote_records
 from jitgemm.select import choose as config
 from jitgemm.select.choose import bands, candidates, choose, grid_clusters, kernels_for, legal_kernels, predict
 from jitgemm.select.devices import DEVICES, DeviceSpec, device_from_properties, device_spec
@@ -451,8 +451,8 @@ def test_the_rendered_source_checks_the_selector_s_shared_memory(problem, device
 @pytest.mark.parametrize(("split_k", "warpgroups_k"), [(1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (3, 2), (8, 2)])
 def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
     spec = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m, 64, 4, warpgroups_k=warpgroups_k, split_k=split_k)
-    assert share_tokens(spec) == block_m
-    share = share_tokens(replace(spec, scatter=True))
+    assert slice_tokens(spec) == block_m
+    share = slice_tokens(replace(spec, scatter=True))
     splits = split_k * warpgroups_k
     assert share % 8 == 0 and block_m % share == 0 and block_m // share <= splits
     # As short as that allows.
@@ -488,7 +488,7 @@ def test_threads_copy_where_weights_are_left_to_ask_for(block_m, warpgroups_k, c
         if (spec.block_m, spec.block_n, spec.warpgroups_k) == (block_m, 64, warpgroups_k)
         and (spec.ctas_per_sm, spec.split_k) == (ctas, split_k)
     )
-    served = config.for_k(spec, k)
+    served = for_k(spec, k)
     assert served.direct == copies and replace(served, direct=False) == spec
     assert direct_lhs(served) == (copies or (block_m <= 16 and warpgroups_k <= 2))
     assert copies == (served.label != spec.label)

@@ -32,7 +32,8 @@ from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.formats import GROUP_SIZES, MAX_CHANNEL_K_S8, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.select.choose import candidates, choose, for_k, illegal, kernels_for, legal_kernels
+from jitgemm.kernel.tactics import for_k
+from jitgemm.select.choose import candidates, choose, illegal, kernels_for, legal_kernels
 from jitgemm.weight.w4 import W4Weight, pack_w4
 
 pytestmark = pytest.mark.gpu

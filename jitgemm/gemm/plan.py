@@ -24,7 +24,7 @@ from jitgemm.gemm.arguments import (
 )
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.render import KERNEL_NAME, kernel_source
-from jitgemm.kernel.spec import KernelSpec, lhs_copy_rows, share_tokens, smem_bytes
+from jitgemm.kernel.spec import KernelSpec, lhs_copy_rows, slice_tokens, smem_bytes
 from jitgemm.runtime import driver
 from jitgemm.runtime import kernels as loaded
 from jitgemm.runtime.device import device_of
@@ -105,7 +105,7 @@ class Plan:
             # A single tile is the last one too.
             for rows in ((last_rows,) if m <= spec.block_m or last_rows == whole_rows else (whole_rows, last_rows))
         ]
-        box = (128 // out.element_size(), share_tokens(spec))
+        box = (128 // out.element_size(), slice_tokens(spec))
         self._out_map = driver.TileMap(spec.out, columns=n, rows=m, row_bytes=out_bytes, box=box)
         self._device = device
         self._known: dict[tuple[int, ...], driver.Parameters] = {}

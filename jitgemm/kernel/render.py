@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
-from jitgemm.kernel.spec import KernelSpec, share_tokens, smem_bytes, wgmma_shapes
+from jitgemm.kernel.spec import KernelSpec, slice_tokens, smem_bytes, wgmma_shapes
 from jitgemm.kernel.tactics import (
     direct_lhs,
     fragment_sets,
-    keeps_addresses,
+    pins_shared_base,
     prefetch_stages,
     promote_records,
     units_in_flight,
@@ -65,7 +65,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
     constants = {
         "u32 kBlockM": spec.block_m,
         "u32 kHalves": spec.halves,
-        "u32 kShareTokens": share_tokens(spec),
+        "u32 kShareTokens": slice_tokens(spec),
         "u32 kWarpgroupsN": spec.warpgroups_n,
         "u32 kWarpgroupsK": spec.warpgroups_k,
         "u32 kStages": spec.stages,
@@ -78,7 +78,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kGroupSize": fmt.group_size,
         "u32 kInFlight": units_in_flight(spec),
         "u32 kFragmentSets": fragment_sets(spec),
-        "bool kKeepAddresses": str(keeps_addresses(spec)).lower(),
+        "bool kKeepAddresses": str(pins_shared_base(spec)).lower(),
         "u32 kPromoteRecords": promote_records(spec),
         "bool kZeroPoint": str(fmt.zero_point).lower(),
         "bool kDirectLhs": str(direct_lhs(spec)).lower(),

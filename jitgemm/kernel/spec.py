@@ -164,7 +164,7 @@ def lhs_copy_rows(spec: KernelSpec, m: int) -> tuple[int, int]:
     return spec.block_m // shares, left if shares == 1 else 8 * ceil_div(left, 8 * shares)
 
 
-def share_tokens(spec: KernelSpec) -> int:
+def slice_tokens(spec: KernelSpec) -> int:
     """Tokens of a tile that one of the splits of k sums up and stores.
 
     Scattered, whole runs of 8, the same number for each; with fewer runs than splits, the last splits have none.
@@ -179,7 +179,7 @@ def share_tokens(spec: KernelSpec) -> int:
 def slot_tokens(spec: KernelSpec) -> int:
     """Tokens whose sums a summer gets of others: its part of each of its CTA's other warpgroups along k, then its share
     of each other CTA (include/jitgemm/shared.cuh)."""
-    share = share_tokens(spec)
+    share = slice_tokens(spec)
     part = share * min(spec.split_k, spec.block_m // share)
     return (spec.warpgroups_k - 1) * part + (spec.split_k - 1) * share
 
@@ -191,7 +191,7 @@ def stage_bytes(spec: KernelSpec) -> int:
 
 def smem_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
-    share = share_tokens(spec)
+    share = slice_tokens(spec)
     summers = ceil_div(spec.block_m // share, spec.split_k) * spec.warpgroups_n
     out_panel = share * STRIP_ROWS * DTYPES[spec.out].bytes
     slots = slot_tokens(spec) * STRIP_ROWS * 4

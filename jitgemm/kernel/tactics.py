@@ -5,20 +5,18 @@ Pure functions of a KernelSpec. Each says what was measured.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from jitgemm.jit.sass import Yields
-from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.formats import BLOCK_K, ceil_div
 from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes
 
-DIRECT_LHS_TOKENS = 16
-"""Up to so many tokens a tile's first activations are copied by threads (docs/notes/decode.md)."""
-DIRECT_TOKENS = {(1, 2): (64, 300), (2, 1): (48, 128), (2, 2): (32, 64), (4, 1): (32, 64)}
-"""The same for wider tiles and four warpgroups along k where weights are left to ask for: most tokens of a tile, times
-warpgroups along n, and tokens of all stages together; by warpgroups along k and CTAs of an SM."""
+MIN_PREFETCH_STAGES = 5
 PREFETCH_BYTES = {1: 54_000, 2: 40_000}
 """Bytes of weights that a CTA asks for before it waits for the grid before, and MIN_PREFETCH_STAGES at least: about
 what memory delivers in that time. More would stand in front of the activations; less where CTAs of few tokens share an
 SM (docs/notes/decode.md)."""
-MIN_PREFETCH_STAGES = 5
 IN_FLIGHT_REGISTERS = 16
 """Registers for sums of a narrow tile's multiplies, where groups shorter than a record would wait for one another."""
 
@@ -35,6 +33,12 @@ def promote_records(spec: KernelSpec) -> int:
         return 0
     # Two warpgroups along k take alternate records, so neither sees both halves of a group of 256.
     return 2 if spec.format.group_size == 256 and spec.warpgroups_k == 1 else 1
+
+
+def split_blocks(spec: KernelSpec, blocks: int) -> int:
+    """Blocks of k that each split of k but the last takes, whole groups of 256 where they are promoted (scheduler.cuh)."""
+    whole = max(1, promote_records(spec))
+    return min(blocks, whole * ceil_div(blocks, whole * spec.split_k))
 
 
 def units_in_flight(spec: KernelSpec) -> int:
@@ -65,7 +69,7 @@ def fragment_sets(spec: KernelSpec) -> int:
     return 1 if four or crowded else 2
 
 
-def keeps_addresses(spec: KernelSpec) -> bool:
+def pins_shared_base(spec: KernelSpec) -> bool:
     """Whether consumers keep where shared memory is in a register that ptxas cannot work out anew in each iteration.
 
     By measurement (docs/notes/main-loop.md): up to 6 % for tiles of few tokens, and 1 to 3.5 % for wider e4m3 tiles of
@@ -76,25 +80,55 @@ def keeps_addresses(spec: KernelSpec) -> bool:
     return spec.lhs == "e4m3" and spec.warpgroups_k > 1 and spec.ctas_per_sm == 1 and not spec.format.zero_point
 
 
-def prefetch_stages(spec: KernelSpec) -> int:
-    """Stages of the first tile whose weights a CTA asks for before it waits for the grid before."""
-    shape = spec.warpgroups_k, spec.ctas_per_sm
-    narrow = spec.block_m <= DIRECT_LHS_TOKENS
-    budget = PREFETCH_BYTES[min(2, spec.ctas_per_sm) if narrow else 1]
-    stages = min(spec.stages, max(MIN_PREFETCH_STAGES, budget // stage_weight_bytes(spec)))
-    return min(stages, ceil_div(DIRECT_TOKENS[shape][1], spec.block_m)) if spec.direct else stages
+# ---- who brings the activations of the prefetched stages (docs/notes/decode.md) --------------------------------------
+#
+# The copy engine does, or the consumers themselves: for a few tokens the engine takes twice as long from the wait to the
+# first byte. Up to DIRECT_LHS_TOKENS the consumers always do. Wider tiles and four warpgroups along k gain by it only
+# where weights still to be asked for would keep the engine busy, which k decides: `for_k` sets `KernelSpec.direct`.
+
+DIRECT_LHS_TOKENS = 16
+"""Up to so many tokens consumers copy the first activations of every kernel that can."""
+DIRECT_TOKENS = {(1, 2): (64, 300), (2, 1): (48, 128), (2, 2): (32, 64), (4, 1): (32, 64)}
+"""Where `direct` may be set: most tokens of a tile, times warpgroups along n, and tokens of all stages together; by
+warpgroups along k and CTAs of an SM."""
 
 
 def direct_lhs(spec: KernelSpec) -> bool:
     """Whether the consumers of a tile copy the first stages' activations themselves instead of the copy engine."""
-    narrow = spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1
-    return narrow or spec.direct
+    return spec.direct or _always_direct(spec)
 
 
-def may_copy(spec: KernelSpec) -> bool:
-    """Whether consumers that do not copy the first activations could: whether `direct` may be set."""
+def _always_direct(spec: KernelSpec) -> bool:
+    return spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1
+
+
+def engine_stages(spec: KernelSpec) -> float:
+    """Stages of a tile up to which the copy engine brings the first activations; with more the consumers do."""
+    if _always_direct(spec):
+        return 0
     widest, _ = DIRECT_TOKENS.get((spec.warpgroups_k, spec.ctas_per_sm), (0, 0))
-    return spec.block_m * spec.warpgroups_n <= widest and spec.multicast == 1 and not direct_lhs(spec)
+    if spec.block_m * spec.warpgroups_n > widest or spec.multicast > 1:
+        return math.inf
+    return min(spec.stages, PREFETCH_BYTES[1] // stage_weight_bytes(spec))
+
+
+def for_k(spec: KernelSpec, k: int) -> KernelSpec:
+    """The kernel as it serves a weight of this k best."""
+    stages = ceil_div(split_blocks(spec, ceil_div(k, BLOCK_K)), spec.warpgroups_k)
+    return replace(spec, direct=not _always_direct(spec) and stages > engine_stages(spec))
+
+
+def prefetch_stages(spec: KernelSpec) -> int:
+    """Stages of the first tile whose weights a CTA asks for before it waits for the grid before."""
+    budget = PREFETCH_BYTES[min(2, spec.ctas_per_sm) if spec.block_m <= DIRECT_LHS_TOKENS else 1]
+    stages = min(spec.stages, max(MIN_PREFETCH_STAGES, budget // stage_weight_bytes(spec)))
+    if spec.direct:
+        _, tokens = DIRECT_TOKENS[spec.warpgroups_k, spec.ctas_per_sm]
+        stages = min(stages, ceil_div(tokens, spec.block_m))
+    return stages
+
+
+# ---- machine code ----------------------------------------------------------------------------------------------------
 
 
 def yields(spec: KernelSpec) -> Yields:

@@ -16,7 +16,7 @@ from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, WeightFormat, ceil_div
 from jitgemm.kernel.spec import (
     KernelSpec,
-    share_tokens,
+    slice_tokens,
     slot_tokens,
     smem_bytes,
     stage_bytes,
@@ -25,10 +25,10 @@ from jitgemm.kernel.spec import (
 )
 from jitgemm.kernel.tactics import (
     DIRECT_LHS_TOKENS,
-    PREFETCH_BYTES,
-    direct_lhs,
-    may_copy,
+    engine_stages,
+    for_k,
     promote_records,
+    split_blocks,
 )
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.registers import registers_needed
@@ -285,11 +285,6 @@ def grid_clusters(spec: KernelSpec, m: int, n: int, num_sms: int) -> tuple[int, 
     return units, min(units, _clusters_that_fit(spec, num_sms))
 
 
-def _run_of(blocks: int, whole_blocks: int, split_k: int) -> int:
-    """Blocks of k that each split of k but the last has: whole ones are promoted together (scheduler.cuh)."""
-    return min(blocks, whole_blocks * ceil_div(blocks, whole_blocks * split_k))
-
-
 class _Costs(NamedTuple):
     """What a prediction needs of a kernel on a device, problem apart. Times in microseconds."""
 
@@ -304,8 +299,7 @@ class _Costs(NamedTuple):
     later_tile: float  # added for each tile but the first
     cluster_tile: tuple[int, int]
     clusters: int  # that fit the device
-    whole_blocks: int  # as of `_run_of`
-    engine_stages: float  # as of `_engine_stages`
+    engine_stages: float  # as of tactics.py
 
 
 def _parts(spec: KernelSpec) -> int:
@@ -349,7 +343,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         serial += promote + HALVES_CYCLES * (spec.halves - 1)
     operand_bytes = (spec.block_m + spec.block_n / 2) * BLOCK_K
 
-    share = share_tokens(spec)
+    share = slice_tokens(spec)
     width = "wide" if spec.block_m > DIRECT_LHS_TOKENS else "narrow"
     launch = LAUNCH_US + CLUSTER_US[spec.ctas_per_sm, width] * (spec.split_k - 1) ** 0.5
     launch += MULTICAST_US if spec.multicast > 1 else 0.0
@@ -374,8 +368,7 @@ def _costs(spec: KernelSpec, device: DeviceSpec) -> _Costs:
         later_tile=SCATTER_US if spec.scatter else 0.0,
         cluster_tile=_cluster_tile(spec),
         clusters=_clusters_that_fit(spec, device.num_sms),
-        whole_blocks=max(1, promote_records(spec)),
-        engine_stages=_engine_stages(spec),
+        engine_stages=engine_stages(spec),
     )
 
 
@@ -404,7 +397,7 @@ def _times(spec: KernelSpec, costs: _Costs, problem: Problem, device: DeviceSpec
     blocks = ceil_div(k, BLOCK_K)
     waves = ceil_div(units, clusters)
     # Of one warpgroup, one after another.
-    records_of_tile = ceil_div(_run_of(blocks, costs.whole_blocks, spec.split_k), spec.warpgroups_k)
+    records_of_tile = ceil_div(split_blocks(spec, blocks), spec.warpgroups_k)
     records = waves * records_of_tile
     ctas = clusters * spec.cluster_size
     weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
@@ -467,24 +460,6 @@ def band_end(m: int) -> int:
         if m <= limit:
             return ceil_div(m, step) * step
     return 1 << (m - 1).bit_length()
-
-
-def _engine_stages(spec: KernelSpec) -> float:
-    """Stages of a tile up to which the copy engine brings the first activations; from there on threads do.
-
-    Threads do where weights still to be asked for would keep the engine busy; with few stages none are.
-    """
-    if direct_lhs(spec):
-        return 0
-    return min(spec.stages, PREFETCH_BYTES[1] // stage_weight_bytes(spec)) if may_copy(spec) else math.inf
-
-
-def for_k(spec: KernelSpec, k: int) -> KernelSpec:
-    """The kernel as it serves a weight of this k best: who brings a tile's first activations (docs/notes/decode.md)."""
-    if not may_copy(spec):
-        return spec
-    run = _run_of(ceil_div(k, BLOCK_K), max(1, promote_records(spec)), spec.split_k)
-    return replace(spec, direct=ceil_div(run, spec.warpgroups_k) > _engine_stages(spec))
 
 
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
