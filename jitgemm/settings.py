@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from functools import lru_cache
 from pathlib import Path
 
 VARIABLES: dict[str, str] = {
     "JITGEMM_CACHE_DIR": f"kernel cache folders, separated by {os.pathsep!r}: all are read, the first writable one is "
-    "written (default: cache/ of the checkout, else the user cache folder)",
+    "written (default: cache/ of the checkout, then the user cache folder)",
     "JITGEMM_JIT": "what a kernel missing from the cache means: on (compile, default), warn (compile and say so), "
     "off (an error that names the warm-up command)",
     "JITGEMM_DEBUG": "1: kernels are built with a spin limit in every barrier wait and trap instead of hanging",
@@ -24,20 +25,45 @@ JIT_MODES = ("on", "warn", "off")
 
 
 def cache_roots() -> list[Path]:
-    """Kernel cache folders, in reading order. They need not exist.
+    """Kernel cache folders, in reading order. They need not exist; there may be none.
 
-    `JITGEMM_CACHE_DIR` when it names any; else `cache/` of the checkout the package runs from; else the user cache
-    folder of this platform.
+    `JITGEMM_CACHE_DIR` when it names any, without those that cannot be told (`~nosuch`), which are warned of. Else
+    `cache/` of the checkout the package runs from, then the user cache folder of this platform, if there is a home.
     """
-    named = [part for part in os.environ.get("JITGEMM_CACHE_DIR", "").split(os.pathsep) if part.strip()]
+    named = [part.strip() for part in os.environ.get("JITGEMM_CACHE_DIR", "").split(os.pathsep) if part.strip()]
     if named:
-        return [Path(part).expanduser().absolute() for part in named]
-    checkout = checkout_dir()
-    if checkout is not None:
-        return [checkout / "cache"]
+        folders = [_named_folder("JITGEMM_CACHE_DIR", part) for part in named]
+    else:
+        checkout = checkout_dir()
+        folders = [checkout and checkout / "cache", _user_folder()]
+    return [folder for folder in folders if folder is not None]
+
+
+def _user_folder() -> Path | None:
     from platformdirs import user_cache_dir
 
-    return [Path(user_cache_dir("jitgemm", appauthor=False))]
+    try:
+        return _folder(user_cache_dir("jitgemm", appauthor=False))[0]
+    except RuntimeError:  # there is no home; older versions return a path that starts with ~
+        return None
+
+
+@lru_cache(maxsize=None)
+def _folder(text: str) -> tuple[Path | None, str]:
+    """The folder that a text names and "", or None and why it names none. A relative one stays where it was when first
+    asked for, whatever the working folder becomes."""
+    try:
+        return Path(text).expanduser().absolute(), ""
+    except (RuntimeError, OSError) as error:  # no such home; the working folder was deleted
+        return None, str(error)
+
+
+@lru_cache(maxsize=None)
+def _named_folder(variable: str, text: str) -> Path | None:
+    folder, problem = _folder(text)
+    if folder is None:
+        warnings.warn(f"{variable}: folder {text!r} is left out: {problem}", stacklevel=3)
+    return folder
 
 
 def jit_mode() -> str:
@@ -61,7 +87,7 @@ def debug() -> bool:
 def dump_dir() -> Path | None:
     """Folder for copies of what is compiled, or None. It need not exist."""
     value = os.environ.get("JITGEMM_DUMP_DIR", "").strip()
-    return Path(value).expanduser().absolute() if value else None
+    return _named_folder("JITGEMM_DUMP_DIR", value) if value else None
 
 
 @lru_cache(maxsize=1)
@@ -72,5 +98,5 @@ def checkout_dir() -> Path | None:
         text = (folder / "pyproject.toml").read_text(encoding="utf-8")
     except OSError:
         return None
-    # A pattern, because tomllib came with Python 3.11 and site-packages may hold any stray file.
+    # A pattern: site-packages may hold any stray file, broken ones too.
     return folder if re.search(r"""^name\s*=\s*["']jitgemm["']""", text, re.MULTILINE) else None

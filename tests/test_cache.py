@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +22,13 @@ from pathlib import Path
 import pytest
 from tiny_kernel import OPTIONS, serialised_kernel, spilling_kernel, tiny_kernel
 
+from jitgemm import settings
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
 from jitgemm.jit.cache import STALE_AFTER_S, KernelCache
 from jitgemm.jit.entry import encode_entry, write_atomically
 from jitgemm.jit.nvrtc import NvrtcInfo, nvrtc_info
 from jitgemm.jit.sass import Yields
-from jitgemm.jit.source import KernelSource
+from jitgemm.jit.source import KernelSource, headers
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
@@ -46,7 +50,15 @@ def root(tmp_path):
     return tmp_path / "cache"
 
 
-def child(script: str, root: Path, **variables: str) -> subprocess.Popen:
+@contextmanager
+def open_to_all(parent: str | Path | None = None):
+    """A folder that other users reach, unlike tmp_path."""
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def child(script: str, root: Path, user: int | None = None, **variables: str) -> subprocess.Popen:
     """A process that runs `script` with `cache`, `request` and `root` ready."""
     prelude = f"""
 import hashlib, os, resource, signal, sys, threading, time, warnings
@@ -56,10 +68,21 @@ from jitgemm.jit.cache import KernelCache
 root = Path({str(root)!r})
 cache, request = KernelCache([root]), tiny_kernel()
 """
+    if user is not None:
+        # Everything is imported first: this Python may lie where only root reads.
+        prelude += f"""
+import tempfile
+from jitgemm import settings
+with tempfile.TemporaryDirectory() as folder:
+    KernelCache([Path(folder)]).get_or_compile(tiny_kernel(99))
+settings.cache_roots()
+os.setgroups([]); os.setuid({user})
+"""
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     return subprocess.Popen(
         [sys.executable, "-c", prelude + script],
-        env={**os.environ, "PYTHONPATH": paths, **variables},
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", **variables},
+        cwd="/",  # no other copy of the package
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -119,12 +142,24 @@ def test_the_entry_describes_itself(root):
     assert abs(time.time() - known["created"]) < 600
 
 
-def test_files_are_for_their_owner_only_and_nothing_else_is_left(root):
-    (entry,) = filled(root)
-    umask = os.umask(0)
-    os.umask(umask)
-    assert entry.path.stat().st_mode & 0o777 == 0o666 & ~umask
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o644), (0o022, 0o644), (0o077, 0o600)])
+def test_entries_are_readable_as_the_umask_allows_and_written_by_their_owner_alone(root, umask, mode):
+    before = os.umask(umask)
+    try:
+        (entry,) = filled(root)
+    finally:
+        os.umask(before)
+    assert entry.path.stat().st_mode & 0o777 == mode
     assert names(root) == [entry.path.name]
+
+
+def test_a_file_system_that_refuses_modes_takes_entries(root, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    (entry,) = filled(root)
+    assert KernelCache([root]).lookup(entry.key).path == entry.path
 
 
 def test_a_kernel_spec_is_rendered_keyed_and_compiled(root):
@@ -251,7 +286,69 @@ print(kernel.key(nvrtc_info()))
     assert len(keys) == 1
 
 
+@pytest.mark.parametrize(
+    "variables", [{"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}, {"LC_ALL": "en_US.ISO-8859-1"}, {"LC_ALL": "C.UTF-8"}]
+)
+def test_the_key_does_not_depend_on_the_locale(root, variables):
+    script = """
+from jitgemm.jit.nvrtc import nvrtc_info
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.spec import KernelSpec
+source = kernel_source(KernelSpec("e4m3", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4))
+print(source.key(nvrtc_info()))
+"""
+    here = kernel_source(KernelSpec("e4m3", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4)).key(nvrtc_info())
+    assert output(child(script, root, PYTHONUTF8="0", **variables)).strip() == here
+
+
+def test_the_headers_that_kernels_share_cannot_be_changed():
+    texts = headers()
+    with pytest.raises(TypeError):
+        texts["jitgemm/kernel.cuh"] = ""
+    assert headers() is texts
+
+
+def test_headers_in_folders_are_found(tmp_path):
+    package = tmp_path / "jitgemm"
+    shutil.copytree(REPOSITORY / "jitgemm", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in {"outer": "#include <jitgemm/a/b/inner.cuh>\n", "a/b/inner": "// inner · µ\n"}.items():
+        path = package / "include" / "jitgemm" / f"{name}.cuh"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    script = "from jitgemm.jit.source import headers; print(*headers('outer'))"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["jitgemm/a/b/inner.cuh", "jitgemm/outer.cuh"], done.stderr
+
+
 # Many at once
+
+
+def test_a_fork_while_a_thread_compiles_that_kernel_does_not_hang(root):
+    script = """
+from dataclasses import replace
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.spec import KernelSpec
+slow = kernel_source(KernelSpec("e4m3", WeightFormat(128, False, "bf16"), block_m=64, block_n=128, stages=4))
+worker = threading.Thread(target=cache.get_or_compile, args=[slow])
+worker.start()
+while not list(root.glob("*.lock")): time.sleep(0.001)
+time.sleep(0.05)  # in the middle of NVRTC, which has locks of its own
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    cache.get_or_compile(slow)
+    cache.get_or_compile(request)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+worker.join()
+print(cache.get_or_compile(request)[1])
+"""
+    assert output(child(script, root)).split() == ["7", "False"]
 
 
 def test_eight_processes_on_one_cold_key_compile_once(root, tmp_path):
@@ -342,6 +439,104 @@ def test_a_folder_in_an_entrys_place_is_no_entry(root):
     with pytest.warns(UserWarning, match="cannot be written"):
         entry, compiled = KernelCache([root]).get_or_compile(tiny_kernel())
     assert compiled and entry.path is None
+
+
+def test_a_fifo_in_an_entrys_place_is_no_entry(root):
+    path = root / f"{key_of(tiny_kernel())}.jgk"
+    root.mkdir()
+    os.mkfifo(path)
+    cache = KernelCache([root])
+    assert cache.lookup(path.stem) is None and list(cache.entries()) == []
+    entry, compiled = cache.get_or_compile(tiny_kernel())
+    assert compiled and entry.path == path and KernelCache([root]).lookup(path.stem).cubin == entry.cubin
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": ["m", 64]}, {"created": "yesterday"}, {"source": None}, {"label": 7}, {"nvrtc": "12.9"},
+        {"nvrtc": {"build": 12.9}}, {"spill_bytes": "none"}, {"serialised": 1}, {"log": {}},
+    ],
+)  # fmt: skip
+def test_metadata_of_wrong_types_are_a_bad_entry(root, change):
+    (entry,) = filled(root)
+    write_atomically(entry.path, encode_entry(entry.metadata | change, entry.cubin))
+    (info,) = KernelCache([root]).entries()
+    assert "without a proper" in info.problem
+    with pytest.warns(UserWarning, match="set aside .*without a proper"):
+        assert KernelCache([root]).lookup(entry.key) is None
+
+
+def test_metadata_nested_too_deeply_are_a_bad_entry(root):
+    (entry,) = filled(root)
+    text, header = b"[" * 200_000, struct.Struct("<8sQQ32s")
+    digest = hashlib.sha256(struct.pack("<Q", len(text)) + text + entry.cubin).digest()
+    entry.path.write_bytes(header.pack(b"JITGEMM1", len(text), len(entry.cubin), digest) + text + entry.cubin)
+    with pytest.warns(UserWarning, match="set aside"):
+        assert KernelCache([root]).lookup(entry.key) is None
+
+
+# Who is trusted
+
+SOMEBODY, SOMEBODY_ELSE = 65534, 4242
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as several users")
+
+
+def test_an_entry_that_everybody_can_write_is_not_loaded(root):
+    (entry,) = filled(root)
+    entry.path.chmod(0o646)
+    cache = KernelCache([root])
+    with pytest.warns(UserWarning, match="not trusted and not loaded: everybody can write it") as caught:
+        assert cache.lookup(entry.key) is None and cache.lookup(entry.key) is None
+    assert len(caught) == 1
+    (info,) = cache.entries()
+    assert info.problem == "everybody can write it" and cache.verify()[0][1] == info.problem
+    again, compiled = cache.get_or_compile(tiny_kernel())
+    assert compiled and KernelCache([root]).lookup(entry.key).path == again.path == entry.path
+
+
+def test_an_entry_that_its_group_can_write_is_loaded(root):
+    (entry,) = filled(root)
+    entry.path.chmod(0o664)
+    assert KernelCache([root]).lookup(entry.key).cubin == entry.cubin
+
+
+@as_root
+def test_in_a_folder_for_everybody_another_users_entry_is_not_loaded_and_roots_is():
+    with open_to_all() as folder:
+        first, second = filled(folder, (0, 1))
+        folder.chmod(0o1777)
+        os.chown(first.path, SOMEBODY, SOMEBODY)
+        with pytest.warns(UserWarning, match=f"not trusted and not loaded: user {SOMEBODY} wrote it"):
+            assert KernelCache([folder]).lookup(first.key) is None
+        script = f"print(cache.lookup({first.key!r}) is None, cache.lookup({second.key!r}) is None)"
+        assert output(child(script, folder, user=SOMEBODY)).split() == ["False", "False"]
+        assert output(child(script, folder, user=SOMEBODY_ELSE)).split() == ["True", "False"]
+
+
+@as_root
+def test_a_cache_of_another_user_is_shared_unless_it_lies_where_everybody_makes_folders():
+    if any(above.stat().st_mode & 0o002 for above in REPOSITORY.parents):
+        pytest.skip("this checkout lies in a folder that everybody can write")
+    for parent, shared in ((REPOSITORY, True), (None, False)):
+        with open_to_all(parent) as folder:
+            (entry,) = filled(folder)
+            for path in (folder, entry.path):
+                os.chown(path, SOMEBODY_ELSE, SOMEBODY_ELSE)
+            script = f"print(cache.lookup({entry.key!r}) is not None)"
+            assert output(child(script, folder, user=SOMEBODY)).strip() == str(shared)
+            # Another user's entry in it is not its owner's.
+            os.chown(entry.path, 1234, 1234)
+            assert output(child(script, folder, user=SOMEBODY)).strip() == "False"
+
+
+def test_a_lock_that_is_a_link_leaves_what_it_leads_to_alone(root, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    root.mkdir()
+    (root / f"{key_of(tiny_kernel())}.lock").symlink_to(precious)
+    entry, compiled = KernelCache([root]).get_or_compile(tiny_kernel())
+    assert compiled and entry.path.exists() and precious.read_text() == "keep me"
 
 
 def test_a_writer_killed_half_way_leaves_no_entry(root):
@@ -452,6 +647,56 @@ def test_an_unwritable_folder_warns_once_and_compiles(unwritable):
     assert len([one for one in caught if "cannot be written" in str(one.message)]) == 1
     if unwritable.is_dir():
         assert not [name for name in names(unwritable) if name != "filler"]
+    assert all("cannot be written" in entry.unwritten for entry, _ in results)
+
+
+def test_the_next_folder_is_written_when_one_is_full(tmp_path):
+    with tmpfs(tmp_path / "mount", "size=64k") as full:
+        fill(full)
+        cache = KernelCache([full, tmp_path / "second"])
+        with pytest.warns(UserWarning, match=f"{full} cannot be written .No space.*; {tmp_path / 'second'} is used") as caught:
+            entries = [cache.get_or_compile(tiny_kernel(salt))[0] for salt in (0, 1)]
+        assert len(caught) == 1 and [entry.path.parent for entry in entries] == [tmp_path / "second"] * 2
+        assert names(full) == ["filler"]
+        assert KernelCache([full, tmp_path / "second"]).lookup(entries[0].key).cubin == entries[0].cubin
+
+
+@as_root
+def test_in_a_checkout_that_one_may_not_write_the_users_folder_is_used():
+    with open_to_all() as folder:
+        (folder / "pyproject.toml").write_text('[project]\nname = "jitgemm"\n')
+        for part in ("jitgemm", "include"):
+            shutil.copytree(REPOSITORY / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / "tests").mkdir()
+        shutil.copy(REPOSITORY / "tests" / "tiny_kernel.py", folder / "tests")
+        (folder / "home").mkdir()
+        os.chown(folder / "home", SOMEBODY, SOMEBODY)
+        script = "print(KernelCache().get_or_compile(request)[0].path.parent)"
+        variables = {"PYTHONPATH": f"{folder}:{folder / 'tests'}", "XDG_CACHE_HOME": str(folder / "home")}
+        assert output(child(script, folder, user=SOMEBODY, **variables)).strip() == str(folder / "home" / "jitgemm")
+        # Its owner still has it in the checkout.
+        assert output(child(script, folder, **variables)).strip() == str(folder / "cache")
+
+
+@pytest.mark.parametrize("folder", ["~nosuch/x", ""])
+def test_without_any_folder_a_kernel_is_compiled_for_the_process(root, folder):
+    script = """
+os.path.expanduser, settings.checkout_dir = (lambda path: path), (lambda: None)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print(KernelCache().roots, KernelCache().get_or_compile(request)[0].cubin.startswith(b"\x7fELF"))
+print(*(w.message for w in caught))
+"""
+    script = "from jitgemm import settings" + script
+    said = output(child(script, root, JITGEMM_CACHE_DIR=folder, XDG_CACHE_HOME="")).splitlines()
+    assert said[0] == "[] True" and "cannot be written (there is no folder)" in said[1]
+
+
+@pytest.mark.parametrize("name", [b"[bold]x[/nope]", "ünï 漢".encode(), b"\xff\xfe"])
+def test_any_folder_name_will_do(tmp_path, name):
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+    (entry,) = filled(root)
+    assert KernelCache([root]).lookup(entry.key).path == entry.path
 
 
 def test_a_write_that_fails_half_way_leaves_nothing(root):
@@ -570,6 +815,14 @@ def test_the_dump_folder_receives_source_log_and_cubin(monkeypatch, root, tmp_pa
     assert stem.with_suffix(".log").read_text() == entry.metadata["log"]
 
 
+def test_a_dump_folder_in_nobodys_home_costs_the_dump_alone(monkeypatch, root):
+    monkeypatch.setenv("JITGEMM_DUMP_DIR", "~nosuch/dump")
+    settings._named_folder.cache_clear()
+    with pytest.warns(UserWarning, match="JITGEMM_DUMP_DIR: folder '~nosuch/dump' is left out"):
+        (entry,) = filled(root)
+    assert entry.path.exists()
+
+
 # Inspection and maintenance
 
 
@@ -653,7 +906,10 @@ def test_clear_empties_the_writable_root_only_and_leaves_what_is_not_its_own(tmp
     mine, shared = tmp_path / "mine", tmp_path / "shared"
     filled(shared)
     (entry,) = filled(mine)
-    for name in ("README.md", "poetry.lock", f"{entry.key}.x1_y.tmp"):
+    for name in ("README.md", "poetry.lock", "thesis.jgk", "thesis.jgk.bad", f"{entry.key}.x1_y.tmp"):
         (mine / name).touch()
-    assert [info.key for info in KernelCache([mine, shared]).clear()] == [entry.key]
-    assert names(mine) == ["README.md", "poetry.lock"] and len(names(shared)) == 1
+    cache = KernelCache([mine, shared])
+    assert {info.key for info in cache.entries()} >= {entry.key} and len(cache.verify()) == 2
+    cache.prune(older_than_s=86400)
+    assert [info.key for info in cache.clear()] == [entry.key]
+    assert names(mine) == ["README.md", "poetry.lock", "thesis.jgk", "thesis.jgk.bad"] and len(names(shared)) == 1

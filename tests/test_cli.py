@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from jitgemm.cli import common, main
 from jitgemm.cli import warmup as cli_warmup
 from jitgemm.cli.cache import describe_spec
 from jitgemm.errors import CacheMissError
-from jitgemm.jit.cache import KernelCache
+from jitgemm.jit.cache import KernelCache, process_cache
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.select.choose import kernels_for
@@ -31,6 +33,8 @@ from jitgemm.select.devices import device_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYER = ("--shape", "256,256", "--max-m", "16", "--device", "h200")
+FEW = ("--shape", "256,256", "--max-m", "8", "--device", "h200", "--codes", "any")
+"""A GEMM kernel and a quantiser."""
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -55,6 +59,8 @@ def cache_dir(tmp_path, monkeypatch) -> Path:
     """An empty kernel cache of this test's own."""
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.delenv("JITGEMM_JIT", raising=False)
+    monkeypatch.setattr(process_cache, "_unwritten", {})
+    monkeypatch.setattr(process_cache, "_warned", set())
     return tmp_path / "kernels"
 
 
@@ -147,7 +153,7 @@ def test_check_says_by_its_exit_code_whether_all_is_warm(run, warm):
 )
 def test_a_slow_build_is_noted_and_fails_a_strict_warmup_alone(run, monkeypatch, slow, shown, said):
     monkeypatch.setattr(cli_warmup, "kernel_source", lambda spec: replace(slow, label=spec.label))
-    options = ("--shape", "256,256", "--max-m", "8", "--device", "h200", "--codes", "any")
+    options = FEW
     done = run("warmup", *options)
     assert done.code == 0 and re.search(shown, done.stdout)
     assert re.search(rf"e4m3-g128-bf16-\S+ is slower than it should be: {said}", done.stderr)
@@ -160,8 +166,57 @@ def test_a_slow_build_is_noted_and_fails_a_strict_warmup_alone(run, monkeypatch,
 
 
 @pytest.mark.nvrtc
+def test_a_warmup_that_could_not_store_says_so_and_exits_3(run, cache_dir):
+    cache_dir.write_text("a file, not a folder")
+    done = run("warmup", *FEW)
+    assert done.code == 3 and done.stdout.count(" unstored ") == 2
+    assert f"2 kernels are not stored: kernel cache {cache_dir} cannot be written" in done.stderr
+    again = run("warmup", *FEW, "--json")
+    assert again.code == 3 and again.json["summary"] | {"unstored": 0} == dict.fromkeys(again.json["summary"], 0)
+    assert [kernel["path"] for kernel in again.json["kernels"]] == [None, None]
+    assert run("warmup", *FEW, "--check").code == 3
+    cache_dir.unlink()  # with room again, what this process compiled is stored
+    assert run("warmup", *FEW, "--json").json["summary"]["cached"] == 2
+    assert run("warmup", *FEW, "--check").code == 0 and len(list(cache_dir.glob("*.jgk"))) == 2
+
+
+@pytest.mark.nvrtc
+def test_a_models_warmup_warns_of_what_it_could_not_store_and_calls_find_it_again(cache_dir):
+    import torch
+
+    import jitgemm.nn
+    from jitgemm.runtime import kernels
+
+    cache_dir.write_text("a file, not a folder")
+    layer = jitgemm.nn.W4A8Linear.from_linear(torch.nn.Linear(256, 264, dtype=torch.bfloat16))
+    with pytest.warns(UserWarning, match=rf"(\d+) kernels are not stored .*{cache_dir} cannot be written"):
+        labels = jitgemm.nn.warmup(layer, 8, device="h200")
+    assert len(labels) >= 2 and jitgemm.nn.warmup(layer, 8, device="h200") == []
+    assert kernels.cache is process_cache
+
+
+@pytest.mark.nvrtc
+def test_ctrl_c_ends_a_warmup_within_a_second_and_keeps_what_is_compiled(cache_dir):
+    command = [sys.executable, "-m", "jitgemm", "warmup", "--shape", "4096,4096", "--device", "h200", "--jobs", "2"]
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not list(cache_dir.glob("*.jgk")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pressed = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert time.monotonic() - pressed < 1.5
+    assert re.search(r"interrupted: \d+ of \d\d+ compiled", stderr) and "Traceback" not in stderr and not stdout
+    left = {path.suffix for path in cache_dir.iterdir()}
+    assert left <= {".jgk", ".lock", ".tmp"} and ".jgk" in left
+
+
+@pytest.mark.nvrtc
 def test_a_strict_warmup_of_clean_builds_is_none_that_failed(run):
-    assert run("warmup", "--shape", "256,256", "--max-m", "8", "--device", "h200", "--codes", "any", "--strict").code == 0
+    assert run("warmup", *FEW, "--strict").code == 0
 
 
 def test_dry_run_and_check_compile_nothing(run, cache_dir):

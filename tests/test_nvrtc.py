@@ -97,6 +97,21 @@ assert compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny").cubin == befo
     python(script)
 
 
+def test_a_mapped_file_of_any_name_does_no_harm(tmp_path):
+    script = f"""
+import mmap, os
+path = os.fsencode({str(tmp_path)!r}) + b"/odd \\xff\\xfe"
+with open(path, "wb+") as file:
+    file.write(bytes(4096))
+    file.flush()
+    mapped = mmap.mmap(file.fileno(), 0)
+from tiny_kernel import HEADERS, OPTIONS, tiny_source
+from jitgemm.jit.nvrtc import compile_cubin
+compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny")
+"""
+    python(script)
+
+
 def test_compiling_yields_a_cubin_and_what_ptxas_said():
     first, again = (compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny") for _ in range(2))
     assert first.cubin.startswith(b"\x7fELF")

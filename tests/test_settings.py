@@ -19,16 +19,22 @@ PACKAGE = Path(settings.__file__).parent
 def no_variables(monkeypatch):
     for name in settings.VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    settings._folder.cache_clear()
+    settings._named_folder.cache_clear()
 
 
-def default_roots(folder: Path) -> list[str]:
+def roots_of(folder: Path, **variables: str) -> list[str]:
     """`cache_roots()` of a copy of the package in `folder`, in a process of its own."""
     shutil.copytree(PACKAGE, folder / "jitgemm", ignore=shutil.ignore_patterns("__pycache__"))
     script = "from jitgemm import settings; print(*settings.cache_roots(), sep='\\n')"
-    environment = {**os.environ, "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "home")}
+    environment = {**os.environ, "PYTHONPATH": str(folder), **variables}
     done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
+
+
+def default_roots(folder: Path) -> list[str]:
+    return roots_of(folder, XDG_CACHE_HOME=str(folder / "home"))
 
 
 def test_cache_dir_is_a_list_and_is_read_at_every_use(monkeypatch, tmp_path):
@@ -41,12 +47,49 @@ def test_cache_dir_is_a_list_and_is_read_at_every_use(monkeypatch, tmp_path):
 def test_relative_cache_dir_does_not_move_with_later_chdir(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JITGEMM_CACHE_DIR", "kernels")
-    assert settings.cache_roots() == [tmp_path / "kernels"]
+    monkeypatch.setenv("JITGEMM_DUMP_DIR", "dump")
+    for _ in range(2):
+        assert settings.cache_roots() == [tmp_path / "kernels"]
+        assert settings.dump_dir() == tmp_path / "dump"
+        monkeypatch.chdir("/")
 
 
-def test_a_checkout_caches_in_its_own_folder(tmp_path):
+def test_names_in_cache_dir_are_stripped(monkeypatch):
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join(["/a ", " /b", " ", ""]))
+    assert settings.cache_roots() == [Path("/a"), Path("/b")]
+
+
+@pytest.mark.parametrize("name", ["JITGEMM_CACHE_DIR", "JITGEMM_DUMP_DIR"])
+def test_a_folder_of_nobodys_home_is_left_out_with_one_warning(monkeypatch, name):
+    monkeypatch.setenv(name, "~nosuch/x")
+    with pytest.warns(UserWarning, match=f"{name}: folder '~nosuch/x' is left out") as caught:
+        assert not settings.cache_roots() if name == "JITGEMM_CACHE_DIR" else settings.dump_dir() is None
+        settings.cache_roots(), settings.dump_dir()
+    assert len(caught) == 1
+
+
+def test_a_relative_folder_is_left_out_where_the_working_folder_was_deleted(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join(["kernels", "/a"]))
+    with pytest.warns(UserWarning, match="folder 'kernels' is left out"):
+        assert settings.cache_roots() == [Path("/a")]
+
+
+def test_without_a_home_there_is_no_user_folder_and_no_error(monkeypatch, tmp_path):
+    def no_home(text: str) -> str:
+        return text
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", no_home)
+    checkout = settings.checkout_dir()
+    assert settings.cache_roots() == ([checkout / "cache"] if checkout else [])
+
+
+def test_a_checkout_caches_in_its_own_folder_and_then_in_the_users(tmp_path):
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "jitgemm"\n')
-    assert default_roots(tmp_path) == [str(tmp_path / "cache")]
+    assert default_roots(tmp_path) == [str(tmp_path / "cache"), str(tmp_path / "home" / "jitgemm")]
 
 
 def test_an_installed_package_caches_in_the_user_folder(tmp_path):

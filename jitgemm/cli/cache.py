@@ -10,7 +10,7 @@ import typer
 
 from jitgemm import settings
 from jitgemm.cli import common
-from jitgemm.jit.cache import KernelCache
+from jitgemm.jit.cache import process_cache
 from jitgemm.jit.entry import EntryInfo
 
 cache_app = typer.Typer(
@@ -115,7 +115,7 @@ def ls(
     if sort not in _SORTS:
         raise ValueError(f"--sort: expected one of {', '.join(_SORTS)}, got {sort!r}")
     key, descending = _SORTS[sort]
-    entries = sorted(sorted(KernelCache().entries(), key=lambda info: info.key), key=key, reverse=descending)
+    entries = sorted(sorted(process_cache.entries(), key=lambda info: info.key), key=key, reverse=descending)
     if as_json:
         common.print_json([entry_dict(info) for info in entries])
         return
@@ -130,7 +130,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)]
     """Print the folders in use, with the number and size of the kernels in each."""
     import os
 
-    entries = list(KernelCache().entries())
+    entries = list(process_cache.entries())
     roots = []
     for root in settings.cache_roots():
         inside = [entry for entry in entries if entry.root == root]
@@ -190,7 +190,7 @@ def show(
     """
     if source + log + as_json > 1:
         raise ValueError("--source, --log and --json: expected at most one of them")
-    entry = KernelCache().read(key)
+    entry = process_cache.read(key)
     if source or log:
         text = entry.metadata["source" if source else "log"]
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
@@ -223,7 +223,7 @@ def verify(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP
       0  all are good
       1  a bad one was found
     """
-    checked = KernelCache().verify()
+    checked = process_cache.verify()
     bad = [(entry, problem) for entry, problem in checked if problem]
     if as_json:
         common.print_json([entry_dict(entry) | {"problem": problem} for entry, problem in checked])
@@ -258,7 +258,7 @@ def prune(
     """
     if older_than is None and max_size is None:
         raise ValueError("prune: give --older-than AGE or --max-size SIZE (to drop everything: jitgemm cache clear)")
-    dropped = KernelCache().prune(
+    dropped = process_cache.prune(
         older_than_s=None if older_than is None else common.parse_age(older_than),
         max_bytes=None if max_size is None else common.parse_size(max_size),
         dry_run=dry_run,
@@ -274,7 +274,7 @@ def clear(
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
 ) -> None:
     """Drop every kernel from the folders that can be written. Asks first in a terminal."""
-    cache = KernelCache()
+    cache = process_cache
     if dry_run:
         _report_dropped(cache.prune(max_bytes=0, dry_run=True), True, as_json)
         return

@@ -7,8 +7,10 @@ Quantisers of activations do not depend on m.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, Any, Optional
@@ -21,8 +23,8 @@ from jitgemm.cli import common
 from jitgemm.cli.hf_config import LAYER_FORMS, LinearLayer, linear_layers, read_config
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
-from jitgemm.jit.cache import KernelCache
-from jitgemm.jit.compile_many import compile_all
+from jitgemm.jit.cache import process_cache
+from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
@@ -131,7 +133,7 @@ class Job:
     """One kernel of the warm-up and what became of it.
 
     Attributes:
-        status: "cached", "missing", "compiled" or "failed".
+        status: "cached", "missing", "compiled", "unstored" (compiled, and no folder took it) or "failed".
         layers: names of the layers that can need it.
         entry: its cache entry, None while it has none.
     """
@@ -144,6 +146,11 @@ class Job:
     entry: Entry | None = None
     error: str | None = None
 
+    def found(self, entry: Entry | None, how: str) -> None:
+        """Take what a look-up or a compilation gave."""
+        if entry is not None:
+            self.entry, self.status = entry, how if entry.path else "unstored"
+
     @property
     def metadata(self) -> dict[str, Any]:
         return self.entry.metadata if self.entry else {}
@@ -153,7 +160,7 @@ class Job:
         return self.entry.slow_because if self.entry else ""
 
     def to_dict(self) -> dict[str, Any]:
-        seconds = self.metadata.get("seconds") if self.status == "compiled" else None
+        seconds = self.metadata.get("seconds") if self.status in ("compiled", "unstored") else None
         return {
             "label": self.kernel.label,
             "kind": "gemm" if isinstance(self.kernel, KernelSpec) else "quantizer",
@@ -256,7 +263,8 @@ def warmup(
       0  every kernel is in the cache (or would be, with --dry-run)
       1  --check: a kernel is missing
       2  wrong arguments, or a model that cannot be read or cut
-      3  a kernel failed to compile; --strict: it spills or is serialised
+      3  a kernel failed to compile, or was compiled and could not be stored;
+         --strict: it spills or is serialised
     """
     if not shape and not model:
         raise ValueError("nothing to warm up: give at least one --shape N,K or --model config.json")
@@ -273,19 +281,23 @@ def warmup(
     scales = scale_dtype.value
     wanted = Wanted(types, codes, group, zero_point, offset, scales, outs, batch_invariant, quantizers, max_m)
 
-    cache = KernelCache()
     plan = enumerate_jobs(layers, wanted, target)
-    missing = [job for job in plan if not _find(cache, job)]
+    for job in plan:
+        job.found(process_cache.lookup(job.key), "cached")
+    missing = [job for job in plan if job.status != "cached"]
     started = time.perf_counter()
     if missing and not (dry_run or check):
-        _compile(cache, missing, jobs or os.cpu_count() or 1)
+        _compile(missing, jobs or default_threads())
     seconds = time.perf_counter() - started
 
     _report(plan, layers, target, max_m, seconds, as_json)
     slow = [job for job in plan if job.slow_because]
     for job in slow:
         common.note(f"{'failed: ' if strict else ''}{job.kernel.label} is slower than it should be: {job.slow_because}")
-    if any(job.status == "failed" for job in plan) or (strict and slow):
+    unstored = [job for job in plan if job.status == "unstored"]
+    if unstored:
+        common.note(f"{len(unstored)} kernels are not stored: {unstored[0].entry.unwritten}")
+    if unstored or any(job.status == "failed" for job in plan) or (strict and slow):
         raise typer.Exit(common.FAILED)
     if check and missing:
         raise typer.Exit(common.FOUND)
@@ -310,29 +322,28 @@ def enumerate_jobs(layers: Sequence[LinearLayer], wanted: Wanted, device: Device
     return list(jobs.values())
 
 
-def _find(cache: KernelCache, job: Job) -> bool:
-    entry = cache.lookup(job.key)
-    if entry is not None:
-        job.status, job.entry = "cached", entry
-    return entry is not None
-
-
-def _compile(cache: KernelCache, jobs: list[Job], threads: int) -> None:
+def _compile(jobs: list[Job], threads: int) -> None:
     console = common.err()
-    for index, result in compile_all(cache, [job.source for job in jobs], threads, console):
-        job = jobs[index]
-        if isinstance(result, JitGemmError):
-            job.status, job.error = "failed", str(result)
-            console.print(f"{job.kernel.label}: {result}", style="red", markup=False, soft_wrap=True)
-        else:
-            job.entry, compiled = result
-            job.status = "compiled" if compiled else "cached"
+    try:
+        with closing(compile_all(process_cache, [job.source for job in jobs], threads, console)) as results:
+            for index, result in results:
+                job = jobs[index]
+                if isinstance(result, JitGemmError):
+                    job.status, job.error = "failed", str(result)
+                    console.print(f"{job.kernel.label}: {result}", style="red", markup=False, soft_wrap=True)
+                else:
+                    job.found(result[0], "compiled" if result[1] else "cached")
+    except KeyboardInterrupt:
+        done = sum(job.status == "compiled" for job in jobs)
+        common.note(f"interrupted: {done} of {len(jobs)} compiled, which are kept")
+        sys.stdout.flush()
+        os._exit(130)  # sys.exit would wait for the compilations in flight; the locks they leave are free
 
 
 def _report(
     jobs: list[Job], layers: list[LinearLayer], device: DeviceSpec, max_m: int, seconds: float, as_json: bool
 ) -> None:
-    statuses = ("cached", "compiled", "missing", "failed")
+    statuses = ("cached", "compiled", "unstored", "missing", "failed")
     counts = {status: sum(job.status == status for job in jobs) for status in statuses}
     if as_json:
         common.print_json(
@@ -348,7 +359,7 @@ def _report(
         return
     rows = []
     for job in jobs:
-        compiled = job.status == "compiled"
+        compiled = job.status in ("compiled", "unstored")
         rows.append(
             (
                 job.kernel.label,

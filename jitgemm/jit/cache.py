@@ -4,6 +4,19 @@ Knows files, keys and NVRTC; knows nothing of torch, of GPUs or of what a kernel
 cubin that comes out of here is whole and was built from exactly the source asked for. And nothing the disk does (a bad
 entry, a full or read-only folder, a lock nobody gives back) fails a call that could have compiled. Locks only save
 work; correctness rests on entries that appear by rename and carry their own checksum. See docs/cache.md.
+
+Who is trusted. A kernel runs with the rights of the process that loads it, and an entry's checksum has no secret: it
+finds accidents, not forgeries. So an entry is loaded only if its file
+
+- is a regular file that not everybody can write, and
+- belongs to root, to the user of the process, or to the owner of the folder it lies in. The folder's owner counts only
+  where no folder above can be written by everybody: anyone may make a folder in /tmp and wait for others to use it.
+
+Others' entries are left alone, with one warning a folder, and the kernel is compiled. So a cache of another user in a
+place of its own can be shared, as can one in an image that root or another user built, and in a folder for everybody
+(mode 1777) users ignore each other's entries. Members of a file's group are trusted where its group may write it: whoever
+allowed that chose them, as a Kubernetes fsGroup does. Entries are written with mode 644 less the umask. Symbolic links
+are followed; what counts is the file they lead to.
 """
 
 from __future__ import annotations
@@ -14,6 +27,7 @@ import re
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,13 +36,14 @@ from jitgemm import settings
 from jitgemm.errors import CacheMissError, JitGemmError
 from jitgemm.jit.entry import (
     SCHEMA,
-    SET_ASIDE,
     SUFFIX,
     BadEntry,
     Entry,
     EntryInfo,
+    UntrustedEntry,
     describe_entry,
     encode_entry,
+    open_entry,
     read_entry,
     set_aside,
     write_atomically,
@@ -40,6 +55,9 @@ LOCK_TIMEOUT_S = 10.0
 STALE_AFTER_S = 3600.0
 """Age at which a temporary file or lock is taken to be a dead process's: no compilation lasts that long."""
 
+# The folder may be shared with others (somebody's /tmp): only what bears a key is ours to read or remove.
+_ENTRY = re.compile(r"[0-9a-f]{64}\.jgk")
+_ENTRY_OR_SET_ASIDE = re.compile(r"[0-9a-f]{64}\.jgk(\.bad)?")
 _LEFTOVER = re.compile(r"[0-9a-f]{64}\.(lock|\w+\.tmp)")
 
 
@@ -47,20 +65,24 @@ class KernelCache:
     """Kernels by content, over one or more folders.
 
     Args:
-        roots: folders in reading order; the first writable one receives what is compiled. None asks
+        roots: folders in reading order; the first one that takes it receives what is compiled. None asks
             `settings.cache_roots()` at every use.
         lock_timeout_s: how long to wait for another process that compiles the same kernel before compiling it as well.
 
-    Thread-safe. Creating one touches no disk.
+    Thread-safe, and usable in a forked child. Creating one touches no disk.
     """
 
     def __init__(self, roots: Sequence[Path] | None = None, *, lock_timeout_s: float = LOCK_TIMEOUT_S):
         self._roots = None if roots is None else [Path(root) for root in roots]
         self._lock_timeout_s = lock_timeout_s
+        self._unwritten: dict[str, Entry] = {}
+        self._warned: set[Path | None] = set()
+        self._renew_locks()
+        _caches.add(self)
+
+    def _renew_locks(self) -> None:
         self._guard = threading.Lock()
         self._key_locks: dict[str, threading.Lock] = {}
-        self._unwritten: dict[str, Entry] = {}
-        self._warned: set[str] = set()
 
     @property
     def roots(self) -> list[Path]:
@@ -73,14 +95,17 @@ class KernelCache:
         for root in self.roots:
             path = root / (key + SUFFIX)
             try:
-                with open(path, "rb") as file:
+                with open_entry(path) as file:
                     try:
                         entry = Entry(key, path, *read_entry(file, key))
                     except BadEntry as problem:
                         set_aside(path, os.fstat(file.fileno()), problem)
                         continue
-            except OSError:
-                # Absent, no permission, not a folder, a network file system's bad moment: all mean "not here".
+            except UntrustedEntry as problem:
+                self._warn_once(root, f"kernel cache entry {path} is not trusted and not loaded: {problem}")
+                continue
+            except (BadEntry, OSError):
+                # Absent, no permission, not a file, a network file system's bad moment: all mean "not here".
                 continue
             with suppress(OSError):
                 os.utime(path)
@@ -88,7 +113,7 @@ class KernelCache:
         return self._unwritten.get(key)
 
     def get_or_compile(self, request: KernelSource, *, allow_compile: bool | None = None) -> tuple[Entry, bool]:
-        """The kernel, and whether this call compiled it.
+        """The kernel, and whether this call compiled it. One that no folder took is offered to the folders again.
 
         Args:
             allow_compile: whether a missing kernel may be compiled, without a word; None asks `JITGEMM_JIT`.
@@ -100,7 +125,7 @@ class KernelCache:
         key = request.key(nvrtc_info())
         entry = self.lookup(key)
         if entry is not None:
-            return entry, False
+            return (entry if entry.path else self._store(key, entry.metadata, entry.cubin)), False
         mode = settings.jit_mode() if allow_compile is None else None
         if mode == "off" or allow_compile is False:
             why = "JITGEMM_JIT=off" if mode else "this call must not compile (a CUDA graph is being captured)"
@@ -110,8 +135,7 @@ class KernelCache:
         with self._guard:
             key_lock = self._key_locks.setdefault(key, threading.Lock())
         with key_lock:
-            root = self._writable_root()
-            with self._file_lock(root, key):
+            with self._file_lock(key):
                 entry = self.lookup(key)  # another thread or process may have compiled it meanwhile
                 if entry is not None:
                     return entry, False
@@ -119,20 +143,26 @@ class KernelCache:
                     warnings.warn(f"JITGEMM_JIT=warn: compiling kernel {request.label}", stacklevel=2)
                 compiled = request.compile()
                 self._dump(request, key, compiled)
-                return self._publish(root, request, key, compiled), True
+                return self._store(key, _metadata(request, key, compiled), compiled.cubin), True
 
-    def _writable_root(self) -> Path | None:
-        """The first root that takes files; created if need be."""
+    def _writable_roots(self) -> Iterator[Path]:
+        """The roots that permit writing, each created when it is asked for. Their disks may still be full."""
         for root in self.roots:
-            with suppress(OSError):
+            try:
                 root.mkdir(parents=True, exist_ok=True)
-                if os.access(root, os.W_OK | os.X_OK):
-                    return root
-        return None
+            except OSError:
+                continue
+            if os.access(root, os.W_OK | os.X_OK):
+                yield root
+
+    def writable_root(self) -> Path | None:
+        """The first root that permits writing, which `prune` and `clear` work on; created if need be."""
+        return next(self._writable_roots(), None)
 
     @contextmanager
-    def _file_lock(self, root: Path | None, key: str) -> Iterator[None]:
+    def _file_lock(self, key: str) -> Iterator[None]:
         """Hold the key's lock among processes, or go on without it: one that cannot be had only costs a compilation."""
+        root = self.writable_root()
         if root is None:
             yield
             return
@@ -155,31 +185,36 @@ class KernelCache:
             with suppress(OSError):
                 lock.release()
 
-    def _publish(self, root: Path | None, request: KernelSource, key: str, compiled: Compiled) -> Entry:
-        """Write the entry beside its final name and rename it there; on failure warn once and keep it in memory."""
-        metadata = _metadata(request, key, compiled)
-        if root is None:
-            folders = os.pathsep.join(map(str, self.roots))
-            return self._keep_unwritten(key, metadata, compiled.cubin, folders, "no folder is writable")
-        path = root / (key + SUFFIX)
-        try:
-            write_atomically(path, encode_entry(metadata, compiled.cubin))
-        except OSError as error:
-            return self._keep_unwritten(key, metadata, compiled.cubin, str(root), str(error))
-        for stale in _leftovers(root, STALE_AFTER_S):
-            with suppress(OSError):
-                stale.unlink()
-        return Entry(key, path, metadata, compiled.cubin)
+    def _store(self, key: str, metadata: dict, cubin: bytes) -> Entry:
+        """Write the entry beside its final name and rename it there, in the first root that takes it; else warn once
+        and keep it in memory."""
+        data = encode_entry(metadata, cubin)
+        failed: dict[Path, str] = {}
+        for root in self._writable_roots():
+            path = root / (key + SUFFIX)
+            try:
+                write_atomically(path, data)
+            except OSError as error:
+                failed[root] = error.strerror or str(error)
+                continue
+            for stale in _leftovers(root, STALE_AFTER_S):
+                with suppress(OSError):
+                    stale.unlink()
+            for folder, why in failed.items():
+                self._warn_once(folder, f"kernel cache {folder} cannot be written ({why}); {root} is used instead")
+            self._unwritten.pop(key, None)
+            return Entry(key, path, metadata, cubin)
+        folders = os.pathsep.join(map(str, self.roots))
+        why = "; ".join(failed.values()) or ("no folder is writable" if folders else "there is no folder")
+        problem = f"kernel cache {folders} cannot be written ({why})"
+        self._warn_once(None, f"{problem}; kernels are compiled anew in every process. JITGEMM_CACHE_DIR names folders")
+        self._unwritten[key] = entry = Entry(key, None, metadata, cubin, problem)
+        return entry
 
-    def _keep_unwritten(self, key: str, metadata: dict, cubin: bytes, folder: str, problem: str) -> Entry:
+    def _warn_once(self, folder: Path | None, message: str) -> None:
         if folder not in self._warned:
             self._warned.add(folder)
-            warnings.warn(
-                f"kernel cache {folder} cannot be written ({problem}); kernels are compiled anew in every process",
-                stacklevel=5,
-            )
-        self._unwritten[key] = entry = Entry(key, None, metadata, cubin)
-        return entry
+            warnings.warn(message, stacklevel=2)
 
     def _dump(self, request: KernelSource, key: str, compiled: Compiled) -> None:
         try:
@@ -199,7 +234,7 @@ class KernelCache:
     def entries(self) -> Iterator[EntryInfo]:
         """Every entry of every root, hidden ones too: a key may stand in two roots. Reads no cubin."""
         for root in self.roots:
-            for path in _files(root, SUFFIX):
+            for path in _files(root, _ENTRY):
                 with suppress(OSError):
                     yield describe_entry(root, path)
 
@@ -207,7 +242,7 @@ class KernelCache:
         """The entry whose key starts so; leaves its last use alone. JitGemmError if none, several or a bad one does."""
         paths: dict[str, Path] = {}
         for root in self.roots:
-            for path in _files(root, SUFFIX):
+            for path in _files(root, _ENTRY):
                 if path.name.startswith(key_or_prefix):
                     paths.setdefault(path.stem, path)
         if not paths:
@@ -217,7 +252,7 @@ class KernelCache:
             raise JitGemmError(f"{len(paths)} kernels have a key that starts with {key_or_prefix!r}: {keys}")
         ((key, path),) = paths.items()
         try:
-            with open(path, "rb") as file:
+            with open_entry(path) as file:
                 return Entry(key, path, *read_entry(file, key))
         except (BadEntry, OSError) as problem:
             raise JitGemmError(f"{path}: {problem}") from problem
@@ -227,7 +262,7 @@ class KernelCache:
         results = []
         for info in self.entries():
             try:
-                with open(info.path, "rb") as file:
+                with open_entry(info.path) as file:
                     read_entry(file, info.key)
                 problem = None
             except (BadEntry, OSError) as error:
@@ -244,7 +279,7 @@ class KernelCache:
         Returns:
             What was removed, or with `dry_run` what would be.
         """
-        root = self._writable_root()
+        root = self.writable_root()
         if root is None:
             return []
         now, used_bytes, doomed = time.time(), 0, []
@@ -259,16 +294,23 @@ class KernelCache:
 
     def clear(self) -> list[EntryInfo]:
         """Remove every entry of the writable root, set-aside ones, locks and temporary files; return the entries."""
-        root = self._writable_root()
+        root = self.writable_root()
         return [] if root is None else _remove(root, self._all_files(root), 0.0, False)
 
     @staticmethod
     def _all_files(root: Path) -> list[EntryInfo]:
         found = []
-        for path in (*_files(root, SUFFIX), *_files(root, SET_ASIDE)):
+        for path in _files(root, _ENTRY_OR_SET_ASIDE):
             with suppress(OSError):
                 found.append(describe_entry(root, path))
         return found
+
+
+_caches: weakref.WeakSet[KernelCache] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [cache._renew_locks() for cache in list(_caches)])
+
+process_cache = KernelCache()
+"""The one that calls, warm-ups and commands of this process share: what no folder took is found again here."""
 
 
 def _metadata(request: KernelSource, key: str, compiled: Compiled) -> dict:
@@ -299,19 +341,18 @@ def _metadata(request: KernelSource, key: str, compiled: Compiled) -> dict:
     }
 
 
-def _files(root: Path, suffix: str) -> list[Path]:
+def _files(root: Path, name: re.Pattern[str]) -> list[Path]:
     try:
-        return sorted(path for path in root.iterdir() if path.name.endswith(suffix) and path.is_file())
+        return sorted(path for path in root.iterdir() if name.fullmatch(path.name) and path.is_file())
     except OSError:
         return []
 
 
 def _leftovers(root: Path, older_than_s: float) -> Iterator[Path]:
     """This cache's temporary files and locks that no living process can still want."""
-    for path in (*_files(root, ".tmp"), *_files(root, ".lock")):
+    for path in _files(root, _LEFTOVER):
         with suppress(OSError):
-            # The folder may be shared with others (somebody's /tmp): only what bears a key is ours to remove.
-            if _LEFTOVER.fullmatch(path.name) and time.time() - path.stat().st_mtime >= older_than_s:
+            if time.time() - path.stat().st_mtime >= older_than_s:
                 yield path
 
 

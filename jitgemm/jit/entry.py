@@ -1,6 +1,7 @@
 """One kernel of the cache as one file: its layout, reading it with suspicion, writing it so that nobody sees half.
 
-Knows bytes and files; knows neither folders' order, nor locks, nor how a kernel comes about. See docs/cache.md.
+Knows bytes and files; knows neither folders' order, nor locks, nor how a kernel comes about. Whose entries are trusted
+stands in `jitgemm/jit/cache.py`; see also docs/cache.md.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import struct
 import warnings
 from contextlib import suppress
@@ -27,12 +29,14 @@ _HEADER = struct.Struct("<8sQQ32s")  # magic, bytes of metadata, bytes of cubin,
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel from the cache. `path` is None when it could not be written and lives in this process only."""
+    """A kernel from the cache. `path` is None when no folder took it, for the reason `unwritten`: then it lives in this
+    process only."""
 
     key: str
     path: Path | None
     metadata: dict
     cubin: bytes
+    unwritten: str = ""
 
     @property
     def slow_because(self) -> str:
@@ -79,6 +83,34 @@ class BadEntry(Exception):
     """A file that is not the entry its name says."""
 
 
+class UntrustedEntry(BadEntry):
+    """A file that somebody who is not trusted wrote or can write."""
+
+
+def open_entry(path: Path) -> BinaryIO:
+    """A file of the cache, open for reading. Raises OSError, BadEntry for no regular file, and UntrustedEntry."""
+    # Without O_NONBLOCK a FIFO would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadEntry("not a regular file")
+        if status.st_mode & stat.S_IWOTH:
+            raise UntrustedEntry("everybody can write it")
+        if status.st_uid not in (0, os.geteuid()) and not _placed_by(status.st_uid, path.parent):
+            raise UntrustedEntry(f"user {status.st_uid} wrote it")
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _placed_by(user: int, folder: Path) -> bool:
+    """Whether the folder belongs to this user and nobody else could have made one of its name."""
+    folder = folder.resolve()
+    return folder.stat().st_uid == user and not any(above.stat().st_mode & stat.S_IWOTH for above in folder.parents)
+
+
 def encode_entry(metadata: dict, cubin: bytes) -> bytes:
     """The bytes of an entry::
 
@@ -112,13 +144,24 @@ def _read_header(file: BinaryIO) -> tuple[bytes, bytes, int]:
 def _parse_metadata(text: bytes, key: str) -> dict:
     try:
         metadata = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadEntry(f"unreadable metadata: {error}") from None
     if not isinstance(metadata, dict) or metadata.get("schema") != SCHEMA:
         raise BadEntry("metadata of another schema")
     if metadata.get("key") != key:
         raise BadEntry("holds another kernel than its name says")
+    for name, kind in _FIELDS.items():
+        if not isinstance(metadata.get(name), kind):
+            raise BadEntry(f"metadata without a proper {name}")
+    if not isinstance(metadata["nvrtc"].get("build"), str) or not isinstance(metadata.get("serialised", ""), str):
+        raise BadEntry("metadata without a proper nvrtc.build or serialised")
     return metadata
+
+
+_FIELDS = dict.fromkeys(("label", "source", "log"), str) | dict.fromkeys(("spec", "nvrtc"), dict) | dict.fromkeys(
+    ("registers", "spill_bytes", "stack_bytes"), int) | dict.fromkeys(("seconds", "created"), (int, float)
+)  # fmt: skip
+"""Metadata that is read again, by type. `serialised` may be missing."""
 
 
 def read_entry(file: BinaryIO, key: str) -> tuple[dict, bytes]:
@@ -138,22 +181,18 @@ def describe_entry(root: Path, path: Path) -> EntryInfo:
     try:
         if path.name.endswith(SET_ASIDE):
             raise BadEntry("set aside")
-        with open(path, "rb") as file:
+        with open_entry(path) as file:
             data = _parse_metadata(_read_header(file)[0], key)
-        shown = {name: data[name] for name in ("label", "spec", "registers", "spill_bytes", "stack_bytes", "seconds")}
-        shown["serialised"] = data.get("serialised", "")
-        return replace(base, created=data["created"], nvrtc=data["nvrtc"]["build"], **shown)
-    except (KeyError, TypeError) as error:
-        problem = f"incomplete metadata: {error}"
+        names = ("label", "spec", "registers", "spill_bytes", "serialised", "stack_bytes", "seconds", "created")
+        return replace(base, nvrtc=data["nvrtc"]["build"], **{name: data[name] for name in names if name in data})
     except (BadEntry, OSError) as error:
-        problem = str(error)
-    return replace(base, problem=problem)
+        return replace(base, problem=str(error))
 
 
 def _umask() -> int:
     """This process's umask, without setting it: that would be seen by other threads."""
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="latin-1")
         return int(next(line for line in status.splitlines() if line.startswith("Umask:")).split()[1], 8)
     except (OSError, StopIteration, ValueError):
         return 0o077
@@ -163,6 +202,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Make `path` hold `data`, or leave it as it was and raise OSError.
 
     Readable as the umask allows, like any file that is made in place: a folder may be warmed by one user for another.
+    Nobody but its owner may write it.
     """
     import tempfile
 
@@ -171,7 +211,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
+            with suppress(OSError):  # some network and FUSE file systems have modes of their own
+                os.fchmod(file.fileno(), 0o644 & ~_umask())
             os.fsync(file.fileno())  # a rename may reach the disk before the data it names
         os.replace(temporary, path)
     except BaseException:
@@ -185,4 +226,4 @@ def set_aside(path: Path, seen: os.stat_result, problem: BadEntry) -> None:
     with suppress(OSError):
         if os.path.samestat(os.stat(path), seen):
             os.replace(path, path.with_suffix(SET_ASIDE))
-            warnings.warn(f"kernel cache entry set aside as {path.stem}{SET_ASIDE}: {problem}", stacklevel=4)
+            warnings.warn(f"kernel cache entry set aside as {path.stem}{SET_ASIDE}: {problem}", stacklevel=2)

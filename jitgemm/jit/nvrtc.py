@@ -13,7 +13,8 @@ import site
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -100,6 +101,11 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
         CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or refused the source, which is kept;
             the message says where.
     """
+    with _compiling():
+        return _compile(source, headers, options, name)
+
+
+def _compile(source: str, headers: Mapping[str, str], options: Sequence[str], name: str) -> Compiled:
     nvrtc = _load()
     _check_is_reported(nvrtc)
     names = sorted(headers)
@@ -156,7 +162,38 @@ def _load() -> Any:
     return nvrtc
 
 
-_load_lock = threading.Lock()
+# A fork while a thread is inside NVRTC would leave the child with NVRTC's own locks held for ever. So a fork waits for
+# those threads, and holds back others meanwhile.
+_FORK_TIMEOUT_S = 10.0
+
+
+def _renew_locks() -> None:
+    global _load_lock, _gate, _idle, _in_flight
+    _load_lock, _gate, _idle, _in_flight = threading.Lock(), threading.RLock(), threading.Condition(), 0
+
+
+def _before_fork() -> None:
+    _gate.acquire()
+    with _idle:
+        # With a limit: a signal handler that forks may have interrupted the very thread that compiles.
+        _idle.wait_for(lambda: _in_flight == 0, _FORK_TIMEOUT_S)
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    global _in_flight
+    with _gate, _idle:
+        _in_flight += 1
+    try:
+        yield
+    finally:
+        with _idle:
+            _in_flight -= 1
+            _idle.notify_all()
+
+
+_renew_locks()
+os.register_at_fork(before=_before_fork, after_in_parent=lambda: _gate.release(), after_in_child=_renew_locks)
 
 
 def _check_is_reported(nvrtc: Any) -> None:
@@ -180,7 +217,7 @@ def _check_is_reported(nvrtc: Any) -> None:
 def _mapped_libraries() -> list[str]:
     """Every libnvrtc this process has mapped, whoever loaded it."""
     try:
-        maps = Path("/proc/self/maps").read_text()
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes())
     except OSError:
         return []
     return sorted(set(re.findall(r"(/[^\n]*/libnvrtc\.so\.\d[^\n/]*)\n", maps)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ def warmup(
 
     Kernels are compiled in threads, under a progress bar on stderr if that is a terminal; what the cache holds is not
     compiled again. For layers on a GPU the kernels are loaded too: after this neither a first call nor the capture of a
-    CUDA graph waits for anything. Also under JITGEMM_JIT=off.
+    CUDA graph waits for anything. Also under JITGEMM_JIT=off. Warns of kernels that no cache folder took.
 
     Args:
         max_m: largest number of tokens in one call, batch and sequence together.
@@ -35,7 +35,7 @@ def warmup(
             bfloat16 if it has none.
         device: for layers on the CPU, the GPU to compile for, as `jitgemm warmup --device` takes it; None: the one at
             hand, else h200.
-        jobs: threads; None: one per core.
+        jobs: threads; None: one for each CPU that the process may use.
 
     Returns:
         Labels of the kernels that had to be compiled, in the order of the layers.
@@ -44,22 +44,32 @@ def warmup(
         ValueError: an argument is wrong.
         CompileError: a kernel did not compile; the others have.
     """
-    from jitgemm.errors import CompileError
-    from jitgemm.jit.cache import KernelCache
+    from jitgemm.errors import CompileError, JitGemmError
+    from jitgemm.jit.compile_many import default_threads
     from jitgemm.jit.nvrtc import nvrtc_info
+    from jitgemm.runtime.kernels import cache
 
     if max_m < 1:
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
     dtypes = _dtypes(model, dtype)
-    cache, nvrtc = KernelCache(), nvrtc_info()
+    nvrtc = nvrtc_info()
     needed: dict[str, Any] = {}  # by cache key
     on_gpu = []
     for spec, source, index in _kernels(model, max_m, dtypes, device):
         needed.setdefault(source.key(nvrtc), source)
         if index is not None:
             on_gpu.append((spec, index))
-    missing = [source for key, source in needed.items() if cache.lookup(key) is None]
-    failed = _compile(cache, missing, jobs or os.cpu_count() or 1)
+    found = {key: cache.lookup(key) for key in needed}
+    missing = [source for key, source in needed.items() if found[key] is None or found[key].path is None]
+    results = _compile(cache, missing, jobs or default_threads())
+    failed = [result for result in results if isinstance(result, JitGemmError)]
+    built = [result for result in results if not isinstance(result, JitGemmError)]
+    unwritten = [entry.unwritten for entry, _ in built if entry.path is None]
+    if unwritten:
+        warnings.warn(
+            f"{len(unwritten)} kernels are not stored and every other process compiles them again: {unwritten[0]}",
+            stacklevel=2,
+        )
     if failed:
         raise CompileError(
             f"{len(failed)} of {len(missing)} kernels did not compile; the first: {failed[0]}", log=failed[0].log,
@@ -67,7 +77,7 @@ def warmup(
         )  # fmt: skip
     for spec, index in dict.fromkeys(on_gpu):
         _load(spec, index)
-    return [source.label for source in missing]
+    return [entry.metadata["label"] for entry, compiled in built if compiled]
 
 
 def _dtypes(model: torch.nn.Module, dtype: torch.dtype | None) -> list[torch.dtype]:
@@ -113,17 +123,16 @@ def _kernels(
 
 
 def _compile(cache: Any, sources: list[Any], threads: int) -> list[Any]:
-    """Compiles under a bar; the errors, in the order of the sources."""
+    """Compiles under a bar; what `compile_all` yields for each source, in their order."""
     from rich.console import Console
 
-    from jitgemm.errors import JitGemmError
     from jitgemm.jit.compile_many import compile_all
 
     if not sources:
         return []
     console = Console(stderr=True)
     results = dict(compile_all(cache, sources, threads, console, bar=console.is_terminal))
-    return [results[index] for index in range(len(sources)) if isinstance(results[index], JitGemmError)]
+    return [results[index] for index in range(len(sources))]
 
 
 def _load(spec: Any, index: int) -> None:

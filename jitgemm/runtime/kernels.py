@@ -14,7 +14,7 @@ import torch
 
 from jitgemm.activations.kernel import QuantizeSpec
 from jitgemm.errors import CacheMissError
-from jitgemm.jit.cache import KernelCache
+from jitgemm.jit.cache import process_cache as cache
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
@@ -23,7 +23,6 @@ from jitgemm.runtime import driver
 
 Spec = TypeVar("Spec", KernelSpec, QuantizeSpec)
 
-cache = KernelCache()
 kernels: dict[tuple[KernelSpec | QuantizeSpec, int], driver.LoadedKernel] = {}
 """By spec and device; specs of different classes never compare equal."""
 _lock = threading.Lock()
