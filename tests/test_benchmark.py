@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "benchmark.py"
-sys.path.append(str(ROOT / "scripts"))  # at the end: scripts/cache.py and warmup.py must not hide anything
+sys.path.append(str(ROOT / "scripts"))
 
 from benchmark_lib import cells as cells_lib
 from benchmark_lib import results as results_lib

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,7 +87,7 @@ def warm_dir(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("warm")
     environment = os.environ | {"JITGEMM_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     environment.pop("JITGEMM_JIT", None)
-    command = [sys.executable, str(ROOT / "scripts" / "warmup.py"), *LAYER, "--json"]
+    command = [sys.executable, "-m", "jitgemm", "warmup", *LAYER, "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -99,6 +102,24 @@ def warm(warm_dir, cache_dir) -> Path:
     for path in warm_dir.glob("*.jgk"):
         (cache_dir / path.name).write_bytes(path.read_bytes())
     return cache_dir
+
+
+def in_terminal(*argv: str, columns: int = 80, answer: str = "") -> str:
+    """What the command writes to a terminal of so many columns, colours left out."""
+    leader, follower = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jitgemm", *argv], env=environment, stdin=follower, stdout=follower, stderr=follower
+    )
+    os.close(follower)
+    os.write(leader, answer.encode())
+    text = b""
+    with suppress(OSError):  # EIO: the process has ended
+        while chunk := os.read(leader, 65536):
+            text += chunk
+    os.close(leader)
+    assert process.wait(timeout=60) in (0, 1), text
+    return text.decode().replace("\r\n", "\n")
 
 
 # warmup
@@ -181,6 +202,7 @@ def test_a_warmup_that_could_not_store_says_so_and_exits_3(run, cache_dir):
 
 
 @pytest.mark.nvrtc
+@pytest.mark.filterwarnings("ignore:.*cannot be written")
 def test_a_models_warmup_warns_of_what_it_could_not_store_and_calls_find_it_again(cache_dir):
     import torch
 
@@ -392,6 +414,52 @@ def test_the_command_that_a_miss_names_compiles_that_kernel_and_no_other_format(
     assert len(labels) <= 3  # the kernel; the layer's quantiser; for a quantiser, two orders of codes
 
 
+QUANTIZED = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}
+INT8_ACTIVATIONS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "all": {
+            "weights": {"num_bits": 4, "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "type": "int", "symmetric": False, "dynamic": True},
+        }
+    },
+}
+
+
+def test_a_models_quantization_config_decides_what_options_leave_open(run, tmp_path):
+    def warmup(section: dict, *options: str) -> tuple[set[str], str]:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": section}))
+        fixed = ("--device", "h200", "--max-m", "8", "--form", "fused", "--dry-run", "--json")
+        done = run("warmup", "--model", str(tmp_path), *fixed, *options)
+        assert done.code == 0, done.stderr
+        labels = [kernel["label"].split("-") for kernel in done.json["kernels"]]
+        return {"-".join(parts[: 2 + (parts[0] == "quantize")]) for parts in labels}, done.stderr
+
+    labels, said = warmup(QUANTIZED)
+    assert labels == {"e4m3-g64z", "quantize-bf16-e4m3"}
+    assert "gptq: groups of 64 with zero points in bf16, fp8 activations, results in bf16" in said
+    labels, said = warmup(INT8_ACTIVATIONS, "--codes", "any")
+    assert labels == {"s8-channel", "quantize-bf16-s8z"} and "int8 activations (affine)" in said
+    labels, _ = warmup(QUANTIZED, "--group-size", "128", "--no-zero-point", "--lhs", "int8", "--codes", "any")
+    assert labels == {"s8-g128", "quantize-bf16-s8"}
+    labels, said = warmup({"quant_method": "fp8"}, "--codes", "any")
+    assert labels == {"e4m3-g128", "quantize-bf16-e4m3"} and "not read (quant_method 'fp8')" in said
+
+
+def test_a_group_size_that_no_kernel_has_is_named(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": QUANTIZED | {"group_size": 16}}))
+    done = run("warmup", "--model", str(tmp_path), "--dry-run")
+    assert done.code == 2 and "group_size: expected -1 or one of (32, 64, 128, 256), got 16" in done.stderr
+
+
+def test_of_experts_and_their_router_it_says_what_is_left_out(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "mixtral", "num_local_experts": 8}))
+    options = ("--device", "h200", "--max-m", "8", "--dry-run")
+    said = run("warmup", "--model", str(tmp_path), *options).stderr
+    assert "experts: each is a call of its own" in said and "the router is left out" in said
+    assert "experts" not in run("warmup", *LAYER, "--dry-run").stderr
+
+
 def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
     def keys(max_m: int) -> set[str]:
         done = run("warmup", "--shape", "4096,4096", "--device", "h200", "--max-m", str(max_m), "--dry-run", "--json")
@@ -421,7 +489,15 @@ def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
         (["warmup", "--shape", "12,4096"], "n: expected a positive multiple of 8, got 12"),
         (["warmup", "--shape", "16,40"], "k: expected a positive multiple of 32, got 40"),
         (["warmup", "--shape", "16,64", "--group-size", "48"], "expected one of 32, 64, 128, 256 or 'channel'"),
-        (["warmup", "--shape", "16,64", "--tp", "2"], "--tp cuts the layers of --model"),
+        (["warmup", "--shape", "16,64", "--tp", "2"], "--tp and --form are for the layers of --model"),
+        (["warmup", "--shape", "16,64", "--form", "fused"], "--tp and --form are for the layers of --model"),
+        (["warmup", "--shape", "16,64", "--form", "nonsense"], "'nonsense' is not one of 'both', 'fused', 'separate'"),
+        (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
+        (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),
+        (["explain", "1", "64", "64", "--device", "sms=nan", "--json"], "'sms=nan' must be at least 1"),
+        (["explain", "2147483648", "8", "32"], "m: expected 1 to 2147483647, got 2147483648"),
+        (["explain", "1", "2147483648", "32"], "n: expected a positive multiple of 8 up to 2147483647"),
+        (["explain", "1", "8", "1048576", "--lhs", "int8", "--group-size", "channel"], "k: expected at most 1048544"),
         (["warmup", "--shape", "16,64", "--device", "gtx280"], "h100-sxm"),
         (["warmup", "--model", "/nonexistent/config.json"], "No such file"),
         (["warmup", *LAYER, "--codes", "fast"], "--codes"),
@@ -432,7 +508,7 @@ def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
         (["warmup", *LAYER, "--quantizer", "none", "--quantizer", "bf16"], "--quantizer: expected none alone"),
         (["warmup", *LAYER, "--quantizer", "bf16+affine"], "affine: expected codes of int8, got e4m3"),
         (["explain", "1", "64", "128", "--offset"], "--offset: expected a --group-size below k, got 128 and k = 128"),
-        (["explain", "1", "12", "64"], "n: expected a positive multiple of 8, got 12"),
+        (["explain", "1", "12", "64"], "n: expected a positive multiple of 8 up to 2147483647, got 12"),
         (["cache", "ls", "--sort", "colour"], "--sort: expected one of"),
         (["cache", "prune"], "--older-than AGE or --max-size SIZE"),
         (["cache", "prune", "--max-size", "much"], "expected a size such as 500M"),
@@ -578,7 +654,7 @@ def test_clear_drops_everything(run, warm):
 def test_explain_names_the_winner_and_why(run):
     done = run("explain", "16", "4096", "4096", "--device", "h200")
     assert done.code == 0
-    assert "→" in done.stdout and "predicted us" in done.stdout
+    assert re.search("^> +e4m3-", done.stdout, re.MULTILINE) and "predicted us" in done.stdout
     assert "h200 (132 SMs), m = 9..16 share a kernel" in done.stderr
     assert re.search(r"won over|ties with|only one", done.stderr)
 
@@ -656,12 +732,105 @@ def test_exit_codes_stand_in_the_help(run, command):
     assert "Exit codes:" in run(*command, "--help").stdout
 
 
-@pytest.mark.parametrize("script", ["warmup.py", "cache.py"])
-def test_the_scripts_are_the_commands(script):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), "--help"], capture_output=True, text=True, cwd="/", timeout=120
-    )
-    assert done.returncode == 0 and f"jitgemm {script.removesuffix('.py')}" in done.stdout
+def shell(line: str, **variables: str) -> subprocess.CompletedProcess:
+    """A line for the shell in which $JG is the command."""
+    variables = {"PYTHONPATH": str(ROOT), "JG": f"{sys.executable} -m jitgemm", **variables}
+    return subprocess.run(["bash", "-c", line], env=os.environ | variables, capture_output=True, text=True, timeout=120)
+
+
+def test_the_module_is_the_command_and_says_its_version():
+    import jitgemm
+
+    done = shell("$JG --version")
+    assert (done.returncode, done.stdout) == (0, f"jitgemm {jitgemm.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "line", ["$JG cache ls >&-", "$JG cache clear <&-", "$JG cache info 2>&-", "$JG env >&- <&- 2>&-"]
+)
+def test_closed_streams_are_no_error(cache_dir, line):
+    done = shell(line)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+def test_a_terminal_of_another_encoding_gets_what_it_can_show(cache_dir):
+    done = shell("$JG explain 16 4096 4096 --device h200 --top 2; $JG cache info", PYTHONIOENCODING="ascii",
+                 JITGEMM_CACHE_DIR=f"{cache_dir}-é")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search("^> +e4m3-", done.stdout, re.MULTILINE) and f"{cache_dir}-\\xe9" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["a[/nope]b", "[bold]x[/bold] [red]y", "two words"])
+def test_folder_names_are_printed_as_they_are(run, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / name))
+    done = run("cache", "info")
+    assert done.code == 0 and str(tmp_path / name) in done.stdout
+
+
+@pytest.mark.parametrize("variables", [{"JITGEMM_CACHE_DIR": "~nosuch/x"}, {"JITGEMM_CACHE_DIR": "", "HOME": "relative"}])
+def test_without_a_folder_commands_say_so_and_go_on(tmp_path, variables):
+    done = shell(f"cd {tmp_path} && $JG cache info && $JG cache ls && $JG env", XDG_CACHE_HOME="", **variables)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert ("warning: JITGEMM_CACHE_DIR: folder '~nosuch/x' is left out" in done.stderr) == ("HOME" not in variables)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_jit_mode_is_named_before_anything_is_printed(run, monkeypatch):
+    monkeypatch.setenv("JITGEMM_JIT", "bogus")
+    done = run("cache", "info")
+    assert (done.code, done.stdout) == (2, "") and "JITGEMM_JIT: expected one of" in done.stderr
+
+
+def test_a_file_and_a_name_too_long_are_no_writable_folders(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    folders = [tmp_path / "file", tmp_path / "file" / "x", tmp_path / ("x" * 300), tmp_path / "new" / "folder"]
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join(map(str, folders)))
+    roots = run("cache", "info", "--json").json["roots"]
+    assert [root["writable"] for root in roots] == [False, False, False, True]
+
+
+# terminals
+
+
+@pytest.mark.nvrtc
+def test_in_80_columns_keys_status_and_numbers_are_whole(warm):
+    keys = {path.stem[:12] for path in warm.glob("*.jgk")}
+    for argv in (("cache", "ls"), ("warmup", *LAYER, "--check"), ("explain", "16", "4096", "4096", "--device", "h200"),
+                 ("cache", "info"), ("cache", "clear", "--dry-run")):  # fmt: skip
+        text = in_terminal(*argv)
+        assert "…" not in text
+        header, *lines = text.splitlines()
+        table = [line for line in lines if re.match(r"[0-9a-f]{12} |(e4m3|quantize)\S+ +cached|> |/", line)]
+        assert table and all(len(line.rstrip()) <= 80 for line in (header, *table)), text
+        if argv[0] == "warmup":
+            assert {line.split()[-1] for line in table} == keys
+            assert all(re.search(r" cached +\d+ +\d+ +[0-9a-f]{12}$", line) for line in table)
+        if argv == ("cache", "ls"):
+            assert {line.split()[0] for line in table} == keys and "spills" in header
+        if argv[0] == "explain":
+            assert re.match(r"> +e4m3\S+ +\d+\.\d\d +[a-z]", table[0])
+
+
+@pytest.mark.nvrtc
+def test_in_40_columns_keys_and_status_are_whole(warm):
+    text = in_terminal("warmup", *LAYER, "--check", columns=40)
+    for path in warm.glob("*.jgk"):
+        assert re.search(rf"^\S+ +cached .*{path.stem[:12]}$", text, re.MULTILINE), text
+
+
+@pytest.mark.nvrtc
+def test_clear_asks_for_what_it_clears(warm, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    shutil.copytree(warm, other)
+    (other / "thesis.jgk").write_text("mine")
+    next(other.glob("[0-9a-f]*.jgk")).unlink()
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", os.pathsep.join([str(warm), str(other)]))
+    count = len(list(warm.glob("*.jgk")))
+    text = " ".join(in_terminal("cache", "clear", answer="n\n", columns=500).split())
+    assert f"Drop {count} kernels from {warm}?" in text and len(list(warm.glob("*.jgk"))) == count
+
+
+# help
 
 
 def test_readme_lists_every_environment_variable():

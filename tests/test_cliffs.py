@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts" / "cliffs.py"
-sys.path.append(str(ROOT / "scripts"))  # at the end: scripts/cache.py and warmup.py must not hide anything
+sys.path.append(str(ROOT / "scripts"))
 
 import cliffs
 from benchmark_lib.cells import Cell, parse_format

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jitgemm.cli.hf_config import LinearLayer, linear_layers, read_config, weight_group
+from jitgemm.cli.hf_config import LinearLayer, Quantization, linear_layers, quantization, read_config, weight_group
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -134,7 +134,9 @@ def test_attention_without_key_value_heads_has_one_per_query_head():
         (QWEN2_MOE, 4, 128, "experts.down_proj would be cut at k = 352, which is not a border of a group of 128"),
         (LLAMA_3_8B | {"model_type": "gpt2"}, 1, 0, "model_type 'gpt2' is not known .*llama.*--shape"),
         ({"hidden_size": 4096}, 1, 0, "expected a key 'model_type'"),
-        (LLAMA_3_8B | {"hidden_size": None}, 1, 0, "hidden_size: expected a positive integer, got None"),
+        (LLAMA_3_8B | {"hidden_size": None}, 1, 0, "hidden_size: expected a positive integer, found none.*use_diff=False.*--shape"),
+        (LLAMA_3_8B | {"model_type": ["llama"]}, 1, 0, r"model_type \['llama'\] is not known"),
+        (QWEN2_MOE | {"mlp_only_layers": 5}, 1, 0, "mlp_only_layers: expected a list of integers, got 5"),
         (LLAMA_3_8B | {"intermediate_size": "big"}, 1, 0, "intermediate_size: expected a positive integer, got 'big'"),
         (LLAMA_3_8B | {"hidden_size": 4100}, 1, 0, "hidden_size 4100 is not divisible by 32 heads"),
         (LLAMA_3_8B | {"intermediate_size": 14336 + 8}, 1, 0, "down_proj: k = 14344 .* not a multiple of 32"),
@@ -150,9 +152,13 @@ def test_config_is_read_from_a_file_or_a_model_folder(tmp_path):
     assert read_config(tmp_path) == read_config(tmp_path / "config.json") == LLAMA_3_8B
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "expected a JSON object, got list")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(b"{", "not JSON"), (b"[]", "expected a JSON object, got list"), (b"[" * 100_000, "not JSON"), (b"\xff", "not JSON")],
+    ids=range(4),
+)
 def test_a_file_that_is_no_config_says_so(tmp_path, text, message):
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(ValueError, match=message):
         read_config(tmp_path)
     with pytest.raises(ValueError, match="No such file"):
@@ -167,3 +173,56 @@ def test_a_group_that_covers_all_of_k_is_per_channel():
 
 def test_layers_go_to_json():
     assert LinearLayer("o_proj", 8, 32, 2).to_dict() == {"name": "o_proj", "n": 8, "k": 32, "count": 2}
+
+
+# quantization_config
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": False, "dynamic": True, "strategy": "token"}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
+
+
+def compressed(weights: dict, inputs: dict | None = None) -> dict:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (GPTQ, Quantization("gptq", 64, False)),
+        (GPTQ | {"group_size": -1, "sym": False, "desc_act": True}, Quantization("gptq", 0, True, None, ("permuted",))),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, Quantization("awq", 128, True)),
+        (GPTQ | {"quant_method": "auto-round", "group_size": 128}, Quantization("auto-round", 128, False)),
+        (compressed(WEIGHTS), Quantization("compressed-tensors", 32, False)),
+        (compressed(WEIGHTS | {"strategy": "channel", "symmetric": False}), Quantization("compressed-tensors", 0, True)),
+        (compressed(WEIGHTS, INT8), Quantization("compressed-tensors", 32, False, "int8", ("affine",))),
+        (compressed(WEIGHTS, FP8), Quantization("compressed-tensors", 32, False, "fp8", ("static",))),
+    ],
+)
+def test_what_a_config_says_of_its_quantisation_is_read(section, said):
+    assert quantization(LLAMA_3_8B | {"quantization_config": section}) == said
+    assert quantization({"text_config": LLAMA_3_8B | {"quantization_config": section}}) == said
+    assert quantization(LLAMA_3_8B) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "why"),
+    [
+        ({"quant_method": "fp8"}, "quant_method 'fp8'"),
+        (GPTQ | {"bits": 8}, "bits: expected 4, got 8"),
+        ({"quant_method": "gptq", "bits": 4}, "'group_size' is missing"),
+        (GPTQ | {"dynamic": {"-:.*": {}}}, "settings of their own"),
+        (compressed(WEIGHTS | {"num_bits": 8}), "num_bits: expected 4, got 8"),
+        (compressed(WEIGHTS) | {"config_groups": {}}, "number of config_groups: expected 1, got 0"),
+        (compressed(WEIGHTS | {"type": "float"}), "type: expected 'int', got 'float'"),
+        (compressed(WEIGHTS, INT8 | {"num_bits": 4}), "input_activations: num_bits: expected 8, got 4"),
+        ({"quant_method": 7}, "lower"),
+        ({}, "'quant_method' is missing"),
+        ("gptq", "string indices"),
+    ],
+)
+def test_what_a_config_says_in_words_unknown_is_named(section, why):
+    if section:
+        assert why in quantization(LLAMA_3_8B | {"quantization_config": section})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "scripts"))  # at the end: scripts/cache.py and warmup.py must not hide anything
+sys.path.append(str(ROOT / "scripts"))
 
 import sweep
 from benchmark_lib.cells import DEFAULT_FORMATS, LLAMA_8B

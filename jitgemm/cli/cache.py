@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
@@ -91,7 +93,8 @@ _COLUMNS = ("key", "kernel", "tile m x n", "types", "scale per", "registers", "s
 
 
 def _table(entries: list[EntryInfo]):
-    return common.table(_COLUMNS, map(entry_row, entries), left=("key", "kernel", "types"))
+    drop = ("age", "tile m x n", "types", "scale per", "size", "last use", "registers")
+    return common.table(_COLUMNS, map(entry_row, entries), left=("key", "kernel", "types"), drop=drop)
 
 
 @cache_app.command("ls")
@@ -128,20 +131,16 @@ def ls(
 @common.guarded
 def info(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False) -> None:
     """Print the folders in use, with the number and size of the kernels in each."""
-    import os
-
+    jit = settings.jit_mode()
     entries = list(process_cache.entries())
     roots = []
     for root in settings.cache_roots():
         inside = [entry for entry in entries if entry.root == root]
-        present = root
-        while not present.exists() and present != present.parent:
-            present = present.parent
         roots.append(
             {
                 "path": str(root),
-                "exists": root.is_dir(),
-                "writable": os.access(present, os.W_OK),
+                "exists": os.path.isdir(root),
+                "writable": _writable(root),
                 "kernels": sum(entry.ok for entry in inside),
                 "quantizers": sum(entry.ok and kind_of(entry.spec) == "quantizer" for entry in inside),
                 "bad": sum(not entry.ok for entry in inside),
@@ -149,7 +148,7 @@ def info(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)]
             }
         )
     if as_json:
-        common.print_json({"jit": settings.jit_mode(), "roots": roots})
+        common.print_json({"jit": jit, "roots": roots})
         return
     rows = [
         (
@@ -163,8 +162,19 @@ def info(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)]
         for root in roots
     ]
     columns = ("folder", "writable", "kernels", "quantisers", "bad", "size")
-    common.out().print(common.table(columns, rows, left=("folder",)))
-    common.note(f"JITGEMM_JIT={settings.jit_mode()}; the first writable folder takes new kernels, all are read")
+    common.out().print(common.table(columns, rows, left=("folder",), drop=("bad", "quantisers")))
+    common.note(f"JITGEMM_JIT={jit}; the first folder that can be written takes new kernels, all are read")
+
+
+def _writable(root: Path) -> bool:
+    """Whether kernels can be stored there, as far as permissions tell, once the folder is made."""
+    try:
+        root.stat()
+    except FileNotFoundError:
+        return _writable(root.parent)
+    except OSError:
+        return False
+    return root.is_dir() and os.access(root, os.W_OK | os.X_OK)
 
 
 @cache_app.command("show")
@@ -228,8 +238,9 @@ def verify(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP
     if as_json:
         common.print_json([entry_dict(entry) | {"problem": problem} for entry, problem in checked])
     elif bad:
-        rows = [(str(entry.path), problem) for entry, problem in bad]
-        common.out().print(common.table(("bad entry", "problem"), rows, left=("bad entry", "problem")))
+        columns = ("key", "problem", "file")
+        rows = [(entry.key[:12], problem, entry.path) for entry, problem in bad]
+        common.out().print(common.table(columns, rows, left=columns))
     common.note(f"{len(checked)} checked, {len(bad)} bad")
     if bad:
         raise typer.Exit(common.FOUND)
@@ -249,7 +260,9 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be dropped.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
 ) -> None:
-    """Drop kernels that were not used lately, or until the cache is small enough.
+    """Drop kernels that were not used lately, or until the folder is small enough.
+
+    Only the first folder that can be written is touched.
 
     \b
     Examples:
@@ -273,14 +286,14 @@ def clear(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be dropped.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
 ) -> None:
-    """Drop every kernel from the folders that can be written. Asks first in a terminal."""
-    cache = process_cache
+    """Drop every kernel from the first folder that can be written. Asks first in a terminal."""
+    doomed = process_cache.prune(max_bytes=0, dry_run=True)
     if dry_run:
-        _report_dropped(cache.prune(max_bytes=0, dry_run=True), True, as_json)
+        _report_dropped(doomed, True, as_json)
         return
     if not yes and sys.stdin.isatty():
-        typer.confirm(f"Drop {sum(1 for _ in cache.entries())} kernels?", abort=True, err=True)
-    _report_dropped(cache.clear(), False, as_json)
+        typer.confirm(f"Drop {len(doomed)} kernels from {process_cache.writable_root()}?", abort=True, err=True)
+    _report_dropped(process_cache.clear(), False, as_json)
 
 
 def _report_dropped(dropped: list[EntryInfo], dry_run: bool, as_json: bool) -> None:

@@ -13,8 +13,10 @@ from enum import Enum
 from typing import Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jitgemm.cli.hf_config import weight_group
 from jitgemm.errors import JitGemmError
@@ -51,6 +53,7 @@ class Codes(str, Enum):
     tuned = "tuned"
 
 
+FROM_CONFIG = "what --model's quantization_config says, else {}"
 LHS_HELP = "Type of the activations."
 GROUP_HELP = f"Values of k that share a scale: {', '.join(map(str, GROUP_SIZES))}, or 'channel' for one per row of n."
 ZERO_HELP = "Weights have integer zero points (codes 0..15) instead of signed codes -8..7."
@@ -66,12 +69,12 @@ DEVICE_HELP = (
     f"Device to choose kernels for: {', '.join(DEVICES)}, or explicit figures such as 'h200,sms=66'. "
     "Default: the Hopper GPU at hand, else h200."
 )
-JSON_HELP = "Print JSON on stdout instead of a table."
+JSON_HELP = "Print JSON on stdout instead of a table, which leaves out columns in a narrow terminal."
 
 
 def out() -> Console:
     """Console for data. Piped output is not cut to a terminal's width."""
-    return Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
 
 
 def err() -> Console:
@@ -80,16 +83,42 @@ def err() -> Console:
 
 
 def print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    sys.stdout.write(json.dumps(value, indent=2, default=str, allow_nan=False) + "\n")
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ("kernel",)) -> Table:
-    """A borderless table; numbers to the right, the columns named in `left` to the left."""
+_FOLDED = 36
+"""Width down to which text is folded before columns are dropped: most kernels' names fit."""
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    left: Sequence[str] = ("kernel",),
+    whole: Sequence[str] = ("", "key", "status"),
+    drop: Sequence[str] = (),
+) -> Table:
+    """A borderless table that fits the terminal: numbers and `whole` columns are never cut or folded.
+
+    Args:
+        left: columns of text, to the left; the others are numbers, to the right.
+        whole: columns of text that stay on one line.
+        drop: columns that may be left out, the first to go first.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    folds = {column: column in left and column not in whole for column in columns}
+    widths = {column: max(cell_len(text) for text in texts) for column, *texts in zip(columns, columns, *cells)}
+    shown = list(columns)
+    for column in drop:
+        needed = sum(min(widths[name], _FOLDED) if folds[name] else widths[name] for name in shown)
+        if needed + 2 * (len(shown) - 1) <= out().width:
+            break
+        shown.remove(column)
     made = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        made.add_column(column, justify="left" if column in left else "right", no_wrap=True)
-    for row in rows:
-        made.add_row(*(str(cell) for cell in row))
+    for column in shown:
+        justify = "left" if column in left else "right"
+        made.add_column(column, justify=justify, no_wrap=not folds[column], overflow="fold")
+    for row in cells:
+        made.add_row(*(Text(cell) for column, cell in zip(columns, row) if column in shown))  # no markup
     return made
 
 

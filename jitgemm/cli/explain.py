@@ -33,7 +33,7 @@ def explain(
     top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to print.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
 ) -> None:
-    """Print the candidates for out[M, N] = lhs[M, K] · weight[N, K]ᵀ, the model's prediction for each, and why one won.
+    """Print the candidates for out[M, N] = lhs[M, K] @ weight[N, K].T, the model's prediction for each, and why one won.
 
     Predictions are in microseconds on the named device. Of memory, tensor, issue, latency, fetch and l2 the longest
     counts, since they overlap; fixed comes on top. m is rounded up to the end of its band first: all m of a band
@@ -73,7 +73,7 @@ def explain(
     terms = list(ranked[0].terms)
     rows = [
         (
-            "" if rank else "→",
+            "" if rank else ">",
             candidate.kernel.label,
             f"{candidate.predicted_us:.2f}",
             _bound(candidate),
@@ -85,7 +85,8 @@ def explain(
         for rank, candidate in enumerate(ranked[:top])
     ]
     columns = ("", "kernel", "predicted us", "bound by", *terms, "waves", "CTAs", "shared memory")
-    common.out().print(common.table(columns, rows, left=("", "kernel", "bound by")))
+    drop = ("shared memory", "CTAs", "waves", *reversed(terms))
+    common.out().print(common.table(columns, rows, left=("", "kernel", "bound by"), drop=drop))
     common.note(
         f"{target.name} ({target.num_sms} SMs), m = {first}..{last} share a kernel and are predicted for {last}; "
         f"{min(top, len(ranked))} of {len(ranked)} candidates\n{_why(ranked)}"

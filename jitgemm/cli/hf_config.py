@@ -1,4 +1,5 @@
-"""Linear layers of a transformer from its Hugging Face config.json, as one tensor-parallel rank holds them.
+"""Linear layers of a transformer from its Hugging Face config.json, as one tensor-parallel rank holds them, and what
+the file says of how they are quantised.
 
 Reads a dictionary and does arithmetic: no torch, no kernels, no network. Sharding follows what serving engines do:
 projections out of the hidden state are cut along n (columns), projections back into it along k (rows), key and value
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,12 @@ QWEN_MOE_MODELS = frozenset({"qwen2_moe", "qwen3_moe"})
 
 KNOWN_MODELS = DENSE_MODELS | MIXTRAL_MODELS | QWEN_MOE_MODELS
 
-LAYER_FORMS = ("both", "fused", "separate")
+class Form(str, Enum):
+    """Which projections a model's layers are made of."""
+
+    both = "both"
+    fused = "fused"
+    separate = "separate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,25 @@ class LinearLayer:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What a quantization_config says of all layers.
+
+    Attributes:
+        method: its quant_method.
+        group_size: 0 for per channel.
+        zero_point: weights have integer zero points.
+        lhs: type of the activations, "fp8" or "int8"; None where it says nothing of them.
+        variants: what the activations' quantiser does besides: of "affine", "static", "permuted".
+    """
+
+    method: str
+    group_size: int
+    zero_point: bool
+    lhs: str | None = None
+    variants: tuple[str, ...] = ()
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """The dictionary in a config.json, or in the config.json of a model's folder.
 
@@ -62,7 +88,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"model config {str(file)!r}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"model config {str(file)!r}: not JSON ({error})") from error
     if not isinstance(config, dict):
         raise ValueError(f"model config {str(file)!r}: expected a JSON object, got {type(config).__name__}")
@@ -70,7 +96,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def linear_layers(
-    config: Mapping[str, Any], tp: int = 1, *, group_size: int = 0, form: str = "both"
+    config: Mapping[str, Any], tp: int = 1, *, group_size: int = 0, form: Form = Form.both
 ) -> list[LinearLayer]:
     """The linear layers that W4A8 applies to, as one of `tp` ranks holds them. All ranks hold the same shapes.
 
@@ -80,8 +106,8 @@ def linear_layers(
         config: a Hugging Face config.json as a dictionary. A multimodal model's `text_config` is used where it has one.
         tp: tensor-parallel ranks.
         group_size: values of k that share a scale; 0 for per channel. Rows are cut along k at group borders only.
-        form: "separate" for the projections as checkpoints name them (q_proj, k_proj, …), "fused" for qkv_proj and
-            gate_up_proj as serving engines run them, "both" for either.
+        form: separate for the projections as checkpoints name them (q_proj, k_proj, …), fused for qkv_proj and
+            gate_up_proj as serving engines run them, both for either.
 
     Returns:
         Layers with unique (name, n, k), in the order in which a forward pass meets them.
@@ -91,8 +117,6 @@ def linear_layers(
     """
     if tp < 1:
         raise ValueError(f"tp: expected at least 1, got {tp}")
-    if form not in LAYER_FORMS:
-        raise ValueError(f"form: expected one of {LAYER_FORMS}, got {form!r}")
     config = _text_config(config)
     model_type = config["model_type"]
     layers = _attention(config, tp, group_size)
@@ -105,7 +129,7 @@ def linear_layers(
         layers += _qwen_moe(config, tp, group_size)
     fused = ("qkv_proj", "gate_up_proj")
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    dropped = {"both": (), "fused": parts, "separate": fused}[form]
+    dropped = {Form.both: (), Form.fused: parts, Form.separate: fused}[Form(form)]
     return _checked(layer for layer in layers if layer.name.rpartition(".")[2] not in dropped)
 
 
@@ -119,7 +143,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
             "model config: expected a key 'model_type', found none; is this a Hugging Face config.json? "
             "The layers' shapes can be given directly instead (--shape N,K)"
         )
-    if model_type not in KNOWN_MODELS:
+    if not isinstance(model_type, str) or model_type not in KNOWN_MODELS:
         raise ValueError(
             f"model config: model_type {model_type!r} is not known (known: {', '.join(sorted(KNOWN_MODELS))}); "
             "give its layers' shapes directly instead (--shape N,K)"
@@ -131,6 +155,12 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     value = config.get(key)
     if value is None:
         value = default
+    if value is None:
+        raise ValueError(
+            f"model config: {key}: expected a positive integer, found none: the file leaves it to the model class's "
+            "default. AutoConfig.from_pretrained(…).to_json_file(…, use_diff=False) writes every size; the layers' "
+            "shapes can be given directly instead (--shape N,K)"
+        )
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"model config: {key}: expected a positive integer, got {value!r}")
     return value
@@ -196,7 +226,9 @@ def _mlp(
 def _qwen_moe(config: Mapping[str, Any], tp: int, group_size: int) -> list[LinearLayer]:
     depth, step = _depth(config), _size(config, "decoder_sparse_step", 1)
     experts = _size(config, "num_experts")
-    dense_layers = set(config.get("mlp_only_layers") or ())
+    dense_layers = config.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list):
+        raise ValueError(f"model config: mlp_only_layers: expected a list of integers, got {dense_layers!r}")
     routed = sum(1 for i in range(depth) if i not in dense_layers and (i + 1) % step == 0)
     layers: list[LinearLayer] = []
     if routed < depth:
@@ -208,6 +240,57 @@ def _qwen_moe(config: Mapping[str, Any], tp: int, group_size: int) -> list[Linea
             shared = _size(config, "shared_expert_intermediate_size")
             layers += _mlp(config, "shared_expert.", shared, tp, group_size, routed)
     return layers
+
+
+def quantization(config: Mapping[str, Any]) -> Quantization | str | None:
+    """What the config says of quantised weights and activations, or why that cannot be told; None: nothing.
+
+    Known are GPTQ, AWQ and AutoRound with one setting for all layers, and compressed-tensors with one group.
+    """
+    section = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if section is None:
+        return None
+    try:
+        method = section["quant_method"].lower().replace("_", "-")
+        if method == "compressed-tensors":
+            return _compressed_tensors(section, method)
+        if method in ("gptq", "awq", "auto-round"):
+            return _gptq_or_awq(section, method)
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        return f"{problem.args[0]!r} is missing" if isinstance(problem, KeyError) else str(problem)
+    return f"quant_method {section['quant_method']!r}"
+
+
+def _gptq_or_awq(section: Mapping[str, Any], method: str) -> Quantization:
+    _expect("bits", section["bits"], 4)
+    if section.get("dynamic") or section.get("extra_config"):
+        raise ValueError("layers have settings of their own")
+    group_size = section["group_size"]
+    # A symmetric file's zero points are all 8, which makes signed codes.
+    zero_point = section.get("zero_point", True) if method == "awq" else not section.get("sym", True)
+    variants = ("permuted",) if section.get("desc_act") else ()
+    return Quantization(method, 0 if group_size == -1 else group_size, bool(zero_point), None, variants)
+
+
+def _compressed_tensors(section: Mapping[str, Any], method: str) -> Quantization:
+    groups = list(section["config_groups"].values())
+    _expect("number of config_groups", len(groups), 1)
+    weights, inputs = groups[0]["weights"], groups[0].get("input_activations")
+    _expect("num_bits", weights["num_bits"], 4)
+    _expect("type", weights.get("type", "int"), "int")
+    group_size = weights["group_size"] if weights["strategy"] == "group" else 0
+    lhs, variants = None, ()
+    if inputs:
+        _expect("input_activations: num_bits", inputs["num_bits"], 8)
+        lhs = "fp8" if inputs["type"] == "float" else "int8"
+        affine, static = lhs == "int8" and inputs.get("symmetric") is False, not inputs.get("dynamic")
+        variants = tuple(name for name, given in (("affine", affine), ("static", static)) if given)
+    return Quantization(method, group_size, weights.get("symmetric") is False, lhs, variants)
+
+
+def _expect(name: str, value: object, expected: object) -> None:
+    if value != expected:
+        raise ValueError(f"{name}: expected {expected!r}, got {value!r}")
 
 
 def _checked(layers: Iterable[LinearLayer]) -> list[LinearLayer]:

@@ -20,7 +20,7 @@ import typer
 from jitgemm import settings
 from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_spec
 from jitgemm.cli import common
-from jitgemm.cli.hf_config import LAYER_FORMS, LinearLayer, linear_layers, read_config
+from jitgemm.cli.hf_config import Form, LinearLayer, Quantization, linear_layers, quantization, read_config
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import process_cache
@@ -28,6 +28,7 @@ from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
+from jitgemm.kernel.formats import GROUP_SIZES
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime.device import pick_device
@@ -78,13 +79,13 @@ def parse_quantizer(text: str) -> Quantizer:
     return Quantizer(x, tuple(dict.fromkeys(variants)))
 
 
-def pick_quantizers(texts: Sequence[str], outs: Sequence[str]) -> list[Quantizer]:
+def pick_quantizers(texts: Sequence[str], outs: Sequence[str], variants: tuple[str, ...] = ()) -> list[Quantizer]:
     """What --quantizer asks for; by default those of `jitgemm.nn.W4A8Linear`, whose result has its input's type."""
     if "none" in texts:
         if len(texts) > 1:
             raise ValueError(f"--quantizer: expected none alone, got {', '.join(texts)}")
         return []
-    return list(dict.fromkeys(parse_quantizer(text) for text in texts or outs))
+    return list(dict.fromkeys([parse_quantizer(text) for text in texts] or [Quantizer(out, variants) for out in outs]))
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,16 @@ class Wanted:
                     yield from kernels_for(
                         n, k, lhs, format, device, self.max_m, out=out, batch_invariant=self.batch_invariant
                     )
+
+    def describe(self) -> str:
+        """What is not every warm-up's, for people."""
+        weights = f"groups of {self.group_size}" if self.group_size else "scales per channel"
+        weights += " with zero points" if self.zero_point else ""
+        names = {choice.kernel_type: choice.value for choice in common.Lhs}
+        activations = " and ".join(names[lhs] for lhs in self.lhs_types)
+        modes = dict.fromkeys(mode for quantizer in self.quantizers for mode in quantizer.variants)
+        modes_said = f" ({', '.join(modes)})" if modes else ""
+        return f"{weights} in {self.scale_type}, {activations} activations{modes_said}, results in {', '.join(self.outs)}"
 
     def quantize(self, k: int) -> Iterator[QuantizeSpec]:
         """Every quantiser of a layer's input."""
@@ -189,19 +200,29 @@ def warmup(
     ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks that --model is cut into.")] = 1,
     form: Annotated[
-        str,
+        Form,
         typer.Option(
-            "--form",
-            metavar="|".join(LAYER_FORMS),
-            help="--model's projections: fused (qkv, gate_up) as serving engines run them, separate, or both.",
+            "--form", help="--model's projections: fused (qkv, gate_up) as serving engines run them, separate, or both."
         ),
-    ] = "both",
+    ] = Form.both,
     lhs: Annotated[
         Optional[list[common.Lhs]],
-        typer.Option("--lhs", help=common.LHS_HELP + " May be repeated.", show_default="fp8"),
+        typer.Option(
+            "--lhs", help=common.LHS_HELP + " May be repeated.", show_default=common.FROM_CONFIG.format("fp8")
+        ),
     ] = None,
-    group_size: Annotated[str, typer.Option("--group-size", metavar="G", help=common.GROUP_HELP)] = "128",
-    zero_point: Annotated[bool, typer.Option("--zero-point", help=common.ZERO_HELP)] = False,
+    group_size: Annotated[
+        Optional[str],
+        typer.Option(
+            "--group-size", metavar="G", help=common.GROUP_HELP, show_default=common.FROM_CONFIG.format("128")
+        ),
+    ] = None,
+    zero_point: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--zero-point/--no-zero-point", help=common.ZERO_HELP, show_default=common.FROM_CONFIG.format("no")
+        ),
+    ] = None,
     offset: Annotated[bool, typer.Option("--offset", help=common.OFFSET_HELP)] = False,
     scale_dtype: Annotated[
         common.RealType, typer.Option("--scale-dtype", help=common.SCALE_HELP)
@@ -232,7 +253,8 @@ def warmup(
     max_m: Annotated[int, typer.Option("--max-m", min=1, help="Largest number of tokens in one call.")] = 8192,
     device: Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=common.DEVICE_HELP)] = None,
     jobs: Annotated[
-        Optional[int], typer.Option("--jobs", "-j", min=1, help="Threads that compile.", show_default="all cores")
+        Optional[int],
+        typer.Option("--jobs", "-j", min=1, help="Threads that compile.", show_default="the CPUs it may use"),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile nothing; list what would be.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if one is missing.")] = False,
@@ -268,20 +290,46 @@ def warmup(
     """
     if not shape and not model:
         raise ValueError("nothing to warm up: give at least one --shape N,K or --model config.json")
-    if tp > 1 and not model:
-        raise ValueError("--tp cuts the layers of --model; a --shape is taken as one rank's already")
-    group = common.parse_group_size(group_size)
+    if (tp > 1 or form is not Form.both) and not model:
+        raise ValueError("--tp and --form are for the layers of --model; a --shape is taken as one rank's already")
+    given_group = None if group_size is None else common.parse_group_size(group_size)
     target = pick_device(device)
-    layers = [LinearLayer("shape", *common.parse_shape(text)) for text in shape or ()]
-    for path in model or ():
-        layers += linear_layers(read_config(path), tp, group_size=group, form=form)
-    types = list(dict.fromkeys(choice.kernel_type for choice in lhs or [common.Lhs.fp8]))
     outs = list(dict.fromkeys(choice.value for choice in out or [common.RealType.bf16]))
-    quantizers = pick_quantizers(quantizer or (), outs)
-    scales = scale_dtype.value
-    wanted = Wanted(types, codes, group, zero_point, offset, scales, outs, batch_invariant, quantizers, max_m)
 
-    plan = enumerate_jobs(layers, wanted, target)
+    def wanted(said: Quantization | None) -> Wanted:
+        """Options, then what the model says, then defaults."""
+        group = given_group if given_group is not None else said.group_size if said else 128
+        if group not in (0, *GROUP_SIZES):
+            raise ValueError(f"quantization_config: group_size: expected -1 or one of {GROUP_SIZES}, got {group!r}")
+        types = lhs or [common.Lhs(said.lhs if said and said.lhs else "fp8")]
+        return Wanted(
+            lhs_types=list(dict.fromkeys(choice.kernel_type for choice in types)),
+            codes=codes,
+            group_size=group,
+            zero_point=zero_point if zero_point is not None else bool(said and said.zero_point),
+            offset=offset,
+            scale_type=scale_dtype.value,
+            outs=outs,
+            batch_invariant=batch_invariant,
+            quantizers=pick_quantizers(quantizer or (), outs, said.variants if said else ()),
+            max_m=max_m,
+        )
+
+    parts = [(LinearLayer("shape", *common.parse_shape(text)), wanted(None)) for text in shape or ()]
+    for path in model or ():
+        config = read_config(path)
+        said = quantization(config)
+        if isinstance(said, str):
+            common.note(f"{path}: quantization_config is not read ({said}): --lhs, --group-size and --zero-point count")
+        needs = wanted(said if isinstance(said, Quantization) else None)
+        if isinstance(said, Quantization):
+            common.note(f"{path}: {said.method}: {needs.describe()}")
+        parts += [(layer, needs) for layer in linear_layers(config, tp, group_size=needs.group_size, form=form)]
+    layers = [layer for layer, _ in parts]
+    if any(layer.name.startswith("experts.") for layer in layers):
+        common.note("experts: each is a call of its own, as there is no grouped GEMM; the router is left out")
+
+    plan = enumerate_jobs(parts, target)
     for job in plan:
         job.found(process_cache.lookup(job.key), "cached")
     missing = [job for job in plan if job.status != "cached"]
@@ -303,11 +351,11 @@ def warmup(
         raise typer.Exit(common.FOUND)
 
 
-def enumerate_jobs(layers: Sequence[LinearLayer], wanted: Wanted, device: DeviceSpec) -> list[Job]:
+def enumerate_jobs(parts: Sequence[tuple[LinearLayer, Wanted]], device: DeviceSpec) -> list[Job]:
     """Every kernel that the layers can need, each once, in the order first needed."""
     jobs: dict[KernelSpec | QuantizeSpec, Job] = {}
     nvrtc, debug = nvrtc_info(), settings.debug()
-    for layer in layers:
+    for layer, wanted in parts:
         for kernel in (*wanted.quantize(layer.k), *wanted.gemms(layer.n, layer.k, device)):
             if debug and isinstance(kernel, KernelSpec):
                 kernel = replace(kernel, debug=True)
@@ -372,7 +420,8 @@ def _report(
             )
         )
     columns = ("kernel", "status", "registers", "spills", "compiled in", "key", "layers")
-    common.out().print(common.table(columns, rows, left=("kernel", "status", "key")))
+    drop = ("layers", "compiled in", "registers")
+    common.out().print(common.table(columns, rows, left=("kernel", "status", "key"), drop=drop))
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     common.note(
         f"{len(layers)} layer shapes on {device.name}, m up to {max_m}: {len(jobs)} kernels, {said}, {seconds:.1f} s"

@@ -11,15 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.formats import MAX_INT8_CHANNEL_K, MAX_ROWS, WeightFormat
 from jitgemm.tensors import check_dtype, check_tensor, dtype_name
 from jitgemm.weight.w4 import plan_key
-
-MAX_ROWS = 2**31 - 1
-"""Largest m and n: tile coordinates are 32-bit."""
-MAX_INT8_CHANNEL_K = 2**20 - 32
-"""Largest k of int8 per channel: its sums stay in int32, where k products of up to 128 * 16 must fit; codes in the
-order for int8 have a limit of their own (`MAX_CHANNEL_K_S8` in spec.py)."""
 
 ALIGNMENT = 16
 """Addresses and row strides of TMA tensors are multiples of so many bytes (CUDA driver API, cuTensorMapEncodeTiled)."""

@@ -15,6 +15,11 @@ CODE_BYTES = STRIP_ROWS * BLOCK_K // 2
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
 CODES = ("any", *LHS_TYPES)
+MAX_ROWS = 2**31 - 1
+"""Largest m and n: tile coordinates are 32-bit."""
+MAX_INT8_CHANNEL_K = 2**20 - 32
+"""Largest k of int8 per channel: its sums stay in int32, where k products of up to 128 * 16 must fit; codes in the
+order for int8 have a limit of their own (`MAX_CHANNEL_K_S8`)."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -104,16 +109,18 @@ class Problem:
     def __post_init__(self) -> None:
         if self.out not in REAL_TYPES:
             raise ValueError(f"out: expected one of {REAL_TYPES}, got {self.out!r}")
-        if self.m < 1:
-            raise ValueError(f"m: expected at least 1, got {self.m}")
-        if self.n < 8 or self.n % 8:
-            raise ValueError(f"n: expected a positive multiple of 8, got {self.n}")
+        if not 1 <= self.m <= MAX_ROWS:
+            raise ValueError(f"m: expected 1 to {MAX_ROWS}, got {self.m}")
+        if not 8 <= self.n <= MAX_ROWS or self.n % 8:
+            raise ValueError(f"n: expected a positive multiple of 8 up to {MAX_ROWS}, got {self.n}")
         if self.k < 32 or self.k % 32:
             raise ValueError(f"k: expected a positive multiple of 32, got {self.k}")
         if self.lhs not in LHS_TYPES:
             raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
         if self.format.codes not in ("any", self.lhs):
             raise ValueError(f"format: expected codes 'any' or {self.lhs!r}, as lhs is, got {self.format.codes!r}")
+        if self.lhs == "s8" and not self.format.group_size and self.k > MAX_INT8_CHANNEL_K:
+            raise ValueError(f"k: expected at most {MAX_INT8_CHANNEL_K} for int8 with scales per channel, got {self.k}")
 
 
 MAX_CHANNEL_K_S8 = 2**16

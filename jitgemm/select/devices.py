@@ -109,8 +109,8 @@ def device_spec(name: str) -> DeviceSpec:
             number = float(value)
         except ValueError:
             raise ValueError(f"device: {figure!r} needs a number") from None
-        if number <= 0:
-            raise ValueError(f"device: {figure!r} must be positive")
+        if not 1 <= number <= 1e15:
+            raise ValueError(f"device: {figure!r} must be at least 1 and at most 1e15")
         changes[key] = number if "float" in str(known[key].type) else int(number)
     return replace(DEVICES[base], name=name, **changes) if changes else DEVICES[base]
 
