@@ -70,8 +70,8 @@ class Multiply:
         count = self.tokens // 2
         kind, multiply = wgmma(self.lhs, self.tokens, self.registers)
         return f"""
-#include <jitgemm/barrier.cuh>
-#include <jitgemm/wgmma.cuh>
+#include <jitgemm/ptx/barrier.cuh>
+#include <jitgemm/ptx/wgmma.cuh>
 using namespace jitgemm;
 constexpr int kBuffers = {self.pending + 1};
 {multiply}
@@ -141,8 +141,8 @@ class Beside:
         count = self.tokens // 2
         kind, multiply = wgmma(self.lhs, self.tokens, registers=True)
         return f"""
-#include <jitgemm/barrier.cuh>
-#include <jitgemm/wgmma.cuh>
+#include <jitgemm/ptx/barrier.cuh>
+#include <jitgemm/ptx/wgmma.cuh>
 using namespace jitgemm;
 {multiply}
 extern "C" __global__ void __launch_bounds__({self.threads}, 1) probe(u64* out) {{
@@ -232,7 +232,8 @@ class Copy:
         parts = [to, f"&map, {where}" if self.tile else f"{fro}, {share}", "full", f"{mask}" if many else ""]
         copy = f"{function}({', '.join(filter(None, [*parts, '' if self.tile else 'policy']))});"
         return f"""
-#include <jitgemm/tma.cuh>
+#include <jitgemm/ptx/barrier.cuh>
+#include <jitgemm/ptx/tma.cuh>
 using namespace jitgemm;
 constexpr u32 kStages = {COPY_STAGES}, kBytes = {COPY_BYTES}, kCtas = {self.multicast};
 {CLUSTER_SYNC}
@@ -320,7 +321,8 @@ class Send:
             "st of its own": "__syncwarp(); if (threadIdx.x % 32 == 0) barrier_arrive(received);",
         }[self.how]  # fmt: skip
         return f"""
-#include <jitgemm/tma.cuh>
+#include <jitgemm/ptx/barrier.cuh>
+#include <jitgemm/ptx/tma.cuh>
 using namespace jitgemm;
 constexpr u32 kCtas = {self.ctas}, kPeers = {peers}, kPart = {self.size} / kPeers / {SENDERS // 128};
 {CLUSTER_SYNC}

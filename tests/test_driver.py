@@ -123,10 +123,10 @@ def test_a_gpu_of_another_generation_is_refused_by_name(monkeypatch):
 
 
 def test_the_argument_block_is_packed_in_the_size_that_the_kernel_checks():
-    """`Args` in types.cuh asserts its own size when a kernel compiles; the plan must pack as many bytes."""
+    """`Args` in gemm/types.cuh asserts its own size when a kernel compiles; the plan must pack as many bytes."""
     from jitgemm.jit.source import headers
 
-    size = re.search(r"static_assert\(sizeof\(Args\) == (\d+)", headers()["jitgemm/types.cuh"])
+    size = re.search(r"static_assert\(sizeof\(Args\) == (\d+)", headers()["jitgemm/gemm/types.cuh"])
     assert plan._ARGUMENTS.size == int(size[1])
 
 

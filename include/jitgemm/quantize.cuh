@@ -5,21 +5,21 @@
 //   q = round(y * (1 / scale)) + zero                                       to nearest even, saturated
 //
 // Every product, quotient and rounding outside of silu and the sum of squares is one IEEE operation in a fixed order,
-// and so the same bits as in jitgemm/reference_quantize.py: hence __fmul_rn and its like, which nothing contracts.
+// and so the same bits as in jitgemm/activations/reference.py: hence __fmul_rn and its like, which nothing contracts.
 //
-// A thread holds kVectors vectors of eight values, a row's vectors dealt out to its threads in turn:
+// A thread holds kVectors vectors of eight values, a row's vectors dealt out to its threads round-robin:
 //
 //   vector    0   1   2  ..  T-1 | T  T+1  ..  2T-1 | ..        T = blockDim.x
 //   thread    0   1   2  ..  T-1 | 0   1   ..   T-1 | ..
 //
 // blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). CTAs walk the rows with stride gridDim.x.
 #pragma once
-#include <jitgemm/barrier.cuh>
-#include <jitgemm/types.cuh>
+#include <jitgemm/ptx/barrier.cuh>
+#include <jitgemm/ptx/memory.cuh>
 
 namespace jitgemm {
 
-// Run-time arguments; jitgemm/quantize_plan.py fills the same layout.
+// Run-time arguments; jitgemm/activations/plan.py fills the same layout.
 struct QuantizeArgs {
     const u8* x;               // [m][k], or [m][2k] with gate first
     u8* q;                     // [m][k]
@@ -35,7 +35,7 @@ struct QuantizeArgs {
     float eps;
     i32 norm_weight_type;
 };
-static_assert(sizeof(QuantizeArgs) == 96, "jitgemm/quantize_plan.py packs this struct");
+static_assert(sizeof(QuantizeArgs) == 96, "jitgemm/activations/plan.py packs this struct");
 
 constexpr u32 kVector = 8;          // values of a vector
 constexpr u32 kMaxWarps = 32;       // of a CTA
@@ -44,15 +44,6 @@ constexpr u32 kInfinity = 0x7f800000u;
 constexpr float kMinScale = 1.17549435e-38f;  // 2^-126: its reciprocal is finite, and 0 / scale is 0
 
 // ---- single instructions --------------------------------------------------------------------------------------------
-
-// 16 bytes that are read once. Not through the read-only path: the kernel before may still have been writing them when
-// this one started.
-__device__ __forceinline__ void load_streamed(const u8* source, u32 (&words)[4]) {
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "l"(source)
-                 : "memory");
-}
 
 // Unsigned maximum of each half.
 __device__ __forceinline__ u32 max_halves(u32 a, u32 b) {
@@ -155,7 +146,7 @@ __device__ __forceinline__ void load_weights(const u8* weights, u32 vector, i32 
 
 // What is read of x for a vector of y: the vector itself, or gate and up.
 template <class Config>
-struct Loaded {
+struct Input {
     Vector<Config::kX> x[Config::kSiluMul ? 2 : 1];
 };
 
@@ -165,13 +156,13 @@ template <class Config>
 using Held = Vector<Config::kSiluMul || Config::kRmsNorm ? kFp32 : Config::kX>;
 
 template <class Config>
-__device__ __forceinline__ Loaded<Config> load(const QuantizeArgs& args, u32 row, u32 vector) {
+__device__ __forceinline__ Input<Config> load(const QuantizeArgs& args, u32 row, u32 vector) {
     constexpr u32 kBytes = Vector<Config::kX>::kBytes;
     const u8* source = args.x + row * args.x_row_bytes + vector * kBytes;
-    Loaded<Config> loaded;
-    loaded.x[0] = load_vector<Config::kX>(source);
-    if constexpr (Config::kSiluMul) loaded.x[1] = load_vector<Config::kX>(source + args.k / kVector * kBytes);
-    return loaded;
+    Input<Config> input;
+    input.x[0] = load_vector<Config::kX>(source);
+    if constexpr (Config::kSiluMul) input.x[1] = load_vector<Config::kX>(source + args.k / kVector * kBytes);
+    return input;
 }
 
 // ---- a row's range --------------------------------------------------------------------------------------------------
@@ -256,13 +247,13 @@ __device__ __forceinline__ float silu(float x) {
 
 // The vector of y, but for RMSNorm's factor, which is known at the end of the row only.
 template <class Config>
-__device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, const Loaded<Config>& loaded, u32 vector,
+__device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, const Input<Config>& input, u32 vector,
                                                   Range<Config>& range) {
     if constexpr (Config::kSiluMul) {
         Held<Config> y;
 #pragma unroll
         for (u32 i = 0; i < kVector; ++i) {
-            y.words[i] = __float_as_uint(__fmul_rn(silu(loaded.x[0].value(i)), loaded.x[1].value(i)));
+            y.words[i] = __float_as_uint(__fmul_rn(silu(input.x[0].value(i)), input.x[1].value(i)));
         }
         return y;
     } else if constexpr (Config::kRmsNorm) {
@@ -271,13 +262,13 @@ __device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, cons
         Held<Config> y;
 #pragma unroll
         for (u32 i = 0; i < kVector; ++i) {
-            const float x = loaded.x[0].value(i);
+            const float x = input.x[0].value(i);
             range.squares = __fmaf_rn(x, x, range.squares);
             y.words[i] = __float_as_uint(__fmul_rn(x, weights[i]));
         }
         return y;
     } else {
-        return loaded.x[0];
+        return input.x[0];
     }
 }
 
@@ -397,7 +388,7 @@ __device__ __forceinline__ void store_codes(u8* row, u32 vector, uint2 codes) {
     reinterpret_cast<uint2*>(row)[vector] = codes;
 }
 
-// The thread's share of a row, by a permutation that is read anew.
+// The thread's vectors of a row, by a permutation that is read again.
 __device__ __forceinline__ void gather_row(const QuantizeArgs& args, const u8* permuted, u8* out) {
 #pragma unroll 1
     for (u32 vector = threadIdx.x; vector < args.k / kVector; vector += blockDim.x) {
@@ -423,11 +414,11 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
     u32 row = blockIdx.x * Config::kRows + threadIdx.y;
     auto mine = [](u32 i) { return threadIdx.x + i * blockDim.x; };
 
-    Loaded<Config> loaded[kVectors];
+    Input<Config> input[kVectors];
     auto load_row = [&](u32 of) {
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
-            if (mine(i) < vectors) loaded[i] = load<Config>(args, of, mine(i));
+            if (mine(i) < vectors) input[i] = load<Config>(args, of, mine(i));
         }
     };
     if (row < args.m) load_row(row);
@@ -439,18 +430,18 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
         }
     }
 
-    for (u32 turn = 0; row < args.m; row += step, turn ^= 1) {
+    for (u32 parity = 0; row < args.m; row += step, parity ^= 1) {
         Range<Config> range;
         Held<Config> y[kVectors];
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
             if (mine(i) < vectors) {
-                y[i] = transform(args, loaded[i], mine(i), range);
+                y[i] = transform(args, input[i], mine(i), range);
                 range.include(y[i]);
             }
         }
         if (row + step < args.m) load_row(row + step);
-        combine_threads(range, slots[turn]);
+        combine_threads(range, slots[parity]);
         const Quantizer<Config> quantizer(args, range);
         store_scale(args, row, quantizer);
 
@@ -480,14 +471,14 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
 template <class Config>
 __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted) {
     const u32 vectors = args.k / kVector;
-    u32 turn = 0;
-    for (u32 row = blockIdx.x; row < args.m; row += gridDim.x, turn ^= 1) {
+    u32 parity = 0;
+    for (u32 row = blockIdx.x; row < args.m; row += gridDim.x, parity ^= 1) {
         Range<Config> range;
 #pragma unroll 2
         for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
             range.include(transform(args, load<Config>(args, row, vector), vector, range));
         }
-        combine_threads(range, slots[turn]);
+        combine_threads(range, slots[parity]);
         const Quantizer<Config> quantizer(args, range);
         store_scale(args, row, quantizer);
 

@@ -32,7 +32,7 @@ from jitgemm.select.choose import choose, grid_clusters
 from jitgemm.tensors import TYPE_NAMES
 
 _ARGUMENTS = struct.Struct("<10Q3I2iI")
-"""`Args` in include/jitgemm/types.cuh: lhs, records, channel_scale, lhs_scale, bias, lhs_zero, row_sum, lhs_stride,
+"""`Args` in include/jitgemm/gemm/types.cuh: lhs, records, channel_scale, lhs_scale, bias, lhs_zero, row_sum, lhs_stride,
 lhs_scale_stride, lhs_zero_stride, m, n, k, channel_scale_type, bias_type, last_rows."""
 
 _ADDRESSES = struct.Struct("<7Q")

@@ -66,11 +66,11 @@ class KernelSource:
 
 
 @lru_cache(maxsize=None)
-def headers(first: str = "kernel") -> Mapping[str, str]:
+def headers(first: str = "gemm/kernel") -> Mapping[str, str]:
     """Name, as included, to text of a kernel header and of all that it includes, in order of their names.
 
     Args:
-        first: the header's name without its suffix, such as "kernel" of jitgemm/kernel.cuh.
+        first: the header's name without its suffix, such as "gemm/kernel" of jitgemm/gemm/kernel.cuh.
 
     NVRTC gets them in memory: no path in source or key. Other headers have no part in a kernel's key.
     """

@@ -65,7 +65,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
     constants = {
         "u32 kBlockM": spec.block_m,
         "u32 kHalves": spec.halves,
-        "u32 kShareTokens": slice_tokens(spec),
+        "u32 kSliceTokens": slice_tokens(spec),
         "u32 kWarpgroupsN": spec.warpgroups_n,
         "u32 kWarpgroupsK": spec.warpgroups_k,
         "u32 kStages": spec.stages,
@@ -78,7 +78,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kGroupSize": fmt.group_size,
         "u32 kInFlight": units_in_flight(spec),
         "u32 kFragmentSets": fragment_sets(spec),
-        "bool kKeepAddresses": str(pins_shared_base(spec)).lower(),
+        "bool kPinSharedBase": str(pins_shared_base(spec)).lower(),
         "u32 kPromoteRecords": promote_records(spec),
         "bool kZeroPoint": str(fmt.zero_point).lower(),
         "bool kDirectLhs": str(direct_lhs(spec)).lower(),
@@ -96,7 +96,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
             f"    using Decode = {decode};",
             *lines,
             "};",
-            f'static_assert(Record<Config>::kBytes == {fmt.record_bytes}, "formats.py and decode.cuh disagree");',
+            f'static_assert(Record<Config>::kBytes == {fmt.record_bytes}, "formats.py and codec.cuh disagree");',
             f'static_assert(Shared<Config>::kBytes == {smem_bytes}, "spec.py and shared.cuh disagree");',
         ]
     )
@@ -112,7 +112,7 @@ def render(spec: KernelSpec) -> str:
 namespace jitgemm {{
 {_wgmma(spec)}}}
 
-#include <jitgemm/kernel.cuh>
+#include <jitgemm/gemm/kernel.cuh>
 
 namespace jitgemm {{
 {_config(spec, smem_bytes(spec))}

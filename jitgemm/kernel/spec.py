@@ -28,16 +28,16 @@ class KernelSpec:
         block_m: tokens per tile (wgmma's N over all `halves`).
         halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves.
         block_n: rows of n per tile; 64 per warpgroup along n.
-        warpgroups_k: warpgroups that share a tile's rows and take k-blocks in turn.
-        split_k: CTAs of a cluster that share a tile and take a run of k-blocks each.
-        scatter: each split of k sums up and stores a share of the tile's tokens, instead of the first all of them. The
-            sum is shorter, but no split starts its next tile before all have ended this one.
+        warpgroups_k: warpgroups that share a tile's rows and take k-blocks alternately.
+        split_k: CTAs of a cluster that share a tile and take contiguous k-blocks each.
+        scatter: a reduce-scatter: each split of k reduces and stores a slice of the tile's tokens, instead of the first
+            all of them. That is shorter, but no split starts its next tile before all have ended this one.
         multicast_lhs: CTAs of a cluster, neighbours along n, that share their activations.
         multicast_rhs: CTAs of a cluster, neighbours along m, that share their weights; one of the two is 1.
         stages: pipeline depth; one stage holds `warpgroups_k` blocks of 128 k.
         ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
         direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
-            the copy engine; only where `may_copy` says so.
+            the copy engine; `tactics.for_k` sets it.
         out: type of the result.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
@@ -165,23 +165,23 @@ def lhs_copy_rows(spec: KernelSpec, m: int) -> tuple[int, int]:
 
 
 def slice_tokens(spec: KernelSpec) -> int:
-    """Tokens of a tile that one of the splits of k sums up and stores.
+    """Tokens of a tile that one split of k reduces and stores.
 
-    Scattered, whole runs of 8, the same number for each; with fewer runs than splits, the last splits have none.
+    Scattered: multiples of 8, the same number for each; with fewer slices than splits, the last splits have none.
     """
     if not spec.scatter:
         return spec.block_m
-    runs = spec.block_m // 8
+    eights = spec.block_m // 8
     splits = spec.split_k * spec.warpgroups_k
-    return 8 * next(share for share in range(ceil_div(runs, splits), runs + 1) if runs % share == 0)
+    return 8 * next(size for size in range(ceil_div(eights, splits), eights + 1) if eights % size == 0)
 
 
 def slot_tokens(spec: KernelSpec) -> int:
-    """Tokens whose sums a summer gets of others: its part of each of its CTA's other warpgroups along k, then its share
-    of each other CTA (include/jitgemm/shared.cuh)."""
-    share = slice_tokens(spec)
-    part = share * min(spec.split_k, spec.block_m // share)
-    return (spec.warpgroups_k - 1) * part + (spec.split_k - 1) * share
+    """Tokens whose sums a reducing warpgroup gets from others: its span from each of its CTA's other warpgroups along k,
+    then its slice from each other CTA (include/jitgemm/gemm/shared.cuh)."""
+    size = slice_tokens(spec)
+    span = size * min(spec.split_k, spec.block_m // size)
+    return (spec.warpgroups_k - 1) * span + (spec.split_k - 1) * size
 
 
 def stage_bytes(spec: KernelSpec) -> int:
@@ -190,12 +190,12 @@ def stage_bytes(spec: KernelSpec) -> int:
 
 
 def smem_bytes(spec: KernelSpec) -> int:
-    """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/shared.cuh`."""
-    share = slice_tokens(spec)
-    summers = ceil_div(spec.block_m // share, spec.split_k) * spec.warpgroups_n
-    out_panel = share * STRIP_ROWS * DTYPES[spec.out].bytes
+    """Dynamic shared memory of a CTA in bytes; the picture is in `include/jitgemm/gemm/shared.cuh`."""
+    size = slice_tokens(spec)
+    reducers = ceil_div(spec.block_m // size, spec.split_k) * spec.warpgroups_n
+    out_panel = size * STRIP_ROWS * DTYPES[spec.out].bytes
     slots = slot_tokens(spec) * STRIP_ROWS * 4
-    barriers = 8 * (summers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
-    barriers += 8 * 2 * summers if spec.split_k > 1 else 0
-    factors = (share + 3 * STRIP_ROWS) * 4
-    return spec.stages * stage_bytes(spec) + summers * (out_panel + slots + factors) + barriers
+    barriers = 8 * (reducers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
+    barriers += 8 * 2 * reducers if spec.split_k > 1 else 0
+    factors = (size + 3 * STRIP_ROWS) * 4
+    return spec.stages * stage_bytes(spec) + reducers * (out_panel + slots + factors) + barriers

@@ -42,23 +42,23 @@ def split_blocks(spec: KernelSpec, blocks: int) -> int:
 
 
 def units_in_flight(spec: KernelSpec) -> int:
-    """How many of a record's sums are kept at a time, one for each half of the tokens, group and part of its value.
+    """How many of a record's sums have registers at a time; there is one for each half of the tokens, group and factor.
 
-    All are promoted apart. Wide tiles have registers for one a half: the next group multiplies when one is promoted.
+    Each is promoted apart. Wide tiles have registers for one a half: the next group multiplies when one is promoted.
     """
-    groups = max(1, spec.format.scale_rows) * (2 if spec.format.offset else 1)
-    if groups == 1:
+    factors = max(1, spec.format.scale_rows) * (2 if spec.format.offset else 1)
+    if factors == 1:
         return spec.halves
     fit = IN_FLIGHT_REGISTERS // (spec.block_m // spec.halves // 2) // spec.halves
-    return spec.halves * max(1, min(groups, fit))
+    return spec.halves * max(1, min(factors, fit))
 
 
 def fragment_sets(spec: KernelSpec) -> int:
-    """Sets of registers that hold decoded records in turn: 2, or 1 that is copied into.
+    """Sets of registers that hold decoded records: 2, which alternate, or 1, which is copied into.
 
-    One where a turn of two records would be too much: to compile (groups of 32 unroll to four times the code), or for
-    registers (four warpgroups, or two CTAs, with wide tiles that convert int8's sums; with narrow ones, or with codes
-    of any activations, ptxas serialises the multiplies of a single set).
+    Two make the loop two records long. That is too much code with groups of 32, which unroll to four times as much, and
+    too many registers for four warpgroups, or two CTAs, with wide tiles that convert int8's sums; with narrow tiles, or
+    codes for any activations, ptxas serialises the multiplies of a single set.
     """
     if spec.format.scale_rows == 4:
         return 1
@@ -70,7 +70,7 @@ def fragment_sets(spec: KernelSpec) -> int:
 
 
 def pins_shared_base(spec: KernelSpec) -> bool:
-    """Whether consumers keep where shared memory is in a register that ptxas cannot work out anew in each iteration.
+    """Whether the address of shared memory stays in a register, which ptxas cannot recompute in each iteration.
 
     By measurement (docs/notes/main-loop.md): up to 6 % for tiles of few tokens, and 1 to 3.5 % for wider e4m3 tiles of
     two warpgroups along k.

@@ -1,26 +1,8 @@
 // mbarriers, named barriers, cluster barriers and grid dependencies: everything that makes one thread wait for another.
 #pragma once
-#include <jitgemm/types.cuh>
+#include <jitgemm/ptx/memory.cuh>
 
 namespace jitgemm {
-
-// Shared-memory addresses are passed as 32-bit shared-window addresses throughout.
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
-
-// The same offset in the shared memory of another CTA of the cluster.
-__device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
-    u32 mapped;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-    return mapped;
-}
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
 
 // True in one thread of a warp, always the same; every thread of the warp asks. ptxas knows that the warp is together
 // then: copies need no loop over threads whose operands might differ, as they do where one thread is found by its index
@@ -49,15 +31,20 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The warp's loads are done, so that an arrival may hand back what they read: it overtakes loads that are under way
+// The warp's loads are done, so that an arrival may hand back what they read: it overtakes loads that are in flight
 // (docs/notes/sums.md).
 __device__ __forceinline__ void loads_done() {
     asm volatile("fence.acq_rel.cta;" ::: "memory");
     __syncwarp();
 }
 
-// Arrives at the barrier of any CTA of the cluster. Orders nothing but what is done already, which is all that handing
-// back a buffer needs; a release at cluster scope would flush to the GPU's memory each time.
+// Arrives at the barrier of any CTA of the cluster, to hand back a buffer that the CTA fills.
+//
+// loads_done() and this arrival are less than PTX asks for: between CTAs its memory model orders loads before the other
+// CTA's next writes by a release at cluster scope. That would flush to the GPU's memory each time, and kernels with
+// multicast would run at half speed. Hopper is observed to finish the loads before the arrival is seen; it is not
+// guaranteed. test_splits_over_warpgroups_and_ctas_sum_alike and test_multicast_hands_its_stages_back stress it in every
+// GPU run.
 __device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }
@@ -86,13 +73,13 @@ __device__ __forceinline__ void warpgroup_sync(u32 warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
-// Barrier of the `threads` threads of the warpgroups along n that share a place along k.
-__device__ __forceinline__ void along_k_sync(u32 along_k, u32 threads) {
+// Barrier of the `threads` threads of the warpgroups along n that work on the same k-blocks.
+__device__ __forceinline__ void along_n_sync(u32 along_k, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(along_k + 5), "r"(threads) : "memory");
 }
 
 // Every CTA of the cluster has started and its barriers are initialised (after barrier_init_fence). Relaxed: a release
-// waits for all that is under way, which takes microseconds while weights are being fetched.
+// waits for all that is in flight, which takes microseconds while weights are being fetched.
 __device__ __forceinline__ void cluster_started() {
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");

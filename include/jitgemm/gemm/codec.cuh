@@ -9,7 +9,8 @@
 // so that a rotation by 4 puts set B where set A was. For e4m3 alone, v is the code's magnitude. For int8 alone, byte b
 // is A_b << 4 | B_b in two's complement. Word of codes with a zero point: byte b is A_b | B_b << 4.
 #pragma once
-#include <jitgemm/types.cuh>
+#include <jitgemm/gemm/types.cuh>
+#include <jitgemm/ptx/memory.cuh>
 
 namespace jitgemm {
 

@@ -1,7 +1,7 @@
-// Copies by the tensor memory accelerator: tiles through a descriptor, contiguous runs as bulk copies, with and without
+// Copies by the tensor memory accelerator: tiles through a descriptor, contiguous bytes as bulk copies, with and without
 // multicast.
 #pragma once
-#include <jitgemm/barrier.cuh>
+#include <jitgemm/types.cuh>
 
 namespace jitgemm {
 
@@ -66,25 +66,5 @@ __device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.
 
 // Until this thread's stores are in global memory.
 __device__ __forceinline__ void store_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-// Copies 16 bytes by the thread itself where `wanted`, or writes zeros, and reads nothing, where not `inside`; done for
-// all of the thread's copies after copy_wait(). Without a branch: behind one, ptxas takes a warp for divergent, and keeps
-// in registers of each thread what is the same for all.
-__device__ __forceinline__ void copy_16(bool wanted, u32 destination, const u8* source, bool inside) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n}"
-                 ::"r"(destination), "l"(source), "r"(inside ? 16 : 0), "r"(u32(wanted)) : "memory");
-}
-
-// The same for 4 bytes; `base` is an address that may be read in any case.
-__device__ __forceinline__ void copy_4(bool wanted, u32 destination, const void* source, const void* base,
-                                       bool inside) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p cp.async.ca.shared.global [%0], [%1], 4, %2;\n}"
-                 ::"r"(destination), "l"(inside ? source : base), "r"(inside ? 4 : 0), "r"(u32(wanted)) : "memory");
-}
-
-__device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Orders this thread's ordinary writes to shared memory before later reads by the copy engine.
-__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace jitgemm

@@ -16,7 +16,7 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Until at most so many groups are under way; a constant once loops are unrolled.
+// Until at most so many groups are in flight; a constant once loops are unrolled.
 __device__ __forceinline__ void wgmma_wait(u32 pending) {
     switch (pending) {
         case 0: return wgmma_wait<0>();

@@ -1,10 +1,10 @@
-// Which tile a cluster computes next. Knows tiles only: a grouped GEMM is another scheduler, not another kernel.
+// Which tile a cluster computes next, and the k-blocks that each of its CTAs takes.
 #pragma once
-#include <jitgemm/barrier.cuh>
+#include <jitgemm/gemm/types.cuh>
 
 namespace jitgemm {
 
-// A run of k-blocks.
+// Contiguous k-blocks.
 struct BlockRange {
     u32 begin, end;
 };
@@ -12,15 +12,16 @@ struct BlockRange {
 struct Tile {
     u32 m;             // first token
     u32 n;             // first row of the weight
-    BlockRange range;  // this CTA's part of k
+    BlockRange range;  // this CTA's k-blocks
 };
 
 // Persistent clusters walk the tiles in static strides. Tiles are ordered in bands of kBandTiles along m, m fastest
-// inside a band, so that the tiles in flight share both operands through the L2.
+// inside a band, so that the tiles in flight share both operands through the L2. A cluster that multicasts computes
+// kAlongM x kAlongN tiles at once, here called a unit.
 template <typename Config>
 struct Scheduler {
-    static constexpr u32 kBlockN = 64 * Config::kWarpgroupsN;
-    static constexpr u32 kAlongM = Config::kMulticastRhs, kAlongN = Config::kMulticastLhs;  // tiles of one cluster
+    static constexpr u32 kBlockN = kStripRows * Config::kWarpgroupsN;
+    static constexpr u32 kAlongM = Config::kMulticastRhs, kAlongN = Config::kMulticastLhs;
     static constexpr u32 kClusterSize = Config::kSplitK * kAlongM * kAlongN;
     static constexpr u32 kBandTiles = 8 / kAlongM;
 
@@ -30,14 +31,14 @@ struct Scheduler {
         : units_m(ceil_div(args.m, Config::kBlockM * kAlongM)),
           units_n(ceil_div(args.n, kBlockN * kAlongN)),
           unit(blockIdx.x / kClusterSize),
-          blocks(ceil_div(args.k, 128)) {}
+          blocks(ceil_div(args.k, kBlockK)) {}
 
     // Whether the tile that next() gave was the last.
     __device__ __forceinline__ bool done() const { return unit >= units_m * units_n; }
 
     // The tile of the CTA of this rank, or false when the cluster is done. A cluster at the edge may own a tile wholly
     // outside: it still takes part in loads, and its stores are clipped. kBranch spares the divisions where there is one
-    // tile along m; in the consumers' loop ptxas would take the branch for one that threads may take apart.
+    // tile along m; in the consumers' loop ptxas would treat the branch as divergent.
     template <bool kBranch = false>
     __device__ __forceinline__ bool next(Tile& tile, u32 rank) {
         if (done()) return false;
@@ -54,10 +55,10 @@ struct Scheduler {
         tile.n = (unit_n * kAlongN + (kAlongN > 1 ? rank : 0)) * kBlockN;
         tile.range = {0, blocks};
         if constexpr (Config::kSplitK > 1) {
-            // Whole runs of records that are promoted together, so that no group of 256 is cut.
-            constexpr u32 kWhole = Config::kPromoteRecords == 2 ? 2 : 1;
-            const u32 run = ceil_div(blocks, kWhole * Config::kSplitK) * kWhole;
-            tile.range = {min(rank * run, blocks), min((rank + 1) * run, blocks)};
+            // Records that are promoted together stay together, so that no group of 256 is cut.
+            constexpr u32 kTogether = Config::kPromoteRecords == 2 ? 2 : 1;
+            const u32 length = ceil_div(blocks, kTogether * Config::kSplitK) * kTogether;
+            tile.range = {min(rank * length, blocks), min((rank + 1) * length, blocks)};
         }
         unit += gridDim.x / kClusterSize;
         return true;
@@ -67,8 +68,7 @@ struct Scheduler {
 // The stages that hold the first tile's weights before this grid waits for the one before it.
 template <typename Config>
 __device__ __forceinline__ u32 prefetched_stages(BlockRange range) {
-    const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
-    return min(Config::kPrefetchStages, stages);
+    return min(Config::kPrefetchStages, ceil_div(range.end - range.begin, Config::kWarpgroupsK));
 }
 
 }  // namespace jitgemm

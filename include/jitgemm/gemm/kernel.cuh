@@ -1,0 +1,132 @@
+// The W4A8 GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ with 4-bit rhs. Operands are swapped: weights are wgmma's A,
+// decoded from shared memory into registers (64 rows of n), activations its B, read from shared memory
+// (block_m tokens).
+//
+//     producer warp                         consumer warpgroups
+//     weights of the first stages           load and decode the first record
+//     griddepcontrol.wait                   griddepcontrol.wait, activations of the first stages of narrow tiles
+//     for tile, for stage:                  for tile, for stage:
+//       wait empty                            wait full
+//       bulk copy of weight records           load and decode 64 rows x 128 k
+//       tile copy of activations    ---->     wgmma, promote each group's partial sums by its exact scale
+//                                    <----     arrive at empty
+//                                           sum the splits of k, scale, bf16, store
+#pragma once
+#include <jitgemm/gemm/epilogue.cuh>
+#include <jitgemm/gemm/multiply.cuh>
+#include <jitgemm/gemm/producer.cuh>
+
+namespace jitgemm {
+
+template <typename Config>
+__device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const Shared<Config>& shared,
+                                        u32 rank) {
+    Position position;
+    const Consumer<Config> consumer{args, out_map, shared, rank, position};
+    // The same in the whole warp, see w4a8_gemm: descriptors stay in uniform registers.
+    position.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0);
+    position.along_n = position.warpgroup % Config::kWarpgroupsN;
+    position.along_k = position.warpgroup / Config::kWarpgroupsN;
+    position.thread = threadIdx.x % kWarpgroup;
+    position.warp = position.thread / 32;
+    position.lane = position.thread % 32;
+
+    auto wait = [&] {
+        wait_for_previous_grid();
+        // Not before: the next kernel's weights would be fetched ahead of this one's activations.
+        if (threadIdx.x == 0) launch_next_grid();
+    };
+    if constexpr (!Config::kDirectLhs) wait();
+    bool waited = !Config::kDirectLhs;
+
+    Scheduler<Config> scheduler(args);
+    Ring<Config::kStages> ring;
+    u32 parity = 0;  // of the tile, for the barriers of the sums
+    Tile tile;
+    while (scheduler.next(tile, rank)) {
+        position.slice = position.along_k * Config::kSplitK + (Config::kSplitK > 1 ? rank : 0);
+        float acc[Config::kBlockM / 2];
+#pragma unroll
+        for (u32 i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
+        multiply_tile<Config>(acc, shared, position, tile.range, ring, [&] {
+            const bool copying = !waited;
+            if (copying) {
+                ActivationCopies<Config> copies(args, shared, position, tile);
+                wait();
+                copies.start(args, position, tile);
+                waited = true;
+            }
+            if (position.slice < Shared<Config>::kSlices) {
+                if (Config::kSplitK > 1 && position.thread == 0)
+                    barrier_expect_bytes(shared.slice_full(position.warpgroup),
+                                         (Config::kSplitK - 1) * Shared<Config>::kSlot);
+                copy_factors(args, shared, position, tile);
+            }
+            if (copying) ActivationCopies<Config>::wait(position);
+        });
+
+        if constexpr (Config::kWarpgroupsK > 1) send_to_warpgroups(acc, consumer, parity);
+        finish_tile(acc, consumer, tile, parity, scheduler.done());
+        parity ^= Config::kSplitK > 1 || Config::kWarpgroupsK > 1;
+    }
+    if (!waited) wait_for_previous_grid();
+    if (position.thread == 0) store_wait_written();
+}
+
+template <typename Config>
+__device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const TensorMap* last_lhs_map,
+                                          const TensorMap* out_map, const Args& args) {
+    extern __shared__ __align__(1024) u8 memory[];
+    const Shared<Config> shared{shared_address(memory)};
+    const u32 rank = Scheduler<Config>::kClusterSize > 1 ? cluster_rank() : 0;
+    // The shuffle tells the compiler that the value is the same in the whole warp.
+    const u32 warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
+    const bool producer_warpgroup = threadIdx.x / kWarpgroup == Shared<Config>::kWarpgroups;
+    const bool producer_warp = warp == Shared<Config>::kWarpgroups * 4;
+
+    u32 prefetched = 0;
+    u64 policy = 0;
+    if (producer_warp) {
+        if (elect_one()) {
+            if (shared.base % 1024 != 0) __trap();  // swizzled tiles and their descriptors would be wrong
+            shared.init_full_barriers();
+        }
+        // Weights that only one row of tiles reads leave the cache first.
+        policy = args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_unchanged();
+        // Multicast weights land in the neighbour too, whose barriers must exist first.
+        if constexpr (Config::kMulticastRhs == 1) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+    } else if (warp == Shared<Config>::kWarpgroups * 4 + 1 && elect_one()) {
+        prefetch_descriptor(lhs_map);
+        prefetch_descriptor(last_lhs_map);
+        prefetch_descriptor(out_map);
+        shared.init_other_barriers(rank);
+    }
+    __syncwarp();
+    if constexpr (Scheduler<Config>::kClusterSize > 1) {
+        cluster_started();
+    } else {
+        __syncthreads();
+    }
+    if (producer_warp && Config::kMulticastRhs > 1) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+
+    // Every thread of every CTA waits for the grid before this one, also a thread without work, so that the end of this
+    // grid implies the end of its predecessor.
+    if (producer_warpgroup) {
+        // Before the wait: the consumers need them for what they do before it.
+        if constexpr (Config::kConsumerRegisters > 0) release_registers<Config::kProducerRegisters>();
+        if (producer_warp) {
+            produce<Config>(args, lhs_map, last_lhs_map, shared, rank, prefetched, policy);
+        } else {
+            wait_for_previous_grid();
+        }
+        __syncwarp();
+    } else {
+        if constexpr (Config::kConsumerRegisters > 0) claim_registers<Config::kConsumerRegisters>();
+        // The reduction is for ptxas, which cannot compute it again: else main loops ask for the CTA's rank in each
+        // iteration, of which addresses consist, and derive from it what they need (docs/notes/main-loop.md).
+        const u32 base = Config::kPinSharedBase ? __reduce_or_sync(0xFFFFFFFFu, shared.base) : shared.base;
+        consume<Config>(args, out_map, Shared<Config>{base}, rank);
+    }
+}
+
+}  // namespace jitgemm

@@ -1,0 +1,246 @@
+// A warpgroup's part of a tile: decode weights into A fragments, multiply, promote the partial sums by their scales.
+#pragma once
+#include <jitgemm/gemm/scheduler.cuh>
+#include <jitgemm/gemm/shared.cuh>
+#include <jitgemm/ptx/wgmma.cuh>
+
+namespace jitgemm {
+
+// acc += scale of the row * partial sum, for accumulators [first, first + kCount).
+template <int kCount, int kTotal, typename Partial>
+__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kCount],
+                                        float low_row, float high_row) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+        acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
+}
+
+// One record on its way through a warpgroup: A fragments of its four k-steps, the scales and offsets of its chunks.
+template <typename Config>
+struct Fragments {
+    using Layout = Record<Config>;
+    static constexpr u32 kChunks = Layout::kChunks;
+    static constexpr u32 kSteps = 4 / kChunks;
+
+    u32 step[4][4];
+    // Factors of the thread's two rows: for sums of codes times activations, for sums of activations.
+    float low_scale[kChunks], high_scale[kChunks];
+    float low_offset[kChunks], high_offset[kChunks];
+
+    // Loads and decodes the codes.
+    __device__ __forceinline__ void load(u32 record, const Position& position) {
+        const uint4 first = load_shared_v4(record + position.thread * 16);
+        const uint4 second = load_shared_v4(record + kWarpgroupVector + position.thread * 16);
+        const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+        const u32 row = position.warp * 16 + position.lane / 4;
+#pragma unroll
+        for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+            u32 low_zero = 0, high_zero = 0;
+            if constexpr (Config::kZeroPoint) {
+                u32 zeros = record + Layout::kZeros + chunk * kStripRows + row;
+                low_zero = load_shared_u8(zeros) * 0x01010101u;
+                high_zero = load_shared_u8(zeros + 8) * 0x01010101u;
+            }
+#pragma unroll
+            for (u32 s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s) {
+                decode_step<typename Config::Decode, Config::kZeroPoint>(step[s], words[2 * s], words[2 * s + 1],
+                                                                         low_zero, high_zero);
+                // Else int8's decode comes between the multiplies, which ptxas then fences one by one (C7519). Where
+                // groups are promoted, that is no slower: the promotion comes there too.
+                if constexpr (Config::kPromoteRecords == 0) register_fence(step[s]);
+            }
+        }
+    }
+
+    // Loads what promotion needs; later than the codes, since registers are short until then.
+    __device__ __forceinline__ void load_factors(u32 record, const Position& position) {
+        const u32 row = position.warp * 16 + position.lane / 4;
+#pragma unroll
+        for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+            low_scale[chunk] = high_scale[chunk] = 1.0f;
+            if constexpr (Config::kGroupSize != 0) {
+                u32 scales = record + Layout::kScales + chunk * Layout::kRowOfScales;
+                low_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row);
+                high_scale[chunk] = load_shared_real<Config::kScaleType>(scales, row + 8);
+            }
+            if constexpr (Config::kOffset) {
+                u32 offsets = record + Layout::kOffsets + chunk * Layout::kRowOfScales;
+                low_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row);
+                high_offset[chunk] = load_shared_real<Config::kScaleType>(offsets, row + 8);
+            }
+        }
+    }
+};
+
+template <typename Config>
+struct Multiplier {
+    using Wgmma = typename Config::Wgmma;
+    static constexpr u32 kHalves = Config::kHalves;
+    static constexpr u32 kTokens = Config::kBlockM / kHalves;  // wgmma's N
+    static constexpr u32 kPartials = kTokens / 2;
+    static constexpr u32 kChunks = Fragments<Config>::kChunks;
+    static constexpr u32 kSteps = Fragments<Config>::kSteps;
+    // A chunk's scale, and its offset, which multiplies the sum of activations: the tensor cores add that up as products
+    // with ones.
+    static constexpr u32 kFactors = Config::kOffset ? 2 : 1;
+    // A unit is the sum for one half of the tokens and one factor of a chunk; kInFlight of them have registers.
+    static constexpr u32 kUnits = kChunks * kFactors * kHalves;
+    static constexpr u32 kInFlight = Config::kInFlight;
+    static_assert(kInFlight % kHalves == 0 && kInFlight <= kUnits, "every half in flight, or no more than there are");
+    static_assert(kUnits == kHalves || Config::kPromoteRecords == 1, "units share registers one after another");
+
+    typename Wgmma::Accumulator partial[kInFlight][kPartials];
+    u32 pending = 0;  // records summed in `partial` since the last promotion
+
+    __device__ __forceinline__ Multiplier() {
+#pragma unroll
+        for (u32 unit = 0; unit < kInFlight; ++unit)
+#pragma unroll
+            for (u32 i = 0; i < kPartials; ++i) partial[unit][i] = 0;
+    }
+
+    __device__ __forceinline__ void issue(u32 unit, const Fragments<Config>& fragments, u64 descriptor) {
+        const u32 half = unit % kHalves, factor = unit / kHalves % kFactors, chunk = unit / kHalves / kFactors;
+        constexpr u32 kOne = Config::Decode::kOne;
+        const u32 ones[4] = {kOne, kOne, kOne, kOne};
+        wgmma_fence();
+#pragma unroll
+        for (u32 s = 0; s < kSteps; ++s) {
+            const u32 step = chunk * kSteps + s;
+            const bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
+            const u64 tokens = descriptor + half * (kTokens * kSwizzledRow >> 4) + step * 2;
+            if (factor == 0) {
+                Wgmma::issue(partial[unit % kInFlight], fragments.step[step], tokens, accumulate);
+            } else {
+                Wgmma::issue(partial[unit % kInFlight], ones, tokens, accumulate);
+            }
+        }
+        wgmma_commit();
+    }
+
+    // Starts one record's multiplies, as far as the registers for partial sums go.
+    __device__ __forceinline__ void start(const Fragments<Config>& fragments, u64 descriptor) {
+#pragma unroll
+        for (u32 unit = 0; unit < kInFlight; ++unit) issue(unit, fragments, descriptor);
+    }
+
+    // Waits for them, promoting each unit's sums by its factor while the next one multiplies. Sums of several records
+    // are promoted when kPromoteRecords are summed up, or at the last one; 0 is never.
+    __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2], Fragments<Config>& fragments,
+                                           u64 descriptor, bool last) {
+        constexpr bool kNever = Config::kPromoteRecords == 0;
+        const bool promote_now =
+            !kNever && (Config::kPromoteRecords == 1 || last || pending + 1 == Config::kPromoteRecords);
+#pragma unroll
+        for (u32 unit = 0; unit < kUnits; ++unit) {
+            const u32 half = unit % kHalves, factor = unit / kHalves % kFactors, chunk = unit / kHalves / kFactors;
+            wgmma_wait(min(kInFlight, kUnits - unit) - 1);
+            register_fence(partial[unit % kInFlight]);
+            if (promote_now) {
+                promote(acc, half * kPartials, partial[unit % kInFlight],
+                        factor == 0 ? fragments.low_scale[chunk] : fragments.low_offset[chunk],
+                        factor == 0 ? fragments.high_scale[chunk] : fragments.high_offset[chunk]);
+                // Asked for here; ptxas may still sink it below the next wait (docs/notes/main-loop.md).
+                register_fence(acc, half * kPartials, kPartials);
+            }
+            if (unit + kInFlight < kUnits) issue(unit + kInFlight, fragments, descriptor);
+        }
+#pragma unroll
+        for (u32 s = 0; s < 4; ++s) register_fence(fragments.step[s]);
+        pending = promote_now ? 0 : pending + 1;
+    }
+
+    // The tile's sums, where no group promoted them.
+    __device__ __forceinline__ void take_sums(float (&acc)[Config::kBlockM / 2]) {
+        if constexpr (Config::kPromoteRecords == 0) {
+#pragma unroll
+            for (u32 h = 0; h < kHalves; ++h)
+#pragma unroll
+                for (u32 i = 0; i < kPartials; ++i) acc[h * kPartials + i] = float(partial[h][i]);
+        }
+    }
+};
+
+// Hands a stage back to the producers that fill it.
+template <typename Config>
+__device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 stage, const Position& position) {
+    __syncwarp();
+    if constexpr (Shared<Config>::kMulticast == 1) {
+        if (position.lane == 0) barrier_arrive(shared.empty(stage));
+    } else {
+        // A lane for each: a loop would end the block in which ptxas schedules the multiplies.
+        if (position.lane < Shared<Config>::kMulticast) barrier_arrive_remote(shared.empty(stage), position.lane);
+    }
+}
+
+// Multiplies the warpgroup's records of a tile into `acc`. While one record multiplies, the next is loaded and decoded.
+// `begin` is called once the tile's first record is decoded and before activations are needed.
+template <typename Config, typename Begin>
+__device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
+                                              const Position& position, BlockRange range, Ring<Config::kStages>& ring,
+                                              Begin begin) {
+    const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
+    // The last stage may hold no record for this warpgroup.
+    const u32 records =
+        ceil_div(max(range.end - range.begin, position.along_k) - position.along_k, Config::kWarpgroupsK);
+    const u64 first_descriptor = k_major_descriptor(shared.lhs(0, position.along_k));
+
+    // Known where k is not split, which saves registers; but with one set of fragments ptxas would serialise the
+    // multiplies (C7513).
+    const bool any =
+        (Config::kFragmentSets == 2 && Config::kSplitK == 1 && Config::kWarpgroupsK == 1) || records > 0;
+
+    Multiplier<Config> multiplier;
+    auto load = [&](Fragments<Config>& fragments, const Ring<Config::kStages>& from) {
+        barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
+        fragments.load(shared.record(from.stage, position.along_n, position.along_k), position);
+    };
+    // The stage of the next record; after the last, the last again: loading it for nothing costs less than a branch,
+    // which would keep ptxas from scheduling across it.
+    auto next_stage = [&](bool last) {
+        Ring<Config::kStages> next = ring;
+        next.advance();
+        return last ? ring : next;
+    };
+    // Multiplies `current`, the record of the ring's stage, and loads the one after it.
+    auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next, bool last, bool load_next) {
+        const u32 stage = ring.stage;
+        const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
+        multiplier.start(current, descriptor);
+        if (load_next) load(next, next_stage(last));
+        ring.advance();
+        current.load_factors(shared.record(stage, position.along_n, position.along_k), position);
+        multiplier.finish(acc, current, descriptor, last);
+        release_stage(shared, stage, position);
+    };
+    if (!any) begin();
+    if (any) {
+        Fragments<Config> even, odd;
+        // Where threads copy the activations, weights come on their own and can be decoded before.
+        if constexpr (Config::kDirectLhs) load(even, ring);
+        begin();
+        if constexpr (!Config::kDirectLhs) load(even, ring);
+        u32 left = records;
+        if constexpr (Config::kFragmentSets == 2) {
+            // Two sets of registers alternate, so that nothing is copied.
+            for (; left >= 2; left -= 2) {
+                multiply(even, odd, false, true);
+                multiply(odd, even, left == 2, true);
+            }
+            if (left > 0) multiply(even, odd, true, false);
+        } else {
+            for (; left > 0; --left) {
+                multiply(even, odd, left == 1, true);
+                even = odd;
+            }
+        }
+    }
+    if (records < stages) {
+        barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
+        release_stage(shared, ring.stage, position);
+        ring.advance();
+    }
+    multiplier.take_sums(acc);
+}
+
+}  // namespace jitgemm

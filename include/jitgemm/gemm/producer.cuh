@@ -1,0 +1,192 @@
+// Who fills the stages: the producer warp with weight records and activations, and, for the first stages of narrow tiles,
+// the consumers themselves with activations.
+#pragma once
+#include <jitgemm/gemm/scheduler.cuh>
+#include <jitgemm/gemm/shared.cuh>
+#include <jitgemm/ptx/tma.cuh>
+
+namespace jitgemm {
+
+// ---- the producer warp ----------------------------------------------------------------------------------------------
+
+// Tokens of one copy of activations; CTAs that share them bring so many each.
+template <typename Config>
+constexpr u32 kLhsRows = Config::kBlockM / Config::kMulticastLhs;
+
+// The same for a tile. The last along m is copied with as many tokens as there are, by a map of its own, because
+// out-of-bounds fill is slow. What lies in shared memory for the missing tokens reaches only results that are clipped.
+template <typename Config>
+__device__ __forceinline__ u32 lhs_rows(const Args& args, const Tile& tile) {
+    return tile.m + Config::kBlockM > args.m ? args.last_rows : kLhsRows<Config>;
+}
+
+// Records of each strip in the stage that begins at `block`: one for each warpgroup along k, fewer at the end.
+template <typename Config>
+__device__ __forceinline__ u32 blocks_of_stage(BlockRange range, u32 block) {
+    return Config::kWarpgroupsK == 1 ? 1 : min(u32(Config::kWarpgroupsK), range.end - block);
+}
+
+// Announces a stage's bytes and copies its weight records: for each strip `blocks` contiguous ones. The bytes of
+// activations count where a tile copy brings them too, of `rows` tokens each.
+template <typename Config>
+__device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile,
+                                             u32 stage, u32 block, u32 blocks, u32 rank, u64 policy, u32 rows) {
+    u32 bytes = blocks * Record<Config>::kBytes;
+    const u32 lhs_bytes = blocks * Config::kMulticastLhs * rows * kSwizzledRow;
+    barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + lhs_bytes);
+    u32 k_blocks = ceil_div(args.k, kBlockK);
+    u32 last_strip = ceil_div(args.n, kStripRows) - 1;
+#pragma unroll
+    for (u32 i = 0; i < Config::kWarpgroupsN; ++i) {
+        // A strip past the end is computed from the last one and clipped by the store.
+        u32 strip = min(tile.n / kStripRows + i, last_strip);
+        const u8* source = args.records + (u64(strip) * k_blocks + block) * Record<Config>::kBytes;
+        u32 destination = shared.record(stage, i, 0);
+        if constexpr (Config::kMulticastRhs > 1) {
+            u32 own = bytes / Config::kMulticastRhs;
+            bulk_load_multicast(destination + rank * own, source + rank * own, own, shared.full(stage),
+                                (1 << Config::kMulticastRhs) - 1, policy);
+        } else {
+            bulk_load(destination, source, bytes, shared.full(stage), policy);
+        }
+    }
+}
+
+template <typename Config>
+__device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const TensorMap* last_lhs_map,
+                                                 const Shared<Config>& shared, const Tile& tile, u32 stage, u32 block,
+                                                 u32 blocks, u32 rank, u32 rows) {
+    const TensorMap* map = rows == kLhsRows<Config> ? lhs_map : last_lhs_map;
+    for (u32 i = 0; i < blocks; ++i) {
+        u32 destination = shared.lhs(stage, i);
+        i32 k = (block + i) * kBlockK;
+        if constexpr (Config::kMulticastLhs > 1) {
+            const u32 first = rank * rows;
+            tile_load_multicast(destination + first * kSwizzledRow, map, k, tile.m + first, shared.full(stage),
+                                (1 << Config::kMulticastLhs) - 1);
+        } else {
+            tile_load(destination, map, k, tile.m, shared.full(stage));
+        }
+    }
+}
+
+// Asks for the first tile's weights before this grid waits for the one before it, on which they do not depend. Returns
+// the stages filled. Called by the whole warp, as is produce(); one elected lane issues the copies.
+template <typename Config>
+__device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<Config>& shared, u32 rank, u64 policy) {
+    Scheduler<Config> scheduler(args);
+    Tile tile;
+    u32 filled = 0;
+    if (scheduler.template next<true>(tile, rank)) {
+        const BlockRange range = tile.range;
+        const u32 rows = Config::kDirectLhs ? 0 : lhs_rows<Config>(args, tile);
+        u32 block = range.begin;
+        for (; block < range.end && filled < Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
+            const u32 blocks = blocks_of_stage<Config>(range, block);
+            if (elect_one()) load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, rows);
+        }
+    }
+    return filled;
+}
+
+// Brings what the stages lack: first activations to those that hold weights, then both to all that follow. Finds its
+// first tile, which takes divisions, before it waits for the previous grid.
+template <typename Config>
+__device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const TensorMap* last_lhs_map,
+                                        const Shared<Config>& shared, u32 rank, u32 prefetched, u64 policy) {
+    Scheduler<Config> scheduler(args);
+    Ring<Config::kStages> ring;
+    Tile tile;
+    bool more = scheduler.next(tile, rank);
+    u32 block = more ? tile.range.begin : 0;
+    u32 rows = more ? lhs_rows<Config>(args, tile) : 0;
+    wait_for_previous_grid();
+    auto load_lhs = [&](u32 blocks) {
+        load_activations<Config>(lhs_map, last_lhs_map, shared, tile, ring.stage, block, blocks, rank, rows);
+    };
+#pragma unroll 1
+    for (u32 i = 0; i < prefetched; ++i, block += Config::kWarpgroupsK, ring.advance()) {
+        const u32 blocks = blocks_of_stage<Config>(tile.range, block);
+        if (!Config::kDirectLhs && elect_one()) load_lhs(blocks);
+    }
+    while (more) {
+        // Several at a time take more registers than a producer has.
+#pragma unroll 1
+        for (; block < tile.range.end; block += Config::kWarpgroupsK, ring.advance()) {
+            const u32 blocks = blocks_of_stage<Config>(tile.range, block);
+            barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
+            if (elect_one()) {
+                load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);
+                load_lhs(blocks);
+            }
+        }
+        more = scheduler.next(tile, rank);
+        block = tile.range.begin;
+        rows = lhs_rows<Config>(args, tile);
+    }
+    // A CTA that shares an operand stays until its neighbours have handed all stages back to it: they reach into its
+    // shared memory. A barrier of the cluster would wait for the stores, too.
+    if constexpr (Shared<Config>::kMulticast > 1) {
+        for (u32 stage = 0; stage < Config::kStages; ++stage, ring.advance())
+            barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
+    }
+}
+
+// ---- consumers that copy activations --------------------------------------------------------------------------------
+
+// The activations of the prefetched stages that a thread copies, where the threads that will multiply them do so: for a
+// few tokens the copy engine takes twice as long from the wait to the first byte. The layout is the tile copy's 128-byte
+// swizzle. Addresses are computed here, before the wait; behind it a copy is an addition and an instruction.
+template <typename Config>
+struct ActivationCopies {
+    static constexpr u32 kTokens = 16 * Config::kWarpgroupsN;  // from one copy of a stage to the next
+    static constexpr u32 kCopies = ceil_div(Config::kBlockM, kTokens);
+
+    const u8* source;  // of a stage's first copy, as the next is
+    u32 destination;
+
+    __device__ __forceinline__ ActivationCopies(const Args& args, const Shared<Config>& shared,
+                                                const Position& position, const Tile& tile) {
+        const u32 k = (tile.range.begin + position.along_k) * kBlockK + chunk(position) * 16;
+        source = args.lhs + (tile.m + token(position)) * args.lhs_stride + k;
+        // The same for all copies of the thread: their tokens are a multiple of 8 apart.
+        destination = shared.lhs(0, position.along_k) + token(position) * kSwizzledRow +
+                      ((chunk(position) ^ token(position) % 8) * 16);
+    }
+
+    // Of the first copy, within the tile and within a k-block.
+    __device__ __forceinline__ static u32 token(const Position& position) {
+        return (position.along_n * kWarpgroup + position.thread) / 8;
+    }
+    __device__ __forceinline__ static u32 chunk(const Position& position) { return position.thread % 8; }
+
+    __device__ __forceinline__ void start(const Args& args, const Position& position, const Tile& tile) {
+        const u64 step = kTokens * args.lhs_stride;
+        const u32 stages = prefetched_stages<Config>(tile.range);
+        u32 block = tile.range.begin + position.along_k;
+        // Several at a time take more registers than some tiles leave.
+#pragma unroll 1
+        for (u32 stage = 0; stage < stages; ++stage, block += Config::kWarpgroupsK) {
+            if (block >= tile.range.end) break;
+            const bool inside = block * kBlockK + chunk(position) * 16 < args.k;
+            const u8* from = source;
+#pragma unroll
+            for (u32 copy = 0; copy < kCopies; ++copy, from += step) {
+                const u32 at = token(position) + copy * kTokens;
+                const bool wanted = Config::kBlockM % kTokens == 0 || at < Config::kBlockM;
+                copy_16(wanted, destination + copy * kTokens * kSwizzledRow, from, tile.m + at < args.m && inside);
+            }
+            source += Config::kWarpgroupsK * kBlockK;
+            destination += Shared<Config>::kLhsStage;
+        }
+    }
+
+    // Until the copies of all threads that share a k-block are there.
+    __device__ __forceinline__ static void wait(const Position& position) {
+        copy_wait();
+        async_proxy_fence();
+        along_n_sync(position.along_k, kWarpgroup * Config::kWarpgroupsN);
+    }
+};
+
+}  // namespace jitgemm

@@ -1,0 +1,123 @@
+// The CTA's shared memory, by offset. smem_bytes() in jitgemm/kernel/spec.py computes the same total; the rendered source
+// checks it.
+//
+//     1024-aligned   lhs      [stages][warpgroups_k][block_m][128 B]       activations, 128-byte swizzle
+//                    out      [reducers][slice][64 columns]                rows of 128 B a token, 128-byte swizzle
+//     64-aligned     records  [stages][warpgroups_n][warpgroups_k][record]
+//                    slots    [reducers][warpgroups_k - 1][span / 8][128 threads][4] fp32 sums of the CTA's other
+//                             warpgroups along k and, for each reducer behind them, [split_k - 1][slice / 8][128][4] of
+//                             the other CTAs
+//                    scales   [reducers][slice] fp32                       per-token scales
+//                    terms    [reducers][3][64] fp32                       scale, bias and sum of each row of n
+//                    barriers full[stages] empty[stages]
+//                             span_full[reducers] span_empty[warpgroups]   where warpgroups split k
+//                             slice_full[reducers] slice_empty[reducers]   where CTAs do
+//
+// The sums over the splits of k are a reduce-scatter in two steps (sums.cuh). A `slice` is the tokens that one warpgroup
+// stores; a `span` those that it sums over its CTA's warpgroups along k: a slice for each CTA of the cluster, as long as
+// there are slices. `reducers` are the warpgroups of a CTA that have a span.
+#pragma once
+#include <jitgemm/gemm/codec.cuh>
+#include <jitgemm/ptx/barrier.cuh>
+
+namespace jitgemm {
+
+template <typename Config>
+struct Shared {
+    static constexpr u32 kWarpgroups = Config::kWarpgroupsN * Config::kWarpgroupsK;
+    static constexpr u32 kMulticast = Config::kMulticastLhs * Config::kMulticastRhs;  // CTAs that share an operand
+    static_assert(Config::kMulticastLhs == 1 || Config::kMulticastRhs == 1, "a cluster shares one operand");
+    static constexpr u32 kSlices = Config::kBlockM / Config::kSliceTokens;
+    static constexpr u32 kSpans = ceil_div(kSlices, Config::kSplitK);
+    static constexpr u32 kSpanTokens = Config::kSliceTokens * smaller(Config::kSplitK, kSlices);
+    static constexpr u32 kReducers = kSpans * Config::kWarpgroupsN;
+    static_assert(Config::kSliceTokens * kSlices == Config::kBlockM && kSpans <= Config::kWarpgroupsK,
+                  "slices cover the tile");
+
+    static constexpr u32 kLhsTile = Config::kBlockM * kSwizzledRow;
+    static constexpr u32 kLhsStage = Config::kWarpgroupsK * kLhsTile;
+    static constexpr u32 kOutPanel = Config::kSliceTokens * kStripRows * real_bytes(Config::kOutType);
+    static constexpr u32 kRecordColumn = Config::kWarpgroupsK * Record<Config>::kBytes;
+    static constexpr u32 kRecordStage = Config::kWarpgroupsN * kRecordColumn;
+    static constexpr u32 kSlot = Config::kSliceTokens * kStripRows * 4;
+    static constexpr u32 kSpanSlot = kSpanTokens * kStripRows * 4;
+    static constexpr u32 kTermsBytes = 3 * kStripRows * 4;
+
+    static constexpr u32 kOut = Config::kStages * kLhsStage;
+    static constexpr u32 kRecords = kOut + kReducers * kOutPanel;
+    static constexpr u32 kSlots = kRecords + Config::kStages * kRecordStage;
+    static constexpr u32 kSlotsOfCta = (Config::kWarpgroupsK - 1) * kSpanSlot;
+    static constexpr u32 kSlotsOfReducer = kSlotsOfCta + (Config::kSplitK - 1) * kSlot;
+    static constexpr u32 kScales = kSlots + kReducers * kSlotsOfReducer;
+    static constexpr u32 kTerms = kScales + kReducers * Config::kSliceTokens * 4;
+    static constexpr u32 kBarriers = kTerms + kReducers * kTermsBytes;
+    static constexpr u32 kSpanBarriers = Config::kWarpgroupsK > 1 ? kReducers + kWarpgroups : 0;
+    static constexpr u32 kSliceBarriers = Config::kSplitK > 1 ? 2 * kReducers : 0;
+    static constexpr u32 kBarrierCount = 2 * Config::kStages + kSpanBarriers + kSliceBarriers;
+    static constexpr u32 kBytes = kBarriers + kBarrierCount * 8;
+    static_assert(kRecords % 64 == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0,
+                  "misaligned shared memory");
+
+    u32 base;
+
+    __device__ __forceinline__ u32 lhs(u32 stage, u32 along_k) const {
+        return base + stage * kLhsStage + along_k * kLhsTile;
+    }
+    __device__ __forceinline__ u32 out(u32 reducer) const { return base + kOut + reducer * kOutPanel; }
+    __device__ __forceinline__ u32 record(u32 stage, u32 along_n, u32 along_k) const {
+        return base + kRecords + stage * kRecordStage + along_n * kRecordColumn + along_k * Record<Config>::kBytes;
+    }
+    __device__ __forceinline__ static u32 warpgroup_of(u32 along_k, u32 along_n) {
+        return along_k * Config::kWarpgroupsN + along_n;
+    }
+    // How many slices a span has.
+    __device__ __forceinline__ static constexpr u32 slices_of(u32 span) {
+        return smaller(Config::kSplitK, kSlices - span * Config::kSplitK);
+    }
+    // The sums that a reducer gets from the index-th of its CTA's other warpgroups along k, and of the other CTAs.
+    __device__ __forceinline__ u32 span_slot(u32 reducer, u32 index) const {
+        return base + kSlots + reducer * kSlotsOfReducer + index * kSpanSlot;
+    }
+    __device__ __forceinline__ u32 slice_slot(u32 reducer, u32 index) const {
+        return base + kSlots + reducer * kSlotsOfReducer + kSlotsOfCta + index * kSlot;
+    }
+    __device__ __forceinline__ u32 scales(u32 reducer) const {
+        return base + kScales + reducer * Config::kSliceTokens * 4;
+    }
+    __device__ __forceinline__ u32 terms(u32 reducer) const { return base + kTerms + reducer * kTermsBytes; }
+    __device__ __forceinline__ u32 full(u32 stage) const { return base + kBarriers + stage * 8; }
+    __device__ __forceinline__ u32 empty(u32 stage) const { return full(Config::kStages + stage); }
+    __device__ __forceinline__ u32 span_full(u32 reducer) const { return full(2 * Config::kStages + reducer); }
+    __device__ __forceinline__ u32 span_empty(u32 warpgroup) const { return span_full(kReducers + warpgroup); }
+    __device__ __forceinline__ u32 slice_full(u32 reducer) const { return span_full(kSpanBarriers + reducer); }
+    __device__ __forceinline__ u32 slice_empty(u32 reducer) const { return slice_full(kReducers + reducer); }
+
+    // The barriers that copies complete on; the first copies wait for nothing else.
+    __device__ __forceinline__ void init_full_barriers() const {
+        for (u32 stage = 0; stage < Config::kStages; ++stage) barrier_init(full(stage), 1);
+        barrier_init_fence();
+    }
+
+    __device__ __forceinline__ void init_other_barriers(u32 rank) const {
+        for (u32 stage = 0; stage < Config::kStages; ++stage)
+            barrier_init(empty(stage), kWarpgroups * 4 * kMulticast);
+        if constexpr (Config::kWarpgroupsK > 1) {
+            for (u32 reducer = 0; reducer < kReducers; ++reducer)
+                barrier_init(span_full(reducer), 4 * (Config::kWarpgroupsK - 1));
+            // The warps of every reducer but the warpgroup itself.
+            for (u32 w = 0; w < kWarpgroups; ++w) barrier_init(span_empty(w), max(4 * (kSpans - (w < kReducers)), 1u));
+        }
+        if constexpr (Config::kSplitK > 1) {
+            for (u32 reducer = 0; reducer < kReducers; ++reducer) {
+                // Sums come with their bytes counted, which the reducer announces.
+                barrier_init(slice_full(reducer), 1);
+                // The warps of all CTAs with a slice of the span but its own.
+                const u32 slices = slices_of(reducer / Config::kWarpgroupsN);
+                barrier_init(slice_empty(reducer), max(4 * (slices - (rank < slices)), 1u));
+            }
+        }
+        barrier_init_fence();
+    }
+};
+
+}  // namespace jitgemm

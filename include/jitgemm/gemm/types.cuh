@@ -1,0 +1,40 @@
+// The GEMM's units, its argument block, and where a consumer thread stands.
+#pragma once
+#include <jitgemm/types.cuh>
+
+namespace jitgemm {
+
+constexpr u32 kBlockK = 128;     // k of a weight record, and bytes of a swizzled row of activations
+constexpr u32 kStripRows = 64;   // rows of n of a weight record: wgmma's M
+constexpr u32 kSwizzledRow = 128;  // bytes of a row of shared memory with the 128-byte swizzle
+constexpr u32 kWarpgroup = 128;  // threads
+constexpr u32 kWarpgroupVector = kWarpgroup * 16;  // bytes that a warpgroup loads or stores with 16 a thread
+
+// Run-time arguments; jitgemm/gemm/plan.py fills the same layout. Everything that may change from call to call is here,
+// so that a new m, n, k or stride never compiles.
+struct Args {
+    const u8* lhs;              // activations, as lhs_map has them
+    const u8* records;          // packed weight, [strips][k_blocks][record_bytes]
+    const void* channel_scale;  // [strips * 64] of channel_scale_type; read by per-channel kernels only
+    const float* lhs_scale;     // one value every lhs_scale_stride elements; stride 0 is one scale for all tokens
+    const void* bias;           // [n] of bias_type, or null
+    const i32* lhs_zero;        // zero points of activations, or null
+    const float* row_sum;       // [strips * 64] sums of weights; read where there are zero points
+    u64 lhs_stride;             // bytes between tokens
+    u64 lhs_scale_stride;
+    u64 lhs_zero_stride;
+    u32 m, n, k;
+    i32 channel_scale_type;
+    i32 bias_type;
+    u32 last_rows;  // tokens of a copy of the last tile along m
+};
+static_assert(sizeof(Args) == 104, "jitgemm/gemm/plan.py packs this struct");
+
+// A consumer thread's position in its CTA, and the tokens that its warpgroup stores.
+struct Position {
+    u32 warpgroup, along_n, along_k;
+    u32 thread, warp, lane;  // thread within the warpgroup
+    u32 slice;               // of the tile's tokens; the warpgroup stores none where there are not so many
+};
+
+}  // namespace jitgemm
