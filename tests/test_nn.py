@@ -1,20 +1,18 @@
-"""jitgemm.nn on the CPU: what W4A8Linear computes, that copies and files keep it, and models full of it."""
+"""W4A8Linear on the CPU: what it computes, that copies, files and compilers keep it, and its warm-up."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import gc
-import io
 import pickle
 import re
-import weakref
 from dataclasses import replace
 
 import builders
 import pytest
 import torch
-from safetensors.torch import load_file, load_model, save_file, save_model
+from safetensors.torch import load_file, save_file
+from small_models import Block, Model, same_state
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import jitgemm
@@ -23,13 +21,13 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_spec
 from jitgemm.errors import CompileError
 from jitgemm.nn import ACTIVATIONS, W4A8Linear
-from jitgemm.nn.checkpoint import activations
 from jitgemm.nn.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 from jitgemm.weight.quantize import quantize_w4
 from jitgemm.weight.w4 import W4Weight, pack_w4
 
+__all__ = ["Block", "same_state"]  # for the tests on a GPU
 K, N = 256, 72
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int8_affine": torch.int8}
@@ -58,9 +56,7 @@ def offset_weight(seed: int = 6) -> W4Weight:
 MAKERS = {
     **{a: functools.partial(W4A8Linear.from_linear, linear(), activation=a) for a in ACTIVATIONS},
     "zero points": lambda: W4A8Linear.from_linear(linear(bias=False), group_size=32, symmetric=False),
-    "per channel": lambda: W4A8Linear.from_linear(
-        linear(), activation="int8", group_size=K, scale_dtype=torch.float32
-    ),
+    "per channel": lambda: W4A8Linear.from_linear(linear(), activation="int8", group_size=K, scale_dtype=torch.float32),
     "fp16 scales": lambda: W4A8Linear.from_linear(linear(dtype=torch.float16), scale_dtype=torch.float16),
     "permutation": lambda: W4A8Linear.from_weight(permuted_weight(), activation="int8_affine"),
     "offset": lambda: W4A8Linear.from_weight(offset_weight(), builders.bias(1, N), activation="int8"),
@@ -195,6 +191,38 @@ def test_wrong_inputs_are_named(x, error, text):
         layer_of("e4m3")(x)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
+def test_autocast_converts_the_input_as_for_a_linear(dtype, to):
+    layer, x = layer_of("int8"), inputs(9, 3, K, dtype=dtype)
+    expected = layer(x.to(to))
+    with torch.autocast("cpu", to):
+        assert linear()(x).dtype == to
+        assert builders.same_bits(layer(x), expected)
+
+
+def test_a_weight_used_as_a_tensor_is_an_error_that_says_what_to_do():
+    layer, x = layer_of("e4m3"), torch.zeros(2, K)
+    layer.weight.named("model.reader.proj")
+    told = (
+        r"model\.reader\.proj: expected a tensor for .*, got a packed 4-bit weight .*leave the layer out with filter="
+    )
+    for use in (
+        lambda w: torch.nn.functional.linear(x, w),
+        lambda w: w @ x.T,
+        lambda w: x @ w,
+        lambda w: w[0],
+        lambda w: torch.cat([x, w]),
+    ):
+        with pytest.raises(TypeError, match=told):
+            use(layer.weight)
+    with pytest.raises(AttributeError, match=told):
+        layer.weight.size()
+    with pytest.raises(TypeError, match="model.reader.proj: expected no parameter.* got 'weight'; to tie or resize"):
+        layer.weight = torch.nn.Parameter(x)
+    assert not hasattr(layer.weight, "no_such_name") and layer.weight.dtype == torch.bfloat16
+
+
 def test_inference_mode():
     with torch.inference_mode():
         layer = W4A8Linear.from_linear(linear())
@@ -250,6 +278,12 @@ def test_repr_says_what_the_layer_is():
             {"input_scale": torch.ones(2)},
             ValueError,
             "input_scale: expected float32 of one element, got float32 [2]",
+        ),
+        (
+            (permuted_weight(),),
+            {"input_scale": torch.zeros(1)},
+            ValueError,
+            "input_scale: expected a positive, finite number, got 0.0",
         ),
         (
             (permuted_weight(),),
@@ -517,319 +551,6 @@ def test_export(fresh_dynamo, strict):
     assert bound(model[0])
 
 
-# ---- quantize_ -------------------------------------------------------------------------------------------------------
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(64)
-        self.up = torch.nn.Linear(64, 96)
-        self.down = torch.nn.Linear(96, 64, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Model(torch.nn.Module):
-    """A language model in small: embedding, blocks, a Linear that does not fit, a head."""
-
-    def __init__(self, tied: bool = False):
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed = torch.nn.Embedding(48, 64)
-        self.blocks = torch.nn.ModuleList([Block(), Block()])
-        self.odd = torch.nn.Linear(64, 10)
-        self.lm_head = torch.nn.Linear(64, 48, bias=False)
-        if tied:
-            self.lm_head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x), self.odd(x)
-
-
-BLOCKS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
-IDS = torch.arange(10).view(2, 5)
-
-
-def quantised_names(model: torch.nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, W4A8Linear)]
-
-
-def test_quantize_swaps_the_linears_that_fit_but_the_head():
-    model = Model()
-    expected = {name: W4A8Linear.from_linear(model.get_submodule(name), group_size=32) for name in BLOCKS}
-    with torch.no_grad():
-        before = model(IDS)[0]
-    assert jitgemm.nn.quantize_(model, group_size=32) == BLOCKS == quantised_names(model)
-    for name in BLOCKS:
-        assert builders.same_bits(model.get_submodule(name).blocks, expected[name].blocks)
-    with torch.no_grad():
-        after = model(IDS)[0]
-    assert 0 < float((after - before).norm() / before.norm()) < 0.1
-
-
-def test_a_filter_chooses():
-    model = Model()
-    assert jitgemm.nn.quantize_(model, lambda name, _: "up" in name or name == "lm_head") == [
-        "blocks.0.up",
-        "blocks.1.up",
-        "lm_head",
-    ]
-    model = Model()
-    assert jitgemm.nn.quantize_(model, lambda _, linear: linear.in_features == 96) == ["blocks.0.down", "blocks.1.down"]
-
-
-def test_a_chosen_linear_that_does_not_fit_is_named():
-    with pytest.raises(ValueError, match="odd: expected out_features a multiple of 8 and in_features a multiple of 32"):
-        jitgemm.nn.quantize_(Model(), lambda name, _: name == "odd")
-
-
-def test_a_failure_names_the_linear():
-    model = Model()
-    model.blocks[1].up.weight.data[3, 4] = torch.nan
-    with pytest.raises(ValueError, match=r"blocks\.1\.up: w: expected finite values, got nan at \[3, 4\]"):
-        jitgemm.nn.quantize_(model)
-    assert quantised_names(model) == BLOCKS[:2]
-
-
-def test_tied_weights_and_the_output_embedding_stay():
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in "abc"})
-    model["b"].weight = model["a"].weight
-    assert jitgemm.nn.quantize_(model) == ["c"]
-    model = Model()
-    model.get_output_embeddings = lambda: model.blocks[1].down
-    assert jitgemm.nn.quantize_(model) == BLOCKS[:3]
-
-
-def test_a_linear_at_two_places_is_quantised_once():
-    model = torch.nn.ModuleDict({"a": Block(), "b": Block()})
-    model["b"].up = model["a"].up
-    assert jitgemm.nn.quantize_(model) == ["a.up", "a.down", "b.down"]
-    assert model["b"].up is model["a"].up and isinstance(model["a"].up, W4A8Linear)
-
-
-def test_linears_inside_torchs_attention_stay():
-    model = torch.nn.TransformerEncoderLayer(64, 4, 96)
-    assert jitgemm.nn.quantize_(model) == ["linear1", "linear2"]
-
-
-def test_a_linear_alone_cannot_be_swapped():
-    with pytest.raises(ValueError, match="model: expected a module that holds Linears, got a Linear; use W4A8Linear"):
-        jitgemm.nn.quantize_(linear())
-
-
-def test_every_original_is_freed_before_the_next_is_quantised(monkeypatch):
-    model, alive = Model(), []
-    originals = [weakref.ref(model.get_submodule(name).weight) for name in BLOCKS]
-    plain = W4A8Linear.from_linear.__func__
-
-    def watched(cls, linear, **options):
-        alive.append(sum(ref() is not None for ref in originals))
-        return plain(cls, linear, **options)
-
-    monkeypatch.setattr(W4A8Linear, "from_linear", classmethod(watched))
-    gc.disable()
-    try:
-        jitgemm.nn.quantize_(model)
-    finally:
-        gc.enable()
-    assert alive == [4, 3, 2, 1]
-    assert all(ref() is None for ref in originals)
-
-
-def test_training_mode_is_kept_and_options_reach_the_layers():
-    model = Model().eval()
-    jitgemm.nn.quantize_(model, activation="int8_affine", group_size=10_000, symmetric=False, scale_dtype=torch.float16)
-    layer = model.blocks[0].up
-    assert not layer.training and layer.activation == "int8_affine"
-    assert layer.weight.format.group_size == 0 and layer.weight.format.zero_point
-    assert layer.weight.scale_dtype == torch.float16
-
-
-def test_no_bar_where_stderr_is_no_terminal(capsys):
-    jitgemm.nn.quantize_(Model())
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_whole_model_through_pickle_and_deepcopy():
-    model = Model()
-    jitgemm.nn.quantize_(model)
-    with torch.no_grad():
-        expected = model(IDS)[0]
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert builders.same_bits(other(IDS)[0], expected)
-        buffer = io.BytesIO()
-        torch.save(model.state_dict(), buffer)
-        buffer.seek(0)
-        fresh = Model()
-        jitgemm.nn.quantize_(fresh, clip_steps=0)
-        fresh.load_state_dict(torch.load(buffer, weights_only=True))
-        assert builders.same_bits(fresh(IDS)[0], expected)
-
-
-# ---- load_ -----------------------------------------------------------------------------------------------------------
-
-
-def checkpoint_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A model as compressed-tensors stores it, int-quantized per channel; and the weights that this stands for."""
-    tensors, dense = {}, {}
-    for name, tensor in model.state_dict().items():
-        if name.startswith("blocks.") and name.endswith(("up.weight", "down.weight")):
-            scale = (tensor.abs().amax(1, keepdim=True) / 7).bfloat16()
-            q = (tensor / scale.float()).round().clamp(-8, 7).to(torch.int8)
-            tensors |= {name: q, name.replace("weight", "weight_scale"): scale}
-            dense[name] = q * scale.float()
-        else:
-            tensors[name] = dense[name] = tensor
-    return tensors, dense
-
-
-def config(**inputs) -> dict:
-    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True} | inputs
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel"}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": scheme}
-    groups = {"group_0": group}
-    return {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
-
-
-def opened(tensors: dict[str, torch.Tensor], **inputs):
-    from jitgemm.checkpoint.reader import Checkpoint
-
-    return Checkpoint(tensors, config(**inputs))
-
-
-def test_load_fills_a_model_from_a_checkpoint():
-    tensors, dense = checkpoint_tensors(Model())
-    model = Model()
-    torch.nn.init.zeros_(model.embed.weight)
-    assert jitgemm.nn.load_(model, opened(tensors)) == BLOCKS == quantised_names(model)
-    assert torch.equal(model.embed.weight, dense["embed.weight"]) and torch.equal(model.odd.bias, dense["odd.bias"])
-    for name in BLOCKS:
-        assert torch.equal(model.get_submodule(name).weight.dequantize(), dense[name + ".weight"])
-        assert model.get_submodule(name).activation == "e4m3"
-    assert torch.equal(model.blocks[0].up.bias, dense["blocks.0.up.bias"])
-
-
-def test_load_makes_tensors_for_a_model_on_the_meta_device():
-    tensors, _ = checkpoint_tensors(Model())
-    with torch.device("meta"):
-        model = Model()
-    jitgemm.nn.load_(model, opened(tensors), device="cpu")
-    filled = Model()
-    jitgemm.nn.load_(filled, opened(tensors))
-    with torch.no_grad():
-        assert builders.same_bits(model(IDS)[0], filled(IDS)[0])
-
-
-@pytest.mark.parametrize(
-    "inputs, activation",
-    [
-        ({}, "e4m3"),
-        ({"type": "int"}, "int8"),
-        ({"type": "int", "symmetric": False}, "int8_affine"),
-    ],
-)
-def test_the_checkpoint_says_which_activations(inputs, activation):
-    tensors, _ = checkpoint_tensors(Model())
-    layer = W4A8Linear.from_checkpoint(opened(tensors, **inputs), "blocks.0.up", device="cpu")
-    assert layer.activation == activation and layer.input_scale is None
-    other = W4A8Linear.from_checkpoint(opened(tensors, **inputs), "blocks.0.up", activation="int8_affine", device="cpu")
-    assert other.activation == "int8_affine"
-
-
-def test_a_static_scale_comes_from_the_checkpoint_unless_the_activations_are_others():
-    tensors, _ = checkpoint_tensors(Model())
-    tensors["blocks.0.up.input_scale"] = torch.tensor([0.5], dtype=torch.bfloat16)
-    source = opened(tensors, strategy="tensor", dynamic=False)
-    layer = W4A8Linear.from_checkpoint(source, "blocks.0.up", device="cpu")
-    assert layer.input_scale.tolist() == [0.5]
-    assert W4A8Linear.from_checkpoint(source, "blocks.0.up", activation="int8", device="cpu").input_scale is None
-    with pytest.raises(ValueError, match="input_scale: expected the static scale that the config names, found"):
-        W4A8Linear.from_checkpoint(source, "blocks.0.down", device="cpu")
-
-
-@pytest.mark.parametrize(
-    "inputs, text",
-    [
-        ({"strategy": "tensor", "dynamic": True}, "got dynamic ones per tensor"),
-        ({"strategy": "group", "dynamic": True}, "got dynamic ones per group"),
-        ({"strategy": "token", "dynamic": False}, "got static ones per token"),
-        ({"num_bits": 4}, "expected num_bits 8, got 4"),
-        ({"strategy": "tensor", "dynamic": False, "symmetric": False}, "expected static scales to be symmetric"),
-    ],
-)
-def test_activations_that_the_layer_lacks_are_refused_unless_replaced(inputs, text):
-    scheme = config(**inputs)["config_groups"]["group_0"]
-    with pytest.raises(ValueError, match=f"input_activations: .*{text}"):
-        activations(scheme, None, "layer")
-    assert activations(scheme, "int8", "layer") == ("int8", False)
-
-
-def test_a_checkpoint_for_16_bit_activations_is_read_as_e4m3():
-    assert activations({}, None, "layer") == (None, False)
-    assert activations({"input_activations": None}, None, "layer") == (None, False)
-    assert activations({"input_activations": {"num_bits": 16, "type": "float"}}, None, "layer") == (None, False)
-    tensors, _ = checkpoint_tensors(Model())
-    assert W4A8Linear.from_checkpoint(tensors, "blocks.0.up", device="cpu").activation == "e4m3"
-
-
-def test_what_was_saved_of_a_quantised_model_loads_into_a_plain_one(tmp_path):
-    model = Model()
-    jitgemm.nn.quantize_(model, activation="int8", group_size=32)
-    save_model(model, str(tmp_path / "model.safetensors"))
-    other = Model()
-    assert jitgemm.nn.load_(other, tmp_path) == BLOCKS
-    with torch.no_grad():
-        assert builders.same_bits(other(IDS)[0], model(IDS)[0])
-    third = Model()
-    jitgemm.nn.quantize_(third, activation="int8", group_size=32, clip_steps=0)
-    load_model(third, str(tmp_path / "model.safetensors"))
-    assert same_state(third, model)
-    with pytest.raises(ValueError, match="activation: expected int8, as layer 'blocks.0.up' was saved, got e4m3"):
-        jitgemm.nn.load_(Model(), tmp_path, activation="e4m3")
-
-
-def same_state(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    x, y = a.state_dict(), b.state_dict()
-    return x.keys() == y.keys() and all(builders.same_bits(x[name], y[name]) for name in x)
-
-
-def test_tied_weights_need_to_be_stored_once():
-    tensors, dense = checkpoint_tensors(Model(tied=True))
-    del tensors["lm_head.weight"]
-    model = Model(tied=True)
-    jitgemm.nn.load_(model, opened(tensors))
-    assert model.lm_head.weight is model.embed.weight and torch.equal(model.embed.weight, dense["embed.weight"])
-    with pytest.raises(ValueError, match=r"source: expected the model's tensors, found none for lm_head\.weight"):
-        jitgemm.nn.load_(Model(), opened(tensors))
-    jitgemm.nn.load_(Model(), opened(tensors), strict=False)
-
-
-def test_tensors_without_a_place_are_refused():
-    tensors, _ = checkpoint_tensors(Model())
-    tensors["blocks.2.up.weight"] = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"found no place for blocks\.2\.up\.weight"):
-        jitgemm.nn.load_(Model(), opened(tensors))
-
-
-def test_a_checkpoint_of_another_model_is_refused():
-    tensors, _ = checkpoint_tensors(Model())
-    other = {"blocks.0.down.weight": tensors["blocks.1.up.weight"], "blocks.0.down.weight_scale": torch.ones(96, 1)}
-    with pytest.raises(ValueError, match=r"blocks\.0\.down: expected k, n = \(96, 64\), got \(64, 96\)"):
-        jitgemm.nn.load_(Model(), opened(tensors | other))
-    wrong = {name: tensor for name, tensor in tensors.items() if name != "blocks.0.up.bias"}
-    with pytest.raises(ValueError, match=r"blocks\.0\.up: expected a bias, as the model has it, got none"):
-        jitgemm.nn.load_(Model(), opened(wrong))
-    with pytest.raises(ValueError, match=r"odd\.weight: expected shape \[10, 64\], got \[10, 32\]"):
-        jitgemm.nn.load_(Model(), opened(tensors | {"odd.weight": torch.zeros(10, 32)}))
-    with pytest.raises(ValueError, match=r"odd\.bias: expected torch.float32, got torch.int64"):
-        jitgemm.nn.load_(Model(), opened(tensors | {"odd.bias": torch.zeros(10, dtype=torch.int64)}))
-
-
 # ---- warmup ----------------------------------------------------------------------------------------------------------
 
 
@@ -876,14 +597,15 @@ def test_what_does_not_compile_is_an_error_after_the_rest(own_cache, monkeypatch
     assert all(not label.startswith("quantize") for label in warmup(model, 1, device="h200"))
 
 
-def test_warmup_needs_no_kernels_for_a_model_without_layers(own_cache):
-    assert warmup(Model(), 16) == []
+def test_warmup_says_that_a_model_without_layers_needs_no_kernels(own_cache):
+    with pytest.warns(UserWarning, match="warmup: the model holds no W4A8Linear"):
+        assert warmup(Model(), 16) == []
 
 
 def test_wrong_arguments_of_warmup_are_named():
     with pytest.raises(ValueError, match="max_m: expected at least 1, got 0"):
         warmup(Model(), 0)
-    with pytest.raises(ValueError, match="dtype: expected torch.bfloat16, torch.float16 or torch.float32, got"):
+    with pytest.raises(TypeError, match="dtype: expected bfloat16, float16 or float32, got int8"):
         warmup(Model(), 1, dtype=torch.int8)
     with pytest.raises(ValueError, match="device: expected one of h200"):
         warmup(torch.nn.Sequential(layer_of("e4m3")), 1, device="z80")

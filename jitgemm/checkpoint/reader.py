@@ -318,7 +318,7 @@ def read_layer(
     with torch.no_grad():
         for name in prefixes:
             try:
-                weight = _read_one(checkpoint, layer_header(checkpoint, name, expert, format), device, expert)
+                weight = read_header(checkpoint, layer_header(checkpoint, name, expert, format), device, expert)
                 parts.append(weight if tp_dim is None else weight.shard(tp_dim, tp_rank, tp_size))
             except ValueError as error:
                 raise ValueError(f"{error} (layer {name!r} of {checkpoint.where})") from error
@@ -376,7 +376,10 @@ def layer_header(
     return LayerHeader(prefix, names, found, config, _found_all(found, lambda: found.sizes(headers, config)))
 
 
-def _read_one(checkpoint: Checkpoint, header: LayerHeader, device: torch.device, expert: int | None) -> CanonicalWeight:
+def read_header(
+    checkpoint: Checkpoint, header: LayerHeader, device: torch.device, expert: int | None = None
+) -> CanonicalWeight:
+    """The layer that the header describes. Raises ValueError for values that cannot be."""
     tensors = _LayerTensors(header.names, lambda name: checkpoint.read(name, device, expert))
     weight = _found_all(header.format, lambda: header.format.read(tensors, header.config))
     check_values(weight)

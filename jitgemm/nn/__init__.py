@@ -7,8 +7,11 @@
 
 from __future__ import annotations
 
-from jitgemm.nn.linear import ACTIVATIONS, W4A8Linear
-from jitgemm.nn.swap import load_, quantize_
+from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.load import load_
+from jitgemm.nn.quantize import quantize_
+from jitgemm.nn.read import ACTIVATIONS
+from jitgemm.nn.report import Report
 from jitgemm.nn.warm import warmup
 
-__all__ = ["ACTIVATIONS", "W4A8Linear", "load_", "quantize_", "warmup"]
+__all__ = ["ACTIVATIONS", "Report", "W4A8Linear", "load_", "quantize_", "warmup"]

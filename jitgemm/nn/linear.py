@@ -6,7 +6,6 @@ A layer over the calls `quantize_activations` and `gemm_w4a8_nt`; knows no kerne
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,18 +13,15 @@ from typing import Any
 import torch
 
 from jitgemm.activations.call import quantize_activations
+from jitgemm.checkpoint.reader import Source, opened, target_device
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.arguments import ALIGNMENT
 from jitgemm.gemm.call import gemm_w4a8_nt
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
-from jitgemm.nn.checkpoint import CODES, read_linear
+from jitgemm.nn.read import ACTIVATIONS, CODES, check_activation, layer_of, read, state_dict_parts
 from jitgemm.tensors import check_dtype, describe, dtype_name
 from jitgemm.weight.quantize import quantize_w4
 from jitgemm.weight.w4 import W4Weight, weight_format
-
-ACTIVATIONS = ("e4m3", "int8", "int8_affine")
-"""How a layer quantises its input: fp8 e4m3, int8, or int8 with a zero point per token. Append only: files hold the
-number."""
 
 _WEIGHT_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")  # as `W4Weight` and its state dict call them
 _ON_CPU = ("meta", "activation_type")  # describe the layer, take no part in the call
@@ -36,9 +32,9 @@ class W4A8Linear(torch.nn.Module):
 
     Made by `from_linear`, `from_weight`, `from_checkpoint` or `from_state_dict`; `empty` makes one to load into.
 
-    Input: bf16, fp16 or fp32 [..., in_features]; output: [..., out_features] in the input's dtype. Every token (row) is
-    quantised with a scale of its own, or with `input_scale` if there is one. There is no gradient: the input must not
-    require one while gradients are enabled.
+    Input: bf16, fp16 or fp32 [..., in_features]; output: [..., out_features] in the input's dtype, or in autocast's.
+    Every token (row) is quantised with a scale of its own, or with `input_scale` if there is one. There is no gradient:
+    the input must not require one while gradients are enabled.
 
     Buffers, all in `state_dict()`; moved by `.to(device)`, but never converted to another type, whatever the model is:
 
@@ -72,7 +68,7 @@ class W4A8Linear(torch.nn.Module):
         super().__init__()
         if not isinstance(weight, W4Weight):
             raise TypeError(f"weight: expected a W4Weight, got {type(weight).__name__}")
-        self.activation = _check_activation(activation)
+        self.activation = check_activation(activation)
         _check_codes(weight, activation)
         self._weight = weight
         self.in_features, self.out_features = weight.k, weight.n
@@ -136,7 +132,7 @@ class W4A8Linear(torch.nn.Module):
         """
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-        _check_activation(activation)
+        check_activation(activation)
         with torch.no_grad():
             w = linear.weight.detach()
             if w.is_meta:
@@ -152,26 +148,34 @@ class W4A8Linear(torch.nn.Module):
     @classmethod
     def from_checkpoint(
         cls,
-        path: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+        source: Source,
         prefix: str,
         *,
         activation: str | None = None,
         device: torch.device | str | int | None = None,
+        format: str | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> W4A8Linear:
         """A layer read from a quantised checkpoint, bit-exact; only its own tensors are read.
 
         Args:
-            path: folder or file, or tensors by name, as in `jitgemm.load`.
+            source: folder or file, tensors by name or an open `jitgemm.checkpoint.Checkpoint`, as in `jitgemm.load`.
             prefix: the layer's name, such as "model.layers.0.mlp.down_proj".
-            activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint's `quantization_config` says, or
-                "e4m3" where it says nothing of activations.
+            activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says of the layer (config, or
+                torchao's metadata), or "e4m3" where it says nothing of activations.
             device: where to; None for the current GPU, if there is one.
+            format, config: as in `jitgemm.load`.
 
         Raises:
-            KeyError, ValueError: no such layer, or a form that cannot be read exactly; see `jitgemm.load`. Also for
-                activations that the layer does not have, such as scales per group of k.
+            ValueError: no such layer, or a form that cannot be read exactly; see `jitgemm.load`. Also for activations
+                that the layer does not have, such as scales per group of k.
         """
-        return read_linear(cls, path, prefix, activation=activation, device=device)
+        if activation is not None:
+            check_activation(activation)
+        checkpoint = opened(source, config)
+        layer = layer_of(checkpoint, prefix, activation, format)
+        parts = read(checkpoint, layer, target_device(device))
+        return cls(parts.weight, parts.bias, activation=parts.activation, input_scale=parts.input_scale)
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> W4A8Linear:
@@ -182,13 +186,8 @@ class W4A8Linear(torch.nn.Module):
         Raises:
             ValueError: a tensor is missing, or has the wrong shape or type.
         """
-        weight = W4Weight.from_state_dict(tensors, prefix)
-        name = prefix + "activation_type"
-        number = tensors[name].tolist() if name in tensors else None
-        if not isinstance(number, list) or len(number) != 1 or not 0 <= number[0] < len(ACTIVATIONS):
-            raise ValueError(f"state dict: expected {name!r} to hold one of 0..{len(ACTIVATIONS) - 1}, got {number}")
-        bias, input_scale = tensors.get(prefix + "bias"), tensors.get(prefix + "input_scale")
-        return cls(weight, bias, activation=ACTIVATIONS[int(number[0])], input_scale=input_scale)
+        parts = state_dict_parts(tensors, prefix)
+        return cls(parts.weight, parts.bias, activation=parts.activation, input_scale=parts.input_scale)
 
     @classmethod
     def empty(
@@ -221,7 +220,7 @@ class W4A8Linear(torch.nn.Module):
         if bias_dtype not in (False, torch.bfloat16, torch.float32):
             raise TypeError(f"bias: expected a bool, torch.bfloat16 or torch.float32, got {bias!r}")
         made_bias = None if bias is False else torch.empty(out_features, dtype=bias_dtype, device=weight.device)
-        made_scale = torch.empty(1, dtype=torch.float32, device=weight.device) if input_scale else None
+        made_scale = torch.ones(1, device=weight.device, dtype=torch.float32) if input_scale else None
         return cls(weight, made_bias, activation=activation, input_scale=made_scale)
 
     # ---- the call ----------------------------------------------------------------------------------------------------
@@ -240,6 +239,8 @@ class W4A8Linear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x bf16, fp16 or fp32 [..., in_features] -> [..., out_features] of x's dtype, on the current stream.
 
+        Under torch.autocast x is converted first, as for torch.nn.Linear.
+
         Raises:
             TypeError, ValueError: x has the wrong dtype, size or device, or requires grad.
         """
@@ -251,6 +252,9 @@ class W4A8Linear(torch.nn.Module):
                 "x: expected a tensor that does not require grad, since W4A8Linear has no gradient, got one that does; "
                 "run under torch.no_grad() or torch.inference_mode()"
             )
+        device_type = x.device.type
+        if device_type != "meta" and torch.is_autocast_enabled(device_type):
+            x = x.to(torch.get_autocast_dtype(device_type))
         weight, input_scale = self.weight, self._buffers["input_scale"]
         rows = x.reshape(-1, self.in_features)
         if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % ALIGNMENT:
@@ -342,6 +346,13 @@ class W4A8Linear(torch.nn.Module):
                 return f"{prefix}{name}: expected {dtype_name(mine.dtype)}, got {dtype_name(other.dtype)}"
         return None
 
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Refuses parameters: what assigns one ties or resizes a weight, which a packed one cannot be."""
+        raise TypeError(
+            f"{self._weight.layer or 'W4A8Linear'}: expected no parameter, as a W4A8Linear has buffers only, got {name!r}; "
+            "to tie or resize this weight, leave the layer out with filter=..."
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         del state["_weight"]  # the buffers hold all of it
@@ -367,7 +378,9 @@ def _empty_weight(  # type: ignore[no-untyped-def]
     n, k, group_size, symmetric, scale_dtype, offset, permutation, device
 ) -> W4Weight:
     """A weight without values, from the checks and sizes of a small one with."""
-    fmt = weight_format(k, group_size, not symmetric, check_dtype("scale_dtype", scale_dtype, REAL_TYPES), offset=offset)
+    fmt = weight_format(
+        k, group_size, not symmetric, check_dtype("scale_dtype", scale_dtype, REAL_TYPES), offset=offset
+    )
     rows = STRIP_ROWS * ceil_div(n, STRIP_ROWS)
 
     def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -389,12 +402,6 @@ def _empty_weight(  # type: ignore[no-untyped-def]
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _check_activation(activation: object) -> str:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    return activation  # type: ignore[return-value]
-
-
 def _check_codes(weight: W4Weight, activation: str) -> None:
     codes, needed = weight.format.codes, "e4m3" if activation == "e4m3" else "s8"
     if codes not in ("any", needed):
@@ -404,9 +411,7 @@ def _check_codes(weight: W4Weight, activation: str) -> None:
         raise ValueError("weight: expected row sums, which int8_affine needs, got a weight without; pack it again")
 
 
-def _check_input_scale(
-    input_scale: torch.Tensor | None, activation: str, device: torch.device
-) -> torch.Tensor | None:
+def _check_input_scale(input_scale: torch.Tensor | None, activation: str, device: torch.device) -> torch.Tensor | None:
     if input_scale is None:
         return None
     if not isinstance(input_scale, torch.Tensor):
@@ -414,11 +419,11 @@ def _check_input_scale(
     if activation == "int8_affine":
         raise ValueError("input_scale: expected None with int8_affine, whose zero points are found per token")
     if input_scale.dtype != torch.float32 or input_scale.numel() != 1:
-        raise ValueError(
-            f"input_scale: expected float32 of one element, got {describe(input_scale)}"
-        )
+        raise ValueError(f"input_scale: expected float32 of one element, got {describe(input_scale)}")
     if input_scale.device != device:
         raise ValueError(f"input_scale: expected the weight's device {device}, got {input_scale.device}")
+    if not input_scale.is_meta and not 0 < float(input_scale) < torch.inf:
+        raise ValueError(f"input_scale: expected a positive, finite number, got {float(input_scale)}")
     return input_scale.detach().reshape(1)
 
 

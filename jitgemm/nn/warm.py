@@ -5,14 +5,26 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from jitgemm import settings
+from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_spec
+from jitgemm.activations.plan import loaded_quantizer
 from jitgemm.dtypes import REAL_TYPES
+from jitgemm.errors import CompileError, JitGemmError
+from jitgemm.gemm.plan import loaded_kernel
+from jitgemm.jit.cache import process_cache
+from jitgemm.jit.compile_many import compile_all, default_threads
+from jitgemm.jit.entry import Entry
+from jitgemm.jit.nvrtc import nvrtc_info
+from jitgemm.jit.source import KernelSource
+from jitgemm.kernel import render
+from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn.linear import W4A8Linear
-from jitgemm.tensors import TYPE_NAMES
+from jitgemm.runtime.device import device_of, pick_device
+from jitgemm.select.choose import kernels_for
+from jitgemm.tensors import TYPE_NAMES, check_dtype
 
 
 def warmup(
@@ -41,27 +53,24 @@ def warmup(
         Labels of the kernels that had to be compiled, in the order of the layers.
 
     Raises:
-        ValueError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong.
         CompileError: a kernel did not compile; the others have.
     """
-    from jitgemm.errors import CompileError, JitGemmError
-    from jitgemm.jit.compile_many import default_threads
-    from jitgemm.jit.nvrtc import nvrtc_info
-    from jitgemm.runtime.kernels import cache
-
     if max_m < 1:
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
     dtypes = _dtypes(model, dtype)
     nvrtc = nvrtc_info()
-    needed: dict[str, Any] = {}  # by cache key
+    needed: dict[str, KernelSource] = {}  # by cache key
     on_gpu = []
     for spec, source, index in _kernels(model, max_m, dtypes, device):
         needed.setdefault(source.key(nvrtc), source)
         if index is not None:
             on_gpu.append((spec, index))
-    found = {key: cache.lookup(key) for key in needed}
+    found = {key: process_cache.lookup(key) for key in needed}
+    if not needed:
+        warnings.warn("warmup: the model holds no W4A8Linear, so there is nothing to compile", stacklevel=2)
     missing = [source for key, source in needed.items() if found[key] is None or found[key].path is None]
-    results = _compile(cache, missing, jobs or default_threads())
+    results = _compile(missing, jobs or default_threads())
     failed = [result for result in results if isinstance(result, JitGemmError)]
     built = [result for result in results if not isinstance(result, JitGemmError)]
     unwritten = [entry.unwritten for entry, _ in built if entry.path is None]
@@ -76,27 +85,23 @@ def warmup(
             source_path=failed[0].source_path,
         )  # fmt: skip
     for spec, index in dict.fromkeys(on_gpu):
-        _load(spec, index)
+        with torch.cuda.device(index):
+            (loaded_quantizer if isinstance(spec, QuantizeSpec) else loaded_kernel)(spec, index)
     return [entry.metadata["label"] for entry, compiled in built if compiled]
 
 
 def _dtypes(model: torch.nn.Module, dtype: torch.dtype | None) -> list[torch.dtype]:
     if dtype is not None:
-        if TYPE_NAMES.get(dtype) not in REAL_TYPES:
-            raise ValueError(f"dtype: expected torch.bfloat16, torch.float16 or torch.float32, got {dtype}")
+        check_dtype("dtype", dtype, REAL_TYPES)
         return [dtype]
-    return list(dict.fromkeys(p.dtype for p in model.parameters() if TYPE_NAMES.get(p.dtype) in REAL_TYPES)) or [torch.bfloat16]
+    found = dict.fromkeys(p.dtype for p in model.parameters() if TYPE_NAMES.get(p.dtype) in REAL_TYPES)
+    return list(found) or [torch.bfloat16]
 
 
 def _kernels(
     model: torch.nn.Module, max_m: int, dtypes: list[torch.dtype], device: str | None
-) -> Iterator[tuple[Any, Any, int | None]]:
+) -> Iterator[tuple[KernelSpec | QuantizeSpec, KernelSource, int | None]]:
     """(spec, source, index of the GPU or None) of every kernel, layers of one kind once."""
-    from jitgemm.activations.kernel import quantize_source, quantize_spec
-    from jitgemm.kernel.render import kernel_source
-    from jitgemm.runtime.device import device_of, pick_device
-    from jitgemm.select.choose import kernels_for
-
     seen = set()
     for layer in model.modules():
         if not isinstance(layer, W4A8Linear):
@@ -119,26 +124,15 @@ def _kernels(
                 weight.n, weight.k, lhs, weight.format, figures, max_m, out=out, batch_invariant=layer.batch_invariant
             ):
                 spec = replace(spec, debug=True) if settings.debug() else spec
-                yield spec, kernel_source(spec), index
+                yield spec, render.kernel_source(spec), index
 
 
-def _compile(cache: Any, sources: list[Any], threads: int) -> list[Any]:
+def _compile(sources: list[KernelSource], threads: int) -> list[tuple[Entry, bool] | JitGemmError]:
     """Compiles under a bar; what `compile_all` yields for each source, in their order."""
-    from rich.console import Console
-
-    from jitgemm.jit.compile_many import compile_all
+    from rich.console import Console  # needed here alone
 
     if not sources:
         return []
     console = Console(stderr=True)
-    results = dict(compile_all(cache, sources, threads, console, bar=console.is_terminal))
+    results = dict(compile_all(process_cache, sources, threads, console, bar=console.is_terminal))
     return [results[index] for index in range(len(sources))]
-
-
-def _load(spec: Any, index: int) -> None:
-    from jitgemm.activations.kernel import QuantizeSpec
-    from jitgemm.activations.plan import loaded_quantizer
-    from jitgemm.gemm.plan import loaded_kernel
-
-    with torch.cuda.device(index):
-        (loaded_quantizer if isinstance(spec, QuantizeSpec) else loaded_kernel)(spec, index)

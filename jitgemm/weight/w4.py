@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -81,6 +81,7 @@ class W4Weight:
         format: the layout of a record.
         layout_version: version of the packed order that `blocks` follows.
         plan_key: number of what decides which calls are legal and which kernel runs, see `plan_key`.
+        layer: name of the layer that holds the weight, for messages; "" where `named` was not called.
 
     On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `settled`: what wrote
     it has ended. Making a weight settles it. Writing `blocks` in place through PyTorch unsettles it, and calls wait
@@ -100,6 +101,7 @@ class W4Weight:
     row_sum: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
     plan_key: int = field(init=False)
+    layer: ClassVar[str] = ""
     _settled_at: tuple[int, int] | None = field(init=False, default=None)  # address and version of blocks
 
     def __post_init__(self) -> None:
@@ -204,6 +206,11 @@ class W4Weight:
         return torch_dtype(self.format.scale_type)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """`scale_dtype`: what models that cast their input to `layer.weight.dtype` cast it to."""
+        return self.scale_dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes of device memory, padding included."""
         tensors = (self.blocks, self.channel_scale, self.row_sum, self.permutation)
@@ -228,7 +235,42 @@ class W4Weight:
     ) -> W4Weight:
         """The same weight over other tensors, such as copies on another device; checked and settled like a new one."""
         sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
-        return W4Weight(blocks, channel_scale, *sizes, row_sum, permutation)
+        weight = W4Weight(blocks, channel_scale, *sizes, row_sum, permutation)
+        weight.named(self.layer)
+        return weight
+
+    def named(self, layer: str) -> None:
+        """Sets the name of the layer that holds the weight."""
+        object.__setattr__(self, "layer", layer)
+
+    # What a model may do to the weight of a torch.nn.Linear and cannot do to a packed one is an error that says so.
+
+    def _no_tensor(self, use: str) -> str:
+        return (
+            f"{self.layer or 'weight'}: expected a tensor for {use}, got a packed 4-bit weight (W4Weight): something "
+            "other than the layer's own call uses it; leave the layer out with filter=..., or call dequantize()"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(torch.Tensor, name):
+            raise AttributeError(self._no_tensor(f".{name}"))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getitem__(self, index: object) -> Any:
+        raise TypeError(self._no_tensor("[...]"))
+
+    def __matmul__(self, other: object) -> Any:
+        raise TypeError(self._no_tensor("@"))
+
+    __rmatmul__ = __matmul__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every function of PyTorch that is given the weight."""
+        given = [*args, *(kwargs or {}).values()]
+        nested = [each for value in given for each in (value if isinstance(value, (list, tuple)) else [value])]
+        weight = next(each for each in nested if isinstance(each, cls))
+        raise TypeError(weight._no_tensor(getattr(func, "__name__", str(func))))
 
     def rows(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Unpack some strips of 64 rows.
@@ -267,6 +309,9 @@ class W4Weight:
 
     def dequantize(self) -> torch.Tensor:
         """(q - zero) * scale + offset as fp32 [n, k], in the packed order of columns.
+
+        With a permutation, column j is column permutation[j] of the layer's input; a checkpoint's layer before packing
+        (`jitgemm.checkpoint.read_layer(...).dequantize()`) has its columns in the input's order.
 
         Scale and offset are widened to fp32; one rounding for the product, one for the sum.
         """

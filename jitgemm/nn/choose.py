@@ -1,0 +1,123 @@
+"""Which Linears of a model a W4A8Linear can replace, which it should not, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from jitgemm.dtypes import REAL_TYPES
+from jitgemm.nn.linear import W4A8Linear
+from jitgemm.tensors import TYPE_NAMES, dtype_name, one_of
+
+Filter = Callable[[str, torch.nn.Module], bool]
+"""filter(name, linear): whether to replace it."""
+
+READS_WEIGHT = {
+    "TransformerEncoderLayer": ("linear1", "linear2"),  # its inference path hands all weights to one fused call
+    "MultiheadAttention": ("out_proj",),
+    "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),
+    "BloomAttention": ("dense",),
+    "BloomMLP": ("dense_4h_to_h",),
+    "DisentangledSelfAttention": ("in_proj",),
+    "LSHSelfAttention": ("query_key", "value"),
+    "DetrMHAttentionMap": ("k_proj",),
+    "ConditionalDetrMHAttentionMap": ("k_proj",),
+    "MaskFormerDetrMHAttentionMap": ("k_proj",),
+    "DabDetrMHAttentionMap": ("k_linear",),
+    "TDNNLayer": ("kernel",),
+}
+"""Classes of PyTorch and transformers (5.23) whose calls read the weight of a Linear in them: {class: its Linears}."""
+READ_ANYWHERE = ("dt_proj",)
+"""Linears whose weight every model reads that has them: Mamba's kinds."""
+ROUTERS = ("gate", "router", "gating", "wg", "shared_expert_gate")
+"""What mixtures of experts call the small Linear that chooses experts, or the module around it."""
+STACKED = "stacked experts, which are no torch.nn.Linear and stay in their type"
+MIN_STACKED = 32  # smaller matrices in 3-D parameters are no experts
+
+
+class Linears:
+    """The Linears and W4A8Linears of a model by their first name, and what stands in the way of replacing each.
+
+    Attributes:
+        places: {first name: all names at which the module stands}.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        if isinstance(model, (torch.nn.Linear, W4A8Linear)):
+            kind = type(model).__name__
+            raise ValueError(f"model: expected a module that holds Linears, got a {kind}; use W4A8Linear.from_linear")
+        names: dict[torch.nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, (torch.nn.Linear, W4A8Linear)):
+                names.setdefault(module, []).append(name)
+        # No modules are kept: originals are to be freed one by one.
+        self.places = {same[0]: same for same in names.values()}
+        self._model = model
+        self._owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+        output = getattr(model, "get_output_embeddings", lambda: None)()
+        self._output = names.get(output, [None])[0]
+
+    def cannot(self, name: str) -> str | None:
+        """Why a W4A8Linear cannot stand for this Linear: something other than torch.nn.Linear's call uses its weight."""
+        linear = self._model.get_submodule(name)
+        if isinstance(linear, W4A8Linear):
+            return None
+        if type(linear).forward is not torch.nn.Linear.forward:
+            return f"{type(linear).__name__} has a forward of its own"
+        if "forward" in vars(linear):
+            return "its forward was replaced, as accelerate's hooks do"
+        for place in self.places[name]:
+            above, _, child = place.rpartition(".")
+            parent = self._model.get_submodule(above)
+            kinds = [kind.__name__ for kind in type(parent).__mro__]
+            reads = any(child in READS_WEIGHT.get(kind, ()) for kind in kinds) or child in READ_ANYWHERE
+            if kinds[0].startswith("Bloom"):
+                reads = reads and getattr(parent, "slow_but_exact", False)
+            if reads:
+                return f"{kinds[0]} reads this weight itself"
+        return None
+
+    def should_not(self, name: str) -> str | None:
+        """Why quantize_ leaves this Linear alone unless a filter asks for it."""
+        linear = self._model.get_submodule(name)
+        if name.rpartition(".")[2] == "lm_head" or name == self._output:
+            return "output embedding"
+        if self.shared(name):
+            return "shares its weight with another module"
+        near = name.split(".")[-2:]
+        if any(part in ROUTERS for part in near) and linear.out_features < linear.in_features:
+            return "router"
+        return self.unfit(linear)
+
+    def shared(self, name: str) -> bool:
+        """Whether another module holds the same weight, as a tied embedding does."""
+        return self._owners[id(self._model.get_submodule(name).weight)] > 1
+
+    @staticmethod
+    def unfit(linear: torch.nn.Linear) -> str | None:
+        """Why a Linear has no 4-bit form, whatever its values."""
+        n, k, weight = linear.out_features, linear.in_features, linear.weight
+        if not n or not k or n % 8 or k % 32:
+            return f"expected out_features a multiple of 8 and in_features a multiple of 32, got {n} and {k}"
+        plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
+        if not plain or TYPE_NAMES.get(weight.dtype) not in REAL_TYPES:
+            return f"expected a weight of {one_of(REAL_TYPES)}, got {dtype_name(weight.dtype) if plain else type(weight).__name__}"
+        return None
+
+    def others(self) -> dict[str, str]:
+        """What else holds matrices: layers of other classes, and stacked experts, which stay as they are."""
+        found = {}
+        for name, module in self._model.named_modules():
+            kind = type(module)
+            if isinstance(module, (torch.nn.Linear, torch.nn.Embedding, W4A8Linear)):
+                continue
+            for child, parameter in module._parameters.items():
+                dims = () if parameter is None else parameter.shape
+                ours = kind.__module__.startswith("torch.nn")
+                if child == "weight" and len(dims) == 2 and not ours:
+                    found[name] = f"{kind.__name__}, which is no torch.nn.Linear"
+                elif len(dims) == 3 and not ours and dims[0] > 1 and min(dims[1:]) >= MIN_STACKED:
+                    found[f"{name}.{child}"] = STACKED
+        return found

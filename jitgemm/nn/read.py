@@ -1,0 +1,201 @@
+"""A layer of a checkpoint: the weight comes from `jitgemm.checkpoint`, the kind of activations is decided here.
+
+`layer_of` looks at config and headers alone, `read` then reads the data. Knows no modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from jitgemm.checkpoint.reader import Checkpoint, LayerHeader, layer_header, read_header
+from jitgemm.weight.w4 import W4Weight
+
+ACTIVATIONS = ("e4m3", "int8", "int8_affine")
+"""How a layer quantises its input: fp8 e4m3, int8, or int8 with a zero point per token. Append only: files hold the
+number."""
+
+CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int8_affine": torch.int8}
+"""Kinds of activations, and the type that holds them."""
+
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_CPU = torch.device("cpu")
+_ON_CPU = ("meta", "activation_type")
+
+
+class Parts(NamedTuple):
+    """What a `W4A8Linear` is made of; see its constructor."""
+
+    weight: W4Weight
+    bias: torch.Tensor | None
+    activation: str
+    input_scale: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A quantised layer as config and headers tell it.
+
+    Attributes:
+        prefix: its name in the checkpoint.
+        names: {suffix: full name} of its tensors.
+        n, k: its sizes; k is None where only the data tells.
+        activation: "e4m3", "int8" or "int8_affine".
+        static: whether its input scale is used.
+        header: how it is read; None for the state dict of a `W4A8Linear`.
+        unused: {full name: reason} of its tensors that the layer makes no use of.
+    """
+
+    prefix: str
+    names: Mapping[str, str]
+    n: int
+    k: int | None
+    activation: str
+    static: bool = False
+    header: LayerHeader | None = None
+    unused: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_activation(activation: object) -> str:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    return activation  # type: ignore[return-value]
+
+
+def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
+    """Whether the layer's tensors are anything but a plain weight and bias."""
+    names = checkpoint.layer(prefix)
+    if not names or not set(names) <= {"weight", "bias"}:
+        return bool(names)
+    info = checkpoint.info(names["weight"]) if "weight" in names else None
+    return info is not None and (bool(info.kind) or info.dtype not in _PLAIN_DTYPES)
+
+
+def layer_of(checkpoint: Checkpoint, prefix: str, activation: str | None = None, format: str | None = None) -> Layer:
+    """A quantised layer, from config and headers.
+
+    Args:
+        activation: replaces what the checkpoint says.
+        format: as `jitgemm.load` takes it.
+
+    Raises:
+        ValueError: the layer cannot be read exactly, or has activations that a `W4A8Linear` does not.
+    """
+    names = checkpoint.layer(prefix)
+    if {"blocks", "meta"} <= set(names):
+        return _packed_layer(checkpoint, prefix, names, activation)
+    header = layer_header(checkpoint, prefix, format=format)
+    scheme = header.config or {}
+    said, static = activations(scheme, activation, prefix)
+    named = {suffix: header.names[suffix] for suffix in ("input_scale", "output_scale") if suffix in header.names}
+    unused = {}
+    if "output_scale" in named:
+        unused[named["output_scale"]] = "scale of output activations, which are not quantised"
+    if "input_activations" not in scheme:  # a format that says nothing: its static scales are those of e4m3
+        said, static = "e4m3", "input_scale" in named
+    elif static and "input_scale" not in named and activation in (None, said):
+        raise ValueError(f"input_scale: expected the static scale that the config names, found none (layer {prefix!r})")
+    elif not static and "input_scale" in named:
+        unused[named["input_scale"]] = "static input scale, where the config says none or dynamic"
+    chosen = activation or said or "e4m3"
+    if static and chosen != said:
+        static = False
+        if "input_scale" in named:
+            unused[named["input_scale"]] = f"static input scale, calibrated for {said}"
+    return Layer(prefix, header.names, header.sizes.n, header.sizes.k, chosen, static, header, unused)
+
+
+def read(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> Parts:
+    """The layer's data.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    if layer.header is None:
+        tensors = {
+            suffix: checkpoint.read(name, _CPU if suffix in _ON_CPU else device) for suffix, name in layer.names.items()
+        }
+        return state_dict_parts(tensors)
+    weight = read_header(checkpoint, layer.header, device)
+    packed = weight.pack(CODES[layer.activation])
+    return Parts(packed, weight.bias, layer.activation, weight.input_scale if layer.static else None)
+
+
+def read_dense(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> torch.Tensor:
+    """The layer's weight as fp32 [n, k], columns in the order of its input."""
+    if layer.header is not None:
+        return read_header(checkpoint, layer.header, device).dequantize()
+    weight = read(checkpoint, layer, device).weight
+    dense = weight.dequantize()
+    if weight.permutation is None:
+        return dense
+    return torch.empty_like(dense).index_copy_(1, weight.permutation.long(), dense)
+
+
+def state_dict_parts(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Parts:
+    """The parts of the layer whose `state_dict(prefix=prefix)` is among `tensors`; memory is shared.
+
+    Raises:
+        ValueError: a tensor is missing, or has the wrong shape, type or value.
+    """
+    weight = W4Weight.from_state_dict(tensors, prefix)
+    name = prefix + "activation_type"
+    number = tensors[name].tolist() if name in tensors else None
+    if not isinstance(number, list) or len(number) != 1 or not 0 <= number[0] < len(ACTIVATIONS):
+        raise ValueError(f"state dict: expected {name!r} to hold one of 0..{len(ACTIVATIONS) - 1}, got {number}")
+    sums = weight.row_sum
+    if sums is not None and not sums.is_meta and not bool(sums.isfinite().all()):
+        raise ValueError(
+            f"state dict: {prefix}row_sum: expected finite numbers, got others: a scale is NaN or infinite"
+        )
+    bias, input_scale = tensors.get(prefix + "bias"), tensors.get(prefix + "input_scale")
+    return Parts(weight, bias, ACTIVATIONS[int(number[0])], input_scale)
+
+
+def _packed_layer(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str], activation: str | None) -> Layer:
+    """A layer from its own state dict, its sizes checked on tensors without data."""
+    tensors = {}
+    for suffix, name in names.items():
+        info = checkpoint.info(name)
+        shell = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        tensors[suffix] = checkpoint.read(name, _CPU) if suffix in _ON_CPU else shell
+    found = state_dict_parts(tensors)
+    if activation is not None and activation != found.activation:
+        raise ValueError(f"activation: expected {found.activation}, as layer {prefix!r} was saved, got {activation}")
+    return Layer(prefix, names, found.weight.n, found.weight.k, found.activation)
+
+
+def activations(scheme: Mapping[str, Any], wanted: str | None, prefix: str) -> tuple[str | None, bool]:
+    """(kind of activations that a layer's scheme asks for, or None; whether its scale is static).
+
+    Args:
+        scheme: with compressed-tensors' `input_activations`; other formats tell theirs in the same words.
+        wanted: what the caller wants instead, or None.
+
+    Raises:
+        ValueError: a `W4A8Linear` has no such activations, and `wanted` does not replace them.
+    """
+    inputs = scheme.get("input_activations")
+    if not inputs or inputs.get("num_bits", 8) == 16:
+        return None, False
+    dynamic = bool(inputs.get("dynamic", False))
+    problem = None
+    if inputs.get("num_bits", 8) != 8:
+        problem = f"num_bits 8, got {inputs['num_bits']}"
+    elif inputs.get("strategy") != ("token" if dynamic else "tensor"):
+        kind = "dynamic" if dynamic else "static"
+        problem = f"dynamic scales per token or a static one per tensor, got {kind} ones per {inputs.get('strategy')}"
+    elif not dynamic and not inputs.get("symmetric", True):
+        problem = "static scales to be symmetric, got symmetric: false"
+    if problem is not None:
+        if wanted is not None:
+            return wanted, False
+        raise ValueError(
+            f"input_activations: expected {problem} (layer {prefix!r}); activation=... quantises per token instead"
+        )
+    if inputs.get("type", "int") == "float":
+        return "e4m3", not dynamic
+    return "int8" if inputs.get("symmetric", True) else "int8_affine", not dynamic

@@ -1,0 +1,56 @@
+"""What `quantize_` and `load_` did: a list of names that also says what was skipped, and why."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+
+EXAMPLES = 3
+
+
+class Report(list[str]):
+    """The names of the layers that were converted, in the model's order. Prints as a summary.
+
+    Attributes:
+        skipped: {name: reason} of modules and parameters that a W4A8Linear might have replaced.
+        ignored: {name: reason} of tensors of the checkpoint that have no place in the model.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str] = (),
+        skipped: Mapping[str, str] | None = None,
+        ignored: Mapping[str, str] | None = None,
+    ):
+        super().__init__(names)
+        self.skipped = dict(skipped or {})
+        self.ignored = dict(ignored or {})
+
+    def __repr__(self) -> str:
+        lines = [f"{len(self)} layers are W4A8Linear{': ' * bool(self)}{some(self)}"]
+        for what, found in (("skipped", self.skipped), ("tensors of the file ignored", self.ignored)):
+            lines += [f"{len(found)} {what}"] * bool(found) + by_reason(found)
+        return "\n".join(lines)
+
+
+def by_reason(found: Mapping[str, str]) -> list[str]:
+    """A line for each reason: how many, and examples."""
+    groups: dict[str, list[str]] = {}
+    for name, reason in found.items():
+        groups.setdefault(reason, []).append(name)
+    return [f"  {len(names)} {reason}: {some(names)}" for reason, names in groups.items()]
+
+
+def some(names: Iterable[str], count: int = EXAMPLES) -> str:
+    """The first of several names."""
+    listed = list(names)
+    more = f" and {len(listed) - count} more" if len(listed) > count else ""
+    return ", ".join(listed[:count]) + more
+
+
+def warn_if_nothing(report: Report, call: str, why: str) -> None:
+    """Warns in the name of the caller's caller where nothing was converted."""
+    if not report:
+        lines = by_reason(report.skipped)
+        reasons = "; skipped:\n" + "\n".join(lines) if lines else ""
+        warnings.warn(f"{call} converted no layer: {why}{reasons}", stacklevel=3)

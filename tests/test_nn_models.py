@@ -1,0 +1,803 @@
+"""quantize_ and load_ on small models: what is chosen, replaced, filled, refused and reported."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import warnings
+import weakref
+
+import builders
+import pytest
+import torch
+from safetensors.torch import load_model, save_file, save_model
+from small_models import (
+    BLOCKS,
+    IDS,
+    Block,
+    Model,
+    checkpoint_tensors,
+    config,
+    opened,
+    quantised_names,
+    same_state,
+    stored,
+)
+
+import jitgemm.nn
+from jitgemm.checkpoint import Checkpoint
+from jitgemm.nn import W4A8Linear, load_
+from jitgemm.nn.read import activations
+
+quantize = functools.partial(jitgemm.nn.quantize_, clip_steps=0)
+"""Without the search for better scales, which takes most of the time."""
+
+
+# ---- quantize_ -------------------------------------------------------------------------------------------------------
+
+
+def test_quantize_swaps_the_linears_that_fit_but_the_head():
+    model = Model()
+    expected = {name: W4A8Linear.from_linear(model.get_submodule(name), group_size=32, clip_steps=0) for name in BLOCKS}
+    with torch.no_grad():
+        before = model(IDS)[0]
+    assert quantize(model, group_size=32) == BLOCKS == quantised_names(model)
+    for name in BLOCKS:
+        assert builders.same_bits(model.get_submodule(name).blocks, expected[name].blocks)
+    with torch.no_grad():
+        after = model(IDS)[0]
+    assert 0 < float((after - before).norm() / before.norm()) < 0.1
+
+
+def test_a_filter_chooses():
+    model = Model()
+    assert quantize(model, lambda name, _: "up" in name or name == "lm_head") == [
+        "blocks.0.up",
+        "blocks.1.up",
+        "lm_head",
+    ]
+    model = Model()
+    assert quantize(model, lambda _, linear: linear.in_features == 96) == ["blocks.0.down", "blocks.1.down"]
+
+
+def test_a_chosen_linear_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="odd: expected out_features a multiple of 8 and in_features a multiple of 32"):
+        quantize(Model(), lambda name, _: name == "odd")
+
+
+def test_a_failure_names_the_linear():
+    model = Model()
+    model.blocks[1].up.weight.data[3, 4] = torch.nan
+    with pytest.raises(ValueError, match=r"blocks\.1\.up: w: expected finite values, got nan at \[3, 4\]"):
+        quantize(model)
+    assert quantised_names(model) == BLOCKS[:2]
+
+
+def test_tied_weights_and_the_output_embedding_stay():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in "abc"})
+    model["b"].weight = model["a"].weight
+    assert quantize(model) == ["c"]
+    model = Model()
+    model.get_output_embeddings = lambda: model.blocks[1].down
+    assert quantize(model) == BLOCKS[:3]
+
+
+def test_a_linear_at_two_places_is_quantised_once():
+    model = torch.nn.ModuleDict({"a": Block(), "b": Block()})
+    model["b"].up = model["a"].up
+    assert quantize(model) == ["a.up", "a.down", "b.down"]
+    assert model["b"].up is model["a"].up and isinstance(model["a"].up, W4A8Linear)
+
+
+def test_linears_whose_parent_reads_their_weight_stay_and_the_model_runs():
+    encoder = torch.nn.TransformerEncoderLayer(64, 4, 96, batch_first=True)
+    model = torch.nn.Sequential(encoder, torch.nn.TransformerDecoderLayer(64, 4, 96).self_attn, torch.nn.Linear(64, 8))
+    model.eval()
+    report = quantize(model)
+    assert report == ["2"]
+    assert report.skipped == {
+        "0.self_attn.out_proj": "MultiheadAttention reads this weight itself",
+        "0.linear1": "TransformerEncoderLayer reads this weight itself",
+        "0.linear2": "TransformerEncoderLayer reads this weight itself",
+        "1.out_proj": "MultiheadAttention reads this weight itself",
+    }
+    x = torch.randn(2, 5, 64)
+    with torch.inference_mode():  # the encoder's fused path
+        assert model[2](encoder(x)).isfinite().all()
+        assert model[1](x, x, x)[0].isfinite().all()
+
+
+def test_a_filter_is_not_asked_for_linears_that_cannot_be_replaced():
+    model, asked = torch.nn.TransformerEncoderLayer(64, 4, 96), []
+    with pytest.warns(UserWarning, match="quantize_ converted no layer"):
+        assert quantize(model, lambda name, _: asked.append(name) or True) == []
+    assert asked == []
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x):
+        return 0.1 * super().forward(x)
+
+
+def test_a_linear_with_a_forward_of_its_own_stays():
+    model = torch.nn.Sequential(Scaled(64, 32), torch.nn.Linear(32, 8))
+    model[1].forward = lambda x: x  # as accelerate's hooks replace it
+    x = torch.randn(4, 64)
+    with torch.inference_mode():
+        expected = model(x)
+        with pytest.warns(UserWarning, match="converted no layer.*(?s:.*)1 Scaled has a forward of its own: 0"):
+            report = quantize(model)
+        assert torch.equal(model(x), expected)
+    assert report == [] and report.skipped["1"] == "its forward was replaced, as accelerate's hooks do"
+
+
+def weight_norm(linear: torch.nn.Linear) -> torch.nn.Linear:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.weight_norm(linear)
+
+
+@pytest.mark.parametrize("norm", [weight_norm, torch.nn.utils.parametrizations.weight_norm])
+def test_parametrised_linears_are_quantised(norm):
+    linear = torch.nn.Linear(64, 32)
+    model = torch.nn.Sequential(norm(linear))
+    expected = W4A8Linear.from_linear(linear, clip_steps=0)
+    assert quantize(model) == ["0"]
+    x = torch.randn(3, 64)
+    assert builders.same_bits(model(x), expected(x))
+
+
+def test_forward_hooks_go_to_the_layer():
+    model, seen = torch.nn.Sequential(torch.nn.Linear(64, 32)), []
+    handles = [
+        model[0].register_forward_pre_hook(lambda module, args: seen.append(("before", type(module)))),
+        model[0].register_forward_hook(lambda module, args, kwargs, out: seen.append(("after", out)), with_kwargs=True),
+    ]
+    quantize(model)
+    out = model(torch.randn(2, 64))
+    assert seen[0] == ("before", W4A8Linear) and seen[1][1] is out
+    for handle in handles:
+        handle.remove()
+    model(torch.randn(2, 64))
+    assert len(seen) == 2
+
+
+def test_routers_stay_unless_a_filter_asks_for_them():
+    def moe():
+        names = ("gate", "router", "shared_expert_gate", "gate_proj")
+        parts = {name: torch.nn.Linear(64, 8) for name in names} | {"wide": torch.nn.ModuleDict()}
+        parts["wide"]["gate"] = torch.nn.Linear(64, 128)  # an MLP's, which chooses no experts
+        return torch.nn.ModuleDict(parts)
+
+    report = quantize(moe())
+    assert report == ["gate_proj", "wide.gate"]
+    assert report.skipped == dict.fromkeys(["gate", "router", "shared_expert_gate"], "router")
+    assert quantize(moe(), lambda name, _: name == "router") == ["router"]
+
+
+def test_dtypes_that_cannot_be_quantised_are_skipped_and_refused_where_a_filter_chooses():
+    def model():
+        parts = {name: torch.nn.Linear(64, 32) for name in ("a", "wide", "fp8")}
+        parts["wide"].double()
+        parts["fp8"].weight = torch.nn.Parameter(parts["fp8"].weight.to(torch.float8_e4m3fn))
+        return torch.nn.ModuleDict(parts)
+
+    report = quantize(model())
+    assert report == ["a"] and "got float64" in report.skipped["wide"] and "got float8_e4m3fn" in report.skipped["fp8"]
+    chosen = model()
+    with pytest.raises(ValueError, match="wide: expected a weight of bfloat16, float16 or float32, got float64"):
+        quantize(chosen, lambda *_: True)
+    assert quantised_names(chosen) == []
+
+
+def test_errors_of_options_and_of_weights_without_data_name_the_linear_and_change_nothing():
+    model = Model()
+    with pytest.raises(TypeError, match=r"blocks\.0\.up: scale_dtype: expected"):
+        quantize(model, scale_dtype=torch.int8)
+    model.blocks[1].up.to("meta")
+    with pytest.raises(ValueError, match=r"blocks\.1\.up: expected a weight with data, got one on the meta device"):
+        quantize(model)
+    assert quantised_names(model) == []
+
+
+class Conv1D(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(64, 64))
+
+
+def test_nothing_to_convert_is_a_warning_that_says_why():
+    with pytest.warns(UserWarning, match="(?s)no layer: the model holds no torch.nn.Linear.*1 Conv1D, which is no"):
+        assert quantize(torch.nn.Sequential(Conv1D())) == []
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    quantize(model)
+    with pytest.warns(UserWarning, match="is a W4A8Linear already: 0"):
+        assert quantize(model) == []
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.zeros(4, 64, 32))
+
+
+def test_stacked_experts_are_reported_and_warned_of():
+    model = torch.nn.ModuleDict({"attention": torch.nn.Linear(64, 32), "experts": Experts()})
+    with pytest.warns(UserWarning, match="1 stacked experts, which are no torch.nn.Linear.* 100% of the parameters"):
+        report = quantize(model)
+    assert report == ["attention"] and "stacked experts" in report.skipped["experts.gate_up_proj"]
+
+
+def test_the_report_is_a_list_and_prints_as_a_summary():
+    report = quantize(Model())
+    assert isinstance(report, list) and list(report) == BLOCKS
+    assert str(report).splitlines() == [
+        "4 layers are W4A8Linear: blocks.0.up, blocks.0.down, blocks.1.up and 1 more",
+        "2 skipped",
+        "  1 expected out_features a multiple of 8 and in_features a multiple of 32, got 10 and 64: odd",
+        "  1 output embedding: lm_head",
+    ]
+
+
+def test_choosing_walks_the_model_a_fixed_number_of_times():
+    class Watched(torch.nn.ModuleList):
+        walks = 0
+
+        def named_modules(self, *args, **kwargs):
+            Watched.walks += 1
+            return super().named_modules(*args, **kwargs)
+
+    def walks(count: int) -> int:
+        model = Watched(torch.nn.Linear(10, 10) for _ in range(count))
+        Watched.walks = 0
+        with pytest.warns(UserWarning, match="converted no layer"):
+            quantize(model)
+        return Watched.walks
+
+    assert walks(40) == walks(2)
+
+
+def test_a_parent_that_reads_the_weight_gets_an_error_that_names_layer_and_filter():
+    class Reader(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = torch.nn.Linear(64, 32)
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.proj.weight)
+
+    model = torch.nn.Sequential(Reader())
+    quantize(model)
+    with pytest.raises(TypeError, match=r"0\.proj: expected a tensor for linear.*leave the layer out with filter="):
+        model(torch.zeros(1, 64))
+
+
+def test_a_linear_alone_cannot_be_swapped():
+    with pytest.raises(ValueError, match="model: expected a module that holds Linears, got a Linear; use W4A8Linear"):
+        quantize(torch.nn.Linear(64, 32))
+
+
+def test_every_original_is_freed_before_the_next_is_quantised(monkeypatch):
+    model, alive = Model(), []
+    originals = [weakref.ref(model.get_submodule(name).weight) for name in BLOCKS]
+    plain = W4A8Linear.from_linear.__func__
+
+    def watched(cls, linear, **options):
+        alive.append(sum(ref() is not None for ref in originals))
+        return plain(cls, linear, **options)
+
+    monkeypatch.setattr(W4A8Linear, "from_linear", classmethod(watched))
+    gc.disable()
+    try:
+        quantize(model)
+    finally:
+        gc.enable()
+    assert alive == [4, 3, 2, 1]
+    assert all(ref() is None for ref in originals)
+
+
+def test_training_mode_is_kept_and_options_reach_the_layers():
+    model = Model().eval()
+    quantize(model, activation="int8_affine", group_size=10_000, symmetric=False, scale_dtype=torch.float16)
+    layer = model.blocks[0].up
+    assert not layer.training and layer.activation == "int8_affine"
+    assert layer.weight.format.group_size == 0 and layer.weight.format.zero_point
+    assert layer.weight.scale_dtype == torch.float16
+
+
+def test_no_bar_where_stderr_is_no_terminal(capsys):
+    quantize(Model())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_whole_model_through_pickle_and_deepcopy():
+    model = Model()
+    quantize(model)
+    with torch.no_grad():
+        expected = model(IDS)[0]
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert builders.same_bits(other(IDS)[0], expected)
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        fresh = Model()
+        quantize(fresh)
+        fresh.load_state_dict(torch.load(buffer, weights_only=True))
+        assert builders.same_bits(fresh(IDS)[0], expected)
+
+
+# ---- load_ -----------------------------------------------------------------------------------------------------------
+
+
+def test_load_fills_a_model_from_a_checkpoint():
+    tensors, dense = checkpoint_tensors(Model())
+    model = Model()
+    torch.nn.init.zeros_(model.embed.weight)
+    assert load_(model, opened(tensors)) == BLOCKS == quantised_names(model)
+    assert torch.equal(model.embed.weight, dense["embed.weight"]) and torch.equal(model.odd.bias, dense["odd.bias"])
+    for name in BLOCKS:
+        assert torch.equal(model.get_submodule(name).weight.dequantize(), dense[name + ".weight"])
+        assert model.get_submodule(name).activation == "e4m3"
+    assert torch.equal(model.blocks[0].up.bias, dense["blocks.0.up.bias"])
+
+
+def test_load_makes_tensors_for_a_model_on_the_meta_device():
+    tensors, _ = checkpoint_tensors(Model())
+    with torch.device("meta"):
+        model = Model()
+    load_(model, opened(tensors), device="cpu")
+    filled = Model()
+    load_(filled, opened(tensors))
+    with torch.no_grad():
+        assert builders.same_bits(model(IDS)[0], filled(IDS)[0])
+
+
+@pytest.mark.parametrize(
+    "inputs, activation",
+    [
+        ({}, "e4m3"),
+        ({"type": "int"}, "int8"),
+        ({"type": "int", "symmetric": False}, "int8_affine"),
+    ],
+)
+def test_the_checkpoint_says_which_activations(inputs, activation):
+    tensors, _ = checkpoint_tensors(Model())
+    layer = W4A8Linear.from_checkpoint(opened(tensors, **inputs), "blocks.0.up", device="cpu")
+    assert layer.activation == activation and layer.input_scale is None
+    other = W4A8Linear.from_checkpoint(opened(tensors, **inputs), "blocks.0.up", activation="int8_affine", device="cpu")
+    assert other.activation == "int8_affine"
+
+
+def test_a_static_scale_comes_from_the_checkpoint_unless_the_activations_are_others():
+    tensors, _ = checkpoint_tensors(Model())
+    tensors["blocks.0.up.input_scale"] = torch.tensor([0.5], dtype=torch.bfloat16)
+    source = opened(tensors, strategy="tensor", dynamic=False)
+    layer = W4A8Linear.from_checkpoint(source, "blocks.0.up", device="cpu")
+    assert layer.input_scale.tolist() == [0.5]
+    assert W4A8Linear.from_checkpoint(source, "blocks.0.up", activation="int8", device="cpu").input_scale is None
+    with pytest.raises(ValueError, match="input_scale: expected the static scale that the config names, found"):
+        W4A8Linear.from_checkpoint(source, "blocks.0.down", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "inputs, text",
+    [
+        ({"strategy": "tensor", "dynamic": True}, "got dynamic ones per tensor"),
+        ({"strategy": "group", "dynamic": True}, "got dynamic ones per group"),
+        ({"strategy": "token", "dynamic": False}, "got static ones per token"),
+        ({"num_bits": 4}, "expected num_bits 8, got 4"),
+        ({"strategy": "tensor", "dynamic": False, "symmetric": False}, "expected static scales to be symmetric"),
+    ],
+)
+def test_activations_that_the_layer_lacks_are_refused_unless_replaced(inputs, text):
+    scheme = config(**inputs)["config_groups"]["group_0"]
+    with pytest.raises(ValueError, match=f"input_activations: .*{text}"):
+        activations(scheme, None, "layer")
+    assert activations(scheme, "int8", "layer") == ("int8", False)
+
+
+def test_a_checkpoint_for_16_bit_activations_is_read_as_e4m3():
+    assert activations({}, None, "layer") == (None, False)
+    assert activations({"input_activations": None}, None, "layer") == (None, False)
+    assert activations({"input_activations": {"num_bits": 16, "type": "float"}}, None, "layer") == (None, False)
+    tensors, _ = checkpoint_tensors(Model())
+    assert W4A8Linear.from_checkpoint(tensors, "blocks.0.up", device="cpu").activation == "e4m3"
+
+
+def test_what_was_saved_of_a_quantised_model_loads_into_a_plain_one(tmp_path):
+    model = Model()
+    quantize(model, activation="int8", group_size=32)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    other = Model()
+    assert load_(other, tmp_path) == BLOCKS
+    with torch.no_grad():
+        assert builders.same_bits(other(IDS)[0], model(IDS)[0])
+    third = Model()
+    quantize(third, activation="int8", group_size=32)
+    load_model(third, str(tmp_path / "model.safetensors"))
+    assert same_state(third, model)
+    with pytest.raises(ValueError, match="activation: expected int8, as layer 'blocks.0.up' was saved, got e4m3"):
+        load_(Model(), tmp_path, activation="e4m3")
+
+
+def test_tied_weights_need_to_be_stored_once():
+    tensors, dense = checkpoint_tensors(Model(tied=True))
+    del tensors["lm_head.weight"]
+    model = Model(tied=True)
+    load_(model, opened(tensors))
+    assert model.lm_head.weight is model.embed.weight and torch.equal(model.embed.weight, dense["embed.weight"])
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"source: expected the model's tensors, found none for lm_head\.weight"):
+            load_(Model(), opened(tensors), strict=strict)
+    untied = Model()
+    before = untied.lm_head.weight.clone()
+    assert load_(untied, opened(tensors), allow_missing=["lm_head.*"]) == BLOCKS
+    assert torch.equal(untied.lm_head.weight, before)
+
+
+def test_a_checkpoint_of_another_model_is_refused():
+    tensors, _ = checkpoint_tensors(Model())
+    other = {"blocks.0.down.weight": tensors["blocks.1.up.weight"], "blocks.0.down.weight_scale": torch.ones(96, 1)}
+    with pytest.raises(ValueError, match=r"blocks\.0\.down: expected k, n = \(96, 64\), got \(64, 96\)"):
+        load_(Model(), opened(tensors | other))
+    wrong = {name: tensor for name, tensor in tensors.items() if name != "blocks.0.up.bias"}
+    with pytest.raises(ValueError, match=r"blocks\.0\.up: expected a bias, as the model has it, got none"):
+        load_(Model(), opened(wrong))
+    with pytest.raises(ValueError, match=r"odd\.weight: expected shape \[10, 64\], got \[10, 32\]"):
+        load_(Model(), opened(tensors | {"odd.weight": torch.zeros(10, 32)}))
+    with pytest.raises(ValueError, match=r"odd\.bias: expected torch.float32, got torch.int64"):
+        load_(Model(), opened(tensors | {"odd.bias": torch.zeros(10, dtype=torch.int64)}))
+
+
+# ---- load_: what is missing, and what has no place -------------------------------------------------------------------
+
+
+def test_a_tensor_that_nothing_fills_is_an_error_whatever_strict_says():
+    tensors, _ = checkpoint_tensors(Model())
+    source = {"model." + name: tensor for name, tensor in tensors.items()}
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"found none for embed\.weight, blocks\.0\.norm\.weight.*allow_missing="):
+            load_(Model(), opened(source), strict=strict)
+
+
+def test_tensors_without_a_place_are_refused_or_ignored_and_reported():
+    tensors, _ = checkpoint_tensors(Model())
+    tensors["blocks.2.up.weight"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"found no place for blocks\.2\.up\.weight; strict=False ignores"):
+        load_(Model(), opened(tensors))
+    report = load_(Model(), opened(tensors), strict=False)
+    assert report == BLOCKS and report.ignored == {"blocks.2.up.weight": "the model has no place for it"}
+
+
+def test_what_nobody_misses_is_no_reason_to_refuse():
+    tensors, _ = checkpoint_tensors(Model())
+    model = Model()
+    model.blocks[0]._keys_to_ignore_on_load_unexpected = [r"blocks\.61\."]
+    extra = ["blocks.0.attn.k_scale", "blocks.0.attn.v_scale", "blocks.0.rotary_emb.inv_freq", "blocks.61.up.weight"]
+    report = load_(model, opened(tensors | {name: torch.zeros(1) for name in extra}))
+    assert report == BLOCKS and list(report.ignored) == extra
+    assert "KV cache" in report.ignored[extra[0]] and report.ignored[extra[3]] == "the model lists it as ignorable"
+
+
+def test_the_cause_of_missing_experts_is_told():
+    model = torch.nn.ModuleDict({"experts": Experts(), "linear": torch.nn.Linear(64, 32, bias=False)})
+    layer = {f"linear.{suffix}": tensor for suffix, tensor in stored(torch.randn(32, 64))[0].items()}
+    each = {f"experts.{i}.gate_proj.weight": torch.zeros(64, 32) for i in range(4)}
+    with pytest.raises(ValueError, match="none for experts.gate_up_proj.*stacks a layer's experts in one parameter"):
+        load_(model, opened(layer | each), strict=False)
+    packed = {"experts.gate_up_proj_blocks": torch.zeros(4, 4), "experts.gate_up_proj_scales": torch.zeros(4, 4)}
+    with pytest.raises(ValueError, match="experts.gate_up_proj is packed in the file .*MXFP4"):
+        load_(model, opened(layer | packed), strict=False)
+
+
+def test_a_checkpoint_without_quantised_layers_is_a_warning():
+    model = Model()
+    with pytest.warns(
+        UserWarning, match="load_ converted no layer: of the tensors given, its Linears are not quantised"
+    ):
+        assert load_(model, {name: x.clone() for name, x in Model().state_dict().items()}) == []
+
+
+# ---- load_: into what, and what a failure leaves ---------------------------------------------------------------------
+
+
+def test_w4a8linears_are_loaded_again():
+    a, b = Model(), Model()
+    torch.nn.init.normal_(b.blocks[0].up.weight)
+    quantize(a), quantize(b)
+    a.blocks[0].up.batch_invariant = True
+    assert not same_state(a, b)
+    assert load_(a, b.state_dict()) == BLOCKS
+    assert same_state(a, b) and a.blocks[0].up.batch_invariant
+
+
+def test_a_w4a8linear_for_which_the_file_has_a_plain_weight_is_refused():
+    model, plain = Model(), Model().state_dict()
+    quantize(model)
+    with pytest.raises(ValueError, match=r"blocks\.0\.up is a W4A8Linear, for which the file has no quantised weight"):
+        load_(model, plain, strict=False)
+
+
+def without(tensors, *names):
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def broken_files():
+    tensors, _ = checkpoint_tensors(Model())
+    last = "blocks.1.down"
+    return {
+        "missing scale": opened(without(tensors, last + ".weight_scale")),
+        "scale of another shape": opened(tensors | {last + ".weight_scale": torch.ones(3, 1)}),
+        "8 bits": Checkpoint(tensors, config(bits=8)),
+        "activations": opened(tensors, num_bits=4),
+        "static scale": opened(tensors, strategy="tensor", dynamic=False),
+        "sizes": opened(tensors | {last + ".weight": torch.zeros(64, 64, dtype=torch.int8)}),
+        "bias": opened(tensors | {last + ".bias": torch.zeros(64)}),
+        "missing layer": opened(without(tensors, last + ".weight", last + ".weight_scale")),
+        "missing tensor": opened(without(tensors, "odd.bias")),
+        "no place": opened(tensors | {"other": torch.zeros(1)}),
+        "shape": opened(tensors | {"odd.bias": torch.zeros(11)}),
+        "dtype": opened(tensors | {"odd.bias": torch.zeros(10, dtype=torch.int64)}),
+    }
+
+
+@pytest.mark.parametrize("kind", broken_files())
+def test_what_headers_show_to_be_wrong_leaves_the_model_as_it_was(kind):
+    model, untouched = Model(), Model()
+    torch.nn.init.zeros_(model.embed.weight)
+    torch.nn.init.zeros_(untouched.embed.weight)
+    with pytest.raises(ValueError, match=r"odd|other|blocks\.[01]\."):
+        load_(model, broken_files()[kind])
+    assert same_state(model, untouched)
+
+
+def test_a_load_that_failed_can_be_repeated():
+    tensors, _ = checkpoint_tensors(Model())
+    model, expected = Model(), Model()
+    broken = tensors["blocks.1.down.weight_scale"].clone()
+    broken[3] = torch.nan
+    with pytest.raises(ValueError, match=r"blocks\.1\.down: scale: expected finite numbers, got nan at \[3, 0\]"):
+        load_(model, opened(tensors | {"blocks.1.down.weight_scale": broken}))
+    assert quantised_names(model) == BLOCKS[:3]
+    load_(model, opened(tensors))
+    load_(expected, opened(tensors))
+    assert same_state(model, expected)
+
+
+def test_a_nan_scale_in_a_state_dict_of_ours_is_refused():
+    model = Model()
+    quantize(model, group_size=10_000)
+    state = model.state_dict()
+    state["blocks.0.up.row_sum"][5] = torch.nan
+    with pytest.raises(ValueError, match=r"blocks\.0\.up: .*row_sum: expected finite numbers"):
+        load_(Model(), state)
+
+
+def test_a_buffer_without_data_is_an_error_before_anything_is_loaded():
+    tensors, _ = checkpoint_tensors(Model())
+    model = Model()
+    model.register_buffer("inv_freq", torch.zeros(4, device="meta"), persistent=False)
+    with pytest.raises(
+        ValueError, match="expected no tensor left on the meta device, got inv_freq.*init_empty_weights"
+    ):
+        load_(model, opened(tensors))
+    assert quantised_names(model) == []
+
+
+# ---- load_: what stays a Linear --------------------------------------------------------------------------------------
+
+
+class Zoo(torch.nn.Module):
+    """Quantised modules that no W4A8Linear can stand for."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(48, 64)
+        self.own = Scaled(64, 32, bias=False)
+        self.dt_proj = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+        self.odd = torch.nn.Linear(64, 12)
+        self.fits = torch.nn.Linear(64, 32, bias=False)
+
+
+def test_quantised_layers_that_cannot_be_converted_are_dequantised():
+    model = Zoo()
+    names = ("embedding", "own", "dt_proj", "odd", "fits")
+    tensors, dense = checkpoint_tensors(model, *names)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    report = load_(model, opened(tensors))
+    assert report == ["fits"]
+    assert report.skipped == {
+        "embedding": "dequantised: an Embedding",
+        "own": "dequantised: Scaled has a forward of its own",
+        "dt_proj": "dequantised: Zoo reads this weight itself",
+        "odd": "dequantised: n is no multiple of 8, or k none of 32",
+    }
+    for name in names[:-1]:
+        weight = model.get_submodule(name).weight
+        assert torch.equal(weight, dense[name + ".weight"].to(weight.dtype))
+    assert torch.equal(model.odd.bias, dense["odd.bias"])
+
+
+def test_layers_that_a_filter_leaves_out_are_dequantised():
+    tensors, dense = checkpoint_tensors(Model())
+    model = Model()
+    assert load_(model, opened(tensors), filter=lambda name, _: name.endswith("up")) == ["blocks.0.up", "blocks.1.up"]
+    assert type(model.blocks[0].down) is torch.nn.Linear
+    assert torch.equal(model.blocks[0].down.weight, dense["blocks.0.down.weight"])
+
+
+def test_a_layer_of_ours_is_dequantised_in_the_order_of_its_input():
+    source = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False))
+    quantize(source)
+    weight = source[0].weight
+    order = torch.randperm(64)
+    state = source.state_dict() | {"0.permutation": order.int()}
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False))
+    with pytest.warns(UserWarning, match="left out by the filter"):
+        load_(model, state, filter=lambda *_: False)
+    assert torch.equal(model[0].weight[:, order], weight.dequantize())
+
+
+def mixed() -> tuple[dict[str, torch.Tensor], dict]:
+    """4-bit `up`, 8-bit `down`."""
+    tensors, _ = checkpoint_tensors(Model())
+    four, eight = (config(bits=bits)["config_groups"]["group_0"] for bits in (4, 8))
+    groups = {"a": four | {"targets": ["re:.*up"]}, "b": eight | {"targets": ["re:.*down"]}}
+    return tensors, config() | {"config_groups": groups}
+
+
+def test_layers_of_other_widths_are_named_with_what_to_do():
+    tensors, said = mixed()
+    with pytest.raises(
+        ValueError, match=r"blocks\.0\.down: .*num_bits 4.*2 layers cannot be read.*filter=.*allow_missing"
+    ):
+        load_(Model(), tensors, config=said)
+    with pytest.raises(
+        ValueError, match="found none for blocks.0.down.weight.*left out by the filter, and cannot be deq"
+    ):
+        load_(Model(), tensors, config=said, filter=lambda name, _: name.endswith("up"))
+
+
+def test_a_mixed_checkpoint_loads_with_a_filter():
+    tensors, said = mixed()
+    model = Model()
+    before = model.blocks[0].down.weight.clone()
+    report = load_(
+        model, tensors, config=said, filter=lambda name, _: name.endswith("up"), allow_missing=["blocks.*.down.weight"]
+    )
+    assert report == ["blocks.0.up", "blocks.1.up"] and list(report.skipped) == ["blocks.0.down", "blocks.1.down"]
+    assert torch.equal(model.blocks[0].down.weight, before)
+
+
+def test_config_and_format_are_those_of_load():
+    tensors, _ = checkpoint_tensors(Model())
+    assert load_(Model(), tensors, config=config(type="int")) == BLOCKS
+    model = Model()
+    assert load_(model, tensors, config=config(type="int"), format="compressed-tensors") == BLOCKS
+    assert model.blocks[0].up.activation == "int8"
+    with pytest.raises(ValueError, match="config: expected None with an open Checkpoint"):
+        load_(Model(), opened(tensors), config=config())
+    with pytest.raises(ValueError, match="activation: expected one of e4m3, int8, int8_affine, got 'fp8'"):
+        load_(Model(), opened(tensors), activation="fp8")
+
+
+# ---- load_: tied tensors ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("same", [True, False])
+def test_tied_tensors_stay_tied_only_where_the_file_has_them_equal(device, same):
+    tensors, _ = checkpoint_tensors(Model())
+    if same:
+        tensors["lm_head.weight"] = tensors["embed.weight"].clone()
+    with torch.device(device):
+        model = Model(tied=True)
+    load_(model, opened(tensors), device="cpu")
+    assert torch.equal(model.embed.weight, tensors["embed.weight"])
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    assert (model.lm_head.weight is model.embed.weight) == same
+
+
+def test_one_module_at_two_places_cannot_hold_two_tensors():
+    shared = torch.nn.Embedding(8, 8)
+    model = torch.nn.ModuleDict({"a": shared, "b": shared, "linear": torch.nn.Linear(64, 32, bias=False)})
+    layer = {f"linear.{suffix}": tensor for suffix, tensor in stored(torch.randn(32, 64))[0].items()}
+    with pytest.raises(ValueError, match="expected a.weight and b.weight to be equal, as one module"):
+        load_(model, opened(layer | {"a.weight": torch.zeros(8, 8), "b.weight": torch.ones(8, 8)}))
+
+
+def test_a_quantised_head_leaves_the_tied_embedding_as_the_file_has_it():
+    tensors, dense = checkpoint_tensors(Model(), *BLOCKS, "lm_head")
+    model = Model(tied=True)
+    assert load_(model, opened(tensors)) == [*BLOCKS, "lm_head"]
+    assert torch.equal(model.embed.weight, dense["embed.weight"])
+    assert torch.equal(model.lm_head.weight.dequantize(), dense["lm_head.weight"])
+
+
+# ---- load_: activations ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "inputs, reason",
+    [
+        ({"dynamic": True}, "static input scale, where the config says none or dynamic"),
+        ({"num_bits": 16}, "static input scale, where the config says none or dynamic"),
+    ],
+)
+def test_a_static_scale_that_the_config_does_not_name_is_not_used_and_reported(inputs, reason):
+    tensors, _ = checkpoint_tensors(Model())
+    tensors["blocks.0.up.input_scale"] = torch.tensor([0.5])
+    model = Model()
+    report = load_(model, opened(tensors, **inputs))
+    assert model.blocks[0].up.input_scale is None
+    assert report.ignored == {"blocks.0.up.input_scale": reason}
+
+
+def test_scales_of_output_activations_are_reported():
+    tensors, _ = checkpoint_tensors(Model())
+    tensors["blocks.0.up.output_scale"] = torch.tensor([0.5])
+    assert "output activations" in load_(Model(), opened(tensors)).ignored["blocks.0.up.output_scale"]
+
+
+def test_input_scales_of_experts_under_other_names_are_used():
+    class Expert(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj = torch.nn.Linear(256, 64, bias=False)
+
+    model = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([Expert()])})
+    name = "experts.0.gate_proj"
+    tensors = {
+        name + ".weight": torch.randint(-128, 128, (64, 128), dtype=torch.int8),
+        name + ".weight_scale_inv": torch.rand(64, 2) + 0.5,
+        "experts.0.w1.input_scale": torch.tensor([0.25]),
+    }
+    wrapped = {"model." + key: value for key, value in tensors.items()}
+    report = load_(torch.nn.ModuleDict({"model": model}), wrapped, config={"quant_method": "w4afp8"})
+    assert report == ["model." + name] and report.ignored == {}
+    assert model.experts[0].gate_proj.input_scale.tolist() == [0.25]
+
+
+@pytest.fixture(scope="module")
+def torchao_weights():
+    """A Linear's weight as torchao's 8da4w has it, and as its weight-only int4."""
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(1)
+    found = []
+    group = quantization.PerGroup(128)
+    for kind in (
+        quantization.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=group),
+        quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group),
+    ):
+        net = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16))
+        quantization.quantize_(net, kind)
+        found.append(net)
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("said", [None, {"quant_method": "torchao"}])
+def test_torchaos_subclasses_in_a_state_dict_are_quantised_weights(torchao_weights, device, said):
+    for net, activation in zip(torchao_weights, ("int8_affine", "e4m3")):
+        with torch.device(device):
+            model = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16))
+        assert load_(model, net.state_dict(), config=said, device="cpu") == ["0"]
+        assert torch.equal(model[0].weight.dequantize().bfloat16(), net[0].weight.dequantize())
+        assert model[0].activation == activation
+
+
+def test_torchaos_files_say_which_activations(torchao_weights, tmp_path):
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    net = torchao_weights[0]
+    tensors, metadata = support.flatten_tensor_state_dict(net.state_dict())
+    save_file(tensors, tmp_path / "model.safetensors", metadata)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16))
+    load_(model, tmp_path)
+    assert model[0].activation == "int8_affine"
+    x = torch.randn(16, 256, dtype=torch.bfloat16)
+    exact = net(x).float()
+    assert float((model(x).float() - exact).norm() / exact.norm()) < 0.01
