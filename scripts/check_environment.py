@@ -9,7 +9,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-REQUIRED = ["torch", "numpy", "filelock", "rich", "typer", "cuda.bindings.driver", "cuda.bindings.nvrtc"]
+REQUIRED = [
+    "torch",
+    "filelock",
+    "platformdirs",
+    "rich",
+    "safetensors",
+    "typer",
+    "cuda.bindings.driver",
+    "cuda.bindings.nvrtc",
+]
 TESTS = ["pytest", "hypothesis"]
 
 

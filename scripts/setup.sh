@@ -15,16 +15,16 @@ check_python() {  # $1: a Python; 0 if it has what is needed
     "$1" "$ROOT/scripts/check_environment.py" ${WANT_TESTS:+--tests}
 }
 
-base_python() {  # the newest Python 3.10 or later on the path
+base_python() {  # a Python 3.11 or later on the path
     local candidate
-    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+    for candidate in python3 python3.13 python3.12 python3.11; do
         command -v "$candidate" >/dev/null || continue
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
             command -v "$candidate"
             return
         fi
     done
-    say "No Python 3.10 or newer found (apt install python3 python3-venv)"
+    say "No Python 3.11 or newer found (apt install python3 python3-venv)"
     return 1
 }
 

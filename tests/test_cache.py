@@ -172,7 +172,8 @@ def test_a_kernel_spec_is_rendered_keyed_and_compiled(root):
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"), [(spilling_kernel(), r"\d+ bytes of register spills"), (serialised_kernel(), r"\(C75..\) .*GMMA.*")]
+    ("request_", "said"),
+    [(spilling_kernel(), r"\d+ bytes of register spills"), (serialised_kernel(), r"\(C75..\) .*(GMMA|wgmma).*")],
 )
 def test_what_slows_a_build_is_kept_with_it_and_is_no_failure(root, request_, said):
     made, compiled = KernelCache([root]).get_or_compile(request_)
@@ -298,7 +299,9 @@ from jitgemm.kernel.spec import KernelSpec
 source = kernel_source(KernelSpec("e4m3", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4))
 print(source.key(nvrtc_info()))
 """
-    here = kernel_source(KernelSpec("e4m3", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4)).key(nvrtc_info())
+    here = kernel_source(KernelSpec("e4m3", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4)).key(
+        nvrtc_info()
+    )
     assert output(child(script, root, PYTHONUTF8="0", **variables)).strip() == here
 
 
@@ -318,9 +321,7 @@ def test_headers_in_folders_are_found(tmp_path):
         path.write_text(text, encoding="utf-8")
     script = "from jitgemm.jit.source import headers; print(*headers('outer'))"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["jitgemm/a/b/inner.cuh", "jitgemm/outer.cuh"], done.stderr
 
 
@@ -654,7 +655,9 @@ def test_the_next_folder_is_written_when_one_is_full(tmp_path):
     with tmpfs(tmp_path / "mount", "size=64k") as full:
         fill(full)
         cache = KernelCache([full, tmp_path / "second"])
-        with pytest.warns(UserWarning, match=f"{full} cannot be written .No space.*; {tmp_path / 'second'} is used") as caught:
+        with pytest.warns(
+            UserWarning, match=f"{full} cannot be written .No space.*; {tmp_path / 'second'} is used"
+        ) as caught:
             entries = [cache.get_or_compile(tiny_kernel(salt))[0] for salt in (0, 1)]
         assert len(caught) == 1 and [entry.path.parent for entry in entries] == [tmp_path / "second"] * 2
         assert names(full) == ["filler"]

@@ -169,7 +169,7 @@ def test_check_says_by_its_exit_code_whether_all_is_warm(run, warm):
     ("slow", "shown", "said"),
     [
         (spilling_kernel(), r" \d\d+ ", r"\d+ bytes of register spills"),
-        (serialised_kernel(), " 0 serialised ", r"\(C75..\) .*GMMA"),
+        (serialised_kernel(), " 0 serialised ", r"\(C75..\) .*(GMMA|wgmma)"),
     ],
 )
 def test_a_slow_build_is_noted_and_fails_a_strict_warmup_alone(run, monkeypatch, slow, shown, said):
@@ -767,7 +767,9 @@ def test_folder_names_are_printed_as_they_are(run, tmp_path, monkeypatch, name):
     assert done.code == 0 and str(tmp_path / name) in done.stdout
 
 
-@pytest.mark.parametrize("variables", [{"JITGEMM_CACHE_DIR": "~nosuch/x"}, {"JITGEMM_CACHE_DIR": "", "HOME": "relative"}])
+@pytest.mark.parametrize(
+    "variables", [{"JITGEMM_CACHE_DIR": "~nosuch/x"}, {"JITGEMM_CACHE_DIR": "", "HOME": "relative"}]
+)
 def test_without_a_folder_commands_say_so_and_go_on(tmp_path, variables):
     done = shell(f"cd {tmp_path} && $JG cache info && $JG cache ls && $JG env", XDG_CACHE_HOME="", **variables)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
@@ -854,7 +856,11 @@ def test_ages(text, seconds):
 
 def test_ages_and_sizes_for_people():
     assert [common.show_size(size) for size in (0, 1023, 1536, 200 << 10, 5 << 30)] == [
-        "0 B", "1023 B", "1.5 KiB", "200 KiB", "5.0 GiB",
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "200 KiB",
+        "5.0 GiB",
     ]
     assert [common.show_age(1000.0 - age, 1000.0) for age in (5, 119, 120, 600)] == ["5s", "119s", "2m", "10m"]
     assert common.show_age(None) == "-"

@@ -69,7 +69,13 @@ def test_llama_has_its_projections_fused_and_separate():
 def test_one_form_alone():
     assert set(shapes(LLAMA_3_8B, form="fused")) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert set(shapes(LLAMA_3_8B, form="separate")) == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
     }
 
 
@@ -134,7 +140,12 @@ def test_attention_without_key_value_heads_has_one_per_query_head():
         (QWEN2_MOE, 4, 128, "experts.down_proj would be cut at k = 352, which is not a border of a group of 128"),
         (LLAMA_3_8B | {"model_type": "gpt2"}, 1, 0, "model_type 'gpt2' is not known .*llama.*--shape"),
         ({"hidden_size": 4096}, 1, 0, "expected a key 'model_type'"),
-        (LLAMA_3_8B | {"hidden_size": None}, 1, 0, "hidden_size: expected a positive integer, found none.*use_diff=False.*--shape"),
+        (
+            LLAMA_3_8B | {"hidden_size": None},
+            1,
+            0,
+            "hidden_size: expected a positive integer, found none.*use_diff=False.*--shape",
+        ),
         (LLAMA_3_8B | {"model_type": ["llama"]}, 1, 0, r"model_type \['llama'\] is not known"),
         (QWEN2_MOE | {"mlp_only_layers": 5}, 1, 0, "mlp_only_layers: expected a list of integers, got 5"),
         (LLAMA_3_8B | {"intermediate_size": "big"}, 1, 0, "intermediate_size: expected a positive integer, got 'big'"),
@@ -154,7 +165,12 @@ def test_config_is_read_from_a_file_or_a_model_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(b"{", "not JSON"), (b"[]", "expected a JSON object, got list"), (b"[" * 100_000, "not JSON"), (b"\xff", "not JSON")],
+    [
+        (b"{", "not JSON"),
+        (b"[]", "expected a JSON object, got list"),
+        (b"[" * 100_000, "not JSON"),
+        (b"\xff", "not JSON"),
+    ],
     ids=range(4),
 )
 def test_a_file_that_is_no_config_says_so(tmp_path, text, message):
@@ -196,7 +212,10 @@ def compressed(weights: dict, inputs: dict | None = None) -> dict:
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, Quantization("awq", 128, True)),
         (GPTQ | {"quant_method": "auto-round", "group_size": 128}, Quantization("auto-round", 128, False)),
         (compressed(WEIGHTS), Quantization("compressed-tensors", 32, False)),
-        (compressed(WEIGHTS | {"strategy": "channel", "symmetric": False}), Quantization("compressed-tensors", 0, True)),
+        (
+            compressed(WEIGHTS | {"strategy": "channel", "symmetric": False}),
+            Quantization("compressed-tensors", 0, True),
+        ),
         (compressed(WEIGHTS, INT8), Quantization("compressed-tensors", 32, False, "int8", ("affine",))),
         (compressed(WEIGHTS, FP8), Quantization("compressed-tensors", 32, False, "fp8", ("static",))),
     ],

@@ -21,7 +21,8 @@ _PACKAGES = (
     "cuda-python",
     "nvidia-cuda-nvrtc",
     "nvidia-cuda-nvrtc-cu12",
-    "numpy",
+    "filelock",
+    "safetensors",
     "typer",
     "rich",
 )

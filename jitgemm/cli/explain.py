@@ -33,7 +33,7 @@ def explain(
     top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to print.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
 ) -> None:
-    """Print the candidates for out[M, N] = lhs[M, K] @ weight[N, K].T, the model's prediction for each, and why one won.
+    """Print the candidates for out[M, N] = lhs[M, K] @ weight[N, K].T, the model's predictions, and why one won.
 
     Predictions are in microseconds on the named device. Of memory, tensor, issue, latency, fetch and l2 the longest
     counts, since they overlap; fixed comes on top. m is rounded up to the end of its band first: all m of a band

@@ -30,6 +30,7 @@ QWEN_MOE_MODELS = frozenset({"qwen2_moe", "qwen3_moe"})
 
 KNOWN_MODELS = DENSE_MODELS | MIXTRAL_MODELS | QWEN_MOE_MODELS
 
+
 class Form(str, Enum):
     """Which projections a model's layers are made of."""
 
@@ -210,9 +211,7 @@ def _attention(config: Mapping[str, Any], tp: int, group_size: int) -> list[Line
     ]
 
 
-def _mlp(
-    config: Mapping[str, Any], prefix: str, width: int, tp: int, group_size: int, count: int
-) -> list[LinearLayer]:
+def _mlp(config: Mapping[str, Any], prefix: str, width: int, tp: int, group_size: int, count: int) -> list[LinearLayer]:
     hidden = _size(config, "hidden_size")
     part = _cut_k(f"{prefix}down_proj", width, tp, group_size)
     return [

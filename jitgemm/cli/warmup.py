@@ -130,7 +130,9 @@ class Wanted:
         activations = " and ".join(names[lhs] for lhs in self.lhs_types)
         modes = dict.fromkeys(mode for quantizer in self.quantizers for mode in quantizer.variants)
         modes_said = f" ({', '.join(modes)})" if modes else ""
-        return f"{weights} in {self.scale_type}, {activations} activations{modes_said}, results in {', '.join(self.outs)}"
+        return (
+            f"{weights} in {self.scale_type}, {activations} activations{modes_said}, results in {', '.join(self.outs)}"
+        )
 
     def quantize(self, k: int) -> Iterator[QuantizeSpec]:
         """Every quantiser of a layer's input."""
@@ -259,7 +261,8 @@ def warmup(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile nothing; list what would be.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if one is missing.")] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Take a kernel that spills registers or serialises its wgmma for a failure.")
+        bool,
+        typer.Option("--strict", help="Take a kernel that spills registers or serialises its wgmma for a failure."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
 ) -> None:
@@ -413,7 +416,9 @@ def _report(
                 job.kernel.label,
                 job.status,
                 job.metadata.get("registers", "-"),
-                common.show_spills(job.metadata["spill_bytes"], job.metadata.get("serialised", "")) if job.entry else "-",
+                common.show_spills(job.metadata["spill_bytes"], job.metadata.get("serialised", ""))
+                if job.entry
+                else "-",
                 f"{job.metadata['seconds']:.2f} s" if compiled and "seconds" in job.metadata else "-",
                 job.key[:12],
                 len(job.layers),

@@ -14,9 +14,9 @@ finds accidents, not forgeries. So an entry is loaded only if its file
 
 Others' entries are left alone, with one warning a folder, and the kernel is compiled. So a cache of another user in a
 place of its own can be shared, as can one in an image that root or another user built, and in a folder for everybody
-(mode 1777) users ignore each other's entries. Members of a file's group are trusted where its group may write it: whoever
-allowed that chose them, as a Kubernetes fsGroup does. Entries are written with mode 644 less the umask. Symbolic links
-are followed; what counts is the file they lead to.
+(mode 1777) users ignore each other's entries. Members of a file's group are trusted where its group may write it:
+whoever allowed that chose them, as a Kubernetes fsGroup does. Entries are written with mode 644 less the umask.
+Symbolic links are followed; what counts is the file they lead to.
 """
 
 from __future__ import annotations
@@ -307,7 +307,14 @@ class KernelCache:
 
 
 _caches: weakref.WeakSet[KernelCache] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [cache._renew_locks() for cache in list(_caches)])
+
+
+def _renew_all_locks() -> None:
+    for cache in list(_caches):
+        cache._renew_locks()
+
+
+os.register_at_fork(after_in_child=_renew_all_locks)
 
 process_cache = KernelCache()
 """The one that calls, warm-ups and commands of this process share: what no folder took is found again here."""

@@ -41,8 +41,9 @@ class Entry:
     @property
     def slow_because(self) -> str:
         """What ptxas did that costs the kernel time, such as "124 bytes of register spills"; "" for a clean build."""
-        spills, serialised = self.metadata.get("spill_bytes"), self.metadata.get("serialised")
-        return "; ".join(([f"{spills} bytes of register spills"] if spills else []) + [serialised] * bool(serialised))
+        spills = self.metadata.get("spill_bytes", 0)
+        reasons = (f"{spills} bytes of register spills" if spills else "", self.metadata.get("serialised", ""))
+        return "; ".join(filter(None, reasons))
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ def _load() -> Any:
 # A fork while a thread is inside NVRTC would leave the child with NVRTC's own locks held for ever. So a fork waits for
 # those threads, and holds back others meanwhile.
 _FORK_TIMEOUT_S = 10.0
+_load_lock, _gate, _idle, _in_flight = threading.Lock(), threading.RLock(), threading.Condition(), 0
 
 
 def _renew_locks() -> None:
@@ -192,7 +193,6 @@ def _compiling() -> Iterator[None]:
             _idle.notify_all()
 
 
-_renew_locks()
 os.register_at_fork(before=_before_fork, after_in_parent=lambda: _gate.release(), after_in_child=_renew_locks)
 
 
@@ -201,9 +201,9 @@ def _check_is_reported(nvrtc: Any) -> None:
     info = nvrtc_info()
     major, minor = _version(nvrtc)
     # Other libraries may have loaded an NVRTC of their own beside ours.
-    mapped = _mapped_libraries()
+    mapped, library = _mapped_libraries(), info.library
     try:
-        moved = bool(mapped and info.library) and not any(os.path.samefile(each, info.library) for each in mapped)
+        moved = bool(mapped) and library is not None and not any(os.path.samefile(each, library) for each in mapped)
     except OSError:
         moved = True  # replaced on disk since it was loaded
     if (major, minor) != info.version or moved:

@@ -70,9 +70,9 @@ def _warn_of_slow(entry: Entry) -> None:
     if _warned_of_slow:
         return
     warnings.warn(
-        f"kernel {entry.metadata['label']} is slower than it should be: NVRTC {entry.metadata['nvrtc']['build']} built it "
-        f"with {entry.slow_because}. Its results are right. Please report this; `jitgemm cache ls --sort spills` lists "
-        "such kernels",
+        f"kernel {entry.metadata['label']} is slower than it should be: NVRTC {entry.metadata['nvrtc']['build']} built "
+        f"it with {entry.slow_because}. Its results are right. Please report this; `jitgemm cache ls --sort spills` "
+        "lists such kernels",
         RuntimeWarning,
         stacklevel=2,
     )
