@@ -280,6 +280,12 @@ def test_different_kernels_have_different_sources():
     assert len(set(sources)) == len(sources)
 
 
+def test_only_the_scheduler_says_where_a_tile_s_weights_factors_and_tokens_are():
+    """So that a scheduler over groups of rows is another scheduler, not another kernel."""
+    read = re.compile(r"args\.(m|records|channel_scale|row_sum|bias|last_rows)\b")
+    assert {name for name, text in headers().items() if read.search(text)} == {"jitgemm/gemm/scheduler.cuh"}
+
+
 def test_no_path_and_no_date_reaches_what_is_keyed():
     request = kernel_source(LLAMA[0])
     text = "\n".join([request.source, *request.headers, *request.headers.values(), *request.options])

@@ -1,5 +1,5 @@
-// Integer types, storage types of real numbers and conversions between them. NVRTC without a toolkit has no <cstdint>, so
-// the few types are declared here.
+// Integer types, storage types of real numbers and conversions between them. NVRTC without a toolkit has no <cstdint>,
+// so the few types are declared here.
 #pragma once
 
 namespace jitgemm {

@@ -12,8 +12,8 @@ the NVIDIA Volta GPU Architecture via Microbenchmarking", section 2.1::
           opcode  operands  stall, in  0: yield, another  barriers set    operands a, b, c to the
                             cycles     warp goes first    and waited for  reuse cache
 
-Yielding is a hint and changes no result. It clears the reuse cache, so an instruction that yields asks for no reuse; the
-next one reads its registers, as it would anyway.
+Yielding is a hint and changes no result. It clears the reuse cache, so an instruction that yields asks for no reuse;
+the next one reads its registers, as it would anyway.
 """
 
 from __future__ import annotations

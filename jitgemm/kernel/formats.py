@@ -11,7 +11,7 @@ BLOCK_K = 128
 STRIP_ROWS = 64
 """Rows of n per weight record: wgmma's M."""
 CODE_BYTES = STRIP_ROWS * BLOCK_K // 2
-"""Bytes of 4-bit codes in one record."""
+"""Bytes of 4-bit codes in one record, as `weight/layout.py` packs them."""
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
 CODES = ("any", *LHS_TYPES)
@@ -58,6 +58,16 @@ class WeightFormat:
             raise ValueError("offset: expected none per channel; express it as groups that repeat it")
 
     @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4
+
+    @property
+    def scales_at(self) -> int:
+        """Byte of a record at which its scales start, behind its codes."""
+        return STRIP_ROWS * BLOCK_K * self.bits // 8
+
+    @property
     def scale_rows(self) -> int:
         """Rows of 64 scales in one record: groups that start in 128 k, at least 1; none per channel."""
         return max(1, BLOCK_K // self.group_size) if self.group_size else 0
@@ -75,7 +85,7 @@ class WeightFormat:
     @property
     def offsets_at(self) -> int:
         """Byte of a record at which its offsets start."""
-        return CODE_BYTES + STRIP_ROWS * DTYPES[self.scale_type].bytes * self.scale_rows
+        return self.scales_at + STRIP_ROWS * DTYPES[self.scale_type].bytes * self.scale_rows
 
     @property
     def zeros_at(self) -> int:
@@ -88,7 +98,7 @@ class WeightFormat:
 
         ::
 
-            0        4096                      offsets_at                  zeros_at
+            0        scales_at                 offsets_at                  zeros_at
             | codes  | scales [scale_rows][64] | offsets [offset_rows][64] | zeros uint8 [zero_rows][64] |
         """
         return self.zeros_at + STRIP_ROWS * self.zero_rows

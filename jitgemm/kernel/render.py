@@ -23,11 +23,11 @@ from jitgemm.kernel.tactics import (
 
 KERNEL_NAME = "jitgemm_w4a8"
 
-_DECODES = {
-    ("e4m3", "any"): "DecodeE4m3",
-    ("e4m3", "e4m3"): "DecodeE4m3SignMagnitude",
-    ("s8", "any"): "DecodeS8",
-    ("s8", "s8"): "DecodeS8TwosComplement",
+_CODES = {
+    ("e4m3", "any"): "E4m3Codes",
+    ("e4m3", "e4m3"): "E4m3SignMagnitudeCodes",
+    ("s8", "any"): "S8Codes",
+    ("s8", "s8"): "S8TwosComplementCodes",
 }
 
 
@@ -80,7 +80,6 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kFragmentSets": fragment_sets(spec),
         "bool kPinSharedBase": str(pins_shared_base(spec)).lower(),
         "u32 kPromoteRecords": promote_records(spec),
-        "bool kZeroPoint": str(fmt.zero_point).lower(),
         "bool kDirectLhs": str(direct_lhs(spec)).lower(),
         "bool kOffset": str(fmt.offset).lower(),
         "RealType kScaleType": DTYPES[fmt.scale_type].cpp_name,
@@ -88,12 +87,12 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kDebug": str(spec.debug).lower(),
     }
     lines = [f"    static constexpr {name} = {value};" for name, value in constants.items()]
-    decode = _DECODES[spec.lhs, fmt.codes]
+    codes, zeros = _CODES[spec.lhs, fmt.codes], str(fmt.zero_point).lower()
     return "\n".join(
         [
             "struct Config {",
             "    using Wgmma = jitgemm::Wgmma;",
-            f"    using Decode = {decode};",
+            f"    using Codec = Int4Codec<{codes}, {zeros}>;",
             *lines,
             "};",
             f'static_assert(Record<Config>::kBytes == {fmt.record_bytes}, "formats.py and codec.cuh disagree");',

@@ -177,7 +177,7 @@ def slice_tokens(spec: KernelSpec) -> int:
 
 
 def slot_tokens(spec: KernelSpec) -> int:
-    """Tokens whose sums a reducing warpgroup gets from others: its span from each of its CTA's other warpgroups along k,
+    """Tokens whose sums a reducing warpgroup gets from others: its span from each other warpgroup along k of its CTA,
     then its slice from each other CTA (include/jitgemm/gemm/shared.cuh)."""
     size = slice_tokens(spec)
     span = size * min(spec.split_k, spec.block_m // size)

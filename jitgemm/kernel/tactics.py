@@ -36,7 +36,7 @@ def promote_records(spec: KernelSpec) -> int:
 
 
 def split_blocks(spec: KernelSpec, blocks: int) -> int:
-    """Blocks of k that each split of k but the last takes, whole groups of 256 where they are promoted (scheduler.cuh)."""
+    """Blocks of k that each split of k but the last takes, whole groups of 256 for promotion (scheduler.cuh)."""
     whole = max(1, promote_records(spec))
     return min(blocks, whole * ceil_div(blocks, whole * spec.split_k))
 
@@ -82,9 +82,9 @@ def pins_shared_base(spec: KernelSpec) -> bool:
 
 # ---- who brings the activations of the prefetched stages (docs/notes/decode.md) --------------------------------------
 #
-# The copy engine does, or the consumers themselves: for a few tokens the engine takes twice as long from the wait to the
-# first byte. Up to DIRECT_LHS_TOKENS the consumers always do. Wider tiles and four warpgroups along k gain by it only
-# where weights still to be asked for would keep the engine busy, which k decides: `for_k` sets `KernelSpec.direct`.
+# The copy engine does, or the consumers themselves: for a few tokens the engine takes twice as long from the wait to
+# the first byte. Up to DIRECT_LHS_TOKENS the consumers always do. Wider tiles and four warpgroups along k gain by it
+# only where weights still to be asked for would keep the engine busy, which k decides: `for_k` sets `direct`.
 
 DIRECT_LHS_TOKENS = 16
 """Up to so many tokens consumers copy the first activations of every kernel that can."""

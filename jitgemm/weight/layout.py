@@ -208,7 +208,7 @@ def pack_records(
             codes, format.zero_point, format.codes
         )
         for values, start, stop in (
-            (scale if format.scale_rows else None, CODE_BYTES, format.offsets_at),
+            (scale if format.scale_rows else None, format.scales_at, format.offsets_at),
             (offset, format.offsets_at, format.zeros_at),
         ):
             if values is not None:
@@ -231,7 +231,7 @@ def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> 
 
 def unpack_scales(blocks: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
     """Records of a run of strips that holds n rows -> scales [n, groups] of `dtype`; only where records hold scales."""
-    return _unpack_reals(blocks[:, :, CODE_BYTES : format.offsets_at], n, k, format, dtype)
+    return _unpack_reals(blocks[:, :, format.scales_at : format.offsets_at], n, k, format, dtype)
 
 
 def unpack_offsets(blocks: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:

@@ -1,5 +1,8 @@
-// 4-bit codes to wgmma A fragments. One 16-byte load holds the codes of two k-steps of 32; a 32-bit word holds two
-// fragment registers of one row: set A is k = 4*(lane%4)..+3 of the step, set B the same at k + 16.
+// 4-bit codes to wgmma A fragments, and the record that they lie in. A codec owns the bytes of its codes and says how a
+// warpgroup turns a record of them into fragments; another width or number format is another codec.
+//
+// One 16-byte load holds the codes of two k-steps of 32; a 32-bit word holds two fragment registers of one row: set A
+// is k = 4*(lane%4)..+3 of the step, set B the same at k + 16.
 //
 // Word of signed codes: s is the sign, v the code's low three bits, inverted where it is negative (one's complement):
 //
@@ -30,10 +33,13 @@ __device__ __forceinline__ u32 byte_distance(u32 a, u32 b) {
 
 __device__ __forceinline__ u32 rotate_right_4(u32 word) { return __funnelshift_r(word, word, 4); }
 
-// A decoder turns a code into kOutputScale times less than its value, kOne being four ones; the epilogue multiplies.
+// ---- orders of codes ------------------------------------------------------------------------------------------------
+
+// Each decodes a word of codes to four bytes that are kOutputScale times less than the codes; the epilogue multiplies.
+// kOne is four ones. kIntegerSums: the tensor cores sum them up in int32.
 //
 // e4m3 is linear from 0 to 16 in its lowest bits: byte s000 mmmm (or s001 0000) is exactly ±m * 2^-9.
-struct DecodeE4m3 {
+struct E4m3Codes {
     static constexpr bool kIntegerSums = false;
     static constexpr float kOutputScale = 512.0f;
     static constexpr u32 kOne = 0x01010101u;
@@ -46,13 +52,13 @@ struct DecodeE4m3 {
     __device__ static u32 signed_b(u32 word) { return signed_a(rotate_right_4(word)); }
 
     // `zero` is the zero point in every byte. The bytes 128 + q - z have their highest bit where the sign has not.
-    __device__ static u32 zero_point_codes(u32 codes, u32 zero) {
+    __device__ static u32 minus_zero(u32 codes, u32 zero) {
         u32 biased = codes + (0x80808080u - zero);
         return (~biased & 0x80808080u) | byte_distance(codes, zero);
     }
 };
 
-struct DecodeE4m3SignMagnitude {
+struct E4m3SignMagnitudeCodes {
     static constexpr bool kIntegerSums = false;
     static constexpr float kOutputScale = 512.0f;
     static constexpr u32 kOne = 0x01010101u;
@@ -62,7 +68,7 @@ struct DecodeE4m3SignMagnitude {
 };
 
 // 16 times the code: two's complement in the high nibble.
-struct DecodeS8TwosComplement {
+struct S8TwosComplementCodes {
     static constexpr bool kIntegerSums = true;
     static constexpr float kOutputScale = 0.0625f;
     static constexpr u32 kOne = 0x10101010u;
@@ -71,7 +77,7 @@ struct DecodeS8TwosComplement {
     __device__ static u32 signed_b(u32 word) { return (word << 4) & 0xF0F0F0F0u; }
 };
 
-struct DecodeS8 {
+struct S8Codes {
     static constexpr bool kIntegerSums = true;
     static constexpr float kOutputScale = 1.0f;
     static constexpr u32 kOne = 0x01010101u;
@@ -79,41 +85,69 @@ struct DecodeS8 {
     __device__ static u32 signed_a(u32 word) { return (word & 0x07070707u) ^ byte_sign_mask(word); }
     __device__ static u32 signed_b(u32 word) { return signed_a(rotate_right_4(word)); }
 
-    __device__ static u32 zero_point_codes(u32 codes, u32 zero) { return ((codes | 0x80808080u) - zero) ^ 0x80808080u; }
+    __device__ static u32 minus_zero(u32 codes, u32 zero) { return ((codes | 0x80808080u) - zero) ^ 0x80808080u; }
 };
 
-// Fragments of one k-step of 32 from its two words (rows lane/4 and lane/4 + 8). Registers 0 and 2 are the first row at
-// k and k + 16, registers 1 and 3 the second row.
-template <typename Decode, bool kZeroPoint>
-__device__ __forceinline__ void decode_step(u32 (&fragment)[4], u32 low_row, u32 high_row, u32 low_zero,
-                                            u32 high_zero) {
-    if constexpr (kZeroPoint) {
-        fragment[0] = Decode::zero_point_codes(low_row & 0x0F0F0F0Fu, low_zero);
-        fragment[1] = Decode::zero_point_codes(high_row & 0x0F0F0F0Fu, high_zero);
-        fragment[2] = Decode::zero_point_codes(low_row >> 4 & 0x0F0F0F0Fu, low_zero);
-        fragment[3] = Decode::zero_point_codes(high_row >> 4 & 0x0F0F0F0Fu, high_zero);
-    } else {
-        fragment[0] = Decode::signed_a(low_row);
-        fragment[1] = Decode::signed_a(high_row);
-        fragment[2] = Decode::signed_b(low_row);
-        fragment[3] = Decode::signed_b(high_row);
-    }
-}
+// ---- codecs ---------------------------------------------------------------------------------------------------------
 
-// A weight record: 64 rows x 128 k of codes, then what belongs to its groups. A chunk is a run of k within the record
+// 4-bit codes in the order of Codes, with a zero point for each row and chunk or none.
+template <typename Codes, bool kHasZeros>
+struct Int4Codec : Codes {
+    static constexpr bool kZeroPoint = kHasZeros;
+    static constexpr u32 kCodeBytes = kStripRows * kBlockK / 2;
+
+    // Loads a record's codes and decodes them to the fragments of its four k-steps: registers 0 and 2 are row lane/4 at
+    // k and k + 16, registers 1 and 3 row lane/4 + 8. `zeros` is the record's [kChunks][64] zero points.
+    template <u32 kChunks>
+    __device__ __forceinline__ static void load(u32 (&step)[4][4], u32 record, u32 zeros, const Position& position) {
+        const uint4 first = load_shared_v4(record + position.thread * 16);
+        const uint4 second = load_shared_v4(record + kWarpgroupVector + position.thread * 16);
+        const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+        const u32 row = position.warp * 16 + position.lane / 4;
+#pragma unroll
+        for (u32 chunk = 0; chunk < kChunks; ++chunk) {
+            u32 low_zero = 0, high_zero = 0;
+            if constexpr (kZeroPoint) {
+                u32 zero = zeros + chunk * kStripRows + row;
+                low_zero = load_shared_u8(zero) * 0x01010101u;
+                high_zero = load_shared_u8(zero + 8) * 0x01010101u;
+            }
+#pragma unroll
+            for (u32 s = chunk * (4 / kChunks); s < (chunk + 1) * (4 / kChunks); ++s) {
+                const u32 low = words[2 * s], high = words[2 * s + 1];
+                step[s][0] = set_a(low, low_zero);
+                step[s][1] = set_a(high, high_zero);
+                step[s][2] = set_b(low, low_zero);
+                step[s][3] = set_b(high, high_zero);
+            }
+        }
+    }
+
+    __device__ __forceinline__ static u32 set_a(u32 word, u32 zero) {
+        if constexpr (kZeroPoint) return Codes::minus_zero(word & 0x0F0F0F0Fu, zero);
+        else return Codes::signed_a(word);
+    }
+    __device__ __forceinline__ static u32 set_b(u32 word, u32 zero) {
+        if constexpr (kZeroPoint) return Codes::minus_zero(word >> 4 & 0x0F0F0F0Fu, zero);
+        else return Codes::signed_b(word);
+    }
+};
+
+// A weight record: 64 rows x 128 k of codes, then what belongs to its groups. A chunk is the part of the record's k
 // that has scales of its own.
 //
-//     0        4096                      kOffsets                    kZeros
+//     0        kScales                   kOffsets                    kZeros
 //     | codes  | scales [scale_rows][64] | offsets [scale_rows][64]  | zero points uint8 [chunks][64] |
 template <typename Config>
 struct Record {
-    static constexpr u32 kChunks = Config::kGroupSize == 0 || Config::kGroupSize >= 128 ? 1 : 128 / Config::kGroupSize;
+    static constexpr u32 kChunks =
+        Config::kGroupSize == 0 || Config::kGroupSize >= kBlockK ? 1 : kBlockK / Config::kGroupSize;
     static constexpr u32 kScaleRows = Config::kGroupSize == 0 ? 0 : kChunks;
-    static constexpr u32 kRowOfScales = 64 * (Config::kScaleType == kFp32 ? 4 : 2);
-    static constexpr u32 kScales = 64 * 128 / 2;
+    static constexpr u32 kRowOfScales = kStripRows * real_bytes(Config::kScaleType);
+    static constexpr u32 kScales = Config::Codec::kCodeBytes;
     static constexpr u32 kOffsets = kScales + kScaleRows * kRowOfScales;
     static constexpr u32 kZeros = kOffsets + (Config::kOffset ? kScaleRows * kRowOfScales : 0);
-    static constexpr u32 kBytes = kZeros + (Config::kZeroPoint ? kChunks * 64 : 0);
+    static constexpr u32 kBytes = kZeros + (Config::Codec::kZeroPoint ? kChunks * kStripRows : 0);
 };
 
 }  // namespace jitgemm

@@ -12,7 +12,7 @@ namespace jitgemm {
 // Whether this call's activations have zero points.
 template <typename Config>
 __device__ __forceinline__ bool has_zeros(const Args& args) {
-    return Config::Decode::kIntegerSums && args.lhs_zero != nullptr;
+    return Config::Codec::kIntegerSums && args.lhs_zero != nullptr;
 }
 
 // Bytes of a warpgroup's terms per row: scales come first.
@@ -22,27 +22,27 @@ constexpr u32 kBiasTerms = kStripRows * 4, kSumTerms = 2 * kStripRows * 4;
 // registers it would be there all through the main loop. Done after copy_wait() and a warpgroup barrier.
 template <typename Config>
 __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Config>& shared, const Position& position,
-                                             const Tile& tile) {
+                                             const Tile<Config>& tile) {
     const u32 thread = reread_thread();
 #pragma unroll
     for (u32 i = 0; i < Config::kSliceTokens; i += kWarpgroup) {
-        const u32 token = tile.m + position.slice * Config::kSliceTokens + i + thread;
+        const u32 token = tile.first_token + position.slice * Config::kSliceTokens + i + thread;
         copy_4(i + thread < Config::kSliceTokens, shared.scales(position.warpgroup) + (i + thread) * 4,
-               args.lhs_scale + token * args.lhs_scale_stride, args.lhs_scale, token < args.m);
+               args.lhs_scale + token * args.lhs_scale_stride, args.lhs_scale, token < tile.end_token());
     }
-    const u32 first = tile.n + position.along_n * kStripRows;
+    const u32 first = tile.first_row + position.along_n * kStripRows;
     const bool inside = thread < kStripRows && first + thread < args.n;
     const u32 terms = shared.terms(position.warpgroup) + thread * 4;
     if constexpr (Config::kGroupSize == 0) {
         // Bits of the type that it has; the array goes on to the end of the strip.
         const u32 bytes = args.channel_scale_type == kFp32 ? 4 : 2;
-        const u8* scale = static_cast<const u8*>(args.channel_scale);
+        const u8* scale = tile.channel_scale();
         copy_4(thread * 4 < kStripRows * bytes, terms, scale + u64(first) * bytes + thread * 4, scale, first < args.n);
     }
     if (has_zeros<Config>(args))
-        copy_4(thread < kStripRows, terms + kSumTerms, args.row_sum + first + thread, args.row_sum, inside);
-    if (args.bias) {
-        const float bias = inside ? load_real(args.bias, first + thread, args.bias_type) : 0.0f;
+        copy_4(thread < kStripRows, terms + kSumTerms, tile.row_sum() + first + thread, tile.row_sum(), inside);
+    if (tile.bias()) {
+        const float bias = inside ? load_real(tile.bias(), first + thread, args.bias_type) : 0.0f;
         if (thread < kStripRows) store_shared_float(terms + kBiasTerms, bias);
     }
 }
@@ -55,7 +55,7 @@ struct RowTerms {
 };
 
 template <typename Config>
-__device__ __forceinline__ RowTerms load_row_terms(const Consumer<Config>& consumer) {
+__device__ __forceinline__ RowTerms load_row_terms(const Consumer<Config>& consumer, const Tile<Config>& tile) {
     const Args& args = consumer.args;
     const Position& position = consumer.position;
     const u32 terms = consumer.shared.terms(position.warpgroup);
@@ -69,10 +69,10 @@ __device__ __forceinline__ RowTerms load_row_terms(const Consumer<Config>& consu
                                 : args.channel_scale_type == kBf16 ? load_shared_real<kBf16>(terms, row)
                                                                    : load_shared_real<kFp16>(terms, row);
         }
-        found.bias[half] = args.bias ? load_shared_float(terms + kBiasTerms + row * 4) : 0.0f;
+        found.bias[half] = tile.bias() ? load_shared_float(terms + kBiasTerms + row * 4) : 0.0f;
         found.sum[half] = 0.0f;
         if (has_zeros<Config>(args))
-            found.sum[half] = load_shared_float(terms + kSumTerms + row * 4) * (-1.0f / Config::Decode::kOutputScale);
+            found.sum[half] = load_shared_float(terms + kSumTerms + row * 4) * (-1.0f / Config::Codec::kOutputScale);
     }
     return found;
 }
@@ -80,13 +80,13 @@ __device__ __forceinline__ RowTerms load_row_terms(const Consumer<Config>& consu
 // Scales a slice's sums per row and subtracts what the zero points of its activations add. The panel, which is free,
 // holds them meanwhile.
 template <typename Config>
-__device__ __forceinline__ void subtract_zeros(float* sums, RowTerms& terms, const Consumer<Config>& consumer, u32 panel,
-                                               u32 first_token) {
+__device__ __forceinline__ void subtract_zeros(float* sums, RowTerms& terms, const Consumer<Config>& consumer,
+                                               const Tile<Config>& tile, u32 panel, u32 first_token) {
     const Args& args = consumer.args;
     const Position& position = consumer.position;
     for (u32 i = position.thread; i < Config::kSliceTokens; i += kWarpgroup) {
         const u32 token = first_token + i;
-        const float zero = token < args.m ? float(args.lhs_zero[token * args.lhs_zero_stride]) : 0.0f;
+        const float zero = token < tile.end_token() ? float(args.lhs_zero[token * args.lhs_zero_stride]) : 0.0f;
         store_shared_float(panel + i * 4, zero);
     }
     warpgroup_sync(position.warpgroup);
@@ -109,18 +109,18 @@ __device__ __forceinline__ void subtract_zeros(float* sums, RowTerms& terms, con
 // store expects and free of bank conflicts.
 template <typename Config, u32 kSlice>
 __device__ __forceinline__ void store_slice(float (&acc)[Config::kBlockM / 2], const Consumer<Config>& consumer,
-                                            const Tile& tile) {
+                                            const Tile<Config>& tile) {
     const Position& position = consumer.position;
     const u32 panel = consumer.shared.out(position.warpgroup);
     if (position.thread == 0) store_wait_read();
     copy_wait();
     warpgroup_sync(position.warpgroup);  // the panel is free, the factors are there
-    RowTerms terms = load_row_terms(consumer);
+    RowTerms terms = load_row_terms(consumer, tile);
 
-    const u32 first_token = tile.m + kSlice * Config::kSliceTokens;
+    const u32 first_token = tile.first_token + kSlice * Config::kSliceTokens;
     constexpr u32 kMatrices = Config::kSliceTokens / 8;  // of 8 tokens
     float* sums = acc + kSlice * kMatrices * 4;
-    if (has_zeros<Config>(consumer.args)) subtract_zeros<Config>(sums, terms, consumer, panel, first_token);
+    if (has_zeros<Config>(consumer.args)) subtract_zeros<Config>(sums, terms, consumer, tile, panel, first_token);
 
     const u32 scales = consumer.shared.scales(position.warpgroup) + (position.lane % 4) * 8;
     constexpr u32 kPanelBytes = Config::kSliceTokens * kSwizzledRow;
@@ -134,8 +134,8 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kBlockM / 2], c
         u32 packed[4];
 #pragma unroll
         for (u32 i = 0; i < count; ++i) {
-            token_scales[i].x *= Config::Decode::kOutputScale;
-            token_scales[i].y *= Config::Decode::kOutputScale;
+            token_scales[i].x *= Config::Codec::kOutputScale;
+            token_scales[i].y *= Config::Codec::kOutputScale;
             float value[2][2];  // the thread's two rows for two tokens: [row][token]
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
@@ -175,12 +175,13 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kBlockM / 2], c
     }
     async_proxy_fence();
     warpgroup_sync(position.warpgroup);
+    static_assert(Scheduler<Config>::kClippedByMap, "another tile's tokens may follow: store by rows");
     if (position.thread == 0) {
         constexpr u32 kColumns = kSwizzledRow / real_bytes(Config::kOutType);
 #pragma unroll
         for (u32 column = 0; column < kStripRows; column += kColumns) {
             u32 source = panel + column / kColumns * kPanelBytes;
-            tile_store(consumer.out_map, source, tile.n + position.along_n * kStripRows + column, first_token);
+            tile_store(consumer.out_map, source, tile.first_row + position.along_n * kStripRows + column, first_token);
         }
     }
 }
@@ -188,7 +189,7 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kBlockM / 2], c
 // Sums up the slices of a span over the cluster and stores the one that is this warpgroup's, if any is.
 template <typename Config, u32 kSlice, u32 kEnd>
 __device__ __forceinline__ void finish_slice(float (&acc)[Config::kBlockM / 2], const Consumer<Config>& consumer,
-                                             const Tile& tile, u32 parity, bool last_tile) {
+                                             const Tile<Config>& tile, u32 parity, bool last_tile) {
     // A constant for each slice, so that accumulators stay in registers.
     if (consumer.position.slice == kSlice) {
         if constexpr (Config::kSplitK > 1) reduce_slice<Config, kSlice>(acc, consumer, parity, last_tile);
@@ -201,7 +202,7 @@ __device__ __forceinline__ void finish_slice(float (&acc)[Config::kBlockM / 2], 
 // Sums the tile over the splits of k and stores it, each split its slice.
 template <typename Config, u32 kSpan = 0>
 __device__ __forceinline__ void finish_tile(float (&acc)[Config::kBlockM / 2], const Consumer<Config>& consumer,
-                                            const Tile& tile, u32 parity, bool last_tile) {
+                                            const Tile<Config>& tile, u32 parity, bool last_tile) {
     using Layout = Shared<Config>;
     const u32 along_k = consumer.position.along_k;
     if (Layout::kSpans == 1 || along_k == kSpan) {

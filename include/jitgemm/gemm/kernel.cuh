@@ -36,13 +36,15 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
         // Not before: the next kernel's weights would be fetched ahead of this one's activations.
         if (threadIdx.x == 0) launch_next_grid();
     };
-    if constexpr (!Config::kDirectLhs) wait();
-    bool waited = !Config::kDirectLhs;
+    // Consumers that copy activations themselves decode their first record before; the tile must be known.
+    constexpr bool kWaitsFirst = !Config::kDirectLhs || !Scheduler<Config>::kKnownBeforeWait;
+    if constexpr (kWaitsFirst) wait();
+    bool waited = kWaitsFirst;
 
     Scheduler<Config> scheduler(args);
     Ring<Config::kStages> ring;
     u32 parity = 0;  // of the tile, for the barriers of the sums
-    Tile tile;
+    Tile<Config> tile(args);
     while (scheduler.next(tile, rank)) {
         position.slice = position.along_k * Config::kSplitK + (Config::kSplitK > 1 ? rank : 0);
         float acc[Config::kBlockM / 2];
@@ -84,6 +86,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
     const bool producer_warpgroup = threadIdx.x / kWarpgroup == Shared<Config>::kWarpgroups;
     const bool producer_warp = warp == Shared<Config>::kWarpgroups * 4;
 
+    constexpr bool kPrefetches = Scheduler<Config>::kKnownBeforeWait;
     u32 prefetched = 0;
     u64 policy = 0;
     if (producer_warp) {
@@ -91,10 +94,10 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
             if (shared.base % 1024 != 0) __trap();  // swizzled tiles and their descriptors would be wrong
             shared.init_full_barriers();
         }
-        // Weights that only one row of tiles reads leave the cache first.
-        policy = args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_unchanged();
+        policy = Scheduler<Config>::weight_policy(args);
         // Multicast weights land in the neighbour too, whose barriers must exist first.
-        if constexpr (Config::kMulticastRhs == 1) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+        if constexpr (kPrefetches && Config::kMulticastRhs == 1)
+            prefetched = prefetch_weights<Config>(args, shared, rank, policy);
     } else if (warp == Shared<Config>::kWarpgroups * 4 + 1 && elect_one()) {
         prefetch_descriptor(lhs_map);
         prefetch_descriptor(last_lhs_map);
@@ -107,7 +110,8 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
     } else {
         __syncthreads();
     }
-    if (producer_warp && Config::kMulticastRhs > 1) prefetched = prefetch_weights<Config>(args, shared, rank, policy);
+    if (kPrefetches && Config::kMulticastRhs > 1 && producer_warp)
+        prefetched = prefetch_weights<Config>(args, shared, rank, policy);
 
     // Every thread of every CTA waits for the grid before this one, also a thread without work, so that the end of this
     // grid implies the end of its predecessor.

@@ -29,27 +29,15 @@ struct Fragments {
 
     // Loads and decodes the codes.
     __device__ __forceinline__ void load(u32 record, const Position& position) {
-        const uint4 first = load_shared_v4(record + position.thread * 16);
-        const uint4 second = load_shared_v4(record + kWarpgroupVector + position.thread * 16);
-        const u32 words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-        const u32 row = position.warp * 16 + position.lane / 4;
+        Config::Codec::template load<kChunks>(step, record, record + Layout::kZeros, position);
+        // Else int8's decode comes between the multiplies, which ptxas then fences one by one (C7519). Where groups are
+        // promoted, that is no slower: the promotion comes there too.
+        if constexpr (Config::kPromoteRecords == 0) fence();
+    }
+
+    __device__ __forceinline__ void fence() {
 #pragma unroll
-        for (u32 chunk = 0; chunk < kChunks; ++chunk) {
-            u32 low_zero = 0, high_zero = 0;
-            if constexpr (Config::kZeroPoint) {
-                u32 zeros = record + Layout::kZeros + chunk * kStripRows + row;
-                low_zero = load_shared_u8(zeros) * 0x01010101u;
-                high_zero = load_shared_u8(zeros + 8) * 0x01010101u;
-            }
-#pragma unroll
-            for (u32 s = chunk * kSteps; s < (chunk + 1) * kSteps; ++s) {
-                decode_step<typename Config::Decode, Config::kZeroPoint>(step[s], words[2 * s], words[2 * s + 1],
-                                                                         low_zero, high_zero);
-                // Else int8's decode comes between the multiplies, which ptxas then fences one by one (C7519). Where
-                // groups are promoted, that is no slower: the promotion comes there too.
-                if constexpr (Config::kPromoteRecords == 0) register_fence(step[s]);
-            }
-        }
+        for (u32 s = 0; s < 4; ++s) register_fence(step[s]);
     }
 
     // Loads what promotion needs; later than the codes, since registers are short until then.
@@ -80,8 +68,8 @@ struct Multiplier {
     static constexpr u32 kPartials = kTokens / 2;
     static constexpr u32 kChunks = Fragments<Config>::kChunks;
     static constexpr u32 kSteps = Fragments<Config>::kSteps;
-    // A chunk's scale, and its offset, which multiplies the sum of activations: the tensor cores add that up as products
-    // with ones.
+    // A chunk's scale, and its offset, which multiplies the sum of activations: the tensor cores add that up as
+    // products with ones.
     static constexpr u32 kFactors = Config::kOffset ? 2 : 1;
     // A unit is the sum for one half of the tokens and one factor of a chunk; kInFlight of them have registers.
     static constexpr u32 kUnits = kChunks * kFactors * kHalves;
@@ -101,7 +89,7 @@ struct Multiplier {
 
     __device__ __forceinline__ void issue(u32 unit, const Fragments<Config>& fragments, u64 descriptor) {
         const u32 half = unit % kHalves, factor = unit / kHalves % kFactors, chunk = unit / kHalves / kFactors;
-        constexpr u32 kOne = Config::Decode::kOne;
+        constexpr u32 kOne = Config::Codec::kOne;
         const u32 ones[4] = {kOne, kOne, kOne, kOne};
         wgmma_fence();
 #pragma unroll
@@ -145,8 +133,7 @@ struct Multiplier {
             }
             if (unit + kInFlight < kUnits) issue(unit + kInFlight, fragments, descriptor);
         }
-#pragma unroll
-        for (u32 s = 0; s < 4; ++s) register_fence(fragments.step[s]);
+        fragments.fence();
         pending = promote_now ? 0 : pending + 1;
     }
 

@@ -1,24 +1,12 @@
-// Who fills the stages: the producer warp with weight records and activations, and, for the first stages of narrow tiles,
-// the consumers themselves with activations.
+// Who fills the stages: the producer warp with weight records and activations, and, for the first stages of narrow
+// tiles, the consumers themselves with activations.
 #pragma once
 #include <jitgemm/gemm/scheduler.cuh>
 #include <jitgemm/gemm/shared.cuh>
-#include <jitgemm/ptx/tma.cuh>
 
 namespace jitgemm {
 
 // ---- the producer warp ----------------------------------------------------------------------------------------------
-
-// Tokens of one copy of activations; CTAs that share them bring so many each.
-template <typename Config>
-constexpr u32 kLhsRows = Config::kBlockM / Config::kMulticastLhs;
-
-// The same for a tile. The last along m is copied with as many tokens as there are, by a map of its own, because
-// out-of-bounds fill is slow. What lies in shared memory for the missing tokens reaches only results that are clipped.
-template <typename Config>
-__device__ __forceinline__ u32 lhs_rows(const Args& args, const Tile& tile) {
-    return tile.m + Config::kBlockM > args.m ? args.last_rows : kLhsRows<Config>;
-}
 
 // Records of each strip in the stage that begins at `block`: one for each warpgroup along k, fewer at the end.
 template <typename Config>
@@ -29,7 +17,7 @@ __device__ __forceinline__ u32 blocks_of_stage(BlockRange range, u32 block) {
 // Announces a stage's bytes and copies its weight records: for each strip `blocks` contiguous ones. The bytes of
 // activations count where a tile copy brings them too, of `rows` tokens each.
 template <typename Config>
-__device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile& tile,
+__device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile<Config>& tile,
                                              u32 stage, u32 block, u32 blocks, u32 rank, u64 policy, u32 rows) {
     u32 bytes = blocks * Record<Config>::kBytes;
     const u32 lhs_bytes = blocks * Config::kMulticastLhs * rows * kSwizzledRow;
@@ -39,8 +27,8 @@ __device__ __forceinline__ void load_weights(const Args& args, const Shared<Conf
 #pragma unroll
     for (u32 i = 0; i < Config::kWarpgroupsN; ++i) {
         // A strip past the end is computed from the last one and clipped by the store.
-        u32 strip = min(tile.n / kStripRows + i, last_strip);
-        const u8* source = args.records + (u64(strip) * k_blocks + block) * Record<Config>::kBytes;
+        u32 strip = min(tile.first_row / kStripRows + i, last_strip);
+        const u8* source = tile.records() + (u64(strip) * k_blocks + block) * Record<Config>::kBytes;
         u32 destination = shared.record(stage, i, 0);
         if constexpr (Config::kMulticastRhs > 1) {
             u32 own = bytes / Config::kMulticastRhs;
@@ -54,32 +42,32 @@ __device__ __forceinline__ void load_weights(const Args& args, const Shared<Conf
 
 template <typename Config>
 __device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const TensorMap* last_lhs_map,
-                                                 const Shared<Config>& shared, const Tile& tile, u32 stage, u32 block,
-                                                 u32 blocks, u32 rank, u32 rows) {
-    const TensorMap* map = rows == kLhsRows<Config> ? lhs_map : last_lhs_map;
+                                                 const Shared<Config>& shared, const Tile<Config>& tile, u32 stage,
+                                                 u32 block, u32 blocks, u32 rank, u32 rows) {
+    const TensorMap* map = rows == Tile<Config>::kLhsRows ? lhs_map : last_lhs_map;
     for (u32 i = 0; i < blocks; ++i) {
         u32 destination = shared.lhs(stage, i);
         i32 k = (block + i) * kBlockK;
         if constexpr (Config::kMulticastLhs > 1) {
             const u32 first = rank * rows;
-            tile_load_multicast(destination + first * kSwizzledRow, map, k, tile.m + first, shared.full(stage),
-                                (1 << Config::kMulticastLhs) - 1);
+            tile_load_multicast(destination + first * kSwizzledRow, map, k, tile.first_token + first,
+                                shared.full(stage), (1 << Config::kMulticastLhs) - 1);
         } else {
-            tile_load(destination, map, k, tile.m, shared.full(stage));
+            tile_load(destination, map, k, tile.first_token, shared.full(stage));
         }
     }
 }
 
 // Asks for the first tile's weights before this grid waits for the one before it, on which they do not depend. Returns
-// the stages filled. Called by the whole warp, as is produce(); one elected lane issues the copies.
+// the stages filled. The whole warp calls this and produce(); one elected lane issues the copies.
 template <typename Config>
 __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<Config>& shared, u32 rank, u64 policy) {
     Scheduler<Config> scheduler(args);
-    Tile tile;
+    Tile<Config> tile(args);
     u32 filled = 0;
     if (scheduler.template next<true>(tile, rank)) {
         const BlockRange range = tile.range;
-        const u32 rows = Config::kDirectLhs ? 0 : lhs_rows<Config>(args, tile);
+        const u32 rows = Config::kDirectLhs ? 0 : tile.lhs_rows();
         u32 block = range.begin;
         for (; block < range.end && filled < Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
             const u32 blocks = blocks_of_stage<Config>(range, block);
@@ -90,17 +78,19 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
 }
 
 // Brings what the stages lack: first activations to those that hold weights, then both to all that follow. Finds its
-// first tile, which takes divisions, before it waits for the previous grid.
+// first tile, which takes divisions, before it waits for the previous grid, if it can.
 template <typename Config>
 __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_map, const TensorMap* last_lhs_map,
                                         const Shared<Config>& shared, u32 rank, u32 prefetched, u64 policy) {
+    constexpr bool kKnown = Scheduler<Config>::kKnownBeforeWait;
+    if constexpr (!kKnown) wait_for_previous_grid();
     Scheduler<Config> scheduler(args);
     Ring<Config::kStages> ring;
-    Tile tile;
+    Tile<Config> tile(args);
     bool more = scheduler.next(tile, rank);
     u32 block = more ? tile.range.begin : 0;
-    u32 rows = more ? lhs_rows<Config>(args, tile) : 0;
-    wait_for_previous_grid();
+    u32 rows = more ? tile.lhs_rows() : 0;
+    if constexpr (kKnown) wait_for_previous_grid();
     auto load_lhs = [&](u32 blocks) {
         load_activations<Config>(lhs_map, last_lhs_map, shared, tile, ring.stage, block, blocks, rank, rows);
     };
@@ -122,7 +112,7 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
         }
         more = scheduler.next(tile, rank);
         block = tile.range.begin;
-        rows = lhs_rows<Config>(args, tile);
+        rows = tile.lhs_rows();
     }
     // A CTA that shares an operand stays until its neighbours have handed all stages back to it: they reach into its
     // shared memory. A barrier of the cluster would wait for the stores, too.
@@ -135,8 +125,8 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
 // ---- consumers that copy activations --------------------------------------------------------------------------------
 
 // The activations of the prefetched stages that a thread copies, where the threads that will multiply them do so: for a
-// few tokens the copy engine takes twice as long from the wait to the first byte. The layout is the tile copy's 128-byte
-// swizzle. Addresses are computed here, before the wait; behind it a copy is an addition and an instruction.
+// few tokens the copy engine takes twice as long from the wait to the first byte. The layout is the tile copy's
+// 128-byte swizzle. Addresses are computed here, before the wait; behind it a copy is an addition and an instruction.
 template <typename Config>
 struct ActivationCopies {
     static constexpr u32 kTokens = 16 * Config::kWarpgroupsN;  // from one copy of a stage to the next
@@ -146,9 +136,9 @@ struct ActivationCopies {
     u32 destination;
 
     __device__ __forceinline__ ActivationCopies(const Args& args, const Shared<Config>& shared,
-                                                const Position& position, const Tile& tile) {
+                                                const Position& position, const Tile<Config>& tile) {
         const u32 k = (tile.range.begin + position.along_k) * kBlockK + chunk(position) * 16;
-        source = args.lhs + (tile.m + token(position)) * args.lhs_stride + k;
+        source = args.lhs + (tile.first_token + token(position)) * args.lhs_stride + k;
         // The same for all copies of the thread: their tokens are a multiple of 8 apart.
         destination = shared.lhs(0, position.along_k) + token(position) * kSwizzledRow +
                       ((chunk(position) ^ token(position) % 8) * 16);
@@ -160,7 +150,7 @@ struct ActivationCopies {
     }
     __device__ __forceinline__ static u32 chunk(const Position& position) { return position.thread % 8; }
 
-    __device__ __forceinline__ void start(const Args& args, const Position& position, const Tile& tile) {
+    __device__ __forceinline__ void start(const Args& args, const Position& position, const Tile<Config>& tile) {
         const u64 step = kTokens * args.lhs_stride;
         const u32 stages = prefetched_stages<Config>(tile.range);
         u32 block = tile.range.begin + position.along_k;
@@ -174,7 +164,8 @@ struct ActivationCopies {
             for (u32 copy = 0; copy < kCopies; ++copy, from += step) {
                 const u32 at = token(position) + copy * kTokens;
                 const bool wanted = Config::kBlockM % kTokens == 0 || at < Config::kBlockM;
-                copy_16(wanted, destination + copy * kTokens * kSwizzledRow, from, tile.m + at < args.m && inside);
+                copy_16(wanted, destination + copy * kTokens * kSwizzledRow, from,
+                        tile.first_token + at < tile.end_token() && inside);
             }
             source += Config::kWarpgroupsK * kBlockK;
             destination += Shared<Config>::kLhsStage;

@@ -1,6 +1,9 @@
-// Which tile a cluster computes next, and the k-blocks that each of its CTAs takes.
+// Which tile a cluster computes next, the k-blocks that each of its CTAs takes, and where the tile's weights, factors
+// and tokens are. No other header reads m, records, channel scales, row sums or bias from the arguments: a scheduler of
+// another kind, of groups of rows say, changes what a tile answers, and nothing else.
 #pragma once
 #include <jitgemm/gemm/types.cuh>
+#include <jitgemm/ptx/tma.cuh>
 
 namespace jitgemm {
 
@@ -9,10 +12,30 @@ struct BlockRange {
     u32 begin, end;
 };
 
+template <typename Config>
 struct Tile {
-    u32 m;             // first token
-    u32 n;             // first row of the weight
+    const Args& args;
+    u32 first_token;
+    u32 first_row;     // of the weight
     BlockRange range;  // this CTA's k-blocks
+
+    __device__ __forceinline__ explicit Tile(const Args& args) : args(args) {}
+
+    // One past the last token of the rows that the tile belongs to; those of its tokens that lie beyond are not stored.
+    __device__ __forceinline__ u32 end_token() const { return args.m; }
+    // Tokens of one copy of activations; CTAs that share them bring so many each. The last tile is copied with as many
+    // tokens as there are, by a map of its own, because out-of-bounds fill is slow. What lies in shared memory for the
+    // missing tokens reaches only results that are clipped.
+    static constexpr u32 kLhsRows = Config::kBlockM / Config::kMulticastLhs;
+    __device__ __forceinline__ u32 lhs_rows() const {
+        return first_token + Config::kBlockM > end_token() ? args.last_rows : kLhsRows;
+    }
+
+    // Of the weight that the tile belongs to, as in Args.
+    __device__ __forceinline__ const u8* records() const { return args.records; }
+    __device__ __forceinline__ const u8* channel_scale() const { return static_cast<const u8*>(args.channel_scale); }
+    __device__ __forceinline__ const float* row_sum() const { return args.row_sum; }
+    __device__ __forceinline__ const void* bias() const { return args.bias; }
 };
 
 // Persistent clusters walk the tiles in static strides. Tiles are ordered in bands of kBandTiles along m, m fastest
@@ -24,6 +47,11 @@ struct Scheduler {
     static constexpr u32 kAlongM = Config::kMulticastRhs, kAlongN = Config::kMulticastLhs;
     static constexpr u32 kClusterSize = Config::kSplitK * kAlongM * kAlongN;
     static constexpr u32 kBandTiles = 8 / kAlongM;
+    // Tiles follow from the launch alone, not from what the kernel before this one writes: weights may be asked for
+    // before griddepcontrol.wait.
+    static constexpr bool kKnownBeforeWait = true;
+    // Tokens of a tile that are not its own lie outside of out, so that the tile store, which clips there, is right.
+    static constexpr bool kClippedByMap = true;
 
     u32 units_m, units_n, unit, blocks;
 
@@ -33,14 +61,19 @@ struct Scheduler {
           unit(blockIdx.x / kClusterSize),
           blocks(ceil_div(args.k, kBlockK)) {}
 
+    // Of weights in the L2: where one row of tiles reads them, they leave it first.
+    __device__ __forceinline__ static u64 weight_policy(const Args& args) {
+        return args.m <= Config::kBlockM ? policy_evict_first() : policy_evict_unchanged();
+    }
+
     // Whether the tile that next() gave was the last.
     __device__ __forceinline__ bool done() const { return unit >= units_m * units_n; }
 
     // The tile of the CTA of this rank, or false when the cluster is done. A cluster at the edge may own a tile wholly
-    // outside: it still takes part in loads, and its stores are clipped. kBranch spares the divisions where there is one
-    // tile along m; in the consumers' loop ptxas would treat the branch as divergent.
+    // outside: it still takes part in loads, and its stores are clipped. kBranch spares the divisions where there is
+    // one tile along m; in the consumers' loop ptxas would treat the branch as divergent.
     template <bool kBranch = false>
-    __device__ __forceinline__ bool next(Tile& tile, u32 rank) {
+    __device__ __forceinline__ bool next(Tile<Config>& tile, u32 rank) {
         if (done()) return false;
         u32 unit_m = 0, unit_n = unit;
         if (!kBranch || units_m > 1) {
@@ -51,8 +84,8 @@ struct Scheduler {
             unit_n = inside / height;
             unit_m = band * kBandTiles + inside - unit_n * height;
         }
-        tile.m = (unit_m * kAlongM + (kAlongM > 1 ? rank : 0)) * Config::kBlockM;
-        tile.n = (unit_n * kAlongN + (kAlongN > 1 ? rank : 0)) * kBlockN;
+        tile.first_token = (unit_m * kAlongM + (kAlongM > 1 ? rank : 0)) * Config::kBlockM;
+        tile.first_row = (unit_n * kAlongN + (kAlongN > 1 ? rank : 0)) * kBlockN;
         tile.range = {0, blocks};
         if constexpr (Config::kSplitK > 1) {
             // Records that are promoted together stay together, so that no group of 256 is cut.

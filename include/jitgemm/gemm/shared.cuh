@@ -1,5 +1,5 @@
-// The CTA's shared memory, by offset. smem_bytes() in jitgemm/kernel/spec.py computes the same total; the rendered source
-// checks it.
+// The CTA's shared memory, by offset. smem_bytes() in jitgemm/kernel/spec.py computes the same total; the rendered
+// source checks it.
 //
 //     1024-aligned   lhs      [stages][warpgroups_k][block_m][128 B]       activations, 128-byte swizzle
 //                    out      [reducers][slice][64 columns]                rows of 128 B a token, 128-byte swizzle
@@ -13,9 +13,9 @@
 //                             span_full[reducers] span_empty[warpgroups]   where warpgroups split k
 //                             slice_full[reducers] slice_empty[reducers]   where CTAs do
 //
-// The sums over the splits of k are a reduce-scatter in two steps (sums.cuh). A `slice` is the tokens that one warpgroup
-// stores; a `span` those that it sums over its CTA's warpgroups along k: a slice for each CTA of the cluster, as long as
-// there are slices. `reducers` are the warpgroups of a CTA that have a span.
+// The sums over the splits of k are a reduce-scatter in two steps (sums.cuh). A `slice` is the tokens that one
+// warpgroup stores; a `span` those that it sums over its CTA's warpgroups along k: a slice for each CTA of the cluster,
+// as long as there are slices. `reducers` are the warpgroups of a CTA that have a span.
 #pragma once
 #include <jitgemm/gemm/codec.cuh>
 #include <jitgemm/ptx/barrier.cuh>

@@ -66,8 +66,8 @@ __device__ __forceinline__ void send_to_warpgroups(const float (&acc)[Config::kB
     }
 }
 
-// Sends the other CTAs their slices of this warpgroup's span. The stores count on the receiver's barrier as they land, so
-// that nothing has to be flushed.
+// Sends the other CTAs their slices of this warpgroup's span. The stores count on the receiver's barrier as they land,
+// so that nothing has to be flushed.
 template <typename Config, u32 kSpan>
 __device__ __forceinline__ void send_to_ctas(const float (&acc)[Config::kBlockM / 2], const Consumer<Config>& consumer,
                                              u32 parity) {
@@ -92,7 +92,8 @@ __device__ __forceinline__ void send_to_ctas(const float (&acc)[Config::kBlockM 
     }
 }
 
-// sums[kTokens / 2] += the sums of kCount - 1 others, in slots of kSlot bytes; the thread's own are the kOwn-th in order.
+// sums[kTokens / 2] += the sums of kCount - 1 others, in slots of kSlot bytes; the thread's own are the kOwn-th in
+// order.
 template <u32 kTokens, u32 kCount, u32 kOwn, u32 kSlot>
 __device__ __forceinline__ void add_in_order(float* sums, u32 slots, const Position& position) {
 #pragma unroll

@@ -43,8 +43,8 @@ __device__ __forceinline__ void loads_done() {
 // loads_done() and this arrival are less than PTX asks for: between CTAs its memory model orders loads before the other
 // CTA's next writes by a release at cluster scope. That would flush to the GPU's memory each time, and kernels with
 // multicast would run at half speed. Hopper is observed to finish the loads before the arrival is seen; it is not
-// guaranteed. test_splits_over_warpgroups_and_ctas_sum_alike and test_multicast_hands_its_stages_back stress it in every
-// GPU run.
+// guaranteed. test_splits_over_warpgroups_and_ctas_sum_alike and test_multicast_hands_its_stages_back stress it in
+// every GPU run.
 __device__ __forceinline__ void barrier_arrive_remote(u32 barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(map_to_rank(barrier, rank)) : "memory");
 }

@@ -1,5 +1,5 @@
-// Copies by the tensor memory accelerator: tiles through a descriptor, contiguous bytes as bulk copies, with and without
-// multicast.
+// Copies by the tensor memory accelerator: tiles through a descriptor, contiguous bytes as bulk copies, with and
+// without multicast.
 #pragma once
 #include <jitgemm/types.cuh>
 
