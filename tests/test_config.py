@@ -584,7 +584,7 @@ def test_zero_points_with_scales_in_fp32_take_the_registers_of_wide_int8_tiles()
         ("a100", "expected one of h200, h100-sxm, h100-pcie, h20"),
         ("h200,cores=3", "unknown figure 'cores=3'"),
         ("h200,sms=many", "needs a number"),
-        ("h200,sms=0", "must be positive"),
+        ("h200,sms=0", "must be at least 1"),
         ("", "expected one of"),
     ],
 )
