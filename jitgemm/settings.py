@@ -17,7 +17,10 @@ VARIABLES: dict[str, str] = {
     "JITGEMM_JIT": "what a kernel missing from the cache means: on (compile, default), warn (compile and say so), "
     "off (an error that names the warm-up command)",
     "JITGEMM_DEBUG": "1: kernels are built with a spin limit in every barrier wait and trap instead of hanging",
-    "JITGEMM_DUMP_DIR": "folder that also receives the source, log and cubin of everything compiled",
+    "JITGEMM_YIELDS": "0: machine code stays as NVRTC built it, without jitgemm's yield hints; such kernels have keys of "
+    "their own",
+    "JITGEMM_DUMP_DIR": "folder that also receives the source, log and cubin of everything compiled, and the cubin as "
+    "NVRTC built it",
 }
 """Name -> meaning of every variable that jitgemm reads."""
 
@@ -76,12 +79,23 @@ def jit_mode() -> str:
 
 def debug() -> bool:
     """Whether kernels are built to trap after a spin limit. Raises ValueError for a value that is no yes or no."""
-    value = os.environ.get("JITGEMM_DEBUG", "").strip().lower()
-    if value in ("", "0", "off", "no", "false"):
+    return _flag("JITGEMM_DEBUG", os.environ.get("JITGEMM_DEBUG", ""), default=False)
+
+
+def yields() -> bool:
+    """Whether yield hints are set in machine code. Raises ValueError for a value that is no yes or no."""
+    return _flag("JITGEMM_YIELDS", os.environ.get("JITGEMM_YIELDS", ""), default=True)
+
+
+def _flag(name: str, given: str, default: bool) -> bool:
+    value = given.strip().lower()
+    if not value:
+        return default
+    if value in ("0", "off", "no", "false"):
         return False
     if value in ("1", "on", "yes", "true"):
         return True
-    raise ValueError(f"JITGEMM_DEBUG: expected 0 or 1, got {value!r}")
+    raise ValueError(f"{name}: expected 0 or 1, got {value!r}")
 
 
 def dump_dir() -> Path | None:

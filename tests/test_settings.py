@@ -117,6 +117,16 @@ def test_debug(monkeypatch):
         settings.debug()
 
 
+def test_yields(monkeypatch):
+    assert settings.yields() is True
+    for value, meaning in {"0": False, "no": False, "1": True, "": True}.items():
+        monkeypatch.setenv("JITGEMM_YIELDS", value)
+        assert settings.yields() is meaning
+    monkeypatch.setenv("JITGEMM_YIELDS", "none")
+    with pytest.raises(ValueError, match="JITGEMM_YIELDS: expected 0 or 1, got 'none'"):
+        settings.yields()
+
+
 def test_dump_dir(monkeypatch, tmp_path):
     assert settings.dump_dir() is None
     monkeypatch.setenv("JITGEMM_DUMP_DIR", str(tmp_path))

@@ -226,6 +226,8 @@ class KernelCache:
             (folder / f"{stem}.cu").write_text(request.source, encoding="utf-8")
             (folder / f"{stem}.log").write_text(compiled.log, encoding="utf-8")
             (folder / f"{stem}.cubin").write_bytes(compiled.cubin)
+            if compiled.built is not None:
+                (folder / f"{stem}.unpatched.cubin").write_bytes(compiled.built)
         except OSError as error:
             warnings.warn(f"JITGEMM_DUMP_DIR: {error}", stacklevel=4)
 

@@ -60,7 +60,8 @@ class NvrtcInfo:
 @dataclass(frozen=True)
 class Compiled:
     """A cubin and what ptxas said of it: registers of the hungriest entry; bytes of spills, of stack and of static
-    shared memory; what it said of serialised wgmma, or ""; `seconds` of wall clock, NVRTC's loading left out."""
+    shared memory; what it said of serialised wgmma, or ""; `seconds` of wall clock, NVRTC's loading left out; `built`,
+    the cubin before yield hints were set in it, or None where none were."""
 
     cubin: bytes
     log: str
@@ -70,6 +71,7 @@ class Compiled:
     stack_bytes: int
     smem_static: int
     serialised: str = ""
+    built: bytes | None = None
 
 
 @lru_cache(maxsize=1)

@@ -26,6 +26,9 @@ from typing import NamedTuple
 VERSION = 3
 """Part of a kernel's cache key: raise it whenever `apply_yields` makes other bytes of the same cubin and `Yields`."""
 
+EM_CUDA, SM_90 = 190, 90
+"""What an ELF header calls a GPU's machine code, and Hopper."""
+
 MULTIPLY = frozenset({0xDF1, 0xDF3})
 """Opcodes of wgmma with A in registers, for int8 and e4m3: they neither yield nor end a run."""
 FFMA = 0x223
@@ -62,7 +65,7 @@ class Yields:
 
 
 class BadCubin(ValueError):
-    """Not a 64-bit ELF file with a kernel's code."""
+    """Not a 64-bit ELF file with a kernel's code for sm_90."""
 
 
 def apply_yields(cubin: bytes, yields: Yields) -> bytes:
@@ -73,7 +76,7 @@ def apply_yields(cubin: bytes, yields: Yields) -> bytes:
         yields: which instructions yield.
 
     Raises:
-        BadCubin: its code cannot be found.
+        BadCubin: its code cannot be found, or is for another architecture.
     """
     changed = bytearray(cubin)
     for start, end in code_sections(cubin):
@@ -82,10 +85,19 @@ def apply_yields(cubin: bytes, yields: Yields) -> bytes:
 
 
 def code_sections(cubin: bytes) -> list[tuple[int, int]]:
-    """First byte and end of every function's instructions (the ELF sections .text.*). Raises BadCubin."""
+    """First byte and end of every function's instructions (the ELF sections .text.*).
+
+    Raises BadCubin, also for another architecture, whose instructions mean other things.
+   """
     try:
         if cubin[:5] != b"\x7fELF\x02":
             raise BadCubin("cubin: not a 64-bit ELF file")
+        (machine,), (flags,) = struct.unpack_from("<H", cubin, 0x12), struct.unpack_from("<I", cubin, 0x30)
+        # Since version 8 of its ABI, which came with CUDA 13, the architecture stands in the second byte of the flags.
+        architecture = (flags >> 8 if cubin[8] >= 8 else flags) & 0xFF
+        if machine != EM_CUDA or architecture != SM_90:
+            found = f"sm_{architecture}" if machine == EM_CUDA else f"ELF machine {machine}"
+            raise BadCubin(f"cubin: expected code for sm_{SM_90}, got {found}")
         (headers,) = struct.unpack_from("<Q", cubin, 0x28)
         size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
         # Of a section header: offset of its name, type, flags, address, offset, bytes.
@@ -98,7 +110,7 @@ def code_sections(cubin: bytes) -> list[tuple[int, int]]:
                     raise BadCubin(f"cubin: {length} bytes of code at {start}, in a file of {len(cubin)}")
                 found.append((start, start + length))
     except (struct.error, IndexError) as error:
-        raise BadCubin(f"cubin: broken section headers ({error})") from error
+        raise BadCubin(f"cubin: broken headers ({error})") from error
     if not found:
         raise BadCubin("cubin: no code")
     return found

@@ -8,6 +8,7 @@ carried.
 
 from __future__ import annotations
 
+from jitgemm import settings
 from jitgemm.dtypes import DTYPES
 from jitgemm.jit.source import OPTIONS, KernelSource, headers
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, smem_bytes, wgmma_shapes
@@ -134,7 +135,7 @@ def kernel_source(spec: KernelSpec) -> KernelSource:
         source=render(spec),
         headers=headers(),
         options=OPTIONS,
-        yields=yields(spec),
+        yields=yields(spec) if settings.yields() else None,
         warmup=_warmup(spec),
     )
 
