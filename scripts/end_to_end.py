@@ -28,7 +28,7 @@ import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.cli import common
 from jitgemm.nn import W4A8Linear
-from jitgemm.nn.linear import CODES
+from jitgemm.nn.read import CODES
 
 PRESETS = {"fp8": "W4AFP8", "int8": "W4A8"}
 """compressed-tensors' names for 4-bit weights with a scale per token."""

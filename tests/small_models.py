@@ -54,7 +54,7 @@ def same_state(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 
 def stored(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A weight as compressed-tensors stores it, int-quantized per channel: {suffix: tensor}; and what that stands for."""
+    """A weight as compressed-tensors stores it, int-quantized per channel: {suffix: tensor}; and what it stands for."""
     scale = (weight.abs().amax(1, keepdim=True) / 7).bfloat16()
     q = (weight / scale.float()).round().clamp(-8, 7).to(torch.int8)
     return {"weight": q, "weight_scale": scale}, q * scale.float()
@@ -63,7 +63,7 @@ def stored(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]
 def checkpoint_tensors(
     model: torch.nn.Module, *quantised: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A model's tensors, those of the quantised layers as `stored`; and all tensors with the weights that this means."""
+    """A model's tensors, those of the quantised layers as `stored`; and all tensors with the weights they stand for."""
     names = quantised or [name for name in BLOCKS]
     tensors, dense = {}, {}
     for name, tensor in model.state_dict().items():

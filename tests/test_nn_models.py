@@ -395,14 +395,14 @@ def test_a_static_scale_comes_from_the_checkpoint_unless_the_activations_are_oth
 def test_activations_that_the_layer_lacks_are_refused_unless_replaced(inputs, text):
     scheme = config(**inputs)["config_groups"]["group_0"]
     with pytest.raises(ValueError, match=f"input_activations: .*{text}"):
-        activations(scheme, None, "layer")
-    assert activations(scheme, "int8", "layer") == ("int8", False)
+        activations(scheme, None)
+    assert activations(scheme, "int8") == ("int8", False)
 
 
 def test_a_checkpoint_for_16_bit_activations_is_read_as_e4m3():
-    assert activations({}, None, "layer") == (None, False)
-    assert activations({"input_activations": None}, None, "layer") == (None, False)
-    assert activations({"input_activations": {"num_bits": 16, "type": "float"}}, None, "layer") == (None, False)
+    assert activations({}, None) == (None, False)
+    assert activations({"input_activations": None}, None) == (None, False)
+    assert activations({"input_activations": {"num_bits": 16, "type": "float"}}, None) == (None, False)
     tensors, _ = checkpoint_tensors(Model())
     assert W4A8Linear.from_checkpoint(tensors, "blocks.0.up", device="cpu").activation == "e4m3"
 
@@ -419,7 +419,9 @@ def test_what_was_saved_of_a_quantised_model_loads_into_a_plain_one(tmp_path):
     quantize(third, activation="int8", group_size=32)
     load_model(third, str(tmp_path / "model.safetensors"))
     assert same_state(third, model)
-    with pytest.raises(ValueError, match="activation: expected int8, as layer 'blocks.0.up' was saved, got e4m3"):
+    with pytest.raises(
+        ValueError, match="activation: expected int8, as the layer was saved, got e4m3 .layer 'blocks.0.up'"
+    ):
         load_(Model(), tmp_path, activation="e4m3")
 
 
@@ -514,6 +516,17 @@ def test_w4a8linears_are_loaded_again():
     assert same_state(a, b) and a.blocks[0].up.batch_invariant
 
 
+@pytest.mark.parametrize("norm", [weight_norm, torch.nn.utils.parametrizations.weight_norm])
+def test_parametrised_linears_are_loaded(norm):
+    tensors, dense = checkpoint_tensors(Model())
+    model = Model()
+    norm(model.blocks[0].up)
+    assert load_(model, opened(tensors)) == BLOCKS
+    assert torch.equal(model.blocks[0].up.weight.dequantize(), dense["blocks.0.up.weight"])
+    with torch.no_grad():
+        assert model(IDS)[0].isfinite().all()
+
+
 def test_a_w4a8linear_for_which_the_file_has_a_plain_weight_is_refused():
     model, plain = Model(), Model().state_dict()
     quantize(model)
@@ -559,7 +572,9 @@ def test_a_load_that_failed_can_be_repeated():
     model, expected = Model(), Model()
     broken = tensors["blocks.1.down.weight_scale"].clone()
     broken[3] = torch.nan
-    with pytest.raises(ValueError, match=r"blocks\.1\.down: scale: expected finite numbers, got nan at \[3, 0\]"):
+    with pytest.raises(
+        ValueError, match=r"scale: expected finite numbers, got nan at \[3, 0\] \(layer 'blocks\.1\.down'"
+    ):
         load_(model, opened(tensors | {"blocks.1.down.weight_scale": broken}))
     assert quantised_names(model) == BLOCKS[:3]
     load_(model, opened(tensors))
@@ -572,7 +587,7 @@ def test_a_nan_scale_in_a_state_dict_of_ours_is_refused():
     quantize(model, group_size=10_000)
     state = model.state_dict()
     state["blocks.0.up.row_sum"][5] = torch.nan
-    with pytest.raises(ValueError, match=r"blocks\.0\.up: .*row_sum: expected finite numbers"):
+    with pytest.raises(ValueError, match=r"row_sum: expected finite numbers.*layer 'blocks\.0\.up'"):
         load_(Model(), state)
 
 
@@ -608,18 +623,29 @@ def test_quantised_layers_that_cannot_be_converted_are_dequantised():
     tensors, dense = checkpoint_tensors(model, *names)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    report = load_(model, opened(tensors))
+    with pytest.warns(UserWarning, match="(?s)load_: 4 quantised layers are no W4A8Linear.*an Embedding: embedding"):
+        report = load_(model, opened(tensors))
     assert report == ["fits"]
     assert report.skipped == {
         "embedding": "dequantised: an Embedding",
         "own": "dequantised: Scaled has a forward of its own",
         "dt_proj": "dequantised: Zoo reads this weight itself",
-        "odd": "dequantised: n is no multiple of 8, or k none of 32",
+        "odd": "dequantised: n is no multiple of 8, or k or the group size none of 32",
     }
     for name in names[:-1]:
         weight = model.get_submodule(name).weight
         assert torch.equal(weight, dense[name + ".weight"].to(weight.dtype))
     assert torch.equal(model.odd.bias, dense["odd.bias"])
+
+
+def test_groups_that_cannot_be_packed_are_dequantised():
+    q, scale = torch.randint(-8, 8, (32, 96), dtype=torch.int8), torch.rand(32, 2) + 0.5
+    said = config()
+    said["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": 48}
+    model = torch.nn.Sequential(torch.nn.Linear(96, 32, bias=False))
+    with pytest.warns(UserWarning, match="the group size none of 32: 0"):
+        load_(model, {"0.weight": q, "0.weight_scale": scale}, config=said)
+    assert torch.equal(model[0].weight, q * scale.repeat_interleave(48, 1))
 
 
 def test_layers_that_a_filter_leaves_out_are_dequantised():
@@ -653,7 +679,7 @@ def mixed() -> tuple[dict[str, torch.Tensor], dict]:
 def test_layers_of_other_widths_are_named_with_what_to_do():
     tensors, said = mixed()
     with pytest.raises(
-        ValueError, match=r"blocks\.0\.down: .*num_bits 4.*2 layers cannot be read.*filter=.*allow_missing"
+        ValueError, match=r"num_bits 4.*blocks\.0\.down.*2 layers cannot be read.*filter=.*allow_missing"
     ):
         load_(Model(), tensors, config=said)
     with pytest.raises(

@@ -15,7 +15,8 @@
     weight = (q - zero) * scale
 
 Checked against compressed-tensors 0.10.2 and 0.20.0. The latter no longer knows `weight_g_idx` (activation order
-"group" is gone), but files with it are many. The scheme's activations change no weight, and are the layer's business. Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had.
+"group" is gone), but files with it are many. The scheme's activations change no weight, and are the layer's business.
+Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had.
 Knows no files: tensors and config come from the caller.
 """
 
@@ -191,7 +192,7 @@ def _input_scale(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
-    """The layer's scheme, as {quant_method, format, weights, input_activations, ...}, or a `refusal` that read raises."""
+    """The layer's scheme, as {quant_method, format, weights, input_activations, ...}, or a `refusal`."""
     if config is None or "config_groups" not in config or config.get("quant_method", _METHOD) != _METHOD:
         return config
     found: dict[str, Any] = {"quant_method": _METHOD, "format": config.get("format")}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -53,6 +54,7 @@ class Checkpoint:
         self, source: str | os.PathLike[str] | Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None
     ):
         self._files: dict[Path, Any] = {}
+        self._held: dict[Path, frozenset[str]] = {}  # names in each open file
         self._tensors: Mapping[str, torch.Tensor] | None = None
         self._paths: dict[str, Path] = {}
         if isinstance(source, Mapping):
@@ -90,8 +92,8 @@ class Checkpoint:
         if self._tensors is not None:
             tensor = self._tensors[name]
             return TensorInfo(tuple(tensor.shape), tensor.dtype, _subclass(tensor))
-        file = self._open(name)
-        if name not in file.keys():
+        file = self._file(name)
+        if name not in self._held[self._paths[name]]:
             raise ValueError(f"source: expected {name!r} in {self._paths[name]}, as the index says, found none")
         header = file.get_slice(name)
         kind = header.get_dtype()
@@ -104,7 +106,7 @@ class Checkpoint:
         if self._tensors is not None:
             tensor = self._tensors[name]
             return (tensor if expert is None else tensor[expert]).detach().to(device)
-        file = self._open(name)
+        file = self._file(name)
         tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
         return tensor.to(device)
 
@@ -119,7 +121,7 @@ class Checkpoint:
     def metadata(self, name: str) -> Mapping[str, str]:
         """What the tensor's file says of itself; of a tensor given in memory, what torchao would write of it."""
         if self._tensors is None:
-            return self._open(name).metadata() or {}
+            return self._file(name).metadata() or {}
         tensor = self._tensors[name]
         if not _subclass(tensor):
             return {}
@@ -129,10 +131,13 @@ class Checkpoint:
             said["activation_dtype"] = {"_type": "torch.dtype", "_data": dtype_name(dtype)}
         return {name: json.dumps({"_type": _subclass(tensor), "_data": said})}
 
-    def _open(self, name: str) -> Any:
-        path = self._paths[name]
+    def _file(self, name: str) -> Any:
+        return self._open(self._paths[name])
+
+    def _open(self, path: Path) -> Any:
         if path not in self._files:
             self._files[path] = _safe_open(path)
+            self._held[path] = frozenset(self._files[path].keys())
         return self._files[path]
 
     def _list(self, source: Path) -> dict[str, Path]:
@@ -169,8 +174,8 @@ class Checkpoint:
     def _headers(self, files: Sequence[Path]) -> dict[str, Path]:
         paths: dict[str, Path] = {}
         for path in files:
-            self._files[path] = _safe_open(path)
-            for name in self._files[path].keys():
+            self._open(path)
+            for name in sorted(self._held[path]):
                 if name in paths:
                     raise ValueError(
                         f"source: expected each tensor once, got {name!r} in {paths[name].name} and {path.name}"
@@ -180,8 +185,8 @@ class Checkpoint:
 
 
 def _subclass(tensor: torch.Tensor) -> str:
-    """The class of a tensor that is more than a plain one: torchao's hold codes and report the type of their values."""
-    return "" if type(tensor) in (torch.Tensor, torch.nn.Parameter) else type(tensor).__name__
+    """The class of torchao's tensors, which hold codes and report the type of their values; "" for all others."""
+    return type(tensor).__name__ if hasattr(tensor, "qdata") or type(tensor).__module__.startswith("torchao") else ""
 
 
 class _MissingTensorError(KeyError):
@@ -317,11 +322,9 @@ def read_layer(
     parts = []
     with torch.no_grad():
         for name in prefixes:
-            try:
+            with errors_that_name(checkpoint, name):
                 weight = read_header(checkpoint, layer_header(checkpoint, name, expert, format), device, expert)
                 parts.append(weight if tp_dim is None else weight.shard(tp_dim, tp_rank, tp_size))
-            except ValueError as error:
-                raise ValueError(f"{error} (layer {name!r} of {checkpoint.where})") from error
         return concat(parts)
 
 
@@ -344,6 +347,15 @@ def target_device(device: torch.device | str | int | None) -> torch.device:
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected one that is here, got {target}, and PyTorch finds no GPU")
     return target
+
+
+@contextmanager
+def errors_that_name(checkpoint: Checkpoint, prefix: str) -> Iterator[None]:
+    """Adds layer and checkpoint to a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{error} (layer {prefix!r} of {checkpoint.where})") from error
 
 
 def layer_header(

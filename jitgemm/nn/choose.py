@@ -60,7 +60,7 @@ class Linears:
         self._output = names.get(output, [None])[0]
 
     def cannot(self, name: str) -> str | None:
-        """Why a W4A8Linear cannot stand for this Linear: something other than torch.nn.Linear's call uses its weight."""
+        """Why no W4A8Linear can stand for this Linear: something other than torch.nn.Linear's call uses its weight."""
         linear = self._model.get_submodule(name)
         if isinstance(linear, W4A8Linear):
             return None
@@ -103,7 +103,8 @@ class Linears:
             return f"expected out_features a multiple of 8 and in_features a multiple of 32, got {n} and {k}"
         plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
         if not plain or TYPE_NAMES.get(weight.dtype) not in REAL_TYPES:
-            return f"expected a weight of {one_of(REAL_TYPES)}, got {dtype_name(weight.dtype) if plain else type(weight).__name__}"
+            got = dtype_name(weight.dtype) if plain else type(weight).__name__
+            return f"expected a weight of {one_of(REAL_TYPES)}, got {got}"
         return None
 
     def others(self) -> dict[str, str]:

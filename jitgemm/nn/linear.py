@@ -349,8 +349,8 @@ class W4A8Linear(torch.nn.Module):
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """Refuses parameters: what assigns one ties or resizes a weight, which a packed one cannot be."""
         raise TypeError(
-            f"{self._weight.layer or 'W4A8Linear'}: expected no parameter, as a W4A8Linear has buffers only, got {name!r}; "
-            "to tie or resize this weight, leave the layer out with filter=..."
+            f"{self._weight.layer or 'W4A8Linear'}: expected no parameter, as a W4A8Linear has buffers only, got "
+            f"{name!r}; to tie or resize this weight, leave the layer out with filter=..."
         )
 
     def __getstate__(self) -> dict[str, Any]:

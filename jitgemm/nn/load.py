@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,11 +15,12 @@ from jitgemm.checkpoint.reader import Checkpoint, Source, opened, target_device
 from jitgemm.nn.choose import Filter, Linears
 from jitgemm.nn.linear import W4A8Linear
 from jitgemm.nn.read import Layer, check_activation, is_quantised, layer_of, read, read_dense
-from jitgemm.nn.report import Report, some, warn_if_nothing
+from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
 from jitgemm.nn.swap import describe_to_transformers, put_layers
 
+LEFT_OUT = "dequantised: left out by the filter"
 _IGNORABLE = {
-    r"\.(k|v|q|kv|prob)_(global_)?(scale|zero_point)$": "scale of the KV cache or of attention, which are not quantised",
+    r"\.(k|v|q|kv|prob)_(global_)?(scale|zero_point)$": "scale of the KV cache or attention, not quantised here",
     r"(^|\.)inv_freq$": "rotary frequencies, which the model computes",
 }
 """What no model has a place for, and nobody misses."""
@@ -62,7 +64,7 @@ def load_(
 
     Returns:
         The names of the layers loaded, in the model's order, as a list that also says what was skipped, dequantised and
-        ignored. Warns where no layer was quantised.
+        ignored. Warns where no layer was quantised, and of layers that had to be dequantised.
 
     Raises:
         FileNotFoundError, TypeError, ValueError: the checkpoint cannot be read exactly, or does not fit the model; the
@@ -83,6 +85,10 @@ def load_(
     report = Report(plan.layers, plan.skipped, plan.ignored)
     why = "its Linears are not quantised (quantize_ does that)" if not plan.skipped else "none could be"
     warn_if_nothing(report, "load_", f"of {checkpoint.where}, {why}")
+    slower = {name: why for name, why in plan.skipped.items() if why.startswith("dequantised") and why != LEFT_OUT}
+    if report and slower:
+        lines = "\n".join(by_reason(slower))
+        warnings.warn(f"load_: {len(slower)} quantised layers are no W4A8Linear:\n{lines}", stacklevel=2)
     return report
 
 
@@ -133,22 +139,23 @@ class _Plan:
                     self.left[prefix] = self.skipped[name] = reason
                 continue
             self._check_sizes(name, module, layer)
-            if chosen and layer.n % 8 == 0 and (layer.k is None or layer.k % 32 == 0):
+            if chosen and _packable(layer):
                 self.layers[name] = layer
                 self.ignored |= layer.unused
             elif isinstance(module, W4A8Linear):
                 self.left[prefix] = self.skipped[name] = "left out by the filter"
             else:
                 if chosen:
-                    reason = "n is no multiple of 8, or k none of 32"
-                self.skipped[name] = f"dequantised: {reason or 'left out by the filter'}"
+                    reason = "n is no multiple of 8, or k or the group size none of 32"
+                self.skipped[name] = f"dequantised: {reason}" if reason else LEFT_OUT
                 self.dense[prefix] = layer
         if problems:
             first = next(iter(problems.values()))
             first = str(first) if next(iter(problems)) in str(first) else f"{next(iter(problems))}: {first}"
+            count = f"{len(problems)} layers cannot be read" if len(problems) > 1 else "A layer cannot be read"
             raise ValueError(
-                f"{first}. {len(problems)} layers cannot be read: {some(problems)}. To load the others, leave these out "
-                "with filter=..., fill them yourself, and name their tensors in allow_missing=..."
+                f"{first}. {count}: {some(problems)}. To load the others, leave what cannot be read out with "
+                "filter=..., fill it yourself, and name its tensors in allow_missing=..."
             )
 
     def _check_sizes(self, name: str, module: torch.nn.Module, layer: Layer) -> None:
@@ -173,7 +180,7 @@ class _Plan:
         groups: dict[int, list[str]] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             prefix = name.rpartition(".")[0]
-            if prefix in places or not isinstance(tensor, torch.Tensor):
+            if _inside(name, places) or not isinstance(tensor, torch.Tensor):
                 continue
             if isinstance(modules.get(prefix), W4A8Linear):  # one that is not loaded again: all of it is missing
                 name, tensor = prefix + ".weight", modules[prefix].blocks
@@ -190,19 +197,14 @@ class _Plan:
         if missing:
             raise ValueError(self._missing_message(missing, state))
         filled = {id(state[name]) for name in self.tensors}
-        inside = tuple(name + "." for name in self.layers)
         everything = (*self.model.named_parameters(), *self.model.named_buffers())
-        empty = [
-            name
-            for name, tensor in everything
-            if tensor.is_meta and id(tensor) not in filled and not name.startswith(inside)
-            and not any(fnmatchcase(name, pattern) for pattern in allow_missing)
-        ]  # fmt: skip
+        empty = [name for name, x in everything if x.is_meta and id(x) not in filled and not _inside(name, places)]
+        empty = [name for name in empty if not any(fnmatchcase(name, pattern) for pattern in allow_missing)]
         if empty:
             raise ValueError(
-                f"model: expected no tensor left on the meta device, got {some(empty)}: they are not in the checkpoint; "
-                "make the model under accelerate.init_empty_weights(), which leaves such buffers where they hold data, "
-                "or on a device that holds data"
+                f"model: expected no tensor left on the meta device, got {some(empty)}: they are not in the "
+                "checkpoint; make the model under accelerate.init_empty_weights(), which leaves such buffers where they "
+                "hold data, or on a device that holds data"
             )
 
     def _find_tensor(self, name: str, tensor: torch.Tensor) -> bool:
@@ -253,12 +255,13 @@ class _Plan:
         stacked = [name for name in missing if "experts" in name and state[name].dim() == 3]
         packed = [name for name in missing if name + "_blocks" in self.checkpoint]
         if packed:
-            hints.append(f"{some(packed, 1)} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here")
+            hints.append(f"{packed[0]} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here")
         elif stacked and experts:
             hints.append(
-                f"the model stacks a layer's experts in one parameter ({stacked[0]}), as transformers 5 does, and the file "
-                f"names each by itself ({experts}): take a model that has a Linear for each expert (transformers 4). A "
-                "model that was quantised here is better saved with safetensors.torch.save_model, which keeps its names"
+                f"the model stacks a layer's experts in one parameter ({stacked[0]}), as transformers 5 does, and the "
+                f"file names each by itself ({experts}): take a model that has a Linear for each expert (transformers "
+                "4). A model that was quantised here is better saved with safetensors.torch.save_model, which keeps its "
+                "names"
             )
         for name in missing:
             prefix = name.rpartition(".")[0]
@@ -298,8 +301,8 @@ class _Plan:
                 self.ignored[name] = reason or "the model has no place for it"
         if unknown:
             raise ValueError(
-                f"source: expected only the model's tensors, found no place for {some(unknown, 5)}; strict=False ignores "
-                "such tensors"
+                f"source: expected only the model's tensors, found no place for {some(unknown, 5)}; strict=False "
+                "ignores such tensors"
             )
 
     # ---- doing it ----------------------------------------------------------------------------------------------------
@@ -337,6 +340,18 @@ class _Plan:
             describe_to_transformers(self.model, bool(tied or self.untied))
         if target is not None:
             self.model.to(target)
+
+
+def _packable(layer: Layer) -> bool:
+    per_channel = layer.group_size is None or (layer.k is not None and layer.group_size >= layer.k)
+    return layer.n % 8 == 0 and (layer.k or 0) % 32 == 0 and (per_channel or layer.group_size % 32 == 0)
+
+
+def _inside(name: str, places: Collection[str]) -> bool:
+    """Whether a tensor's name lies in a module of one of these names, at any depth."""
+    while name and name not in places:
+        name = name.rpartition(".")[0]
+    return bool(name)
 
 
 def _ignored_by(module: torch.nn.Module) -> Collection[str]:

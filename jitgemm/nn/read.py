@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.checkpoint.reader import Checkpoint, LayerHeader, layer_header, read_header
+from jitgemm.checkpoint.reader import Checkpoint, LayerHeader, errors_that_name, layer_header, read_header
 from jitgemm.weight.w4 import W4Weight
 
 ACTIVATIONS = ("e4m3", "int8", "int8_affine")
@@ -42,7 +42,7 @@ class Layer:
     Attributes:
         prefix: its name in the checkpoint.
         names: {suffix: full name} of its tensors.
-        n, k: its sizes; k is None where only the data tells.
+        n, k, group_size: its sizes; k and group_size are None where only the data tells.
         activation: "e4m3", "int8" or "int8_affine".
         static: whether its input scale is used.
         header: how it is read; None for the state dict of a `W4A8Linear`.
@@ -53,6 +53,7 @@ class Layer:
     names: Mapping[str, str]
     n: int
     k: int | None
+    group_size: int | None
     activation: str
     static: bool = False
     header: LayerHeader | None = None
@@ -85,11 +86,15 @@ def layer_of(checkpoint: Checkpoint, prefix: str, activation: str | None = None,
         ValueError: the layer cannot be read exactly, or has activations that a `W4A8Linear` does not.
     """
     names = checkpoint.layer(prefix)
-    if {"blocks", "meta"} <= set(names):
-        return _packed_layer(checkpoint, prefix, names, activation)
-    header = layer_header(checkpoint, prefix, format=format)
+    with errors_that_name(checkpoint, prefix):
+        if {"blocks", "meta"} <= set(names):
+            return _packed_layer(checkpoint, prefix, names, activation)
+        return _layer(layer_header(checkpoint, prefix, format=format), activation)
+
+
+def _layer(header: LayerHeader, activation: str | None) -> Layer:
     scheme = header.config or {}
-    said, static = activations(scheme, activation, prefix)
+    said, static = activations(scheme, activation)
     named = {suffix: header.names[suffix] for suffix in ("input_scale", "output_scale") if suffix in header.names}
     unused = {}
     if "output_scale" in named:
@@ -97,7 +102,7 @@ def layer_of(checkpoint: Checkpoint, prefix: str, activation: str | None = None,
     if "input_activations" not in scheme:  # a format that says nothing: its static scales are those of e4m3
         said, static = "e4m3", "input_scale" in named
     elif static and "input_scale" not in named and activation in (None, said):
-        raise ValueError(f"input_scale: expected the static scale that the config names, found none (layer {prefix!r})")
+        raise ValueError("input_scale: expected the static scale that the config names, found none")
     elif not static and "input_scale" in named:
         unused[named["input_scale"]] = "static input scale, where the config says none or dynamic"
     chosen = activation or said or "e4m3"
@@ -105,7 +110,8 @@ def layer_of(checkpoint: Checkpoint, prefix: str, activation: str | None = None,
         static = False
         if "input_scale" in named:
             unused[named["input_scale"]] = f"static input scale, calibrated for {said}"
-    return Layer(prefix, header.names, header.sizes.n, header.sizes.k, chosen, static, header, unused)
+    sizes = header.sizes
+    return Layer(header.prefix, header.names, sizes.n, sizes.k, sizes.group_size, chosen, static, header, unused)
 
 
 def read(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> Parts:
@@ -114,20 +120,23 @@ def read(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> Parts:
     Raises:
         ValueError: a value is out of range.
     """
-    if layer.header is None:
-        tensors = {
-            suffix: checkpoint.read(name, _CPU if suffix in _ON_CPU else device) for suffix, name in layer.names.items()
-        }
-        return state_dict_parts(tensors)
-    weight = read_header(checkpoint, layer.header, device)
-    packed = weight.pack(CODES[layer.activation])
+    with errors_that_name(checkpoint, layer.prefix):
+        if layer.header is None:
+            tensors = {
+                suffix: checkpoint.read(name, _CPU if suffix in _ON_CPU else device)
+                for suffix, name in layer.names.items()
+            }
+            return state_dict_parts(tensors)
+        weight = read_header(checkpoint, layer.header, device)
+        packed = weight.pack(CODES[layer.activation])
     return Parts(packed, weight.bias, layer.activation, weight.input_scale if layer.static else None)
 
 
 def read_dense(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> torch.Tensor:
     """The layer's weight as fp32 [n, k], columns in the order of its input."""
     if layer.header is not None:
-        return read_header(checkpoint, layer.header, device).dequantize()
+        with errors_that_name(checkpoint, layer.prefix):
+            return read_header(checkpoint, layer.header, device).dequantize()
     weight = read(checkpoint, layer, device).weight
     dense = weight.dequantize()
     if weight.permutation is None:
@@ -164,11 +173,12 @@ def _packed_layer(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str],
         tensors[suffix] = checkpoint.read(name, _CPU) if suffix in _ON_CPU else shell
     found = state_dict_parts(tensors)
     if activation is not None and activation != found.activation:
-        raise ValueError(f"activation: expected {found.activation}, as layer {prefix!r} was saved, got {activation}")
-    return Layer(prefix, names, found.weight.n, found.weight.k, found.activation)
+        raise ValueError(f"activation: expected {found.activation}, as the layer was saved, got {activation}")
+    weight = found.weight
+    return Layer(prefix, names, weight.n, weight.k, weight.group_size, found.activation)
 
 
-def activations(scheme: Mapping[str, Any], wanted: str | None, prefix: str) -> tuple[str | None, bool]:
+def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | None, bool]:
     """(kind of activations that a layer's scheme asks for, or None; whether its scale is static).
 
     Args:
@@ -193,9 +203,7 @@ def activations(scheme: Mapping[str, Any], wanted: str | None, prefix: str) -> t
     if problem is not None:
         if wanted is not None:
             return wanted, False
-        raise ValueError(
-            f"input_activations: expected {problem} (layer {prefix!r}); activation=... quantises per token instead"
-        )
+        raise ValueError(f"input_activations: expected {problem}; activation=... quantises per token instead")
     if inputs.get("type", "int") == "float":
         return "e4m3", not dynamic
     return "int8" if inputs.get("symmetric", True) else "int8_affine", not dynamic

@@ -1,0 +1,271 @@
+"""quantize_ and load_ on models of transformers, tiny and on the CPU: they run, and files go there and back."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import save_model
+from small_models import config as stored_config
+from small_models import quantised_names, same_state, stored
+
+import jitgemm.nn
+from jitgemm.nn import W4A8Linear, load_
+
+transformers = pytest.importorskip("transformers")
+quantize = functools.partial(jitgemm.nn.quantize_, clip_steps=0)
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+MOE = SIZES | {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MAMBA = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 96, "state_size": 16, "time_step_rank": 32}
+JAMBA = {"num_hidden_layers": 2, "mamba_dt_rank": 32, "attn_layer_period": 2, "attn_layer_offset": 1}
+JAMBA |= {"expert_layer_period": 2, "expert_layer_offset": 1}
+BLOOM = {"hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 96}
+WAVLM = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+WAVLM |= {"conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+WAVLM |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+SIGLIP = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+SIGLIP |= {"patch_size": 8, "num_patches": 16}
+
+TOKENS = {"input_ids": torch.arange(12)[None]}
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES, []),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        MOE | {"intermediate_size_mlp": 96, "head_dim": 16},
+        ["router"],
+    ),
+    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", MOE, ["router"]),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", MOE, ["gate"]),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", MOE, ["gate"]),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        MOE | {"shared_expert_intermediate_size": 64},
+        ["gate", "shared_expert_gate"],
+    ),
+    "jamba": ("JambaForCausalLM", "JambaConfig", MOE | JAMBA, ["router", "dt_proj"]),
+    "mamba": ("MambaForCausalLM", "MambaConfig", MAMBA, ["dt_proj"]),
+    "falcon-mamba": ("FalconMambaForCausalLM", "FalconMambaConfig", MAMBA, ["dt_proj"]),
+    "bloom": ("BloomForCausalLM", "BloomConfig", BLOOM, []),
+    "slow bloom": (
+        "BloomForCausalLM",
+        "BloomConfig",
+        BLOOM | {"slow_but_exact": True, "pretraining_tp": 2},
+        ["dense", "dense_4h_to_h"],
+    ),
+    "wavlm": ("WavLMModel", "WavLMConfig", WAVLM, ["q_proj", "k_proj", "v_proj", "out_proj"]),
+    "siglip2": ("Siglip2VisionModel", "Siglip2VisionConfig", SIGLIP, []),  # reads patch_embedding.weight.dtype
+}
+INPUTS = {
+    "wavlm": {"input_values": torch.sin(torch.arange(800.0))[None]},
+    "siglip2": {
+        "pixel_values": torch.ones(1, 16, 192),
+        "pixel_attention_mask": torch.ones(1, 16, dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[4, 4]]),
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Without what transformers says of missing kernels and quantize_ of stacked experts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*stacked experts")
+        verbosity = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()
+        yield
+        transformers.logging.set_verbosity(verbosity)
+
+
+def build(model: str, config: str, sizes: dict) -> torch.nn.Module:
+    if not hasattr(transformers, model):
+        pytest.skip(f"this transformers has no {model}")
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**sizes)).eval()
+
+
+def llama(**sizes) -> torch.nn.Module:
+    return build("LlamaForCausalLM", "LlamaConfig", SIZES | sizes)
+
+
+def logits(model: torch.nn.Module, inputs: dict = TOKENS) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(**inputs)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_quantised_model_runs(name):
+    model, config, sizes, kept = MODELS[name]
+    model = build(model, config, sizes)
+    inputs = INPUTS.get(name, TOKENS)
+    exact = logits(model, inputs)
+    report = quantize(model)
+    assert report == quantised_names(model) and len(report) > 1
+    assert not {each.rpartition(".")[2] for each in report} & {*kept, "lm_head"}
+    error = float((logits(model, inputs) - exact).norm() / exact.norm())
+    assert 0 < error < 0.35
+
+
+def test_linears_with_hooks_of_accelerate_stay():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = llama()
+    hooks.add_hook_to_module(model.model.layers[0].mlp.up_proj, hooks.ModelHook())
+    report = quantize(model)
+    assert "accelerate" in report.skipped["model.layers.0.mlp.up_proj"] and len(report) == 6
+    assert logits(model).isfinite().all()
+
+
+def test_linears_of_another_class_are_named_where_nothing_is_converted():
+    model = build("GPT2LMHeadModel", "GPT2Config", {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 96})
+    with pytest.warns(UserWarning, match="(?s)quantize_ converted no layer.*4 Conv1D, which is no torch.nn.Linear"):
+        assert quantize(model) == []
+
+
+def test_experts_in_one_parameter_are_reported():
+    report = quantize(build(*MODELS["qwen3-moe"][:3]))
+    stacked = [name for name, reason in report.skipped.items() if "stacked experts" in reason]
+    if not stacked:
+        pytest.skip("this transformers has a Linear for each expert")
+    assert stacked == ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]
+
+
+def file_of(model: torch.nn.Module, *more: str) -> dict[str, torch.Tensor]:
+    """The model's tensors, those of its decoder layers' Linears quantised, each with storage of its own."""
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        layer = name.removesuffix(".weight")
+        linear = isinstance(model.get_submodule(layer.rpartition(".")[0] if layer == name else layer), torch.nn.Linear)
+        if layer != name and linear and (layer in more or "layers" in layer):
+            tensors |= {f"{layer}.{suffix}": value for suffix, value in stored(tensor)[0].items()}
+        else:
+            tensors[name] = tensor.clone()
+    return tensors
+
+
+def test_tied_tables_that_differ_are_untied_alike_with_and_without_data():
+    accelerate = pytest.importorskip("accelerate")
+    tensors = file_of(llama())
+    told = stored_config()
+    real = llama(tie_word_embeddings=True)
+    config = real.config
+    with accelerate.init_empty_weights():
+        empty = llama(tie_word_embeddings=True)
+    for model in (real, empty):
+        load_(model, tensors, config=told, device="cpu")
+        assert torch.equal(model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"])
+        model.tie_weights()  # as generate and resizing may
+        assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    assert torch.equal(logits(real), logits(empty))
+    assert config.tie_word_embeddings and not hasattr(config, "quantization_config")  # the caller's own
+
+
+def test_tied_tables_of_one_name_fill_both():
+    accelerate = pytest.importorskip("accelerate")
+    tensors = file_of(llama(tie_word_embeddings=True))
+    del tensors["lm_head.weight"]
+    with accelerate.init_empty_weights():
+        empty = llama(tie_word_embeddings=True)
+    for model in (llama(tie_word_embeddings=True), empty):
+        load_(model, tensors, config=stored_config(), device="cpu")
+        assert model.lm_head.weight is model.model.embed_tokens.weight and model.config.tie_word_embeddings
+
+
+def test_a_quantised_head_of_a_tied_model_goes_to_a_file_and_back(tmp_path):
+    model = llama(tie_word_embeddings=True)
+    quantize(model, lambda name, linear: True)
+    expected = logits(model)
+    model.tie_weights()
+    other = llama(tie_word_embeddings=True)
+    load_(other, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+    assert isinstance(other.lm_head, W4A8Linear) and torch.equal(logits(other), expected)
+    model.save_pretrained(tmp_path)
+    third = llama(tie_word_embeddings=True)
+    load_(third, tmp_path)
+    assert same_state(third, model) and torch.equal(logits(third), expected)
+    with pytest.raises(AttributeError, match=r"lm_head: expected a tensor for \.size"):
+        model.resize_token_embeddings(128)
+
+
+def test_from_pretrained_refuses_what_was_saved_of_a_quantised_model(tmp_path):
+    model = llama()
+    quantize(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="quantization config"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    load_(again, tmp_path)
+    assert torch.equal(logits(again.eval()), logits(model))
+
+
+def test_a_model_without_data_but_for_its_buffers_is_filled():
+    accelerate = pytest.importorskip("accelerate")
+    tensors = file_of(llama())
+    with accelerate.init_empty_weights():
+        empty = llama()
+    full = llama()
+    for model in (empty, full):
+        load_(model, tensors, config=stored_config(), device="cpu")
+    assert torch.equal(logits(empty), logits(full))
+    with torch.device("meta"):
+        nothing = llama()
+    with pytest.raises(ValueError, match="left on the meta device, got model.rotary_emb.inv_freq.*init_empty_weights"):
+        load_(nothing, tensors, config=stored_config(), device="cpu")
+    assert quantised_names(nothing) == []
+
+
+def test_experts_that_the_file_names_one_by_one_are_an_error_that_says_so(tmp_path):
+    model = build(*MODELS["qwen3-moe"][:3])
+    if not any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
+        pytest.skip("this transformers has a Linear for each expert")
+    quantize(model)
+    model.save_pretrained(tmp_path / "one by one")
+    other = build(*MODELS["qwen3-moe"][:3])
+    for strict in (True, False):
+        with pytest.raises(ValueError, match="experts.gate_up_proj.*stacks a layer's experts.*save_model"):
+            load_(other, tmp_path / "one by one", strict=strict)
+    assert quantised_names(other) == []
+    save_model(model, str(tmp_path / "model.safetensors"))
+    load_(other, tmp_path / "model.safetensors")
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_a_model_without_the_files_prefix_is_refused():
+    model = llama()
+    quantize(model)
+    with pytest.raises(ValueError, match="found none for embed_tokens.weight.*no place for model.embed_tokens.weight"):
+        load_(build("LlamaModel", "LlamaConfig", SIZES), model.state_dict(), strict=False)
+
+
+def test_a_mamba_whose_dt_proj_is_quantised_loads_and_runs():
+    source = build(*MODELS["mamba"][:3])
+    names = [name for name, module in source.named_modules() if isinstance(module, torch.nn.Linear)]
+    tensors = file_of(source, *names)
+    model = build(*MODELS["mamba"][:3])
+    with pytest.warns(UserWarning, match="MambaMixer reads this weight itself"):
+        report = load_(model, tensors, config=stored_config(), strict=False)
+    dt_proj = next(name for name in names if name.endswith("dt_proj"))
+    assert report.skipped[dt_proj] == "dequantised: MambaMixer reads this weight itself"
+    assert logits(model).isfinite().all()
+
+
+def test_what_the_model_lists_as_ignorable_is_ignored():
+    sizes = SIZES | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 2}
+    sizes |= {"topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "v_head_dim": 16}
+    sizes |= {"qk_nope_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    model = build("DeepseekV3ForCausalLM", "DeepseekV3Config", sizes)
+    tensors = file_of(model) | {"model.layers.61.eh_proj.weight": torch.zeros(8, 8)}
+    report = load_(model, tensors, config=stored_config())
+    assert report and report.ignored == {"model.layers.61.eh_proj.weight": "the model lists it as ignorable"}
