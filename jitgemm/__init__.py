@@ -40,7 +40,7 @@ _HOMES = {
     "gemm_w4a8_nt": "gemm.call",
     "gemm_w4a8_reference": "gemm.reference",
     "load": "checkpoint.reader",
-    "pack_w4": "weight.w4",
+    "pack_w4": "weight.pack",
     "quantize_activations": "activations.call",
     "quantize_w4": "weight.quantize",
 }
@@ -65,8 +65,9 @@ if TYPE_CHECKING:
     from jitgemm.gemm.call import gemm_w4a8_bf16_nt, gemm_w4a8_nt
     from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
     from jitgemm.gemm.reference import gemm_w4a8_reference
+    from jitgemm.weight.pack import pack_w4
     from jitgemm.weight.quantize import quantize_w4
-    from jitgemm.weight.w4 import W4Weight, pack_w4
+    from jitgemm.weight.w4 import W4Weight
 elif "torch" in sys.modules:
     for _name in ("W4Weight", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "pack_w4", "quantize_activations"):
         __getattr__(_name)

@@ -5,6 +5,9 @@ The lowest module that imports PyTorch; knows nothing of weights, calls and kern
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 
 from jitgemm.dtypes import DTYPES, torch_dtype
@@ -36,9 +39,32 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
     return value
 
 
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Refuses tensors whose memory does not hold their values one by one."""
+    if tensor.layout != torch.strided or tensor.is_neg():
+        kind = "a lazily negated one" if tensor.layout == torch.strided else f"layout {tensor.layout}"
+        raise TypeError(f"{name}: expected a plain strided tensor, got {kind}")
+
+
 def check_dtype(name: str, dtype: object, types: tuple[str, ...]) -> str:
     """The name of a dtype that is one of `types`; else TypeError."""
     found = TYPE_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else None
     if found not in types:
         raise TypeError(f"{name}: expected {one_of(types)}, got {dtype_name(dtype)}")
     return found
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises TypeError for anything but a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
+def check_int(name: str, value: Any) -> int:
+    """An integer of any class but bool, as an int; else TypeError."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name}: expected an int, got bool")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}") from None

@@ -257,11 +257,13 @@ class Bench:
         """A graph of one call per copy of the weight."""
         from benchmark_lib.timing import Timed
 
+        from jitgemm.gemm.arguments import Operands
         from jitgemm.gemm.plan import Plan
 
         x, x_scale, out = self.lhs[0][:m], self.lhs[1][:m], self.out[:m]
-        plan = Plan(x, x_scale, self.weight, out, None, batch_invariant=self.fmt.batch_invariant)
-        return Timed([partial(plan.launch, x, x_scale, weight, out, None, True) for weight in self.weights])
+        operands = [Operands(x, x_scale, None, weight, out, None) for weight in self.weights]
+        plan = Plan(operands[0], batch_invariant=self.fmt.batch_invariant)
+        return Timed([partial(plan.launch, *each) for each in operands])
 
     def once(self, m: int) -> float:
         timed = self.timed(m)

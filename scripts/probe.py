@@ -549,9 +549,10 @@ def run_copies() -> None:
     for probe, cubin in zip(probes, build(probes)):
         columns = size // 256 if probe.beyond else 4096
         rows = 256 - probe.beyond if probe.beyond else size // columns
-        tensor_map = driver.TileMap(
+        encoded = driver.TileMap(
             "u8", columns=columns, rows=rows, row_bytes=columns, box=(128, 256 // probe.multicast)
         ).encode(source.data_ptr())
+        tensor_map = ctypes.create_string_buffer(encoded)
         rates = []
         for grid in grids:
             grid -= grid % probe.multicast
@@ -559,7 +560,7 @@ def run_copies() -> None:
             arguments = [ctypes.c_uint64(source.data_ptr()), ctypes.c_uint32(size // COPY_BYTES),
                          ctypes.c_uint32(count), ctypes.c_uint64(out.data_ptr())]  # fmt: skip
             smem_bytes = COPY_STAGES * COPY_BYTES
-            launch(cubin, arguments, grid=grid, threads=64, smem_bytes=smem_bytes, device_map=tensor_map[1])
+            launch(cubin, arguments, grid=grid, threads=64, smem_bytes=smem_bytes, device_map=ctypes.addressof(tensor_map))
             rates.append(count * COPY_BYTES / out.double().mean().item())
         print(f"| {'tile' if probe.tile else 'contiguous'} | {probe.beyond} | {probe.multicast} |"
               + "".join(f" {rate:.1f} |" for rate in rates))  # fmt: skip

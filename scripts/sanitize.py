@@ -16,6 +16,7 @@ import builders  # noqa: E402
 import torch  # noqa: E402
 
 from jitgemm.gemm.bound import gemm_w4a8_bound  # noqa: E402
+from jitgemm.gemm.arguments import Operands  # noqa: E402
 from jitgemm.gemm.plan import Plan  # noqa: E402
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.spec import KernelSpec  # noqa: E402
@@ -67,10 +68,11 @@ def main() -> int:
         ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
         x, x_scale, rhs, bias = lhs[0].cuda(), lhs[1].cuda(), weight.to("cuda"), bias.cuda()
         out = torch.empty(m, n + 8, dtype=torch.bfloat16, device="cuda")[:, 8:]
-        plan = Plan(x, x_scale, rhs, out, bias, spec=spec)
+        operands = Operands(x, x_scale, None, rhs, out, bias)
+        plan = Plan(operands, spec)
         for _ in range(3):
-            plan.launch(x, x_scale, rhs, out, bias, False)
-            plan.launch(x, x_scale, rhs, out, bias, True)
+            plan.launch(*operands._replace(weight=rhs.packed))  # never settled
+            plan.launch(*operands)
         torch.cuda.synchronize()
         good = bool(((out.cpu().double() - ref).abs() <= bound).all())
         wrong += not good

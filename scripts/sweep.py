@@ -26,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,6 +166,7 @@ def time_all(jobs: list[Job], measure: Callable[[list[Timed], int], None]) -> li
     from benchmark_lib.timing import Timed
 
     import jitgemm
+    from jitgemm.gemm.arguments import Operands
     from jitgemm.gemm.plan import Plan
     from jitgemm.jit.cache import KernelCache
 
@@ -206,8 +208,9 @@ def time_all(jobs: list[Job], measure: Callable[[list[Timed], int], None]) -> li
         contestants = {}
         for kernel in chosen:
             if kernel not in failed:
-                plan = Plan(x, x_scale, used[0], out, None, spec=kernel)
-                calls = [lambda w=w, plan=plan: plan.launch(x, x_scale, w, out, None, True) for w in used]
+                operands = [Operands(x, x_scale, None, weight, out, None) for weight in used]
+                plan = Plan(operands[0], kernel)
+                calls = [partial(plan.launch, *each) for each in operands]
                 contestants[kernel] = Timed(calls)
         if contestants:
             measure(list(contestants.values()), m)

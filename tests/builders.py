@@ -12,7 +12,8 @@ import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
-from jitgemm.weight.w4 import W4Weight, pack_w4
+from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.w4 import W4Weight
 
 PER_CHANNEL = 0
 """As a group size: one scale per row, whatever k is."""

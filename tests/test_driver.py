@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from jitgemm.activations.kernel import MAX_PERMUTED_K, quantize_spec
-from jitgemm.dtypes import REAL_TYPES
+from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError
+from jitgemm.jit.source import headers
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import device_of
@@ -18,9 +20,11 @@ from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 
 driver = pytest.importorskip("jitgemm.runtime.driver", reason="needs cuda.bindings")
-plan = pytest.importorskip("jitgemm.gemm.plan")
-loaded = pytest.importorskip("jitgemm.runtime.kernels")
-quantize_plan = pytest.importorskip("jitgemm.activations.plan")
+gemms = pytest.importorskip("jitgemm.gemm.plan")
+kernels = pytest.importorskip("jitgemm.runtime.kernels")
+quantizers = pytest.importorskip("jitgemm.activations.plan")
+prepared = pytest.importorskip("jitgemm.runtime.prepared")
+from prepared_calls import gemm_operands, quantizer_inputs, without_driver  # noqa: E402
 
 
 @pytest.mark.parametrize("nvrtc", [(12, 8), (12, 9), (13, 0)])
@@ -47,19 +51,19 @@ def test_nothing_is_compiled_for_a_driver_that_could_not_load_it(monkeypatch, tm
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(driver, "driver_version", lambda: (11, 8))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for load, spec in ((plan.loaded_kernel, gemm_spec()), (quantize_plan.loaded_quantizer, quantizer_spec())):
+    for load, spec in ((gemms.KERNELS.load, gemm_spec()), (quantizers.KERNELS.load, quantizer_spec())):
         with pytest.raises(UnsupportedDeviceError):
             load(spec, 0)
     assert not list(tmp_path.rglob("*.jgk"))
 
 
 def test_what_is_not_loaded_is_refused_during_capture_with_the_call_to_make_before(monkeypatch):
-    monkeypatch.setattr(loaded, "kernels", {})
+    monkeypatch.setattr(kernels, "kernels", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(CacheMissError, match=r"-g128-.* being captured: call the GEMM once with these shapes before"):
-        plan.loaded_kernel(gemm_spec(), 0)
+        gemms.KERNELS.load(gemm_spec(), 0)
     with pytest.raises(CacheMissError, match=r"quantize-bf16-s8.* call quantize_activations once with these arguments"):
-        quantize_plan.loaded_quantizer(quantizer_spec(), 0)
+        quantizers.KERNELS.load(quantizer_spec(), 0)
 
 
 def test_a_kernel_is_loaded_once_a_device_whatever_threads_ask(monkeypatch):
@@ -69,15 +73,15 @@ def test_a_kernel_is_loaded_once_a_device_whatever_threads_ask(monkeypatch):
         loads.append((cubin, name, device, smem_bytes))
         return driver.LoadedKernel(name, None, device)
 
-    monkeypatch.setattr(loaded, "kernels", {})
-    monkeypatch.setattr(loaded.cache, "get_or_compile", lambda source: (SimpleNamespace(cubin=source.label), 1))
+    monkeypatch.setattr(kernels, "kernels", {})
+    monkeypatch.setattr(kernels.cache, "get_or_compile", lambda source: (SimpleNamespace(cubin=source.label, slow_because=None), 1))
     monkeypatch.setattr(driver, "check_nvrtc_against_driver", lambda nvrtc: None)
     monkeypatch.setattr(driver, "load_kernel", load_kernel)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     gemm, quantizer = gemm_spec(), quantizer_spec()
     with ThreadPoolExecutor(4) as pool:
         for device in (0, 1):
-            for load, spec in ((plan.loaded_kernel, gemm), (quantize_plan.loaded_quantizer, quantizer)):
+            for load, spec in ((gemms.KERNELS.load, gemm), (quantizers.KERNELS.load, quantizer)):
                 first, *others = pool.map(load, [spec] * 16, [device] * 16)
                 assert all(kernel is first for kernel in others)
     assert loads == [
@@ -90,7 +94,7 @@ def test_a_kernel_is_loaded_once_a_device_whatever_threads_ask(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("maps", [(), (128, 256)])
+@pytest.mark.parametrize("maps", [(), (b"a" * 128, b"b" * 128)], ids=len)
 def test_a_launch_passes_its_maps_and_then_its_argument_block(monkeypatch, maps):
     launches = []
 
@@ -98,14 +102,15 @@ def test_a_launch_passes_its_maps_and_then_its_argument_block(monkeypatch, maps)
         grid, block = (config.gridDimX, config.gridDimY), (config.blockDimX, config.blockDimY, config.blockDimZ)
         *passed, arguments = (ctypes.c_void_p * (len(maps) + 1)).from_address(parameters)
         shape = grid, block, config.sharedMemBytes, config.numAttrs, int(config.hStream)
-        launches.append((shape, function, tuple(passed), ctypes.string_at(arguments, 5)))
+        passed = tuple(ctypes.string_at(each, 128) for each in passed)
+        launches.append((shape, function, passed, ctypes.string_at(arguments, 5)))
         return (driver.cu.CUresult.CUDA_SUCCESS,)
 
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", launch)
     kernel = driver.LoadedKernel("function", None, 0)
     prepared = driver.Launch(kernel, grid=7, block=(32, 8), smem_bytes=4096)
     for arguments, stream, dependent in ((b"\1\0\0\0\2", 11, True), (b"\3\4\5\6\7", 12, False)):
-        prepared.run(driver.Parameters(arguments, [(None, place) for place in maps]), stream, dependent)
+        prepared.run(driver.Parameters(arguments, maps), stream, dependent)
     assert launches == [
         (((7, 1), (32, 8, 1), 4096, attributes, stream), "function", maps, arguments)
         for arguments, stream, attributes in ((b"\1\0\0\0\2", 11, 1), (b"\3\4\5\6\7", 12, 0))
@@ -122,12 +127,162 @@ def test_a_gpu_of_another_generation_is_refused_by_name(monkeypatch):
     device_of.cache_clear()
 
 
-def test_the_argument_block_is_packed_in_the_size_that_the_kernel_checks():
-    """`Args` in gemm/types.cuh asserts its own size when a kernel compiles; the plan must pack as many bytes."""
-    from jitgemm.jit.source import headers
+# ---- argument blocks, field by field ----------------------------------------------------------------------------------
 
-    size = re.search(r"static_assert\(sizeof\(Args\) == (\d+)", headers()["jitgemm/gemm/types.cuh"])
-    assert plan._ARGUMENTS.size == int(size[1])
+SIZES = {"u64": 8, "u32": 4, "i32": 4, "float": 4}
+CODES = {"u64": "Q", "u32": "I", "i32": "i", "float": "f", "pointer": "Q"}
+
+
+def struct_of(header: str, name: str) -> dict[str, tuple[str, int]]:
+    """Field -> (type, offset) of a struct in a header, laid out as C++ does; checked against its own size."""
+    text = headers("quantize" if name == "QuantizeArgs" else "kernel")[header]
+    body = re.search(rf"struct {name} {{\n(.*?)\n}};", text, re.DOTALL)[1]
+    fields, offset = {}, 0
+    for line in body.splitlines():
+        declaration = line.split("//")[0].strip().rstrip(";")
+        if not declaration:
+            continue
+        type_, names = re.fullmatch(r"((?:const )?\w+\*?)\s+([\w, ]+)", declaration).groups()
+        kind = "pointer" if type_.endswith("*") else type_
+        size = 8 if kind == "pointer" else SIZES[kind]
+        for field in names.split(", "):
+            offset = -(-offset // size) * size
+            fields[field] = kind, offset
+            offset += size
+    asserted = re.search(rf"static_assert\(sizeof\({name}\) == (\d+)", text)
+    assert -(-offset // 8) * 8 == int(asserted[1])
+    return fields
+
+
+ARGUMENT_BLOCKS = [
+    pytest.param("jitgemm/gemm/types.cuh", "Args", gemms.ARGUMENTS, id="gemm"),
+    pytest.param("jitgemm/quantize.cuh", "QuantizeArgs", quantizers.ARGUMENTS, id="quantiser"),
+]
+
+
+@pytest.mark.parametrize(("header", "name", "block"), ARGUMENT_BLOCKS)
+def test_argument_blocks_have_the_fields_of_the_header(header, name, block):
+    fields = struct_of(header, name)
+    offset = 0
+    for (field, code), (expected, (kind, at)) in zip(block.fields.items(), fields.items(), strict=True):
+        assert (field, code, offset) == (expected, CODES[kind], at)
+        offset += struct.calcsize("<" + code)
+    assert offset == block.nbytes
+
+
+def fields_in(packed: bytes, fields: dict[str, tuple[str, int]]) -> dict[str, float]:
+    return {name: struct.unpack_from("<" + CODES[kind], packed, at)[0] for name, (kind, at) in fields.items()}
+
+
+def test_a_gemm_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch):
+    launches = without_driver(monkeypatch)
+    operands = gemm_operands()
+    plan = gemms.Plan(operands)
+    plan.launch(*operands)
+    [(dependent, (x_map, last_x_map, out_map, block))] = launches
+    assert dependent  # the weight is settled
+    x, x_scale, x_zero, weight, out, bias = operands
+    fields = fields_in(block, struct_of("jitgemm/gemm/types.cuh", "Args"))
+    assert fields == {
+        "lhs": x.data_ptr(),
+        "records": weight.blocks.data_ptr(),
+        "channel_scale": weight.channel_scale.data_ptr(),
+        "lhs_scale": x_scale.data_ptr(),
+        "bias": bias.data_ptr(),
+        "lhs_zero": x_zero.data_ptr(),
+        "row_sum": weight.row_sum.data_ptr(),
+        "lhs_stride": x.stride(0),
+        "lhs_scale_stride": 1,
+        "lhs_zero_stride": 1,
+        "m": x.shape[0],
+        "n": weight.n,
+        "k": weight.k,
+        "channel_scale_type": DTYPES["fp16"].number,
+        "bias_type": DTYPES["bf16"].number,
+        "last_rows": x.shape[0],
+    }
+    mapped = [int.from_bytes(each, "little") for each in (x_map, last_x_map, out_map)]
+    assert mapped == [x.data_ptr(), x.data_ptr(), out.data_ptr()]
+    # `tensors`, which the checks of addresses read, is in the same order.
+    assert [tensor.data_ptr() for tensor in operands.tensors[:-1]] == list(fields.values())[:7]
+
+
+def test_what_a_gemm_does_without_is_null(monkeypatch):
+    launches = without_driver(monkeypatch)
+    operands = gemm_operands(group_size=32, affine=False)._replace(bias=None)
+    gemms.Plan(operands).launch(*operands)
+    fields = fields_in(launches[0][1][-1], struct_of("jitgemm/gemm/types.cuh", "Args"))
+    assert [name for name, value in fields.items() if not value] == [
+        "channel_scale", "bias", "lhs_zero", "row_sum", "lhs_zero_stride", "bias_type",
+    ]  # fmt: skip
+
+
+def test_a_weight_that_is_not_settled_is_read_after_the_kernel_before(monkeypatch):
+    launches = without_driver(monkeypatch)
+    operands = gemm_operands()
+    plan = gemms.Plan(operands)
+    operands.weight.blocks.add_(0)
+    plan.launch(*operands)
+    operands.weight.settle()
+    plan.launch(*operands)
+    plan.launch(*operands._replace(weight=operands.weight.packed))  # as the op passes it
+    assert [dependent for dependent, _ in launches] == [False, True, False]
+
+
+def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch):
+    launches = without_driver(monkeypatch)
+    inputs = quantizer_inputs()
+    outputs = inputs.new_outputs()
+    quantizers.QuantizePlan(inputs, outputs).launch(inputs, outputs)
+    [(dependent, (block,))] = launches
+    assert dependent
+    q, scale, zero = outputs
+    fields = fields_in(block, struct_of("jitgemm/quantize.cuh", "QuantizeArgs"))
+    assert fields == {
+        "x": inputs.x.data_ptr(),
+        "q": q.data_ptr(),
+        "scale": scale.data_ptr(),
+        "zero": zero.data_ptr(),
+        "given_scale": inputs.scale.data_ptr(),
+        "given_zero": inputs.zero.data_ptr(),
+        "norm_weight": inputs.rms_norm.data_ptr(),
+        "permutation": inputs.permutation.data_ptr(),
+        "x_row_bytes": 2 * inputs.k,
+        "q_row_bytes": inputs.k,
+        "m": inputs.x.shape[0],
+        "k": inputs.k,
+        "eps": inputs.eps,
+        "norm_weight_type": DTYPES["bf16"].number,
+    }
+    assert [tensor.data_ptr() for tensor in inputs.tensors(outputs)] == list(fields.values())[:8]
+
+
+@pytest.mark.parametrize("quantiser", [False, True])
+def test_addresses_that_come_again_are_neither_checked_nor_prepared_again(monkeypatch, quantiser):
+    without_driver(monkeypatch)
+    if quantiser:
+        inputs = quantizer_inputs()
+        calls = [(inputs, inputs.new_outputs()) for _ in range(3)]
+        plan = quantizers.QuantizePlan(*calls[0])
+    else:
+        operands = gemm_operands()
+        calls = [tuple(operands._replace(out=torch.empty_like(operands.out))) for _ in range(3)]
+        plan = gemms.Plan(operands)
+    checked = []
+    monkeypatch.setattr(prepared, "check_addresses", lambda pointers, tensors: checked.append(tensors))
+    for call in calls * 2:
+        plan.launch(*call)
+    assert len(checked) == len(calls)
+
+
+def test_an_overlap_is_refused_at_new_addresses(monkeypatch):
+    launches = without_driver(monkeypatch)
+    operands = gemm_operands()
+    plan = gemms.Plan(operands)
+    inside = operands.weight.blocks.view(-1)[: operands.out.nbytes].view(torch.bfloat16).view_as(operands.out)
+    with pytest.raises(ValueError, match="out: expected memory of its own, got a tensor that overlaps rhs.blocks"):
+        plan.launch(*operands._replace(out=inside))
+    assert launches == []
 
 
 def test_every_output_type_has_a_tensor_map():

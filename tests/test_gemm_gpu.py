@@ -27,6 +27,7 @@ from builders import PER_CHANNEL
 import jitgemm
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.errors import JitGemmError
+from jitgemm.gemm.arguments import Operands
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.formats import GROUP_SIZES, MAX_CHANNEL_K_S8, Problem, WeightFormat
@@ -34,7 +35,8 @@ from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
 from jitgemm.select.choose import candidates, choose, illegal, kernels_for, legal_kernels
-from jitgemm.weight.w4 import W4Weight, pack_w4
+from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.w4 import W4Weight
 
 pytestmark = pytest.mark.gpu
 
@@ -480,7 +482,7 @@ def kernel_of(lhs: str, format: WeightFormat, out: str, number: int) -> KernelSp
 def compiled_ahead(tmp_path_factory):
     """A cache of the module's own, filled in threads with what the cases need: serially it would take minutes."""
     from jitgemm import settings
-    from jitgemm.runtime import kernels as loaded
+    from jitgemm.runtime import kernels
 
     before = os.environ.get("JITGEMM_CACHE_DIR")
     os.environ["JITGEMM_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
@@ -495,7 +497,7 @@ def compiled_ahead(tmp_path_factory):
 
     def build(spec: KernelSpec) -> None:
         with suppress(JitGemmError):  # the test that needs it will say so
-            loaded.cache.get_or_compile(kernel_source(spec))
+            kernels.cache.get_or_compile(kernel_source(spec))
 
     with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
         list(pool.map(build, specs))
@@ -605,8 +607,8 @@ def test_kernels_that_the_selector_might_choose(drawn):
     outputs = []
     for _ in range(2):
         guarded = Guarded(m, n, dtype=OUTPUTS[out])
-        plan = Plan(lhs[0], lhs[1], rhs, guarded.out, bias, spec=spec, x_zero=x_zero)
-        plan.launch(lhs[0], lhs[1], rhs, guarded.out, bias, True, x_zero)
+        operands = Operands(lhs[0], lhs[1], x_zero, rhs, guarded.out, bias)
+        Plan(operands, spec).launch(*operands)
         guarded.check()
         outputs.append(guarded.out.contiguous())
     assert_right(outputs[0], lhs, rhs, bias)
@@ -627,7 +629,8 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
     assert len(kernels) > 20
     for spec in kernels:
         guarded = Guarded(problem.m, problem.n)
-        Plan(x, x_scale, rhs, guarded.out, None, spec=spec).launch(x, x_scale, rhs, guarded.out, None, True)
+        operands = Operands(x, x_scale, None, rhs, guarded.out, None)
+        Plan(operands, spec).launch(*operands)
         guarded.check()
         assert_right(guarded.out, (x, x_scale), rhs)
         outputs.setdefault((spec.split_k, spec.warpgroups_k), []).append(guarded.out.contiguous())
@@ -639,14 +642,15 @@ def with_both_hints(spec, m, rhs, lhs, monkeypatch):
     """The kernel's outputs by jitgemm's yield hints and by ptxas's own."""
     from jitgemm.gemm.plan import Plan
     from jitgemm.kernel import render
-    from jitgemm.runtime import kernels as loaded
+    from jitgemm.runtime import kernels
 
     outputs = []
     with monkeypatch.context() as patch:
         for _ in range(2):
-            patch.setattr(loaded, "kernels", {})
+            patch.setattr(kernels, "kernels", {})
             guarded = Guarded(m, rhs.n)
-            Plan(*lhs, rhs, guarded.out, None, spec=spec).launch(*lhs, rhs, guarded.out, None, True)
+            operands = Operands(*lhs, None, rhs, guarded.out, None)
+            Plan(operands, spec).launch(*operands)
             guarded.check()
             outputs.append(guarded.out.contiguous())
             patch.setattr(render, "yields", lambda _: None)
@@ -680,9 +684,10 @@ def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
     outputs = []
     for spec in (plain, replace(plain, scatter=True)):
         guarded = Guarded(m, n)
-        plan = Plan(x, x_scale, rhs, guarded.out, None, spec=spec)
+        operands = Operands(x, x_scale, None, rhs, guarded.out, None)
+        plan = Plan(operands, spec)
         for _ in range(2):
-            plan.launch(x, x_scale, rhs, guarded.out, None, True)
+            plan.launch(*operands)
         guarded.check()
         outputs.append(guarded.out.contiguous())
         assert_right(outputs[-1], (x, x_scale), rhs)
@@ -713,7 +718,8 @@ def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
     for spec in kernels:
         for _ in range(10):
             guarded = Guarded(m, n)
-            Plan(x, x_scale, rhs, guarded.out, None, spec=spec).launch(x, x_scale, rhs, guarded.out, None, True)
+            operands = Operands(x, x_scale, None, rhs, guarded.out, None)
+            Plan(operands, spec).launch(*operands)
             guarded.check()
             outputs.append(guarded.out.contiguous())
         assert_right(outputs[-1], (x, x_scale), rhs)
@@ -1236,9 +1242,9 @@ def test_another_m_of_a_loaded_kernel_can_be_captured():
 
 
 def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch):
-    from jitgemm.runtime import kernels as loaded
+    from jitgemm.runtime import kernels
 
-    monkeypatch.setattr(loaded, "kernels", {})
+    monkeypatch.setattr(kernels, "kernels", {})
     rhs, lhs = weight(1040, 1056), activations(24, 1056, "s8")
     out = torch.full((24, 1040), float("nan"), dtype=torch.bfloat16, device="cuda")
     counter = torch.zeros(1, device="cuda")
@@ -1264,9 +1270,9 @@ def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch)
 
 
 def test_with_the_jit_off_a_missing_kernel_is_named(monkeypatch, tmp_path):
-    from jitgemm.runtime import kernels as loaded
+    from jitgemm.runtime import kernels
 
-    monkeypatch.setattr(loaded, "kernels", {})
+    monkeypatch.setattr(kernels, "kernels", {})
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("JITGEMM_JIT", "off")
     rhs, lhs = weight(1048, 1056), activations(24, 1056, "s8")
@@ -1278,15 +1284,15 @@ def test_with_the_jit_off_a_missing_kernel_is_named(monkeypatch, tmp_path):
 
 def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
     from jitgemm import settings
-    from jitgemm.runtime import kernels as loaded
+    from jitgemm.runtime import kernels as registry
 
     n, k, format = 2048, 1024, WeightFormat(64, False, "bf16")
     kernels = kernels_for(n, k, "s8", format, device_figures(), 700)
     if settings.debug():
         kernels = [replace(spec, debug=True) for spec in kernels]
     with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
-        list(pool.map(loaded.cache.get_or_compile, map(kernel_source, kernels)))
-    monkeypatch.setattr(loaded, "kernels", {})
+        list(pool.map(registry.cache.get_or_compile, map(kernel_source, kernels)))
+    monkeypatch.setattr(registry, "kernels", {})
     monkeypatch.setenv("JITGEMM_JIT", "off")
     rhs = weight(n, k, (64, False, "bf16"))
     x, x_scale = activations(700, k, "s8")
@@ -1294,7 +1300,7 @@ def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
     for m in (*range(1, 70), *range(71, 700, 13), 700):
         jitgemm.gemm_w4a8_bf16_nt((x[:m], x_scale[:m]), rhs, out[:m])
     assert_right(out, (x, x_scale), rhs)
-    assert len(loaded.kernels) <= len(kernels)
+    assert len(registry.kernels) <= len(kernels)
 
 
 # ---- torch.library and torch.compile --------------------------------------------------------------------------------

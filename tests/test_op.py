@@ -35,11 +35,10 @@ def weight(format=FORMATS[0], n: int = N, k: int = K, **more) -> jitgemm.W4Weigh
 
 
 def op_arguments(lhs, rhs, out, bias=None, batch_invariant=False) -> tuple:
-    fmt = rhs.format
     x, x_scale, x_zero = (*lhs, None)[:3]
     return (
-        x, x_scale, x_zero, rhs.blocks, rhs.channel_scale, rhs.row_sum, out, bias, rhs.n, rhs.k,
-        fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, batch_invariant,
+        x, x_scale, x_zero, rhs.blocks, rhs.channel_scale, rhs.row_sum, out, bias, rhs.n, rhs.k, rhs.format.name,
+        batch_invariant,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.kernel.formats import CODE_BYTES, CODES, WeightFormat, ceil_div
 from jitgemm.weight import layout
-from jitgemm.weight.w4 import pack_w4
+from jitgemm.weight.pack import pack_w4
 
 U32 = 0xFFFFFFFF
 E4M3_BYTES = {

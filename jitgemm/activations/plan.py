@@ -1,92 +1,102 @@
-"""From a quantiser's checked arguments to a launch, as `plan.py` does for GEMMs.
-
-A plan is everything about a call that its shapes decide; a launch adds the addresses. Knows addresses and sizes,
-not tensors; nothing of what arguments are legal.
-"""
+"""From a quantiser's checked arguments to a launch, as `gemm/plan.py` does for GEMMs."""
 
 from __future__ import annotations
 
-import struct
-
-import torch
-
+from jitgemm.activations.arguments import POINTERS, Inputs, Outputs
 from jitgemm.activations.kernel import (
     KERNEL_NAME,
     MAX_PERMUTED_K,
     QuantizeSpec,
     block_dims,
     quantize_source,
+    quantize_spec,
     smem_bytes,
 )
+from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.runtime import driver
-from jitgemm.runtime import kernels as loaded
 from jitgemm.runtime.device import device_of
+from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
+from jitgemm.tensors import TYPE_NAMES
 
-_ARGUMENTS = struct.Struct("<10Q2IfI")
-"""`QuantizeArgs` in include/jitgemm/quantize.cuh: x, q, scale, zero, given_scale, given_zero, norm_weight, permutation,
-x_row_bytes, q_row_bytes, m, k, eps, norm_weight_type."""
-_ADDRESSES = struct.Struct("<8Q")
-"""Those at its beginning."""
-
-
-def loaded_quantizer(spec: QuantizeSpec, device: int) -> driver.LoadedKernel:
-    """The kernel, ready to launch on the device; raises as `loaded.get_or_load`."""
-    return loaded.get_or_load(
-        spec,
-        device,
-        quantize_source,
-        name=KERNEL_NAME,
-        smem_bytes=MAX_PERMUTED_K if spec.permuted else 0,
-        call="quantize_activations once with these arguments",
-    )
+ARGUMENTS = ArgumentBlock(POINTERS, x_row_bytes="Q", q_row_bytes="Q", m="I", k="I", eps="f", norm_weight_type="i")
+"""`QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
 
-class QuantizePlan:
-    """A prepared call. Belongs to one thread.
+def _most_smem_bytes(spec: QuantizeSpec) -> int:
+    return MAX_PERMUTED_K if spec.permuted else 0
 
-    The kernel may start while its predecessor still runs: it reads and writes nothing before that has ended.
+
+KERNELS = KernelFamily(
+    KERNEL_NAME, quantize_source, _most_smem_bytes, call="quantize_activations once with these arguments"
+)
+
+
+class QuantizePlan(PreparedLaunch):
+    """A prepared call, for tensors of the shapes, strides, dtypes and device that it was made for.
+
+    The kernel may start while the kernel before it still runs: it reads and writes nothing before that has ended.
     """
 
-    __slots__ = ("spec", "addresses", "_device", "_after_addresses", "_parameters", "_launch")
+    __slots__ = ("spec",)
 
-    def __init__(
-        self,
-        spec: QuantizeSpec,
-        device: int,
-        *,
-        m: int,
-        k: int,
-        x_row_bytes: int,
-        q_row_bytes: int,
-        eps: float,
-        norm_weight_type: int,
-    ):
-        self.spec = spec
-        self._device = device
-        self.addresses: tuple[int, ...] = ()
-        """Of the last launch."""
-        figures = device_of(device)
-        kernel = loaded_quantizer(spec, device)
-        arguments = _ARGUMENTS.pack(*[0] * 8, x_row_bytes, q_row_bytes, m, k, eps, norm_weight_type)
-        self._after_addresses = arguments[_ADDRESSES.size :]
-
+    def __init__(self, inputs: Inputs, outputs: Outputs):
+        x, q = inputs.x, outputs[0]
+        m, k, device = x.shape[0], inputs.k, x.get_device()
+        spec = self.spec = quantize_spec(
+            k,
+            TYPE_NAMES[x.dtype],
+            TYPE_NAMES[q.dtype],
+            affine=inputs.affine,
+            static=inputs.static,
+            silu_mul=inputs.silu_mul,
+            rms_norm=inputs.rms_norm is not None,
+            permuted=inputs.permutation is not None,
+        )
+        kernel = KERNELS.load(spec, device)
         threads, rows = block_dims(spec, k)
         smem = smem_bytes(spec, k)
         driver.use_context(device)
         resident = max(1, driver.resident_ctas(kernel, threads * rows, smem))
-        grid = min(ceil_div(m, rows), resident * figures.num_sms)
-        self._launch = driver.Launch(kernel, grid=grid, block=(threads, rows), smem_bytes=smem)
+        super().__init__(
+            kernel,
+            ARGUMENTS,
+            {
+                # One row's stride is never walked, and torch may report any value for it.
+                "x_row_bytes": x.stride(0) * x.element_size() if m > 1 else 0,
+                "q_row_bytes": q.stride(0) if m > 1 else 0,
+                "m": m,
+                "k": k,
+                "eps": inputs.eps,
+                "norm_weight_type": (
+                    0 if inputs.rms_norm is None else DTYPES[TYPE_NAMES[inputs.rms_norm.dtype]].number
+                ),
+            },
+            grid=min(ceil_div(m, rows), resident * device_of(device).num_sms),
+            threads=(threads, rows),
+            smem_bytes=smem,
+        )
 
-    def launch(self, addresses: tuple[int, ...]) -> None:
-        """Runs on the device's current stream; addresses in the order of `QuantizeArgs`, 0 for what is not there."""
-        if addresses != self.addresses:
-            self._parameters = driver.Parameters(_ADDRESSES.pack(*addresses) + self._after_addresses)
-            self.addresses = addresses
-        device = self._device
-        if torch._C._cuda_getDevice() != device:
-            with torch.cuda.device(device):
-                driver.use_context(device)
-                return self.launch(addresses)
-        driver.bind(device)
-        self._launch.run(self._parameters, torch._C._cuda_getCurrentRawStream(device), True)
+    def launch(self, inputs: Inputs, outputs: Outputs) -> None:
+        """Runs on the tensors' device and its current stream.
+
+        Raises:
+            ValueError: a tensor is misaligned, or an output overlaps another tensor.
+        """
+        x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation = inputs
+        q, scale, zero = outputs
+        addresses = (
+            x.data_ptr(),
+            q.data_ptr(),
+            scale.data_ptr(),
+            0 if zero is None else zero.data_ptr(),
+            0 if given_scale is None else given_scale.data_ptr(),
+            0 if given_zero is None else given_zero.data_ptr(),
+            0 if rms_norm is None else rms_norm.data_ptr(),
+            0 if permutation is None else permutation.data_ptr(),
+            self.number,
+        )
+        if not self.run(addresses, True):
+            self.prepare(addresses, inputs.tensors(outputs))
+            self.run(addresses, True)

@@ -16,8 +16,7 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 def quantize_reference(
     x: torch.Tensor,
     dtype: torch.dtype,
-    *,
-    scheme: str = "token",
+    static: bool = False,
     affine: bool = False,
     scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
@@ -45,7 +44,7 @@ def quantize_reference(
     low = (-y).amax(dim=1).clamp(min=0)
     if norm is not None:
         y, high, low = y * norm[:, None], high * norm, low * norm
-    if scheme == "tensor":
+    if static:
         row_scale = scale.reshape(1).repeat(x.shape[0])
         row_zero = zero.reshape(1).repeat(x.shape[0]) if affine else None
         inverse = 1 / row_scale

@@ -20,7 +20,7 @@ from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe, dtype_name
-from jitgemm.weight.w4 import MAX_ZERO
+from jitgemm.weight.pack import MAX_ZERO
 
 FLOATS = tuple(torch_dtype(name) for name in REAL_TYPES)
 """What a scale may be."""

@@ -50,7 +50,7 @@ from jitgemm.checkpoint.affine import (
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
 from jitgemm.tensors import describe, dtype_name
-from jitgemm.weight.w4 import MAX_ZERO
+from jitgemm.weight.pack import MAX_ZERO
 
 _INT8_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _EXACT_BITS = 2.0**20  # q - zero is exact in fp32 where zero is a multiple of its inverse

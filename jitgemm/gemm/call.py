@@ -1,7 +1,8 @@
 """The public call: checks arguments, then straight down to a plan; under a tracer through the `torch.library` op.
 
-The hot path is `gemm_w4a8_nt` down to `Plan.launch`: one look-up by everything that decides legality and kernel.
-Only a miss imports the layers below, so that importing jitgemm touches neither the CUDA bindings nor the disk.
+The hot path is `gemm_w4a8_nt` down to `PreparedLaunch.run`: one look-up by everything that decides legality and kernel,
+one by addresses. Only a miss imports the layers below, so that importing jitgemm touches neither the CUDA bindings nor
+the disk.
 """
 
 from __future__ import annotations
@@ -10,17 +11,15 @@ from typing import Any
 
 import torch
 
-from jitgemm.gemm.arguments import PackedWeight, check_addresses, check_arguments, split_lhs
-from jitgemm.kernel.formats import WeightFormat
-from jitgemm.runtime.dispatch import traced
-from jitgemm.runtime.plans import Plans, present
-from jitgemm.tensors import check_tensor
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.gemm.arguments import POINTERS, Lhs, Operands, check_arguments, check_types, split_lhs
+from jitgemm.kernel.formats import format_named
+from jitgemm.runtime.checks import check_addresses
+from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.plans import thread
+from jitgemm.tensors import check_flag, check_tensor, dtype_name
+from jitgemm.weight.w4 import PackedWeight, W4Weight
 
-_plans = Plans()
-
-
-Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_is_compiling = torch.compiler.is_compiling
 
 
 def gemm_w4a8_bf16_nt(
@@ -31,8 +30,9 @@ def gemm_w4a8_bf16_nt(
     Raises:
         TypeError: out is not bfloat16; else as `gemm_w4a8_nt`.
     """
-    if getattr(out, "dtype", torch.bfloat16) is not torch.bfloat16:
-        raise TypeError(f"out: expected bfloat16 (gemm_w4a8_nt takes other types), got {str(out.dtype)[6:]}")
+    if getattr(out, "dtype", None) is not torch.bfloat16:
+        got = dtype_name(check_tensor("out", out).dtype)
+        raise TypeError(f"out: expected bfloat16 (gemm_w4a8_nt takes other types), got {got}")
     gemm_w4a8_nt(lhs, rhs, out, bias=bias, batch_invariant=batch_invariant)
 
 
@@ -82,137 +82,87 @@ def gemm_w4a8_nt(
         x_zero = None
     else:
         x, x_scale, x_zero = split_lhs(lhs)
-    if torch.compiler.is_compiling() or traced(x, out):
-        _call_op(x, x_scale, x_zero, rhs, out, bias, batch_invariant)
+    if _is_compiling() or traced(x, out):
+        call_op(Operands(x, x_scale, x_zero, rhs, out, bias), batch_invariant)
         return
     try:
-        # As `_key`, written out: a call saved.
-        key = (
-            rhs.plan_key, x.shape, out.requires_grad, batch_invariant, bias is None,
-            None if x_zero is None else rhs.row_sum is None,
-        )  # fmt: skip
-        tensors = (x, x_scale, out) if bias is None and x_zero is None else present(x, x_scale, x_zero, out, bias)
-        plan = _plans.find(key, tensors)
-        settled = rhs.settled
-    except AttributeError:
-        _check_types(x, x_scale, rhs, out, bias)
+        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant)
+    except (AttributeError, TypeError):
+        check_types(Operands(x, x_scale, x_zero, rhs, out, bias))
         raise
-    if plan is not None:
-        plan.launch(x, x_scale, rhs, out, bias, settled, x_zero)
-        return
-    _check_types(x, x_scale, rhs, out, bias)
-    _plan_and_run(x, x_scale, x_zero, rhs, out, bias, bool(batch_invariant), settled)
 
 
-def _check_types(x: object, x_scale: object, rhs: object, out: object, bias: object) -> None:
-    split_lhs((x, x_scale))
-    if not isinstance(rhs, W4Weight):
-        raise TypeError(f"rhs: expected a W4Weight from pack_w4, got {type(rhs).__name__}")
-    check_tensor("out", out)
-    if bias is not None:
-        check_tensor("bias", bias)
-
-
-def _plan_and_run(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    x_zero: torch.Tensor | None,
-    weight: PackedWeight | W4Weight,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    batch_invariant: bool,
-    dependent: bool,
+def _run(  # type: ignore[no-untyped-def]
+    x, x_scale, x_zero, weight, out, bias, batch_invariant: bool
 ) -> None:
-    """The cold path: all checks, then the reference on the CPU, or a plan kept for the next call of these shapes."""
-    check_arguments(x, x_scale, weight, out, bias, x_zero)
-    if not x.is_cuda:
-        check_addresses(x, x_scale, weight, out, bias, x_zero)
-        if x.shape[0] > 0:
-            _run_reference(x, x_scale, x_zero, weight, out, bias)
-        return
-    if x.shape[0] == 0:
-        return
-    check_addresses(x, x_scale, weight, out, bias, x_zero)
-    from jitgemm.gemm.plan import Plan
+    """The call, directly or by its op: one look-up, then a launch.
 
-    with torch.cuda.device(x.device):
-        plan = Plan(x, x_scale, weight, out, bias, x_zero=x_zero, batch_invariant=batch_invariant)
-    key = _key(x, x_zero, weight, out, bias, batch_invariant)
-    _plans.keep(key, present(x, x_scale, x_zero, out, bias), plan)
-    plan.launch(x, x_scale, weight, out, bias, dependent, x_zero)
+    Takes the fields of `Operands` in their order: making one would take a tenth of a call's time.
+    """
+    # What decides legality and kernel; `Memory.find_plan` compares the rest of the tensors.
+    key = (weight.plan_key, x.numel(), batch_invariant, bias is None, x_zero is None)
+    tensors = (x, x_scale, out) if x_zero is None else (x, x_scale, out, x_zero)
+    if bias is not None:
+        tensors += (bias,)
+    plan = thread.memory.find_plan(key, tensors)
+    if plan is None:
+        check_flag("batch_invariant", batch_invariant)
+        operands = Operands(x, x_scale, x_zero, weight, out, bias)
+        check_arguments(operands)
+        if x.shape[0] == 0:
+            return
+        check_addresses(POINTERS, operands.tensors)
+        if not x.is_cuda:
+            _run_reference(operands)
+            return
+        from jitgemm.gemm.plan import Plan
+
+        with torch.cuda.device(x.device):
+            plan = Plan(operands, batch_invariant=batch_invariant)
+        thread.memory.add_plan(key, tensors, plan)
+    plan.launch(x, x_scale, x_zero, weight, out, bias)
 
 
-def _key(x, x_zero, weight, out, bias, batch_invariant) -> tuple:  # type: ignore[no-untyped-def]
-    """What decides legality and kernel beside what `plan_table.like` compares of the tensors."""
-    return (
-        weight.plan_key, x.shape, out.requires_grad, batch_invariant, bias is None,
-        None if x_zero is None else weight.row_sum is None,
-    )  # fmt: skip
-
-
-def _run_reference(x, x_scale, x_zero, weight, out, bias) -> None:  # type: ignore[no-untyped-def]
+def _run_reference(operands: Operands) -> None:
     from jitgemm.gemm.reference import gemm_w4a8_reference
 
+    weight, out = operands.weight, operands.out
     if not isinstance(weight, W4Weight):
         group_size = weight.format.group_size or weight.k
         weight = W4Weight(weight.blocks, weight.channel_scale, weight.n, weight.k, group_size, weight.format)
-    lhs = (x, x_scale) if x_zero is None else (x, x_scale, x_zero)
-    out.copy_(gemm_w4a8_reference(lhs, weight, bias=bias, out_dtype=out.dtype))
+    out.copy_(gemm_w4a8_reference(operands.lhs, weight, bias=operands.bias, out_dtype=out.dtype))
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
-_library = torch.library.Library("jitgemm", "FRAGMENT")
-_library.define(
-    "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
-    "Tensor(a!) out, Tensor? bias, int n, int k, int group_size, bool zero_point, str scale_type, str codes, "
-    "bool offset, bool batch_invariant) -> ()"
-)
 
-
-def _call_op(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    x_zero: torch.Tensor | None,
-    rhs: W4Weight,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    batch_invariant: bool,
-) -> None:
-    _check_types(x, x_scale, rhs, out, bias)
-    fmt = rhs.format
+def call_op(operands: Operands, batch_invariant: bool) -> None:
+    """The call by its op, which a tracer can follow."""
+    check_types(operands)
+    check_flag("batch_invariant", batch_invariant)
+    x, x_scale, x_zero, weight, out, bias = operands
     torch.ops.jitgemm.gemm_w4a8_nt(
-        x, x_scale, x_zero, rhs.blocks, rhs.channel_scale, rhs.row_sum, out, bias,
-        rhs.n, rhs.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, batch_invariant,
+        x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias,
+        weight.n, weight.k, weight.format.name, batch_invariant,
     )  # fmt: skip
 
 
-def _packed(blocks, channel_scale, row_sum, n, k, *fmt: Any) -> PackedWeight:  # type: ignore[no-untyped-def]
-    return PackedWeight(blocks, channel_scale, n, k, WeightFormat(*fmt), row_sum)
+def _operands(x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, n, k, format):  # type: ignore[no-untyped-def]
+    weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
+    return Operands(x, x_scale, x_zero, weight, out, bias)
 
 
-def _op(  # type: ignore[no-untyped-def]
-    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias,
-    n, k, group_size, zero_point, scale_type, codes, offset, batch_invariant,
-) -> None:  # fmt: skip
-    weight = _packed(blocks, channel_scale, row_sum, n, k, group_size, zero_point, scale_type, codes, offset)
-    key = _key(x, x_zero, weight, out, bias, batch_invariant)
-    plan = _plans.find(key, present(x, x_scale, x_zero, out, bias))
-    # A compiler may have put the weight's writer right before this, in a tensor of its own: never ahead of it.
-    if plan is None:
-        _plan_and_run(x, x_scale, x_zero, weight, out, bias, batch_invariant, dependent=False)
-    else:
-        plan.launch(x, x_scale, weight, out, bias, False, x_zero)
+def _op(*arguments: Any) -> None:
+    _run(*_operands(*arguments[:-1]), arguments[-1])
 
 
-def _fake_op(  # type: ignore[no-untyped-def]
-    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias,
-    n, k, group_size, zero_point, scale_type, codes, offset, batch_invariant,
-) -> None:  # fmt: skip
-    weight = _packed(blocks, channel_scale, row_sum, n, k, group_size, zero_point, scale_type, codes, offset)
-    check_arguments(x, x_scale, weight, out, bias, x_zero)
+def _fake_op(*arguments: Any) -> None:
+    check_arguments(_operands(*arguments[:-1]))
 
 
-for _backend in ("CUDA", "CPU"):
-    _library.impl("gemm_w4a8_nt", _op, _backend)
-torch.library.register_fake("jitgemm::gemm_w4a8_nt", _fake_op, lib=_library)
+define_op(
+    "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
+    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant) -> ()",
+    _op,
+    _fake_op,
+)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 
@@ -15,6 +17,7 @@ CODE_BYTES = STRIP_ROWS * BLOCK_K // 2
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
 CODES = ("any", *LHS_TYPES)
+_GROUP_NAMES = {0: "channel", **{size: f"g{size}" for size in GROUP_SIZES}}
 MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
 MAX_INT8_CHANNEL_K = 2**20 - 32
@@ -56,6 +59,16 @@ class WeightFormat:
             raise ValueError(f"codes: expected 'any' with zero points, got {self.codes!r}")
         if self.offset and not self.group_size:
             raise ValueError("offset: expected none per channel; express it as groups that repeat it")
+
+    @property
+    def name(self) -> str:
+        """One text for all of it, such as "g128-bf16" or "channel-fp32-z"; `format_named` reads it."""
+        # Found by comparing: a compiler that traces this may know the group size as a symbol only.
+        group = [name for size, name in _GROUP_NAMES.items() if size == self.group_size][0]
+        parts = [group, self.scale_type]
+        parts += ["z"] if self.zero_point else []
+        parts += ["o"] if self.offset else []
+        return "-".join(parts if self.codes == "any" else [*parts, self.codes])
 
     @property
     def bits(self) -> int:
@@ -102,6 +115,16 @@ class WeightFormat:
             | codes  | scales [scale_rows][64] | offsets [offset_rows][64] | zeros uint8 [zero_rows][64] |
         """
         return self.zeros_at + STRIP_ROWS * self.zero_rows
+
+
+@lru_cache(maxsize=None)
+def format_named(name: str) -> WeightFormat:
+    """The format whose `name` this is. ValueError for any other text."""
+    match = re.fullmatch(r"(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(?:-(e4m3|s8))?", name)
+    if match is None:
+        raise ValueError(f"format: expected the name of a WeightFormat, such as 'g128-bf16', got {name!r}")
+    group_size, scale_type, zero_point, offset, codes = match.groups()
+    return WeightFormat(int(group_size or 0), zero_point is not None, scale_type, codes or "any", offset is not None)
 
 
 @dataclass(frozen=True, slots=True)

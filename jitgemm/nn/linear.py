@@ -15,10 +15,10 @@ import torch
 from jitgemm.activations.call import quantize_activations
 from jitgemm.checkpoint.reader import Source, opened, target_device
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.arguments import ALIGNMENT
 from jitgemm.gemm.call import gemm_w4a8_nt
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
 from jitgemm.nn.read import ACTIVATIONS, CODES, check_activation, layer_of, read, state_dict_parts
+from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import check_dtype, describe, dtype_name
 from jitgemm.weight.quantize import quantize_w4
 from jitgemm.weight.w4 import W4Weight, weight_format

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 
 from jitgemm import settings
+from jitgemm.activations import plan as quantizers
 from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_spec
-from jitgemm.activations.plan import loaded_quantizer
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CompileError, JitGemmError
-from jitgemm.gemm.plan import loaded_kernel
+from jitgemm.gemm import plan as gemms
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
@@ -86,7 +86,7 @@ def warmup(
         )  # fmt: skip
     for spec, index in dict.fromkeys(on_gpu):
         with torch.cuda.device(index):
-            (loaded_quantizer if isinstance(spec, QuantizeSpec) else loaded_kernel)(spec, index)
+            (quantizers if isinstance(spec, QuantizeSpec) else gemms).KERNELS.load(spec, index)
     return [entry.metadata["label"] for entry, compiled in built if compiled]
 
 

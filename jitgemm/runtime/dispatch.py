@@ -1,13 +1,22 @@
-"""Whether a call is plain eager execution, or goes through its `torch.library` op."""
+"""How a call meets PyTorch: run at once, or through its `torch.library` op where something traces or transforms it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Bound once: a hot call asks both.
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_transform = torch._C._functorch.peek_interpreter_stack
+
+try:
+    # Bound once: a hot call asks both.
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+    _functorch_transform = torch._C._functorch.peek_interpreter_stack
+except AttributeError:  # not public: without them every call goes through its op, which is right, and slower
+
+    def _dispatch_modes() -> int:
+        return 1
 
 
 def traced(x: object, out: object) -> bool:
@@ -18,3 +27,15 @@ def traced(x: object, out: object) -> bool:
         or _dispatch_modes() > 0
         or _functorch_transform() is not None
     )
+
+
+_library = torch.library.Library("jitgemm", "FRAGMENT")
+
+
+def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Registers `torch.ops.jitgemm.<name>`: `run` for CUDA and CPU tensors, `fake` for those without values."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    for device in ("CUDA", "CPU"):
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"jitgemm::{name}", fake, lib=_library)

@@ -7,6 +7,7 @@ on a GPU.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 import threading
 from collections.abc import Sequence
@@ -38,17 +39,22 @@ def driver_version() -> tuple[int, int]:
 
 # ---- contexts --------------------------------------------------------------------------------------------------------
 
-_bound = threading.local()
+class _Bound(threading.local):
+    """The device whose context this thread made current last, by `bind`."""
+
+    device: int | None = None
+
+
+bound = _Bound()
 _primary: dict[int, object] = {}
 _primary_lock = threading.Lock()
 
 
 def bind(device: int) -> None:
     """Makes the device's primary context, which PyTorch uses too, this thread's current one."""
-    if getattr(_bound, "device", None) == device:
-        return
-    use_context(device)
-    _bound.device = device
+    if bound.device != device:
+        use_context(device)
+        bound.device = device
 
 
 def use_context(device: int) -> None:
@@ -120,10 +126,6 @@ _FILL_ZERO = cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
 _ELEMENT_STRIDES = [cu.cuuint32_t(1), cu.cuuint32_t(1)]
 
 
-TensorMap = tuple[object, int]
-"""A 128-byte tensor map, to be kept alive while a launch may read it, and where it lies."""
-
-
 class TileMap:
     """Encodes tensor maps of one two-dimensional shape; only the address changes from call to call.
 
@@ -142,39 +144,50 @@ class TileMap:
         self._strides = [cu.cuuint64_t(row_bytes)]
         self._box = [cu.cuuint32_t(box[0]), cu.cuuint32_t(box[1])]
 
-    def encode(self, address: int) -> TensorMap:
-        """The map for a tensor at `address`, 16-byte aligned."""
+    def encode(self, address: int) -> bytes:
+        """The 128 bytes of the map for a tensor at `address`, 16-byte aligned."""
         result = cu.cuTensorMapEncodeTiled(
             self._type, 2, address, self._extent, self._strides, self._box, _ELEMENT_STRIDES,
             _INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _FILL_ZERO,
         )  # fmt: skip
         if result[0] != _SUCCESS:
             check(result, "cuTensorMapEncodeTiled")
-        return result[1], result[1].getPtr()
+        return ctypes.string_at(result[1].getPtr(), 128)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
+
+
+_PARAMETERS_OVERHEAD = 800
+"""Bytes of the Python objects around a launch's parameters, the addresses that they are found by among them
+(tests/test_plans.py)."""
 
 
 class Parameters:
     """A kernel's parameters as a launch reads them: tensor maps, then one argument block, the last parameter::
 
         address
-        | pointers to the maps | pointer to the block | block |
+        | pointer to each parameter | maps | block |
 
     Args:
         arguments: the argument block.
         maps: the tensor maps before it.
+
+    Attributes:
+        address: of the pointers.
+        nbytes: bytes of host memory that this holds, with the addresses that it is found by.
     """
 
-    __slots__ = ("address", "_keep")
+    __slots__ = ("address", "nbytes", "_buffer")
 
-    def __init__(self, arguments: bytes, maps: Sequence[TensorMap] = ()):
-        head = 8 * (len(maps) + 1)
-        buffer = (ctypes.c_char * (head + len(arguments))).from_buffer_copy(bytes(head) + arguments)
-        self.address = ctypes.addressof(buffer)
-        struct.pack_into(f"{len(maps) + 1}Q", buffer, 0, *[place for _, place in maps], self.address + head)
-        self._keep = buffer, maps
+    def __init__(self, arguments: bytes, maps: Sequence[bytes] = ()):
+        parameters = *maps, arguments
+        head = 8 * len(parameters)
+        self._buffer = ctypes.create_string_buffer(bytes(head) + b"".join(parameters))
+        self.address = ctypes.addressof(self._buffer)
+        starts = itertools.accumulate(map(len, parameters[:-1]), initial=self.address + head)
+        struct.pack_into(f"{len(parameters)}Q", self._buffer, 0, *starts)
+        self.nbytes = len(self._buffer) + _PARAMETERS_OVERHEAD
 
 
 class Launch:

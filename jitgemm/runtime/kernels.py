@@ -7,61 +7,79 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from jitgemm.activations.kernel import QuantizeSpec
 from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import process_cache as cache
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
-from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime import driver
 
-Spec = TypeVar("Spec", KernelSpec, QuantizeSpec)
 
-kernels: dict[tuple[KernelSpec | QuantizeSpec, int], driver.LoadedKernel] = {}
+class Spec(Hashable, Protocol):
+    """All compile-time constants of a kernel."""
+
+    @property
+    def label(self) -> str:
+        """Short name for people."""
+
+
+S = TypeVar("S", bound=Spec)
+
+kernels: dict[tuple[Spec, int], driver.LoadedKernel] = {}
 """By spec and device; specs of different classes never compare equal."""
 _lock = threading.Lock()
 _warned_of_slow = False
 
 
-def get_or_load(
-    spec: Spec, device: int, source: Callable[[Spec], KernelSource], *, name: str, smem_bytes: int, call: str
-) -> driver.LoadedKernel:
-    """The kernel, ready to launch on the device: in memory, else from the cache, else compiled.
+@dataclass(frozen=True)
+class KernelFamily(Generic[S]):
+    """Kernels that one template renders.
 
-    Args:
-        source: renders the spec; asked only for a kernel that is not in memory.
-        name: the kernel's function.
-        smem_bytes: the most dynamic shared memory that a launch will ask for.
-        call: what loads the kernel when it is called once, for the error below.
-
-    Raises:
-        CacheMissError: a CUDA graph is being captured, and loading would break the capture; or compiling is switched
-            off.
+    Attributes:
+        name: of their function.
+        source: renders a spec.
+        smem_bytes: the most dynamic shared memory that a launch of a spec's kernel asks for.
+        call: what loads a kernel when it is called once, for the error below.
     """
-    kernel = kernels.get((spec, device))
-    if kernel is not None:
-        return kernel
-    if torch.cuda.is_current_stream_capturing():
-        raise CacheMissError(
-            f"kernel {spec.label} is not loaded, and loading it now would break the CUDA graph being captured: call "
-            f"{call} before the capture"
-        )
-    # Before anything is compiled: a cubin that the driver cannot load is of no use.
-    driver.check_nvrtc_against_driver(nvrtc_info().version)
-    entry, _ = cache.get_or_compile(source(spec))
-    if entry.slow_because and not getattr(spec, "debug", False):
-        _warn_of_slow(entry)
-    with _lock:
+
+    name: str
+    source: Callable[[S], KernelSource]
+    smem_bytes: Callable[[S], int]
+    call: str
+
+    def load(self, spec: S, device: int) -> driver.LoadedKernel:
+        """The kernel, ready to launch on the device: in memory, else from the cache, else compiled.
+
+        Raises:
+            CacheMissError: a CUDA graph is being captured, and loading would break the capture; or compiling is
+                switched off.
+        """
         kernel = kernels.get((spec, device))
-        if kernel is None:
-            kernel = kernels[spec, device] = driver.load_kernel(entry.cubin, name, device=device, smem_bytes=smem_bytes)
-    return kernel
+        if kernel is not None:
+            return kernel
+        if torch.cuda.is_current_stream_capturing():
+            raise CacheMissError(
+                f"kernel {spec.label} is not loaded, and loading it now would break the CUDA graph being captured: "
+                f"call {self.call} before the capture"
+            )
+        # Before anything is compiled: a cubin that the driver cannot load is of no use.
+        driver.check_nvrtc_against_driver(nvrtc_info().version)
+        entry, _ = cache.get_or_compile(self.source(spec))
+        if entry.slow_because and not getattr(spec, "debug", False):
+            _warn_of_slow(entry)
+        with _lock:
+            kernel = kernels.get((spec, device))
+            if kernel is None:
+                smem_bytes = self.smem_bytes(spec)
+                kernel = driver.load_kernel(entry.cubin, self.name, device=device, smem_bytes=smem_bytes)
+                kernels[spec, device] = kernel
+        return kernel
 
 
 def _warn_of_slow(entry: Entry) -> None:

@@ -1,4 +1,4 @@
-"""A thread's plans, and the one look-up of a hot call: by everything that decides legality and kernel.
+"""What a thread remembers of calls: plans by what decides them, launch parameters by addresses.
 
 Knows nothing of what a plan is. Imports torch alone, so that a call that hits touches no layer below.
 """
@@ -6,57 +6,86 @@ Knows nothing of what a plan is. Imports torch alone, so that a call that hits t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
 
 import torch
 
 try:
-    # All that is to be compared in one step, a fifth of the time. Not public: a torch without it must do, too.
+    # Compares all in one step, in a fifth of the time. Not public: a torch without it must do, too.
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
     TensorGuards = None
 
-MAX_KEYS = 4096
-"""Keys that a thread keeps; a plan is a few KiB of host memory."""
+MAX_BYTES = 32 << 20
+"""Host memory that a thread's calls may hold on to: 3,000 plans, for example, with 5 sets of addresses each."""
+PLAN_BYTES = 4 << 10
+"""What a plan counts as; it holds 3.3 to 3.6 KiB, and the parameters of a GEMM for one set of addresses 1.3 KiB
+(tests/test_plans.py)."""
 MAX_ALIKE = 32
 """Plans of one key: for other strides, other output types, with and without inference mode."""
 
 
-class Plans(threading.local):
-    """A thread's plans, by a hashable key and the tensors that each was made for.
+class Sized(Protocol):
+    """What can be remembered: it says how many bytes of host memory it holds."""
 
-    A launch's stream is written in place, so threads do not share plans.
-    """
+    nbytes: int
+
+
+class Memory:
+    """Values by key, within a number of bytes: what was found least lately goes first. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self.by_key: dict[tuple, list[tuple[Callable[..., bool], Any]]] = {}
+        self.values: OrderedDict[Hashable, Sized] = OrderedDict()
+        self.nbytes = 0
 
-    def find(self, key: tuple, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """The plan kept for this key and for tensors like these (see `like`), or None."""
-        for fits, plan in self.by_key.get(key, ()):
+    def find(self, key: Hashable) -> Any:
+        """The value of the key, or None."""
+        value = self.values.get(key)
+        if value is not None:
+            self.values.move_to_end(key)
+        return value
+
+    def add(self, key: Hashable, value: Sized) -> None:
+        """Remembers the value instead of the key's last one, and forgets others while there are too many bytes."""
+        last = self.values.pop(key, None)
+        self.nbytes += value.nbytes - (0 if last is None else last.nbytes)
+        self.values[key] = value
+        while self.nbytes > MAX_BYTES:
+            self.nbytes -= self.values.popitem(last=False)[1].nbytes
+
+    def find_plan(self, key: Hashable, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The plan of this key and of tensors like these (see `like`), or None."""
+        for fits, plan in self.values.get(key, ()):
             if fits(*tensors):
+                self.values.move_to_end(key)
                 return plan
         return None
 
-    def keep(self, key: tuple, tensors: tuple[torch.Tensor, ...], plan: Any) -> None:
-        """For the next call with this key and such tensors; the oldest go where there are too many.
-
-        A key has as many tensors whenever it comes.
-        """
-        plans = self.by_key.get(key)
-        if plans is None:
-            if len(self.by_key) >= MAX_KEYS:
-                del self.by_key[next(iter(self.by_key))]
-            plans = self.by_key[key] = []
-        elif len(plans) >= MAX_ALIKE:
-            del plans[0]
-        plans.append((like(*tensors), plan))
+    def add_plan(self, key: Hashable, tensors: tuple[torch.Tensor, ...], plan: Any) -> None:
+        """For the next call with this key and such tensors. A key has as many tensors whenever it comes."""
+        others = self.values.get(key, ())[-MAX_ALIKE + 1 :]
+        self.add(key, _Plans((*others, (like(*tensors), plan))))
 
 
-def present(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Those that are not None."""
-    return tuple(tensor for tensor in tensors if tensor is not None)
+class _Plans(tuple[tuple[Callable[..., bool], Any], ...]):
+    """Plans of one key, each beside the check of the tensors that it is for."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        return PLAN_BYTES * len(self)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.memory = Memory()
+
+
+thread = _Thread()
+"""`thread.memory` is this thread's: a launch's stream is written in place, so threads do not share plans."""
 
 
 def like(*tensors: torch.Tensor) -> Callable[..., bool]:
@@ -66,12 +95,20 @@ def like(*tensors: torch.Tensor) -> Callable[..., bool]:
     check may refuse more than it must (a tensor that comes twice); never less.
     """
     if TensorGuards is not None:
-        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        try:
+            check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            if check(*tensors):
+                return check
+        except Exception:  # another PyTorch's: whatever has changed, calls must not fail over it
+            pass
     facts = [_facts(tensor) for tensor in tensors]
     return lambda *others: [_facts(other) for other in others] == facts
 
 
-def _facts(tensor: Any) -> tuple | None:
+def _facts(tensor: Any) -> tuple[object, ...] | None:
     if not isinstance(tensor, torch.Tensor):
         return None
-    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), torch._C._dispatch_keys(tensor)
+    return (
+        type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.shape, tensor.stride(), tensor.is_neg(),
+        tensor.is_inference(), torch.is_inference_mode_enabled(), tensor.requires_grad,
+    )  # fmt: skip

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
-from jitgemm.tensors import check_dtype, check_tensor, dtype_name
-from jitgemm.weight.w4 import W4Weight, _check_int, pack_w4
+from jitgemm.kernel.formats import ceil_div
+from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, dtype_name
+from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.w4 import W4Weight, check_sizes, weight_format
 
 MIN_CLIP = 0.2
 """Smallest part of a group's range that the search keeps: one outlier among thousands of values is worth no more."""
@@ -149,8 +150,8 @@ def _rounded(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The scale as dtype holds it, in fp32; ValueError where that is infinite."""
     rounded = scale.to(dtype).to(torch.float32)
     if not bool(rounded.isfinite().all()):
-        largest = torch.finfo(dtype).max
-        raise ValueError(f"w: expected scales within {dtype_name(dtype)}'s {largest:g}, got one of {float(scale.max()):g}")
+        limit = f"{dtype_name(dtype)}'s {torch.finfo(dtype).max:g}"
+        raise ValueError(f"w: expected scales within {limit}, got one of {float(scale.max()):g}")
     return rounded
 
 
@@ -183,21 +184,16 @@ def _check(  # type: ignore[no-untyped-def]
 ) -> tuple[int, int]:
     check_dtype("w", check_tensor("w", w).dtype, REAL_TYPES)
     for name, value in (("symmetric", symmetric), ("full_range", full_range)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+        check_flag(name, value)
     check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
-    group_size, clip_steps = _check_int("group_size", group_size), _check_int("clip_steps", clip_steps)
+    group_size, clip_steps = check_int("group_size", group_size), check_int("clip_steps", clip_steps)
     if clip_steps < 0:
         raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
     if w.dim() != 2:
         raise ValueError(f"w: expected shape [n, k], got {list(w.shape)}")
     n, k = w.shape
-    if n < 8 or n % 8:
-        raise ValueError(f"w: expected n, its rows, to be a positive multiple of 8, got {n}")
-    if k < 32 or k % 32:
-        raise ValueError(f"w: expected k, its columns, to be a positive multiple of 32, got {k}")
-    if group_size < k and group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k = {k} for per channel, got {group_size}")
+    check_sizes(n, k, "w")
+    weight_format(k, group_size, False, "fp32")
     return group_size, clip_steps
 
 

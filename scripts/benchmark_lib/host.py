@@ -79,31 +79,33 @@ def _row(
     }
 
 
-def _launch(plan: Any, x: Any, x_scale: Any, weight: Any, out: Any) -> Callable[[], Any]:
-    return partial(plan.launch, x, x_scale, weight, out, None, True)
+def _launch(plan: Any, operands: Any) -> Callable[[], Any]:
+    return partial(plan.launch, *operands)
 
 
-def _driver(plan: Any, x: Any, x_scale: Any, weight: Any, out: Any) -> Callable[[], Any]:
+def _driver(plan: Any, operands: Any) -> Callable[[], Any]:
     """`cuLaunchKernelEx` with what the plan gives it."""
     import torch
     from cuda.bindings import driver as cu
 
-    plan.launch(x, x_scale, weight, out, None, True)
-    launch, parameters = plan._launch, next(iter(plan._known.values()))
+    plan.launch(*operands)
+    launch, parameters = plan._launch, next(reversed(plan._remembered.values()))
     launch.run(parameters, torch.cuda.current_stream().cuda_stream, True)
     call = partial(cu.cuLaunchKernelEx, launch._config, launch._kernel, parameters.address, 0)
-    call.keep = plan, weight  # type: ignore[attr-defined]  # whose addresses it holds
+    call.keep = plan, operands, parameters  # type: ignore[attr-defined]  # whose addresses it holds
     return call
 
 
 PARTS = (("launch", "from the plan on, that is without its look-up", _launch), ("driver", "cuLaunchKernelEx", _driver))
 
 
-def _layers(fmt: Format, source: Any, m: int) -> list[tuple[Any, Any, Any, Any]]:
-    """Activation, its scales, weight and output of each layer, activations and outputs alternating between two."""
+def _layers(fmt: Format, source: Any, m: int) -> list[Any]:
+    """`Operands` of each layer, activations and outputs alternating between two."""
     import copy
 
     import torch
+
+    from jitgemm.gemm.arguments import Operands
 
     from .data import quantise_rows
     from .ours import LHS_DTYPES, weight_of
@@ -111,23 +113,21 @@ def _layers(fmt: Format, source: Any, m: int) -> list[tuple[Any, Any, Any, Any]]
     first = weight_of(fmt, source)
     pairs = [quantise_rows(source.activations(m, i), LHS_DTYPES[fmt.lhs]) for i in range(2)]
     outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(2)]
-    return [(*pairs[i % 2], first if i == 0 else copy.deepcopy(first), outs[i % 2]) for i in range(LAYERS)]
+    weights = [first] + [copy.deepcopy(first) for _ in range(LAYERS - 1)]
+    return [Operands(*pairs[i % 2], None, weight, outs[i % 2], None) for i, weight in enumerate(weights)]
 
 
 def _part_calls(fmt: Format, source: Any, m: int, part: Callable[..., Callable[[], Any]]) -> list[Callable[[], Any]]:
     from jitgemm.gemm.plan import Plan
 
-    return [part(Plan(*layer, None), *layer) for layer in _layers(fmt, source, m)]
+    return [part(Plan(operands), operands) for operands in _layers(fmt, source, m)]
 
 
 def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
     """The op with the arguments that `gemm_w4a8_bf16_nt` gives it under `torch.compile`."""
-    from jitgemm.gemm import call as api
+    from jitgemm.gemm.call import call_op
 
-    return [
-        partial(api._call_op, x, x_scale, None, weight, out, None, False)
-        for x, x_scale, weight, out in _layers(fmt, source, m)
-    ]
+    return [partial(call_op, operands, False) for operands in _layers(fmt, source, m)]
 
 
 def _nothing(*_: Any) -> None:

@@ -1,0 +1,156 @@
+"""Checks of a quantiser call's arguments: what each must be, in one message that names it.
+
+Works on real and fake tensors alike; looks at dtypes, shapes, strides and devices, never at values. Addresses are
+`runtime/checks.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from jitgemm.activations.kernel import MAX_K, MAX_PERMUTED_K
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
+from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name
+
+POINTERS = (
+    Pointer("x", "x", ALIGNMENT),
+    Pointer("q", "out[0]", ALIGNMENT, written=True),
+    Pointer("scale", "out[1]", written=True),
+    Pointer("zero", "out[2]", written=True),
+    Pointer("given_scale", "scale"),
+    Pointer("given_zero", "zero"),
+    Pointer("norm_weight", "rms_norm", ALIGNMENT),
+    Pointer("permutation", "permutation", ALIGNMENT),
+)
+"""What a launch has addresses of, in the order of `QuantizeArgs` in include/jitgemm/quantize.cuh."""
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""q [m, k], scale [m], and zero [m] if affine."""
+
+
+class Inputs(NamedTuple):
+    """All of a call but where to write, x as rows; in the order of the op's arguments."""
+
+    x: torch.Tensor
+    dtype: torch.dtype
+    static: bool
+    affine: bool
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    silu_mul: bool
+    rms_norm: torch.Tensor | None
+    eps: float
+    permutation: torch.Tensor | None
+
+    @property
+    def k(self) -> int:
+        """Codes of a row."""
+        return self.x.shape[1] // 2 if self.silu_mul else self.x.shape[1]
+
+    def new_outputs(self) -> Outputs:
+        """Tensors to write to."""
+        m, device = self.x.shape[0], self.x.device
+        q = torch.empty((m, self.k), dtype=self.dtype, device=device)
+        scale = torch.empty((m,), dtype=torch.float32, device=device)
+        return q, scale, torch.empty((m,), dtype=torch.int32, device=device) if self.affine else None
+
+    def tensors(self, outputs: Outputs) -> tuple[torch.Tensor | None, ...]:
+        """In the order of POINTERS."""
+        return self.x, *outputs, self.scale, self.zero, self.rms_norm, self.permutation
+
+
+def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in two dimensions, without a copy."""
+    if tensor.dim() == 0:
+        raise ValueError(f"{name}: expected shape [..., k], got a scalar")
+    if tensor.dim() == 2:
+        return tensor
+    try:
+        return tensor.view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: expected rows that are one stride apart, got shape {list(tensor.shape)} with strides "
+            f"{tuple(tensor.stride())}; make it contiguous"
+        ) from None
+
+
+def check_arguments(inputs: Inputs) -> None:
+    """Raises TypeError or ValueError unless the inputs fit together; looks at no values."""
+    x, dtype, static, affine, scale, zero, silu_mul, rms_norm, eps, permutation = inputs
+    check_flag("affine", affine)
+    check_flag("silu_mul", silu_mul)
+    check_dtype("dtype", dtype, LHS_TYPES)
+    if affine and dtype != torch.int8:
+        raise ValueError(f"affine: expected dtype int8, got {dtype_name(dtype)}, which has no zero point")
+    check_plain("x", x)
+    check_dtype("x", x.dtype, REAL_TYPES)
+    if x.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
+    check_rows("x", x, may_overlap=True)
+    if silu_mul and x.shape[1] % 64:
+        raise ValueError(f"x: expected 2k columns with silu_mul, k a multiple of 32, got {x.shape[1]}")
+    k, limit = inputs.k, MAX_K if permutation is None else MAX_PERMUTED_K
+    if k < 32 or k % 32 or k > limit:
+        suffix = "" if permutation is None else " with a permutation"
+        raise ValueError(f"x: expected k to be a multiple of 32 from 32 to {limit}{suffix}, got {k}")
+
+    for name, value, needed, why in (
+        ("scale", scale, static, "scheme 'tensor'"),
+        ("zero", zero, static and affine, "scheme 'tensor' with affine"),
+    ):
+        if needed and value is None:
+            raise ValueError(f"{name}: expected one element for {why}, got None")
+        if not needed and value is not None:
+            raise ValueError(f"{name}: expected None unless for {why}, got a {type(value).__name__}")
+    if rms_norm is not None and silu_mul:
+        raise ValueError("rms_norm: expected None with silu_mul, got a weight")
+    for name, value, types, elements in (
+        ("scale", scale, ("fp32",), 1),
+        ("zero", zero, ("s32",), 1),
+        ("rms_norm", rms_norm, REAL_TYPES, k),
+        ("permutation", permutation, ("s32",), k),
+    ):
+        if value is not None:
+            check_vector(name, value, types, elements)
+            check_device(name, value, "x", x.device)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps: expected a float, got {type(eps).__name__}")
+    if not 0 <= eps < 3e38:
+        raise ValueError(f"eps: expected a finite number that is not negative, got {eps}")
+
+
+def check_out(out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, silu_mul: bool) -> Outputs:
+    """The call's `out`, for x of any dimensions, as rows."""
+    expected = "(q, scale, zero)" if affine else "(q, scale)"
+    if not isinstance(out, (tuple, list)) or len(out) != (3 if affine else 2):
+        what = f"{type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"out: expected {expected}, got {what}")
+    for i, (tensor, wanted) in enumerate(zip(out, (dtype, torch.float32, torch.int32))):
+        name = f"out[{i}]"
+        check_tensor(name, tensor)
+        if not torch.compiler.is_compiling():  # a tracer cannot ask
+            check_plain(name, tensor)
+        if tensor.dtype != wanted:
+            raise TypeError(f"{name}: expected {dtype_name(wanted)}, got {dtype_name(tensor.dtype)}")
+        check_device(name, tensor, "x", x.device)
+        if tensor.requires_grad:
+            raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
+    if x.dim() == 0:
+        raise ValueError("x: expected shape [..., k], got a scalar")
+    q, lead = out[0], tuple(x.shape[:-1])
+    shape = (*lead, x.shape[-1] // 2 if silu_mul else x.shape[-1])
+    if tuple(q.shape) != shape:
+        raise ValueError(f"out[0]: expected shape {list(shape)}, got {list(q.shape)}")
+    rows = as_rows("out[0]", q)
+    check_rows("out[0]", rows)
+    for i, tensor in enumerate(out[1:], 1):
+        if tuple(tensor.shape) not in (lead, (*lead, 1)) or not tensor.is_contiguous():
+            raise ValueError(
+                f"out[{i}]: expected a contiguous tensor of shape {list(lead)} or {[*lead, 1]}, got "
+                f"{list(tensor.shape)} with strides {tuple(tensor.stride())}"
+            )
+    return rows, out[1].view(-1), out[2].view(-1) if affine else None

@@ -1,0 +1,125 @@
+"""Checks that both calls make of the tensors of a launch: plain ones, rows that TMA can walk, memory of their own.
+
+Looks at dtypes, shapes, strides and devices of real and fake tensors alike; at addresses in `check_addresses` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from jitgemm.kernel.formats import MAX_ROWS
+from jitgemm.tensors import check_dtype, check_plain, check_tensor
+
+ALIGNMENT = 16
+"""Addresses and row strides of TMA tensors are multiples of so many bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
+
+
+def check_rows(name: str, tensor: torch.Tensor, *, may_overlap: bool = False) -> None:
+    """A matrix with contiguous rows whose stride TMA can walk."""
+    rows, columns = tensor.shape
+    if tensor.stride(1) != 1 and columns > 1:
+        raise ValueError(f"{name}: expected stride 1 along its columns, got strides {tuple(tensor.stride())}")
+    if rows > MAX_ROWS:
+        raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {rows}")
+    if rows < 2:  # one row has no stride to walk
+        return
+    unit = ALIGNMENT // tensor.element_size()
+    if tensor.stride(0) % unit:
+        raise ValueError(
+            f"{name}: expected a row stride that is a multiple of {unit} elements ({ALIGNMENT} bytes), "
+            f"got {tensor.stride(0)}"
+        )
+    if tensor.stride(0) < columns and not may_overlap:
+        raise ValueError(
+            f"{name}: expected rows that do not overlap (row stride at least {columns}), "
+            f"got row stride {tensor.stride(0)}"
+        )
+
+
+def check_vector(name: str, value: object, types: tuple[str, ...], elements: int) -> None:
+    """A contiguous vector, or for one element a tensor of any shape."""
+    tensor = check_tensor(name, value)
+    check_dtype(name, tensor.dtype, types)
+    check_plain(name, tensor)
+    if tensor.numel() != elements or (elements > 1 and tensor.dim() != 1):
+        expected = f"shape [{elements}]" if elements > 1 else "one element"
+        raise ValueError(f"{name}: expected {expected}, got shape {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+
+
+def check_device(name: str, tensor: torch.Tensor, where: str, device: torch.device) -> None:
+    """The device is that of the call's first tensor, whose name is `where`."""
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, where {where} is, got one on {tensor.device}")
+
+
+# ---- addresses -------------------------------------------------------------------------------------------------------
+
+
+class Pointer(NamedTuple):
+    """An address that a launch takes.
+
+    Attributes:
+        field: its name in the kernel's argument block; None for one that only a tensor map holds.
+        argument: the caller's name of the tensor there.
+        alignment: on a GPU the address is a multiple of so many bytes.
+        written: the launch writes there.
+    """
+
+    field: str | None
+    argument: str
+    alignment: int = 1
+    written: bool = False
+
+
+def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raises ValueError for a misaligned CUDA tensor, or one that is written and overlaps another.
+
+    Args:
+        tensors: what the pointers point to, in their order; None for what the call does without.
+    """
+    spans = []
+    for pointer, tensor in zip(pointers, tensors):
+        if tensor is None:
+            continue
+        start = tensor.data_ptr()
+        if start % pointer.alignment and tensor.is_cuda:
+            raise ValueError(
+                f"{pointer.argument}: expected an address that is a multiple of {pointer.alignment} bytes, "
+                f"got one that is {start % pointer.alignment} bytes past it"
+            )
+        spans.append((pointer, tensor, start, start + byte_extent(tensor)))
+    for i, (pointer, tensor, start, end) in enumerate(spans):
+        for j, (other, other_tensor, other_start, other_end) in enumerate(spans if pointer.written else ()):
+            apart = end <= other_start or other_end <= start or i == j or (other.written and j > i)
+            if not apart and _share_a_byte(tensor, other_tensor):
+                raise ValueError(
+                    f"{pointer.argument}: expected memory of its own, got a tensor that overlaps {other.argument}"
+                )
+
+
+def byte_extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    if tensor.numel() == 0:
+        return 0
+    return (sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1) * tensor.element_size()
+
+
+def _share_a_byte(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of tensors whose extents cross. Column slices of one matrix interleave without sharing any."""
+    if b.dim() == 1:
+        b = b[:, None]
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] < 2 or b.shape[0] < 2:
+        return True
+    pitch = a.stride(0) * a.element_size()
+    if pitch != b.stride(0) * b.element_size():
+        return True
+    # Rows of the same pitch: they meet only if their windows within the pitch do, wrapping around it.
+    offset = (b.data_ptr() - a.data_ptr()) % pitch
+    return offset < a.shape[1] * a.element_size() or offset + b.shape[1] * b.element_size() > pitch

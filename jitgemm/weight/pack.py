@@ -1,0 +1,216 @@
+"""pack_w4: a 4-bit weight from the codes, scales, zero points and offsets of any quantiser into a `W4Weight`.
+
+Checks what a caller gives and says what is wrong with it; the order of the bytes is `layout.py`'s business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, tuned_codes
+from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, dtype_name
+from jitgemm.weight import layout
+from jitgemm.weight.w4 import (
+    INTEGERS,
+    PackedWeight,
+    W4Weight,
+    by_group,
+    capturing,
+    check_permutation,
+    check_sizes,
+    group_count,
+    weight_format,
+)
+
+MAX_ZERO = 16
+"""Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""
+
+
+def pack_w4(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None = None,
+    *,
+    offset: torch.Tensor | None = None,
+    permutation: torch.Tensor | None = None,
+    group_size: int,
+    k: int | None = None,
+    lhs_dtype: torch.dtype | None = None,
+) -> W4Weight:
+    """Pack a 4-bit weight into the kernel's order, once, on the device where it is.
+
+    The weight is (q - zero) * scale + offset; scales and offsets are applied as they are, never rounded or converted.
+    Any strides will do.
+
+    Args:
+        q: the codes, n a multiple of 8 and k a multiple of 32, in one of these forms:
+
+            - int8 [n, k], one value each: -8..7, or 0..15 with zero points;
+            - uint8 [n, k], one value each, 0..15, only with zero points;
+            - uint8 [n, k / 2], the canonical form: even k in the low nibble, odd k in the high nibble; two's
+              complement without zero points, 0..15 with them.
+
+            Which of the last two is meant follows from scale's columns.
+        scale: fp32, bf16 or fp16 [n, ceil(k / group_size)]; values are not scanned.
+        zero: None for signed codes, or integers 0..16 of any width, [n, ceil(k / group_size)].
+        offset: None, or [n, ceil(k / group_size)] of scale's dtype, added to each of the group's weights: the float
+            zero points of torchao, ExecuTorch and QServe. Not per channel: repeat scale and offset for groups instead.
+        permutation: None, or integers [k] that hold 0..k-1 once each: column j of q is column permutation[j] of the
+            layer's input, and the GEMM takes x[:, permutation]. Kept beside the weight.
+        group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.
+        k: only needed where both readings of a uint8 q fit scale.
+        lhs_dtype: torch.float8_e4m3fn or torch.int8 if the weight will only ever meet these activations: its codes then
+            decode in half the instructions where they can (not with zero points; e4m3: where no code is -8; int8: not
+            per channel with k above 65536). None packs for both.
+
+    Returns:
+        The packed weight on q's device. The CPU and the GPU give the same bytes. On a GPU the current stream is
+        synchronised, unless it is being captured: then values of q and zero are not scanned and the weight is not
+        `settled`.
+
+    Raises:
+        TypeError: an argument is no tensor, or of a wrong dtype.
+        ValueError: wrong shape or device, values out of range, or a form that cannot be told.
+    """
+    for name, tensor in (("q", q), ("scale", scale), ("zero", zero), ("offset", offset), ("permutation", permutation)):
+        if tensor is not None or name in ("q", "scale"):
+            check_tensor(name, tensor)
+    if q.dtype not in (torch.int8, torch.uint8):
+        raise TypeError(f"q: expected int8 or uint8, got {dtype_name(q.dtype)}")
+    scale_type = check_dtype("scale", scale.dtype, REAL_TYPES)
+    if zero is not None and zero.dtype not in INTEGERS:
+        raise TypeError(f"zero: expected an integer dtype, got {dtype_name(zero.dtype)}")
+    if offset is not None and offset.dtype != scale.dtype:
+        raise TypeError(f"offset: expected scale's dtype {dtype_name(scale.dtype)}, got {dtype_name(offset.dtype)}")
+    lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
+    group_size = check_int("group_size", group_size)
+    k = None if k is None else check_int("k", k)
+    if q.dim() != 2:
+        raise ValueError(f"q: expected 2 dimensions, [n, k] or [n, k / 2], got shape {list(q.shape)}")
+    n = q.shape[0]
+    if scale.dim() != 2 or scale.shape[0] != n:
+        raise ValueError(f"scale: expected shape [n, ceil(k / group_size)] with n = {n}, got {list(scale.shape)}")
+    for name, tensor in (("scale", scale), ("zero", zero), ("offset", offset), ("permutation", permutation)):
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name}: expected q's device {q.device}, got {tensor.device}")
+    if group_size < 1:
+        raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k for per channel, got {group_size}")
+
+    k, canonical = _read_form(q, scale.shape[1], group_size, zero is not None, k)
+    check_sizes(n, k)
+    format = weight_format(k, group_size, zero is not None, scale_type)
+    if offset is not None and not format.group_size:
+        raise ValueError("offset: expected none per channel; repeat scale and offset for groups of 128 instead")
+    groups = group_count(k, group_size)
+    if scale.shape[1] != groups:
+        raise ValueError(
+            f"scale: expected shape [{n}, {groups}] for k = {k} and group_size {group_size}, got {list(scale.shape)}"
+        )
+    if zero is not None and zero.shape != scale.shape:
+        raise ValueError(f"zero: expected scale's shape {list(scale.shape)}, got {list(zero.shape)}")
+    if offset is not None and offset.shape != scale.shape:
+        raise ValueError(f"offset: expected scale's shape {list(scale.shape)}, got {list(offset.shape)}")
+    permutation = None if permutation is None else check_permutation(permutation, k)
+
+    with torch.inference_mode(False), torch.no_grad():
+        if not (q.is_cuda and capturing(q.device)):  # a value cannot be looked at during capture
+            if not canonical:
+                _check_range("q", q, *((0, 15) if zero is not None else (-8, 7)))
+            if zero is not None:
+                _check_range("zero", zero.to(torch.int64), 0, MAX_ZERO)
+        zero = None if zero is None else zero.to(torch.uint8)
+        codes = "any" if lhs is None else _order_of_codes(q, k, canonical, format, lhs)
+        format = replace(format, codes=codes, offset=offset is not None)
+        blocks = layout.pack_records(q, scale, offset, zero, k=k, canonical=canonical, format=format)
+        channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
+        # From the tensors alone: making a weight waits for the stream.
+        row_sum = _row_sums(PackedWeight(blocks, channel_scale, None, n, k, format))
+        return W4Weight(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum, permutation=permutation)
+
+
+def _order_of_codes(q: torch.Tensor, k: int, canonical: bool, format: WeightFormat, lhs: str) -> str:
+    """`WeightFormat.codes`: the order for these activations if it can hold this weight, else the one that holds any."""
+    codes = tuned_codes(lhs, format.group_size, format.zero_point, k)
+    if codes != "e4m3":
+        return codes
+    if q.is_cuda and capturing(q.device):
+        return "any"
+    least = min(int(part.min()) for part in layout.split_canonical(q, False)) if canonical else int(q.min())
+    return "e4m3" if least > -8 else "any"
+
+
+def _row_sums(weight: PackedWeight) -> torch.Tensor:
+    """Each row's sum of dequantised weights, summed up in fp64: fp32 [64 * strips], zero where there is no row."""
+    n, k, device = weight.n, weight.k, weight.blocks.device
+    sums = torch.zeros(layout.strips_of(n) * STRIP_ROWS, dtype=torch.float32, device=device)
+    for first, end in layout.strip_chunks(n, k):
+        q, scale, zero = weight.rows(first, end)
+        offset = weight.row_offsets(first, end)
+        total = torch.zeros(q.shape[0], dtype=torch.float64, device=device)
+        column = 0
+        for part, _ in by_group(q, scale, weight.format.group_size or k):
+            count = part.shape[-1]
+            codes = part.sum(-1, dtype=torch.int32)
+            codes = codes[:, None] if codes.dim() == 1 else codes
+            groups = slice(column, column + codes.shape[1])
+            column += codes.shape[1]
+            if zero is not None:
+                codes = codes - count * zero[:, groups].to(torch.int32)
+            total += (codes * scale[:, groups].double()).sum(1)
+            if offset is not None:
+                total += count * offset[:, groups].double().sum(1)
+        sums[first * STRIP_ROWS : first * STRIP_ROWS + q.shape[0]] = total.float()
+    return sums
+
+
+def _check_range(name: str, values: torch.Tensor, low: int, high: int) -> None:
+    least, most = torch.stack(values.aminmax()).tolist() if values.numel() else (low, high)
+    if least < low or most > high:
+        raise ValueError(f"{name}: expected values {low}..{high}, got {least}..{most}")
+
+
+def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, k: int | None) -> tuple[int, bool]:
+    """Tell one value each from canonical: (k, canonical)."""
+    columns = q.shape[1]
+    signed_bytes = "q: expected int8 for signed codes, one value each (uint8 holds them only as canonical [n, k / 2])"
+
+    def fits(k: int) -> bool:
+        known_group = group_size >= k or group_size in GROUP_SIZES
+        return k > 0 and k % 32 == 0 and known_group and group_count(k, group_size) == groups
+
+    if q.dtype == torch.int8:
+        if k is not None and k != columns:
+            raise ValueError(f"q: expected shape [n, k = {k}] for int8, one value each, got {list(q.shape)}")
+        return columns, False
+    if k is not None:
+        if k not in (columns, 2 * columns):
+            raise ValueError(
+                f"q: expected shape [n, k = {k}], or the canonical [n, k / 2 = {k // 2}], got {list(q.shape)}"
+            )
+        if k == columns and not zero_point:
+            raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with k = {k}")
+        return k, k != columns
+    if not zero_point:
+        if fits(columns) and not fits(2 * columns):
+            raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with {groups} groups of {group_size}")
+        return 2 * columns, True
+    one_each, canonical = fits(columns), fits(2 * columns)
+    if one_each and canonical and group_size not in GROUP_SIZES and group_size == 2 * columns:
+        return 2 * columns, True  # such a group size is only ever k itself
+    if one_each and canonical:
+        raise ValueError(
+            f"k: expected the argument k to say whether q uint8 {list(q.shape)} is k = {columns}, one value each, or "
+            f"k = {2 * columns}, canonical: scale [n, {groups}] with group_size {group_size} fits both; got None"
+        )
+    if one_each or canonical:
+        return (columns, False) if one_each else (2 * columns, True)
+    least_k = 2 * columns if columns % 32 == 16 else columns
+    check_sizes(q.shape[0], least_k)
+    weight_format(least_k, group_size, True, "fp32")
+    raise ValueError(
+        f"scale: expected {group_count(columns, group_size)} columns for q {list(q.shape)} read as one value each, or "
+        f"{group_count(2 * columns, group_size)} read as canonical, with group_size {group_size}, got {groups}"
+    )

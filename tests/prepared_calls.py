@@ -1,0 +1,65 @@
+"""Calls made ready without a GPU: the driver's part stubbed out, so that what would be launched can be looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+import builders
+import torch
+
+from jitgemm.activations import plan as quantizers
+from jitgemm.activations.arguments import Inputs
+from jitgemm.gemm import plan as gemms
+from jitgemm.gemm.arguments import Operands
+from jitgemm.runtime import driver, prepared
+from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.select.devices import DEVICES
+
+N, K = 72, 256
+
+
+def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
+    """Plans of CPU tensors, as if on a device of number -1. Returns what is launched: (dependent, parameters)."""
+    launches: list[tuple[bool, list[bytes]]] = []
+
+    def launch(config, function, parameters, extra):
+        sizes = function
+        pointers = (ctypes.c_void_p * len(sizes)).from_address(parameters)
+        blocks = [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes)]
+        launches.append((config.numAttrs == 1, blocks))
+        return (driver.cu.CUresult.CUDA_SUCCESS,)
+
+    def load(family, spec, device):
+        block = gemms.ARGUMENTS if family is gemms.KERNELS else quantizers.ARGUMENTS
+        maps = 3 if family is gemms.KERNELS else 0
+        return driver.LoadedKernel([128] * maps + [block.nbytes], None, device)
+
+    monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", launch)
+    monkeypatch.setattr(driver, "use_context", lambda device: None)
+    monkeypatch.setattr(driver, "resident_ctas", lambda *_: 2)
+    monkeypatch.setattr(driver.TileMap, "encode", lambda self, address: address.to_bytes(128, "little"))
+    monkeypatch.setattr(KernelFamily, "load", load)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(prepared, "_current_device", lambda: -1)
+    monkeypatch.setattr(prepared, "_current_stream", lambda device: 7)
+    for module in (gemms, quantizers):
+        monkeypatch.setattr(module, "device_of", lambda index: DEVICES["h200"])
+    return launches
+
+
+def gemm_operands(*, group_size: int = builders.PER_CHANNEL, affine: bool = True, m: int = 5) -> Operands:
+    """Operands that have all the tensors that there are."""
+    x, x_scale, x_zero = builders.affine_lhs(1, m, K)
+    weight = builders.weight_parts(2, N, K, group_size, scale_type="fp16").packed
+    out = torch.empty(m, N, dtype=torch.bfloat16)
+    return Operands(x, x_scale, x_zero if affine else None, weight, out, builders.bias(3, N))
+
+
+def quantizer_inputs(m: int = 5) -> Inputs:
+    """Inputs that have all the tensors that go together."""
+    one = torch.ones(1)
+    return Inputs(
+        torch.randn(m, K, dtype=torch.bfloat16), torch.int8, True, True, one, one.int(), False,
+        torch.ones(K, dtype=torch.bfloat16), 0.25, torch.randperm(K).int(),
+    )  # fmt: skip

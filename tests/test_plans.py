@@ -1,0 +1,204 @@
+"""What a thread remembers: plans are found for tensors like those they were made for, and for no others; what was found
+least lately goes first; and no more bytes are held than are counted."""
+
+import gc
+import tracemalloc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from prepared_calls import gemm_operands, without_driver
+
+from jitgemm.gemm.plan import Plan
+from jitgemm.runtime import driver, plans
+from jitgemm.runtime.plans import Memory, like
+
+
+class RefusingGuards:
+    """A constructor that has changed."""
+
+    def __init__(self, *tensors, dynamic_dims_sizes):
+        pass
+
+
+class BlindGuards:
+    """A check that has changed."""
+
+    def __init__(self, *tensors, **options):
+        pass
+
+    def check(self, *tensors):
+        return False
+
+
+@pytest.fixture(params=["guards", None, RefusingGuards, BlindGuards], ids=str, autouse=True)
+def every_way_of_comparing(request, monkeypatch):
+    """PyTorch's own comparison, and what stands in for it where PyTorch has none, or another one."""
+    if request.param == "guards":
+        assert plans.TensorGuards is not None, "this PyTorch has none: look for another, calls take longer"
+    else:
+        monkeypatch.setattr(plans, "TensorGuards", request.param)
+
+
+def matrix(rows=4, columns=32, dtype=torch.int8) -> torch.Tensor:
+    return torch.zeros(rows, columns, dtype=dtype)
+
+
+OTHERS = {
+    "a shape": lambda: matrix(rows=5),
+    "more dimensions": lambda: matrix()[None],
+    "a stride": lambda: matrix(columns=64)[:, :32],
+    "the order of dimensions": lambda: matrix(32, 4).t(),
+    "a dtype": lambda: matrix(dtype=torch.uint8),
+    "a device": lambda: torch.zeros(4, 32, dtype=torch.int8, device="meta"),
+    "a Parameter": lambda: torch.nn.Parameter(matrix(), requires_grad=False),
+    "a subclass": lambda: matrix().as_subclass(type("Sub", (torch.Tensor,), {})),
+    "lazily negated": lambda: torch._neg_view(matrix()),
+    "sparse": lambda: matrix().to_sparse(),
+    "no tensor": lambda: "matrix",
+    "None": lambda: None,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_what_differs_in_one_way_is_not_alike(other):
+    fits = like(matrix(), torch.ones(4))
+    assert fits(matrix(), torch.ones(4))
+    assert fits(matrix().fill_(7), torch.zeros(4))
+    assert not fits(other(), torch.ones(4))
+    assert not fits(torch.ones(4), matrix())
+
+
+def test_inference_tensors_are_not_like_others():
+    fits = like(matrix())
+    with torch.inference_mode():
+        made = matrix()
+        assert not fits(made)
+        assert like(made)(matrix())
+
+
+_SIZES = st.lists(st.integers(0, 3), min_size=1, max_size=3)
+
+
+@given(_SIZES, _SIZES, st.permutations([0, 1, 2]))
+def test_only_shapes_and_strides_decide_among_plain_tensors(sizes, others, order):
+    a, b = torch.zeros(sizes), torch.zeros(others)
+    if b.dim() == 3:
+        b = b.permute(*order)
+    assert like(a)(b) == (a.shape == b.shape and a.stride() == b.stride())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_tensor_that_requires_grad_is_like_no_other(enabled):
+    with torch.set_grad_enabled(enabled):
+        fits = like(torch.ones(4))
+        assert fits(torch.ones(4)) and not fits(torch.ones(4, requires_grad=True))
+
+
+def test_a_plan_is_found_by_its_key_and_its_tensors():
+    memory = Memory()
+    narrow, wide = (matrix(), torch.ones(4)), (matrix(columns=64)[:, :32], torch.ones(4))
+    assert memory.find_plan(("a",), narrow) is None
+    memory.add_plan(("a",), narrow, "narrow")
+    memory.add_plan(("a",), wide, "wide")
+    memory.add_plan(("b",), narrow[:1], "one tensor")
+    assert memory.find_plan(("a",), narrow) == "narrow" and memory.find_plan(("a",), wide) == "wide"
+    assert memory.find_plan(("b",), narrow[:1]) == "one tensor"
+    assert memory.find_plan(("b",), wide[:1]) is None and memory.find_plan(("c",), narrow) is None
+
+
+def test_a_key_has_so_many_plans(monkeypatch):
+    monkeypatch.setattr(plans, "MAX_ALIKE", 2)
+    memory = Memory()
+    for rows in (1, 2, 3):
+        memory.add_plan("key", (matrix(rows),), rows)
+    assert [memory.find_plan("key", (matrix(rows),)) for rows in (1, 2, 3)] == [None, 2, 3]
+
+
+@dataclass
+class Block:
+    nbytes: int
+
+
+def test_what_was_found_least_lately_goes_first(monkeypatch):
+    monkeypatch.setattr(plans, "MAX_BYTES", 3 * plans.PLAN_BYTES)
+    memory = Memory()
+    for key in "abc":
+        memory.add_plan(key, (matrix(),), key)
+    for number in range(100):  # a flood that a plan in use survives
+        assert memory.find_plan("a", (matrix(),)) == "a"
+        memory.add_plan(number, (matrix(),), number)
+    assert memory.find_plan("b", (matrix(),)) is None and memory.find_plan("c", (matrix(),)) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=60))
+def test_there_are_never_more_bytes_than_allowed(entries):
+    memory, before = Memory(), plans.MAX_BYTES
+    try:
+        plans.MAX_BYTES = 100
+        for key, nbytes in entries:
+            memory.add(key, Block(nbytes))
+            assert memory.values[key].nbytes == nbytes
+            assert memory.nbytes == sum(block.nbytes for block in memory.values.values()) <= 100
+    finally:
+        plans.MAX_BYTES = before
+
+
+def test_threads_share_no_plans():
+    plans.thread.memory.add_plan("test", (matrix(),), "plan")
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: plans.thread.memory.find_plan("test", (matrix(),)))
+        assert found.result() is None
+    assert plans.thread.memory.find_plan("test", (matrix(),)) == "plan"
+
+
+def test_remembering_a_plan_keeps_no_tensor_alive():
+    memory, tensor = Memory(), matrix()
+    memory.add_plan((), (tensor,), "plan")
+    seen = weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert seen() is None
+
+
+# ---- the bytes that the limit counts are those that are held -----------------------------------------------------------
+
+
+def held_by(make, count: int) -> float:
+    """Bytes that each of so many values holds."""
+    make(0)
+    gc.collect()
+    tracemalloc.start()
+    kept = [make(number) for number in range(1, count + 1)]
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(kept) == count
+    return held / count
+
+
+def test_parameters_hold_the_bytes_that_they_count(monkeypatch):
+    without_driver(monkeypatch)
+    operands = gemm_operands()
+    memory, plan = Memory(), Plan(operands)
+    monkeypatch.setattr(plans.thread, "memory", memory)
+    measured = held_by(lambda i: plan.prepare(tuple(range(i << 40, (i << 40) + 9)), operands.tensors), 2000)
+    counted = memory.nbytes / len(memory.values)
+    assert 0.8 * counted <= measured <= 1.1 * counted, (measured, counted)
+
+
+def test_plans_hold_the_bytes_that_they_count(monkeypatch):
+    without_driver(monkeypatch)
+    operands = gemm_operands()
+    memory = Memory()
+
+    def remember(i: int) -> None:
+        tensors = (operands.x, operands.x_scale, operands.out)
+        memory.add_plan((i,), tensors, Plan(operands))
+
+    measured = held_by(remember, 200)
+    assert 0.5 * plans.PLAN_BYTES <= measured <= plans.PLAN_BYTES, measured
