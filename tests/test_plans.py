@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prepared_calls import gemm_operands, without_driver
 
 from jitgemm.gemm.plan import Plan
-from jitgemm.runtime import driver, plans
+from jitgemm.runtime import plans
 from jitgemm.runtime.plans import Memory, like
 
 

@@ -924,5 +924,6 @@ def test_a_weight_of_fake_tensors_has_no_address_to_settle_at():
     weight = builders.weight_parts(1, 64, 256, 128).packed
     with FakeTensorMode() as mode, warnings.catch_warnings():
         warnings.simplefilter("error")
-        fake = W4Weight(mode.from_tensor(weight.blocks), None, 64, 256, 128, weight.format)
+        blocks, row_sum = mode.from_tensor(weight.blocks), mode.from_tensor(weight.row_sum)
+        fake = W4Weight(blocks, None, 64, 256, 128, weight.format, row_sum=row_sum)
         assert not fake.settled and fake.plan_key == weight.plan_key

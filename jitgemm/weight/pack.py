@@ -11,7 +11,7 @@ import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, tuned_codes
-from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, dtype_name
+from jitgemm.tensors import check_dtype, check_int, check_tensor, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.w4 import (
     INTEGERS,

@@ -53,7 +53,7 @@ def check_sizes(n: int, k: int, name: str = "q") -> None:
     if n < 8 or n % 8:
         raise ValueError(f"{name}: expected n, its rows, to be a positive multiple of 8, got {n}")
     if k < 32 or k % 32:
-        raise ValueError(f"{name}: expected k, its columns, to be a positive multiple of 32, got {k}")
+        raise ValueError(f"{name}: expected k to be a positive multiple of 32, got {k}")
 
 
 def capturing(device: torch.device) -> bool:
@@ -230,7 +230,7 @@ class W4Weight:
     @property
     def settled(self) -> bool:
         """Whether the weight is known to be written: settled, and not written or replaced since."""
-        return self.settled_at == (self.blocks.data_ptr(), self.blocks._version)
+        return self.settled_at is not None and self.settled_at == (self.blocks.data_ptr(), self.blocks._version)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor, so that a copy is checked and settled too.
