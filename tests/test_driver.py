@@ -135,7 +135,7 @@ CODES = {"u64": "Q", "u32": "I", "i32": "i", "float": "f", "pointer": "Q"}
 
 def struct_of(header: str, name: str) -> dict[str, tuple[str, int]]:
     """Field -> (type, offset) of a struct in a header, laid out as C++ does; checked against its own size."""
-    text = headers("quantize" if name == "QuantizeArgs" else "kernel")[header]
+    text = (headers("quantize") if name == "QuantizeArgs" else headers())[header]
     body = re.search(rf"struct {name} {{\n(.*?)\n}};", text, re.DOTALL)[1]
     fields, offset = {}, 0
     for line in body.splitlines():

@@ -30,7 +30,7 @@ POINTERS = (
     Pointer("row_sum", "rhs.row_sum"),
     Pointer(None, "out", ALIGNMENT, written=True),
 )
-"""What a launch has addresses of, in the order of `Args` in include/jitgemm/gemm/types.cuh; out has a tensor map only."""
+"""What a launch has addresses of, in the order of `Args` in include/jitgemm/gemm/types.cuh. out has no field there."""
 
 
 class Operands(NamedTuple):
