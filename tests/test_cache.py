@@ -508,26 +508,30 @@ def test_in_a_folder_for_everybody_another_users_entry_is_not_loaded_and_roots_i
         first, second = filled(folder, (0, 1))
         folder.chmod(0o1777)
         os.chown(first.path, SOMEBODY, SOMEBODY)
-        with pytest.warns(UserWarning, match=f"not trusted and not loaded: user {SOMEBODY} wrote it"):
+        said = f"not trusted and not loaded: user {SOMEBODY} wrote it where everybody can write"
+        with pytest.warns(UserWarning, match=said):
             assert KernelCache([folder]).lookup(first.key) is None
         script = f"print(cache.lookup({first.key!r}) is None, cache.lookup({second.key!r}) is None)"
         assert output(child(script, folder, user=SOMEBODY)).split() == ["False", "False"]
         assert output(child(script, folder, user=SOMEBODY_ELSE)).split() == ["True", "False"]
+        assert [info.key for info in KernelCache([folder]).clear()] == [second.key] and first.path.exists()
 
 
 @as_root
-def test_a_cache_of_another_user_is_shared_unless_it_lies_where_everybody_makes_folders():
+def test_a_cache_of_other_users_is_shared_unless_it_lies_where_everybody_makes_folders():
     if any(above.stat().st_mode & 0o002 for above in REPOSITORY.parents):
         pytest.skip("this checkout lies in a folder that everybody can write")
     for parent, shared in ((REPOSITORY, True), (None, False)):
         with open_to_all(parent) as folder:
             (entry,) = filled(folder)
-            for path in (folder, entry.path):
+            for path, mode in ((folder, 0o2775), (entry.path, 0o644)):
                 os.chown(path, SOMEBODY_ELSE, SOMEBODY_ELSE)
+                path.chmod(mode)
             script = f"print(cache.lookup({entry.key!r}) is not None)"
             assert output(child(script, folder, user=SOMEBODY)).strip() == str(shared)
-            # Another user's entry in it is not its owner's.
-            os.chown(entry.path, 1234, 1234)
+            os.chown(entry.path, 1234, 1234)  # another of the folder's group
+            assert output(child(script, folder, user=SOMEBODY)).strip() == str(shared)
+            folder.chmod(0o2777)
             assert output(child(script, folder, user=SOMEBODY)).strip() == "False"
 
 

@@ -1,6 +1,6 @@
-"""Kernels that spill with one NVRTC or another: legal calls that choose them are compiled, and compute what they should.
+"""Kernels that spill with one NVRTC or another: legal calls that choose them compile, and compute what they should.
 
-With the bytes that NVRTC 12.6.85, 12.9.86, 13.0.88 and 13.5.37 spilled.
+In the order of NVRTC 12.6.85, 12.9.86, 13.0.88 and 13.5.37, the bytes that each spilled.
 """
 
 from __future__ import annotations

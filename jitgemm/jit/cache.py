@@ -9,14 +9,14 @@ Who is trusted. A kernel runs with the rights of the process that loads it, and 
 finds accidents, not forgeries. So an entry is loaded only if its file
 
 - is a regular file that not everybody can write, and
-- belongs to root, to the user of the process, or to the owner of the folder it lies in. The folder's owner counts only
-  where no folder above can be written by everybody: anyone may make a folder in /tmp and wait for others to use it.
+- belongs to root or to the user of the process, or lies where not everybody can write: neither its folder nor any above
+  lets others write. Anyone may make a folder in /tmp and wait for somebody to use it.
 
-Others' entries are left alone, with one warning a folder, and the kernel is compiled. So a cache of another user in a
-place of its own can be shared, as can one in an image that root or another user built, and in a folder for everybody
-(mode 1777) users ignore each other's entries. Members of a file's group are trusted where its group may write it:
-whoever allowed that chose them, as a Kubernetes fsGroup does. Entries are written with mode 644 less the umask.
-Symbolic links are followed; what counts is the file they lead to.
+Whoever may write a folder that is closed to others was chosen by its owner, and the folder by who names it. So a cache
+that another user or a group fills (mode 755 or 2775) can be shared, as can one in an image that anybody built; in a
+folder for everybody (mode 1777) users ignore each other's entries, with one warning a folder, and compile. What is not
+trusted is not removed either. Entries are written with mode 644 less the umask. Symbolic links are followed; what
+counts is the file they lead to, and the folder that holds the link.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class KernelCache:
         self._roots = None if roots is None else [Path(root) for root in roots]
         self._lock_timeout_s = lock_timeout_s
         self._unwritten: dict[str, Entry] = {}
-        self._warned: set[Path | None] = set()
+        self._warned: set[tuple[str, Path | None]] = set()
         self._renew_locks()
         _caches.add(self)
 
@@ -102,7 +102,7 @@ class KernelCache:
                         set_aside(path, os.fstat(file.fileno()), problem)
                         continue
             except UntrustedEntry as problem:
-                self._warn_once(root, f"kernel cache entry {path} is not trusted and not loaded: {problem}")
+                self._warn_once("trust", root, f"kernel cache entry {path} is not trusted and not loaded: {problem}")
                 continue
             except (BadEntry, OSError):
                 # Absent, no permission, not a file, a network file system's bad moment: all mean "not here".
@@ -201,19 +201,21 @@ class KernelCache:
                 with suppress(OSError):
                     stale.unlink()
             for folder, why in failed.items():
-                self._warn_once(folder, f"kernel cache {folder} cannot be written ({why}); {root} is used instead")
+                said = f"kernel cache {folder} cannot be written ({why}); {root} is used instead"
+                self._warn_once("full", folder, said)
             self._unwritten.pop(key, None)
             return Entry(key, path, metadata, cubin)
         folders = os.pathsep.join(map(str, self.roots))
         why = "; ".join(failed.values()) or ("no folder is writable" if folders else "there is no folder")
         problem = f"kernel cache {folders} cannot be written ({why})"
-        self._warn_once(None, f"{problem}; kernels are compiled anew in every process. JITGEMM_CACHE_DIR names folders")
+        said = f"{problem}; kernels are compiled anew in every process. JITGEMM_CACHE_DIR names folders"
+        self._warn_once("unwritten", None, said)
         self._unwritten[key] = entry = Entry(key, None, metadata, cubin, problem)
         return entry
 
-    def _warn_once(self, folder: Path | None, message: str) -> None:
-        if folder not in self._warned:
-            self._warned.add(folder)
+    def _warn_once(self, about: str, folder: Path | None, message: str) -> None:
+        if (about, folder) not in self._warned:
+            self._warned.add((about, folder))
             warnings.warn(message, stacklevel=2)
 
     def _dump(self, request: KernelSource, key: str, compiled: Compiled) -> None:
@@ -305,7 +307,7 @@ class KernelCache:
         for path in _files(root, _ENTRY_OR_SET_ASIDE):
             with suppress(OSError):
                 found.append(describe_entry(root, path))
-        return found
+        return [info for info in found if not info.foreign]
 
 
 _caches: weakref.WeakSet[KernelCache] = weakref.WeakSet()

@@ -55,6 +55,7 @@ class EntryInfo:
         size: bytes of the file.
         last_used: unix time; the file's mtime, which every look-up renews.
         problem: what is wrong with the file, or None. Only `KernelCache.verify` compares hashes.
+        foreign: another user's that is not trusted: neither loaded nor removed.
         label, spec, registers, spill_bytes, serialised, stack_bytes, seconds, created, nvrtc: from the metadata; empty
             where it cannot be read.
     """
@@ -65,6 +66,7 @@ class EntryInfo:
     size: int
     last_used: float
     problem: str | None = None
+    foreign: bool = False
     label: str = ""
     spec: dict = field(default_factory=dict)
     registers: int = 0
@@ -98,18 +100,18 @@ def open_entry(path: Path) -> BinaryIO:
             raise BadEntry("not a regular file")
         if status.st_mode & stat.S_IWOTH:
             raise UntrustedEntry("everybody can write it")
-        if status.st_uid not in (0, os.geteuid()) and not _placed_by(status.st_uid, path.parent):
-            raise UntrustedEntry(f"user {status.st_uid} wrote it")
+        if status.st_uid not in (0, os.geteuid()) and _open_to_all(path.parent):
+            raise UntrustedEntry(f"user {status.st_uid} wrote it where everybody can write")
         return open(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _placed_by(user: int, folder: Path) -> bool:
-    """Whether the folder belongs to this user and nobody else could have made one of its name."""
+def _open_to_all(folder: Path) -> bool:
+    """Whether everybody can write the folder, or could have made it."""
     folder = folder.resolve()
-    return folder.stat().st_uid == user and not any(above.stat().st_mode & stat.S_IWOTH for above in folder.parents)
+    return any(each.stat().st_mode & stat.S_IWOTH for each in (folder, *folder.parents))
 
 
 def encode_entry(metadata: dict, cubin: bytes) -> bytes:
@@ -187,7 +189,8 @@ def describe_entry(root: Path, path: Path) -> EntryInfo:
         names = ("label", "spec", "registers", "spill_bytes", "serialised", "stack_bytes", "seconds", "created")
         return replace(base, nvrtc=data["nvrtc"]["build"], **{name: data[name] for name in names if name in data})
     except (BadEntry, OSError) as error:
-        return replace(base, problem=str(error))
+        foreign = isinstance(error, UntrustedEntry) and status.st_uid != os.geteuid()
+        return replace(base, problem=str(error), foreign=foreign)
 
 
 def _umask() -> int:
