@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply({kind} (&d)[{count}], const u32 (&a)[4]
 
 @dataclass(frozen=True)
 class Multiply:
-    """Groups of four m64nNk32 in a row, as many groups under way as `pending` says and one more."""
+    """Groups of four m64nNk32 in a row, as many groups in flight as `pending` says and one more."""
 
     lhs: str
     tokens: int
@@ -411,7 +411,7 @@ def run_multiplies() -> None:
     import torch
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    print("| A | type | n | warpgroups | groups under way | cycles a multiply | at full rate | cycles to issue four |")
+    print("| A | type | n | warpgroups | groups in flight | cycles a multiply | at full rate | cycles to issue four |")
     print("|---|---|---|---|---|---|---|---|")
     probes = multiplies()
     for probe, cubin in zip(probes, build(probes)):
@@ -464,6 +464,12 @@ def run_beside() -> None:
         print(f"| {probe.name} | {probe.lhs} | {probe.tokens} | {multiply:.1f} | {instruction:.2f} | {alone:.2f} |")
 
 
+_DESTINATION, _A, _B = 16, 24, 32
+"""First bits of an instruction's registers."""
+_ZERO = 255
+"""The register that is always zero."""
+
+
 @dataclass(frozen=True)
 class Registers:
     """Where an FFMA has its operands: "even" and "odd" registers, or "none", the one that is always zero."""
@@ -472,7 +478,7 @@ class Registers:
     a: str
     b: str
     c: str
-    keeps_b: bool = False
+    reuses_b: bool = False
 
     def apply(self, cubin: bytes, every: int) -> bytes:
         """The cubin of a `Beside` of FFMA with these instead; one in `every` yields, 0 is none."""
@@ -480,24 +486,24 @@ class Registers:
         (section,) = code_sections(cubin)
         ffma = [each for each in instructions(cubin, *section) if each.opcode == sass.FFMA]
         # Registers that nothing else needs, but for the one that all share.
-        free = sorted({each.destination for each in ffma} | {each.operand(0) for each in ffma})
+        free = sorted({each.low >> at & 0xFF for each in ffma for at in (_DESTINATION, _A)})
         assert len(ffma) == 64 and len(free) == 128
-        pools = {"even": [r for r in free if r % 2 == 0], "odd": [r for r in free if r % 2], "none": [sass.ZERO] * 3}
+        pools = {"even": [r for r in free if r % 2 == 0], "odd": [r for r in free if r % 2], "none": [_ZERO] * 3}
 
-        def register(where: str, place: int, turn: int) -> int:
+        def register(where: str, operand: int, index: int) -> int:
             third = len(pools[where]) // 3
-            return pools[where][place * third + turn % third]
+            return pools[where][operand * third + index % third]
 
-        for turn, each in enumerate(ffma):
-            # Each has a third of its pool, and b is the same for all.
-            a, c, b = register(self.a, 0, turn), register(self.c, 1, turn), register(self.b, 2, 0)
-            destination = register(self.destination, 1, turn)
-            yielding = every > 0 and turn % every == every - 1
-            low = each.low & ~(0xFFFFFF << 16) | destination << 16 | a << 24 | b << 32
-            high = each.high & ~(0xFF | 15 << sass.KEEP | 15 << sass.STALL | 1 << sass.YIELD)
+        for index, each in enumerate(ffma):
+            # Each operand has a third of its pool, and b is the same for all.
+            a, c, b = register(self.a, 0, index), register(self.c, 1, index), register(self.b, 2, 0)
+            destination = register(self.destination, 1, index)
+            yielding = every > 0 and index % every == every - 1
+            low = each.low & ~(0xFFFFFF << _DESTINATION) | destination << _DESTINATION | a << _A | b << _B
+            high = each.high & ~(0xFF | 15 << sass.REUSE | 15 << sass.STALL | 1 << sass.YIELD)
             high |= c | 1 << sass.STALL | (not yielding) << sass.YIELD
-            if self.keeps_b and not yielding and turn < len(ffma) - 1:
-                high |= 2 << sass.KEEP
+            if self.reuses_b and not yielding and index < len(ffma) - 1:
+                high |= 2 << sass.REUSE
             struct.pack_into("<QQ", changed, each.offset, low, high)
         return bytes(changed)
 
@@ -507,7 +513,7 @@ PORTS = {
     "one written": Registers("even", "none", "none", "none"),
     "one read": Registers("none", "even", "none", "none"),
     "two read of two banks, one written": Registers("even", "odd", "none", "even"),
-    "the same and a factor, which is kept": Registers("even", "odd", "even", "even", keeps_b=True),
+    "the same and a factor, which is reused": Registers("even", "odd", "even", "even", reuses_b=True),
     "the same, and it is read each time": Registers("even", "odd", "even", "even"),
     "two read of one bank, one written": Registers("even", "even", "none", "even"),
     "three read of one bank, one written": Registers("even", "even", "even", "even"),

@@ -23,6 +23,12 @@ def no_gpu_reason() -> str | None:
     return None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-kernels", action="store_true", help="compile every kernel of test_compile.py, not a sample of them"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not any("gpu" in item.keywords for item in items):
         return

@@ -1,6 +1,7 @@
 """What NVRTC makes of the rendered kernels: no spill, no serialised wgmma, the shape asked for, the same everywhere.
 
-Needs NVRTC, no GPU. Everything is compiled once, two at a time, into one cache for the whole session.
+Needs NVRTC, no GPU. A sample by seed is compiled once, two at a time, into one cache for the whole session; with
+--all-kernels everything is.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from jitgemm.jit.source import OPTIONS, headers
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source, render
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.kernel.tactics import for_k
 from jitgemm.select.choose import choose, kernels_for, legal_kernels
 from jitgemm.select.devices import DEVICES
 
@@ -53,7 +55,7 @@ def llama_kernels() -> list[KernelSpec]:
 def sampled_kernels() -> list[KernelSpec]:
     """One legal kernel of every other format for each lhs type, and of the Llama format one with spin limits."""
     draw = random.Random(2024)
-    found = []
+    found = [for_k(draw.choice(legal_kernels(lhs, LLAMA_FORMAT, H200)), 14336) for lhs in LHS_TYPES for _ in range(4)]
     for format in (WeightFormat(*format) for format in builders.ALL_FORMATS):
         # Scale types differ in one load only: two of three are left to the GPU tests.
         if format.scale_type == ("fp32", "bf16", "fp16")[draw.randrange(3)] or format.group_size == 128:
@@ -90,6 +92,42 @@ def newer_kernels() -> list[KernelSpec]:
 
 LLAMA = llama_kernels()
 SAMPLE = [spec for spec in (*sampled_kernels(), *newer_kernels()) if spec not in LLAMA]
+DRAWN, DRAWN_SHAPES = 72, 12
+"""Kernels that are compiled by default, and shapes of wgmma whose PTX is read; --all-kernels takes all of them."""
+
+
+def one_per_shape() -> list[KernelSpec]:
+    return list({(spec.lhs, spec.block_m, spec.halves): spec for spec in (*SAMPLE, *LLAMA)}.values())
+
+
+def drawn(config: pytest.Config) -> list[KernelSpec]:
+    """The kernels to compile: all, or a sample by seed with some of every knob."""
+    everything = [*LLAMA, *SAMPLE]
+    if config.getoption("all_kernels"):
+        return everything
+    draw = random.Random(2026)
+    knobs = {
+        "direct": lambda spec: spec.direct,
+        "four warpgroups along k": lambda spec: spec.warpgroups_k == 4,
+        "multicast": lambda spec: spec.multicast > 1,
+        "halves": lambda spec: spec.halves == 2,
+        "two CTAs": lambda spec: spec.ctas_per_sm == 2,
+        "debug": lambda spec: spec.debug,
+    }
+    found = [LLAMA[0], LLAMA[-1], SAMPLE[0]]
+    for has in knobs.values():
+        found += draw.sample([spec for spec in everything if has(spec)], 2)
+    return list(dict.fromkeys([*found, *draw.sample(everything, DRAWN)]))[:DRAWN]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kernel" in metafunc.fixturenames:
+        metafunc.parametrize("kernel", drawn(metafunc.config), ids=name_of)
+    if "shape" in metafunc.fixturenames:
+        shapes = one_per_shape()
+        if not metafunc.config.getoption("all_kernels"):
+            shapes = random.Random(2026).sample(shapes, DRAWN_SHAPES)
+        metafunc.parametrize("shape", shapes, ids=name_of)
 
 
 def name_of(spec: KernelSpec) -> str:
@@ -97,8 +135,8 @@ def name_of(spec: KernelSpec) -> str:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory) -> dict[KernelSpec, Entry | CompileError]:
-    """Every kernel of this module, compiled; a failure is kept for the test of that kernel."""
+def compiled(tmp_path_factory, request) -> dict[KernelSpec, Entry | CompileError]:
+    """The drawn kernels, compiled; a failure is kept for the test of that kernel."""
     cache = KernelCache([tmp_path_factory.mktemp("kernels")])
 
     def build(spec: KernelSpec) -> Entry | CompileError:
@@ -107,7 +145,7 @@ def compiled(tmp_path_factory) -> dict[KernelSpec, Entry | CompileError]:
         except CompileError as error:
             return error
 
-    specs = [*LLAMA, *SAMPLE]
+    specs = drawn(request.config)
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(specs, pool.map(build, specs)))
 
@@ -115,9 +153,8 @@ def compiled(tmp_path_factory) -> dict[KernelSpec, Entry | CompileError]:
 # ---- builds ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [*LLAMA, *SAMPLE], ids=name_of)
-def test_compiles_for_sm_90a_without_spills_or_serialised_wgmma(compiled, spec):
-    entry = compiled[spec]
+def test_compiles_for_sm_90a_without_spills_or_serialised_wgmma(compiled, kernel):
+    entry, spec = compiled[kernel], kernel
     if isinstance(entry, CompileError):
         pytest.fail(str(entry)[:3000])
     log = entry.metadata["log"]
@@ -172,20 +209,8 @@ def ptx(spec: KernelSpec) -> str:
     return text.decode()
 
 
-def one_per_shape() -> list[KernelSpec]:
-    return list({(spec.lhs, spec.block_m, spec.halves): spec for spec in (*SAMPLE, *LLAMA)}.values())
-
-
-@pytest.fixture(scope="session")
-def ptx_of() -> dict[KernelSpec, str]:
-    specs = one_per_shape()
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(specs, pool.map(ptx, specs)))
-
-
-@pytest.mark.parametrize("spec", one_per_shape(), ids=name_of)
-def test_the_ptx_holds_the_wgmma_asked_for_and_no_other(ptx_of, spec):
-    text = ptx_of[spec]
+def test_the_ptx_holds_the_wgmma_asked_for_and_no_other(shape):
+    text, spec = ptx(shape), shape
     types = {"e4m3": "f32.e4m3.e4m3", "s8": "s32.s8.s8"}[spec.lhs]
     expected = f"wgmma.mma_async.sync.aligned.m64n{spec.block_m // spec.halves}k32.{types}"
     assert set(re.findall(r"wgmma\.mma_async[\w.]*", text)) == {expected}

@@ -727,6 +727,27 @@ def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
 
 
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
+@pytest.mark.parametrize("operand", ["multicast_lhs", "multicast_rhs"])
+def test_multicast_hands_its_stages_back(operand, lhs_name):
+    """Several tiles for each cluster that shares an operand: a stage is handed back across CTAs, which may not refill it
+    before it was read (include/jitgemm/ptx/barrier.cuh). The same bits every time, and those of a kernel without."""
+    from jitgemm.gemm.plan import Plan
+
+    m, n, k = 6 * 64 - 3, 128 * (device_figures().num_sms // 2 + 1) - 24, 33 * 128 - 32
+    rhs = weight(n, k, GROUP_128, codes=lhs_name, seed=12)
+    x, x_scale = activations(m, k, lhs_name, seed=12)
+    plain = KernelSpec(lhs_name, rhs.format, block_m=64, block_n=128, stages=4)
+    outputs = []
+    for spec in (plain, *[replace(plain, **{operand: 2})] * 10):
+        guarded = Guarded(m, n)
+        Plan(x, x_scale, rhs, guarded.out, None, spec=spec).launch(x, x_scale, rhs, guarded.out, None, True)
+        guarded.check()
+        outputs.append(guarded.out.contiguous())
+    assert_right(outputs[-1], (x, x_scale), rhs)
+    assert all(builders.same_bits(outputs[0], other) for other in outputs)
+
+
+@pytest.mark.parametrize("lhs_name", LHS_TYPES)
 @pytest.mark.parametrize("m", [8, 64, 256, 8192])
 def test_more_tiles_than_sms(m, lhs_name):
     """Persistent strides: every CTA takes several tiles, and their barriers' phases go on."""
