@@ -59,7 +59,7 @@ def check_sizes(n: int, k: int, name: str = "q") -> None:
 def capturing(device: torch.device) -> bool:
     """Whether the device's current stream is being captured by a CUDA graph, so that nothing can be waited for."""
     with torch.cuda.device(device):
-        return torch.cuda.is_current_streamcapturing()
+        return torch.cuda.is_current_stream_capturing()
 
 
 class PackedWeight(NamedTuple):
