@@ -12,7 +12,7 @@ import builders
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_models import Block, Model, same_state
+from small_models import Model
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import jitgemm
@@ -28,7 +28,6 @@ from jitgemm.weight.quantize import quantize_w4
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.w4 import W4Weight
 
-__all__ = ["Block", "same_state"]  # for the tests on a GPU
 K, N = 256, 72
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int8_affine": torch.int8}

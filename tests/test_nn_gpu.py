@@ -7,7 +7,8 @@ import copy
 import builders
 import pytest
 import torch
-from test_nn import ACTIVATIONS, CODES, MAKERS, Block, K, N, inputs, layer_of, linear, same_state
+from small_models import Block, Model, checkpoint_tensors, opened, same_state
+from test_nn import ACTIVATIONS, CODES, MAKERS, K, N, inputs, layer_of, linear
 
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
@@ -156,6 +157,30 @@ def test_quantising_on_the_gpu_gives_the_cpus_weight(activation):
 def requested(when: str = "current") -> int:
     """Bytes asked of the allocator; a block that it hands out may be larger by up to 1 MiB."""
     return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_model_without_data_is_filled_on_the_gpu_and_filled_again(same):
+    tensors, _ = checkpoint_tensors(Model())
+    if same:
+        tensors["lm_head.weight"] = tensors["embed.weight"].clone()
+    expected = Model(tied=True)
+    jitgemm.nn.load_(expected, opened(tensors))
+    with torch.device("meta"):
+        model = Model(tied=True)
+    for device in ("cuda", None):
+        jitgemm.nn.load_(model, opened(tensors), device=device)
+        assert model.embed.weight.is_cuda and model.blocks[0].up.blocks.is_cuda
+        assert (model.lm_head.weight is model.embed.weight) == same
+        assert same_state(copy.deepcopy(model).cpu(), expected)
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16])
+def test_autocast_converts_the_input_on_the_gpu(to):
+    layer, x = layer_of("e4m3").cuda(), inputs(3, 9, K, dtype=torch.float32).cuda()
+    expected = layer(x.to(to))
+    with torch.autocast("cuda", to):
+        assert builders.same_bits(layer(x), expected)
 
 
 def test_weights_are_resident_once():

@@ -151,7 +151,6 @@ class _Plan:
                 self.dense[prefix] = layer
         if problems:
             first = next(iter(problems.values()))
-            first = str(first) if next(iter(problems)) in str(first) else f"{next(iter(problems))}: {first}"
             count = f"{len(problems)} layers cannot be read" if len(problems) > 1 else "A layer cannot be read"
             raise ValueError(
                 f"{first}. {count}: {some(problems)}. To load the others, leave what cannot be read out with "
@@ -203,8 +202,8 @@ class _Plan:
         if empty:
             raise ValueError(
                 f"model: expected no tensor left on the meta device, got {some(empty)}: they are not in the "
-                "checkpoint; make the model under accelerate.init_empty_weights(), which leaves such buffers where they "
-                "hold data, or on a device that holds data"
+                "checkpoint; make the model under accelerate.init_empty_weights(), which leaves such buffers where "
+                "they hold data, or on a device that holds data"
             )
 
     def _find_tensor(self, name: str, tensor: torch.Tensor) -> bool:
@@ -260,8 +259,8 @@ class _Plan:
             hints.append(
                 f"the model stacks a layer's experts in one parameter ({stacked[0]}), as transformers 5 does, and the "
                 f"file names each by itself ({experts}): take a model that has a Linear for each expert (transformers "
-                "4). A model that was quantised here is better saved with safetensors.torch.save_model, which keeps its "
-                "names"
+                "4). A model that was quantised here is better saved with safetensors.torch.save_model, which keeps "
+                "its names"
             )
         for name in missing:
             prefix = name.rpartition(".")[0]

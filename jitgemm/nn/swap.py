@@ -43,7 +43,9 @@ def put_layers(
         try:
             layer = make(name, old)
         except (ValueError, TypeError) as error:
-            raise type(error)(str(error) if name in str(error) else f"{name}: {error}") from error
+            named = str(error).startswith(name + ":") or repr(name) in str(error)
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(str(error) if named else f"{name}: {error}") from error
         layer.train(old.training)
         layer.batch_invariant = getattr(old, "batch_invariant", False)
         layer.weight.named(name)

@@ -54,39 +54,43 @@ def warmup(
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        CompileError: a kernel did not compile; the others have.
+        CompileError: a kernel did not compile; the others are compiled and loaded.
     """
     if max_m < 1:
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
     dtypes = _dtypes(model, dtype)
     nvrtc = nvrtc_info()
     needed: dict[str, KernelSource] = {}  # by cache key
-    on_gpu = []
+    on_gpu: dict[tuple[KernelSpec | QuantizeSpec, int], str] = {}
     for spec, source, index in _kernels(model, max_m, dtypes, device):
-        needed.setdefault(source.key(nvrtc), source)
+        key = source.key(nvrtc)
+        needed.setdefault(key, source)
         if index is not None:
-            on_gpu.append((spec, index))
+            on_gpu[spec, index] = key
     found = {key: process_cache.lookup(key) for key in needed}
     if not needed:
         warnings.warn("warmup: the model holds no W4A8Linear, so there is nothing to compile", stacklevel=2)
-    missing = [source for key, source in needed.items() if found[key] is None or found[key].path is None]
-    results = _compile(missing, jobs or default_threads())
-    failed = [result for result in results if isinstance(result, JitGemmError)]
-    built = [result for result in results if not isinstance(result, JitGemmError)]
+    missing = {key: needed[key] for key, entry in found.items() if entry is None or entry.path is None}
+    results = dict(zip(missing, _compile(list(missing.values()), jobs or default_threads())))
+    failed = {key: result for key, result in results.items() if isinstance(result, JitGemmError)}
+    built = [result for result in results.values() if not isinstance(result, JitGemmError)]
     unwritten = [entry.unwritten for entry, _ in built if entry.path is None]
     if unwritten:
         warnings.warn(
             f"{len(unwritten)} kernels are not stored and every other process compiles them again: {unwritten[0]}",
             stacklevel=2,
         )
+    for (spec, index), key in on_gpu.items():
+        if key not in failed:
+            with torch.cuda.device(index):
+                (quantizers if isinstance(spec, QuantizeSpec) else gemms).KERNELS.load(spec, index)
     if failed:
+        first = next(iter(failed.values()))
         raise CompileError(
-            f"{len(failed)} of {len(missing)} kernels did not compile; the first: {failed[0]}", log=failed[0].log,
-            source_path=failed[0].source_path,
-        )  # fmt: skip
-    for spec, index in dict.fromkeys(on_gpu):
-        with torch.cuda.device(index):
-            (quantizers if isinstance(spec, QuantizeSpec) else gemms).KERNELS.load(spec, index)
+            f"{len(failed)} of {len(missing)} kernels did not compile; the first: {first}",
+            log=getattr(first, "log", ""),
+            source_path=getattr(first, "source_path", None),
+        ) from first
     return [entry.metadata["label"] for entry, compiled in built if compiled]
 
 
