@@ -204,13 +204,11 @@ def test_a_slow_kernel_runs_with_one_warning_a_process(root, monkeypatch, cached
     monkeypatch.setattr(driver, "check_nvrtc_against_driver", lambda version: None)
     monkeypatch.setattr(driver, "load_kernel", lambda cubin, name, **_: cubin)
 
-    def load(spec: str) -> bytes:
-        return kernels.get_or_load(spec, 0, lambda _: spilling_kernel(), name="spilling", smem_bytes=0, call="it")
-
+    family = kernels.KernelFamily("spilling", lambda _: spilling_kernel(), lambda _: 0, call="it")
     said = rf"kernel spilling .*NVRTC {nvrtc_info().build} .*\d+ bytes of register spills.*report"
     with pytest.warns(RuntimeWarning, match=said) as caught:
-        assert load("one").startswith(b"\x7fELF")
-        load("two")
+        assert family.load("one", 0).startswith(b"\x7fELF")
+        family.load("two", 0)
     assert len(caught) == 1
 
 

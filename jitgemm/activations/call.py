@@ -94,16 +94,16 @@ def quantize_activations(
     inputs = Inputs(rows, dtype, scheme == "tensor", affine, scale, zero, silu_mul, rms_norm, eps, permutation)
     outputs = None if out is None else check_out(out, x, dtype, affine, silu_mul)
     if torch.compiler.is_compiling() or traced(x, x):
-        outputs = _call_op(inputs, outputs)
+        written = _call_op(inputs, outputs)
     else:
-        outputs = _run(inputs, outputs)
+        written = _run(inputs, outputs)
     if out is not None:
         return tuple(out)
-    outputs = outputs if affine else outputs[:2]
+    results: tuple[Any, ...] = written if affine else written[:2]
     if x.dim() != 2:  # results of rows, as x's shape has them
         lead = x.shape[:-1]
-        return outputs[0].view(*lead, outputs[0].shape[1]), *(each.view(lead) for each in outputs[1:])
-    return outputs
+        return results[0].view(*lead, results[0].shape[1]), *(each.view(lead) for each in results[1:])
+    return results
 
 
 def _run(inputs: Inputs, outputs: Outputs | None) -> Outputs:
@@ -147,7 +147,7 @@ def _run_reference(inputs: Inputs, outputs: Outputs) -> Outputs:
         if least < 0 or most >= k:
             raise ValueError(f"permutation: expected values 0..{k - 1}, got {int(least)}..{int(most)}")
     for output, result in zip(outputs, quantize_reference(*inputs)):
-        if output is not None:
+        if output is not None and result is not None:
             output.copy_(result)
     return outputs
 

@@ -69,7 +69,7 @@ class Checkpoint:
         else:
             raise TypeError(f"source: expected a path or a mapping of tensors, got {type(source).__name__}")
         if config is None and self._tensors is None:
-            folder = Path(source)
+            folder = Path(self.where)
             config = _config_beside(folder if folder.is_dir() else folder.parent)
         elif config is not None:
             config = _quantization_config(config)

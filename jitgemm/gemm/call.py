@@ -153,7 +153,8 @@ def _operands(x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, n, 
 
 
 def _op(*arguments: Any) -> None:
-    _run(*_operands(*arguments[:-1]), arguments[-1])
+    x, x_scale, x_zero, weight, out, bias = _operands(*arguments[:-1])
+    _run(x, x_scale, x_zero, weight, out, bias, arguments[-1])
 
 
 def _fake_op(*arguments: Any) -> None:

@@ -103,17 +103,17 @@ def code_sections(cubin: bytes) -> list[tuple[int, int]]:
         # Of a section header: offset of its name, type, flags, address, offset, bytes.
         sections = [struct.unpack_from("<IIQQQQ", cubin, headers + index * size) for index in range(count)]
         name_table = sections[names][4]
-        found = []
+        code = []
         for name, _, _, _, start, length in sections:
             if cubin.startswith(b".text.", name_table + name):
                 if length % _INSTRUCTION.size or start + length > len(cubin):
                     raise BadCubin(f"cubin: {length} bytes of code at {start}, in a file of {len(cubin)}")
-                found.append((start, start + length))
+                code.append((start, start + length))
     except (struct.error, IndexError) as error:
         raise BadCubin(f"cubin: broken headers ({error})") from error
-    if not found:
+    if not code:
         raise BadCubin("cubin: no code")
-    return found
+    return code
 
 
 class Instruction(NamedTuple):

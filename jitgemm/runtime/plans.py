@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +55,7 @@ class Memory:
         while self.nbytes > MAX_BYTES:
             self.nbytes -= self.values.popitem(last=False)[1].nbytes
 
-    def find_plan(self, key: Hashable, tensors: tuple[torch.Tensor, ...]) -> Any:
+    def find_plan(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Any:
         """The plan of this key and of tensors like these (see `like`), or None."""
         for fits, plan in self.values.get(key, ()):
             if fits(*tensors):
@@ -63,7 +63,7 @@ class Memory:
                 return plan
         return None
 
-    def add_plan(self, key: Hashable, tensors: tuple[torch.Tensor, ...], plan: Any) -> None:
+    def add_plan(self, key: Hashable, tensors: Sequence[torch.Tensor], plan: Any) -> None:
         """For the next call with this key and such tensors. A key has as many tensors whenever it comes."""
         others = self.values.get(key, ())[-MAX_ALIKE + 1 :]
         self.add(key, _Plans((*others, (like(*tensors), plan))))

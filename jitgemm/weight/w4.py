@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from jitgemm.dtypes import DTYPES, REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
 from jitgemm.tensors import check_tensor, describe, dtype_name
 from jitgemm.weight import layout
+
+MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
 
 INTEGERS = (
     torch.uint8,
@@ -75,7 +77,9 @@ class PackedWeight(NamedTuple):
     k: int
     format: WeightFormat
 
-    settled_at = None
+    @property
+    def settled_at(self) -> None:
+        return None
 
     @property
     def plan_key(self) -> int:
@@ -296,9 +300,9 @@ class W4Weight:
         if device == self.device:
             return self
         with torch.inference_mode(False):
-            tensors = (self.blocks, self.channel_scale, self.row_sum, self.permutation)
-            blocks, *others = (None if tensor is None else tensor.to(device) for tensor in tensors)
-            return self.with_tensors(blocks, *others)
+            others = (self.channel_scale, self.row_sum, self.permutation)
+            moved = (None if tensor is None else tensor.to(device) for tensor in others)
+            return self.with_tensors(self.blocks.to(device), *moved)
 
     def with_tensors(
         self,
@@ -377,9 +381,9 @@ class W4Weight:
             part, scale, zero = self.rows(first, end)
             q[first * STRIP_ROWS : end * STRIP_ROWS] = part
             scales.append(scale.view(layout.bits_dtype(scale.dtype)))
-            zeros.append(zero)
-        scale = torch.cat(scales).view(self.scale_dtype)
-        return q, scale, torch.cat(zeros) if self.format.zero_point else None
+            if zero is not None:
+                zeros.append(zero)
+        return q, torch.cat(scales).view(self.scale_dtype), torch.cat(zeros) if zeros else None
 
     def dequantize(self) -> torch.Tensor:
         """(q - zero) * scale + offset as fp32 [n, k], in the packed order of columns.
@@ -458,22 +462,24 @@ class W4Weight:
             raise ValueError(
                 f"{key}: expected zero_point and offset 0 or 1, known scale type and codes, got {values[5:]}"
             )
-        blocks, channel_scale, row_sum, permutation = (
-            _aligned(tensors.get(prefix + name)) for name in ("blocks", "channel_scale", "row_sum", "permutation")
+        blocks = _aligned(tensors[prefix + "blocks"])
+        channel_scale, row_sum, permutation = (
+            _aligned(tensors.get(prefix + name)) for name in ("channel_scale", "row_sum", "permutation")
         )
         try:
             format = weight_format(
                 k, group_size, bool(zero_point), _META_SCALE_TYPES[scale_type], _META_CODES[codes], bool(offset)
             )
             weight = cls(blocks, channel_scale, n, k, group_size, format, version, row_sum, permutation)
-            if type(permutation) in (torch.Tensor, torch.nn.Parameter) and not permutation.is_meta:
+            plain = type(permutation) in (torch.Tensor, torch.nn.Parameter)
+            if permutation is not None and plain and not permutation.is_meta:
                 check_permutation(permutation, k)
             return weight
         except ValueError as error:
             raise ValueError(f"state dict: {prefix}{error}") from None
 
 
-def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _aligned(tensor: MaybeTensor) -> MaybeTensor:
     """A copy where a tensor read from a file does not start at 16 bytes."""
     return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
 
