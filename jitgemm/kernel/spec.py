@@ -159,9 +159,9 @@ def lhs_copy_rows(spec: KernelSpec, m: int) -> tuple[int, int]:
 
     CTAs that share activations copy a part each, of whole rows of eight, the period of the swizzle.
     """
-    shares = spec.multicast_lhs
+    ctas = spec.multicast_lhs
     left = m - (ceil_div(m, spec.block_m) - 1) * spec.block_m
-    return spec.block_m // shares, left if shares == 1 else 8 * ceil_div(left, 8 * shares)
+    return spec.block_m // ctas, left if ctas == 1 else 8 * ceil_div(left, 8 * ctas)
 
 
 def slice_tokens(spec: KernelSpec) -> int:
