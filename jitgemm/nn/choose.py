@@ -27,6 +27,10 @@ READS_WEIGHT = {
     "MaskFormerDetrMHAttentionMap": ("k_proj",),
     "DabDetrMHAttentionMap": ("k_linear",),
     "TDNNLayer": ("kernel",),
+    "MobileBertLMPredictionHead": ("dense", "decoder"),
+    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "PPDocLayoutV2ReadingOrderEncoder": ("rel_pos_bias",),
 }
 """Classes of PyTorch and transformers (5.23) whose calls read the weight of a Linear in them: {class: its Linears}."""
 READ_ANYWHERE = ("dt_proj",)
