@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from jitgemm.checkpoint.reader import Checkpoint, read_layer
+from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.reader import read_layer
 
 __all__ = ["Checkpoint", "read_layer"]

@@ -1,192 +1,18 @@
-"""`jitgemm.load`: a layer of a checkpoint as a `W4Weight`.
-
-Finds tensors and config on disk; what they mean is the formats' business. Reads safetensors lazily: the headers, and
-then the tensors of the layer asked for. Knows no kernels.
-"""
+"""`jitgemm.load`: a layer of a checkpoint as a `W4Weight`. Knows no kernels."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_values, concat
-from jitgemm.tensors import dtype_name
+from jitgemm.checkpoint.files import Checkpoint, Source, opened
 from jitgemm.weight.w4 import W4Weight
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_CONFIG_KEYS = ("quantization_config", "compression_config")
-_CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Where GPTQ's, AWQ's and NVIDIA's tools put what config.json may lack."""
-
-_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
-    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
-    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-
-
-class Checkpoint:
-    """An open checkpoint: the names of all its tensors and its quantization config. No data is read.
-
-    For many layers of one checkpoint, open it once and hand it to `load`: names are listed and headers parsed once.
-
-    Args:
-        source: a folder with one or more safetensors files, `model.safetensors.index.json` or another index, one
-            `.safetensors` file, or a mapping of names to tensors.
-        config: the model's config.json or its quantization_config, as a mapping; None: what stands beside the files.
-
-    Raises:
-        FileNotFoundError: there are no such files.
-        ValueError: a file is of another kind, an index is damaged, or a tensor stands in two files.
-    """
-
-    def __init__(
-        self, source: str | os.PathLike[str] | Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None
-    ):
-        self._files: dict[Path, Any] = {}
-        self._held: dict[Path, frozenset[str]] = {}  # names in each open file
-        self._tensors: Mapping[str, torch.Tensor] | None = None
-        self._paths: dict[str, Path] = {}
-        if isinstance(source, Mapping):
-            self.where = "the tensors given"
-            for name, tensor in source.items():
-                if not isinstance(tensor, torch.Tensor):
-                    raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
-            self._tensors = source
-        elif isinstance(source, (str, os.PathLike)):
-            self.where = os.fspath(source)
-            self._paths = self._list(Path(source))
-        else:
-            raise TypeError(f"source: expected a path or a mapping of tensors, got {type(source).__name__}")
-        if config is None and self._tensors is None:
-            folder = Path(self.where)
-            config = _config_beside(folder if folder.is_dir() else folder.parent)
-        elif config is not None:
-            config = _quantization_config(config)
-        self.config: Mapping[str, Any] | None = config
-        """The model's quantization_config, or None."""
-        self._layers: dict[str, list[str]] = {}  # "model.lm_head." -> ["weight", ...]
-        for name in self.names():
-            start = name.rfind(".") + 1
-            self._layers.setdefault(name[:start], []).append(name[start:])
-
-    def names(self) -> Iterator[str]:
-        """The names of all tensors."""
-        return iter(self._paths if self._tensors is None else self._tensors)
-
-    def __contains__(self, name: str) -> bool:
-        return name in (self._paths if self._tensors is None else self._tensors)
-
-    def info(self, name: str) -> TensorInfo:
-        """Shape and dtype, from the file's header."""
-        if self._tensors is not None:
-            tensor = self._tensors[name]
-            return TensorInfo(tuple(tensor.shape), tensor.dtype, _subclass(tensor))
-        file = self._file(name)
-        if name not in self._held[self._paths[name]]:
-            raise ValueError(f"source: expected {name!r} in {self._paths[name]}, as the index says, found none")
-        header = file.get_slice(name)
-        kind = header.get_dtype()
-        if kind not in _DTYPES:
-            raise ValueError(f"{name}: expected a dtype that a 4-bit layer can have, got safetensors' {kind}")
-        return TensorInfo(tuple(header.get_shape()), _DTYPES[kind])
-
-    def read(self, name: str, device: torch.device, expert: int | None = None) -> torch.Tensor:
-        """The tensor, or its part of one expert along the first dimension, on a device."""
-        if self._tensors is not None:
-            tensor = self._tensors[name]
-            return (tensor if expert is None else tensor[expert]).detach().to(device)
-        file = self._file(name)
-        tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
-        return tensor.to(device)
-
-    def layer(self, prefix: str) -> dict[str, str]:
-        """{what stands behind the prefix: full name} of a layer's own tensors."""
-        start = prefix if not prefix or prefix[-1] in "._" else prefix + "."
-        parent = start[: start.rfind(".") + 1]
-        inner = start.removeprefix(parent)
-        found = (suffix for suffix in self._layers.get(parent, ()) if suffix.startswith(inner))
-        return {suffix.removeprefix(inner): parent + suffix for suffix in found}
-
-    def metadata(self, name: str) -> Mapping[str, str]:
-        """What the tensor's file says of itself; of a tensor given in memory, what torchao would write of it."""
-        if self._tensors is None:
-            return self._file(name).metadata() or {}
-        tensor = self._tensors[name]
-        if not _subclass(tensor):
-            return {}
-        said = {"activation_quantization": getattr(tensor, "activation_quantization", None)}
-        dtype = getattr(tensor, "activation_dtype", None)
-        if dtype is not None:
-            said["activation_dtype"] = {"_type": "torch.dtype", "_data": dtype_name(dtype)}
-        return {name: json.dumps({"_type": _subclass(tensor), "_data": said})}
-
-    def _file(self, name: str) -> Any:
-        return self._open(self._paths[name])
-
-    def _open(self, path: Path) -> Any:
-        if path not in self._files:
-            self._files[path] = _safe_open(path)
-            self._held[path] = frozenset(self._files[path].keys())
-        return self._files[path]
-
-    def _list(self, source: Path) -> dict[str, Path]:
-        """The file of every tensor."""
-        if not source.exists():
-            raise FileNotFoundError(f"source: expected a file or folder, found none at {source}")
-        if source.is_file():
-            if source.name.endswith(".index.json"):
-                return _read_index(source)
-            if source.suffix != ".safetensors":
-                instead = "give the tensors of another kind of file as a mapping of names to tensors"
-                if source.suffix in (".bin", ".pt", ".pth"):
-                    instead = "give its tensors as a mapping: torch.load(path, weights_only=True)"
-                elif source.suffix == ".gguf":
-                    instead = "GGUF's blocks are no format that is read here; use the model's safetensors"
-                raise ValueError(
-                    f"source: expected a folder, .safetensors or .index.json, got {source.name}; {instead}"
-                )
-            return self._headers([source])
-        if (source / _INDEX).is_file():
-            return _read_index(source / _INDEX)
-        if (source / _SINGLE).is_file():
-            return self._headers([source / _SINGLE])
-        indices = sorted(source.glob("*.safetensors.index.json"))
-        if len(indices) > 1:
-            raise ValueError(f"source: expected one index, got {', '.join(i.name for i in indices)}; give one's path")
-        if indices:
-            return _read_index(indices[0])
-        files = sorted(source.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"source: expected .safetensors files, found none in {source}")
-        return self._headers(files)
-
-    def _headers(self, files: Sequence[Path]) -> dict[str, Path]:
-        paths: dict[str, Path] = {}
-        for path in files:
-            self._open(path)
-            for name in sorted(self._held[path]):
-                if name in paths:
-                    raise ValueError(
-                        f"source: expected each tensor once, got {name!r} in {paths[name].name} and {path.name}"
-                    )
-                paths[name] = path
-        return paths
-
-
-def _subclass(tensor: torch.Tensor) -> str:
-    """The class of torchao's tensors, which hold codes and report the type of their values; "" for all others."""
-    return type(tensor).__name__ if hasattr(tensor, "qdata") or type(tensor).__module__.startswith("torchao") else ""
 
 
 class _MissingTensorError(KeyError):
@@ -241,10 +67,6 @@ class _LayerTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint
-"""What a checkpoint can be read from."""
 
 
 def load(
@@ -328,15 +150,6 @@ def read_layer(
         return concat(parts)
 
 
-def opened(source: Source, config: Mapping[str, Any] | None = None) -> Checkpoint:
-    """The checkpoint, opened unless it is open. Raises ValueError for a config beside an open one."""
-    if not isinstance(source, Checkpoint):
-        return Checkpoint(source, config)
-    if config is not None:
-        raise ValueError("config: expected None with an open Checkpoint, which has its own")
-    return source
-
-
 def target_device(device: torch.device | str | int | None) -> torch.device:
     """Where tensors go: the current GPU, or the CPU where there is none, unless the caller says.
 
@@ -418,68 +231,3 @@ def _of_expert(infos: Mapping[str, TensorInfo], expert: int) -> dict[str, Tensor
     if not 0 <= expert < count:
         raise ValueError(f"expert: expected 0..{count - 1}, got {expert}")
     return {suffix: TensorInfo(info.shape[1:], info.dtype) for suffix, info in infos.items()}
-
-
-def _safe_open(path: Path) -> Any:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError("a checkpoint's files need the package safetensors: pip install safetensors") from None
-    if not path.is_file():
-        raise FileNotFoundError(f"source: expected the file {path}, found none")
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"source: expected a safetensors file, got {path}: {error}") from None
-
-
-def _read_index(path: Path) -> dict[str, Path]:
-    weight_map = _read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"source: expected a weight_map in {path}, found none")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or PurePath(file).is_absolute() or ".." in PurePath(file).parts:
-            raise ValueError(f"source: expected files inside the folder of {path.name}, got {file!r} for {name!r}")
-    return {name: path.parent / file for name, file in weight_map.items()}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path.name}: expected JSON in {path}, got {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name}: expected a JSON object in {path}, got {type(content).__name__}")
-    return content
-
-
-def _config_beside(folder: Path) -> Mapping[str, Any] | None:
-    if (folder / "config.json").is_file():
-        found = _nested_config(_read_json(folder / "config.json"))
-        if found is not None:
-            return found
-    for name in _CONFIG_FILES:
-        if (folder / name).is_file():
-            content = _read_json(folder / name)
-            quantization = content.get("quantization")
-            return quantization if isinstance(quantization, dict) else content
-    return None
-
-
-def _nested_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization_config of a config.json, at its top or in the language model's part."""
-    for part in (config, config.get("text_config")):
-        for key in _CONFIG_KEYS:
-            if isinstance(part, Mapping) and isinstance(part.get(key), Mapping):
-                return part[key]
-    return None
-
-
-def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """From a whole config.json, or from one that is the quantization_config already."""
-    if not isinstance(config, Mapping):
-        raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
-    nested = _nested_config(config)
-    if nested is not None:
-        return nested
-    return None if "architectures" in config or "model_type" in config else config

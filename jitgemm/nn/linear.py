@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from jitgemm.activations.call import quantize_activations
-from jitgemm.checkpoint.reader import Source, opened, target_device
+from jitgemm.checkpoint.files import Source, opened
+from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.call import gemm_w4a8_nt
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div

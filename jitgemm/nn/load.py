@@ -1,29 +1,21 @@
-"""`load_`: a model filled from a quantised checkpoint. A plan is made from headers first, then carried out."""
+"""`load_`: a model filled from a quantised checkpoint."""
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.reader import Checkpoint, Source, opened, target_device
+from jitgemm.checkpoint.files import Source, opened
+from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.choose import Filter, Linears
 from jitgemm.nn.linear import W4A8Linear
-from jitgemm.nn.read import Layer, check_activation, is_quantised, layer_of, read, read_dense
-from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
+from jitgemm.nn.plan import LEFT_OUT, Plan
+from jitgemm.nn.read import Layer, check_activation, read, read_dense
+from jitgemm.nn.report import Report, by_reason, warn_if_nothing
 from jitgemm.nn.swap import describe_to_transformers, put_layers
-
-LEFT_OUT = "dequantised: left out by the filter"
-_IGNORABLE = {
-    r"\.(k|v|q|kv|prob)_(global_)?(scale|zero_point)$": "scale of the KV cache or attention, not quantised here",
-    r"(^|\.)inv_freq$": "rotary frequencies, which the model computes",
-}
-"""What no model has a place for, and nobody misses."""
 
 
 def load_(
@@ -77,11 +69,11 @@ def load_(
     target = None if device is None else target_device(device)
     if hasattr(model, "tie_weights") and any(p.is_meta for p in model.parameters()):
         model.tie_weights()  # what was made without data may not be tied yet
-    plan = _Plan(model, checkpoint, Linears(model))
+    plan = Plan(model, checkpoint, Linears(model))
     plan.find_layers(filter, activation, format)
     plan.find_tensors(tuple(allow_missing))
     plan.find_unused(strict)
-    plan.carry_out(target)
+    _carry_out(plan, target)
     report = Report(plan.layers, plan.skipped, plan.ignored)
     why = "its Linears are not quantised (quantize_ does that)" if not plan.skipped else "none could be"
     warn_if_nothing(report, "load_", f"of {checkpoint.where}, {why}")
@@ -92,269 +84,39 @@ def load_(
     return report
 
 
-@dataclass
-class _Plan:
-    """What to do to a model; made from headers, apart from tied tensors, which are compared.
+def _carry_out(plan: Plan, target: torch.device | None) -> None:
+    def make(name: str, old: torch.nn.Module) -> W4A8Linear:
+        tensor = old.blocks if isinstance(old, W4A8Linear) else old.weight
+        parts = read(plan.checkpoint, plan.layers[name], target or _device(tensor))
+        if parts.weight.k != old.in_features:
+            raise ValueError(f"{name}: expected k = {old.in_features}, got {parts.weight.k}")
+        return W4A8Linear(parts.weight, parts.bias, activation=parts.activation, input_scale=parts.input_scale)
 
-    Attributes:
-        layers: {first name of a Linear: what it becomes}.
-        dense: {prefix: layer that is dequantised into a module of that name}.
-        left: {prefix: why its tensors in the file are not used}.
-        tensors: {name of a tensor of the model: name in the checkpoint, or the layer to dequantise}.
-        untied: names of tensors that get a parameter of their own.
-        skipped, ignored: see `Report`.
-    """
-
-    model: torch.nn.Module
-    checkpoint: Checkpoint
-    linears: Linears
-    layers: dict[str, Layer] = field(default_factory=dict)
-    dense: dict[str, Layer] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    tensors: dict[str, str | Layer] = field(default_factory=dict)
-    untied: set[str] = field(default_factory=set)
-    skipped: dict[str, str] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)
-
-    # ---- layers ------------------------------------------------------------------------------------------------------
-
-    def find_layers(self, filter: Filter | None, activation: str | None, format: str | None) -> None:
-        problems: dict[str, ValueError] = {}
-        embeddings = [name for name, m in self.model.named_modules() if isinstance(m, torch.nn.Embedding)]
-        for name in (*self.linears.places, *embeddings):
-            names = self.linears.places.get(name, [name])
-            prefix = next((each for each in names if is_quantised(self.checkpoint, each)), None)
-            if prefix is None:
-                continue
-            module = self.model.get_submodule(name)
-            reason = "an Embedding" if name in embeddings else self.linears.cannot(name)
-            chosen = reason is None and (filter is None or filter(name, module))
-            try:
-                layer = layer_of(self.checkpoint, prefix, activation, format)
-            except ValueError as error:
-                if chosen or filter is None:
-                    problems[name] = error
-                else:
-                    reason = f"{reason or 'left out by the filter'}, and cannot be dequantised: {error}"
-                    self.left[prefix] = self.skipped[name] = reason
-                continue
-            self._check_sizes(name, module, layer)
-            if chosen and _packable(layer):
-                self.layers[name] = layer
-                self.ignored |= layer.unused
-            elif isinstance(module, W4A8Linear):
-                self.left[prefix] = self.skipped[name] = "left out by the filter"
+    tied = any(plan.linears.shared(name) for name in plan.layers)
+    put_layers(plan.model, {name: plan.linears.places[name] for name in plan.layers}, make, "loading")
+    places: dict[int, list[str]] = {}
+    state = plan.model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        places.setdefault(id(tensor), []).append(name)
+    with torch.no_grad():
+        for name, origin in plan.tensors.items():
+            tensor = state[name]
+            device = (target or _device(tensor)) if tensor.is_meta else tensor.device
+            if isinstance(origin, Layer):
+                value = read_dense(plan.checkpoint, origin, device)
             else:
-                if chosen:
-                    reason = "n is no multiple of 8, or k or the group size none of 32"
-                self.skipped[name] = f"dequantised: {reason}" if reason else LEFT_OUT
-                self.dense[prefix] = layer
-        if problems:
-            first = next(iter(problems.values()))
-            count = f"{len(problems)} layers cannot be read" if len(problems) > 1 else "A layer cannot be read"
-            raise ValueError(
-                f"{first}. {count}: {some(problems)}. To load the others, leave what cannot be read out with "
-                "filter=..., fill it yourself, and name its tensors in allow_missing=..."
-            )
-
-    def _check_sizes(self, name: str, module: torch.nn.Module, layer: Layer) -> None:
-        if isinstance(module, torch.nn.Embedding):
-            n, k = module.weight.shape
-        else:
-            n, k = module.out_features, module.in_features
-        if layer.n != n or layer.k not in (None, k):
-            raise ValueError(f"{name}: expected k, n = {k, n}, got {layer.k, layer.n}")
-        has_bias = getattr(module, "bias", None) is not None
-        if has_bias != ("bias" in layer.names):
-            expected, got = ("a bias", "none") if has_bias else ("no bias", "one")
-            raise ValueError(f"{name}: expected {expected}, as the model has it, got {got}")
-
-    # ---- tensors -----------------------------------------------------------------------------------------------------
-
-    def find_tensors(self, allow_missing: tuple[str, ...]) -> None:
-        """Where every other tensor of the model comes from."""
-        places = {place for name in self.layers for place in self.linears.places[name]}
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        state: dict[str, torch.Tensor] = {}
-        groups: dict[int, list[str]] = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            prefix = name.rpartition(".")[0]
-            if _inside(name, places) or not isinstance(tensor, torch.Tensor):
-                continue
-            if isinstance(modules.get(prefix), W4A8Linear):  # one that is not loaded again: all of it is missing
-                name, tensor = prefix + ".weight", modules[prefix].blocks
-            if name not in state:
-                state[name] = tensor
-                groups.setdefault(id(tensor), []).append(name)
-        missing = []
-        for names in groups.values():
-            found = [name for name in names if self._find_tensor(name, state[name])]
-            if len(found) > 1:
-                self._untie(found, state[names[0]])
-            if not found and not any(fnmatchcase(name, pattern) for name in names for pattern in allow_missing):
-                missing.append(names[0])
-        if missing:
-            raise ValueError(self._missing_message(missing, state))
-        filled = {id(state[name]) for name in self.tensors}
-        everything = (*self.model.named_parameters(), *self.model.named_buffers())
-        empty = [name for name, x in everything if x.is_meta and id(x) not in filled and not _inside(name, places)]
-        empty = [name for name in empty if not any(fnmatchcase(name, pattern) for pattern in allow_missing)]
-        if empty:
-            raise ValueError(
-                f"model: expected no tensor left on the meta device, got {some(empty)}: they are not in the "
-                "checkpoint; make the model under accelerate.init_empty_weights(), which leaves such buffers where "
-                "they hold data, or on a device that holds data"
-            )
-
-    def _find_tensor(self, name: str, tensor: torch.Tensor) -> bool:
-        """Notes where the tensor comes from, if it is in the checkpoint and fits."""
-        prefix, _, child = name.rpartition(".")
-        if child == "weight" and prefix in self.dense:
-            self.tensors[name] = self.dense[prefix]
-            return True
-        if name not in self.checkpoint or prefix in self.left:
-            return False
-        if isinstance(self.model.get_submodule(prefix), W4A8Linear):
-            return False
-        info = self.checkpoint.info(name)
-        if info.shape != tuple(tensor.shape):
-            raise ValueError(f"{name}: expected shape {list(tensor.shape)}, got {list(info.shape)}")
-        # Floats are rounded to the model's type, as `load_state_dict` does; nothing else is converted.
-        floats = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (tensor.dtype, info.dtype))
-        if info.kind or (info.dtype != tensor.dtype and not floats):
-            raise ValueError(f"{name}: expected {tensor.dtype}, got {info.kind or info.dtype}")
-        self.tensors[name] = name
-        return True
-
-    def _untie(self, found: list[str], tensor: torch.Tensor) -> None:
-        """Of several names of one tensor that are all in the file: one is read, unless they differ."""
-        first, *others = found
-        for name in others:
-            if self._same(first, name, tensor.dtype):
-                del self.tensors[name]
-                self.ignored[name] = "the same as another name of the tied tensor"
-                continue
-            owners = [self.model.get_submodule(each.rpartition(".")[0]) for each in (first, name)]
-            if owners[0] is owners[1]:
-                raise ValueError(
-                    f"source: expected {first} and {name} to be equal, as one module of the model has both"
-                )
-            self.untied.add(name)
-
-    def _same(self, a: str, b: str, dtype: torch.dtype) -> bool:
-        x, y = self.tensors[a], self.tensors[b]
-        if isinstance(x, Layer) or isinstance(y, Layer):
-            return False
-        cpu = torch.device("cpu")
-        return torch.equal(self.checkpoint.read(x, cpu).to(dtype), self.checkpoint.read(y, cpu).to(dtype))
-
-    def _missing_message(self, missing: list[str], state: Mapping[str, torch.Tensor]) -> str:
-        hints = []
-        experts = next((name for name in self.checkpoint.names() if re.search(r"(^|\.)experts\.\d+\.", name)), None)
-        stacked = [name for name in missing if "experts" in name and state[name].dim() == 3]
-        packed = [name for name in missing if name + "_blocks" in self.checkpoint]
-        if packed:
-            hints.append(f"{packed[0]} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here")
-        elif stacked and experts:
-            hints.append(
-                f"the model stacks a layer's experts in one parameter ({stacked[0]}), as transformers 5 does, and the "
-                f"file names each by itself ({experts}): take a model that has a Linear for each expert (transformers "
-                "4). A model that was quantised here is better saved with safetensors.torch.save_model, which keeps "
-                "its names"
-            )
-        for name in missing:
-            prefix = name.rpartition(".")[0]
-            if prefix in self.left:
-                hints.append(f"{name}: {self.left[prefix]}")
-            elif isinstance(self.model.get_submodule(prefix), W4A8Linear):
-                hints.append(f"{prefix} is a W4A8Linear, for which the file has no quantised weight")
-            if len(hints) > 2:
-                break
-        hints.append("a tensor that may keep what it holds is named in allow_missing=['*.name', ...]")
-        used = self._used()
-        unused = [name for name in self.checkpoint.names() if name not in state and name not in used]
-        no_place = f"; found no place for {some(unused, 5)}" if unused else ""
-        return f"source: expected the model's tensors, found none for {some(missing, 5)}{no_place}. {'; '.join(hints)}"
-
-    # ---- tensors of the file -----------------------------------------------------------------------------------------
-
-    def _used(self) -> set[str]:
-        """All names in the checkpoint that are read, or known not to be."""
-        names = {name for layer in (*self.layers.values(), *self.dense.values()) for name in layer.names.values()}
-        for prefixes in (*(self.linears.places[name] for name in self.layers), self.left):
-            names |= {full for prefix in prefixes for full in self.checkpoint.layer(prefix).values()}
-        return names | {name for name in self.tensors.values() if isinstance(name, str)} | set(self.ignored)
-
-    def find_unused(self, strict: bool) -> None:
-        used = self._used()
-        listed = {pattern for m in self.model.modules() for pattern in _ignored_by(m)}
-        rules = _IGNORABLE | {pattern: "the model lists it as ignorable" for pattern in listed}
-        unknown = []
-        for name in self.checkpoint.names():
-            if name in used:
-                continue
-            reason = next((why for pattern, why in rules.items() if re.search(pattern, name)), None)
-            if reason is None and strict:
-                unknown.append(name)
+                value = plan.checkpoint.read(origin, device)
+            if name in plan.untied:
+                _put(plan.model, [name], tensor, value.to(tensor.dtype, copy=True))
+            elif tensor.is_meta:
+                names = [each for each in places[id(tensor)] if each not in plan.untied]
+                _put(plan.model, names, tensor, value.to(tensor.dtype))
             else:
-                self.ignored[name] = reason or "the model has no place for it"
-        if unknown:
-            raise ValueError(
-                f"source: expected only the model's tensors, found no place for {some(unknown, 5)}; strict=False "
-                "ignores such tensors"
-            )
-
-    # ---- doing it ----------------------------------------------------------------------------------------------------
-
-    def carry_out(self, target: torch.device | None) -> None:
-        def make(name: str, old: torch.nn.Module) -> W4A8Linear:
-            tensor = old.blocks if isinstance(old, W4A8Linear) else old.weight
-            parts = read(self.checkpoint, self.layers[name], target or _device(tensor))
-            if parts.weight.k != old.in_features:
-                raise ValueError(f"{name}: expected k = {old.in_features}, got {parts.weight.k}")
-            return W4A8Linear(parts.weight, parts.bias, activation=parts.activation, input_scale=parts.input_scale)
-
-        tied = any(self.linears.shared(name) for name in self.layers)
-        put_layers(self.model, {name: self.linears.places[name] for name in self.layers}, make, "loading")
-        places: dict[int, list[str]] = {}
-        state = self.model.state_dict(keep_vars=True)
-        for name, tensor in state.items():
-            places.setdefault(id(tensor), []).append(name)
-        with torch.no_grad():
-            for name, origin in self.tensors.items():
-                tensor = state[name]
-                device = (target or _device(tensor)) if tensor.is_meta else tensor.device
-                if isinstance(origin, Layer):
-                    value = read_dense(self.checkpoint, origin, device)
-                else:
-                    value = self.checkpoint.read(origin, device)
-                if name in self.untied:
-                    _put(self.model, [name], tensor, value.to(tensor.dtype, copy=True))
-                elif tensor.is_meta:
-                    names = [each for each in places[id(tensor)] if each not in self.untied]
-                    _put(self.model, names, tensor, value.to(tensor.dtype))
-                else:
-                    tensor.copy_(value)
-        if self.layers:
-            describe_to_transformers(self.model, bool(tied or self.untied))
-        if target is not None:
-            self.model.to(target)
-
-
-def _packable(layer: Layer) -> bool:
-    per_channel = layer.group_size is None or (layer.k is not None and layer.group_size >= layer.k)
-    return layer.n % 8 == 0 and (layer.k or 0) % 32 == 0 and (per_channel or layer.group_size % 32 == 0)
-
-
-def _inside(name: str, places: Collection[str]) -> bool:
-    """Whether a tensor's name lies in a module of one of these names, at any depth."""
-    while name and name not in places:
-        name = name.rpartition(".")[0]
-    return bool(name)
-
-
-def _ignored_by(module: torch.nn.Module) -> Collection[str]:
-    return getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+                tensor.copy_(value)
+    if plan.layers:
+        describe_to_transformers(plan.model, bool(tied or plan.untied))
+    if target is not None:
+        plan.model.to(target)
 
 
 def _device(tensor: torch.Tensor) -> torch.device:

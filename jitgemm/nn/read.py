@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.checkpoint.reader import Checkpoint, LayerHeader, errors_that_name, layer_header, read_header
+from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
 from jitgemm.weight.w4 import W4Weight
 
 ACTIVATIONS = ("e4m3", "int8", "int8_affine")
