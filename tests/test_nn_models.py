@@ -235,8 +235,8 @@ def test_the_report_is_a_list_and_prints_as_a_summary():
     report = quantize(Model())
     assert isinstance(report, list) and list(report) == BLOCKS
     assert str(report).splitlines() == [
-        "4 layers are W4A8Linear: blocks.0.up, blocks.0.down, blocks.1.up and 1 more",
-        "2 skipped",
+        "converted to W4A8Linear: 4 (blocks.0.up, blocks.0.down, blocks.1.up and 1 more)",
+        "skipped: 2",
         "  1 expected out_features a multiple of 8 and in_features a multiple of 32, got 10 and 64: odd",
         "  1 output embedding: lm_head",
     ]
@@ -482,6 +482,16 @@ def test_what_nobody_misses_is_no_reason_to_refuse():
     report = load_(model, opened(tensors | {name: torch.zeros(1) for name in extra}))
     assert report == BLOCKS and list(report.ignored) == extra
     assert "KV cache" in report.ignored[extra[0]] and report.ignored[extra[3]] == "the model lists it as ignorable"
+
+
+def test_a_plain_linear_beside_scales_of_the_kv_cache_is_copied():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 32, bias=False) for name in ("k_proj", "up")})
+    layer = torch.nn.ModuleDict({"attn": model})
+    tensors = {f"attn.up.{suffix}": tensor for suffix, tensor in stored(torch.randn(32, 64))[0].items()}
+    tensors |= {"attn.k_proj.weight": torch.ones(32, 64), "attn.k_proj.output_scale": torch.ones(1)}
+    report = load_(layer, opened(tensors))
+    assert report == ["attn.up"] and list(report.ignored) == ["attn.k_proj.output_scale"]
+    assert torch.equal(model["k_proj"].weight, torch.ones(32, 64))
 
 
 def test_the_cause_of_missing_experts_is_told():

@@ -30,6 +30,7 @@ SIZES = {
 MOE = SIZES | {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MAMBA = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 96, "state_size": 16, "time_step_rank": 32}
 JAMBA = {"num_hidden_layers": 2, "mamba_dt_rank": 32, "attn_layer_period": 2, "attn_layer_offset": 1}
+JAMBA |= {"use_mamba_kernels": False}  # which transformers 4 asks for on a CPU
 JAMBA |= {"expert_layer_period": 2, "expert_layer_offset": 1}
 BLOOM = {"hidden_size": 64, "n_layer": 1, "n_head": 4, "vocab_size": 96}
 WAVLM = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}

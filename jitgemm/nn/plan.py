@@ -18,6 +18,7 @@ from jitgemm.nn.report import some
 LEFT_OUT = "dequantised: left out by the filter"
 _IGNORABLE = {
     r"\.(k|v|q|kv|prob)_(global_)?(scale|zero_point)$": "scale of the KV cache or attention, not quantised here",
+    r"\.[kv]_proj\.output_(scale|zero_point)$": "scale of the KV cache or attention, not quantised here",
     r"(^|\.)inv_freq$": "rotary frequencies, which the model computes",
 }
 """What no model has a place for, and nobody misses."""

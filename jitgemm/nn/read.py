@@ -68,12 +68,12 @@ def check_activation(activation: object) -> str:
 
 
 def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
-    """Whether the layer's tensors are anything but a plain weight and bias."""
+    """Whether the layer has tensors, and its weight is no plain one of floats."""
     names = checkpoint.layer(prefix)
-    if not names or not set(names) <= {"weight", "bias"}:
-        return bool(names)
-    info = checkpoint.info(names["weight"]) if "weight" in names else None
-    return info is not None and (bool(info.kind) or info.dtype not in _PLAIN_DTYPES)
+    if "weight" not in names:
+        return bool(set(names) - {"bias"})
+    info = checkpoint.info(names["weight"])
+    return bool(info.kind) or info.dtype not in _PLAIN_DTYPES
 
 
 def layer_of(checkpoint: Checkpoint, prefix: str, activation: str | None = None, format: str | None = None) -> Layer:

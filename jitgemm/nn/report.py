@@ -27,9 +27,10 @@ class Report(list[str]):
         self.ignored = dict(ignored or {})
 
     def __repr__(self) -> str:
-        lines = [f"{len(self)} layers are W4A8Linear{': ' * bool(self)}{some(self)}"]
+        lines = [f"converted to W4A8Linear: {len(self)}" + (f" ({some(self)})" if self else "")]
         for what, found in (("skipped", self.skipped), ("tensors of the file ignored", self.ignored)):
-            lines += [f"{len(found)} {what}"] * bool(found) + by_reason(found)
+            if found:
+                lines += [f"{what}: {len(found)}", *by_reason(found)]
         return "\n".join(lines)
 
 
