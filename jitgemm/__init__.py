@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jitgemm.errors import CacheMissError, CompileError, DriverError, JitGemmError, UnsupportedDeviceError
 
@@ -57,8 +59,42 @@ def __getattr__(name: str) -> object:
     return value
 
 
+def _load_calls() -> None:
+    """What models call: compilers that trace it find plain functions, exported programs their operators."""
+    for name in ("W4Weight", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "pack_w4", "quantize_activations"):
+        __getattr__(name)
+
+
+class _UntilTorch:
+    """On `sys.meta_path` from `import jitgemm` to `import torch`, at whose end it loads the calls.
+
+    Where one of jitgemm's modules imports torch, at the end of that module: in between it is incomplete.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "torch" and not name.startswith("jitgemm."):
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(self.exec_module, spec.loader.exec_module)
+        return spec
+
+    def exec_module(self, execute: Callable[[Any], None], module: Any) -> None:
+        self.depth += 1
+        try:
+            execute(module)
+        finally:
+            self.depth -= 1
+        if self.depth == 0 and "torch" in sys.modules and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _load_calls()
+
+
 # Names load on first use, so that commands such as `jitgemm cache ls`, which need no torch, answer a second sooner.
-# Where torch is there already, what models call is loaded now: a compiler that traces them finds plain functions.
 if TYPE_CHECKING:
     from jitgemm.activations.call import quantize_activations
     from jitgemm.checkpoint.reader import load
@@ -69,5 +105,6 @@ if TYPE_CHECKING:
     from jitgemm.weight.quantize import quantize_w4
     from jitgemm.weight.w4 import W4Weight
 elif "torch" in sys.modules:
-    for _name in ("W4Weight", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "pack_w4", "quantize_activations"):
-        __getattr__(_name)
+    _load_calls()
+else:
+    sys.meta_path.insert(0, _UntilTorch())

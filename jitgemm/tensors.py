@@ -46,6 +46,13 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name}: expected a plain strided tensor, got {kind}")
 
 
+def check_values(name: str, tensor: torch.Tensor) -> None:
+    """Refuses tensors whose values cannot be read one by one."""
+    check_plain(name, tensor)
+    if tensor.is_meta:
+        raise ValueError(f"{name}: expected a tensor with values, got one on the meta device")
+
+
 def check_dtype(name: str, dtype: object, types: tuple[str, ...]) -> str:
     """The name of a dtype that is one of `types`; else TypeError."""
     found = TYPE_NAMES.get(dtype) if isinstance(dtype, torch.dtype) else None

@@ -376,6 +376,12 @@ def test_out_must_be_a_tensor(call, value):
     call.refused(TypeError, "out", "torch.Tensor", type(value).__name__)
 
 
+@pytest.mark.parametrize("gemm", [jitgemm.gemm_w4a8_bf16_nt, jitgemm.gemm_w4a8_nt])
+def test_a_numpy_out_is_named_for_what_it_is(call, gemm):
+    with pytest.raises(TypeError, match=r"^out: expected a torch.Tensor, got ndarray$"):
+        gemm(call.lhs, call.rhs, torch.empty(M, N).numpy())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int16])
 def test_out_of_the_bf16_form_must_be_bf16(call, dtype):
     call.out = call.out.to(dtype)

@@ -127,7 +127,7 @@ def test_a_gpu_of_another_generation_is_refused_by_name(monkeypatch):
     device_of.cache_clear()
 
 
-# ---- argument blocks, field by field ----------------------------------------------------------------------------------
+# ---- argument blocks, field by field --------------------------------------------------------------------------------
 
 SIZES = {"u64": 8, "u32": 4, "i32": 4, "float": 4}
 CODES = {"u64": "Q", "u32": "I", "i32": "i", "float": "f", "pointer": "Q"}

@@ -422,3 +422,181 @@ def test_a_weight_written_in_place_is_no_longer_read_ahead():
     assert rhs.settle() and rhs.settled
     rhs.blocks.data = rhs.blocks.clone()
     assert not rhs.settled
+
+
+# ---- the op's weight, checked like a W4Weight -----------------------------------------------------------------------
+
+
+def changed(rhs, **parts):
+    return rhs.packed._replace(**parts)
+
+
+PER_CHANNEL = FORMATS[2]
+WRONG_WEIGHTS = {
+    "16 bytes": (FORMATS[0], dict(blocks=torch.zeros(16, dtype=torch.uint8)), r"uint8 \[2, 1, 4608\], got uint8 \[16\]"),
+    "a strip too few": (FORMATS[0], dict(n=200), r"rhs.blocks: expected uint8 \[4, 1, 4608\], got uint8 \[2, 1, 4608\]"),
+    "a block of k too few": (FORMATS[0], dict(k=160), r"rhs.blocks: expected uint8 \[2, 2, 4608\]"),
+    "rows that n cannot have": (FORMATS[0], dict(n=4), "rhs.blocks: expected n, its rows, to be a positive multiple of 8"),
+    "no k": (FORMATS[0], dict(k=0), "rhs.blocks: expected k to be a positive multiple of 32, got 0"),
+    "another dtype": (FORMATS[0], dict(blocks=torch.zeros(2, 1, 4608, dtype=torch.int8)), "got int8"),
+    "strides": (FORMATS[0], dict(blocks=torch.zeros(4608, 2, 1, dtype=torch.uint8).permute(1, 2, 0)), "contiguous"),
+    "a scale too many": (FORMATS[0], dict(channel_scale=torch.ones(128)), "rhs.channel_scale: expected None for group"),
+    "no scale": (PER_CHANNEL, dict(channel_scale=None), "rhs.channel_scale: expected a tensor for a per-channel weight"),
+    "a short scale": (PER_CHANNEL, dict(channel_scale=torch.ones(72)), r"rhs.channel_scale: expected float32 \[128\]"),
+    "a scale of another type": (PER_CHANNEL, dict(channel_scale=torch.ones(128).half()), "got float16"),
+    "a scale elsewhere": (PER_CHANNEL, dict(channel_scale=torch.ones(128, device="meta")), "expected cpu, got meta"),
+    "short sums": (FORMATS[0], dict(row_sum=torch.ones(1)), r"rhs.row_sum: expected float32 \[128\], got float32 \[1\]"),
+    "sums of another type": (FORMATS[0], dict(row_sum=torch.ones(128).double()), "rhs.row_sum: expected float32"),
+    "sums elsewhere": (FORMATS[0], dict(row_sum=torch.ones(128, device="meta")), "rhs.row_sum: expected cpu, got meta"),
+}
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["cpu", "fake"])
+@pytest.mark.parametrize(("format", "parts", "message"), WRONG_WEIGHTS.values(), ids=WRONG_WEIGHTS)
+def test_the_op_checks_every_tensor_of_its_weight(format, parts, message, fake):
+    out = empty(5)
+    arguments = op_arguments(builders.affine_lhs(1, 5, K), changed(weight(format), **parts), out)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if fake:
+        arguments = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+    with pytest.raises(ValueError, match=message), mode if fake else torch.no_grad():
+        OP(*arguments)
+
+
+def test_16_bytes_are_refused_for_a_weight_of_4096_by_4096_on_a_fake_gpu():
+    with FakeTensorMode():
+        x, x_scale = torch.empty(1, 4096, dtype=torch.int8, device="cuda"), torch.empty(1, device="cuda")
+        out = torch.empty(1, 4096, dtype=torch.bfloat16, device="cuda")
+        blocks = torch.empty(16, dtype=torch.uint8, device="cuda")
+        with pytest.raises(ValueError, match=r"rhs.blocks: expected uint8 \[64, 32, 4224\], got uint8 \[16\]"):
+            OP(x, x_scale, None, blocks, None, None, out, None, 4096, 4096, "g128-bf16", False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("format", "parts", "message"), WRONG_WEIGHTS.values(), ids=WRONG_WEIGHTS)
+def test_the_op_checks_every_tensor_of_its_weight_on_a_gpu(format, parts, message):
+    if "cpu" in message:
+        pytest.skip("the weight is on a GPU")
+
+    def there(tensor):
+        return tensor.cuda() if isinstance(tensor, torch.Tensor) else tensor
+
+    rhs = changed(weight(format), **parts)
+    arguments = [there(each) for each in op_arguments(builders.affine_lhs(1, 5, K), rhs, empty(5))]
+    with pytest.raises(ValueError, match=message):
+        OP(*arguments)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_the_op_checks_addresses_of_its_weight_on_a_gpu():
+    rhs = weight().to("cuda")
+    lhs, out = tuple(each.cuda() for each in builders.lhs(1, 5, K, "s8")), empty(5).cuda()
+    shifted = torch.zeros(rhs.blocks.numel() + 1, dtype=torch.uint8, device="cuda")[1:].view_as(rhs.blocks)
+    with pytest.raises(ValueError, match="rhs.blocks: expected an address that is a multiple of 16 bytes, got one .* 1"):
+        OP(*op_arguments(lhs, changed(rhs, blocks=shifted), out))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("format", [builders.PER_CHANNEL, 32, 64, 128, 256])
+def test_every_format_has_a_name_of_its_own(format):
+    from jitgemm.kernel.formats import CODES, format_named
+
+    options = [(zero, scale, codes, offset) for zero in (False, True) for scale in ("bf16", "fp16", "fp32")
+               for codes in CODES for offset in (False, True)]  # fmt: skip
+    legal = [each for each in options if not (each[0] and each[2] != "any") and not (each[3] and not format)]
+    formats = [WeightFormat(format, *each) for each in legal]
+    assert [format_named(each.name) for each in formats] == formats
+    assert len({each.name for each in formats}) == len(formats)
+
+
+def test_names_that_exported_programs_hold_stay():
+    names = {
+        "g128-bf16": WeightFormat(128, False, "bf16"),
+        "channel-fp32-z": WeightFormat(0, True, "fp32"),
+        "g32-fp16-o-e4m3": WeightFormat(32, False, "fp16", "e4m3", True),
+        "g256-bf16-z-o": WeightFormat(256, True, "bf16", offset=True),
+        "channel-bf16-s8": WeightFormat(0, False, "bf16", "s8"),
+    }
+    assert {format.name: format for format in names.values()} == names
+
+
+@pytest.mark.parametrize("name", ["", "g128", "g100-bf16", "g128-int8", "g128-bf16-o-z", "g128-bf16-x", "128-bf16"])
+def test_a_name_of_no_format_is_refused(name):
+    lhs, rhs = builders.lhs(1, 5, K, "s8"), weight()
+    arguments = list(op_arguments(lhs, rhs, empty(5)))
+    arguments[-2] = name
+    with pytest.raises(ValueError, match="format: |group_size: |scale_type: "):
+        OP(*arguments)
+
+
+def test_batch_invariant_is_a_bool():
+    lhs, rhs = builders.lhs(1, 5, K, "s8"), weight()
+    for value, name in (("no", "str"), (1, "int"), (None, "NoneType"), (torch.ones(2), "Tensor"), ([True], "list")):
+        with pytest.raises(TypeError, match=f"batch_invariant: expected a bool, got {name}"):
+            jitgemm.gemm_w4a8_nt(lhs, rhs, empty(5), batch_invariant=value)
+
+
+# ---- whichever of torch and jitgemm is imported first -------------------------------------------------------------
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+OPS = "torch.ops.jitgemm.gemm_w4a8_nt.default, torch.ops.jitgemm.quantize_activations.default"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"import jitgemm, torch; {OPS}",
+        f"import torch, jitgemm; {OPS}",
+        f"import jitgemm, sys; assert 'torch' not in sys.modules; import torch; {OPS}; "
+        "assert not any('_UntilTorch' in repr(each) for each in sys.meta_path)",
+        f"import jitgemm, importlib.util; importlib.util.find_spec('torch'); import torch; {OPS}",
+        f"import jitgemm; jitgemm.nn; import torch; {OPS}",
+        f"import jitgemm.tensors, torch; {OPS}",
+        f"import jitgemm.activations.call, torch; {OPS}",
+        f"import jitgemm.checkpoint, torch; {OPS}",
+        f"from jitgemm import load; import torch; {OPS}",
+        "import sys, jitgemm; sys.meta_path = sys.meta_path[1:]; import torch; "
+        f"jitgemm.gemm_w4a8_nt; jitgemm.quantize_activations; {OPS}",
+    ],
+)
+def test_the_ops_are_there_whichever_is_imported_first(code):
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)
+
+
+def test_a_failed_import_of_torch_may_be_repeated(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('a broken one')")
+    code = f"""
+import sys, jitgemm
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import torch
+except ImportError as error:
+    assert str(error) == "a broken one"
+else:
+    raise AssertionError
+sys.path.pop(0)
+import torch
+{OPS}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)
+
+
+def test_without_pytorch_s_private_functions_every_call_goes_through_its_op():
+    """A PyTorch that has neither counts of modes nor a comparison of tensors: slower, and right."""
+    code = """
+import torch
+del torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+import torch._C._dynamo.guards
+del torch._C._dynamo.guards.TensorGuards
+import jitgemm
+from jitgemm.runtime import dispatch, plans
+assert plans.TensorGuards is None and dispatch.traced(torch.ones(1), torch.ones(1))
+q, scale = torch.ones(64, 128, dtype=torch.int8), torch.ones(64, 1)
+rhs, out = jitgemm.pack_w4(q, scale, group_size=128), torch.empty(4, 64, dtype=torch.bfloat16)
+for m in (4, 4):
+    lhs = jitgemm.quantize_activations(torch.randn(m, 128), torch.int8)
+    jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out)
+    assert torch.equal(out, jitgemm.gemm_w4a8_reference(lhs, rhs))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)

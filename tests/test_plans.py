@@ -165,7 +165,7 @@ def test_remembering_a_plan_keeps_no_tensor_alive():
     assert seen() is None
 
 
-# ---- the bytes that the limit counts are those that are held -----------------------------------------------------------
+# ---- the bytes that the limit counts are those that are held --------------------------------------------------------
 
 
 def held_by(make, count: int) -> float:

@@ -302,6 +302,14 @@ def test_long_rows_have_a_limit():
         quantize_activations(torch.zeros(1, 131104), torch.int8, permutation=torch.arange(131104).int())
 
 
+@pytest.mark.parametrize(("wrong", "got"), [(K, f"0..{K}"), (-1, f"-1..{K - 1}")])
+def test_a_permutation_that_leaves_the_row_is_refused_on_the_cpu(wrong, got):
+    permutation = torch.arange(K).int()
+    permutation[0 if wrong < 0 else 1] = wrong
+    with pytest.raises(ValueError, match=f"permutation: expected values 0..{K - 1}, got {got}"):
+        quantize_activations(torch.zeros(2, K), torch.int8, permutation=permutation)
+
+
 def test_an_output_that_overlaps_is_refused():
     x = torch.zeros(4, K)
     q = x.view(torch.int8)[:, :K]

@@ -273,6 +273,8 @@ W = torch.zeros(8, 64)
     "arguments, options, error, text",
     [
         (([[1.0]], 32), {}, TypeError, "w: expected a torch.Tensor, got list"),
+        ((W.to("meta"), 32), {}, ValueError, "w: expected a tensor with values, got one on the meta device"),
+        ((W.to_sparse(), 32), {}, TypeError, "w: expected a plain strided tensor, got layout torch.sparse_coo"),
         ((W.double(), 32), {}, TypeError, "w: expected bfloat16, float16 or float32, got float64"),
         ((W[0], 32), {}, ValueError, "w: expected shape [n, k], got [64]"),
         ((W[:7], 32), {}, ValueError, "w: expected n, its rows, to be a positive multiple of 8, got 7"),

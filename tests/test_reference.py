@@ -305,10 +305,10 @@ def test_rounding_of_what_is_not_finite():
 @pytest.mark.parametrize(
     "x, x_scale, bias, error, message",
     [
-        (torch.zeros(2, 64), torch.ones(2), None, TypeError, "lhs: expected x of float8_e4m3fn or int8"),
-        (torch.zeros(2, 32, dtype=torch.int8), torch.ones(2), None, ValueError, r"lhs: expected x of shape \[m, 64\]"),
-        (torch.zeros(64, dtype=torch.int8), torch.ones(1), None, ValueError, r"lhs: expected x of shape \[m, 64\]"),
-        (torch.zeros(2, 64, dtype=torch.int8), torch.ones(3), None, ValueError, r"lhs: expected x_scale of .*\[2\]"),
+        (torch.zeros(2, 64), torch.ones(2), None, TypeError, r"lhs\[0\] \(x\): expected float8_e4m3fn or int8, got float32"),
+        (torch.zeros(2, 32, dtype=torch.int8), torch.ones(2), None, ValueError, r"lhs\[0\] \(x\): expected shape \[m, 64\]"),
+        (torch.zeros(64, dtype=torch.int8), torch.ones(1), None, ValueError, r"lhs\[0\] \(x\): expected shape \[m, 64\]"),
+        (torch.zeros(2, 64, dtype=torch.int8), torch.ones(3), None, ValueError, r"lhs\[1\] \(x_scale\): expected shape .*\[2\]"),
         (
             torch.zeros(2, 64, dtype=torch.int8),
             torch.ones(2),
@@ -321,7 +321,7 @@ def test_rounding_of_what_is_not_finite():
             torch.ones(2),
             None,
             ValueError,
-            "lhs: expected rhs's device cpu, got meta",
+            "expected a tensor on cpu, where rhs is, got one on meta",
         ),
     ],
 )
@@ -335,11 +335,11 @@ def test_wrong_arguments(x, x_scale, bias, error, message):
     "lhs, error, message",
     [
         ((torch.zeros(2, 64).to(torch.float8_e4m3fn), torch.ones(2), torch.zeros(2, dtype=torch.int32)), TypeError,
-         "lhs: expected x of int8 beside x_zero, got torch.float8_e4m3fn"),
+         r"lhs\[0\] \(x\): expected int8 beside lhs\[2\] \(x_zero\), got float8_e4m3fn"),
         ((torch.zeros(2, 64, dtype=torch.int8), torch.ones(2), torch.zeros(3, dtype=torch.int32)), ValueError,
-         r"lhs: expected x_zero of shape \[2\], \[2, 1\] or one element, got \[3\]"),
+         r"lhs\[2\] \(x_zero\): expected shape \[2\], \[2, 1\] or one element, got \[3\]"),
         ((torch.zeros(2, 64, dtype=torch.int8), torch.ones(2), torch.zeros(2, dtype=torch.int32, device="meta")),
-         ValueError, "lhs: expected rhs's device cpu, got meta"),
+         ValueError, "expected a tensor on cpu, where rhs is, got one on meta"),
     ],
 )  # fmt: skip
 def test_wrong_zero_points_of_activations(lhs, error, message):
@@ -373,3 +373,23 @@ def test_a_gpu_gives_the_same_reference_and_bound(dtype, group_size, zero_point,
         results.append([t.cpu() for t in gemm_w4a8_bound(lhs, parts.packed)])
     for a, b in zip(*results, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12 * float(results[0][0].abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.float8_e4m3fn, "bfloat16", None])
+def test_a_result_of_another_type_is_refused(dtype):
+    lhs, rhs = builders.lhs(1, 2, 64, "s8"), builders.weight_parts(2, 8, 64, 32).packed
+    with pytest.raises(TypeError, match="out_dtype: expected bfloat16, float16 or float32, got "):
+        gemm_w4a8_reference(lhs, rhs, out_dtype=dtype)
+
+
+def test_what_is_no_tensor_or_weight_is_named():
+    lhs, rhs = builders.lhs(1, 2, 64, "s8"), builders.weight_parts(2, 8, 64, 32).packed
+    for wrong, message in (
+        (((None, lhs[1]), rhs, {}), r"lhs\[0\] \(x\): expected a torch.Tensor, got NoneType"),
+        (((lhs[0], 1.0), rhs, {}), r"lhs\[1\] \(x_scale\): expected a torch.Tensor, got float"),
+        ((None, rhs, {}), "lhs: expected a pair .*, got NoneType"),
+        ((lhs, None, {}), "rhs: expected a W4Weight from pack_w4, got NoneType"),
+        ((lhs, rhs, {"bias": 1.0}), "bias: expected a torch.Tensor, got float"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            gemm_w4a8_reference(*wrong[:2], **wrong[2])

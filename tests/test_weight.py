@@ -927,3 +927,22 @@ def test_a_weight_of_fake_tensors_has_no_address_to_settle_at():
         blocks, row_sum = mode.from_tensor(weight.blocks), mode.from_tensor(weight.row_sum)
         fake = W4Weight(blocks, None, 64, 256, 128, weight.format, row_sum=row_sum)
         assert not fake.settled and fake.plan_key == weight.plan_key
+
+
+@pytest.mark.parametrize("value", [[1, 2], b"bytes", 3.0])
+def test_a_state_dict_of_anything_but_tensors_is_refused(value):
+    state = builders.weight_parts(1, 64, 256, 128).packed.state_dict("w.")
+    for name in state:
+        given_ = value if name.endswith("meta") else state[name].numpy()
+        with pytest.raises(TypeError, match=f"state dict: '{name}': expected a torch.Tensor, got {type(given_).__name__}"):
+            W4Weight.from_state_dict({**state, name: given_}, "w.")
+
+
+def test_tensors_without_values_are_refused_by_name():
+    q, scale, _ = tensors()
+    with pytest.raises(ValueError, match="q: expected a tensor with values, got one on the meta device"):
+        pack_w4(q.to("meta"), scale.to("meta"), group_size=128)
+    with pytest.raises(TypeError, match="q: expected a plain strided tensor, got layout torch.sparse_coo"):
+        pack_w4(q.to_sparse(), scale, group_size=128)
+    with pytest.raises(TypeError, match="scale: expected a plain strided tensor, got layout torch.sparse_coo"):
+        pack_w4(q, scale.to_sparse(), group_size=128)

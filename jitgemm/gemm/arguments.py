@@ -13,7 +13,7 @@ import torch
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import MAX_INT8_CHANNEL_K, MAX_ROWS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_plain, check_tensor, dtype_name
+from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name
 from jitgemm.weight.w4 import PackedWeight, W4Weight, check_packed
 
 Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -71,13 +71,14 @@ def check_weight(rhs: object) -> W4Weight:
     return rhs
 
 
-def check_types(operands: Operands) -> None:
+def check_types(operands: Operands, batch_invariant: bool) -> None:
     """Raises TypeError unless everything is of the class that it should be."""
     split_lhs(operands.lhs)
     check_weight(operands.weight)
     check_tensor("out", operands.out)
     if operands.bias is not None:
         check_tensor("bias", operands.bias)
+    check_flag("batch_invariant", batch_invariant)
 
 
 def check_arguments(operands: Operands) -> None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.gemm.arguments import split_lhs
-from jitgemm.gemm.reference import Lhs, gemm_w4a8_reference, integers
+from jitgemm.gemm.arguments import Lhs, split_lhs
+from jitgemm.gemm.reference import gemm_w4a8_reference, integers
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
 from jitgemm.weight.w4 import W4Weight
 

@@ -88,7 +88,7 @@ def gemm_w4a8_nt(
     try:
         _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant)
     except (AttributeError, TypeError):
-        check_types(Operands(x, x_scale, x_zero, rhs, out, bias))
+        check_types(Operands(x, x_scale, x_zero, rhs, out, bias), batch_invariant)
         raise
 
 
@@ -138,8 +138,7 @@ def _run_reference(operands: Operands) -> None:
 
 def call_op(operands: Operands, batch_invariant: bool) -> None:
     """The call by its op, which a tracer can follow."""
-    check_types(operands)
-    check_flag("batch_invariant", batch_invariant)
+    check_types(operands, batch_invariant)
     x, x_scale, x_zero, weight, out, bias = operands
     torch.ops.jitgemm.gemm_w4a8_nt(
         x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias,

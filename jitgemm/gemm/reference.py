@@ -13,14 +13,15 @@ from collections.abc import Iterator
 
 import torch
 
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.gemm.arguments import Lhs, check_weight, split_lhs
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
+from jitgemm.runtime.checks import check_device
+from jitgemm.tensors import check_dtype, check_tensor, dtype_name
 from jitgemm.weight.w4 import W4Weight, by_group
 
 _BUDGET = 1 << 25
 """Float64 values that one temporary may hold (256 MiB)."""
-
-
-Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def gemm_w4a8_reference(
@@ -48,7 +49,7 @@ def gemm_w4a8_reference(
     Raises:
         TypeError, ValueError: wrong dtype, shape or device.
     """
-    m = _check(lhs, rhs, bias)
+    m = _check(lhs, rhs, bias, out_dtype)
     out = torch.empty((m, rhs.n), dtype=out_dtype, device=rhs.device)
     for rows, columns, ref in _tiles(lhs, rhs, bias):
         out[rows, columns] = round_fp64(ref, out_dtype)
@@ -71,35 +72,32 @@ def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return odd.view(torch.float32).to(dtype)
 
 
-def _split(lhs: Lhs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    return lhs if len(lhs) == 3 else (*lhs, None)
-
-
-def _check(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None) -> int:
-    x, x_scale, x_zero = _split(lhs)
-    if x.dtype not in (torch.float8_e4m3fn, torch.int8):
-        raise TypeError(f"lhs: expected x of float8_e4m3fn or int8, got {x.dtype}")
+def _check(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None, out_dtype: torch.dtype) -> int:
+    """m of arguments that fit together."""
+    x, x_scale, x_zero = split_lhs(lhs)
+    check_weight(rhs)
+    check_dtype("lhs[0] (x)", x.dtype, LHS_TYPES)
     if x.dim() != 2 or x.shape[1] != rhs.k:
-        raise ValueError(f"lhs: expected x of shape [m, {rhs.k}], got {list(x.shape)}")
+        raise ValueError(f"lhs[0] (x): expected shape [m, {rhs.k}], got {list(x.shape)}")
     m = x.shape[0]
-    if x_scale.numel() != 1 and tuple(x_scale.shape) not in ((m,), (m, 1)):
-        raise ValueError(f"lhs: expected x_scale of shape [{m}], [{m}, 1] or one element, got {list(x_scale.shape)}")
-    if x_zero is not None:
-        if x.dtype != torch.int8:
-            raise TypeError(f"lhs: expected x of int8 beside x_zero, got {x.dtype}")
-        if x_zero.numel() != 1 and tuple(x_zero.shape) not in ((m,), (m, 1)):
-            raise ValueError(f"lhs: expected x_zero of shape [{m}], [{m}, 1] or one element, got {list(x_zero.shape)}")
-    if bias is not None and tuple(bias.shape) != (rhs.n,):
+    if x_zero is not None and x.dtype != torch.int8:
+        raise TypeError(f"lhs[0] (x): expected int8 beside lhs[2] (x_zero), got {dtype_name(x.dtype)}")
+    for name, tensor in (("lhs[1] (x_scale)", x_scale), ("lhs[2] (x_zero)", x_zero)):
+        if tensor is not None and tensor.numel() != 1 and tuple(tensor.shape) not in ((m,), (m, 1)):
+            raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
+    if bias is not None and tuple(check_tensor("bias", bias).shape) != (rhs.n,):
         raise ValueError(f"bias: expected shape [{rhs.n}], got {list(bias.shape)}")
-    for name, tensor in (("lhs", x), ("lhs", x_scale), ("lhs", x_zero), ("bias", bias)):
-        if tensor is not None and tensor.device != rhs.device:
-            raise ValueError(f"{name}: expected rhs's device {rhs.device}, got {tensor.device}")
+    for name, tensor in (("lhs[0] (x)", x), ("lhs[1] (x_scale)", x_scale), ("lhs[2] (x_zero)", x_zero), ("bias", bias)):
+        if tensor is not None:
+            check_device(name, tensor, "rhs", rhs.device)
+    if out_dtype != torch.float64:
+        check_dtype("out_dtype", out_dtype, REAL_TYPES)
     return m
 
 
 def _tiles(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Tile by tile: rows of m, columns of n, fp64 result."""
-    x, x_scale, x_zero = _split(lhs)
+    x, x_scale, x_zero = split_lhs(lhs)
     m, k = x.shape
     x_scale = x_scale.to(torch.float64).reshape(-1, 1).expand(m, 1)
     if x_zero is not None:

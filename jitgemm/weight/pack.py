@@ -11,7 +11,7 @@ import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, tuned_codes
-from jitgemm.tensors import check_dtype, check_int, check_tensor, dtype_name
+from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.w4 import (
     INTEGERS,
@@ -72,12 +72,13 @@ def pack_w4(
         `settled`.
 
     Raises:
-        TypeError: an argument is no tensor, or of a wrong dtype.
-        ValueError: wrong shape or device, values out of range, or a form that cannot be told.
+        TypeError: an argument is no tensor, or of a wrong dtype or layout.
+        ValueError: wrong shape or device, values out of range or missing (meta tensors), or a form that cannot be told.
     """
     for name, tensor in (("q", q), ("scale", scale), ("zero", zero), ("offset", offset), ("permutation", permutation)):
         if tensor is not None or name in ("q", "scale"):
-            check_tensor(name, tensor)
+            check_plain(name, check_tensor(name, tensor))
+    check_values("q", q)
     if q.dtype not in (torch.int8, torch.uint8):
         raise TypeError(f"q: expected int8 or uint8, got {dtype_name(q.dtype)}")
     scale_type = check_dtype("scale", scale.dtype, REAL_TYPES)

@@ -10,7 +10,7 @@ import torch
 
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, dtype_name
+from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, check_values, dtype_name
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.w4 import W4Weight, check_sizes, weight_format
 
@@ -183,6 +183,7 @@ def _check(  # type: ignore[no-untyped-def]
     w, group_size, symmetric, scale_dtype, full_range, clip_steps
 ) -> tuple[int, int]:
     check_dtype("w", check_tensor("w", w).dtype, REAL_TYPES)
+    check_values("w", w)
     for name, value in (("symmetric", symmetric), ("full_range", full_range)):
         check_flag(name, value)
     check_dtype("scale_dtype", scale_dtype, REAL_TYPES)

@@ -30,6 +30,7 @@ INTEGERS = (
     torch.uint64,
 )
 
+_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
 _META_MAGIC = 0x4A57345634  # tells a meta tensor of ours from some other int64 tensor
 _META_FIELDS = ("magic", "layout_version", "n", "k", "group_size", "zero_point", "scale_type", "codes", "offset")
 _META_SCALE_TYPES = {DTYPES[name].number: name for name in REAL_TYPES}
@@ -206,7 +207,7 @@ class W4Weight:
             _check_packed("permutation", self.permutation, (self.k,), torch.int32)
             if self.permutation.device != self.blocks.device:
                 raise ValueError(f"permutation: expected {self.blocks.device}, got {self.permutation.device}")
-        for name in ("blocks", "channel_scale", "row_sum", "permutation"):
+        for name in _TENSORS:
             tensor = getattr(self, name)
             if tensor is not None and tensor.is_cuda and tensor.data_ptr() % 16:
                 address = f"{tensor.data_ptr():#x}"
@@ -265,6 +266,10 @@ class W4Weight:
         return PackedWeight(self.blocks, self.channel_scale, self.row_sum, self.n, self.k, self.format)
 
     @property
+    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in _TENSORS)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(n, k)."""
         return self.n, self.k
@@ -291,8 +296,7 @@ class W4Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory, padding included."""
-        tensors = (self.blocks, self.channel_scale, self.row_sum, self.permutation)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
 
     def to(self, device: torch.device | str | int) -> W4Weight:
         """The same weight on another device; itself when it is there already."""
@@ -427,22 +431,23 @@ class W4Weight:
             _META_CODES.index(self.format.codes),
             int(self.format.offset),
         )
-        tensors = {prefix + "blocks": self.blocks, prefix + "meta": torch.tensor(meta, dtype=torch.int64, device="cpu")}
-        for name in ("channel_scale", "row_sum", "permutation"):
-            if getattr(self, name) is not None:
-                tensors[prefix + name] = getattr(self, name)
-        return tensors
+        tensors = {prefix + name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
+        return tensors | {prefix + "meta": torch.tensor(meta, dtype=torch.int64, device="cpu")}
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> W4Weight:
         """The weight whose `state_dict(prefix)` is among `tensors`, on the device of its blocks; memory is shared.
 
         Raises:
+            TypeError: something among `tensors` is no tensor.
             ValueError: a tensor is missing, has the wrong shape or type, or was written with another layout version.
         """
         for name in ("blocks", "meta"):
             if prefix + name not in tensors:
                 raise ValueError(f"state dict: expected a tensor {prefix + name!r}, found none")
+        for name in ("meta", *_TENSORS):
+            if tensors.get(prefix + name) is not None:
+                check_tensor(f"state dict: {prefix + name!r}", tensors[prefix + name])
         meta = tensors[prefix + "meta"]
         key = f"state dict: {prefix + 'meta'!r}"
         if meta.dtype != torch.int64 or meta.dim() != 1 or meta.numel() < 2:
