@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Holds jitgemm/registers.py against the compiler: `python scripts/register_bound.py --help` teaches."""
+"""Holds jitgemm/select/registers.py against the compiler: `python scripts/register_bound.py --help` teaches."""
 
 from __future__ import annotations
 
 import os
+import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Optional
+from typing import Annotated
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -22,11 +23,19 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_codes
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.kernel.tactics import for_k
 from jitgemm.select.devices import DeviceSpec, device_spec
 from jitgemm.select.registers import registers_needed
+from jitgemm.select.shapes import legal_kernels, refused_kernels
 
-FORMATS = ("e4m3_g128", "int8_g128", "int8_ch", "e4m3_g128_any", "e4m3_g128z", "int8_g128z", "e4m3_g32", "int8_g32")
-WITHIN = 16
+FORMATS = (
+    "e4m3_g128", "int8_g128", "e4m3_ch", "int8_ch", "e4m3_g128_any", "int8_g128_any", "e4m3_g128z", "int8_g128z",
+    "e4m3_chz", "int8_chz", "e4m3_g64z", "int8_g64z", "e4m3_g32", "int8_g32", "e4m3_g32z", "int8_g32z",
+)  # fmt: skip
+BADLY = 200
+"""Bytes of spills from which a kernel counts as badly built; so does one whose wgmma ptxas serialised."""
+LONG_K = 16384
+"""k for which a kernel takes `direct` where it can."""
 
 
 @dataclass(frozen=True)
@@ -35,55 +44,57 @@ class Built:
 
     Attributes:
         kernel: its label.
-        legal: whether the bound lets it pass.
-        bound: registers a thread that the bound says suffice.
-        available: those that a consumer thread has.
-        problem: why it counts as a failed build, or None.
+        legal: whether the sum lets it pass.
+        needed, available: registers of a consumer thread, by the sum and by the launch.
+        spill_bytes: stored and loaded.
+        serialised: what ptxas says of wgmma that it serialised, or "".
     """
 
     kernel: str
     legal: bool
-    bound: int
+    needed: int
     available: int
-    problem: str | None
+    spill_bytes: int
+    serialised: str
 
     @property
-    def surprise(self) -> bool:
-        """Legal and failed, or refused and built."""
-        return self.legal == (self.problem is not None)
+    def badly(self) -> bool:
+        return self.spill_bytes > BADLY or self.serialised != ""
 
 
-def near_the_bound(
-    fmt: Format, scale_type: str, out: str, device: DeviceSpec, within: int
-) -> tuple[list[KernelSpec], list[KernelSpec]]:
-    """(legal kernels with at most `within` registers to spare by the bound, kernels that only the bound refuses)."""
-    from jitgemm.select.choose import legal_kernels, refused_kernels
-
+def sample(
+    fmt: Format, scale_type: str, out: str, device: DeviceSpec, within: int, count: int, seed: int
+) -> dict[KernelSpec, bool]:
+    """Kernels with at most `within` registers to spare or too few, and whether they are legal; half of them direct."""
     codes = "any" if fmt.any_codes else tuned_codes(fmt.lhs, fmt.group_size, fmt.zero_point, BLOCK_K)
     weight = WeightFormat(fmt.group_size, fmt.zero_point, scale_type, codes)
-    legal = [
-        spec
-        for spec in legal_kernels(fmt.lhs, weight, device, out)
-        if spec.consumer_registers - registers_needed(spec) <= within
-    ]
-    return legal, list(refused_kernels(fmt.lhs, weight, device, out))
+    rng, found = random.Random(seed), {}
+    for legal, kernels in ((True, legal_kernels), (False, refused_kernels)):
+        some = [
+            for_k(spec, LONG_K) if rng.random() < 0.5 else spec
+            for spec in kernels(fmt.lhs, weight, device, out)
+            if abs(spec.consumer_registers - registers_needed(spec)) <= within
+        ]
+        found |= dict.fromkeys(rng.sample(some, min(count, len(some))), legal)
+    return found
 
 
-def build_all(jobs: Mapping[KernelSpec, bool], threads: int) -> Iterator[Built]:
-    """Compiles kernels, each with whether the bound lets it pass, in threads; yields them as they are done."""
+def build_all(legal: dict[KernelSpec, bool], threads: int) -> Iterator[Built]:
+    """Compiles kernels in threads and yields them as they are done; leaves the kernel cache alone."""
     from jitgemm.jit.cache import KernelCache
     from jitgemm.jit.compile_many import compile_all
     from jitgemm.kernel.render import kernel_source
 
-    specs = list(jobs)
+    jobs = list(legal)
     with TemporaryDirectory() as folder:
         cache = KernelCache([Path(folder)])
-        for index, result in compile_all(cache, [kernel_source(spec) for spec in specs], threads, common.err()):
-            spec = specs[index]
+        for index, result in compile_all(cache, [kernel_source(spec) for spec in jobs], threads, common.err()):
             if isinstance(result, JitGemmError):
                 raise result
-            problem = result[0].slow_because or None
-            yield Built(spec.label, jobs[spec], registers_needed(spec), spec.consumer_registers, problem)
+            spec, metadata = jobs[index], result[0].metadata
+            needed, available = registers_needed(spec), spec.consumer_registers
+            spills, serialised = metadata["spill_bytes"], metadata.get("serialised", "")
+            yield Built(spec.label, legal[spec], needed, available, spills, serialised)
 
 
 app = typer.Typer(
@@ -95,7 +106,7 @@ app = typer.Typer(
 @common.guarded
 def register_bound(
     formats: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             "--format",
             metavar="NAME",
@@ -103,91 +114,94 @@ def register_bound(
             show_default=" ".join(FORMATS),
         ),
     ] = None,
-    scale: Annotated[str, typer.Option("--scale", metavar="|".join(REAL_TYPES), help="Type of the scales.")] = "bf16",
+    scales: Annotated[
+        list[str] | None,
+        typer.Option("--scale", metavar="|".join(REAL_TYPES), help="May be repeated.", show_default="bf16 fp32"),
+    ] = None,
     out: Annotated[str, typer.Option("--out", metavar="|".join(REAL_TYPES), help="Type of the result.")] = "bf16",
     within: Annotated[
-        int, typer.Option("--within", min=0, help="Compile legal kernels with at most so many registers to spare.")
-    ] = WITHIN,
+        int, typer.Option("--within", min=0, help="Compile kernels this many registers around the limit.")
+    ] = 12,
+    count: Annotated[
+        int, typer.Option("--sample", min=1, help="Kernels of a format and scale on each side of the limit.")
+    ] = 20,
+    seed: Annotated[int, typer.Option("--seed", help="Of the sample.")] = 1,
     only: Annotated[
         str, typer.Option("--only", metavar="TEXT", help="Compile the kernels whose labels hold this, such as n192.")
     ] = "",
-    refused: Annotated[
-        bool, typer.Option("--refused/--no-refused", help="Compile what only the bound refuses, too.")
-    ] = True,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="Device to compile for.")] = "h200",
     threads: Annotated[
-        Optional[int], typer.Option("--threads", min=1, help="Compilations at a time.", show_default="one a core")
+        int | None, typer.Option("--threads", min=1, help="Compilations at a time.", show_default="one a core")
     ] = None,
     json_file: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option("--json", metavar="FILE", help="Write every kernel to this file, - for stdout and no table."),
     ] = None,
 ) -> None:
-    """Compile the kernels near the bound on registers: which that it lets pass fail, which that it refuses build?
+    """Compile a sample of kernels near the limit on registers: which of them spill?
 
     \b
-    A kernel that spills counts as a failed build, so that the selector must
-    know before it compiles. jitgemm/registers.py adds up what a kernel
-    needs; this command asks the NVRTC at hand. It needs no GPU and leaves
-    the kernel cache alone. Run it when headers or shapes of tiles change, and
-    with every NVRTC that is to be supported: what builds with one may spill
-    with another.
+    jitgemm/select/registers.py adds up what a kernel needs, so that the
+    selector refuses what would spill badly. This command asks the NVRTC at
+    hand. It needs no GPU and leaves the kernel cache alone. Run it when
+    headers or shapes of tiles change, and with a new NVRTC.
 
     \b
-    The table has the surprises alone: legal kernels that fail, and refused
-    ones that build. A format takes a minute or two on two cores.
+    The table has the kernels that spill, and those that the sum refuses and
+    that do not. A format takes half a minute on two cores.
 
     \b
     Examples:
       python scripts/register_bound.py --format int8_g128
-      python scripts/register_bound.py --no-refused --within 40 --json bound.json
-      python scripts/register_bound.py --format e4m3_g128z --scale fp32 --only n192
+      python scripts/register_bound.py --format e4m3_g128z --scale fp32 --only n192 --sample 1000
 
     \b
     Exit codes:
-      0  every legal kernel that was compiled builds
-      1  one does not
+      0  no legal kernel spills more than 200 bytes or serialises its wgmma
+      1  one does
       2  wrong arguments
       3  NVRTC is missing
     """
-    if scale not in REAL_TYPES:
-        raise ValueError(f"--scale: expected one of {', '.join(REAL_TYPES)}, got {scale!r}")
-    if out not in REAL_TYPES:
-        raise ValueError(f"--out: expected one of {', '.join(REAL_TYPES)}, got {out!r}")
+    for name, value in (("--out", out), *(("--scale", scale) for scale in scales or ())):
+        if value not in REAL_TYPES:
+            raise ValueError(f"{name}: expected one of {', '.join(REAL_TYPES)}, got {value!r}")
     figures = device_spec(device)
     jobs: dict[KernelSpec, bool] = {}
     for fmt in dict.fromkeys(parse_format(text) for text in formats or FORMATS):
-        legal, others = near_the_bound(fmt, scale, out, figures, within)
-        jobs |= dict.fromkeys(legal, True) | (dict.fromkeys(others, False) if refused else {})
+        for scale in (scales or ("bf16", "fp32")) if fmt.group_size else ("fp32",):
+            jobs |= sample(fmt, scale, out, figures, within, count, seed)
     jobs = {spec: legal for spec, legal in jobs.items() if only in spec.label}
 
     from jitgemm.jit.nvrtc import nvrtc_info
 
     version = nvrtc_info().build
     found = sorted(build_all(jobs, threads or os.cpu_count() or 1), key=lambda each: each.kernel)
-    document: dict[str, Any] = {
-        "tool": "jitgemm scripts/register_bound.py",
-        "nvrtc": version,
-        "kernels": [asdict(each) for each in found],
-    }
-    if json_file == Path("-"):
-        common.print_json(document)
-    else:
-        if json_file is not None:
+    if json_file is not None:
+        document = {
+            "tool": "jitgemm scripts/register_bound.py",
+            "nvrtc": version,
+            "kernels": [asdict(each) for each in found],
+        }
+        if json_file == Path("-"):
+            common.print_json(document)
+        else:
             from benchmark_lib.results import write_document
 
             write_document(json_file, document)
+    if json_file != Path("-"):
         rows = [
-            (each.kernel, "legal" if each.legal else "refused", each.bound, each.available, each.problem or "builds")
+            (each.kernel, "legal" if each.legal else "refused", each.needed, each.available, each.spill_bytes,
+             "serialised" if each.serialised else "")
             for each in found
-            if each.surprise
-        ]
-        common.out().print(common.table(("kernel", "bound says", "registers", "available", "compiler says"), rows))
-    for legal, name in ((True, "legal near the bound"), (False, "refused by the bound alone")):
+            if each.legal == bool(each.spill_bytes or each.serialised)
+        ]  # fmt: skip
+        columns = ("kernel", "the sum says", "needed", "available", "spilled bytes", "wgmma")
+        common.out().print(common.table(columns, rows))
+    for legal, name in ((True, "legal"), (False, "refused")):
         some = [each for each in found if each.legal == legal]
-        if some:
-            common.note(f"NVRTC {version}: {len(some)} {name}, {sum(each.problem is None for each in some)} build")
-    if any(each.legal and each.problem for each in found):
+        spill, badly = sum(each.spill_bytes > 0 for each in some), sum(each.badly for each in some)
+        common.note(f"NVRTC {version}: {len(some)} {name}, {spill} spill, {badly} badly")
+    if any(each.legal and each.badly for each in found):
         raise typer.Exit(common.FOUND)
 
 

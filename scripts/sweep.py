@@ -1,53 +1,42 @@
 #!/usr/bin/env python3
-"""Times many kernels on many problems and fits the selector's constants to them.
-
-    python scripts/sweep.py run SWEEP.json            # on a Hopper GPU; a minute or two
-    python scripts/sweep.py hold SWEEP.json           # there too: large problems again, at the power limit
-    python scripts/sweep.py regret SWEEP.json         # anywhere: how good is the selector as it stands?
-    python scripts/sweep.py fit SWEEP.json            # anywhere: constants for jitgemm/config.py that would do better
-
-Regret is the time of the kernel that the selector picks over the best time of all kernels measured for that problem.
-The kernels of a problem are the best by the model's own prediction, and the best of each family (warpgroups, splits,
-multicast, ...), so that a wrong model is found out.
-
-A large GEMM runs at the GPU's power limit, where its time depends on what the GPU did before. So `hold` replays the
-best kernels of large problems for a while each; what it finds takes the place of the brief timings.
-"""
+"""Times many kernels on many problems, and fits the selector's constants to them: `python scripts/sweep.py --help`."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
 import random
 import sys
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmark_lib.cells import COPY_BYTES  # noqa: E402
+import typer
+from benchmark_lib.cells import COPY_BYTES
 
-from jitgemm.cli.common import parse_shape  # noqa: E402
+from jitgemm.cli import common
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.runtime.device import device_of
-from jitgemm.select import choose as config  # noqa: E402
-from jitgemm.select.devices import (
-    DeviceSpec,  # noqa: E402
-    device_spec,  # noqa: E402
-)
+from jitgemm.select import model
+from jitgemm.select.choose import band_end, candidates, choose
+from jitgemm.select.devices import DEVICES, DeviceSpec, device_spec
+from jitgemm.select.shapes import illegal
 
 if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
+
+# ---- problems --------------------------------------------------------------------------------------------------------
 
 FORMATS = {
     "e4m3_g128": ("e4m3", WeightFormat(128, False, "bf16", "e4m3")),
@@ -68,89 +57,148 @@ FORMATS = {
 SHAPES = (
     (4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4608, 4096), (2112, 7168), (2048, 7168), (7168, 512),
     (7168, 1536), (1280, 7168), (3584, 1280), (7168, 2112), (7168, 1024), (5120, 2048), (8192, 1536), (6144, 2560),
+    (512, 7168), (8192, 3584),
 )  # fmt: skip
 MS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 1024, 2048, 4096)
+
+Cell = tuple[str, int, int, int]
+"""Format, n, k, m."""
+
+
+def held_out(n: int, k: int) -> bool:
+    """Whether a layer's timings are never fitted to: about a quarter of all shapes, in every format, by a checksum."""
+    return zlib.crc32(f"{n}x{k}".encode()) % 4 == 0
+
+
+def problem_of(cell: Cell) -> Problem:
+    """The problem as the selector sees it: with the last m of its band."""
+    name, n, k, m = cell
+    return Problem(band_end(m), n, k, *FORMATS[name])
+
+
+def random_layers(count: int, seed: int) -> list[tuple[str, int, int]]:
+    """Layers of random formats that no fit has seen: rows and columns from small shards to large layers."""
+    rng, found = random.Random(seed), []
+    while len(found) < count:
+        n = 8 * round(math.exp(rng.uniform(math.log(256), math.log(28672))) / 8)
+        k = 32 * round(math.exp(rng.uniform(math.log(512), math.log(16384))) / 32)
+        n, k = (64 * round(n / 64), 128 * round(k / 128)) if rng.random() < 0.7 else (n, k)
+        if held_out(n, k) and (n, k) not in SHAPES:
+            found.append((rng.choice(list(FORMATS)), n, k))
+    return found
 
 
 def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelSpec]:
     """The `count` kernels that the model likes best, and the best of each of `count` families."""
-    ranked = [candidate.kernel for candidate in config.candidates(problem, device)]
+    ranked = [candidate.kernel for candidate in candidates(problem, device)]
     families: dict[tuple, KernelSpec] = {}
     for kernel in ranked:
-        family = (
-            kernel.warpgroups_n,
-            kernel.warpgroups_k,
-            kernel.split_k,
-            kernel.multicast_lhs,
-            kernel.multicast_rhs,
-            kernel.ctas_per_sm,
-            kernel.halves,
-            kernel.scatter,
-        )
-        families.setdefault(family, kernel)
+        shape = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_lhs, kernel.multicast_rhs)
+        families.setdefault((*shape, kernel.ctas_per_sm, kernel.halves, kernel.scatter), kernel)
     return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
 
 
-Job = tuple[str, int, int, int, list[KernelSpec]]
-"""Format, n, k, m, and the kernels to time."""
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+Timings = dict[Cell, dict[KernelSpec, float]]
+"""Microseconds of one call, by problem and kernel."""
+FIELDS = (
+    "block_m", "block_n", "stages", "halves", "warpgroups_k", "split_k", "scatter", "multicast_lhs", "multicast_rhs",
+    "ctas_per_sm", "direct",
+)  # fmt: skip
+"""Of a kernel, as the file lists them; its other fields follow from the format."""
+
+
+@dataclass
+class Sweep:
+    """A file of timings.
+
+    Attributes:
+        gpu, spec, date: the driver's name of the GPU, the selector's, the day of the last timing.
+        brief: timings in short bursts.
+        held: timings at the power limit; they take the place of brief ones of the same problem.
+    """
+
+    gpu: str
+    spec: str
+    date: str
+    brief: Timings = field(default_factory=dict)
+    held: Timings = field(default_factory=dict)
+
+    @property
+    def device(self) -> DeviceSpec:
+        return device_spec(self.spec)
+
+    def timings(self) -> Timings:
+        """Those that count: held ones before brief ones, of kernels that are legal."""
+        found = {}
+        for cell, us in (self.brief | self.held).items():
+            legal = {kernel: value for kernel, value in us.items() if illegal(kernel, self.device) is None}
+            if legal:
+                found[cell] = legal
+        return found
+
+    @classmethod
+    def read(cls, path: Path) -> Sweep:
+        document = json.loads(path.read_text())
+
+        def table(name: str) -> Timings:
+            found: Timings = {}
+            for name_of, n, k, m, us in document[name]:
+                lhs, fmt = FORMATS[name_of]
+                fmt = fmt if fmt.group_size else replace(fmt, scale_type="fp32")
+                shapes = (dict(zip(FIELDS, document["kernels"][index])) for index, _ in us)
+                kernels = (KernelSpec(lhs, fmt, **shape) for shape in shapes)
+                found[name_of, n, k, m] = dict(zip(kernels, (value for _, value in us)))
+            return found
+
+        return cls(document["gpu"], document["spec"], document["date"], table("brief"), table("held"))
+
+    def write(self, path: Path) -> None:
+        """Writes a line for each problem."""
+        numbers: dict[tuple, int] = {}
+
+        def table(timings: Timings) -> list[list]:
+            return [
+                [*cell, [[numbers.setdefault(_shape(kernel), len(numbers)), value] for kernel, value in us.items()]]
+                for cell, us in timings.items()
+            ]
+
+        tables = {"brief": table(self.brief), "held": table(self.held)}
+        head = json.dumps({"gpu": self.gpu, "spec": self.spec, "date": self.date, "fields": FIELDS})[:-1]
+        lists = {"kernels": list(numbers), **tables}
+        body = (f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in lists.items())
+        path.write_text(",\n".join((head, *body)) + "}\n")
+
+    def merge(self, other: Sweep) -> None:
+        """Takes over the timings of another file, which replace older ones."""
+        if other.spec != self.spec:
+            raise ValueError(f"timings of a {other.spec} cannot join those of a {self.spec}")
+        self.date = max(self.date, other.date)
+        for mine, theirs in ((self.brief, other.brief), (self.held, other.held)):
+            for cell, us in theirs.items():
+                mine.setdefault(cell, {}).update(us)
+
+
+def _shape(kernel: KernelSpec) -> tuple:
+    return tuple(getattr(kernel, name) for name in FIELDS)
+
+
+# ---- timing ----------------------------------------------------------------------------------------------------------
+
 HELD_US, HELD_WITHIN, HELD_KERNELS = 60.0, 1.15, 9
 """`hold` times problems of so many microseconds and more: kernels within this factor of the best, so many at most."""
 HOLD_S = 0.2
+COMPILE_PART = 0.6
+"""Part of a time limit after which no further kernel is compiled."""
 
-
-def run(path: Path, names: list[str], shapes: Sequence[tuple[int, int]], count: int) -> None:
-    import torch
-
-    device = device_of(0)
-    jobs = []
-    for name in names:
-        lhs, fmt = FORMATS[name]
-        for n, k in shapes:
-            for m in MS:
-                jobs.append((name, n, k, m, kernels_of(Problem(m, n, k, lhs, fmt), device, count)))
-    rows = time_all(jobs, briefly)
-    document = {
-        "device": torch.cuda.get_device_name(),
-        "spec": "h200",
-        "date": time.strftime("%Y-%m-%d"),
-        "kernel": list(jobs[0][-1][0].to_dict()),
-    }
-    write(path, document, rows=rows)
-
-
-def hold(path: Path, names: list[str]) -> None:
-    """Times the best kernels of the file's large problems again, each for a while, and adds them to the file."""
-    document = json.loads(path.read_text())
-    others = [row for row in document.get("held", []) if row[0] not in names]
-    rows = time_all(large_problems(row for row in load(path, held=False) if row[0][0] in names), at_power_limit)
-    write(path, document, rows=document["rows"], held=others + rows)
-
-
-def large_problems(rows: Iterable[Row]) -> list[Job]:
-    cells: dict[tuple, list[tuple[float, KernelSpec]]] = defaultdict(list)
-    for cell, _, kernel, us in rows:
-        cells[cell].append((us, kernel))
-    jobs = []
-    for cell, found in cells.items():
-        found.sort(key=lambda timing: timing[0])
-        best = found[0][0]
-        if best >= HELD_US:
-            near = dict.fromkeys(kernel for us, kernel in found if us <= best * HELD_WITHIN)
-            jobs.append((*cell, list(near)[:HELD_KERNELS]))
-    return jobs
-
-
-def write(path: Path, document: dict, **tables: list) -> None:
-    """Writes the document with these tables, a row a line, and says how good the selector is by them."""
-    head = json.dumps({key: value for key, value in document.items() if key not in ("rows", "held")})[:-1]
-    body = (f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in tables.items())
-    path.write_text(",\n".join((head, *body)) + "}\n")
-    report(load(path))
+Jobs = dict[Cell, list[KernelSpec]]
 
 
 def briefly(contestants: list[Timed], m: int) -> None:
-    for timed in contestants:
-        timed.turn(5 if m < 1024 else 3)
+    for _ in range(2):  # everybody's second turn comes after everybody's first
+        for timed in contestants:
+            timed.turn(3)
 
 
 def at_power_limit(contestants: list[Timed], m: int) -> None:
@@ -160,205 +208,393 @@ def at_power_limit(contestants: list[Timed], m: int) -> None:
         timed.hold(HOLD_S, sample=False)
 
 
-def time_all(jobs: list[Job], measure: Callable[[list[Timed], int], None]) -> list[list]:
-    """A row [format, n, k, m, us, kernel's fields] for each job and kernel that builds."""
-    import torch
-    from benchmark_lib.timing import Timed
+def time_all(jobs: Jobs, measure: Callable[[list[Timed], int], None], minutes: float) -> Timings:
+    """Compiles the kernels in threads, then times problem by problem until the time is over."""
+    started = time.monotonic()
+    layers: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for name, n, k, m in jobs:
+        layers[name, n, k].append(m)
+    built = _compile([kernel for kernels in jobs.values() for kernel in kernels], started + 60 * minutes * COMPILE_PART)
+    found: Timings = {}
+    for number, ((name, n, k), ms) in enumerate(layers.items()):
+        bench = None
+        for m in ms:
+            kernels = [kernel for kernel in jobs[name, n, k, m] if kernel in built]
+            if time.monotonic() - started > 60 * minutes or len(kernels) < 2:
+                continue
+            bench = bench or Bench(name, n, k)
+            found[name, n, k, m] = bench.times(m, kernels, measure)
+        passed = time.monotonic() - started
+        common.note(f"{number + 1} of {len(layers)} layers, {len(found)} of {len(jobs)} problems, {passed:.0f} s")
+        if passed > 60 * minutes:
+            break
+    return found
 
-    import jitgemm
-    from jitgemm.gemm.arguments import Operands
-    from jitgemm.gemm.plan import Plan
-    from jitgemm.jit.cache import KernelCache
 
-    kernels = {kernel for job in jobs for kernel in job[-1]}
-    cache = KernelCache()
+def _compile(kernels: Iterable[KernelSpec], deadline: float) -> set[KernelSpec]:
+    """Those that are in the cache when the time is over."""
+    from jitgemm.errors import CompileError
+    from jitgemm.jit.cache import process_cache as cache
 
-    def compile_one(kernel: KernelSpec) -> KernelSpec | None:
+    def build(kernel: KernelSpec) -> KernelSpec | None:
+        if time.monotonic() > deadline:
+            return None
         try:
             cache.get_or_compile(kernel_source(kernel))
-        except jitgemm.CompileError as error:
-            print(f"left out: {error.args[0].splitlines()[0]}", file=sys.stderr)
-            return kernel
-        return None
+        except CompileError as error:
+            common.note(f"left out: {str(error).splitlines()[0]}")
+            return None
+        return kernel
 
-    started = time.time()
+    unique, started, built = list(dict.fromkeys(kernels)), time.monotonic(), set()
     with ThreadPoolExecutor() as pool:
-        failed = {kernel for kernel in pool.map(compile_one, kernels) if kernel}
-    print(f"{len(kernels)} kernels, {len(failed)} do not build, {time.time() - started:.0f} s", file=sys.stderr)
+        for done, kernel in enumerate(pool.map(build, unique), 1):
+            built |= {kernel} if kernel else set()
+            if done % 200 == 0 or done == len(unique):
+                common.note(f"{len(built)} of {len(unique)} kernels built, {time.monotonic() - started:.0f} s")
+    return built
 
-    rows, weights, current = [], [], None
-    for name, n, k, m, chosen in jobs:
-        lhs, fmt = FORMATS[name]
-        if current != (name, n, k):
-            current = (name, n, k)
-            low = 0 if fmt.zero_point else -7
-            q = torch.randint(low, 16 if fmt.zero_point else 8, (n, k), device="cuda", dtype=torch.int8)
-            groups = -(-k // fmt.group_size) if fmt.group_size else 1
-            scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
-            zero = torch.randint(0, 16, (n, groups), device="cuda", dtype=torch.uint8) if fmt.zero_point else None
-            lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[fmt.codes]
-            weight = jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k, lhs_dtype=lhs_dtype)
-            copies = max(2, math.ceil(COPY_BYTES / weight.nbytes)) - 1
-            weights = [weight] + [copy.deepcopy(weight) for _ in range(copies)]
-        x = torch.randn(m, k, device="cuda")
-        x = x.to(torch.float8_e4m3fn) if lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
+
+class Bench:
+    """A layer's weights on the GPU, as many copies as the L2 cannot hold."""
+
+    def __init__(self, name: str, n: int, k: int):
+        import torch
+
+        import jitgemm
+
+        self.lhs, fmt = FORMATS[name]
+        low, high = (0, 16) if fmt.zero_point else (-7, 8)
+        q = torch.randint(low, high, (n, k), device="cuda", dtype=torch.int8)
+        groups = -(-k // fmt.group_size) if fmt.group_size else 1
+        scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
+        zero = torch.randint(0, 16, (n, groups), device="cuda", dtype=torch.uint8) if fmt.zero_point else None
+        lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[fmt.codes]
+        weight = jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k, lhs_dtype=lhs_dtype)
+        copies = max(2, math.ceil(COPY_BYTES / weight.nbytes))
+        self.weights = [weight] + [copy.deepcopy(weight) for _ in range(copies - 1)]
+        self.n, self.k = n, k
+
+    def times(
+        self, m: int, kernels: Sequence[KernelSpec], measure: Callable[[list[Timed], int], None]
+    ) -> dict[KernelSpec, float]:
+        import torch
+        from benchmark_lib.timing import Timed
+
+        from jitgemm.gemm.arguments import Operands
+        from jitgemm.gemm.plan import Plan
+
+        x = torch.randn(m, self.k, device="cuda")
+        x = x.to(torch.float8_e4m3fn) if self.lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
         x_scale = torch.rand(m, device="cuda")
-        out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-        used = weights if m <= 512 else weights[:4]
+        out = torch.empty(m, self.n, device="cuda", dtype=torch.bfloat16)
+        used = self.weights if m <= 512 else self.weights[:4]
+        operands = [Operands(x, x_scale, None, weight, out, None) for weight in used]
         contestants = {}
-        for kernel in chosen:
-            if kernel not in failed:
-                operands = [Operands(x, x_scale, None, weight, out, None) for weight in used]
-                plan = Plan(operands[0], kernel)
-                calls = [partial(plan.launch, *each) for each in operands]
-                contestants[kernel] = Timed(calls)
-        if contestants:
-            measure(list(contestants.values()), m)
-        for kernel, timed in contestants.items():
-            rows.append([name, n, k, m, round(timed.us, 3), list(kernel.to_dict().values())])
-    print(f"{len(rows)} timings, {time.time() - started:.0f} s", file=sys.stderr)
-    return rows
+        for kernel in kernels:
+            plan = Plan(operands[0], kernel)
+            contestants[kernel] = Timed([partial(plan.launch, *each) for each in operands])
+        measure(list(contestants.values()), m)
+        return {kernel: round(timed.us, 3) for kernel, timed in contestants.items()}
 
 
-Row = tuple[tuple, Problem, KernelSpec, float]
+# ---- regret ----------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path, held: bool = True) -> list[Row]:
-    """The timings; with `held`, of problems that were held those timings alone."""
-    document = json.loads(path.read_text())
-    device = device_spec(document["spec"])
-    again = document.get("held", []) if held else []
-    replaced = {tuple(row[:4]) for row in again}
+@dataclass(frozen=True)
+class Regret:
+    """What the selector loses at a problem.
+
+    Attributes:
+        regret: time of the kernel that it chooses over the best time of all, None if its kernel was never timed.
+        among_timed: the same of the kernel that it would choose of those that were timed.
+    """
+
+    cell: Cell
+    regret: float | None
+    among_timed: float
+    chosen: KernelSpec
+    best: KernelSpec
+    best_us: float
+
+
+def regrets(timings: Timings, device: DeviceSpec) -> list[Regret]:
+    found = []
+    for cell, us in timings.items():
+        problem = problem_of(cell)
+        chosen, best = choose(problem, device), min(us, key=us.__getitem__)
+        likely = min(us, key=lambda kernel: model.predict(kernel, problem, device).predicted_us)
+        regret = us[chosen] / us[best] - 1 if chosen in us else None
+        found.append(Regret(cell, regret, us[likely] / us[best] - 1, chosen, best, us[best]))
+    return found
+
+
+def summary(values: Iterable[float]) -> tuple[float, float, float]:
+    """(mean, 99th percentile, worst)"""
+    ordered = sorted(values)
+    return sum(ordered) / len(ordered), ordered[int(0.99 * (len(ordered) - 1))], ordered[-1]
+
+
+def report(sweep: Sweep, worst: int) -> None:
+    found = regrets(sweep.timings(), sweep.device)
     rows = []
-    for name, n, k, m, us, values in [row for row in document["rows"] if tuple(row[:4]) not in replaced] + again:
-        lhs, fmt = FORMATS[name]
-        kernel = KernelSpec.from_dict(dict(zip(document["kernel"], values)))
-        # The bound on registers may have left it out since.
-        if config.illegal(kernel, device) is None:
-            rows.append(((name, n, k, m), Problem(config.band_end(m), n, k, lhs, fmt), kernel, us))
-    return rows
+    for part, which in (("fitted", False), ("held out", True)):
+        some = [each for each in found if held_out(*each.cell[1:3]) == which]
+        known = [each.regret for each in some if each.regret is not None]
+        figures = [f"{100 * value:.2f} %" for value in summary(known)] if known else ["-"] * 3
+        rows.append((part, len(some), len(some) - len(known), *figures))
+    common.out().print(common.table(("problems", "number", "choice never timed", "mean", "p99", "worst"), rows))
+    ranked = sorted((each for each in found if each.regret), key=lambda each: -(each.regret or 0))
+    columns = ("regret", "format", "n", "k", "m", "", "chosen", "best", "us")
+    rows = [
+        (f"{100 * (each.regret or 0):.1f} %", *each.cell, "held out" if held_out(*each.cell[1:3]) else "",
+         each.chosen.label, each.best.label, each.best_us)
+        for each in ranked[:worst]
+    ]  # fmt: skip
+    common.out().print(common.table(columns, rows, left=("format", "", "chosen", "best")))
 
+
+# ---- fit -------------------------------------------------------------------------------------------------------------
 
 BLUR = 0.012
 """A kernel predicted this part slower than the best counts 1/e of it in a fit: else ties of predictions decide, which
 another shape breaks."""
+NEAR = 1.35
+"""Kernels slower than the best by more than this factor do not count in the error of predictions."""
+LIMITS = {"OVERLAP": (1.2, 8.0), "PAIRED_STREAM": (1.0, 1.6), "L2_SHARE": (0.001, 1.0)}
+MEASURED = ("L2_BYTES_PER_CYCLE",)
+"""Constants of the model that no fit may change."""
 
 
-def regrets(
-    rows: list[Row], device: DeviceSpec, blur: float = 0.0
-) -> tuple[dict[tuple, tuple[float, float, float, str]], float]:
-    """Per cell (regret, time of the choice, best time, label of the best); and the mean |log(predicted / measured)|.
-
-    With `blur` the time of the choice is a mean over kernels, weighed by how near they stand to the best prediction.
-    """
-    cells: dict[tuple, list[tuple[float, float, str]]] = defaultdict(list)
-    error = 0.0
-    for cell, problem, kernel, us in rows:
-        predicted = config.predict(kernel, problem, device).predicted_us
-        cells[cell].append((predicted, us, kernel.label))
-        error += abs(math.log(predicted / us))
-    out = {}
-    for cell, found in cells.items():
-        best = min(found, key=lambda f: f[1])
-        least, chosen, _ = min(found)
-        if blur:
-            weights = [(predicted / least) ** (-1 / blur) for predicted, _, _ in found]
-            chosen = sum(weight * us for weight, (_, us, _) in zip(weights, found)) / sum(weights)
-        out[cell] = (chosen / best[1], chosen, best[1], best[2])
-    return out, error / len(rows)
+def constants() -> list[tuple[str, Any]]:
+    """(name, key) of every constant of the model that a fit may change; key is None for a scalar."""
+    found: list[tuple[str, Any]] = []
+    for name, value in vars(model).items():
+        if not name.isupper() or name in MEASURED:
+            continue
+        if isinstance(value, float):
+            found.append((name, None))
+        elif isinstance(value, dict) and all(isinstance(each, float) for each in value.values()):
+            found += [(name, key) for key in value]
+    return found
 
 
-def report(rows: list[Row], worst: int = 12) -> None:
-    found, error = regrets(rows, device_spec("h200"))
-    ranked = sorted(found.items(), key=lambda item: -item[1][0])
-    values = [value[0] for _, value in ranked]
-    median, mean = values[len(values) // 2], sum(values) / len(values)
-    print(f"{len(rows)} timings, {len(values)} problems: regret median {median:.3f}, mean {mean:.3f}, ")
-    print(f"worst {values[0]:.3f}; mean |log(predicted / measured)| {error:.3f}")
-    for cell, (regret, chosen, best, label) in ranked[:worst]:
-        name, n, k, m = cell
-        print(f"  {regret:.3f}  {name} n={n} k={k} m={m}: {chosen:.1f} us, best {best:.1f} us by {label}")
+def of_the_selector(timings: Timings, device: DeviceSpec) -> Timings:
+    """Without the kernels that the selector does not weigh; the best of all may be among them."""
+    found = {}
+    for cell, us in timings.items():
+        weighed = {candidate.kernel for candidate in candidates(problem_of(cell), device)}
+        found[cell] = {kernel: value for kernel, value in us.items() if kernel in weighed}
+    return {cell: us for cell, us in found.items() if us}
 
 
-SCALARS = {
-    "LAUNCH_US": (0.2, 3), "COPY_US": (0.001, 1), "NO_PREFETCH_US": (0.05, 4), "REDUCE_US": (0.00001, 0.05),
-    "STORE_US": (0.01, 1.5), "TOKEN_US": (0.00001, 0.05), "SCATTER_US": (0.01, 3), "SUM_US": (0.001, 1),
-    "SEND_US": (0.0005, 0.05), "MULTICAST_US": (0.01, 3),
-    "RECORD_CYCLES": (50, 800), "ISSUE_CYCLES": (10, 200), "FETCH_CYCLES": (100, 4000), "HALVES_CYCLES": (0.1, 200),
-    "L2_BYTES_PER_CYCLE": (15, 160), "OVERLAP": (1.2, 8),
-}  # fmt: skip
-# CLUSTER_SHARE stays: it decides how many CTAs are launched, so that timings hold for one value of it.
-TABLES = {
-    "DECODE_CYCLES": (40, 500), "PROMOTE_CYCLES": (0.8, 8), "CLUSTER_US": (0.01, 3), "STREAM_FACTOR": (1, 1.5),
-}  # fmt: skip
-
-
-def fit(rows: list[Row], seconds: float, seed: int) -> None:
-    """Random descent on mean regret, worst regret and the error of the predictions."""
-    device = device_spec("h200")
-    entries = [(name, None, limits) for name, limits in SCALARS.items()]
-    for name, limits in TABLES.items():
-        entries += [(name, key, limits) for key in getattr(config, name)]
-
-    def put(values: list[float]) -> None:
-        for (name, key, _), value in zip(entries, values):
-            if key is None:
-                setattr(config, name, value)
-            else:
-                getattr(config, name)[key] = value
+def fit(timings: Timings, device: DeviceSpec, seconds: float, seed: int) -> dict[tuple[str, Any], float]:
+    """Random descent on the regret and on the error of predictions of near kernels, from the constants as they are."""
+    problems = {cell: problem_of(cell) for cell in timings}
+    kernels = list(dict.fromkeys(kernel for us in timings.values() for kernel in us))
 
     def score() -> float:
-        found, error = regrets(rows, device, BLUR)
-        values = [value[0] for value in found.values()]
-        return 4 * (sum(values) / len(values) - 1) + (max(values) - 1) + error
+        costs = {kernel: model.costs(kernel, device) for kernel in kernels}
+        losses, errors = [], []
+        for cell, us in timings.items():
+            best = min(us.values())
+            predicted = {
+                kernel: model.times(kernel, costs[kernel], problems[cell], device)[0].total for kernel in us
+            }
+            least = min(predicted.values())
+            weights = {kernel: (value / least) ** (-1 / BLUR) for kernel, value in predicted.items()}
+            losses.append(sum(weights[k] * us[k] for k in us) / sum(weights.values()) / best - 1)
+            errors += [abs(math.log(predicted[k] / us[k])) for k in us if us[k] <= NEAR * best]
+        mean, squares = sum(losses) / len(losses), sum(loss**2 for loss in losses) / len(losses)
+        return 4 * mean + 2 * squares**0.5 + max(losses) / 2 + 0.7 * sum(errors) / len(errors)
 
-    random.seed(seed)
-    best = [getattr(config, name) if key is None else getattr(config, name)[key] for name, key, _ in entries]
-    best_score, started = score(), time.time()
-    while time.time() - started < seconds:
-        trial = list(best)
-        for i in random.sample(range(len(trial)), random.choice((1, 1, 2, 3))):
-            low, high = entries[i][2]
-            trial[i] = min(max(trial[i] * math.exp(random.gauss(0, 0.25)), low), high)
+    def get(name: str, key: Any) -> float:
+        return getattr(model, name) if key is None else getattr(model, name)[key]
+
+    def put(values: dict[tuple[str, Any], float]) -> None:
+        for (name, key), value in values.items():
+            if key is None:
+                setattr(model, name, value)
+            else:
+                getattr(model, name)[key] = value
+
+    rng = random.Random(seed)
+    best = {each: get(*each) for each in constants()}
+    best_score, started = score(), time.monotonic()
+    while time.monotonic() - started < seconds:
+        trial = dict(best)
+        for each in rng.sample(list(trial), rng.choice((1, 1, 2, 3))):
+            low, high = LIMITS.get(each[0], (1e-6, math.inf))
+            trial[each] = min(max(trial[each] * math.exp(rng.gauss(0, 0.2)), low), high)
         put(trial)
         trial_score = score()
         if trial_score < best_score:
             best, best_score = trial, trial_score
     put(best)
-    report(rows)
-    for (name, key, _), value in zip(entries, best):
-        print(f"{name}{'' if key is None else f'[{key!r}]'} = {value:.3g}")
+    return best
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("run", "hold", "regret", "fit"))
-    parser.add_argument("file", type=Path)
-    formats = "e4m3_g128,int8_g128,e4m3_g128_any,int8_ch"
-    parser.add_argument("--formats", default=formats, help=f"of {','.join(FORMATS)}")
-    shapes = " ".join(f"{n},{k}" for n, k in SHAPES)
-    parser.add_argument(
-        "--shape", metavar="N,K", action="append", help=f"a weight's shape; may be repeated (default {shapes})"
-    )
-    parser.add_argument(
-        "--kernels", type=int, default=12, help="kernels by prediction, and families, of a problem (default 12)"
-    )
-    parser.add_argument("--seconds", type=float, default=120, help="how long to fit (default 120)")
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    if arguments.action == "run":
-        try:
-            shapes = [parse_shape(text) for text in arguments.shape] if arguments.shape else SHAPES
-        except ValueError as error:
-            parser.error(str(error))
-        run(arguments.file, arguments.formats.split(","), shapes, arguments.kernels)
-    elif arguments.action == "hold":
-        hold(arguments.file, arguments.formats.split(","))
-    elif arguments.action == "regret":
-        report(load(arguments.file))
-    else:
-        fit(load(arguments.file), arguments.seconds, arguments.seed)
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=__doc__
+    + """
+
+    \b
+    A sweep times, for each problem, the kernels that the model likes best and
+    the best of each family of kernels (warpgroups, splits, multicast, ...),
+    so that a wrong model is found out. Regret is the time of the kernel that
+    the selector chooses over the best time of all. A quarter of the layers
+    (`held_out`) is never fitted to.
+    """,
+)
+
+File = Annotated[Path, typer.Argument(help="File of timings, such as scripts/data/sweep_h200.json.")]
+Out = Annotated[Path, typer.Option("--out", help="File to write: what was timed, also when the time was over.")]
+Minutes = Annotated[float, typer.Option("--minutes", min=0.1, help="Time limit, compiling included.")]
+Kernels = Annotated[int, typer.Option("--kernels", min=1, help="Kernels by prediction, and families, of a problem.")]
+
+
+@app.command("run")
+@common.guarded
+def run_command(
+    out: Out,
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", metavar="NAME", help="May be repeated.", show_default="all")
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", metavar="N,K", help="May be repeated.", show_default="18 layers")
+    ] = None,
+    m: Annotated[
+        list[int] | None, typer.Option("--m", min=1, help="May be repeated.", show_default="16 of them")
+    ] = None,
+    new: Annotated[int, typer.Option("--random", help="Time so many random layers that no fit has seen instead.")] = 0,
+    ms: Annotated[int, typer.Option("--ms", min=1, help="Values of m of a random layer.")] = 6,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random layers.")] = 1,
+    kernels: Kernels = 12,
+    minutes: Minutes = 10.0,
+) -> None:
+    """Times kernels on problems; needs a Hopper GPU."""
+    sweep = _here()
+    layers = [
+        (name, n, k)
+        for name in formats or FORMATS
+        for n, k in ([common.parse_shape(text) for text in shape] if shape else SHAPES)
+    ]
+    rng = random.Random(seed)
+    cells = [(*layer, tokens) for layer in layers for tokens in m or MS]
+    if new:
+        layers = [layer for layer in random_layers(20 * new, seed) if not formats or layer[0] in formats][:new]
+        cells = [(*layer, tokens) for layer in layers for tokens in sorted(rng.sample(m or MS, min(ms, len(m or MS))))]
+    device = _this_device()
+    jobs = {cell: kernels_of(problem_of(cell), device, kernels) for cell in cells}
+    sweep.brief = time_all(jobs, briefly, minutes)
+    _finish(sweep, out)
+
+
+@app.command()
+@common.guarded
+def missing(
+    file: File,
+    out: Out,
+    beside: Annotated[int, typer.Option("--beside", min=1, help="Best kernels to time again beside a choice.")] = 3,
+    minutes: Minutes = 10.0,
+) -> None:
+    """Times what the selector chooses for the file's problems and was never timed there, beside the best."""
+    known, sweep = Sweep.read(file), _here()
+    timings, device = known.timings(), _this_device()
+    jobs = {}
+    for each in regrets(timings, device):
+        if each.regret is None:
+            best = sorted(timings[each.cell], key=timings[each.cell].__getitem__)
+            jobs[each.cell] = [each.chosen, *best[:beside]]
+    common.note(f"{len(jobs)} problems whose choice was never timed")
+    sweep.brief = time_all(jobs, briefly, minutes)
+    _finish(sweep, out)
+
+
+@app.command()
+@common.guarded
+def hold(file: File, out: Out, minutes: Minutes = 10.0) -> None:
+    """Times the best kernels of the file's large problems again, each for a while, at the GPU's power limit.
+
+    A large GEMM runs at the power limit, where its time depends on what the GPU did before.
+    """
+    sweep = _here()
+    sweep.held = time_all(large_problems(Sweep.read(file).brief), at_power_limit, minutes)
+    _finish(sweep, out)
+
+
+def large_problems(timings: Timings) -> Jobs:
+    jobs = {}
+    for cell, us in timings.items():
+        best = sorted(us, key=us.__getitem__)
+        if us[best[0]] >= HELD_US:
+            jobs[cell] = [kernel for kernel in best if us[kernel] <= us[best[0]] * HELD_WITHIN][:HELD_KERNELS]
+    return jobs
+
+
+@app.command()
+@common.guarded
+def merge(
+    file: File, others: Annotated[list[Path], typer.Argument(help="Files to take over; the last one wins.")]
+) -> None:
+    """Takes the timings of other files over into the first one."""
+    sweep = Sweep.read(file) if file.exists() else Sweep.read(others[0])
+    for other in others:
+        sweep.merge(Sweep.read(other))
+    sweep.write(file)
+    report(sweep, 0)
+
+
+@app.command()
+@common.guarded
+def regret(
+    file: File, worst: Annotated[int, typer.Option("--worst", min=0, help="Rows of the table of the worst.")] = 12
+) -> None:
+    """Says how good the selector is by a file of timings; needs no GPU."""
+    report(Sweep.read(file), worst)
+
+
+@app.command("fit")
+@common.guarded
+def fit_command(
+    file: File,
+    seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to fit.")] = 300,
+    seed: Annotated[int, typer.Option("--seed")] = 1,
+) -> None:
+    """Finds constants for jitgemm/select/model.py that would do better on the fitted part; needs no GPU."""
+    sweep = Sweep.read(file)
+    fitted = {cell: us for cell, us in sweep.timings().items() if not held_out(*cell[1:3])}
+    for (name, key), value in fit(of_the_selector(fitted, sweep.device), sweep.device, seconds, seed).items():
+        print(f"{name}{'' if key is None else f'[{key!r}]'} = {value:.4g}")
+
+
+def _this_device() -> DeviceSpec:
+    from jitgemm.runtime.device import device_of
+
+    return device_of(0)
+
+
+def _here() -> Sweep:
+    """An empty sweep of the GPU at hand."""
+    import torch
+
+    spec = _this_device().name
+    if spec not in DEVICES:
+        raise ValueError(f"{spec} is no device of jitgemm/select/devices.py: add it there first")
+    return Sweep(torch.cuda.get_device_name(), spec, time.strftime("%Y-%m-%d"))
+
+
+def _finish(sweep: Sweep, out: Path) -> None:
+    sweep.write(out)
+    common.note(f"{sum(map(len, (sweep.brief | sweep.held).values()))} timings in {out}")
+    if sweep.timings():
+        report(sweep, 12)
 
 
 if __name__ == "__main__":
-    main()
+    app()

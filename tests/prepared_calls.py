@@ -38,6 +38,7 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", launch)
     monkeypatch.setattr(driver, "use_context", lambda device: None)
     monkeypatch.setattr(driver, "resident_ctas", lambda *_: 2)
+    monkeypatch.setattr(driver, "resident_clusters", lambda *_: 60)
     monkeypatch.setattr(driver.TileMap, "encode", lambda self, address: address.to_bytes(128, "little"))
     monkeypatch.setattr(KernelFamily, "load", load)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

@@ -31,8 +31,9 @@ from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source, render
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
-from jitgemm.select.choose import choose, kernels_for, legal_kernels
+from jitgemm.select.choose import choose, kernels_for
 from jitgemm.select.devices import DEVICES
+from jitgemm.select.shapes import legal_kernels
 
 pytestmark = pytest.mark.nvrtc
 

@@ -34,7 +34,8 @@ from jitgemm.kernel.formats import GROUP_SIZES, MAX_CHANNEL_K_S8, Problem, Weigh
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
-from jitgemm.select.choose import candidates, choose, illegal, kernels_for, legal_kernels
+from jitgemm.select.choose import candidates, choose, kernels_for
+from jitgemm.select.shapes import illegal, legal_kernels
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.w4 import W4Weight
 

@@ -17,11 +17,13 @@ from jitgemm.gemm.arguments import POINTERS, Operands
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.render import KERNEL_NAME, kernel_source
 from jitgemm.kernel.spec import KernelSpec, lhs_copy_rows, slice_tokens, smem_bytes
+from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.driver import TileMap
 from jitgemm.runtime.kernels import KernelFamily
 from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
-from jitgemm.select.choose import choose, grid_clusters
+from jitgemm.select.choose import choose
+from jitgemm.select.shapes import launched_clusters, units_of_work
 from jitgemm.tensors import TYPE_NAMES
 
 ARGUMENTS = ArgumentBlock(
@@ -74,9 +76,11 @@ class Plan(PreparedLaunch):
         )
         out_box = 128 // out.element_size(), slice_tokens(spec)
         out_map = TileMap(spec.out, columns=n, rows=m, row_bytes=out_row_bytes, box=out_box)
-        _, clusters = grid_clusters(spec, m, n, device.num_sms)
+        kernel, size, smem = KERNELS.load(spec, x.get_device()), spec.cluster_size, smem_bytes(spec)
+        resident = driver.resident_clusters(kernel, size, spec.threads, smem) if size > 1 else device.num_sms
+        clusters = launched_clusters(spec, units_of_work(spec, m, n), device.num_sms, resident)
         super().__init__(
-            KERNELS.load(spec, x.get_device()),
+            kernel,
             ARGUMENTS,
             {
                 "lhs_stride": x_row_bytes,
@@ -89,9 +93,9 @@ class Plan(PreparedLaunch):
                 "bias_type": 0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number,
                 "last_rows": last_rows,
             },
-            grid=clusters * spec.cluster_size,
+            grid=clusters * size,
             threads=(spec.threads, 1),
-            smem_bytes=smem_bytes(spec),
+            smem_bytes=smem,
             maps=((0, x_map), (0, last_x_map), (len(POINTERS) - 1, out_map)),
         )
 

@@ -20,12 +20,16 @@ def device_of(index: int) -> DeviceSpec:
             f"cuda:{index} is a {properties.name} of compute capability {properties.major}.{properties.minor}; "
             "jitgemm's kernels need 9.0 (Hopper)"
         )
+    from jitgemm.runtime import driver
+
     return device_from_properties(
         properties.name,
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
         properties.shared_memory_per_multiprocessor,
-        properties.L2_cache_size,
+        clock_mhz=driver.device_attribute(index, "CLOCK_RATE") / 1000,
+        memory_mhz=driver.device_attribute(index, "MEMORY_CLOCK_RATE") / 1000,
+        memory_bits=driver.device_attribute(index, "GLOBAL_MEMORY_BUS_WIDTH"),
     )
 
 

@@ -105,6 +105,25 @@ def load_kernel(cubin: bytes, name: str, *, device: int, smem_bytes: int) -> Loa
     return LoadedKernel(function, module, device)
 
 
+def device_attribute(device: int, name: str) -> int:
+    """A figure that the driver reports of a device, such as "CLOCK_RATE" (kHz)."""
+    check(cu.cuInit(0), "cuInit")
+    handle = check(cu.cuDeviceGet(device), "cuDeviceGet")
+    attribute = cu.CUdevice_attribute[f"CU_DEVICE_ATTRIBUTE_{name}"]
+    return int(check(cu.cuDeviceGetAttribute(attribute, handle), f"cuDeviceGetAttribute({name})"))
+
+
+def resident_clusters(kernel: LoadedKernel, size: int, threads: int, smem_bytes: int) -> int:
+    """Clusters of the kernel that its device holds at once; the kernel says of how many CTAs they are."""
+    bind(kernel.device)
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = smem_bytes
+    result = cu.cuOccupancyMaxActiveClusters(kernel.function, config)
+    return int(check(result, "cuOccupancyMaxActiveClusters"))
+
+
 def resident_ctas(kernel: LoadedKernel, threads: int, smem_bytes: int) -> int:
     """CTAs of the kernel that an SM holds at once. The kernel's device is current."""
     result = cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel.function, threads, smem_bytes)

@@ -28,13 +28,15 @@ from jitgemm.kernel.spec import (
     lhs_copy_rows,
     slice_tokens,
     smem_bytes,
-    stage_bytes,
     wgmma_shapes,
 )
-from jitgemm.kernel.tactics import direct_lhs, for_k, prefetch_stages, promote_records
-from jitgemm.select import choose as config
-from jitgemm.select.choose import bands, candidates, choose, grid_clusters, kernels_for, legal_kernels, predict
-from jitgemm.select.devices import DEVICES, DeviceSpec, device_from_properties, device_spec
+from jitgemm.kernel.tactics import prefetch_stages, promote_records
+from jitgemm.select import choose as choice
+from jitgemm.select import model, shapes
+from jitgemm.select.choose import bands, candidates, choose, kernels_for
+from jitgemm.select.devices import _DRIVER_NAMES, DEVICES, DeviceSpec, device_from_properties, device_spec
+from jitgemm.select.model import predict
+from jitgemm.select.shapes import illegal, launched_clusters, legal_kernels, units_of_work
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -43,7 +45,7 @@ SMALLER = [
     device_spec("h200,sms=1"),
     device_spec("h20,sms=77"),
     device_spec("h100-pcie,sms=113"),
-    device_spec("h100-sxm,sms=16,l2=12582912"),
+    device_spec("h100-sxm,sms=16"),
     device_spec("h200,smem=166912,smem_per_sm=167936"),
 ]
 ALL_DEVICES = [*DEVICES.values(), *SMALLER]
@@ -84,7 +86,6 @@ relaxed = settings(max_examples=80, deadline=None, suppress_health_check=[Health
 
 def assert_legal(spec: KernelSpec, device: DeviceSpec) -> None:
     """The limits of the hardware, written out apart from the selector's own rules."""
-    assert config.illegal(spec, device) is None
     # Tile and wgmma shape.
     assert spec.block_n % 64 == 0 and 1 <= spec.warpgroups <= 4 and spec.threads <= 1024
     assert spec.halves in (1, 2) and spec.block_m // spec.halves in wgmma_shapes(spec.lhs)
@@ -134,6 +135,7 @@ def test_every_candidate_is_legal(device, lhs):
         kernels = legal_kernels(lhs, format, device)
         assert len(kernels) > 20
         for spec in kernels:
+            assert illegal(spec, device) is None
             assert_legal(spec, device)
 
 
@@ -175,10 +177,10 @@ def test_no_kernel_is_considered_twice(lhs):
 
 def test_a_choice_costs_only_the_tiles_that_it_can_take():
     """The first call of a process waits for it: milliseconds for a few tokens, several times as many for all tiles."""
-    config._choose.cache_clear()
-    config._costed_kernels.cache_clear()
+    choice._choose.cache_clear()
+    choice._costed.cache_clear()
     choose(Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16")), DEVICES["h200"])
-    assert config._costed_kernels.cache_info().misses == len([rows for rows in config.BLOCK_MS if rows < 32])
+    assert choice._costed.cache_info().misses == len([rows for rows in shapes.BLOCK_MS if rows < 32])
 
 
 def test_labels_tell_the_kernels_of_a_format_apart_but_for_ctas_per_sm():
@@ -213,14 +215,6 @@ def test_a_device_that_fits_no_kernel_is_named():
     device = device_spec("h200,smem=8192")
     with pytest.raises(ValueError, match="device: no kernel fits"):
         choose(Problem(1, 8, 32, "s8", WeightFormat(128, False, "bf16")), device)
-
-
-def test_a_gpu_as_the_driver_describes_it_is_the_table_s():
-    for name, key in [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-sxm"), ("NVIDIA H100 PCIe", "h100-pcie"),
-                      ("NVIDIA H20", "h20")]:  # fmt: skip
-        known = DEVICES[key]
-        found = device_from_properties(name, known.num_sms, known.smem_per_block, known.smem_per_sm, known.l2_bytes)
-        assert found == known, name
 
 
 # ---- bands ----------------------------------------------------------------------------------------------------------
@@ -340,19 +334,6 @@ def test_a_batch_invariant_choice_is_the_best_of_its_order(problem, device):
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("group_size", "same"), ((0, True), (128, False)))
-def test_halves_cost_where_a_record_is_promoted_and_nothing_else(group_size, same):
-    problem = Problem(4096, 4096, 4096, "s8", WeightFormat(group_size, False, "bf16", "s8"))
-    kernels = legal_kernels("s8", problem.format, DEVICES["h200"])
-    whole = next(kernel for kernel in kernels if kernel.block_m == 128 and kernel.halves == 1)
-    halves = replace(whole, halves=2)
-    assert halves in kernels
-    times = [predict(kernel, problem, DEVICES["h200"]).predicted_us for kernel in (whole, halves)]
-    assert times[0] == times[1] if same else times[0] < times[1]
-    ranked = [candidate.kernel for candidate in candidates(problem, DEVICES["h200"])]
-    assert ranked.index(whole) < ranked.index(halves)  # one piece where both are predicted alike
-
-
 @relaxed
 @given(problem=problems, device=devices)
 def test_candidates_are_sorted_and_the_first_is_chosen(problem, device):
@@ -382,7 +363,9 @@ def test_no_prediction_beats_memory_and_tensor_cores(problem, device):
 @given(problem=problems, device=devices)
 def test_the_grid_covers_the_output_and_fits_the_device(problem, device):
     spec = choose(problem, device)
-    units, clusters = grid_clusters(spec, problem.m, problem.n, device.num_sms)
+    units = units_of_work(spec, problem.m, problem.n)
+    resident = device.resident_clusters(spec.cluster_size, spec.ctas_per_sm)
+    clusters = launched_clusters(spec, units, device.num_sms, resident)
     assert 1 <= clusters <= units
     assert clusters * spec.cluster_size <= max(device.num_sms, spec.cluster_size)
     tiles = ceil_div(problem.m, spec.block_m) * ceil_div(problem.n, spec.block_n)
@@ -411,9 +394,8 @@ def test_decode_takes_narrow_tiles_and_prefill_wide_ones():
 @given(problem=problems, device=devices)
 def test_equal_inputs_give_equal_outputs(problem, device):
     before = candidates(problem, device)
-    config._choose.cache_clear()
-    config._invariant_order.cache_clear()
-    config._costed_kernels.cache_clear()
+    for cached in (choice._choose, choice._invariant_order, choice._costed, shapes.kernels):
+        cached.cache_clear()
     copy = replace(problem, format=replace(problem.format))
     assert candidates(copy, replace(device)) == before
 
@@ -447,10 +429,11 @@ def test_the_rendered_source_checks_the_selector_s_shared_memory(problem, device
     assert re.findall(r"static_assert\(Shared<Config>::kBytes == (\d+),", render(spec)) == [str(smem_bytes(spec))]
 
 
-@pytest.mark.parametrize("block_m", config.BLOCK_MS)
+@pytest.mark.parametrize("block_m", shapes.BLOCK_MS)
 @pytest.mark.parametrize(("split_k", "warpgroups_k"), [(1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (3, 2), (8, 2)])
 def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
-    spec = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m, 64, 4, warpgroups_k=warpgroups_k, split_k=split_k)
+    split = {"warpgroups_k": warpgroups_k, "split_k": split_k}
+    spec = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m, 64, 4, **split)
     assert slice_tokens(spec) == block_m
     share = slice_tokens(replace(spec, scatter=True))
     splits = split_k * warpgroups_k
@@ -470,30 +453,6 @@ def test_a_copy_of_the_last_tile_brings_the_tokens_that_are_left(problem, m, dev
         assert last == left if shares == 1 else (last % 8 == 0 and left <= shares * last < left + 8 * shares)
 
 
-@pytest.mark.parametrize(
-    ("block_m", "warpgroups_k", "ctas", "split_k", "k", "copies"),
-    [
-        (32, 1, 2, 2, 4096, True),  # 16 stages, of which 12 fit
-        (32, 1, 2, 2, 3072, False),  # all of them are asked for before the wait
-        (8, 4, 1, 2, 4096, True),
-        (8, 4, 1, 1, 1536, False),
-        (64, 2, 1, 2, 4096, False),  # too many tokens
-        (16, 2, 2, 2, 4096, False),  # always copied
-    ],
-)
-def test_threads_copy_where_weights_are_left_to_ask_for(block_m, warpgroups_k, ctas, split_k, k, copies):
-    spec = next(
-        spec
-        for spec in legal_kernels("e4m3", WeightFormat(128, False, "bf16", "e4m3"), DEVICES["h200"])
-        if (spec.block_m, spec.block_n, spec.warpgroups_k) == (block_m, 64, warpgroups_k)
-        and (spec.ctas_per_sm, spec.split_k) == (ctas, split_k)
-    )
-    served = for_k(spec, k)
-    assert served.direct == copies and replace(served, direct=False) == spec
-    assert direct_lhs(served) == (copies or (block_m <= 16 and warpgroups_k <= 2))
-    assert copies == (served.label != spec.label)
-
-
 @relaxed
 @given(problem=problems, device=devices)
 def test_prefetch_takes_some_stages_of_those_there_are(problem, device):
@@ -503,29 +462,24 @@ def test_prefetch_takes_some_stages_of_those_there_are(problem, device):
 
 @relaxed
 @given(problem=problems, device=devices)
-def test_one_stage_more_would_not_fit(problem, device):
-    """Unless a limit on stages was reached first: on their number, on the bytes of narrow tiles'."""
+def test_a_kernel_that_is_alone_in_its_family_has_every_stage_that_fits_unless_its_tile_is_narrow(problem, device):
     spec = choose(problem, device)
     deeper = replace(spec, stages=spec.stages + 1)
-    narrow = spec.block_m <= 32 and spec.ctas_per_sm == 1 and spec.warpgroups >= 3
-    limits = [most for (along_k, _), most in config.NARROW_STAGE_BYTES.items() if along_k == spec.warpgroups_k]
-    enough = narrow and any(deeper.stages * stage_bytes(spec) > most for most in limits)
-    assert enough or spec.stages == config.MAX_STAGES or config.illegal(deeper, device) is not None
+    narrow = spec.block_m <= shapes.FEW_STAGE_TOKENS and spec.ctas_per_sm == 1 and spec.warpgroups >= 3
+    assert narrow or spec.stages == shapes.MAX_STAGES or "shared memory" in illegal(deeper, device)
 
 
-def test_narrow_tiles_that_decode_slowly_take_fewer_stages():
-    def stages(zero_point: bool, codes: str) -> dict[tuple, int]:
-        legal = legal_kernels("e4m3", WeightFormat(128, zero_point, "bf16", codes), device_spec("h200"))
-        return {
-            (spec.block_m, spec.block_n, spec.warpgroups_k, spec.split_k, spec.scatter, spec.warpgroups): spec.stages
-            for spec in legal
-            if spec.ctas_per_sm == 1 and spec.multicast == 1
-        }
-
-    slow, fast = stages(True, "any"), stages(False, "e4m3")
-    fewer = {shape for shape in slow.keys() & fast.keys() if slow[shape] < fast[shape] - 1}
-    assert {shape[0] for shape in fewer} == {8, 16, 24, 32} and {shape[-1] for shape in fewer} == {3, 4}
-    assert all(slow[shape] >= config.MIN_STAGES for shape in fewer)
+def test_which_kernels_exist_does_not_depend_on_the_model(monkeypatch):
+    layers = [(lhs, format, DEVICES["h200"]) for lhs in LHS_TYPES for format in FORMATS_OF[lhs][::5]]
+    before = [legal_kernels(*layer) for layer in layers]
+    for name, value in vars(model).items():
+        if name.isupper():
+            changed = {key: 3 * each for key, each in value.items()} if isinstance(value, dict) else 3 * value
+            monkeypatch.setattr(model, name, changed)
+    shapes.kernels.cache_clear()
+    assert [legal_kernels(*layer) for layer in layers] == before
+    source = (REPOSITORY / "jitgemm" / "select" / "shapes.py").read_text()
+    assert "select.model" not in source and "select import model" not in source
 
 
 @pytest.mark.parametrize(
@@ -534,7 +488,7 @@ def test_narrow_tiles_that_decode_slowly_take_fewer_stages():
         ({"stages": 2}, "fewer than 3 stages"),
         ({"stages": 100}, "shared memory"),
         ({"block_m": 20}, "wgmma has no N of 20"),
-        ({"block_m": 192, "block_n": 192, "stages": 3}, "registers"),
+        ({"block_m": 224, "block_n": 192, "stages": 3}, "registers"),
         ({"multicast_lhs": 2, "split_k": 2}, "either splits k or shares"),
         ({"split_k": 16}, "do not fit"),
         ({"multicast_lhs": 2, "multicast_rhs": 2}, "shares one operand"),
@@ -544,44 +498,61 @@ def test_narrow_tiles_that_decode_slowly_take_fewer_stages():
 )
 def test_a_kernel_that_cannot_be_is_refused_with_the_reason(change, reason):
     legal = KernelSpec("s8", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4)
-    assert config.illegal(legal, DEVICES["h200"]) is None
-    assert reason in config.illegal(replace(legal, **change), DEVICES["h200"])
-
-
-@pytest.mark.parametrize(
-    ("format", "shape"),
-    [
-        # Each of two bounds speaks for these tiles, and the higher one would refuse them.
-        (WeightFormat(128, False, "bf16", "s8"), {"block_m": 64, "block_n": 64, "warpgroups_k": 4}),
-        (WeightFormat(128, False, "bf16", "s8"), {"block_m": 64, "block_n": 128, "warpgroups_k": 2, "scatter": True}),
-        (WeightFormat(0, False, "fp32", "s8"), {"block_m": 64, "block_n": 128, "ctas_per_sm": 2}),
-        (WeightFormat(128, False, "bf16", "s8"), {"block_m": 96, "block_n": 192, "halves": 2}),
-    ],
-)
-def test_the_least_bound_on_registers_counts(format, shape):
-    shape = {"halves": 1, "split_k": 1, "ctas_per_sm": 1, "warpgroups_k": 1, "scatter": False, "multicast": 1, **shape}
-    found = legal_kernels("s8", format, DEVICES["h200"])
-    assert any(all(getattr(spec, name) == value for name, value in shape.items()) for spec in found)
-
-
-def test_zero_points_with_scales_in_fp32_take_the_registers_of_wide_int8_tiles():
-    """80 tokens times 192 rows at once spill 68 bytes under NVRTC 12.6 and 13.0; with scales of 16 bits they do not."""
-    widest = {}
-    for scale_type in ("bf16", "fp16", "fp32"):
-        found = legal_kernels("s8", WeightFormat(128, True, scale_type), DEVICES["h200"])
-        widest[scale_type] = max(
-            spec.block_m for spec in found if spec.block_n == 192 and spec.halves == spec.split_k == 1
-        )
-    assert widest == {"bf16": 80, "fp16": 80, "fp32": 64}
+    assert illegal(legal, DEVICES["h200"]) is None
+    assert reason in illegal(replace(legal, **change), DEVICES["h200"])
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------
 
 
+def described(name: str, **changes: float) -> DeviceSpec:
+    """A GPU as the driver describes it: an H200, but for the name and what else is given."""
+    figures = {
+        "num_sms": 132, "smem_per_block": 232448, "smem_per_sm": 233472,
+        "clock_mhz": 1980.0, "memory_mhz": 3201.0, "memory_bits": 6144,
+    }  # fmt: skip
+    return device_from_properties(name, **(figures | changes))
+
+
+@pytest.mark.parametrize("name", _DRIVER_NAMES)
+def test_a_gpu_of_the_table_has_the_table_s_figures_whatever_clocks_the_driver_reports(name):
+    known = DEVICES[_DRIVER_NAMES[name]]
+    assert described(name, num_sms=known.num_sms, clock_mhz=1.0, memory_mhz=1.0) == known
+
+
+def test_every_device_of_the_table_has_a_name_of_the_driver_s():
+    assert set(_DRIVER_NAMES.values()) == set(DEVICES)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200X", "NVIDIA H20Z", "NVIDIA H8000", "NVIDIA H100 96GB HBM3", "H200"])
+def test_an_unknown_hopper_is_described_by_what_the_driver_reports(name):
+    h200 = DEVICES["h200"]
+    alike = described(name)
+    assert alike == replace(h200, name=name)
+    slower = described(name, num_sms=66, memory_mhz=1600.5, clock_mhz=990.0)
+    assert slower.name == name and slower.num_sms == 66
+    assert slower.hbm_bytes_per_us == pytest.approx(h200.hbm_bytes_per_us / 2)
+    assert slower.tensor_ops_per_us == pytest.approx(h200.tensor_ops_per_us / 4)
+    assert slower.clock_mhz == pytest.approx(h200.clock_mhz / 2)
+
+
+def test_a_part_of_a_gpu_has_its_share_of_the_rates():
+    half = described("NVIDIA H200 MIG 3g.71gb", num_sms=66)
+    assert half.name == "h200" and half.num_sms == 66
+    assert half.hbm_bytes_per_us == DEVICES["h200"].hbm_bytes_per_us / 2
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
+def test_clusters_are_predicted_to_fit_the_sms(device):
+    for size in (1, 2, 3, 4, 5, 6, 8):
+        assert 0.7 * device.num_sms <= size * device.resident_clusters(size) <= device.num_sms
+        assert device.resident_clusters(size) <= device.resident_clusters(size, ctas_per_sm=2)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a100", "expected one of h200, h100-sxm, h100-pcie, h20"),
+        ("a100", "expected one of h200, h200-nvl, h100-sxm, h100-nvl, h100-pcie, h800, h800-pcie, gh200"),
         ("h200,cores=3", "unknown figure 'cores=3'"),
         ("h200,sms=many", "needs a number"),
         ("h200,sms=0", "must be at least 1"),
@@ -594,5 +565,5 @@ def test_an_unknown_device_is_refused_with_what_is_known(name, message):
 
 
 def test_figures_alone_start_from_the_h200():
-    name = "sms=66,l2=31457280"
-    assert device_spec(name) == replace(DEVICES["h200"], name=name, num_sms=66, l2_bytes=31457280)
+    name = "sms=66,hbm=2.2e6"
+    assert device_spec(name) == replace(DEVICES["h200"], name=name, num_sms=66, hbm_bytes_per_us=2.2e6)

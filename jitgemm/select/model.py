@@ -1,0 +1,198 @@
+"""How long a kernel takes for a problem, predicted from a device's figures. All fitted constants stand here.
+
+A call costs what it takes to start, the sum and epilogue of its last tiles, and between the two whatever is slowest of
+memory, of the stages' latency and of the consumers' work. These overlap: they add up in a p-norm, close to the longest.
+
+The constants were fitted to timings of an H200 (`scripts/sweep.py fit`, docs/notes/selector.md), all at once: a
+constant absorbs what the model leaves out beside it, so none is a measurement of the hardware unless it says so.
+Constants in microseconds are an H200's and do not follow a device's clock; those in cycles do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jitgemm.dtypes import DTYPES
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
+from jitgemm.kernel.spec import KernelSpec, slice_tokens, stage_weight_bytes
+from jitgemm.kernel.tactics import engine_stages, prefetch_stages, promote_records, split_blocks
+from jitgemm.select.devices import DeviceSpec
+from jitgemm.select.shapes import launched_clusters, units_of_work
+
+TILE_US = 1.237
+"""Start of a kernel and epilogue of a tile."""
+TOKEN_US = 0.003317
+"""Added for every token whose results a warpgroup stores."""
+HAND_US = 0.003724
+"""Added for every token and strip of rows whose sums a CTA's warpgroups along k hand to one another."""
+SUM_US = 0.1361
+"""Added where they sum up on their own, with no other CTA."""
+SEND_US = 0.01409
+"""Added for every token and strip of rows whose sums a CTA sends to the others that split k."""
+ALONE_US = 0.688
+"""Added where a CTA is alone on its SM: the next kernel's starts when it ends, and asks for its weights only then."""
+COPY_US = 0.0893
+"""Added where the copy engine brings the first activations, not the consumers."""
+MULTICAST_US = 0.9989
+"""Added for a cluster that shares an operand: its start, and stages that are handed back across CTAs."""
+RECORD_CYCLES = 113.5
+"""Latency of a record beside its multiply and promotion: barrier, loads from shared memory, loop."""
+HALVES_CYCLES = 144.3
+"""Added to it in halves where a record's one group is promoted: nothing runs beside that."""
+DECODE_CYCLES = {"any": 224.9, "own": 149.3}
+"""Issue cycles of a scheduler for a record on one warpgroup: codes for any activations, or for this type's alone."""
+PROMOTE_CYCLES = {"e4m3": 1.489, "s8": 2.634}
+"""Issue cycles of a scheduler for every accumulator register promoted, by lhs type."""
+FETCH_CYCLES = 1520.0
+"""From asking for a stage to having it; a pipeline of s stages waits for one part in s - 1 of it at every record."""
+PAIRED_STREAM = 1.563
+"""Times as long as at the HBM's rate that bytes take where two CTAs share an SM (docs/notes/decode.md)."""
+L2_BYTES_PER_CYCLE = 39.0
+"""Bytes that an SM draws from the L2 in a cycle while all SMs draw: `scripts/probe.py copies` measures 38.7 to 39.9."""
+L2_SHARE = 0.0638
+"""Part of the time that operands take from the L2 which nothing hides. Multicast saves by it."""
+OVERLAP = 4.73
+"""Exponent p of the norm (sum of part^p)^(1/p)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel and what the model says of it.
+
+    Attributes:
+        kernel: the kernel.
+        predicted_us: predicted microseconds of one call in a chain of calls.
+        terms: the prediction's parts in microseconds. memory, tensor, issue, latency and fetch overlap; epilogue, of
+            all tiles but a CTA's last, is added to the consumers' work; l2 and fixed are added to the whole.
+        waves: rounds of tiles, the last one perhaps not full.
+        ctas: CTAs launched.
+    """
+
+    kernel: KernelSpec
+    predicted_us: float
+    terms: dict[str, float]
+    waves: int
+    ctas: int
+
+
+class Costs(NamedTuple):
+    """What a prediction needs of a kernel on a device, whatever the problem. Times in microseconds."""
+
+    tensor: float  # of one record on every warpgroup of the CTA; the next three alike
+    issue: float
+    latency: float
+    fetch: float
+    l2: float  # of one record of every warpgroup along n, where all SMs draw
+    stream: float  # of one byte from device memory
+    once: float  # beside the tiles
+    tile: float  # sum and epilogue of one tile
+    engine_stages: float
+    prefetch_stages: int
+    resident: int  # clusters that fit on the device
+    sms_of_clusters: float  # SMs that they fill, one CTA an SM
+
+
+def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
+    """The costs of a kernel, apart from any problem."""
+    fmt, cycle = spec.format, 1.0 / device.clock_mhz
+    multiplies = 2 if fmt.offset else 1  # offsets take a multiply by ones
+    groups = max(1, fmt.scale_rows)
+    ops_per_cycle = device.tensor_ops_per_us * cycle / device.num_sms
+    multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.block_m / ops_per_cycle
+    decode = DECODE_CYCLES["any" if fmt.codes == "any" else "own"]
+    every = promote_records(spec)
+    promote = multiplies * groups / every * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs] if every else 0.0
+    serial = max(multiply, decode) + RECORD_CYCLES
+    # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
+    if groups > 1:
+        serial += promote / spec.halves
+    elif promote:
+        serial += promote + HALVES_CYCLES * (spec.halves - 1)
+
+    sums = spec.block_m * spec.warpgroups_n
+    tile = TILE_US + TOKEN_US * slice_tokens(spec) + HAND_US * sums * (1 - 1 / spec.warpgroups_k)
+    if spec.split_k > 1:
+        tile += SEND_US * sums * (1 - 1 / spec.split_k)
+    elif spec.warpgroups_k > 1:
+        tile += SUM_US
+    weights = spec.warpgroups_n * fmt.record_bytes / spec.multicast_rhs
+    operands = spec.block_m * BLOCK_K / spec.multicast_lhs + weights
+    return Costs(
+        # The warpgroups of an SM share its tensor cores and its schedulers.
+        tensor=spec.warpgroups * multiply * cycle,
+        issue=spec.warpgroups * (decode + promote) * cycle,
+        latency=serial * cycle,
+        fetch=FETCH_CYCLES / (spec.stages - 1) * cycle,
+        l2=spec.multicast * operands / (L2_BYTES_PER_CYCLE * device.num_sms) * cycle,
+        stream=(PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0) / device.hbm_bytes_per_us,
+        once=(ALONE_US if spec.ctas_per_sm == 1 else 0.0) + (MULTICAST_US if spec.multicast > 1 else 0.0),
+        tile=tile,
+        engine_stages=engine_stages(spec),
+        prefetch_stages=prefetch_stages(spec),
+        resident=device.resident_clusters(spec.cluster_size, spec.ctas_per_sm),
+        sms_of_clusters=device.resident_clusters(spec.cluster_size) * spec.cluster_size,
+    )
+
+
+class Times(NamedTuple):
+    """A prediction's parts in microseconds, as in `Candidate.terms`."""
+
+    memory: float
+    fetch: float
+    tensor: float
+    issue: float
+    latency: float
+    epilogue: float
+    l2: float
+    fixed: float
+
+    @property
+    def total(self) -> float:
+        memory, fetch, tensor, issue, latency, epilogue, l2, fixed = self
+        consumers = _norm(tensor, issue, latency) + epilogue
+        return fixed + l2 + _norm(memory, fetch, consumers)
+
+
+def _norm(a: float, b: float, c: float) -> float:
+    return (a**OVERLAP + b**OVERLAP + c**OVERLAP) ** (1 / OVERLAP)
+
+
+def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> tuple[Times, int, int]:
+    """The times, the rounds of tiles and the CTAs."""
+    m, n, k = problem.m, problem.n, problem.k
+    units = units_of_work(spec, m, n)
+    clusters = launched_clusters(spec, units, device.num_sms, of.resident)
+    ctas = clusters * spec.cluster_size
+    rounds = ceil_div(units, clusters)
+    blocks = ceil_div(k, BLOCK_K)
+    stages = ceil_div(split_blocks(spec, blocks), spec.warpgroups_k)  # of a tile, and records of one warpgroup
+    records = rounds * stages
+    # CTAs beyond those that fit one an SM share their SMs.
+    shared = 2 if ctas > of.sms_of_clusters else 1
+    weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
+    other_bytes = m * k + DTYPES[spec.out].bytes * m * n
+    # What CTAs ask for before they wait for the kernel before comes while that one ends.
+    prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * ctas
+    found = Times(
+        memory=of.stream * max(0, weight_bytes + other_bytes - prefetched),
+        fetch=records * of.fetch,
+        tensor=shared * records * of.tensor,
+        issue=shared * records * of.issue,
+        latency=records * of.latency,
+        epilogue=(rounds - 1) * of.tile,
+        l2=L2_SHARE * units * blocks * of.l2,
+        fixed=of.once + of.tile + (COPY_US if stages <= of.engine_stages else 0.0),
+    )
+    return found, rounds, ctas
+
+
+def candidate(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> Candidate:
+    """The prediction as users see it."""
+    found, waves, ctas = times(spec, of, problem, device)
+    return Candidate(spec, found.total, found._asdict(), waves, ctas)
+
+
+def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate:
+    """Predicted time of `problem` on `device` with this kernel."""
+    return candidate(spec, costs(spec, device), problem, device)

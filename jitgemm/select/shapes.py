@@ -1,0 +1,169 @@
+"""Which kernels exist: the tiles, splits and clusters that a device can hold, each with its stages.
+
+Nothing here depends on a predicted time or on a fitted constant: a new fit changes which kernel is chosen, and never
+which kernels there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, wgmma_shapes
+from jitgemm.select.devices import DeviceSpec
+from jitgemm.select.registers import registers_needed
+
+BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
+MIN_STAGES = 3
+"""Two stages hide nothing."""
+MAX_STAGES = 12
+SYSTEM_SMEM = 1024
+"""Bytes of shared memory that the system takes from an SM for each resident CTA."""
+NARROW_TOKENS = 64
+"""Most tokens of a narrow tile. Narrow tiles fill the GPU by splitting k, wide ones share operands."""
+
+NARROW_SPLITS = {
+    (1, 1): (1, 2, 3, 4, 5, 6), (2, 1): (1, 2, 3, 4, 6), (3, 1): (1, 2, 4, 5), (4, 1): (1,),
+    (1, 2): (1, 2, 3, 4), (2, 2): (1, 2, 3), (1, 4): (1, 2, 3),
+}  # fmt: skip
+"""CTAs that split k for narrow tiles, by warpgroups along n and k; without splits that two sweeps never found best."""
+WIDE_SPLITS = {(1, 2): (1, 2, 3, 5), (2, 1): (2, 3, 4, 5, 6), (3, 1): (2, 4, 5)}
+"""The same for tiles of 80 to 160 tokens."""
+PAIRED_SPLITS = {1: (1, 2, 4, 5, 6), 2: (1, 2, 4)}
+"""Splits of NARROW_SPLITS that also exist with two CTAs on an SM, by consumer warpgroups. The second CTA's place lets
+the next kernel prefetch its weights. Clusters of three appear to put two of their own CTAs on one SM
+(docs/notes/selector.md)."""
+FEW_STAGE_TOKENS = 32
+FEW_STAGE_BYTES = {(4, False): 187_000, (4, True): 160_000, (1, True): 130_000}
+"""Most bytes of stages that a CTA alone on its SM takes where three or four warpgroups share a tile of at most
+FEW_STAGE_TOKENS tokens, by warpgroups along k and `_decodes_slowly`. More cost up to 9 % (docs/notes/decode.md)."""
+
+
+def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
+    """Why this kernel cannot run on the device, or would spill badly; None when it can be chosen."""
+    if spec.block_m % spec.halves or spec.block_m // spec.halves not in wgmma_shapes(spec.lhs):
+        return f"wgmma has no N of {spec.block_m}/{spec.halves} for {spec.lhs}"
+    if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
+        return f"{spec.warpgroups} warpgroups"
+    if spec.multicast > 1 and spec.split_k > 1:
+        return "a cluster either splits k or shares an operand"
+    if spec.multicast_lhs > 1 and spec.multicast_rhs > 1:
+        return "a cluster shares one operand"
+    if spec.block_m % (8 * spec.multicast_lhs):
+        return "multicast shares must be whole swizzle rows"
+    if spec.cluster_size > min(8, device.num_sms):
+        return f"clusters of more than {min(8, device.num_sms)} do not fit"
+    if spec.stages < MIN_STAGES:
+        return f"fewer than {MIN_STAGES} stages fit"
+    if smem_bytes(spec) > _smem_limit(spec, device):
+        return f"{smem_bytes(spec)} bytes of shared memory, {_smem_limit(spec, device)} available"
+    if registers_needed(spec) > spec.consumer_registers:
+        return f"about {registers_needed(spec)} registers a thread, {spec.consumer_registers} available"
+    return None
+
+
+def _smem_limit(spec: KernelSpec, device: DeviceSpec) -> int:
+    """Bytes of shared memory that a CTA of this kernel may take."""
+    return min(device.smem_per_block, device.smem_per_sm // spec.ctas_per_sm - SYSTEM_SMEM)
+
+
+def most_stages(spec: KernelSpec, device: DeviceSpec) -> int:
+    """How many stages fit in shared memory."""
+    return min(MAX_STAGES, spec.stages + (_smem_limit(spec, device) - smem_bytes(spec)) // stage_bytes(spec))
+
+
+def _stages(spec: KernelSpec, device: DeviceSpec) -> int:
+    """The stages a kernel gets: all that fit, or the fewer that FEW_STAGE_BYTES allows."""
+    most = most_stages(spec, device)
+    if spec.ctas_per_sm > 1 or spec.block_m > FEW_STAGE_TOKENS or spec.warpgroups < 3:
+        return most
+    budget = FEW_STAGE_BYTES.get((spec.warpgroups_k, _decodes_slowly(spec)), device.smem_per_sm)
+    return max(MIN_STAGES, min(most, budget // stage_bytes(spec)))
+
+
+def _decodes_slowly(spec: KernelSpec) -> bool:
+    """Returns True if decoding and promoting a record takes about as long as memory takes to bring it."""
+    fmt = spec.format
+    return fmt.codes == "any" or fmt.offset or fmt.scale_rows * spec.block_m >= 64
+
+
+@lru_cache(maxsize=4096)
+def kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int) -> tuple[KernelSpec, ...]:
+    """The legal kernels with tiles of `block_m` tokens."""
+    return tuple(spec for spec in _enumerate(lhs, fmt, device, out, block_m) if illegal(spec, device) is None)
+
+
+def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
+    """Every kernel the selector considers for these formats on this device."""
+    return tuple(spec for block_m in BLOCK_MS for spec in kernels(lhs, fmt, device, out, block_m))
+
+
+def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
+    """Every kernel that only the bound on registers keeps out, for `scripts/register_bound.py`."""
+    every = (spec for block_m in BLOCK_MS for spec in _enumerate(lhs, fmt, device, out, block_m))
+    return tuple(spec for spec in every if "registers" in (illegal(spec, device) or ""))
+
+
+def _enumerate(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int) -> Iterator[KernelSpec]:
+    """Kernels with tiles of `block_m` tokens, with the stages they get."""
+    # Per-channel kernels read their scales by a run-time type.
+    fmt = fmt if fmt.group_size else replace(fmt, scale_type="fp32")
+    for shape in _shapes(block_m):
+        spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, **shape)
+        yield replace(spec, stages=_stages(spec, device))
+
+
+def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
+    """The fields of a kernel that the selector is free to choose, apart from its stages."""
+    narrow = block_m <= NARROW_TOKENS
+    if block_m <= 160:
+        for (warpgroups_n, warpgroups_k), splits in (NARROW_SPLITS if narrow else WIDE_SPLITS).items():
+            paired = PAIRED_SPLITS.get(warpgroups_n * warpgroups_k, ()) if narrow else ()
+            for split_k, halves in itertools.product(splits, (1,) if narrow else (1, 2)):
+                ways = _ways_to_sum(block_m, warpgroups_k, split_k)
+                for scatter, ctas in itertools.product(ways, (1, 2) if split_k in paired else (1,)):
+                    yield dict(
+                        block_n=64 * warpgroups_n, halves=halves, warpgroups_k=warpgroups_k, split_k=split_k,
+                        scatter=scatter, ctas_per_sm=ctas,
+                    )  # fmt: skip
+    if NARROW_TOKENS < block_m <= 96:
+        yield dict(block_n=256)
+    if block_m >= 48:
+        for halves in (1, 2) if block_m <= 192 else (2,):
+            if not narrow or halves == 2:  # NARROW_SPLITS has the others
+                yield dict(block_n=128, halves=halves)
+                yield dict(block_n=192, halves=halves)
+    if not narrow:
+        # In one piece, a promotion leaves nothing to multiply beside it while the other CTA is waited for: up to 20 %.
+        yield dict(block_n=128, halves=2, multicast_lhs=2)
+        yield dict(block_n=128, halves=2, multicast_rhs=2)
+
+
+def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, ...]:
+    """Values of `scatter`. One CTA that sums many tokens of many splits would keep all others waiting."""
+    if warpgroups_k * split_k == 1 or block_m <= 8:
+        return (False,)
+    return (False, True) if split_k <= 2 or block_m <= 16 else (True,)
+
+
+# ---- the grid --------------------------------------------------------------------------------------------------------
+
+
+def units_of_work(spec: KernelSpec, m: int, n: int) -> int:
+    """Tiles that a problem has, counted in clusters that compute one each, or one for each CTA of a multicast."""
+    return ceil_div(m, spec.block_m * spec.multicast_rhs) * ceil_div(n, spec.block_n * spec.multicast_lhs)
+
+
+def launched_clusters(spec: KernelSpec, units: int, num_sms: int, resident: int) -> int:
+    """Clusters of a launch: about one CTA an SM, which take the other units in persistent strides.
+
+    A second CTA on an SM belongs to the next kernel, except where clusters would leave SMs empty otherwise.
+
+    Args:
+        resident: clusters that the device holds at once, as `cuOccupancyMaxActiveClusters` counts them.
+    """
+    return min(units, max(1, min(resident, num_sms // spec.cluster_size)))
