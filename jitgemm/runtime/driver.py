@@ -109,7 +109,7 @@ def device_attribute(device: int, name: str) -> int:
     """A figure that the driver reports of a device, such as "CLOCK_RATE" (kHz)."""
     check(cu.cuInit(0), "cuInit")
     handle = check(cu.cuDeviceGet(device), "cuDeviceGet")
-    attribute = cu.CUdevice_attribute[f"CU_DEVICE_ATTRIBUTE_{name}"]
+    attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
     return int(check(cu.cuDeviceGetAttribute(attribute, handle), f"cuDeviceGetAttribute({name})"))
 
 
