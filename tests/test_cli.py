@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -708,6 +709,21 @@ def test_env_names_versions_settings_and_folders(run, cache_dir):
     assert facts["packages"]["torch"]
     text = run("env")
     assert text.code == 0 and str(cache_dir) in text.stdout and sys.executable in text.stdout
+
+
+def test_env_says_which_figures_kernels_are_chosen_for(run, monkeypatch):
+    import torch
+
+    from jitgemm.runtime import device
+
+    figures = {"multi_processor_count": 132, "total_memory": 1 << 37, "major": 9, "minor": 0}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(name=f"GPU {i}", **figures))
+    specs = [device_spec("h200"), replace(device_spec("h200"), name="NVIDIA H300", hbm_bytes_per_us=7e6)]
+    monkeypatch.setattr(device, "device_of", specs.__getitem__)
+    first, second = run("env", "--json").json["devices"]
+    assert "kernels are chosen for h200" in first
+    assert "not in jitgemm's table" in second and "(7 TB/s, 1.8 POP/s)" in second
 
 
 def test_env_works_with_settings_that_are_wrong(run, monkeypatch):

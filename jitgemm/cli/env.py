@@ -100,11 +100,25 @@ def _driver() -> str:
 def _devices() -> list[str]:
     import torch
 
+    from jitgemm.errors import UnsupportedDeviceError
+    from jitgemm.runtime.device import device_of
+    from jitgemm.select.devices import DEVICES
+
+    def figures(index: int) -> str:
+        try:
+            spec = device_of(index)
+        except UnsupportedDeviceError:
+            return "no Hopper"
+        if spec.name in DEVICES:
+            return f"kernels are chosen for {spec.name}"
+        rates = f"{spec.hbm_bytes_per_us / 1e6:.2g} TB/s, {spec.tensor_ops_per_us / 1e9:.2g} POP/s"
+        return f"not in jitgemm's table: kernels are chosen for what the driver reports ({rates})"
+
     found = []
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)
         found.append(
             f"{index}: {props.name}, sm_{props.major}{props.minor}, {props.multi_processor_count} SMs, "
-            f"{common.show_size(props.total_memory)}"
+            f"{common.show_size(props.total_memory)}; {figures(index)}"
         )
     return found

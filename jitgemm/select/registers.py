@@ -16,13 +16,13 @@ OVERHEAD_REGISTERS = 40
 UNPROMOTED_REGISTERS = 24
 """More of them where sums stay in the tensor cores for the whole tile: nothing of theirs is free in between."""
 SET_REGISTERS = 16
-"""Fewer of them with a single set of fragments."""
+"""Fewer of them for int8 with a single set of fragments, but for groups of 32, whose factors take as many."""
 CONVERTED = 1.5
 """Registers for each of int8's sums in flight: ptxas converts about half of them at a time. In halves, the other half's
 registers serve."""
 ZERO_REGISTERS = 10
-"""More of them for zero points, but for one group a record in halves, where ptxas finds room: without that exception
-28672 x 4096, m = 192 (e4m3, groups of 128) would take 31 % longer."""
+"""More of them for zero points, twice as many for int8 with scales in fp32; none for e4m3 with one group a record in
+halves, where ptxas finds room: without that exception 28672 x 4096, m = 192 would take 31 % longer."""
 OFFSET_REGISTERS = 26
 """More of them for offsets: multiplies by ones, and a second factor for each group."""
 
@@ -34,9 +34,12 @@ def registers_needed(spec: KernelSpec) -> int:
     if promote_records(spec):
         in_flight = units_in_flight(spec) * spec.block_m / spec.halves / 2
         sums += in_flight * (CONVERTED if spec.lhs == "s8" and spec.halves == 1 else 1)
-        rest -= SET_REGISTERS if spec.lhs == "s8" and fragment_sets(spec) == 1 else 0
+        rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0
     else:
         rest += UNPROMOTED_REGISTERS
-    rest += ZERO_REGISTERS if fmt.zero_point and (spec.halves == 1 or fmt.scale_rows > 1) else 0
+    if fmt.zero_point and spec.lhs == "s8":
+        rest += ZERO_REGISTERS * (2 if fmt.group_size and fmt.scale_type == "fp32" else 1)
+    elif fmt.zero_point and (spec.halves == 1 or fmt.scale_rows > 1):
+        rest += ZERO_REGISTERS
     rest += OFFSET_REGISTERS if fmt.offset else 0
     return round(sums + rest)
