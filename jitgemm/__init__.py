@@ -80,7 +80,8 @@ class _UntilTorch:
         others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = partial(self.exec_module, spec.loader.exec_module)
+            execute = partial(self.exec_module, spec.loader.exec_module)
+            setattr(spec.loader, "exec_module", execute)
         return spec
 
     def exec_module(self, execute: Callable[[Any], None], module: Any) -> None:

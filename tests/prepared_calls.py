@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import struct
 
 import builders
 import torch
@@ -33,7 +34,7 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
     def load(family, spec, device):
         block = gemms.ARGUMENTS if family is gemms.KERNELS else quantizers.ARGUMENTS
         maps = 3 if family is gemms.KERNELS else 0
-        return driver.LoadedKernel([128] * maps + [block.nbytes], None, device)
+        return driver.LoadedKernel([128] * maps + [struct.calcsize("<" + "".join(block.fields.values()))], None, device)
 
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", launch)
     monkeypatch.setattr(driver, "use_context", lambda device: None)

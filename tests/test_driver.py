@@ -167,7 +167,7 @@ def test_argument_blocks_have_the_fields_of_the_header(header, name, block):
     for (field, code), (expected, (kind, at)) in zip(block.fields.items(), fields.items(), strict=True):
         assert (field, code, offset) == (expected, CODES[kind], at)
         offset += struct.calcsize("<" + code)
-    assert offset == block.nbytes
+    assert offset == block._struct.size
 
 
 def fields_in(packed: bytes, fields: dict[str, tuple[str, int]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -20,7 +21,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import MAX_CHANNEL_K_S8, WeightFormat
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.w4 import W4Weight, capturing
 
 TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
 
@@ -946,3 +947,21 @@ def test_tensors_without_values_are_refused_by_name():
         pack_w4(q.to_sparse(), scale, group_size=128)
     with pytest.raises(TypeError, match="scale: expected a plain strided tensor, got layout torch.sparse_coo"):
         pack_w4(q, scale.to_sparse(), group_size=128)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_whether_a_graph_is_captured_is_asked_of_pytorch(monkeypatch, captured):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    assert capturing(torch.device("cuda", 0)) == captured
+
+
+def test_every_attribute_of_tensors_that_a_weight_has_not_is_refused_by_name():
+    weight = builders.weight_parts(1, 64, 256, 128).packed
+    own = {name for name in dir(torch.Tensor) if hasattr(weight, name)}
+    assert {"device", "dtype", "nbytes", "shape", "to"} <= own and not own & {"size", "dim", "t", "data_ptr"}
+    for name in ("size", "T", "view", "float", "data", "numel", "is_cuda"):
+        with pytest.raises(AttributeError, match=rf"weight: expected a tensor for \.{name}, got a packed 4-bit weight"):
+            getattr(weight, name)
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        weight.no_such_name

@@ -53,10 +53,11 @@ class Inputs(NamedTuple):
 
     def new_outputs(self) -> Outputs:
         """Tensors to write to."""
-        m, device = self.x.shape[0], self.x.device
-        q = torch.empty((m, self.k), dtype=self.dtype, device=device)
-        scale = torch.empty((m,), dtype=torch.float32, device=device)
-        return q, scale, torch.empty((m,), dtype=torch.int32, device=device) if self.affine else None
+        x = self.x
+        (m, columns), device = x.shape, x.device
+        q = torch.empty((m, columns // 2 if self.silu_mul else columns), dtype=self.dtype, device=device)
+        scale = torch.empty(m, dtype=torch.float32, device=device)
+        return q, scale, torch.empty(m, dtype=torch.int32, device=device) if self.affine else None
 
     def tensors(self, outputs: Outputs) -> tuple[torch.Tensor | None, ...]:
         """In the order of POINTERS."""

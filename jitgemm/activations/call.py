@@ -116,18 +116,17 @@ def _run(inputs: Inputs, outputs: Outputs | None) -> Outputs:
     )  # fmt: skip
     tensors = [x] if outputs is None else [x, outputs[0]]
     tensors += [tensor for tensor in (scale, zero, rms_norm, permutation) if tensor is not None]
-    memory = thread.memory
     try:
-        plan = memory.find_plan(key, tensors)
+        plan = thread.memory.find_plan(key, tensors)
     except TypeError:  # nothing that can be hashed: the checks say what
         plan = None
     if plan is None:
         check_arguments(inputs)
     if outputs is None:
         outputs = inputs.new_outputs()
-    if x.shape[0] == 0:
-        return outputs
     if plan is None:
+        if x.shape[0] == 0:
+            return outputs
         check_addresses(POINTERS, inputs.tensors(outputs))
         if not x.is_cuda:
             return _run_reference(inputs, outputs)
@@ -135,7 +134,7 @@ def _run(inputs: Inputs, outputs: Outputs | None) -> Outputs:
 
         with torch.cuda.device(x.device):
             plan = QuantizePlan(inputs, outputs)
-        memory.add_plan(key, tensors, plan)
+        thread.memory.add_plan(key, tensors, plan)
     plan.launch(inputs, outputs)
     return outputs
 
@@ -146,7 +145,7 @@ def _run_reference(inputs: Inputs, outputs: Outputs) -> Outputs:
         least, most = permutation.aminmax()
         if least < 0 or most >= k:
             raise ValueError(f"permutation: expected values 0..{k - 1}, got {int(least)}..{int(most)}")
-    for output, result in zip(outputs, quantize_reference(*inputs)):
+    for output, result in zip(outputs, quantize_reference(inputs)):
         if output is not None and result is not None:
             output.copy_(result)
     return outputs

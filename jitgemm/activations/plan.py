@@ -98,5 +98,4 @@ class QuantizePlan(PreparedLaunch):
             self.number,
         )
         if not self.run(addresses, True):
-            self.prepare(addresses, inputs.tensors(outputs))
-            self.run(addresses, True)
+            self.run(addresses, True, inputs.tensors(outputs))

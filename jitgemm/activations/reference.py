@@ -8,28 +8,16 @@ from __future__ import annotations
 
 import torch
 
+from jitgemm.activations.arguments import Inputs, Outputs
+
 MIN_SCALE = 2.0**-126
 """Smallest scale: the smallest normal fp32, whose reciprocal is finite."""
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
-def quantize_reference(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    static: bool = False,
-    affine: bool = False,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    silu_mul: bool = False,
-    rms_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    permutation: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`jitgemm.quantize_activations` in plain PyTorch, for x of two dimensions whose arguments were checked.
-
-    Returns:
-        q [m, k] of dtype, scale fp32 [m], zero int32 [m] or None.
-    """
+def quantize_reference(inputs: Inputs) -> Outputs:
+    """`jitgemm.quantize_activations` in plain PyTorch, for checked inputs."""
+    x, dtype, static, affine, scale, zero, silu_mul, rms_norm, eps, permutation = inputs
     y = x.float()
     if silu_mul:
         gate, up = y.chunk(2, dim=1)

@@ -27,17 +27,9 @@ from jitgemm.select.shapes import launched_clusters, units_of_work
 from jitgemm.tensors import TYPE_NAMES
 
 ARGUMENTS = ArgumentBlock(
-    POINTERS,
-    lhs_stride="Q",
-    lhs_scale_stride="Q",
-    lhs_zero_stride="Q",
-    m="I",
-    n="I",
-    k="I",
-    channel_scale_type="i",
-    bias_type="i",
-    last_rows="I",
-)
+    POINTERS, lhs_stride="Q", lhs_scale_stride="Q", lhs_zero_stride="Q", m="I", n="I", k="I", channel_scale_type="i",
+    bias_type="i", last_rows="I",
+)  # fmt: skip
 """`Args` in include/jitgemm/gemm/types.cuh."""
 
 KERNELS = KernelFamily(KERNEL_NAME, kernel_source, smem_bytes, call="the GEMM once with these shapes")
@@ -69,11 +61,9 @@ class Plan(PreparedLaunch):
         x_row_bytes = x.stride(0) if m > 1 else k
         out_row_bytes = out.element_size() * (out.stride(0) if m > 1 else n)
         rows, last_rows = lhs_copy_rows(spec, m)
-        if m <= spec.block_m:  # the only tile is the last one too
-            rows = last_rows
-        x_map, last_x_map = (
-            TileMap("u8", columns=k, rows=m, row_bytes=x_row_bytes, box=(128, each)) for each in (rows, last_rows)
-        )
+        last_x_map = x_map = TileMap("u8", columns=k, rows=m, row_bytes=x_row_bytes, box=(128, last_rows))
+        if m > spec.block_m and rows != last_rows:  # else the only tile is the last one too
+            x_map = TileMap("u8", columns=k, rows=m, row_bytes=x_row_bytes, box=(128, rows))
         out_box = 128 // out.element_size(), slice_tokens(spec)
         out_map = TileMap(spec.out, columns=n, rows=m, row_bytes=out_row_bytes, box=out_box)
         kernel, size, smem = KERNELS.load(spec, x.get_device()), spec.cluster_size, smem_bytes(spec)
@@ -124,9 +114,9 @@ class Plan(PreparedLaunch):
             out.data_ptr(),
             self.number,
         )
-        if not self.run(addresses, weight.settled_at == (records, blocks._version)):
-            self.prepare(addresses, Operands(x, x_scale, x_zero, weight, out, bias).tensors)
-            self.launch(x, x_scale, x_zero, weight, out, bias)
+        settled = weight.settled_at == (records, blocks._version)
+        if not self.run(addresses, settled):
+            self.run(addresses, settled, Operands(x, x_scale, x_zero, weight, out, bias).tensors)
 
 
 def _per_token_stride(tensor: torch.Tensor | None) -> int:

@@ -39,13 +39,13 @@ def driver_version() -> tuple[int, int]:
 
 # ---- contexts --------------------------------------------------------------------------------------------------------
 
-class _Bound(threading.local):
-    """The device whose context this thread made current last, by `bind`."""
 
+class _Bound(threading.local):
     device: int | None = None
 
 
 bound = _Bound()
+"""`bound.device`: whose context this thread made current last, by `bind`."""
 _primary: dict[int, object] = {}
 _primary_lock = threading.Lock()
 
@@ -202,7 +202,8 @@ class Parameters:
     def __init__(self, arguments: bytes, maps: Sequence[bytes] = ()):
         parameters = *maps, arguments
         head = 8 * len(parameters)
-        self._buffer = ctypes.create_string_buffer(bytes(head) + b"".join(parameters))
+        contents = bytes(head) + b"".join(parameters)
+        self._buffer = (ctypes.c_char * len(contents)).from_buffer_copy(contents)
         self.address = ctypes.addressof(self._buffer)
         starts = itertools.accumulate(map(len, parameters[:-1]), initial=self.address + head)
         struct.pack_into(f"{len(parameters)}Q", self._buffer, 0, *starts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,27 +27,17 @@ MAX_ALIKE = 32
 """Plans of one key: for other strides, other output types, with and without inference mode."""
 
 
-class Sized(Protocol):
-    """What can be remembered: it says how many bytes of host memory it holds."""
-
-    nbytes: int
-
-
 class Memory:
-    """Values by key, within a number of bytes: what was found least lately goes first. Belongs to one thread."""
+    """Values by key, within MAX_BYTES: what was found least lately goes first. Belongs to one thread.
+
+    Whoever finds one of `values`, which say in `nbytes` how much they hold, moves it to the end.
+    """
 
     def __init__(self) -> None:
-        self.values: OrderedDict[Hashable, Sized] = OrderedDict()
+        self.values: OrderedDict[Hashable, Any] = OrderedDict()
         self.nbytes = 0
 
-    def find(self, key: Hashable) -> Any:
-        """The value of the key, or None."""
-        value = self.values.get(key)
-        if value is not None:
-            self.values.move_to_end(key)
-        return value
-
-    def add(self, key: Hashable, value: Sized) -> None:
+    def add(self, key: Hashable, value: Any) -> None:
         """Remembers the value instead of the key's last one, and forgets others while there are too many bytes."""
         last = self.values.pop(key, None)
         self.nbytes += value.nbytes - (0 if last is None else last.nbytes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -28,24 +28,14 @@ class ArgumentBlock:
     """
 
     def __init__(self, pointers: Sequence[Pointer], **values: str):
-        self.pointers = tuple(pointers)
+        self.pointers, self._names = tuple(pointers), tuple(values)
         self.fields = {pointer.field: "Q" for pointer in pointers if pointer.field is not None} | values
-        self._names = tuple(values)
-        self._values = struct.Struct("<" + "".join(values.values()))
-        self._addresses = struct.Struct("<" + "Q" * (len(self.fields) - len(values)))
+        self._struct = struct.Struct("<" + "".join(self.fields.values()))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the struct."""
-        return self._addresses.size + self._values.size
-
-    def pack_values(self, values: dict[str, float]) -> bytes:
-        """The end of the struct, from the first value on."""
-        return self._values.pack(*(values[name] for name in self._names))
-
-    def pack(self, addresses: Sequence[int], values: bytes) -> bytes:
-        """The struct; addresses in the order of `pointers`."""
-        return self._addresses.pack(*addresses[: self._addresses.size // 8]) + values
+    def pack(self, addresses: Sequence[int], values: Mapping[str, float]) -> bytes:
+        """The struct; addresses in the order of `pointers`, which may be followed by others."""
+        count = len(self.fields) - len(self._names)
+        return self._struct.pack(*addresses[:count], *(values[name] for name in self._names))
 
 
 _numbers = itertools.count()
@@ -56,7 +46,7 @@ class PreparedLaunch:
 
     Args:
         kernel: what is launched, on the device it is loaded on.
-        block: its argument block, and the values in it.
+        block, values: its argument block, and what that holds beside addresses.
         grid, threads, smem_bytes: as for `driver.Launch`.
         maps: (number of a pointer, map over what it points to): tensor maps, the kernel's parameters before the block.
 
@@ -70,7 +60,7 @@ class PreparedLaunch:
         self,
         kernel: driver.LoadedKernel,
         block: ArgumentBlock,
-        values: dict[str, float],
+        values: Mapping[str, float],
         *,
         grid: int,
         threads: tuple[int, int],
@@ -79,43 +69,43 @@ class PreparedLaunch:
     ):
         self.number = next(_numbers)
         self._launch = driver.Launch(kernel, grid=grid, block=threads, smem_bytes=smem_bytes)
-        self._device = kernel.device
-        self._block, self._values, self._maps = block, block.pack_values(values), maps
+        self._device, self._block, self._values, self._maps = kernel.device, block, values, maps
         self._remembered = plans.thread.memory.values
 
-    def run(self, addresses: tuple[int, ...], dependent: bool) -> bool:
-        """Launches on the current stream of the kernel's device, if `prepare` has seen these addresses.
+    def run(
+        self, addresses: tuple[int, ...], dependent: bool, tensors: Sequence[torch.Tensor | None] | None = None
+    ) -> bool:
+        """Launches on the current stream of the kernel's device. New addresses need the tensors, which are checked.
 
         Args:
-            addresses: of the block's pointers, in their order, 0 for what the call does without; and then `number`.
+            addresses: of the tensors, in the order of the block's pointers, 0 for None; and then `number`.
             dependent: the kernel may start before the kernel before it ends.
+            tensors: what is there; without them nothing is launched at new addresses.
 
         Returns:
-            Whether it did.
+            Whether it was launched.
+
+        Raises:
+            ValueError: a tensor is misaligned, or one that is written overlaps another.
         """
         device = self._device
         if _current_device() != device:
             with torch.cuda.device(device):
                 driver.use_context(device)
-                return self.run(addresses, dependent)
+                return self.run(addresses, dependent, tensors)
         if driver.bound.device != device:
             driver.bind(device)
         parameters = self._remembered.get(addresses)
-        if parameters is None:
+        if parameters is not None:
+            self._remembered.move_to_end(addresses)
+        elif tensors is None:
             return False
-        self._remembered.move_to_end(addresses)
+        else:
+            check_addresses(self._block.pointers, tensors)
+            # The device's context is current: tensor maps need it.
+            encoded = {tile_map: tile_map.encode(addresses[i]) for i, tile_map in self._maps}
+            maps = [encoded[tile_map] for _, tile_map in self._maps]
+            parameters = driver.Parameters(self._block.pack(addresses, self._values), maps)
+            plans.thread.memory.add(addresses, parameters)
         self._launch.run(parameters, _current_stream(device), dependent)
         return True
-
-    def prepare(self, addresses: tuple[int, ...], tensors: Sequence[torch.Tensor | None]) -> None:
-        """Checks the tensors at these addresses, and remembers what `run` needs.
-
-        Raises:
-            ValueError: a tensor is misaligned, or one that is written overlaps another.
-        """
-        check_addresses(self._block.pointers, tensors)
-        with torch.cuda.device(self._device):
-            driver.use_context(self._device)  # tensor maps need one
-            maps = [tile_map.encode(addresses[i]) for i, tile_map in self._maps]
-        parameters = driver.Parameters(self._block.pack(addresses, self._values), maps)
-        plans.thread.memory.add(addresses, parameters)

@@ -216,7 +216,7 @@ class W4Weight:
         self.settle()
 
     def settle(self) -> bool:
-        """Waits for what the current stream still writes, so that kernels may read the weight ahead of their turn.
+        """Waits for what the current stream still writes, so that kernels may read the weight before the kernel before them ends.
 
         Returns:
             Whether the weight is settled now: not while a CUDA graph is being captured, where nothing can be waited
@@ -332,11 +332,6 @@ class W4Weight:
             f"{self.layer or 'weight'}: expected a tensor for {use}, got a packed 4-bit weight (W4Weight): something "
             "other than the layer's own call uses it; leave the layer out with filter=..., or call dequantize()"
         )
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and hasattr(torch.Tensor, name):
-            raise AttributeError(self._no_tensor(f".{name}"))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getitem__(self, index: object) -> Any:
         raise TypeError(self._no_tensor("[...]"))
@@ -482,6 +477,21 @@ class W4Weight:
             return weight
         except ValueError as error:
             raise ValueError(f"state dict: {prefix}{error}") from None
+
+
+class _OfTensors:
+    """An attribute of tensors that a packed weight does not have; `__getattr__` would slow down those that it has."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, weight: W4Weight | None, owner: type) -> Any:
+        raise AttributeError(self.name if weight is None else weight._no_tensor(f".{self.name}"))
+
+
+for _name in dir(torch.Tensor):
+    if not (_name.startswith("_") or hasattr(W4Weight, _name) or _name in W4Weight.__dataclass_fields__):
+        setattr(W4Weight, _name, _OfTensors(_name))
 
 
 def _aligned(tensor: MaybeTensor) -> MaybeTensor:
