@@ -503,7 +503,10 @@ def missing(
     beside: Annotated[int, typer.Option("--beside", min=1, help="Best kernels to time again beside a choice.")] = 3,
     minutes: Minutes = 10.0,
 ) -> None:
-    """Times what the selector chooses for the file's problems and was never timed there, beside the best."""
+    """Times what the selector chooses for the file's problems and was never timed there, beside the best.
+
+    Where the file has timings at the power limit, so are these.
+    """
     known, sweep = Sweep.read(file), _here()
     timings, device = known.timings(), _this_device()
     jobs = {}
@@ -512,7 +515,10 @@ def missing(
             best = sorted(timings[each.cell], key=timings[each.cell].__getitem__)
             jobs[each.cell] = [each.chosen, *best[:beside]]
     common.note(f"{len(jobs)} problems whose choice was never timed")
-    sweep.brief = time_all(jobs, briefly, minutes)
+    held = {cell: kernels for cell, kernels in jobs.items() if cell in known.held}
+    sweep.held = time_all(held, at_power_limit, minutes / 2)
+    brief = {cell: kernels for cell, kernels in jobs.items() if cell not in held}
+    sweep.brief = time_all(brief, briefly, minutes / 2)
     _finish(sweep, out)
 
 
