@@ -76,14 +76,14 @@ def problem_of(cell: Cell) -> Problem:
     return Problem(band_end(m), n, k, *FORMATS[name])
 
 
-def random_layers(count: int, seed: int) -> list[tuple[str, int, int]]:
-    """Layers of random formats that no fit has seen: rows and columns from small shards to large layers."""
+def random_layers(count: int, seed: int, held: bool = True) -> list[tuple[str, int, int]]:
+    """Layers of random formats, held out or not: rows and columns from small shards to large layers."""
     rng, found = random.Random(seed), []
     while len(found) < count:
         n = 8 * round(math.exp(rng.uniform(math.log(256), math.log(28672))) / 8)
         k = 32 * round(math.exp(rng.uniform(math.log(512), math.log(16384))) / 32)
         n, k = (64 * round(n / 64), 128 * round(k / 128)) if rng.random() < 0.7 else (n, k)
-        if held_out(n, k) and (n, k) not in SHAPES:
+        if held_out(n, k) == held and (n, k) not in SHAPES:
             found.append((rng.choice(list(FORMATS)), n, k))
     return found
 
@@ -471,7 +471,8 @@ def run_command(
     m: Annotated[
         list[int] | None, typer.Option("--m", min=1, help="May be repeated.", show_default="16 of them")
     ] = None,
-    new: Annotated[int, typer.Option("--random", help="Time so many random layers that no fit has seen instead.")] = 0,
+    new: Annotated[int, typer.Option("--random", help="Time so many random layers instead.")] = 0,
+    held: Annotated[bool, typer.Option("--held-out/--fitted", help="Which random layers.")] = True,
     ms: Annotated[int, typer.Option("--ms", min=1, help="Values of m of a random layer.")] = 6,
     seed: Annotated[int, typer.Option("--seed", help="Of the random layers.")] = 1,
     kernels: Kernels = 12,
@@ -487,7 +488,7 @@ def run_command(
     rng = random.Random(seed)
     cells = [(*layer, tokens) for layer in layers for tokens in m or MS]
     if new:
-        layers = [layer for layer in random_layers(20 * new, seed) if not formats or layer[0] in formats][:new]
+        layers = [layer for layer in random_layers(20 * new, seed, held) if not formats or layer[0] in formats][:new]
         cells = [(*layer, tokens) for layer in layers for tokens in sorted(rng.sample(m or MS, min(ms, len(m or MS))))]
     device = _this_device()
     jobs = {cell: kernels_of(problem_of(cell), device, kernels) for cell in cells}

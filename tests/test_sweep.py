@@ -66,6 +66,7 @@ def test_random_layers_are_held_out_and_new():
         assert name in sweep.FORMATS and held_out(n, k) and (n, k) not in sweep.SHAPES
         assert n % 8 == 0 == k % 32 and 256 <= n <= 28672 and 512 <= k <= 16384
     assert len({name for name, *_ in layers}) > 5
+    assert not any(held_out(n, k) for _, n, k in sweep.random_layers(50, seed=3, held=False))
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
