@@ -1,6 +1,7 @@
 """Loading and launching as far as no GPU is needed: what is refused before, what is loaded once, what is launched."""
 
 import ctypes
+import functools
 import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -74,7 +75,8 @@ def test_a_kernel_is_loaded_once_a_device_whatever_threads_ask(monkeypatch):
         return driver.LoadedKernel(name, None, device)
 
     monkeypatch.setattr(kernels, "kernels", {})
-    monkeypatch.setattr(kernels.cache, "get_or_compile", lambda source: (SimpleNamespace(cubin=source.label, slow_because=None), 1))
+    entry = functools.partial(SimpleNamespace, slow_because=None)
+    monkeypatch.setattr(kernels.cache, "get_or_compile", lambda source: (entry(cubin=source.label), 1))
     monkeypatch.setattr(driver, "check_nvrtc_against_driver", lambda nvrtc: None)
     monkeypatch.setattr(driver, "load_kernel", load_kernel)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -391,8 +391,8 @@ def test_import_adds_no_package_that_only_some_calls_need(imported, package):
 
 
 def test_import_loads_no_layer_below_the_call(imported):
-    below = {"jitgemm.gemm.plan", "jitgemm.runtime.driver", "jitgemm.jit.cache", "jitgemm.jit.nvrtc", "jitgemm.cli", "jitgemm.kernel.render"}
-    assert below.isdisjoint(imported["modules"])
+    below = "gemm.plan activations.plan runtime.driver runtime.prepared jit kernel.render select cli".split()
+    assert {f"jitgemm.{name}" for name in below}.isdisjoint(imported["modules"])
 
 
 def test_import_touches_neither_the_disk_nor_the_driver(imported):
@@ -433,19 +433,19 @@ def changed(rhs, **parts):
 
 PER_CHANNEL = FORMATS[2]
 WRONG_WEIGHTS = {
-    "16 bytes": (FORMATS[0], dict(blocks=torch.zeros(16, dtype=torch.uint8)), r"uint8 \[2, 1, 4608\], got uint8 \[16\]"),
-    "a strip too few": (FORMATS[0], dict(n=200), r"rhs.blocks: expected uint8 \[4, 1, 4608\], got uint8 \[2, 1, 4608\]"),
+    "16 bytes": (FORMATS[0], dict(blocks=torch.zeros(16, dtype=torch.uint8)), r"uint8 \[2, 1, 4608\], got .* \[16\]"),
+    "a strip too few": (FORMATS[0], dict(n=200), r"rhs.blocks: expected uint8 \[4, 1, 4608\], got .* \[2, 1, 4608\]"),
     "a block of k too few": (FORMATS[0], dict(k=160), r"rhs.blocks: expected uint8 \[2, 2, 4608\]"),
-    "rows that n cannot have": (FORMATS[0], dict(n=4), "rhs.blocks: expected n, its rows, to be a positive multiple of 8"),
+    "rows that n cannot have": (FORMATS[0], dict(n=4), "rhs.blocks: expected n, its rows, to be a positive"),
     "no k": (FORMATS[0], dict(k=0), "rhs.blocks: expected k to be a positive multiple of 32, got 0"),
     "another dtype": (FORMATS[0], dict(blocks=torch.zeros(2, 1, 4608, dtype=torch.int8)), "got int8"),
     "strides": (FORMATS[0], dict(blocks=torch.zeros(4608, 2, 1, dtype=torch.uint8).permute(1, 2, 0)), "contiguous"),
     "a scale too many": (FORMATS[0], dict(channel_scale=torch.ones(128)), "rhs.channel_scale: expected None for group"),
-    "no scale": (PER_CHANNEL, dict(channel_scale=None), "rhs.channel_scale: expected a tensor for a per-channel weight"),
+    "no scale": (PER_CHANNEL, dict(channel_scale=None), "rhs.channel_scale: expected a tensor for a per-channel"),
     "a short scale": (PER_CHANNEL, dict(channel_scale=torch.ones(72)), r"rhs.channel_scale: expected float32 \[128\]"),
     "a scale of another type": (PER_CHANNEL, dict(channel_scale=torch.ones(128).half()), "got float16"),
     "a scale elsewhere": (PER_CHANNEL, dict(channel_scale=torch.ones(128, device="meta")), "expected cpu, got meta"),
-    "short sums": (FORMATS[0], dict(row_sum=torch.ones(1)), r"rhs.row_sum: expected float32 \[128\], got float32 \[1\]"),
+    "short sums": (FORMATS[0], dict(row_sum=torch.ones(1)), r"rhs.row_sum: expected float32 \[128\], got .* \[1\]"),
     "sums of another type": (FORMATS[0], dict(row_sum=torch.ones(128).double()), "rhs.row_sum: expected float32"),
     "sums elsewhere": (FORMATS[0], dict(row_sum=torch.ones(128, device="meta")), "rhs.row_sum: expected cpu, got meta"),
 }
@@ -493,7 +493,7 @@ def test_the_op_checks_addresses_of_its_weight_on_a_gpu():
     rhs = weight().to("cuda")
     lhs, out = tuple(each.cuda() for each in builders.lhs(1, 5, K, "s8")), empty(5).cuda()
     shifted = torch.zeros(rhs.blocks.numel() + 1, dtype=torch.uint8, device="cuda")[1:].view_as(rhs.blocks)
-    with pytest.raises(ValueError, match="rhs.blocks: expected an address that is a multiple of 16 bytes, got one .* 1"):
+    with pytest.raises(ValueError, match="rhs.blocks: expected an address .* 16 bytes, got one that is 1"):
         OP(*op_arguments(lhs, changed(rhs, blocks=shifted), out))
     torch.cuda.synchronize()
 

@@ -285,7 +285,7 @@ W = torch.zeros(8, 64)
         ((W, 32), {"symmetric": "yes"}, TypeError, "symmetric: expected a bool, got str"),
         ((W, 32), {"full_range": 1}, TypeError, "full_range: expected a bool, got int"),
         ((W, 32), {"lhs_dtype": torch.float16}, TypeError, "lhs_dtype: expected float8_e4m3fn or int8, got float16"),
-        ((W, 32), {"scale_dtype": torch.float64}, TypeError, "scale_dtype: expected bfloat16, float16 or float32, got float64"),
+        ((W, 32), {"scale_dtype": torch.float64}, TypeError, "scale_dtype: expected bfloat16, float16 or float32"),
         ((W, 32), {"clip_steps": -1}, ValueError, "clip_steps: expected at least 0, got -1"),
         ((W, 32), {"clip_steps": True}, TypeError, "clip_steps: expected an int, got bool"),
     ],

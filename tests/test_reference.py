@@ -305,10 +305,10 @@ def test_rounding_of_what_is_not_finite():
 @pytest.mark.parametrize(
     "x, x_scale, bias, error, message",
     [
-        (torch.zeros(2, 64), torch.ones(2), None, TypeError, r"lhs\[0\] \(x\): expected float8_e4m3fn or int8, got float32"),
-        (torch.zeros(2, 32, dtype=torch.int8), torch.ones(2), None, ValueError, r"lhs\[0\] \(x\): expected shape \[m, 64\]"),
-        (torch.zeros(64, dtype=torch.int8), torch.ones(1), None, ValueError, r"lhs\[0\] \(x\): expected shape \[m, 64\]"),
-        (torch.zeros(2, 64, dtype=torch.int8), torch.ones(3), None, ValueError, r"lhs\[1\] \(x_scale\): expected shape .*\[2\]"),
+        (torch.zeros(2, 64), torch.ones(2), None, TypeError, r"\(x\): expected float8_e4m3fn or int8, got float32"),
+        (torch.zeros(2, 32, dtype=torch.int8), torch.ones(2), None, ValueError, r"\(x\): expected shape \[m, 64\]"),
+        (torch.zeros(64, dtype=torch.int8), torch.ones(1), None, ValueError, r"\(x\): expected shape \[m, 64\]"),
+        (torch.zeros(2, 64, dtype=torch.int8), torch.ones(3), None, ValueError, r"\(x_scale\): expected shape .*\[2\]"),
         (
             torch.zeros(2, 64, dtype=torch.int8),
             torch.ones(2),

@@ -935,7 +935,8 @@ def test_a_state_dict_of_anything_but_tensors_is_refused(value):
     state = builders.weight_parts(1, 64, 256, 128).packed.state_dict("w.")
     for name in state:
         given_ = value if name.endswith("meta") else state[name].numpy()
-        with pytest.raises(TypeError, match=f"state dict: '{name}': expected a torch.Tensor, got {type(given_).__name__}"):
+        message = f"state dict: '{name}': expected a torch.Tensor, got {type(given_).__name__}"
+        with pytest.raises(TypeError, match=message):
             W4Weight.from_state_dict({**state, name: given_}, "w.")
 
 

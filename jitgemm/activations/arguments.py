@@ -125,7 +125,7 @@ def check_arguments(inputs: Inputs) -> None:
 
 
 def check_out(out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, silu_mul: bool) -> Outputs:
-    """The call's `out`, for x of any dimensions, as rows."""
+    """The call's `out`, as rows, for x of any number of dimensions but 0."""
     expected = "(q, scale, zero)" if affine else "(q, scale)"
     if not isinstance(out, (tuple, list)) or len(out) != (3 if affine else 2):
         what = f"{type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else type(out).__name__
@@ -140,8 +140,6 @@ def check_out(out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, si
         check_device(name, tensor, "x", x.device)
         if tensor.requires_grad:
             raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
-    if x.dim() == 0:
-        raise ValueError("x: expected shape [..., k], got a scalar")
     q, lead = out[0], tuple(x.shape[:-1])
     shape = (*lead, x.shape[-1] // 2 if silu_mul else x.shape[-1])
     if tuple(q.shape) != shape:

@@ -139,23 +139,20 @@ def smem_bytes(spec: QuantizeSpec, k: int) -> int:
 
 def render_quantize(spec: QuantizeSpec) -> str:
     """The CUDA source of a quantiser. Compile as `quantize_source` says; the entry point is `KERNEL_NAME`."""
-
-    def flag(value: bool) -> str:
-        return "true" if value else "false"
-
     constants = {
         "RealType kX": DTYPES[spec.x].cpp_name,
-        "bool kE4m3": flag(spec.q == "e4m3"),
-        "bool kAffine": flag(spec.affine),
-        "bool kStatic": flag(spec.static),
-        "bool kSiluMul": flag(spec.silu_mul),
-        "bool kRmsNorm": flag(spec.rms_norm),
-        "bool kPermuted": flag(spec.permuted),
-        "u32 kVectors": str(spec.vectors),
-        "u32 kRows": str(spec.rows),
-        "bool kSourcesHeld": flag(spec.sources_held),
+        "bool kE4m3": spec.q == "e4m3",
+        "bool kAffine": spec.affine,
+        "bool kStatic": spec.static,
+        "bool kSiluMul": spec.silu_mul,
+        "bool kRmsNorm": spec.rms_norm,
+        "bool kPermuted": spec.permuted,
+        "u32 kVectors": spec.vectors,
+        "u32 kRows": spec.rows,
+        "bool kSourcesHeld": spec.sources_held,
     }
-    lines = "\n".join(f"    static constexpr {name} = {value};" for name, value in constants.items())
+    texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in constants.items()}
+    lines = "\n".join(f"    static constexpr {name} = {text};" for name, text in texts.items())
     threads = 32 * spec.rows if spec.rows > 1 else MAX_THREADS
     return f"""\
 // jitgemm quantiser {spec.label}

@@ -24,12 +24,11 @@ ARGUMENTS = ArgumentBlock(POINTERS, x_row_bytes="Q", q_row_bytes="Q", m="I", k="
 """`QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
 
-def _most_smem_bytes(spec: QuantizeSpec) -> int:
-    return MAX_PERMUTED_K if spec.permuted else 0
-
-
-KERNELS = KernelFamily(
-    KERNEL_NAME, quantize_source, _most_smem_bytes, call="quantize_activations once with these arguments"
+KERNELS: KernelFamily[QuantizeSpec] = KernelFamily(
+    KERNEL_NAME,
+    quantize_source,
+    smem_bytes=lambda spec: MAX_PERMUTED_K if spec.permuted else 0,
+    call="quantize_activations once with these arguments",
 )
 
 
@@ -42,7 +41,7 @@ class QuantizePlan(PreparedLaunch):
     __slots__ = ("spec",)
 
     def __init__(self, inputs: Inputs, outputs: Outputs):
-        x, q = inputs.x, outputs[0]
+        x, q, norm = inputs.x, outputs[0], inputs.rms_norm
         m, k, device = x.shape[0], inputs.k, x.get_device()
         spec = self.spec = quantize_spec(
             k,
@@ -51,7 +50,7 @@ class QuantizePlan(PreparedLaunch):
             affine=inputs.affine,
             static=inputs.static,
             silu_mul=inputs.silu_mul,
-            rms_norm=inputs.rms_norm is not None,
+            rms_norm=norm is not None,
             permuted=inputs.permutation is not None,
         )
         kernel = KERNELS.load(spec, device)
@@ -69,9 +68,7 @@ class QuantizePlan(PreparedLaunch):
                 "m": m,
                 "k": k,
                 "eps": inputs.eps,
-                "norm_weight_type": (
-                    0 if inputs.rms_norm is None else DTYPES[TYPE_NAMES[inputs.rms_norm.dtype]].number
-                ),
+                "norm_weight_type": 0 if norm is None else DTYPES[TYPE_NAMES[norm.dtype]].number,
             },
             grid=min(ceil_div(m, rows), resident * device_of(device).num_sms),
             threads=(threads, rows),
@@ -79,11 +76,7 @@ class QuantizePlan(PreparedLaunch):
         )
 
     def launch(self, inputs: Inputs, outputs: Outputs) -> None:
-        """Runs on the tensors' device and its current stream.
-
-        Raises:
-            ValueError: a tensor is misaligned, or an output overlaps another tensor.
-        """
+        """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
         x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation = inputs
         q, scale, zero = outputs
         addresses = (

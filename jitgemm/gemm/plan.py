@@ -92,14 +92,9 @@ class Plan(PreparedLaunch):
     def launch(  # type: ignore[no-untyped-def]
         self, x, x_scale, x_zero, weight, out, bias
     ) -> None:
-        """Runs on the operands' device and its current stream.
+        """Runs on the device of the operands (the fields of `Operands`), on its current stream.
 
-        If the weight is settled, the kernel may start before the kernel before it ends.
-
-        Args: the fields of `Operands`, such as the plan was made for.
-
-        Raises:
-            ValueError: a tensor is misaligned, or out overlaps an input.
+        If the weight is settled, the kernel may start before the kernel before it ends. Raises as `PreparedLaunch.run`.
         """
         blocks, channel_scale = weight.blocks, weight.channel_scale
         records = blocks.data_ptr()

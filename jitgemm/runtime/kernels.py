@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -20,26 +20,17 @@ from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.runtime import driver
 
+Spec = TypeVar("Spec", bound=Hashable)
 
-class Spec(Hashable, Protocol):
-    """All compile-time constants of a kernel."""
-
-    @property
-    def label(self) -> str:
-        """Short name for people."""
-
-
-S = TypeVar("S", bound=Spec)
-
-kernels: dict[tuple[Spec, int], driver.LoadedKernel] = {}
+kernels: dict[tuple[Hashable, int], driver.LoadedKernel] = {}
 """By spec and device; specs of different classes never compare equal."""
 _lock = threading.Lock()
 _warned_of_slow = False
 
 
 @dataclass(frozen=True)
-class KernelFamily(Generic[S]):
-    """Kernels that one template renders.
+class KernelFamily(Generic[Spec]):
+    """Kernels that one template renders from specs, all that is constant in a kernel.
 
     Attributes:
         name: of their function.
@@ -49,11 +40,11 @@ class KernelFamily(Generic[S]):
     """
 
     name: str
-    source: Callable[[S], KernelSource]
-    smem_bytes: Callable[[S], int]
+    source: Callable[[Spec], KernelSource]
+    smem_bytes: Callable[[Spec], int]
     call: str
 
-    def load(self, spec: S, device: int) -> driver.LoadedKernel:
+    def load(self, spec: Spec, device: int) -> driver.LoadedKernel:
         """The kernel, ready to launch on the device: in memory, else from the cache, else compiled.
 
         Raises:
@@ -64,9 +55,10 @@ class KernelFamily(Generic[S]):
         if kernel is not None:
             return kernel
         if torch.cuda.is_current_stream_capturing():
+            label = self.source(spec).label
             raise CacheMissError(
-                f"kernel {spec.label} is not loaded, and loading it now would break the CUDA graph being captured: "
-                f"call {self.call} before the capture"
+                f"kernel {label} is not loaded, and loading it now would break the CUDA graph being captured: call "
+                f"{self.call} before the capture"
             )
         # Before anything is compiled: a cubin that the driver cannot load is of no use.
         driver.check_nvrtc_against_driver(nvrtc_info().version)
@@ -76,8 +68,8 @@ class KernelFamily(Generic[S]):
         with _lock:
             kernel = kernels.get((spec, device))
             if kernel is None:
-                smem_bytes = self.smem_bytes(spec)
-                kernel = driver.load_kernel(entry.cubin, self.name, device=device, smem_bytes=smem_bytes)
+                smem = self.smem_bytes(spec)
+                kernel = driver.load_kernel(entry.cubin, self.name, device=device, smem_bytes=smem)
                 kernels[spec, device] = kernel
         return kernel
 

@@ -75,18 +75,13 @@ class PreparedLaunch:
     def run(
         self, addresses: tuple[int, ...], dependent: bool, tensors: Sequence[torch.Tensor | None] | None = None
     ) -> bool:
-        """Launches on the current stream of the kernel's device. New addresses need the tensors, which are checked.
+        """Launches on the current stream of the kernel's device; says whether it did.
 
         Args:
-            addresses: of the tensors, in the order of the block's pointers, 0 for None; and then `number`.
+            addresses: of the block's pointers, in their order, 0 where the call does without; and then `number`.
             dependent: the kernel may start before the kernel before it ends.
-            tensors: what is there; without them nothing is launched at new addresses.
-
-        Returns:
-            Whether it was launched.
-
-        Raises:
-            ValueError: a tensor is misaligned, or one that is written overlaps another.
+            tensors: what is at the addresses, None where nothing is. New addresses are not launched without them, and
+                raise ValueError where a tensor is misaligned, or one that is written overlaps another.
         """
         device = self._device
         if _current_device() != device:

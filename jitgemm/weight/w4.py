@@ -216,7 +216,7 @@ class W4Weight:
         self.settle()
 
     def settle(self) -> bool:
-        """Waits for what the current stream still writes, so that kernels may read the weight before the kernel before them ends.
+        """Waits for what the current stream still writes; kernels then read the weight before the one before them ends.
 
         Returns:
             Whether the weight is settled now: not while a CUDA graph is being captured, where nothing can be waited
