@@ -741,7 +741,8 @@ def test_multicast_hands_its_stages_back(operand, lhs_name):
     outputs = []
     for spec in (plain, *[replace(plain, **{operand: 2})] * 10):
         guarded = Guarded(m, n)
-        Plan(x, x_scale, rhs, guarded.out, None, spec=spec).launch(x, x_scale, rhs, guarded.out, None, True)
+        operands = Operands(x, x_scale, None, rhs, guarded.out, None)
+        Plan(operands, spec).launch(*operands)
         guarded.check()
         outputs.append(guarded.out.contiguous())
     assert_right(outputs[-1], (x, x_scale), rhs)
@@ -1335,10 +1336,9 @@ def test_opcheck_passes_on_the_gpu(lhs_name, affine_to_fp32):
     lhs = activations(16, 512, lhs_name, affine=affine_to_fp32 and lhs_name == "s8")
     x, x_scale, x_zero = (*lhs, None)[:3]
     out = torch.zeros(16, 264, dtype=torch.float32 if affine_to_fp32 else torch.bfloat16, device="cuda")
-    fmt = rhs.format
     arguments = (
-        x, x_scale, x_zero, rhs.blocks, rhs.channel_scale, rhs.row_sum, out, None, rhs.n, rhs.k,
-        fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, affine_to_fp32,
+        x, x_scale, x_zero, rhs.blocks, rhs.channel_scale, rhs.row_sum, out, None, rhs.n, rhs.k, rhs.format.name,
+        affine_to_fp32,
     )  # fmt: skip
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if lhs_name == "s8":  # comparing float8 inputs before and after needs isclose, which PyTorch lacks for them
@@ -1350,16 +1350,15 @@ def test_opcheck_passes_on_the_gpu(lhs_name, affine_to_fp32):
 @pytest.mark.parametrize("first_call", [True, False])
 def test_scales_per_channel_must_be_aligned_to_four_bytes(first_call):
     rhs = weight(264, 512, (builders.PER_CHANNEL, False, "bf16"))
-    (x, x_scale), fmt = activations(16, 512, "s8"), rhs.format
+    x, x_scale = activations(16, 512, "s8")
     out = torch.zeros(16, 264, dtype=torch.bfloat16, device="cuda")
     shifted = torch.zeros(rhs.channel_scale.numel() + 1, dtype=torch.bfloat16, device="cuda")[1:]
     shifted.copy_(rhs.channel_scale)
 
     def run(channel_scale):
         torch.ops.jitgemm.gemm_w4a8_nt(
-            x, x_scale, None, rhs.blocks, channel_scale, None, out, None, rhs.n, rhs.k,
-            fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, False,
-        )  # fmt: skip
+            x, x_scale, None, rhs.blocks, channel_scale, None, out, None, rhs.n, rhs.k, rhs.format.name, False
+        )
 
     if not first_call:
         run(rhs.channel_scale)
