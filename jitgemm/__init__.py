@@ -77,8 +77,8 @@ class _UntilTorch:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch" and not name.startswith("jitgemm."):
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         if spec is not None and spec.loader is not None:
             execute = partial(self.exec_module, spec.loader.exec_module)
             setattr(spec.loader, "exec_module", execute)

@@ -556,6 +556,7 @@ OPS = "torch.ops.jitgemm.gemm_w4a8_nt.default, torch.ops.jitgemm.quantize_activa
         f"import jitgemm.activations.call, torch; {OPS}",
         f"import jitgemm.checkpoint, torch; {OPS}",
         f"from jitgemm import load; import torch; {OPS}",
+        f"import sys, jitgemm; sys.meta_path.insert(0, object()); import torch; {OPS}",  # a finder of the old kind
         "import sys, jitgemm; sys.meta_path = sys.meta_path[1:]; import torch; "
         f"jitgemm.gemm_w4a8_nt; jitgemm.quantize_activations; {OPS}",
     ],
