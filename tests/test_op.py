@@ -556,7 +556,9 @@ OPS = "torch.ops.jitgemm.gemm_w4a8_nt.default, torch.ops.jitgemm.quantize_activa
         f"import jitgemm.activations.call, torch; {OPS}",
         f"import jitgemm.checkpoint, torch; {OPS}",
         f"from jitgemm import load; import torch; {OPS}",
-        f"import sys, jitgemm; sys.meta_path.insert(0, object()); import torch; {OPS}",  # a finder of the old kind
+        # A finder of the old kind, without find_spec.
+        "import sys, jitgemm; sys.meta_path.insert(1, type('Old', (), {'find_module': lambda *_: None})()); "
+        f"import torch; {OPS}",
         "import sys, jitgemm; sys.meta_path = sys.meta_path[1:]; import torch; "
         f"jitgemm.gemm_w4a8_nt; jitgemm.quantize_activations; {OPS}",
     ],
