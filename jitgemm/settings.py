@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -25,6 +26,7 @@ VARIABLES: dict[str, str] = {
 """Name -> meaning of every variable that jitgemm reads."""
 
 JIT_MODES = ("on", "warn", "off")
+_NO, _YES = ("0", "off", "no", "false"), ("1", "on", "yes", "true")
 
 
 def cache_roots() -> list[Path]:
@@ -33,45 +35,34 @@ def cache_roots() -> list[Path]:
     `JITGEMM_CACHE_DIR` when it names any, without those that cannot be told (`~nosuch`), which are warned of. Else
     `cache/` of the checkout the package runs from, then the user cache folder of this platform, if there is a home.
     """
-    named = [part.strip() for part in os.environ.get("JITGEMM_CACHE_DIR", "").split(os.pathsep) if part.strip()]
+    named = [part.strip() for part in _read("JITGEMM_CACHE_DIR").split(os.pathsep) if part.strip()]
     if named:
-        folders = [_named_folder("JITGEMM_CACHE_DIR", part) for part in named]
+        folders = [_folder(part, "JITGEMM_CACHE_DIR") for part in named]
     else:
+        from platformdirs import user_cache_dir
+
         checkout = checkout_dir()
-        folders = [checkout and checkout / "cache", _user_folder()]
+        folders = [checkout and checkout / "cache"]
+        with suppress(RuntimeError):  # there is no home; older versions return a path that starts with ~
+            folders.append(_folder(user_cache_dir("jitgemm", appauthor=False)))
     return [folder for folder in folders if folder is not None]
 
 
-def _user_folder() -> Path | None:
-    from platformdirs import user_cache_dir
-
-    try:
-        return _folder(user_cache_dir("jitgemm", appauthor=False))[0]
-    except RuntimeError:  # there is no home; older versions return a path that starts with ~
-        return None
-
-
 @lru_cache(maxsize=None)
-def _folder(text: str) -> tuple[Path | None, str]:
-    """The folder that a text names and "", or None and why it names none. A relative one stays where it was when first
-    asked for, whatever the working folder becomes."""
+def _folder(text: str, variable: str = "") -> Path | None:
+    """The folder that a text names, or None, with a warning that names the variable, if any. A relative one stays where
+    it was when first asked for, whatever the working folder becomes."""
     try:
-        return Path(text).expanduser().absolute(), ""
+        return Path(text).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # no such home; the working folder was deleted
-        return None, str(error)
-
-
-@lru_cache(maxsize=None)
-def _named_folder(variable: str, text: str) -> Path | None:
-    folder, problem = _folder(text)
-    if folder is None:
-        warnings.warn(f"{variable}: folder {text!r} is left out: {problem}", stacklevel=3)
-    return folder
+        if variable:
+            warnings.warn(f"{variable}: folder {text!r} is left out: {error}", stacklevel=3)
+        return None
 
 
 def jit_mode() -> str:
     """One of `JIT_MODES`. Raises ValueError for any other value of `JITGEMM_JIT`."""
-    value = os.environ.get("JITGEMM_JIT", "").strip().lower() or "on"
+    value = _read("JITGEMM_JIT").lower() or "on"
     if value not in JIT_MODES:
         raise ValueError(f"JITGEMM_JIT: expected one of {', '.join(JIT_MODES)}, got {value!r}")
     return value
@@ -79,29 +70,29 @@ def jit_mode() -> str:
 
 def debug() -> bool:
     """Whether kernels are built to trap after a spin limit. Raises ValueError for a value that is no yes or no."""
-    return _flag("JITGEMM_DEBUG", os.environ.get("JITGEMM_DEBUG", ""), default=False)
+    return _flag("JITGEMM_DEBUG", default=False)
 
 
 def yields() -> bool:
     """Whether yield hints are set in machine code. Raises ValueError for a value that is no yes or no."""
-    return _flag("JITGEMM_YIELDS", os.environ.get("JITGEMM_YIELDS", ""), default=True)
-
-
-def _flag(name: str, given: str, default: bool) -> bool:
-    value = given.strip().lower()
-    if not value:
-        return default
-    if value in ("0", "off", "no", "false"):
-        return False
-    if value in ("1", "on", "yes", "true"):
-        return True
-    raise ValueError(f"{name}: expected 0 or 1, got {value!r}")
+    return _flag("JITGEMM_YIELDS", default=True)
 
 
 def dump_dir() -> Path | None:
     """Folder for copies of what is compiled, or None. It need not exist."""
-    value = os.environ.get("JITGEMM_DUMP_DIR", "").strip()
-    return _named_folder("JITGEMM_DUMP_DIR", value) if value else None
+    value = _read("JITGEMM_DUMP_DIR")
+    return _folder(value, "JITGEMM_DUMP_DIR") if value else None
+
+
+def _read(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
+def _flag(name: str, default: bool) -> bool:
+    value = _read(name).lower()
+    if value and value not in (*_NO, *_YES):
+        raise ValueError(f"{name}: expected 0 or 1, got {value!r}")
+    return value in _YES if value else default
 
 
 @lru_cache(maxsize=1)

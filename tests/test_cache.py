@@ -822,7 +822,7 @@ def test_the_dump_folder_receives_source_log_and_cubin(monkeypatch, root, tmp_pa
 
 def test_a_dump_folder_in_nobodys_home_costs_the_dump_alone(monkeypatch, root):
     monkeypatch.setenv("JITGEMM_DUMP_DIR", "~nosuch/dump")
-    settings._named_folder.cache_clear()
+    settings._folder.cache_clear()
     with pytest.warns(UserWarning, match="JITGEMM_DUMP_DIR: folder '~nosuch/dump' is left out"):
         (entry,) = filled(root)
     assert entry.path.exists()
