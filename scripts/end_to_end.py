@@ -81,7 +81,7 @@ def end_to_end(
     keep: Annotated[
         Optional[Path], typer.Option("--keep", metavar="FOLDER", help="Write the checkpoints here and leave them.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+    as_json: common.Json = False,
 ) -> None:
     """Quantise a Llama-style model to W4A8, save it, load it through jitgemm, compare its logits, time its decoding.
 

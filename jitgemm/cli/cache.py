@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
+from rich.table import Table
 
 from jitgemm import settings
 from jitgemm.cli import common
@@ -21,36 +22,28 @@ cache_app = typer.Typer(
     no_args_is_help=True,
 )
 
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be dropped.")]
+
 _SORTS = {
-    "used": (lambda info: info.last_used or 0.0, True),
-    "age": (lambda info: info.created or 0.0, True),
-    "size": (lambda info: info.size, True),
-    "registers": (lambda info: info.registers or 0, True),
-    "spills": (lambda info: (bool(info.serialised), info.spill_bytes), True),
-    "kernel": (lambda info: info.label or "", False),
+    "used": lambda info: -info.last_used,
+    "age": lambda info: -info.metadata.get("created", 0),
+    "size": lambda info: -info.size,
+    "registers": lambda info: -info.metadata.get("registers", 0),
+    "spills": lambda info: (not info.metadata.get("serialised"), -info.metadata.get("spill_bytes", 0)),
+    "kernel": lambda info: info.metadata.get("label", ""),
 }
-"""--sort's choices: key and whether the largest comes first."""
+"""--sort's choices."""
+_METADATA = {"label": "", "spec": {}} | dict.fromkeys(("registers", "spill_bytes", "created", "seconds"), 0)
+"""What --json prints of an entry's metadata, and what stands for it where that cannot be read."""
 
 
 def entry_dict(info: EntryInfo) -> dict[str, Any]:
     """What --json prints of an entry."""
-    return {
-        "key": info.key,
-        "path": str(info.path),
-        "root": str(info.root),
-        "problem": info.problem,
-        "size": info.size,
-        "label": info.label,
-        "kind": kind_of(info.spec) if info.ok else None,
-        "spec": info.spec,
-        "registers": info.registers,
-        "spill_bytes": info.spill_bytes,
-        "serialised": info.serialised,
-        "created": info.created,
-        "last_used": info.last_used,
-        "seconds": info.seconds,
-        "nvrtc": info.nvrtc,
-    }
+    facts = {name: getattr(info, name) for name in ("key", "path", "root", "problem", "size", "last_used")}
+    facts |= {name: info.metadata.get(name, default) for name, default in _METADATA.items()}
+    nvrtc = info.metadata.get("nvrtc", {}).get("build", "")
+    facts["serialised"] = info.metadata.get("serialised", "")
+    return facts | {"kind": kind_of(facts["spec"]) if info.ok else None, "nvrtc": nvrtc}
 
 
 def kind_of(spec: Mapping[str, object]) -> str:
@@ -73,28 +66,19 @@ def describe_spec(spec: Mapping[str, Any]) -> tuple[str, str, str]:
     return "?", "?", "?"
 
 
-def entry_row(info: EntryInfo) -> tuple[object, ...]:
-    """One line of `cache ls`."""
-    if not info.ok:
-        return (info.key[:12], f"(bad: {info.problem})", "-", "-", "-", "-", "-", common.show_size(info.size), "-", "-")
-    return (
-        info.key[:12],
-        info.label,
-        *describe_spec(info.spec),
-        info.registers,
-        common.show_spills(info.spill_bytes, info.serialised),
-        common.show_size(info.size),
-        common.show_age(info.created),
-        common.show_age(info.last_used),
-    )
-
-
-_COLUMNS = ("key", "kernel", "tile m x n", "types", "scale per", "registers", "spills", "size", "age", "last use")
-
-
-def _table(entries: list[EntryInfo]):
+def _table(entries: list[EntryInfo]) -> Table:
+    columns = ("key", "kernel", "tile m x n", "types", "scale per", "registers", "spills", "size", "age", "last use")
+    rows: list[tuple[object, ...]] = []
+    for info in entries:
+        key, size, data = info.key[:12], common.show_size(info.size), info.metadata
+        if not info.ok:
+            rows.append((key, f"(bad: {info.problem})", *[None] * 5, size, None, None))
+            continue
+        spills = common.show_spills(data["spill_bytes"], data.get("serialised", ""))
+        ages = common.show_age(data["created"]), common.show_age(info.last_used)
+        rows.append((key, data["label"], *describe_spec(data["spec"]), data["registers"], spills, size, *ages))
     drop = ("age", "tile m x n", "types", "scale per", "size", "last use", "registers")
-    return common.table(_COLUMNS, map(entry_row, entries), left=("key", "kernel", "types"), drop=drop)
+    return common.table(columns, rows, left=("key", "kernel", "types"), drop=drop)
 
 
 @cache_app.command("ls")
@@ -103,7 +87,7 @@ def ls(
     sort: Annotated[
         str, typer.Option("--sort", metavar="|".join(_SORTS), help="Column to sort by; the largest or newest first.")
     ] = "used",
-    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+    as_json: common.Json = False,
 ) -> None:
     """List the kernels: tile, types, what has a scale of its own, registers, spills, size, age and last use.
 
@@ -117,8 +101,7 @@ def ls(
     """
     if sort not in _SORTS:
         raise ValueError(f"--sort: expected one of {', '.join(_SORTS)}, got {sort!r}")
-    key, descending = _SORTS[sort]
-    entries = sorted(sorted(process_cache.entries(), key=lambda info: info.key), key=key, reverse=descending)
+    entries = sorted(process_cache.entries(), key=lambda info: (_SORTS[sort](info), info.key))
     if as_json:
         common.print_json([entry_dict(info) for info in entries])
         return
@@ -129,38 +112,32 @@ def ls(
 
 @cache_app.command("info")
 @common.guarded
-def info(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False) -> None:
+def info(as_json: common.Json = False) -> None:
     """Print the folders in use, with the number and size of the kernels in each."""
     jit = settings.jit_mode()
     entries = list(process_cache.entries())
     roots = []
     for root in settings.cache_roots():
         inside = [entry for entry in entries if entry.root == root]
+        good = [kind_of(entry.metadata["spec"]) for entry in inside if entry.ok]
         roots.append(
             {
                 "path": str(root),
                 "exists": os.path.isdir(root),
                 "writable": _writable(root),
-                "kernels": sum(entry.ok for entry in inside),
-                "quantizers": sum(entry.ok and kind_of(entry.spec) == "quantizer" for entry in inside),
-                "bad": sum(not entry.ok for entry in inside),
+                "kernels": len(good),
+                "quantizers": good.count("quantizer"),
+                "bad": len(inside) - len(good),
                 "size": sum(entry.size for entry in inside),
             }
         )
     if as_json:
         common.print_json({"jit": jit, "roots": roots})
         return
-    rows = [
-        (
-            root["path"],
-            "yes" if root["writable"] else "no",
-            root["kernels"],
-            root["quantizers"],
-            root["bad"],
-            common.show_size(root["size"]),
-        )
-        for root in roots
-    ]
+    rows = []
+    for root in roots:
+        path, _, writable, *counts, size = root.values()
+        rows.append((path, "yes" if writable else "no", *counts, common.show_size(size)))
     columns = ("folder", "writable", "kernels", "quantisers", "bad", "size")
     common.out().print(common.table(columns, rows, left=("folder",), drop=("bad", "quantisers")))
     common.note(f"JITGEMM_JIT={jit}; the first folder that can be written takes new kernels, all are read")
@@ -215,9 +192,9 @@ def show(
             value = f"{len(str(value).splitlines())} lines (--{name})"
         elif isinstance(value, dict):
             value = ", ".join(f"{inner}={item}" for inner, item in value.items())
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, list):
             value = " ".join(map(str, value))
-        elif name in ("created", "last_used"):
+        elif name == "created":
             value = f"{common.show_age(value)} ago"
         rows.append((name, value))
     common.print_facts(rows)
@@ -225,7 +202,7 @@ def show(
 
 @cache_app.command("verify")
 @common.guarded
-def verify(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False) -> None:
+def verify(as_json: common.Json = False) -> None:
     """Re-check every kernel's hash. Nothing is changed; a bad entry is compiled again when it is needed.
 
     \b
@@ -257,8 +234,8 @@ def prune(
         Optional[str],
         typer.Option("--max-size", metavar="SIZE", help="Drop the least recently used down to this much: 500M, 2G."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be dropped.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+    dry_run: _DryRun = False,
+    as_json: common.Json = False,
 ) -> None:
     """Drop kernels that were not used lately, or until the folder is small enough.
 
@@ -271,20 +248,17 @@ def prune(
     """
     if older_than is None and max_size is None:
         raise ValueError("prune: give --older-than AGE or --max-size SIZE (to drop everything: jitgemm cache clear)")
-    dropped = process_cache.prune(
-        older_than_s=None if older_than is None else common.parse_age(older_than),
-        max_bytes=None if max_size is None else common.parse_size(max_size),
-        dry_run=dry_run,
-    )
-    _report_dropped(dropped, dry_run, as_json)
+    age = None if older_than is None else common.parse_age(older_than)
+    size = None if max_size is None else common.parse_size(max_size)
+    _report_dropped(process_cache.prune(age, size, dry_run), dry_run, as_json)
 
 
 @cache_app.command("clear")
 @common.guarded
 def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be dropped.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+    dry_run: _DryRun = False,
+    as_json: common.Json = False,
 ) -> None:
     """Drop every kernel from the first folder that can be written. Asks first in a terminal."""
     doomed = process_cache.prune(max_bytes=0, dry_run=True)

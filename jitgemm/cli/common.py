@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any, Optional
 
 import typer
 from rich.cells import cell_len
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jitgemm.cli.hf_config import weight_group
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.kernel.formats import GROUP_SIZES, WeightFormat, tuned_codes
 from jitgemm.select.devices import DEVICES
@@ -38,38 +39,43 @@ class Lhs(str, Enum):
         return {"fp8": "e4m3", "int8": "s8"}[self.value]
 
 
-class RealType(str, Enum):
-    """Types of scales, results and unquantised activations. Each is part of a kernel."""
+RealType = Enum("RealType", {name: name for name in REAL_TYPES}, type=str)
+"""Types of scales, results and unquantised activations. Each is part of a kernel."""
+Codes = Enum("Codes", {name: name for name in ("any", "tuned")}, type=str)
+"""Order of a weight's codes, by how it is asked for: `lhs_dtype` of `pack_w4` left out, or given."""
 
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-
-class Codes(str, Enum):
-    """Order of a weight's codes, by how it is asked for: `lhs_dtype` of `pack_w4` left out, or given."""
-
-    any = "any"
-    tuned = "tuned"
-
-
-FROM_CONFIG = "what --model's quantization_config says, else {}"
+# Options that mean the same to every command.
 LHS_HELP = "Type of the activations."
 GROUP_HELP = f"Values of k that share a scale: {', '.join(map(str, GROUP_SIZES))}, or 'channel' for one per row of n."
 ZERO_HELP = "Weights have integer zero points (codes 0..15) instead of signed codes -8..7."
-SCALE_HELP = "Type of the weights' scales in the checkpoint."
 CODES_HELP = (
     "How the weights are packed: any, for activations of both types (pack_w4 without lhs_dtype, and e4m3 where a code "
     "is -8); tuned, for those of --lhs alone (pack_w4 with lhs_dtype, jitgemm.nn)."
 )
-OFFSET_HELP = "Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become."
 OUT_HELP = "Type of the result."
-INVARIANT_HELP = "Calls are batch_invariant=True: a row's bits do not depend on m."
-DEVICE_HELP = (
-    f"Device to choose kernels for: {', '.join(DEVICES)}, or explicit figures such as 'h200,sms=66'. "
-    "Default: the Hopper GPU at hand, else h200."
-)
-JSON_HELP = "Print JSON on stdout instead of a table, which leaves out columns in a narrow terminal."
+Scale = Annotated[RealType, typer.Option("--scale-dtype", help="Type of the weights' scales in the checkpoint.")]
+Offset = Annotated[
+    bool,
+    typer.Option(
+        "--offset",
+        help="Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become.",
+    ),
+]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option("--batch-invariant", help="Calls are batch_invariant=True: a row's bits do not depend on m."),
+]
+Device = Annotated[
+    Optional[str],
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help=f"Device to choose kernels for: {', '.join(DEVICES)}, or explicit figures such as 'h200,sms=66'. "
+        "Default: the Hopper GPU at hand, else h200.",
+    ),
+]
+_JSON_HELP = "Print JSON on stdout instead of a table, which leaves out columns in a narrow terminal."
+Json = Annotated[bool, typer.Option("--json", help=_JSON_HELP)]
 
 
 def out() -> Console:
@@ -88,24 +94,21 @@ def print_json(value: Any) -> None:
 
 _FOLDED = 36
 """Width down to which text is folded before columns are dropped: most kernels' names fit."""
+_WHOLE = ("", "key", "status")
+"""Columns of text that are never folded."""
 
 
 def table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    left: Sequence[str] = ("kernel",),
-    whole: Sequence[str] = ("", "key", "status"),
-    drop: Sequence[str] = (),
+    columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ("kernel",), drop: Sequence[str] = ()
 ) -> Table:
-    """A borderless table that fits the terminal: numbers and `whole` columns are never cut or folded.
+    """A borderless table that fits the terminal and cuts no text: it is folded, or its column left out. None is -.
 
     Args:
-        left: columns of text, to the left; the others are numbers, to the right.
-        whole: columns of text that stay on one line.
+        left: columns of text, to the left; the others are numbers, to the right, and never folded.
         drop: columns that may be left out, the first to go first.
     """
-    cells = [[str(cell) for cell in row] for row in rows]
-    folds = {column: column in left and column not in whole for column in columns}
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    folds = {column: column in left and column not in _WHOLE for column in columns}
     widths = {column: max(cell_len(text) for text in texts) for column, *texts in zip(columns, columns, *cells)}
     shown = list(columns)
     for column in drop:
@@ -193,16 +196,15 @@ def parse_shape(text: str) -> tuple[int, int]:
     return n, k
 
 
-_SIZES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
-
 def parse_size(text: str) -> int:
     """Bytes from "500M", "2GiB" or a plain number; units are powers of 1024."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"--max-size: expected a size such as 500M or 2G, got {text!r}")
-    return int(float(match[1]) * _SIZES[match[2].upper()])
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+_AGES = {"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def parse_age(text: str) -> float:
@@ -220,20 +222,17 @@ def show_spills(spill_bytes: int, serialised: str) -> str:
 
 def show_size(size: int) -> str:
     """Bytes for people."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
+    value, units = float(size), ["GiB", "MiB", "KiB", "B"]
+    while value >= 1024 and len(units) > 1:
         value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+        units.pop()
+    return f"{value:.{0 if units[-1] == 'B' or value >= 100 else 1}f} {units[-1]}"
 
 
 def show_age(stamp: float | None, now: float | None = None) -> str:
     """How long ago a unix time was, for people."""
     if not stamp:
         return "-"
-    age = max(0.0, (time.time() if now is None else now) - stamp)
-    for unit, seconds in (("w", 7 * 86400), ("d", 86400), ("h", 3600), ("m", 60)):
-        if age >= 2 * seconds:
-            return f"{age / seconds:.0f}{unit}"
-    return f"{age:.0f}s"
+    age = max(0.0, (now or time.time()) - stamp)
+    unit = next((unit for unit, seconds in _AGES.items() if age >= 2 * seconds), "s")
+    return f"{age / _AGES[unit]:.0f}{unit}"

@@ -7,29 +7,18 @@ import platform
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from jitgemm import settings
 from jitgemm.cli import common
 
 _PACKAGES = (
-    "jitgemm",
-    "torch",
-    "cuda-bindings",
-    "cuda-python",
-    "nvidia-cuda-nvrtc",
-    "nvidia-cuda-nvrtc-cu12",
-    "filelock",
-    "safetensors",
-    "typer",
-    "rich",
-)
+    "jitgemm torch cuda-bindings cuda-python nvidia-cuda-nvrtc nvidia-cuda-nvrtc-cu12 filelock safetensors typer rich"
+).split()
 
 
 @common.guarded
-def env(as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False) -> None:
+def env(as_json: common.Json = False) -> None:
     """Print versions, libraries found, device, settings and cache folders: the text to paste into a bug report.
 
     \b
@@ -100,25 +89,26 @@ def _driver() -> str:
 def _devices() -> list[str]:
     import torch
 
-    from jitgemm.errors import UnsupportedDeviceError
-    from jitgemm.runtime.device import device_of
-    from jitgemm.select.devices import DEVICES
-
-    def figures(index: int) -> str:
-        try:
-            spec = device_of(index)
-        except UnsupportedDeviceError:
-            return "no Hopper"
-        if spec.name in DEVICES:
-            return f"kernels are chosen for {spec.name}"
-        rates = f"{spec.hbm_bytes_per_us / 1e6:.2g} TB/s, {spec.tensor_ops_per_us / 1e9:.2g} POP/s"
-        return f"not in jitgemm's table: kernels are chosen for what the driver reports ({rates})"
-
     found = []
     for index in range(torch.cuda.device_count()):
         props = torch.cuda.get_device_properties(index)
         found.append(
             f"{index}: {props.name}, sm_{props.major}{props.minor}, {props.multi_processor_count} SMs, "
-            f"{common.show_size(props.total_memory)}; {figures(index)}"
+            f"{common.show_size(props.total_memory)}; {_figures(index)}"
         )
     return found
+
+
+def _figures(index: int) -> str:
+    from jitgemm.errors import UnsupportedDeviceError
+    from jitgemm.runtime.device import device_of
+    from jitgemm.select.devices import DEVICES
+
+    try:
+        spec = device_of(index)
+    except UnsupportedDeviceError:
+        return "no Hopper"
+    if spec.name in DEVICES:
+        return f"kernels are chosen for {spec.name}"
+    rates = f"{spec.hbm_bytes_per_us / 1e6:.2g} TB/s, {spec.tensor_ops_per_us / 1e9:.2g} POP/s"
+    return f"not in jitgemm's table: kernels are chosen for what the driver reports ({rates})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -22,16 +22,14 @@ def explain(
     lhs: Annotated[common.Lhs, typer.Option("--lhs", help=common.LHS_HELP)] = common.Lhs.fp8,
     group_size: Annotated[str, typer.Option("--group-size", metavar="G", help=common.GROUP_HELP)] = "128",
     zero_point: Annotated[bool, typer.Option("--zero-point", help=common.ZERO_HELP)] = False,
-    offset: Annotated[bool, typer.Option("--offset", help=common.OFFSET_HELP)] = False,
-    scale_dtype: Annotated[
-        common.RealType, typer.Option("--scale-dtype", help=common.SCALE_HELP)
-    ] = common.RealType.bf16,
+    offset: common.Offset = False,
+    scale_dtype: common.Scale = common.RealType.bf16,
     codes: Annotated[common.Codes, typer.Option("--codes", help=common.CODES_HELP)] = common.Codes.any,
     out: Annotated[common.RealType, typer.Option("--out", help=common.OUT_HELP)] = common.RealType.bf16,
-    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help=common.INVARIANT_HELP)] = False,
-    device: Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=common.DEVICE_HELP)] = None,
+    batch_invariant: common.BatchInvariant = False,
+    device: common.Device = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to print.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+    as_json: common.Json = False,
 ) -> None:
     """Print the candidates for out[M, N] = lhs[M, K] @ weight[N, K].T, the model's predictions, and why one won.
 
@@ -59,6 +57,7 @@ def explain(
     if not ranked:
         raise ValueError(f"no kernel fits {target.name}")
     first, last = bands(band_end(m))[-1]
+    found = [_facts(candidate, rank) for rank, candidate in enumerate(ranked[:top])]
     if as_json:
         report = {
             "problem": {name: value for name, value in asdict(problem).items() if name != "format"} | asdict(format),
@@ -66,23 +65,23 @@ def explain(
             "device": asdict(target),
             "chosen": ranked[0].kernel.label,
             "candidates_in_all": len(ranked),
-            "candidates": [_candidate_dict(candidate, rank) for rank, candidate in enumerate(ranked[:top])],
+            "candidates": found,
         }
         common.print_json(report)
         return
     terms = list(ranked[0].terms)
     rows = [
         (
-            "" if rank else ">",
-            candidate.kernel.label,
-            f"{candidate.predicted_us:.2f}",
-            _bound(candidate),
-            *(f"{candidate.terms[name]:.2f}" for name in terms),
-            candidate.waves,
-            candidate.ctas,
-            common.show_size(smem_bytes(candidate.kernel)),
+            ">" if each["chosen"] else "",
+            each["label"],
+            f"{each['predicted_us']:.2f}",
+            each["bound_by"],
+            *(f"{each['terms'][name]:.2f}" for name in terms),
+            each["waves"],
+            each["ctas"],
+            common.show_size(each["smem_bytes"]),
         )
-        for rank, candidate in enumerate(ranked[:top])
+        for each in found
     ]
     columns = ("", "kernel", "predicted us", "bound by", *terms, "waves", "CTAs", "shared memory")
     drop = ("shared memory", "CTAs", "waves", *reversed(terms))
@@ -93,7 +92,7 @@ def explain(
     )
 
 
-def _candidate_dict(candidate: Candidate, rank: int) -> dict[str, Any]:
+def _facts(candidate: Candidate, rank: int) -> dict[str, Any]:
     return {
         "label": candidate.kernel.label,
         "chosen": rank == 0,
@@ -121,11 +120,10 @@ def _why(ranked: list[Candidate]) -> str:
     lead = second.predicted_us - winner.predicted_us
     if lead < 0.005:
         return f"{winner.kernel.label} ties with {second.kernel.label}; ties go to the smaller tile, then by name"
-    gains = {name: second.terms[name] - winner.terms[name] for name in winner.terms}
     reasons = [
         f"{'fixed costs' if name == 'fixed' else name} {winner.terms[name]:.2f} instead of {second.terms[name]:.2f}"
         for name in dict.fromkeys((_bound(second), "fixed"))
-        if gains[name] > 0.005
+        if second.terms[name] - winner.terms[name] > 0.005
     ]
     because = f": {', '.join(reasons)}" if reasons else ""
     return f"{winner.kernel.label} won over {second.kernel.label} by {lead:.2f} us{because}"

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Annotated, Any, Optional
+from itertools import product
+from typing import Annotated, Any, NamedTuple, Optional
 
 import typer
 
@@ -35,57 +36,41 @@ from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
 
+_FROM_CONFIG = "what --model's quantization_config says, else {}"
+
 QUANTIZER_VARIANTS = ("affine", "static", "silu_mul", "rms_norm", "permuted")
 """What a quantiser may do besides; keyword arguments of `quantize_spec`."""
 
 
-class CodesSet(str, Enum):
-    """`common.Codes`, or both of them."""
-
-    any = "any"
-    tuned = "tuned"
-    both = "both"
-
-    @property
-    def each(self) -> tuple[common.Codes, ...]:
-        return tuple(common.Codes) if self is CodesSet.both else (common.Codes(self.value),)
+CodesSet = Enum("CodesSet", {name: name for name in ("any", "tuned", "both")}, type=str)
+"""`common.Codes`, or both of them."""
 
 
-@dataclass(frozen=True)
-class Quantizer:
-    """A quantiser as --quantizer names it: "bf16", "fp16+static+permuted".
-
-    Attributes:
-        x: type of the unquantised activations.
-        variants: of QUANTIZER_VARIANTS.
-    """
+class Quantizer(NamedTuple):
+    """A quantiser as --quantizer names it: "bf16", "fp16+static+permuted"."""
 
     x: str
-    variants: tuple[str, ...] = ()
+    """Type of the unquantised activations."""
+    variants: tuple[str, ...]
+    """Of QUANTIZER_VARIANTS."""
 
 
-def parse_quantizer(text: str) -> Quantizer:
-    """A quantiser from "bf16" or "bf16+affine".
-
-    Raises:
-        ValueError: says what may be given.
-    """
-    x, *variants = text.split("+")
-    if x not in REAL_TYPES or not set(variants) <= set(QUANTIZER_VARIANTS):
-        raise ValueError(
-            f"--quantizer: expected one of {', '.join(REAL_TYPES)}, followed by any of "
-            f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}, or none; got {text!r}"
-        )
-    return Quantizer(x, tuple(dict.fromkeys(variants)))
-
-
-def pick_quantizers(texts: Sequence[str], outs: Sequence[str], variants: tuple[str, ...] = ()) -> list[Quantizer]:
+def pick_quantizers(texts: Sequence[str], outs: Sequence[str], variants: tuple[str, ...]) -> list[Quantizer]:
     """What --quantizer asks for; by default those of `jitgemm.nn.W4A8Linear`, whose result has its input's type."""
-    if "none" in texts:
-        if len(texts) > 1:
-            raise ValueError(f"--quantizer: expected none alone, got {', '.join(texts)}")
+    if texts == ["none"]:
         return []
-    return list(dict.fromkeys([parse_quantizer(text) for text in texts] or [Quantizer(out, variants) for out in outs]))
+    if "none" in texts:
+        raise ValueError(f"--quantizer: expected none alone, got {', '.join(texts)}")
+    found = [] if texts else [Quantizer(out, variants) for out in outs]
+    for text in texts:
+        x, *given = text.split("+")
+        if x not in REAL_TYPES or not set(given) <= set(QUANTIZER_VARIANTS):
+            raise ValueError(
+                f"--quantizer: expected one of {', '.join(REAL_TYPES)}, followed by any of "
+                f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}, or none; got {text!r}"
+            )
+        found.append(Quantizer(x, tuple(dict.fromkeys(given))))
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -112,15 +97,10 @@ class Wanted:
 
     def gemms(self, n: int, k: int, device: DeviceSpec) -> Iterator[KernelSpec]:
         """Every GEMM kernel of a layer; some may come twice."""
-        for lhs in self.lhs_types:
-            for codes in self.codes.each:
-                format = common.weight_format(
-                    codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k
-                )
-                for out in self.outs:
-                    yield from kernels_for(
-                        n, k, lhs, format, device, self.max_m, out=out, batch_invariant=self.batch_invariant
-                    )
+        orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
+        for lhs, codes, out in product(self.lhs_types, orders, self.outs):
+            format = common.weight_format(codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k)
+            yield from kernels_for(n, k, lhs, format, device, self.max_m, out=out, batch_invariant=self.batch_invariant)
 
     def describe(self) -> str:
         """What is not every warm-up's, for people."""
@@ -129,16 +109,13 @@ class Wanted:
         names = {choice.kernel_type: choice.value for choice in common.Lhs}
         activations = " and ".join(names[lhs] for lhs in self.lhs_types)
         modes = dict.fromkeys(mode for quantizer in self.quantizers for mode in quantizer.variants)
-        modes_said = f" ({', '.join(modes)})" if modes else ""
-        return (
-            f"{weights} in {self.scale_type}, {activations} activations{modes_said}, results in {', '.join(self.outs)}"
-        )
+        activations += " activations" + (f" ({', '.join(modes)})" if modes else "")
+        return f"{weights} in {self.scale_type}, {activations}, results in {', '.join(self.outs)}"
 
     def quantize(self, k: int) -> Iterator[QuantizeSpec]:
         """Every quantiser of a layer's input."""
-        for lhs in self.lhs_types:
-            for quantizer in self.quantizers:
-                yield quantize_spec(k, quantizer.x, lhs, **dict.fromkeys(quantizer.variants, True))
+        for lhs, (x, variants) in product(self.lhs_types, self.quantizers):
+            yield quantize_spec(k, x, lhs, **dict.fromkeys(variants, True))
 
 
 @dataclass
@@ -165,25 +142,21 @@ class Job:
             self.entry, self.status = entry, how if entry.path else "unstored"
 
     @property
-    def metadata(self) -> dict[str, Any]:
-        return self.entry.metadata if self.entry else {}
-
-    @property
     def slow_because(self) -> str:
         return self.entry.slow_because if self.entry else ""
 
     def to_dict(self) -> dict[str, Any]:
-        seconds = self.metadata.get("seconds") if self.status in ("compiled", "unstored") else None
+        built = self.entry.metadata if self.entry else {}
         return {
             "label": self.kernel.label,
             "kind": "gemm" if isinstance(self.kernel, KernelSpec) else "quantizer",
             "key": self.key,
             "status": self.status,
             "layers": self.layers,
-            "registers": self.metadata.get("registers"),
-            "spill_bytes": self.metadata.get("spill_bytes"),
-            "serialised": self.metadata.get("serialised", "") if self.entry else None,
-            "seconds": seconds,
+            "registers": built.get("registers"),
+            "spill_bytes": built.get("spill_bytes"),
+            "serialised": built.get("serialised", "") if built else None,
+            "seconds": built.get("seconds") if self.status in ("compiled", "unstored") else None,
             "path": str(self.entry.path) if self.entry and self.entry.path else None,
             "error": self.error,
         }
@@ -196,9 +169,7 @@ def warmup(
     ] = None,
     model: Annotated[
         Optional[list[str]],
-        typer.Option(
-            "--model", metavar="CONFIG", help="A Hugging Face config.json, or the folder it is in; may be repeated."
-        ),
+        typer.Option("--model", metavar="CONFIG", help="A Hugging Face config.json, or its folder; may be repeated."),
     ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks that --model is cut into.")] = 1,
     form: Annotated[
@@ -209,26 +180,18 @@ def warmup(
     ] = Form.both,
     lhs: Annotated[
         Optional[list[common.Lhs]],
-        typer.Option(
-            "--lhs", help=common.LHS_HELP + " May be repeated.", show_default=common.FROM_CONFIG.format("fp8")
-        ),
+        typer.Option("--lhs", help=f"{common.LHS_HELP} May be repeated.", show_default=_FROM_CONFIG.format("fp8")),
     ] = None,
     group_size: Annotated[
         Optional[str],
-        typer.Option(
-            "--group-size", metavar="G", help=common.GROUP_HELP, show_default=common.FROM_CONFIG.format("128")
-        ),
+        typer.Option("--group-size", metavar="G", help=common.GROUP_HELP, show_default=_FROM_CONFIG.format("128")),
     ] = None,
     zero_point: Annotated[
         Optional[bool],
-        typer.Option(
-            "--zero-point/--no-zero-point", help=common.ZERO_HELP, show_default=common.FROM_CONFIG.format("no")
-        ),
+        typer.Option("--zero-point/--no-zero-point", help=common.ZERO_HELP, show_default=_FROM_CONFIG.format("no")),
     ] = None,
-    offset: Annotated[bool, typer.Option("--offset", help=common.OFFSET_HELP)] = False,
-    scale_dtype: Annotated[
-        common.RealType, typer.Option("--scale-dtype", help=common.SCALE_HELP)
-    ] = common.RealType.bf16,
+    offset: common.Offset = False,
+    scale_dtype: common.Scale = common.RealType.bf16,
     codes: Annotated[
         CodesSet,
         typer.Option(
@@ -239,9 +202,9 @@ def warmup(
     ] = CodesSet.both,
     out: Annotated[
         Optional[list[common.RealType]],
-        typer.Option("--out", help=common.OUT_HELP + " May be repeated.", show_default="bf16"),
+        typer.Option("--out", help=f"{common.OUT_HELP} May be repeated.", show_default="bf16"),
     ] = None,
-    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help=common.INVARIANT_HELP)] = False,
+    batch_invariant: common.BatchInvariant = False,
     quantizer: Annotated[
         Optional[list[str]],
         typer.Option(
@@ -253,7 +216,7 @@ def warmup(
         ),
     ] = None,
     max_m: Annotated[int, typer.Option("--max-m", min=1, help="Largest number of tokens in one call.")] = 8192,
-    device: Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=common.DEVICE_HELP)] = None,
+    device: common.Device = None,
     jobs: Annotated[
         Optional[int],
         typer.Option("--jobs", "-j", min=1, help="Threads that compile.", show_default="the CPUs it may use"),
@@ -264,7 +227,7 @@ def warmup(
         bool,
         typer.Option("--strict", help="Take a kernel that spills registers or serialises its wgmma for a failure."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help=common.JSON_HELP)] = False,
+    as_json: common.Json = False,
 ) -> None:
     """Compile every kernel that these layers can need, for any number of tokens up to --max-m.
 
@@ -362,11 +325,10 @@ def enumerate_jobs(parts: Sequence[tuple[LinearLayer, Wanted]], device: DeviceSp
         for kernel in (*wanted.quantize(layer.k), *wanted.gemms(layer.n, layer.k, device)):
             if debug and isinstance(kernel, KernelSpec):
                 kernel = replace(kernel, debug=True)
-            job = jobs.get(kernel)
-            if job is None:
+            if kernel not in jobs:
                 source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else quantize_source(kernel)
-                key = source.key(nvrtc)
-                job = jobs[kernel] = Job(kernel, source, key)
+                jobs[kernel] = Job(kernel, source, source.key(nvrtc))
+            job = jobs[kernel]
             name = f"{layer.name} {layer.n}x{layer.k}"
             if name not in job.layers:
                 job.layers.append(name)
@@ -396,6 +358,7 @@ def _report(
 ) -> None:
     statuses = ("cached", "compiled", "unstored", "missing", "failed")
     counts = {status: sum(job.status == status for job in jobs) for status in statuses}
+    kernels = [job.to_dict() for job in jobs]
     if as_json:
         common.print_json(
             {
@@ -404,26 +367,22 @@ def _report(
                 "seconds": round(seconds, 3),
                 "summary": counts,
                 "layers": [layer.to_dict() for layer in layers],
-                "kernels": [job.to_dict() for job in jobs],
+                "kernels": kernels,
             }
         )
         return
-    rows = []
-    for job in jobs:
-        compiled = job.status in ("compiled", "unstored")
-        rows.append(
-            (
-                job.kernel.label,
-                job.status,
-                job.metadata.get("registers", "-"),
-                common.show_spills(job.metadata["spill_bytes"], job.metadata.get("serialised", ""))
-                if job.entry
-                else "-",
-                f"{job.metadata['seconds']:.2f} s" if compiled and "seconds" in job.metadata else "-",
-                job.key[:12],
-                len(job.layers),
-            )
+    rows = [
+        (
+            each["label"],
+            each["status"],
+            each["registers"],
+            None if each["spill_bytes"] is None else common.show_spills(each["spill_bytes"], each["serialised"]),
+            None if each["seconds"] is None else f"{each['seconds']:.2f} s",
+            each["key"][:12],
+            len(each["layers"]),
         )
+        for each in kernels
+    ]
     columns = ("kernel", "status", "registers", "spills", "compiled in", "key", "layers")
     drop = ("layers", "compiled in", "registers")
     common.out().print(common.table(columns, rows, left=("kernel", "status", "key"), drop=drop))

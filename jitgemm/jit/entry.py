@@ -56,8 +56,7 @@ class EntryInfo:
         last_used: unix time; the file's mtime, which every look-up renews.
         problem: what is wrong with the file, or None. Only `KernelCache.verify` compares hashes.
         foreign: another user's that is not trusted: neither loaded nor removed.
-        label, spec, registers, spill_bytes, serialised, stack_bytes, seconds, created, nvrtc: from the metadata; empty
-            where it cannot be read.
+        metadata: what the file says of the kernel, without its source and log; empty where it cannot be read.
     """
 
     key: str
@@ -67,15 +66,7 @@ class EntryInfo:
     last_used: float
     problem: str | None = None
     foreign: bool = False
-    label: str = ""
-    spec: dict = field(default_factory=dict)
-    registers: int = 0
-    spill_bytes: int = 0
-    serialised: str = ""
-    stack_bytes: int = 0
-    seconds: float = 0.0
-    created: float = 0.0
-    nvrtc: str = ""
+    metadata: dict = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -161,9 +152,12 @@ def _parse_metadata(text: bytes, key: str) -> dict:
     return metadata
 
 
-_FIELDS = dict.fromkeys(("label", "source", "log"), str) | dict.fromkeys(("spec", "nvrtc"), dict) | dict.fromkeys(
-    ("registers", "spill_bytes", "stack_bytes"), int) | dict.fromkeys(("seconds", "created"), (int, float)
-)  # fmt: skip
+_FIELDS = {
+    **dict.fromkeys(("label", "source", "log"), str),
+    **dict.fromkeys(("spec", "nvrtc"), dict),
+    **dict.fromkeys(("registers", "spill_bytes", "stack_bytes"), int),
+    **dict.fromkeys(("seconds", "created"), (int, float)),
+}
 """Metadata that is read again, by type. `serialised` may be missing."""
 
 
@@ -186,8 +180,7 @@ def describe_entry(root: Path, path: Path) -> EntryInfo:
             raise BadEntry("set aside")
         with open_entry(path) as file:
             data = _parse_metadata(_read_header(file)[0], key)
-        names = ("label", "spec", "registers", "spill_bytes", "serialised", "stack_bytes", "seconds", "created")
-        return replace(base, nvrtc=data["nvrtc"]["build"], **{name: data[name] for name in names if name in data})
+        return replace(base, metadata={name: data[name] for name in data if name not in ("source", "log")})
     except (BadEntry, OSError) as error:
         foreign = isinstance(error, UntrustedEntry) and status.st_uid != os.geteuid()
         return replace(base, problem=str(error), foreign=foreign)
