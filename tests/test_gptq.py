@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from jitgemm.checkpoint import read_layer
-from jitgemm.checkpoint.gptq import FORMAT
 
 V1 = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}
 V2 = V1 | {"checkpoint_format": "gptq_v2"}

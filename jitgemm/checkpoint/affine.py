@@ -3,7 +3,7 @@
 ::
 
     integer_zero   (q - zero) * scale             zero an integer 0..16
-    float_zero     (q - 8) * scale + zero         zero a float
+    float_zero     q * scale + zero               zero a float
     scaled_zero    q * scale - zero               zero a float that was an integer times scale, rounded
 """
 
@@ -24,6 +24,13 @@ from jitgemm.weight.pack import MAX_ZERO
 
 FLOATS = tuple(torch_dtype(name) for name in REAL_TYPES)
 """What a scale may be."""
+INT32 = (torch.int32,)
+INT8 = (torch.int8,)
+BYTES = (torch.int8, torch.uint8)
+
+Layout = Mapping[str, tuple[Any, ...]]
+"""{name: (dtypes, "k / 8", "n")} of a format's tensors. A dimension is a number, a letter for a size, or a letter over
+how many of its elements share a word."""
 
 
 def setting(config: Mapping[str, Any] | None, *names: str, default: Any = None) -> Any:
@@ -35,19 +42,43 @@ def setting(config: Mapping[str, Any] | None, *names: str, default: Any = None) 
     return default
 
 
-def take(tensors: Mapping[str, Any], name: str, dtypes: tuple[torch.dtype, ...], *dims: str) -> Any:
-    """tensors[name], a tensor or its header, of one of the dtypes and with that many dimensions.
+def check_setting(config: Mapping[str, Any] | None, expected: Any, *names: str) -> None:
+    """Raises ValueError for a config that has another value under one of the names."""
+    found = setting(config, *names, default=expected)
+    if found != expected:
+        raise ValueError(f"{names[0]}: expected {expected}, got {found!r}")
+
+
+def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
+    """The size that each letter of the layout stands for, from tensors or their headers.
 
     Raises:
-        ValueError: there is none such; `dims` ("k / 8", "n") say in the message what the dimensions are.
+        ValueError: a tensor is missing, has another dtype or number of dimensions, or contradicts one further up.
     """
-    expected = f"{name}: expected {' or '.join(dtype_name(d) for d in dtypes)} [{', '.join(dims)}]"
-    if name not in tensors:
-        raise ValueError(f"{expected}, found none")
-    tensor = tensors[name]
-    if tensor.dtype not in dtypes or tensor.dim() != len(dims):
-        raise ValueError(f"{expected}, got {describe(tensor)}")
-    return tensor
+    sizes: dict[str, int] = {}
+    for name, (dtypes, *dims) in layout.items():
+        expected = f"{name}: expected {' or '.join(dtype_name(d) for d in dtypes)} [{', '.join(dims)}]"
+        if name not in tensors:
+            raise ValueError(f"{expected}, found none")
+        tensor = tensors[name]
+        if tensor.dtype not in dtypes or tensor.dim() != len(dims):
+            raise ValueError(f"{expected}, got {describe(tensor)}")
+        shape = []
+        for dim, size in zip(dims, tensor.shape):
+            letter, _, per_word = dim.partition(" / ")
+            elements = int(per_word or 1)
+            sizes.setdefault(letter, int(letter) if letter.isdigit() else size * elements)
+            shape.append(sizes[letter] // elements)
+        check_shape(name, tensor, *shape)
+    return sizes
+
+
+def fits(tensors: Mapping[str, Any], layout: Layout) -> bool:
+    """Whether tensors or their headers are of this layout."""
+    try:
+        return bool(measure(tensors, layout))
+    except ValueError:
+        return False
 
 
 def check_shape(name: str, tensor: torch.Tensor | TensorInfo, *shape: int) -> None:
@@ -60,6 +91,13 @@ def check_single(name: str, tensor: torch.Tensor | TensorInfo) -> None:
     """Raises ValueError for more than one element, or none."""
     if math.prod(tensor.shape) != 1:
         raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
+
+
+def check_codes(name: str, codes: torch.Tensor, least: int, most: int, form: str = "") -> None:
+    """Raises ValueError for values outside least..most. `form` says in the message what else was expected."""
+    low, high = (int(x) for x in codes.aminmax()) if codes.numel() else (least, most)
+    if low < least or high > most:
+        raise ValueError(f"{name}: expected 4-bit values {least}..{most}{form}, got {low}..{high}")
 
 
 def group_size_of(k: int, groups: int, given: Any, name: str) -> int:
@@ -118,35 +156,20 @@ def float_zero(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group_s
     """q * scale + zero; without offset where every zero is 0.
 
     Args:
-        q: int8 [n, k], -8..7.
+        q: [n, k], int8 of -8..7 or uint8 of 0..15.
         scale, zero: floats [n, G]. Where their dtypes differ, both are widened to fp32.
     """
-    if not bool(zero.any()):
-        return CanonicalWeight(q, scale, group_size=group_size)
-    if scale.dtype != zero.dtype:
-        scale, zero = scale.float(), zero.float()
-    return CanonicalWeight(q, scale, offset=zero, group_size=group_size)
+    offset = zero if bool(zero.any()) else None
+    if offset is not None and scale.dtype != zero.dtype:
+        scale, offset = scale.float(), zero.float()
+    none = None if q.dtype == torch.int8 else torch.zeros(scale.shape, dtype=torch.uint8, device=scale.device)
+    return CanonicalWeight(q, scale, none, offset, group_size)
 
 
 def scaled_zero(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group_size: int) -> CanonicalWeight:
-    """q * scale - zero. With integer zero points where every zero is exactly an integer 0..16 times its scale.
-
-    Args:
-        q: uint8 [n, k], 0..15.
-        scale, zero: floats [n, G]. Where their dtypes differ, both are widened to fp32.
-    """
+    """q * scale - zero, as `float_zero`. With integer zero points where every zero is exactly 0..16 times its scale."""
     integer = (zero.double() / scale.double()).round()
     exact = (integer * scale.double() == zero.double()) & (integer >= 0) & (integer <= MAX_ZERO)
     if scale.dtype != torch.float32 and bool(exact.all()):  # in fp32, q * scale is rounded before zero is subtracted
         return integer_zero(q, scale, integer.to(torch.uint8), group_size, name="zero")
-    if scale.dtype != zero.dtype:
-        scale, zero = scale.float(), zero.float()
-    none = torch.zeros(scale.shape, dtype=torch.uint8, device=scale.device)
-    return CanonicalWeight(q, scale, none, offset=-zero, group_size=group_size)
-
-
-def check_codes(name: str, codes: torch.Tensor, least: int, most: int) -> None:
-    """Raises ValueError for values outside least..most."""
-    found = [int(x) for x in codes.aminmax()] if codes.numel() else [least, most]
-    if found[0] < least or found[1] > most:
-        raise ValueError(f"{name}: expected 4-bit values {least}..{most}, got {found[0]}..{found[1]}")
+    return float_zero(q, scale, -zero, group_size)

@@ -40,18 +40,21 @@ import torch
 
 from jitgemm.checkpoint.affine import (
     FLOATS,
-    check_shape,
+    INT8,
+    check_setting,
+    float_zero,
     group_size_of,
     integer_zero,
+    measure,
     scaled_zero,
     setting,
-    take,
 )
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
 from jitgemm.tensors import describe, dtype_name
 from jitgemm.weight.pack import MAX_ZERO
 
+_LAYOUT = {"qweight": (INT8, "n", "k / 2"), "scales": (FLOATS, "n", "G")}
 _INT8_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _EXACT_BITS = 2.0**20  # q - zero is exact in fp32 where zero is a multiple of its inverse
 
@@ -68,34 +71,30 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
 
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    bits = setting(config, "bits", "weight_bits", default=4)
-    if bits != 4:
-        raise ValueError(f"bits: expected 4, got {bits!r}")
+    check_setting(config, 4, "bits", "weight_bits")
     if "qweight" in tensors and tensors["qweight"].dim() == 4:
         raise ValueError(
             f"qweight: expected int8 [n, k / 2], got {describe(tensors['qweight'])}: tiles of propagate_b, which are "
             "not read here"
         )
-    qweight = take(tensors, "qweight", (torch.int8,), "n", "k / 2")
-    scales = take(tensors, "scales", FLOATS, "n", "G")
-    n, k, groups = qweight.shape[0], 2 * qweight.shape[1], scales.shape[1]
-    check_shape("scales", scales, n, groups)
-    sizes = Sizes(n, k, group_size_of(k, groups, setting(config, "group_size"), "scales"))
-    if _order(config, scales.dtype) is not None and k % 8:
-        raise ValueError(f"qweight: expected k to be a multiple of 8 for fast_decoding, got {describe(qweight)}")
     name, mode = _zeros_name(tensors), setting(config, "zeros_mode")
+    layout = dict(_LAYOUT)
+    if name is not None:
+        packed = tensors[name].dtype == torch.int8
+        layout[name] = (INT8, "G", "n / 2") if packed else (FLOATS, "n", "G")
+        if packed and mode not in (None, "quantized"):
+            raise ValueError(f"{name}: expected floats [n, G] for zeros_mode {mode!r}, got {describe(tensors[name])}")
+        if not packed and mode not in ("rescale", "original"):
+            raise ValueError(f"zeros_mode: expected original or rescale for float zeros, got {mode!r}")
+    size = measure(tensors, layout)
+    n, k = size["n"], size["k"]
+    if _order(config, tensors["scales"].dtype) is not None and k % 8:
+        raise ValueError(
+            f"qweight: expected k to be a multiple of 8 for fast_decoding, got {describe(tensors['qweight'])}"
+        )
     if name is None:
         _implied_zero(config)
-    elif tensors[name].dtype == torch.int8:
-        zeros = take(tensors, name, (torch.int8,), "G", "n / 2")
-        if mode not in (None, "quantized"):
-            raise ValueError(f"{name}: expected floats [n, G] for zeros_mode {mode!r}, got {describe(zeros)}")
-        check_shape(name, zeros, groups, n // 2)
-    else:
-        check_shape(name, take(tensors, name, FLOATS, "n", "G"), n, groups)
-        if mode not in ("rescale", "original"):
-            raise ValueError(f"zeros_mode: expected original or rescale for float zeros, got {mode!r}")
-    return sizes
+    return Sizes(n, k, group_size_of(k, size["G"], setting(config, "group_size"), "scales"))
 
 
 def _zeros_name(tensors: Mapping[str, Any]) -> str | None:
@@ -105,7 +104,8 @@ def _zeros_name(tensors: Mapping[str, Any]) -> str | None:
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
     group_size = _sizes(tensors, config).group_size
     scales, name = tensors["scales"], _zeros_name(tensors)
-    q = _codes(tensors["qweight"], _order(config, scales.dtype))
+    order = _order(config, scales.dtype)
+    q = unpack_nibbles(tensors["qweight"].contiguous().view(torch.int32 if order else torch.int8), 1, order=order)
     if name is None:
         implied = torch.full_like(scales, _implied_zero(config), dtype=torch.uint8)
         return integer_zero(q, scales, implied, group_size, name="W_dtype")
@@ -114,12 +114,6 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
         return integer_zero(q, scales, unpack_nibbles(zeros, 1).T, group_size, name=name)
     if setting(config, "zeros_mode") == "rescale":
         return scaled_zero(q, scales, zeros, group_size)
-    return _read_original(q, scales, zeros, group_size, name)
-
-
-def _read_original(
-    q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group_size: int, name: str
-) -> CanonicalWeight:
     wide = zeros.float()
     if bool(((wide == wide.round()) & (wide >= 0) & (wide <= MAX_ZERO)).all()):
         return integer_zero(q, scales, wide.to(torch.uint8), group_size, name=name)
@@ -130,16 +124,7 @@ def _read_original(
             f"{name}: expected zeros_mode original to have integers 0..{MAX_ZERO}, or fp16 or bf16 multiples of 2**-20 "
             "within -16..16, got others"
         )
-    scale = scales.float()
-    none = torch.zeros(scale.shape, dtype=torch.uint8, device=scale.device)
-    return CanonicalWeight(q, scale, none, offset=-(wide * scale), group_size=group_size)
-
-
-def _codes(qweight: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """uint8 [n, k], 0..15."""
-    if order is None:
-        return unpack_nibbles(qweight, 1)
-    return unpack_nibbles(qweight.contiguous().view(torch.int32), 1, order=order)
+    return float_zero(q, scales.float(), -(wide * scales.float()), group_size)
 
 
 def _order(config: Mapping[str, Any] | None, scale_dtype: torch.dtype) -> tuple[int, ...] | None:

@@ -42,18 +42,6 @@ class Sizes:
     group_size: int | None = None
 
 
-def _same_for_every_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
-    return config
-
-
-def _nothing_more(metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
-    return {}
-
-
-def _nowhere_else(prefix: str) -> Mapping[str, str]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Format:
     """A checkpoint format; one module each.
@@ -81,9 +69,9 @@ class Format:
     detect: Callable[[Mapping[str, TensorInfo], Mapping[str, Any] | None], bool]
     sizes: Callable[[Mapping[str, Any], Mapping[str, Any] | None], Sizes]
     read: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any] | None], CanonicalWeight]
-    for_layer: Callable[[Mapping[str, Any] | None, str], Mapping[str, Any] | None] = _same_for_every_layer
-    elsewhere: Callable[[str], Mapping[str, str]] = _nowhere_else
-    described: Callable[[Mapping[str, str], str], Mapping[str, Any]] = _nothing_more
+    for_layer: Callable[[Mapping[str, Any] | None, str], Mapping[str, Any] | None] = lambda config, prefix: config
+    elsewhere: Callable[[str], Mapping[str, str]] = lambda prefix: {}
+    described: Callable[[Mapping[str, str], str], Mapping[str, Any]] = lambda metadata, prefix: {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,12 +176,11 @@ class CanonicalWeight:
             raise ValueError(f"tp_dim: expected 'n' or 'k', got {dim!r}")
         if world == 1:
             return self
-        return self._shard_n(rank, world) if dim == "n" else self._shard_k(rank, world)
-
-    def _shard_n(self, rank: int, world: int) -> CanonicalWeight:
-        rows = _part("n", self.n, rank, world, _MIN_N)
-        cut = {name: _slice(getattr(self, name), rows) for name in ("q", "scale", "zero", "offset", "bias")}
-        return replace(self, **cut)
+        if dim == "n":
+            rows = _part("n", self.n, rank, world, _MIN_N)
+            bias = None if self.bias is None else self.bias[rows]
+            return replace(self, q=self.q[rows], bias=bias, **self.parameters(lambda values: values[rows]))
+        return self._shard_k(rank, world)
 
     def _shard_k(self, rank: int, world: int) -> CanonicalWeight:
         columns = _part("k", self.k, rank, world, _MIN_K)
@@ -205,7 +192,7 @@ class CanonicalWeight:
                 f"{self.k} / {world} = {size}"
             )
         width = 1 if per_channel else self.group_size
-        groups = slice(0, 1) if per_channel else slice(columns.start // width, columns.stop // width)
+        groups = slice(columns.start // width, columns.stop // width)
         permutation, picked = None, columns
         if self.permutation is not None:
             # The groups that hold this rank's columns, wherever the permutation has put them.
@@ -219,40 +206,20 @@ class CanonicalWeight:
                 )
             picked = mine.nonzero().flatten()
             permutation = self.permutation[picked] - columns.start
-            if not per_channel:
-                groups = whole.all(1).nonzero().flatten()
+            groups = whole.all(1).nonzero().flatten()
         return replace(
             self,
             q=self.q[:, picked],
-            scale=self.scale[:, groups],
-            zero=None if self.zero is None else self.zero[:, groups],
-            offset=None if self.offset is None else self.offset[:, groups],
+            **({} if per_channel else self.parameters(lambda values: values[:, groups])),
             group_size=size if per_channel else self.group_size,
             permutation=permutation,
             bias=self.bias if rank == 0 else None,
         )
 
-    def regroup(self, group_size: int) -> CanonicalWeight:
-        """The same weight with smaller groups: every scale, zero and offset repeated. Exact.
-
-        Raises:
-            ValueError: group_size does not divide this weight's (or, per channel, is not below k).
-        """
-        if self.group_size < self.k and self.group_size % group_size or group_size > min(self.group_size, self.k):
-            raise ValueError(f"group_size: expected a divisor of {self.group_size}, got {group_size}")
-        groups = 1 if group_size >= self.k else ceil_div(self.k, group_size)
-        source = torch.arange(groups, device=self.q.device) * group_size // self.group_size
-        if self.group_size >= self.k:
-            source.zero_()
-        repeated = {
-            name: None if getattr(self, name) is None else getattr(self, name)[:, source]
-            for name in ("scale", "zero", "offset")
-        }
-        return replace(self, **repeated, group_size=group_size)
-
-    def with_bias(self, bias: torch.Tensor) -> CanonicalWeight:
-        """The same weight with a bias, float [n]."""
-        return replace(self, bias=bias)
+    def parameters(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        """scale, zero and offset, each changed where the weight has it."""
+        found = {"scale": self.scale, "zero": self.zero, "offset": self.offset}
+        return {name: None if values is None else change(values) for name, values in found.items()}
 
     def pack(self, lhs_dtype: torch.dtype | None = None) -> W4Weight:
         """Packs for the kernel, on q's device. Group sizes that the kernel lacks are repeated as smaller ones.
@@ -263,30 +230,26 @@ class CanonicalWeight:
         Raises:
             ValueError: sizes that the kernel cannot have, or codes or zero points out of range.
         """
-        weight = self
-        if self.group_size < self.k and self.group_size not in GROUP_SIZES:
-            divisors = [size for size in GROUP_SIZES if self.group_size % size == 0]
+        size = self.group_size
+        if size < self.k and size not in GROUP_SIZES:
+            divisors = [each for each in GROUP_SIZES if size % each == 0]
             if not divisors:
                 raise ValueError(
-                    f"group_size: expected a multiple of one of {GROUP_SIZES}, or k for per channel, got "
-                    f"{self.group_size}"
+                    f"group_size: expected a multiple of one of {GROUP_SIZES}, or k for per channel, got {size}"
                 )
-            weight = self.regroup(max(divisors))
-        elif self.offset is not None and self.group_size >= self.k:
+            size = max(divisors)
+        elif self.offset is not None and size >= self.k:
             # The kernel adds offsets by group only.
-            smaller = [size for size in GROUP_SIZES if size < self.k and size <= 128]
+            smaller = [each for each in GROUP_SIZES if each < self.k and each <= 128]
             if not smaller:
                 raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {self.k}")
-            weight = self.regroup(max(smaller))
+            size = max(smaller)
+        parameters = self.parameters(lambda values: values)
+        if size != self.group_size:
+            groups = torch.arange(ceil_div(self.k, size), device=self.q.device) * size // min(self.group_size, self.k)
+            parameters = self.parameters(lambda values: values[:, groups])
         return pack_w4(
-            weight.q,
-            weight.scale,
-            weight.zero,
-            offset=weight.offset,
-            permutation=weight.permutation,
-            group_size=weight.group_size,
-            k=weight.k,
-            lhs_dtype=lhs_dtype,
+            self.q, **parameters, permutation=self.permutation, group_size=size, k=self.k, lhs_dtype=lhs_dtype
         )
 
 
@@ -398,7 +361,3 @@ def _part(dim: str, size: int, rank: int, world: int, multiple: int) -> slice:
             f"tp_size: expected {dim} / tp_size to be a multiple of {multiple}, got {size} / {world} = {size / world:g}"
         )
     return slice(rank * size // world, (rank + 1) * size // world)
-
-
-def _slice(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    return None if tensor is None else tensor[rows]

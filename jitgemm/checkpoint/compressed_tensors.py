@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import check_shape, check_single, take
+from jitgemm.checkpoint.affine import INT8, check_codes, check_shape, check_single, measure
 from jitgemm.checkpoint.bits import minus_8, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order, check_known
 from jitgemm.kernel.formats import ceil_div
@@ -105,7 +105,8 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
 def _size_of_codes(tensors: Mapping[str, Any]) -> tuple[int, int]:
     """n, k; k rounded up to a word where `weight_shape` is a header."""
     if "weight_packed" not in tensors:
-        return take(tensors, "weight", (torch.int8,), "n", "k").shape
+        size = measure(tensors, {"weight": (INT8, "n", "k")})
+        return size["n"], size["k"]
     packed = tensors["weight_packed"]
     if packed.dtype != torch.int32 or packed.dim() != 2:
         raise ValueError(
@@ -127,9 +128,7 @@ def _codes(tensors: Mapping[str, torch.Tensor], k: int) -> torch.Tensor:
     if "weight_packed" in tensors:
         return minus_8(unpack_nibbles(tensors["weight_packed"], 1))[:, :k]
     q = tensors["weight"]
-    least, most = (int(x) for x in q.aminmax()) if q.numel() else (0, 0)
-    if least < -8 or most > 7:
-        raise ValueError(f"weight: expected 4-bit values -8..7 in int-quantized int8, got {least}..{most}")
+    check_codes("weight", q, -8, 7, " in int-quantized int8")
     return q
 
 
@@ -172,9 +171,7 @@ def _zero_point(tensors: Mapping[str, torch.Tensor], scheme: Mapping[str, Any], 
         return None
     if (scheme.get("weights") or {}).get("symmetric"):
         raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
-    least, most = (int(x) for x in zero.aminmax())
-    if least < -8 or most > 7:
-        raise ValueError(f"weight_zero_point: expected 4-bit values -8..7, got {least}..{most}")
+    check_codes("weight_zero_point", zero, -8, 7)
     return (zero + 8).view(torch.uint8)
 
 

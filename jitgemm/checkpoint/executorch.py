@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import FLOATS, check_shape, group_size_of, integer_zero, setting, take
+from jitgemm.checkpoint.affine import FLOATS, INT8, group_size_of, integer_zero, measure, setting
 from jitgemm.checkpoint.bits import HIGH_FIRST, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
-from jitgemm.checkpoint.torchao import read_tinygemm, read_unpacked, take_any
+from jitgemm.checkpoint.torchao import SCALES_AND_ZEROS, read_tinygemm, read_unpacked
 from jitgemm.tensors import describe
 
 _OPERATOR_NAMES = ("weights_4x2", "weights_4bit")
@@ -67,32 +67,27 @@ def _both_name(tensors: Mapping[str, Any]) -> str | None:
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     name, both = _codes_name(tensors), _both_name(tensors)
-    take_any(tensors, name)
+    given, packed = setting(config, "group_size"), {name: ((torch.uint8,), "n", "k / 2")}
     if "scales" in tensors:
-        weight = take(tensors, name, (torch.int8,), "n", "k")
-        scales = take(tensors, "scales", FLOATS, "n", "G")
+        given, parameters = None, "scales"
+        layout = {name: (INT8, "n", "k"), "scales": (FLOATS, "n", "G")}
         if "zeros" in tensors:
-            take(tensors, "zeros", (*FLOATS, *_INTEGERS), "n", "G")
-        return Sizes(*weight.shape, group_size_of(weight.shape[1], scales.shape[1], None, "scale"))
-    weight = take(tensors, name, (torch.uint8,), "n", "k / 2")
-    n, k = weight.shape[0], 2 * weight.shape[1]
-    given = setting(config, "group_size")
-    if both is not None:
-        parameters = take(tensors, both, FLOATS, "G", "n", "2")
-        return Sizes(n, k, group_size_of(k, parameters.shape[0], given, both))
-    scale = take(tensors, "weight_scales", FLOATS, "G", "n")
-    if "weight_zeros" not in tensors:
-        raise ValueError(
-            "weight_zeros: expected integers beside weight_scales, as linear_qta8a_qga4w has them; found none "
-            "(linear_q4gsw, without them, has its nibbles in another order)"
-        )
-    zero = take(tensors, "weight_zeros", _INTEGERS, "G", "n")
-    check_shape("weight_zeros", zero, *scale.shape)
-    if scale.shape == (n, n):
-        raise ValueError(f"weight_scales: expected [G, n] or [n, G], got {describe(scale)}, which fits both")
-    if scale.shape[0] != n:
-        check_shape("weight_scales", scale, scale.shape[0], n)
-    return Sizes(n, k, group_size_of(k, scale.shape[scale.shape[0] == n], given, "weight_scales"))
+            layout["zeros"] = ((*FLOATS, *_INTEGERS), "n", "G")
+    elif both is not None:
+        parameters, layout = both, packed | {both: SCALES_AND_ZEROS}
+    else:
+        parameters, n, scale = "weight_scales", measure(tensors, packed)["n"], tensors["weight_scales"]
+        if "weight_zeros" not in tensors:
+            raise ValueError(
+                "weight_zeros: expected integers beside weight_scales, as linear_qta8a_qga4w has them; found none "
+                "(linear_q4gsw, without them, has its nibbles in another order)"
+            )
+        if scale.shape == (n, n):
+            raise ValueError(f"weight_scales: expected [G, n] or [n, G], got {describe(scale)}, which fits both")
+        dims = ("n", "G") if scale.shape[:1] == (n,) else ("G", "n")
+        layout = packed | {"weight_scales": (FLOATS, *dims), "weight_zeros": (_INTEGERS, *dims)}
+    size = measure(tensors, layout)
+    return Sizes(size["n"], size["k"], group_size_of(size["k"], size["G"], given, parameters))
 
 
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:

@@ -28,38 +28,39 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import FLOATS, check_shape, group_size_of, integer_zero, setting, take
+from jitgemm.checkpoint.affine import (
+    FLOATS,
+    INT32,
+    check_setting,
+    check_shape,
+    fits,
+    group_size_of,
+    integer_zero,
+    measure,
+    setting,
+)
 from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order
 
 _VERSIONS = ("gptq", "gptq_v2")
 _ONE_IN_EACH = 0x11111111
+_LAYOUT = {"qweight": (INT32, "k / 8", "n"), "scales": (FLOATS, "G", "n"), "qzeros": (INT32, "G", "n / 8")}
 
 
 def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
     method = setting(config, "quant_method")
     if "qweight" not in names or _checkpoint_format(config) == "bitblas" or method not in (None, "gptq"):
         return False
-    if method == "gptq":
-        return True
-    qweight, scales, qzeros = (names.get(name) for name in ("qweight", "scales", "qzeros"))
-    if scales is None or qzeros is None or qweight.dtype != torch.int32 or len(scales.shape) != 2:
-        return False
-    groups, n = scales.shape
-    return len(qweight.shape) == 2 and qweight.shape[1] == n and qzeros.shape == (groups, n // 8)
+    return method == "gptq" or fits(names, _LAYOUT)
 
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     _check_config(config)
-    qweight = take(tensors, "qweight", (torch.int32,), "k / 8", "n")
-    qzeros = take(tensors, "qzeros", (torch.int32,), "G", "n / 8")
-    scales = take(tensors, "scales", FLOATS, "G", "n")
-    k, n, groups = 8 * qweight.shape[0], qweight.shape[1], scales.shape[0]
-    check_shape("scales", scales, groups, n)
-    check_shape("qzeros", qzeros, groups, n // 8)
+    size = measure(tensors, _LAYOUT)
     if "g_idx" in tensors:
-        check_shape("g_idx", tensors["g_idx"], k)
-    return Sizes(n, k, group_size_of(k, groups, setting(config, "group_size"), "scales"))
+        check_shape("g_idx", tensors["g_idx"], size["k"])
+    group_size = group_size_of(size["k"], size["G"], setting(config, "group_size"), "scales")
+    return Sizes(size["n"], size["k"], group_size)
 
 
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
@@ -68,18 +69,12 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
     permutation = activation_order(tensors["g_idx"], group_size) if "g_idx" in tensors else None
     if permutation is not None:
         q = q[:, permutation.long()]
-    zero = _zero_points(tensors["qzeros"], version, _written_by_gptqmodel(config)).T
+    qzeros, in_words = tensors["qzeros"], version == "gptq" and _written_by_gptqmodel(config)
+    zero = unpack_nibbles(qzeros + _ONE_IN_EACH if in_words else qzeros, 1)  # int32 wraps
+    if version == "gptq" and not in_words:
+        zero = zero + 1
     scale = tensors["scales"].T.contiguous()
-    return integer_zero(q.contiguous(), scale, zero, group_size, permutation, name="qzeros")
-
-
-def _zero_points(qzeros: torch.Tensor, version: str, whole_words: bool) -> torch.Tensor:
-    """Integers [G, n]."""
-    if version == "gptq_v2":
-        return unpack_nibbles(qzeros, 1)
-    if whole_words:
-        return unpack_nibbles(qzeros + _ONE_IN_EACH, 1)  # int32 wraps
-    return unpack_nibbles(qzeros, 1) + 1
+    return integer_zero(q.contiguous(), scale, zero.T, group_size, permutation, name="qzeros")
 
 
 def _checkpoint_format(config: Mapping[str, Any] | None) -> str:
@@ -101,12 +96,8 @@ def _check_config(config: Mapping[str, Any] | None) -> str:
     version = _checkpoint_format(config)
     if version not in _VERSIONS:
         raise ValueError(f"checkpoint_format: expected {' or '.join(_VERSIONS)}, got {version!r}")
-    bits = setting(config, "bits", "wbits", default=4)
-    if bits != 4:
-        raise ValueError(f"bits: expected 4, got {bits!r}")
-    words = setting(config, "pack_dtype", default="int32")
-    if words != "int32":
-        raise ValueError(f"pack_dtype: expected int32, got {words!r}")
+    check_setting(config, 4, "bits", "wbits")
+    check_setting(config, "int32", "pack_dtype")
     return version
 
 

@@ -33,13 +33,25 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import check_shape, group_size_of, integer_zero, scaled_zero, setting, take
+from jitgemm.checkpoint.affine import (
+    BYTES,
+    INT8,
+    check_setting,
+    group_size_of,
+    integer_zero,
+    measure,
+    scaled_zero,
+    setting,
+)
 from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
 from jitgemm.tensors import describe
 
 _TILE = 32
-_BYTES = (torch.int8, torch.uint8)
+_FP16 = (torch.float16,)
+_CODES = {"qweight": (BYTES, "n", "k / 2")}
+_PER_GROUP = _CODES | {"s1_scales": (_FP16, "n"), "s2_scales": (INT8, "G", "n"), "s2_zeros": (INT8, "G", "n")}
+_PER_CHANNEL = _CODES | {"s1_scales": (_FP16, "n"), "s1_szeros": (_FP16, "n")}
 
 
 def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
@@ -47,27 +59,17 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
 
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    bits = setting(config, "wbits", "w_bit", "bits", default=4)
-    if bits != 4:
-        raise ValueError(f"bits: expected 4, got {bits!r}")
-    qweight = take(tensors, "qweight", _BYTES, "n", "k / 2")
-    n, k = qweight.shape[0], 2 * qweight.shape[1]
+    check_setting(config, 4, "bits", "wbits", "w_bit")
+    codes = measure(tensors, _CODES)
+    n, k = codes["n"], codes["k"]
     if n % _TILE or k % _TILE or not n * k:
-        raise ValueError(f"qweight: expected n and k to be multiples of {_TILE}, got {describe(qweight)}")
-    s1 = take(tensors, "s1_scales", (torch.float16,), "n")
-    check_shape("s1_scales", s1, n)
-    given = setting(config, "group_size")
-    if "s2_scales" not in tensors:
-        group_size_of(k, 1, given, "s1_scales")
-        szero = take(tensors, "s1_szeros", (torch.float16,), "n")
-        check_shape("s1_szeros", szero, n)
-        return Sizes(n, k, k)
-    s2 = take(tensors, "s2_scales", (torch.int8,), "G", "n")
-    s2_zero = take(tensors, "s2_zeros", (torch.int8,), "G", "n")
-    groups = s2.shape[0]
-    check_shape("s2_scales", s2, groups, n)
-    check_shape("s2_zeros", s2_zero, groups, n)
-    group_size = group_size_of(k, groups, given, "s2_scales")
+        raise ValueError(f"qweight: expected n and k to be multiples of {_TILE}, got {describe(tensors['qweight'])}")
+    if "s2_scales" in tensors:
+        name, groups = "s2_scales", measure(tensors, _PER_GROUP)["G"]
+    else:
+        measure(tensors, _PER_CHANNEL)
+        name, groups = "s1_scales", 1
+    group_size = group_size_of(k, groups, setting(config, "group_size"), name)
     if k % group_size:
         raise ValueError(f"group_size: expected a divisor of k = {k}, got {group_size}")
     return Sizes(n, k, group_size)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,15 +15,15 @@ from jitgemm.checkpoint.files import Checkpoint, Source, opened
 from jitgemm.weight.w4 import W4Weight
 
 
-class _MissingTensorError(KeyError):
-    """A format asked for a tensor that the layer does not have."""
+class _Found(dict[str, Any]):
+    """A layer's tensors, or their headers, by suffix. A format that asks for another one gets a ValueError."""
 
-
-class _Headers(dict[str, Any]):
-    """Headers of a layer's tensors by suffix."""
+    def __init__(self, format: Format, found: Mapping[str, Any]):
+        super().__init__(found)
+        self._format = format
 
     def __missing__(self, suffix: str) -> Any:
-        raise _MissingTensorError(suffix)
+        raise ValueError(f"{suffix}: expected the tensor for format {self._format.name}, found none")
 
 
 @dataclass(frozen=True)
@@ -42,31 +42,6 @@ class LayerHeader:
     format: Format
     config: Mapping[str, Any] | None
     sizes: Sizes
-
-
-class _LayerTensors(Mapping[str, torch.Tensor]):
-    """A layer's tensors by suffix, each read when it is first looked up."""
-
-    def __init__(self, names: Mapping[str, str], read: Callable[[str], torch.Tensor]):
-        self._names = names
-        self._read = read
-        self._done: dict[str, torch.Tensor] = {}
-
-    def __getitem__(self, suffix: str) -> torch.Tensor:
-        if suffix not in self._names:
-            raise _MissingTensorError(suffix)
-        if suffix not in self._done:
-            self._done[suffix] = self._read(self._names[suffix])
-        return self._done[suffix]
-
-    def __contains__(self, suffix: object) -> bool:
-        return suffix in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def load(
@@ -195,30 +170,20 @@ def layer_header(
     config = {**described, **(config or {})} if described else config
     if config is not None and "refusal" in config:
         raise ValueError(config["refusal"])
-    headers = _Headers(infos)
+    headers = _Found(found, infos)
     if "weight_shape" in names and expert is None:  # two numbers, which say what no header does
         headers["weight_shape"] = checkpoint.read(names["weight_shape"], torch.device("cpu"))
-    return LayerHeader(prefix, names, found, config, _found_all(found, lambda: found.sizes(headers, config)))
+    return LayerHeader(prefix, names, found, config, found.sizes(headers, config))
 
 
 def read_header(
     checkpoint: Checkpoint, header: LayerHeader, device: torch.device, expert: int | None = None
 ) -> CanonicalWeight:
     """The layer that the header describes. Raises ValueError for values that cannot be."""
-    tensors = _LayerTensors(header.names, lambda name: checkpoint.read(name, device, expert))
-    weight = _found_all(header.format, lambda: header.format.read(tensors, header.config))
+    read = {suffix: checkpoint.read(name, device, expert) for suffix, name in header.names.items()}
+    weight = header.format.read(_Found(header.format, read), header.config)
     check_values(weight)
-    if weight.bias is None and "bias" in tensors:
-        weight = weight.with_bias(tensors["bias"])
-    return weight
-
-
-def _found_all(format: Format, result: Callable[[], Any]) -> Any:
-    """result(), where a tensor that the format needs and the layer lacks is a ValueError."""
-    try:
-        return result()
-    except _MissingTensorError as error:
-        raise ValueError(f"{error.args[0]}: expected the tensor for format {format.name}, found none") from error
+    return replace(weight, bias=read.get("bias"))
 
 
 def _of_expert(infos: Mapping[str, TensorInfo], expert: int) -> dict[str, TensorInfo]:

@@ -42,7 +42,7 @@ points. Knows no files: tensors and config come from the caller. Does not import
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,13 +50,16 @@ import torch
 
 from jitgemm.checkpoint.affine import (
     FLOATS,
+    INT8,
+    INT32,
     check_codes,
     check_shape,
+    fits,
     float_zero,
     group_size_of,
     integer_zero,
+    measure,
     setting,
-    take,
 )
 from jitgemm.checkpoint.bits import HIGH_FIRST, minus_8, twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
@@ -64,17 +67,22 @@ from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
 _FLAT = "_weight_"
-_PLAIN_NAMES = ("weight", "weight_int4pack")
-_SUBCLASSES = ("Int4TilePackedTo4dTensor", "Int4Tensor", "Int4PlainInt32Tensor", "IntxUnpackedToInt8Tensor")
 _QDATA_DTYPES = (torch.int8, torch.uint8, torch.int32)
-_PARAMETERS = ("scale", "zero_point", "scale_and_zero", "group_scale", "act_pre_scale")
+_PARTS = ("qdata", "scale", "zero_point", "scale_and_zero", "group_scale", "act_pre_scale")
+SCALES_AND_ZEROS = (FLOATS, "G", "n", "2")
+_LAYOUTS = {
+    "Int4Tensor": ((INT8, "n", "k / 2"), (FLOATS, "G", "n"), (FLOATS, "G", "n")),
+    "Int4PlainInt32Tensor": ((INT32, "n", "k / 8"), (FLOATS, "G", "n"), (INT8, "G", "n")),
+    "IntxUnpackedToInt8Tensor": ((INT8, "n", "k"), (FLOATS, "n", "G"), ((*FLOATS, torch.int8), "n", "G")),
+}
+"""Of qdata, scale and zero_point."""
 
 
 def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
     if setting(config, "quant_method", default="torchao") != "torchao":
         return False
     if "scales_and_zeros" in names:
-        return any(name in names for name in _PLAIN_NAMES)
+        return _codes_name(names) in names
     qdata = names.get(_FLAT + "qdata")
     if qdata is not None:
         others = ("scale_and_zero", "zero_point", "group_scale")
@@ -85,19 +93,19 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     group_size = setting(config, "group_size", "groupsize")
     if "scales_and_zeros" in tensors:
-        codes = take_any(tensors, next((name for name in _PLAIN_NAMES if name in tensors), _PLAIN_NAMES[0]))
-        groups, n, _ = take(tensors, "scales_and_zeros", FLOATS, "G", "n", "2").shape
-        return Sizes(n, _tiled_k(codes) if codes.dim() == 4 else groups * group_size if group_size else None)
+        size, codes = measure(tensors, {"scales_and_zeros": SCALES_AND_ZEROS}), tensors[_codes_name(tensors)]
+        k = _tiled_k(codes) if codes.dim() == 4 else size["G"] * group_size if group_size else None
+        return Sizes(size["n"], k)
     if _FLAT + "qdata" in tensors:
         qdata = tensors[_FLAT + "qdata"]
         padded = (8 * qdata.shape[0], _tiled_k(qdata)) if qdata.dim() == 4 else (qdata.shape[0], None)
         return Sizes(*setting(config, "shape", default=padded))
-    weight = take_any(tensors, "weight")
+    weight = tensors["weight"]
     kind = weight.kind if isinstance(weight, TensorInfo) else type(weight).__name__
-    if kind not in _SUBCLASSES:
-        plain = kind in ("", "Tensor", "Parameter")
-        got = f"a plain {describe(weight)}" if plain else kind
-        raise ValueError(f"weight: expected one of torchao's {', '.join(_SUBCLASSES)}, got {got}")
+    known = ("Int4TilePackedTo4dTensor", *_LAYOUTS)
+    if kind not in known:
+        got = f"a plain {describe(weight)}" if kind in ("", "Tensor", "Parameter") else kind
+        raise ValueError(f"weight: expected one of torchao's {', '.join(known)}, got {got}")
     return Sizes(*weight.shape)
 
 
@@ -105,25 +113,21 @@ def _tiled_k(words: torch.Tensor | TensorInfo) -> int:
     return words.shape[1] * 32 * words.shape[3]
 
 
+def _codes_name(tensors: Mapping[str, Any]) -> str:
+    return "weight" if "weight" in tensors else "weight_int4pack"
+
+
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
     _sizes(tensors, config)
-    group_size = setting(config, "group_size", "groupsize")
     if "scales_and_zeros" in tensors:
-        name = next((name for name in _PLAIN_NAMES if name in tensors), _PLAIN_NAMES[0])
-        codes = take_any(tensors, name)
-        return read_tinygemm(name, codes, take(tensors, "scales_and_zeros", FLOATS, "G", "n", "2"), group_size)
+        name, group_size = _codes_name(tensors), setting(config, "group_size", "groupsize")
+        return read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], group_size)
     if _FLAT + "qdata" in tensors:
-        parts = {name: tensors[_FLAT + name] for name in _PARAMETERS if _FLAT + name in tensors}
-        read = _read_subclass({"qdata": tensors[_FLAT + "qdata"], **parts}, _FLAT, None)
-        return _without_padding(read, *setting(config, "shape", default=(read.n, read.k)))
-    return _read_instance(take_any(tensors, "weight"))
-
-
-def take_any(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """tensors[name], whatever it is. Raises ValueError where there is none."""
-    if name not in tensors:
-        raise ValueError(f"{name}: expected 4-bit codes, found none")
-    return tensors[name]
+        parts = {_FLAT + name: tensors[_FLAT + name] for name in _PARTS if _FLAT + name in tensors}
+        return _without_padding(_read_subclass(parts, _FLAT, None), setting(config, "shape"))
+    weight = tensors["weight"]
+    parts = {"weight." + name: getattr(weight, name) for name in _PARTS if getattr(weight, name, None) is not None}
+    return _without_padding(_read_subclass(parts, "weight.", type(weight).__name__), weight.shape)
 
 
 def read_tinygemm(
@@ -136,8 +140,7 @@ def read_tinygemm(
         scales_and_zeros: [G, n, 2].
         group_size: None where only the shapes say.
     """
-    groups, n, _ = scales_and_zeros.shape
-    check_shape("scales_and_zeros", scales_and_zeros, groups, n, 2)
+    groups = scales_and_zeros.shape[0]
     q = _codes(name, codes, groups, group_size)
     check_shape("scales_and_zeros", scales_and_zeros, groups, q.shape[0], 2)
     scale, zero = (scales_and_zeros[..., i].T.contiguous() for i in (0, 1))
@@ -188,67 +191,46 @@ def unpack_tiles(name: str, words: torch.Tensor) -> torch.Tensor:
 # ---- tensor subclasses -----------------------------------------------------------------------------------------------
 
 
-def _read_instance(weight: torch.Tensor) -> CanonicalWeight:
-    parts = {name: getattr(weight, name) for name in _PARAMETERS if getattr(weight, name, None) is not None}
-    read = _read_subclass({"qdata": weight.qdata, **parts}, "weight.", type(weight).__name__)
-    return _without_padding(read, *weight.shape)
-
-
 def _read_subclass(parts: Mapping[str, torch.Tensor], prefix: str, kind: str | None) -> CanonicalWeight:
-    """From a subclass's own tensors; kind None where dtypes and shapes must tell it."""
-    if "act_pre_scale" in parts:
+    """From a subclass's own tensors under their names in messages; kind None where dtypes and shapes must tell it."""
+    if prefix + "act_pre_scale" in parts:
         raise ValueError(f"{prefix}act_pre_scale: expected none, as it scales the activations first; got one")
-    if "group_scale" in parts:
+    if prefix + "group_scale" in parts:
         raise ValueError(f"{prefix}group_scale: expected a plain packing, got the preshuffled one")
-    qdata = parts["qdata"]
-    if "scale_and_zero" in parts:
+    qdata = parts[prefix + "qdata"]
+    both = prefix + "scale_and_zero"
+    if both in parts:
         if qdata.dtype != torch.int32 or qdata.dim() != 4:
             raise ValueError(
                 f"{prefix}qdata: expected int32 in four dimensions beside scale_and_zero, got {describe(qdata)}, whose "
                 "order depends on the CPU that packed it"
             )
-        return read_tinygemm(prefix + "qdata", qdata, take(parts, "scale_and_zero", FLOATS, "G", "n", "2"), None)
-    scale = take(parts, "scale", FLOATS, "groups", "rows")
-    zero = take(parts, "zero_point", (*FLOATS, torch.int8), "groups", "rows")
-    check_shape(prefix + "zero_point", zero, *scale.shape)
-    if qdata.dim() != 2 or qdata.dtype not in (torch.int8, torch.int32):
-        raise ValueError(
-            f"{prefix}qdata: expected int8 [n, k / 2] or [n, k], or int32 [n, k / 8], got {describe(qdata)}"
-        )
+        measure(parts, {both: SCALES_AND_ZEROS})
+        return read_tinygemm(prefix + "qdata", qdata, parts[both], None)
+    names = [prefix + name for name in ("qdata", "scale", "zero_point")]
+    layouts = {kind: dict(zip(names, layout)) for kind, layout in _LAYOUTS.items()}
     if qdata.dtype == torch.int32:
-        return _read_plain_int32(qdata, scale, zero, prefix)
-    if kind is None:
-        kind = _int8_kind(qdata, scale, zero, prefix)
+        kind, zero = "Int4PlainInt32Tensor", parts.get(names[2])
+        if zero is not None and zero.dtype != torch.int8:
+            raise ValueError(f"{prefix}zero_point: expected int8, as XPU's has it, got {describe(zero)} (NPU's)")
+    elif kind is None:
+        fitting = [each for each, layout in layouts.items() if fits(parts, layout)]
+        if len(fitting) != 1:
+            got = ", ".join(f"{name} {describe(tensor)}" for name, tensor in parts.items())
+            raise ValueError(
+                f"{prefix}scale: expected [G, n] (Int4Tensor) or [n, G] (IntxUnpackedToInt8Tensor), got {got}, which "
+                f"fits {'both; load the subclass itself from a state dict' if fitting else 'neither'}"
+            )
+        kind = fitting[0]
+    size = measure(parts, layouts[kind])
+    scale, zero = parts[names[1]], parts[names[2]]
+    if kind == "IntxUnpackedToInt8Tensor":
+        return read_unpacked(names[0], qdata, scale, zero)
+    group_size = group_size_of(size["k"], size["G"], None, names[1])
+    q, scale, zero = unpack_nibbles(qdata, 1), scale.T.contiguous(), zero.T.contiguous()
     if kind == "Int4Tensor":
-        q = twos_complement(unpack_nibbles(qdata, 1))
-        check_shape(prefix + "scale", scale, scale.shape[0], q.shape[0])
-        group_size = group_size_of(q.shape[1], scale.shape[0], None, prefix + "scale")
-        return float_zero(q, scale.T.contiguous(), zero.T.contiguous(), group_size)
-    return read_unpacked(prefix + "qdata", qdata, scale, zero)
-
-
-def _read_plain_int32(qdata: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, prefix: str) -> CanonicalWeight:
-    if zero.dtype != torch.int8:
-        raise ValueError(f"{prefix}zero_point: expected int8, as XPU's has it, got {describe(zero)} (NPU's)")
-    q = unpack_nibbles(qdata, 1)
-    check_shape(prefix + "scale", scale, scale.shape[0], q.shape[0])
-    group_size = group_size_of(q.shape[1], scale.shape[0], None, prefix + "scale")
-    return integer_zero(q, scale.T.contiguous(), zero.T.contiguous(), group_size, name=prefix + "zero_point")
-
-
-def _int8_kind(qdata: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, prefix: str) -> str:
-    """Which of the two with int8 qdata: Int4Tensor's scale is [G, n] and its zero a float."""
-    n = qdata.shape[0]
-    packed = scale.shape[1] == n and zero.dtype in FLOATS
-    unpacked = scale.shape[0] == n
-    if packed and unpacked:
-        raise ValueError(
-            f"{prefix}scale: expected [G, n] (Int4Tensor) or [n, G] (IntxUnpackedToInt8Tensor), got "
-            f"{list(scale.shape)}, which fits both; load the subclass itself from a state dict"
-        )
-    if not packed and not unpacked:
-        raise ValueError(f"{prefix}scale: expected [G, {n}] or [{n}, G], got {list(scale.shape)}")
-    return "Int4Tensor" if packed else "IntxUnpackedToInt8Tensor"
+        return float_zero(twos_complement(q), scale, zero, group_size)
+    return integer_zero(q, scale, zero, group_size, name=names[2])
 
 
 def read_unpacked(name: str, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> CanonicalWeight:
@@ -258,29 +240,24 @@ def read_unpacked(name: str, q: torch.Tensor, scale: torch.Tensor, zero: torch.T
         ValueError: values out of range, or a zero that is no integer.
     """
     check_codes(name, q, -8, 7)
-    n, k = q.shape
-    check_shape("scale", scale, n, scale.shape[1])
-    group_size = group_size_of(k, scale.shape[1], None, "scale")
+    group_size = group_size_of(q.shape[1], scale.shape[1], None, "scale")
     if zero is None:
         return CanonicalWeight(q, scale, group_size=group_size)
-    check_shape("zero_point", zero, *scale.shape)
     if zero.is_floating_point() and not bool((zero == zero.round()).all()):
         raise ValueError("zero_point: expected integers, as it is subtracted before scaling; got fractions")
     return integer_zero((q + 8).view(torch.uint8), scale, zero.to(torch.int32) + 8, group_size, name="zero_point + 8")
 
 
-def _without_padding(weight: CanonicalWeight, n: int, k: int) -> CanonicalWeight:
-    """The first n rows and k columns."""
+def _without_padding(weight: CanonicalWeight, shape: Sequence[int] | None) -> CanonicalWeight:
+    """The first n rows and k columns, if a shape is known."""
+    n, k = shape or (weight.n, weight.k)
     if (weight.n, weight.k) == (n, k):
         return weight
     if weight.n < n or weight.k < k:
         raise ValueError(f"weight: expected qdata for at least [{n}, {k}], got [{weight.n}, {weight.k}]")
-    groups = slice(ceil_div(k, weight.group_size))
-    cut = {
-        name: None if value is None else value[:n, groups].contiguous()
-        for name, value in (("scale", weight.scale), ("zero", weight.zero), ("offset", weight.offset))
-    }
-    return replace(weight, q=weight.q[:n, :k].contiguous(), **cut)
+    groups = ceil_div(k, weight.group_size)
+    parameters = weight.parameters(lambda values: values[:n, :groups].contiguous())
+    return replace(weight, q=weight.q[:n, :k].contiguous(), **parameters)
 
 
 def _described(metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:

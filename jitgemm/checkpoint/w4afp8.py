@@ -23,17 +23,16 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import check_single
+from jitgemm.checkpoint.affine import BYTES, check_single
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
 
-_BYTES = (torch.int8, torch.uint8)
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
     weight = names.get("weight")
-    if weight is None or weight.dtype not in _BYTES or len(weight.shape) != 2:
+    if weight is None or weight.dtype not in BYTES or len(weight.shape) != 2:
         return False
     scale = names.get("weight_scale_inv")
     if scale is not None:  # int8 in blocks of n and k has such a scale too, with fewer rows
