@@ -14,7 +14,7 @@ REQUIRED = [
     "filelock",
     "platformdirs",
     "rich",
-    "safetensors",
+    "safetensors.torch",
     "typer",
     "cuda.bindings.driver",
     "cuda.bindings.nvrtc",
