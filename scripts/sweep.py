@@ -388,25 +388,24 @@ def of_the_selector(timings: Timings, device: DeviceSpec) -> Timings:
     return {cell: us for cell, us in found.items() if us}
 
 
-def fit(timings: Timings, device: DeviceSpec, seconds: float, seed: int) -> dict[tuple[str, Any], float]:
+def fit(sweeps: Sequence[tuple[Timings, DeviceSpec]], seconds: float, seed: int) -> dict[tuple[str, Any], float]:
     """Random descent on the regret and on the error of predictions of near kernels, from the constants as they are."""
-    problems = {cell: problem_of(cell) for cell in timings}
-    kernels = list(dict.fromkeys(kernel for us in timings.values() for kernel in us))
 
-    def score() -> float:
-        costs = {kernel: model.costs(kernel, device) for kernel in kernels}
+    def score_of(timings: Timings, device: DeviceSpec) -> float:
+        costs = {kernel: model.costs(kernel, device) for us in timings.values() for kernel in us}
         losses, errors = [], []
         for cell, us in timings.items():
-            best = min(us.values())
-            predicted = {
-                kernel: model.times(kernel, costs[kernel], problems[cell], device)[0].total for kernel in us
-            }
+            problem, best = problem_of(cell), min(us.values())
+            predicted = {kernel: model.times(kernel, costs[kernel], problem, device)[0].total for kernel in us}
             least = min(predicted.values())
             weights = {kernel: (value / least) ** (-1 / BLUR) for kernel, value in predicted.items()}
             losses.append(sum(weights[k] * us[k] for k in us) / sum(weights.values()) / best - 1)
             errors += [abs(math.log(predicted[k] / us[k])) for k in us if us[k] <= NEAR * best]
         mean, squares = sum(losses) / len(losses), sum(loss**2 for loss in losses) / len(losses)
-        return 4 * mean + 2 * squares**0.5 + max(losses) / 2 + 0.7 * sum(errors) / len(errors)
+        return 4 * mean + 2 * squares**0.5 + 0.15 * max(losses) + 0.7 * sum(errors) / len(errors)
+
+    def score() -> float:
+        return sum(score_of(*each) for each in sweeps)
 
     def get(name: str, key: Any) -> float:
         return getattr(model, name) if key is None else getattr(model, name)[key]
@@ -569,14 +568,16 @@ def regret(
 @app.command("fit")
 @common.guarded
 def fit_command(
-    file: File,
+    files: Annotated[list[Path], typer.Argument(help="Files of timings, one a device.")],
     seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to fit.")] = 300,
     seed: Annotated[int, typer.Option("--seed")] = 1,
 ) -> None:
-    """Finds constants for jitgemm/select/model.py that would do better on the fitted part; needs no GPU."""
-    sweep = Sweep.read(file)
-    fitted = {cell: us for cell, us in sweep.timings().items() if not held_out(*cell[1:3])}
-    for (name, key), value in fit(of_the_selector(fitted, sweep.device), sweep.device, seconds, seed).items():
+    """Finds constants for jitgemm/select/model.py that would do better on the fitted parts; needs no GPU."""
+    parts = []
+    for sweep in map(Sweep.read, files):
+        fitted = {cell: us for cell, us in sweep.timings().items() if not held_out(*cell[1:3])}
+        parts.append((of_the_selector(fitted, sweep.device), sweep.device))
+    for (name, key), value in fit(parts, seconds, seed).items():
         print(f"{name}{'' if key is None else f'[{key!r}]'} = {value:.4g}")
 
 

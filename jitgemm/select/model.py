@@ -3,9 +3,9 @@
 A call costs what it takes to start, the sum and epilogue of its last tiles, and between the two whatever is slowest of
 memory, of the stages' latency and of the consumers' work. These overlap: they add up in a p-norm, close to the longest.
 
-The constants were fitted to timings of an H200 (`scripts/sweep.py fit`, docs/notes/selector.md), all at once: a
-constant absorbs what the model leaves out beside it, so none is a measurement of the hardware unless it says so.
-Constants in microseconds are an H200's and do not follow a device's clock; those in cycles do.
+The constants were fitted to timings of an H200 and an H100 (`scripts/sweep.py fit`, docs/notes/selector.md), all at
+once: a constant absorbs what the model leaves out beside it, so none is a measurement of the hardware unless it says
+so. Constants in microseconds do not follow a device's clock, those in cycles do.
 """
 
 from __future__ import annotations
@@ -20,39 +20,46 @@ from jitgemm.kernel.tactics import engine_stages, prefetch_stages, promote_recor
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.shapes import launched_clusters, units_of_work
 
-TILE_US = 1.237
+TILE_US = 0.979
 """Start of a kernel and epilogue of a tile."""
-TOKEN_US = 0.003317
+TOKEN_US = 0.004213
 """Added for every token whose results a warpgroup stores."""
-HAND_US = 0.003724
+HAND_US = 0.007782
 """Added for every token and strip of rows whose sums a CTA's warpgroups along k hand to one another."""
-SUM_US = 0.1361
+SUM_US = 0.0238
 """Added where they sum up on their own, with no other CTA."""
-SEND_US = 0.01409
+SEND_US = 0.01224
 """Added for every token and strip of rows whose sums a CTA sends to the others that split k."""
-ALONE_US = 0.688
-"""Added where a CTA is alone on its SM: the next kernel's starts when it ends, and asks for its weights only then."""
-COPY_US = 0.0893
+ALONE_US = 1.116
+"""Added where a CTA is alone on its SM: the next kernel's starts when it ends, and asks for its weights only then. Less
+where SMs are left for some of the next kernel's, nothing where they are for all."""
+ALONE_LEAST = 0.324
+"""Part of it that is left where all but one of the next kernel's find an SM of their own."""
+COPY_US = 0.1855
 """Added where the copy engine brings the first activations, not the consumers."""
-MULTICAST_US = 0.9989
+MULTICAST_US = 0.7003
 """Added for a cluster that shares an operand: its start, and stages that are handed back across CTAs."""
-RECORD_CYCLES = 113.5
+RECORD_CYCLES = 124.1
 """Latency of a record beside its multiply and promotion: barrier, loads from shared memory, loop."""
-HALVES_CYCLES = 144.3
+HALVES_CYCLES = 127.1
 """Added to it in halves where a record's one group is promoted: nothing runs beside that."""
-DECODE_CYCLES = {"any": 224.9, "own": 149.3}
+DECODE_CYCLES = {"any": 229.7, "own": 158.7}
 """Issue cycles of a scheduler for a record on one warpgroup: codes for any activations, or for this type's alone."""
-PROMOTE_CYCLES = {"e4m3": 1.489, "s8": 2.634}
+PROMOTE_CYCLES = {"e4m3": 1.45, "s8": 2.633}
 """Issue cycles of a scheduler for every accumulator register promoted, by lhs type."""
-FETCH_CYCLES = 1520.0
+FETCH_CYCLES = 1695.0
 """From asking for a stage to having it; a pipeline of s stages waits for one part in s - 1 of it at every record."""
-PAIRED_STREAM = 1.563
+PAIRED_STREAM = 1.549
 """Times as long as at the HBM's rate that bytes take where two CTAs share an SM (docs/notes/decode.md)."""
+PAIRED_ISSUE = 1.135
+"""Times as many issue cycles where they do: the next kernel's take some."""
+PREFETCH_US = 1.056
+"""Most microseconds of memory's time that a kernel's prefetch saves it: the end of the kernel before is no longer."""
 L2_BYTES_PER_CYCLE = 39.0
 """Bytes that an SM draws from the L2 in a cycle while all SMs draw: `scripts/probe.py copies` measures 38.7 to 39.9."""
-L2_SHARE = 0.0638
+L2_SHARE = 0.01973
 """Part of the time that operands take from the L2 which nothing hides. Multicast saves by it."""
-OVERLAP = 4.73
+OVERLAP = 4.548
 """Exponent p of the norm (sum of part^p)^(1/p)."""
 
 
@@ -84,8 +91,8 @@ class Costs(NamedTuple):
     latency: float
     fetch: float
     l2: float  # of one record of every warpgroup along n, where all SMs draw
-    stream: float  # of one byte from device memory
-    once: float  # beside the tiles
+    stream: float  # times the HBM's
+    once: float  # beside the tiles, apart from ALONE_US
     tile: float  # sum and epilogue of one tile
     engine_stages: float
     prefetch_stages: int
@@ -121,12 +128,12 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     return Costs(
         # The warpgroups of an SM share its tensor cores and its schedulers.
         tensor=spec.warpgroups * multiply * cycle,
-        issue=spec.warpgroups * (decode + promote) * cycle,
+        issue=spec.warpgroups * (decode + promote) * (PAIRED_ISSUE if spec.ctas_per_sm > 1 else 1.0) * cycle,
         latency=serial * cycle,
         fetch=FETCH_CYCLES / (spec.stages - 1) * cycle,
         l2=spec.multicast * operands / (L2_BYTES_PER_CYCLE * device.num_sms) * cycle,
-        stream=(PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0) / device.hbm_bytes_per_us,
-        once=(ALONE_US if spec.ctas_per_sm == 1 else 0.0) + (MULTICAST_US if spec.multicast > 1 else 0.0),
+        stream=PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0,
+        once=MULTICAST_US if spec.multicast > 1 else 0.0,
         tile=tile,
         engine_stages=engine_stages(spec),
         prefetch_stages=prefetch_stages(spec),
@@ -170,19 +177,22 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     records = rounds * stages
     # CTAs beyond those that fit one an SM share their SMs.
     shared = 2 if ctas > of.sms_of_clusters else 1
-    weight_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
-    other_bytes = m * k + DTYPES[spec.out].bytes * m * n
+    all_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
+    all_bytes += m * k + DTYPES[spec.out].bytes * m * n
     # What CTAs ask for before they wait for the kernel before comes while that one ends.
-    prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * ctas
+    prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * ctas / device.hbm_bytes_per_us
+    # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs.
+    crowded = max(0.0, 2 - device.num_sms / ctas) if spec.ctas_per_sm == 1 else 0.0
+    alone = ALONE_US * (ALONE_LEAST + (1 - ALONE_LEAST) * crowded) if crowded else 0.0
     found = Times(
-        memory=of.stream * max(0, weight_bytes + other_bytes - prefetched),
+        memory=of.stream * max(0.0, all_bytes / device.hbm_bytes_per_us - min(prefetched, PREFETCH_US)),
         fetch=records * of.fetch,
         tensor=shared * records * of.tensor,
         issue=shared * records * of.issue,
         latency=records * of.latency,
         epilogue=(rounds - 1) * of.tile,
         l2=L2_SHARE * units * blocks * of.l2,
-        fixed=of.once + of.tile + (COPY_US if stages <= of.engine_stages else 0.0),
+        fixed=of.once + alone + of.tile + (COPY_US if stages <= of.engine_stages else 0.0),
     )
     return found, rounds, ctas
 
