@@ -15,7 +15,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.w4 import W4Weight, by_group
+from jitgemm.weight.w4 import W4Weight, dequantize_groups
 
 _MIN_K = 32  # what pack_w4 asks k to be a multiple of
 _MIN_N = 8  # and n
@@ -142,14 +142,7 @@ class CanonicalWeight:
     def dequantize(self) -> torch.Tensor:
         """fp32 [n, k], columns in the layer's order: scale and offset widened to fp32, one rounding an operation."""
         weight = self.q.float()
-        if self.zero is not None:
-            for part, value in by_group(weight, self.zero.float(), self.group_size):
-                part -= value
-        for part, value in by_group(weight, self.scale.float(), self.group_size):
-            part *= value
-        if self.offset is not None:
-            for part, value in by_group(weight, self.offset.float(), self.group_size):
-                part += value
+        dequantize_groups(weight, self.group_size, self.scale, self.zero, self.offset)
         if self.permutation is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)

@@ -75,13 +75,12 @@ def gemm_w4a8_bound(
     for strip in range(0, strips, strip_step):
         end = min(strip + strip_step, strips)
         columns = slice(strip * STRIP_ROWS, min(end * STRIP_ROWS, rhs.n))
-        d, scale = integers(rhs, strip, end)
+        d, scale, offset = integers(rhs, strip, end)
         d = _by_run(d, runs, run)
-        offset = rhs.row_offsets(strip, end)
         # [runs, 1, n]: the scale and offset of each run.
         group = torch.arange(runs, device=d.device) * run // max(rhs.group_size, run)
         scale = scale.T[group, None]
-        offset = None if offset is None else offset.to(scale).T[group, None]
+        offset = None if offset is None else offset.T[group, None]
         counts = _by_run(ref.new_ones(1, k), runs, run)
         row_sum = (d.sum(-1)[:, None] * scale).sum(0)
         if offset is not None:

@@ -18,7 +18,7 @@ from jitgemm.gemm.arguments import Lhs, check_weight, split_lhs
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_device
 from jitgemm.tensors import check_dtype, check_tensor, dtype_name
-from jitgemm.weight.w4 import W4Weight, by_group
+from jitgemm.weight.w4 import W4Weight, dequantize_groups
 
 _BUDGET = 1 << 25
 """Float64 values that one temporary may hold (256 MiB)."""
@@ -108,15 +108,9 @@ def _tiles(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None) -> Iterator[tuple
     for strip in range(0, strips, strip_step):
         end = min(strip + strip_step, strips)
         columns = slice(strip * STRIP_ROWS, min(end * STRIP_ROWS, rhs.n))
-        d, scale = integers(rhs, strip, end)
-        offset = rhs.row_offsets(strip, end)
-        offset = None if offset is None else offset.to(torch.float64)
+        d, scale, offset = integers(rhs, strip, end)
         if x.dtype == torch.float8_e4m3fn:  # at most 29 bits, so that weight times scale is exact
-            for part, value in by_group(d, scale, rhs.group_size):
-                part *= value
-            if offset is not None:
-                for part, value in by_group(d, offset, rhs.group_size):
-                    part += value
+            dequantize_groups(d, rhs.group_size, scale, offset=offset)
         widest = max(k, d.shape[0] * (rhs.groups if grouped else 1))
         m_step = max(1, _BUDGET // widest)
         for first in range(0, m, m_step):
@@ -135,14 +129,12 @@ def _tiles(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None) -> Iterator[tuple
             yield rows, columns, ref
 
 
-def integers(rhs: W4Weight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q - zero and scale of some strips, in fp64: [rows, k] and [rows, groups]."""
-    q, scale, zero = rhs.rows(strip, end)
+def integers(rhs: W4Weight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """q - zero, scale and offset of some strips, in fp64: [rows, k] and twice [rows, groups]."""
+    q, scale, zero, offset = rhs.rows(strip, end)
     d = q.to(torch.float64)
-    if zero is not None:
-        for part, value in by_group(d, zero.to(torch.float64), rhs.group_size):
-            part -= value
-    return d, scale.to(torch.float64)
+    dequantize_groups(d, rhs.group_size, zero=zero)
+    return d, scale.to(torch.float64), None if offset is None else offset.to(torch.float64)
 
 
 def _int8_tile(

@@ -15,7 +15,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 SCHEMA = 2
 """Version of the key's fields and of the entry's layout. A change orphans every older entry."""
@@ -152,7 +152,7 @@ def _parse_metadata(text: bytes, key: str) -> dict:
     return metadata
 
 
-_FIELDS = {
+_FIELDS: dict[str, Any] = {
     **dict.fromkeys(("label", "source", "log"), str),
     **dict.fromkeys(("spec", "nvrtc"), dict),
     **dict.fromkeys(("registers", "spill_bytes", "stack_bytes"), int),

@@ -41,12 +41,7 @@ CHUNK_CODES = 32 << 20
 _CODE_WORDS = CODE_BYTES // 4
 
 
-def _i32(word: int) -> int:
-    """The int32 with the bits of an unsigned 32-bit constant."""
-    return word - (1 << 32) if word >> 31 else word
-
-
-_SIGNS = _i32(0x80808080)
+_SIGNS = 0x80808080 - (1 << 32)  # as an int32
 _LOW3 = 0x07070707
 _LOW4 = 0x0F0F0F0F
 
@@ -91,17 +86,12 @@ def encode_codes(codes: torch.Tensor, zero_point: bool, order: str = "any") -> t
     # strip, warp, row half, lane / 4, block, half h, k step in the half, A or B, lane % 4; a word is four k
     signs = codes.view(torch.int32).view(strips, 4, 2, 8, kblocks, 2, 2, 2, 4)
     words = codes.view(torch.int8).abs().view(torch.int32).view(signs.shape) if order == "e4m3" else signs
-    if zero_point:
+    if zero_point or order == "s8":
         a, b = (words & _LOW4).unbind(7)
-        packed = a | (b << 4)
-    elif order == "s8":
-        a, b = (words & _LOW4).unbind(7)
-        packed = (a << 4) | b
-    elif order == "e4m3":
-        a, b = ((words & _LOW3) | (signs & _SIGNS)).unbind(7)
-        packed = a | (b << 4) | ((b >> 28) & 0xF)
+        packed = a | (b << 4) if zero_point else (a << 4) | b
     else:
-        a, b = (((words ^ _byte_masks(words)) & _LOW3) | (words & _SIGNS)).unbind(7)
+        magnitude = words if order == "e4m3" else words ^ _byte_masks(words)
+        a, b = ((magnitude & _LOW3) | (signs & _SIGNS)).unbind(7)
         packed = a | (b << 4) | ((b >> 28) & 0xF)  # b rotated left by four
     return packed.permute(0, 4, 5, 1, 3, 7, 6, 2).reshape(strips, kblocks, _CODE_WORDS)
 
@@ -139,6 +129,11 @@ def split_canonical(q: torch.Tensor, zero_point: bool) -> tuple[torch.Tensor, to
 # --- rows of 64 scales or zero points ---------------------------------------------------------------------------------
 
 
+def bits_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The integer type that carries a value's bits, so that NaN payloads and the sign of zero survive every copy."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+
+
 def _encode_rows(values: torch.Tensor, strips: int, kblocks: int, rows: int, group_size: int) -> torch.Tensor:
     """One value per row of n and group -> [strips, kblocks, rows, 64], zero where there is no such row or group."""
     if group_size == 0:
@@ -150,19 +145,19 @@ def _encode_rows(values: torch.Tensor, strips: int, kblocks: int, rows: int, gro
     return padded.view(strips, STRIP_ROWS, kblocks, rows).permute(0, 2, 3, 1)
 
 
-def _decode_rows(records: torch.Tensor, n: int, k: int, group_size: int) -> torch.Tensor:
-    """Undo `_encode_rows`: [strips, kblocks, rows, 64] -> contiguous [n, groups]."""
-    strips, kblocks, rows, _ = records.shape
-    values = records.permute(0, 3, 1, 2).reshape(strips * STRIP_ROWS, kblocks * rows)
+def unpack_field(field: torch.Tensor, n: int, k: int, group_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Scales, offsets or zero points of a run of strips that holds n rows -> contiguous [n, groups] of `dtype`.
+
+    Args:
+        field: their part of the records, uint8 [strips, kblocks, bytes].
+    """
+    strips, kblocks, _ = field.shape
+    values = field.view(bits_dtype(dtype)).view(strips, kblocks, -1, STRIP_ROWS)
+    values = values.permute(0, 3, 1, 2).reshape(strips * STRIP_ROWS, -1)
     if group_size > BLOCK_K:
         values = values[:, :: group_size // BLOCK_K]
     groups = ceil_div(k, group_size) if group_size else 1
-    return values[:n, :groups].contiguous()
-
-
-def bits_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The integer type that carries a scale's bits, so that NaN payloads and the sign of zero survive every copy."""
-    return torch.int32 if dtype == torch.float32 else torch.int16
+    return values[:n, :groups].contiguous().view(dtype)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -204,22 +199,16 @@ def pack_records(
             pairs[: part.shape[0], : k // 2, 1] = odd
         else:
             codes[: part.shape[0], :k] = part
-        blocks[first:end].view(torch.int32)[:, :, :_CODE_WORDS] = encode_codes(
-            codes, format.zero_point, format.codes
-        )
+        blocks[first:end].view(torch.int32)[:, :, :_CODE_WORDS] = encode_codes(codes, format.zero_point, format.codes)
         for values, start, stop in (
-            (scale if format.scale_rows else None, format.scales_at, format.offsets_at),
+            (scale if format.group_size else None, format.scales_at, format.offsets_at),
             (offset, format.offsets_at, format.zeros_at),
+            (zero, format.zeros_at, format.record_bytes),
         ):
             if values is not None:
                 bits = values[rows].view(bits_dtype(values.dtype))
-                bits = _encode_rows(bits, strips, kblocks, format.scale_rows, format.group_size)
-                target = blocks[first:end, :, start:stop].view(bits.dtype)
-                target.view(strips, kblocks, format.scale_rows, STRIP_ROWS).copy_(bits)
-        if zero is not None:
-            points = _encode_rows(zero[rows], strips, kblocks, format.zero_rows, format.group_size)
-            target = blocks[first:end, :, format.zeros_at :]
-            target.view(strips, kblocks, format.zero_rows, STRIP_ROWS).copy_(points)
+                field = blocks[first:end, :, start:stop].view(bits.dtype).view(strips, kblocks, -1, STRIP_ROWS)
+                field.copy_(_encode_rows(bits, strips, kblocks, field.shape[2], format.group_size))
     return blocks
 
 
@@ -227,28 +216,6 @@ def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> 
     """Records of a run of strips that holds n rows -> int8 (uint8 with zero points) [n, k]. Not chunked."""
     words = blocks.view(torch.int32)[:, :, :_CODE_WORDS]
     return decode_codes(words, format.zero_point, format.codes)[:n, :k]
-
-
-def unpack_scales(blocks: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Records of a run of strips that holds n rows -> scales [n, groups] of `dtype`; only where records hold scales."""
-    return _unpack_reals(blocks[:, :, format.scales_at : format.offsets_at], n, k, format, dtype)
-
-
-def unpack_offsets(blocks: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Records of a run of strips that holds n rows -> offsets [n, groups] of `dtype`; only where records hold them."""
-    return _unpack_reals(blocks[:, :, format.offsets_at : format.zeros_at], n, k, format, dtype)
-
-
-def _unpack_reals(part: torch.Tensor, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
-    bits = part.view(bits_dtype(dtype)).view(*part.shape[:2], format.scale_rows, STRIP_ROWS)
-    return _decode_rows(bits, n, k, format.group_size).view(dtype)
-
-
-def unpack_zeros(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
-    """Records of a run of strips that holds n rows -> zero points uint8 [n, groups]; only where records hold them."""
-    points = blocks[:, :, format.zeros_at :]
-    points = points.view(*blocks.shape[:2], format.zero_rows, STRIP_ROWS)
-    return _decode_rows(points, n, k, format.group_size)
 
 
 def pack_channel_scale(scale: torch.Tensor) -> torch.Tensor:

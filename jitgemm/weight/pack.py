@@ -110,10 +110,9 @@ def pack_w4(
         raise ValueError(
             f"scale: expected shape [{n}, {groups}] for k = {k} and group_size {group_size}, got {list(scale.shape)}"
         )
-    if zero is not None and zero.shape != scale.shape:
-        raise ValueError(f"zero: expected scale's shape {list(scale.shape)}, got {list(zero.shape)}")
-    if offset is not None and offset.shape != scale.shape:
-        raise ValueError(f"offset: expected scale's shape {list(scale.shape)}, got {list(offset.shape)}")
+    for name, tensor in (("zero", zero), ("offset", offset)):
+        if tensor is not None and tensor.shape != scale.shape:
+            raise ValueError(f"{name}: expected scale's shape {list(scale.shape)}, got {list(tensor.shape)}")
     permutation = None if permutation is None else check_permutation(permutation, k)
 
     with torch.inference_mode(False), torch.no_grad():
@@ -148,8 +147,7 @@ def _row_sums(weight: PackedWeight) -> torch.Tensor:
     n, k, device = weight.n, weight.k, weight.blocks.device
     sums = torch.zeros(layout.strips_of(n) * STRIP_ROWS, dtype=torch.float32, device=device)
     for first, end in layout.strip_chunks(n, k):
-        q, scale, zero = weight.rows(first, end)
-        offset = weight.row_offsets(first, end)
+        q, scale, zero, offset = weight.rows(first, end)
         total = torch.zeros(q.shape[0], dtype=torch.float64, device=device)
         column = 0
         for part, _ in by_group(q, scale, weight.format.group_size or k):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -17,18 +17,8 @@ from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_d
 from jitgemm.tensors import check_tensor, describe, dtype_name
 from jitgemm.weight import layout
 
-MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
-
-INTEGERS = (
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+INTEGERS = (torch.uint8, *_SIGNED, torch.uint16, torch.uint32, torch.uint64)
 
 _TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
 _META_MAGIC = 0x4A57345634  # tells a meta tensor of ours from some other int64 tensor
@@ -65,6 +55,10 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""q, scale, zero as `W4Weight.unpack` gives them, and offset [rows, groups] in the scale's type or None."""
+
+
 class PackedWeight(NamedTuple):
     """A packed weight's tensors and what they hold, unchecked; the attributes are `W4Weight`'s.
 
@@ -97,25 +91,23 @@ class PackedWeight(NamedTuple):
         # Both are one step each, so threads agree on a number and never give one twice.
         return _plan_keys.setdefault(values, next(_plan_numbers))
 
-    def rows(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def rows(self, first_strip: int, end_strip: int) -> RowParts:
         """`W4Weight.rows`."""
         first = first_strip * STRIP_ROWS
         n = min(end_strip * STRIP_ROWS, self.n) - first
         part, k, format = self.blocks[first_strip:end_strip], self.k, self.format
+        scale_dtype = torch_dtype(format.scale_type)
+
+        def field(start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+            return layout.unpack_field(part[:, :, start:stop], n, k, format.group_size, dtype)
+
         if self.channel_scale is not None:
             scale = layout.unpack_channel_scale(self.channel_scale[first:], n)
         else:
-            scale = layout.unpack_scales(part, n, k, format, torch_dtype(format.scale_type))
-        zero = layout.unpack_zeros(part, n, k, format) if format.zero_point else None
-        return layout.unpack_codes(part, n, k, format), scale, zero
-
-    def row_offsets(self, first_strip: int, end_strip: int) -> torch.Tensor | None:
-        """`W4Weight.row_offsets`."""
-        if not self.format.offset:
-            return None
-        n = min(end_strip * STRIP_ROWS, self.n) - first_strip * STRIP_ROWS
-        part = self.blocks[first_strip:end_strip]
-        return layout.unpack_offsets(part, n, self.k, self.format, torch_dtype(self.format.scale_type))
+            scale = field(format.scales_at, format.offsets_at, scale_dtype)
+        zero = field(format.zeros_at, format.record_bytes, torch.uint8) if format.zero_point else None
+        offset = field(format.offsets_at, format.zeros_at, scale_dtype) if format.offset else None
+        return layout.unpack_codes(part, n, k, format), scale, zero, offset
 
 
 _plan_keys: dict[tuple[Any, ...], int] = {}
@@ -134,20 +126,27 @@ def check_packed(weight: PackedWeight | W4Weight, name: str = "") -> None:
         raise ValueError(f"{name}format: expected codes 'any' for per-channel int8 with k = {k}, got {fmt.codes!r}")
     strips = layout.strips_of(n)
     rows = (strips * STRIP_ROWS,)
-    _check_packed(name + "blocks", weight.blocks, (strips, layout.kblocks_of(k), fmt.record_bytes), torch.uint8)
-    if fmt.group_size:
-        if weight.channel_scale is not None:
-            raise ValueError(f"{name}channel_scale: expected None for group_size {fmt.group_size}, got a tensor")
-    elif weight.channel_scale is None:
-        raise ValueError(f"{name}channel_scale: expected a tensor for a per-channel weight, got None")
-    else:
-        _check_packed(name + "channel_scale", weight.channel_scale, rows, torch_dtype(fmt.scale_type))
+    _check_part(weight, name, "blocks", (strips, layout.kblocks_of(k), fmt.record_bytes), torch.uint8)
+    if fmt.group_size and weight.channel_scale is not None:
+        raise ValueError(f"{name}channel_scale: expected None for group_size {fmt.group_size}, got a tensor")
+    if not fmt.group_size:
+        if weight.channel_scale is None:
+            raise ValueError(f"{name}channel_scale: expected a tensor for a per-channel weight, got None")
+        _check_part(weight, name, "channel_scale", rows, torch_dtype(fmt.scale_type))
     if weight.row_sum is not None:
-        _check_packed(name + "row_sum", weight.row_sum, rows, torch.float32)
-    for part in ("channel_scale", "row_sum"):
-        tensor = getattr(weight, part)
-        if tensor is not None and tensor.device != weight.blocks.device:
-            raise ValueError(f"{name}{part}: expected {weight.blocks.device}, got {tensor.device}")
+        _check_part(weight, name, "row_sum", rows, torch.float32)
+
+
+def _check_part(
+    weight: PackedWeight | W4Weight, name: str, part: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensor = check_tensor(name + part, getattr(weight, part))
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}{part}: expected {dtype_name(dtype)} {list(shape)}, got {describe(tensor)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}{part}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+    if tensor.device != weight.blocks.device:
+        raise ValueError(f"{name}{part}: expected {weight.blocks.device}, got {tensor.device}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -204,9 +203,7 @@ class W4Weight:
             raise ValueError(f"format: expected {expected} for group_size {self.group_size}, got {fmt}")
         check_packed(self)
         if self.permutation is not None:
-            _check_packed("permutation", self.permutation, (self.k,), torch.int32)
-            if self.permutation.device != self.blocks.device:
-                raise ValueError(f"permutation: expected {self.blocks.device}, got {self.permutation.device}")
+            _check_part(self, "", "permutation", (self.k,), torch.int32)
         for name in _TENSORS:
             tensor = getattr(self, name)
             if tensor is not None and tensor.is_cuda and tensor.data_ptr() % 16:
@@ -239,17 +236,7 @@ class W4Weight:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor, so that a copy is checked and settled too.
-        return type(self), (
-            self.blocks,
-            self.channel_scale,
-            self.n,
-            self.k,
-            self.group_size,
-            self.format,
-            self.layout_version,
-            self.row_sum,
-            self.permutation,
-        )
+        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     def __repr__(self) -> str:
         codes = "unsigned with zero points" if self.format.zero_point else "signed"
@@ -316,8 +303,7 @@ class W4Weight:
         permutation: torch.Tensor | None,
     ) -> W4Weight:
         """The same weight over other tensors, such as copies on another device; checked and settled like a new one."""
-        sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
-        weight = W4Weight(blocks, channel_scale, *sizes, row_sum, permutation)
+        weight = replace(self, blocks=blocks, channel_scale=channel_scale, row_sum=row_sum, permutation=permutation)
         weight.named(self.layer)
         return weight
 
@@ -349,21 +335,17 @@ class W4Weight:
         weight = next(each for each in nested if isinstance(each, cls))
         raise TypeError(weight._no_tensor(getattr(func, "__name__", str(func))))
 
-    def rows(self, first_strip: int, end_strip: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Unpack some strips of 64 rows.
-
-        Returns:
-            q, scale, zero as `unpack` gives them, of rows 64 * first_strip up to min(64 * end_strip, n).
-        """
+    def rows(self, first_strip: int, end_strip: int) -> RowParts:
+        """Unpack some strips of 64 rows: rows 64 * first_strip up to min(64 * end_strip, n)."""
         return self.packed.rows(first_strip, end_strip)
-
-    def row_offsets(self, first_strip: int, end_strip: int) -> torch.Tensor | None:
-        """Offsets of the rows that `rows` gives, [rows, groups] in the scale's type; None for a weight without."""
-        return self.packed.row_offsets(first_strip, end_strip)
 
     def unpack_offset(self) -> torch.Tensor | None:
         """The offsets as packed, bit for bit, [n, groups] in the scale's type; None for a weight without."""
-        return self.row_offsets(0, layout.strips_of(self.n))
+        fmt = self.format
+        if not fmt.offset:
+            return None
+        field = self.blocks[:, :, fmt.offsets_at : fmt.zeros_at]
+        return layout.unpack_field(field, self.n, self.k, fmt.group_size, self.scale_dtype)
 
     def unpack(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What was packed, bit for bit; offsets: `unpack_offset`.
@@ -373,12 +355,10 @@ class W4Weight:
             scale: [n, groups] in its own type; the bits of NaNs and the sign of zero are kept.
             zero: uint8 [n, groups], or None.
         """
-        code_dtype = torch.uint8 if self.format.zero_point else torch.int8
-        q = torch.empty(self.shape, dtype=code_dtype, device=self.device)
+        q = torch.empty(self.shape, dtype=torch.uint8 if self.format.zero_point else torch.int8, device=self.device)
         scales, zeros = [], []
         for first, end in layout.strip_chunks(self.n, self.k):
-            part, scale, zero = self.rows(first, end)
-            q[first * STRIP_ROWS : end * STRIP_ROWS] = part
+            q[first * STRIP_ROWS : end * STRIP_ROWS], scale, zero, _ = self.rows(first, end)
             scales.append(scale.view(layout.bits_dtype(scale.dtype)))
             if zero is not None:
                 zeros.append(zero)
@@ -394,18 +374,9 @@ class W4Weight:
         """
         out = torch.empty(self.shape, dtype=torch.float32, device=self.device)
         for first, end in layout.strip_chunks(self.n, self.k):
-            q, scale, zero = self.rows(first, end)
-            rows = out[first * STRIP_ROWS : end * STRIP_ROWS]
-            rows.copy_(q)
-            if zero is not None:
-                for part, value in by_group(rows, zero, self.group_size):
-                    part -= value
-            for part, value in by_group(rows, scale.float(), self.group_size):
-                part *= value
-            offset = self.row_offsets(first, end)
-            if offset is not None:
-                for part, value in by_group(rows, offset.float(), self.group_size):
-                    part += value
+            q, scale, zero, offset = self.rows(first, end)
+            rows = out[first * STRIP_ROWS : end * STRIP_ROWS].copy_(q)
+            dequantize_groups(rows, self.group_size, scale, zero, offset)
         return out
 
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -462,17 +433,14 @@ class W4Weight:
             raise ValueError(
                 f"{key}: expected zero_point and offset 0 or 1, known scale type and codes, got {values[5:]}"
             )
-        blocks = _aligned(tensors[prefix + "blocks"])
-        channel_scale, row_sum, permutation = (
-            _aligned(tensors.get(prefix + name)) for name in ("channel_scale", "row_sum", "permutation")
-        )
+        parts: dict[str, Any] = {name: _aligned(tensors.get(prefix + name)) for name in _TENSORS}
         try:
             format = weight_format(
                 k, group_size, bool(zero_point), _META_SCALE_TYPES[scale_type], _META_CODES[codes], bool(offset)
             )
-            weight = cls(blocks, channel_scale, n, k, group_size, format, version, row_sum, permutation)
-            plain = type(permutation) in (torch.Tensor, torch.nn.Parameter)
-            if permutation is not None and plain and not permutation.is_meta:
+            weight = cls(n=n, k=k, group_size=group_size, format=format, layout_version=version, **parts)
+            permutation = parts["permutation"]
+            if type(permutation) in (torch.Tensor, torch.nn.Parameter) and not permutation.is_meta:
                 check_permutation(permutation, k)
             return weight
         except ValueError as error:
@@ -494,7 +462,7 @@ for _name in dir(torch.Tensor):
         setattr(W4Weight, _name, _OfTensors(_name))
 
 
-def _aligned(tensor: MaybeTensor) -> MaybeTensor:
+def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A copy where a tensor read from a file does not start at 16 bytes."""
     return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
 
@@ -514,12 +482,19 @@ def by_group(
         yield matrix[:, full * group_size :], values[:, full:]
 
 
-def _check_packed(name: str, tensor: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    check_tensor(name, tensor)
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}: expected {dtype_name(dtype)} {list(shape)}, got {describe(tensor)}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+def dequantize_groups(
+    matrix: torch.Tensor,
+    group_size: int,
+    scale: torch.Tensor | None = None,
+    zero: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+) -> None:
+    """matrix [rows, k] -> (matrix - zero) * scale + offset in place, with values per group [rows, groups] or None; each
+    step is rounded to the matrix's type."""
+    for apply, values in ((torch.Tensor.sub_, zero), (torch.Tensor.mul_, scale), (torch.Tensor.add_, offset)):
+        if values is not None:
+            for part, value in by_group(matrix, values.to(matrix.dtype), group_size):
+                apply(part, value)
 
 
 def check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
