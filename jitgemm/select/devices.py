@@ -8,6 +8,7 @@ tensor rate as wgmma on decoded weights. The others' are the H200's, scaled by t
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 CLUSTER_SHARE = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91, 5: 0.84, 6: 0.78, 8: 0.91}
 """Share of the SMs that clusters of a size can fill, one CTA an SM. A cluster lies within a GPC, whose SMs it need not
@@ -120,7 +121,7 @@ def device_spec(name: str) -> DeviceSpec:
             f"device: expected one of {', '.join(DEVICES)} or figures such as 'sms=66,hbm=2.2e6', got {name!r}"
         )
     known = {field.name: field for field in fields(DeviceSpec) if field.name != "name"}
-    changes: dict[str, float] = {}
+    changes: dict[str, Any] = {}
     for figure in figures:
         key, _, value = figure.partition("=")
         key = _SHORT.get(key.strip(), key.strip())
