@@ -99,7 +99,7 @@ _WHOLE = ("", "key", "status")
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ("kernel",), drop: Sequence[str] = ()
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], left: Sequence[str] = ("kernel",), drop: Sequence[str] = ()
 ) -> Table:
     """A borderless table that fits the terminal and cuts no text: it is folded, or its column left out. None is -.
 

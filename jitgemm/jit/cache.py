@@ -3,20 +3,8 @@
 Knows files, keys and NVRTC; knows nothing of torch, of GPUs or of what a kernel computes. Two promises shape it. A
 cubin that comes out of here is whole and was built from exactly the source asked for. And nothing the disk does (a bad
 entry, a full or read-only folder, a lock nobody gives back) fails a call that could have compiled. Locks only save
-work; correctness rests on entries that appear by rename and carry their own checksum. See docs/cache.md.
-
-Who is trusted. A kernel runs with the rights of the process that loads it, and an entry's checksum has no secret: it
-finds accidents, not forgeries. So an entry is loaded only if its file
-
-- is a regular file that not everybody can write, and
-- belongs to root or to the user of the process, or lies where not everybody can write: neither its folder nor any above
-  lets others write. Anyone may make a folder in /tmp and wait for somebody to use it.
-
-Whoever may write a folder that is closed to others was chosen by its owner, and the folder by who names it. So a cache
-that another user or a group fills (mode 755 or 2775) can be shared, as can one in an image that anybody built; in a
-folder for everybody (mode 1777) users ignore each other's entries, with one warning a folder, and compile. What is not
-trusted is not removed either. Entries are written with mode 644 less the umask. Symbolic links are followed; what
-counts is the file they lead to, and the folder that holds the link.
+work; correctness rests on entries that appear by rename and carry their own checksum. Whose entries are loaded:
+docs/cache.md, "Who is trusted". What is not trusted is not removed either.
 """
 
 from __future__ import annotations
@@ -27,27 +15,14 @@ import re
 import threading
 import time
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jitgemm import settings
 from jitgemm.errors import CacheMissError, JitGemmError
-from jitgemm.jit.entry import (
-    SCHEMA,
-    SUFFIX,
-    BadEntry,
-    Entry,
-    EntryInfo,
-    UntrustedEntry,
-    describe_entry,
-    encode_entry,
-    open_entry,
-    read_entry,
-    set_aside,
-    write_atomically,
-)
+from jitgemm.jit.entry import SCHEMA, SUFFIX, BadEntry, Entry, EntryInfo, UntrustedEntry, describe_entry
+from jitgemm.jit.entry import encode_entry, open_entry, read_entry, set_aside, write_atomically
 from jitgemm.jit.nvrtc import Compiled, nvrtc_info
 from jitgemm.jit.source import KernelSource
 
@@ -77,12 +52,8 @@ class KernelCache:
         self._lock_timeout_s = lock_timeout_s
         self._unwritten: dict[str, Entry] = {}
         self._warned: set[tuple[str, Path | None]] = set()
-        self._renew_locks()
-        _caches.add(self)
-
-    def _renew_locks(self) -> None:
-        self._guard = threading.Lock()
         self._key_locks: dict[str, threading.Lock] = {}
+        os.register_at_fork(after_in_child=self._key_locks.clear)  # their holders are threads of the parent
 
     @property
     def roots(self) -> list[Path]:
@@ -132,18 +103,15 @@ class KernelCache:
             folders = os.pathsep.join(map(str, self.roots))
             hint = f"; compile it ahead: {request.warmup}" if request.warmup else ""
             raise CacheMissError(f"kernel {request.label} ({key[:12]}) is not in the cache ({folders}) and {why}{hint}")
-        with self._guard:
-            key_lock = self._key_locks.setdefault(key, threading.Lock())
-        with key_lock:
-            with self._file_lock(key):
-                entry = self.lookup(key)  # another thread or process may have compiled it meanwhile
-                if entry is not None:
-                    return entry, False
-                if mode == "warn":
-                    warnings.warn(f"JITGEMM_JIT=warn: compiling kernel {request.label}", stacklevel=2)
-                compiled = request.compile()
-                self._dump(request, key, compiled)
-                return self._store(key, _metadata(request, key, compiled), compiled.cubin), True
+        with self._key_locks.setdefault(key, threading.Lock()), self._file_lock(key):
+            entry = self.lookup(key)  # another thread or process may have compiled it meanwhile
+            if entry is not None:
+                return entry, False
+            if mode == "warn":
+                warnings.warn(f"JITGEMM_JIT=warn: compiling kernel {request.label}", stacklevel=2)
+            compiled = request.compile()
+            _dump(request, key, compiled)
+            return self._store(key, _metadata(request, key, compiled), compiled.cubin), True
 
     def _writable_roots(self) -> Iterator[Path]:
         """The roots that permit writing, each created when it is asked for. Their disks may still be full."""
@@ -162,28 +130,23 @@ class KernelCache:
     @contextmanager
     def _file_lock(self, key: str) -> Iterator[None]:
         """Hold the key's lock among processes, or go on without it: one that cannot be had only costs a compilation."""
-        root = self.writable_root()
-        if root is None:
-            yield
-            return
         import filelock
 
-        path = root / f"{key}.lock"
-        lock = filelock.FileLock(path)
-        try:
-            lock.acquire(timeout=self._lock_timeout_s, poll_interval=0.01)
-        except (filelock.Timeout, OSError, NotImplementedError):
-            yield
-            return
+        root = self.writable_root()
+        lock = filelock.FileLock((root or Path()) / f"{key}.lock")
+        with suppress(filelock.Timeout, OSError, NotImplementedError):
+            if root is not None:
+                lock.acquire(timeout=self._lock_timeout_s, poll_interval=0.01)
         try:
             yield
         finally:
             # Removed while held. Whoever waits on this file gets a lock without a name, finds the entry published and
             # compiles nothing; if publishing failed, two may compile at once, which is allowed.
-            with suppress(OSError):
-                path.unlink()
-            with suppress(OSError):
-                lock.release()
+            if lock.is_locked:
+                with suppress(OSError):
+                    os.unlink(lock.lock_file)
+                with suppress(OSError):
+                    lock.release()
 
     def _store(self, key: str, metadata: dict, cubin: bytes) -> Entry:
         """Write the entry beside its final name and rename it there, in the first root that takes it; else warn once
@@ -197,9 +160,7 @@ class KernelCache:
             except OSError as error:
                 failed[root] = error.strerror or str(error)
                 continue
-            for stale in _leftovers(root, STALE_AFTER_S):
-                with suppress(OSError):
-                    stale.unlink()
+            _remove_leftovers(root, STALE_AFTER_S)
             for folder, why in failed.items():
                 said = f"kernel cache {folder} cannot be written ({why}); {root} is used instead"
                 self._warn_once("full", folder, said)
@@ -218,29 +179,12 @@ class KernelCache:
             self._warned.add((about, folder))
             warnings.warn(message, stacklevel=2)
 
-    def _dump(self, request: KernelSource, key: str, compiled: Compiled) -> None:
-        try:
-            folder = settings.dump_dir()
-            if folder is None:
-                return
-            folder.mkdir(parents=True, exist_ok=True)
-            stem = f"{request.label}-{key[:12]}"
-            (folder / f"{stem}.cu").write_text(request.source, encoding="utf-8")
-            (folder / f"{stem}.log").write_text(compiled.log, encoding="utf-8")
-            (folder / f"{stem}.cubin").write_bytes(compiled.cubin)
-            if compiled.built is not None:
-                (folder / f"{stem}.unpatched.cubin").write_bytes(compiled.built)
-        except OSError as error:
-            warnings.warn(f"JITGEMM_DUMP_DIR: {error}", stacklevel=4)
-
     # Inspection and maintenance
 
     def entries(self) -> Iterator[EntryInfo]:
         """Every entry of every root, hidden ones too: a key may stand in two roots. Reads no cubin."""
         for root in self.roots:
-            for path in _files(root, _ENTRY):
-                with suppress(OSError):
-                    yield describe_entry(root, path)
+            yield from _describe(root, _ENTRY)
 
     def read(self, key_or_prefix: str) -> Entry:
         """The entry whose key starts so; leaves its last use alone. JitGemmError if none, several or a bad one does."""
@@ -263,15 +207,14 @@ class KernelCache:
 
     def verify(self) -> list[tuple[EntryInfo, str | None]]:
         """Every entry with what is wrong with it, hashes compared; None for a good one. Changes nothing."""
-        results = []
+        results: list[tuple[EntryInfo, str | None]] = []
         for info in self.entries():
             try:
                 with open_entry(info.path) as file:
                     read_entry(file, info.key)
-                problem = None
-            except (BadEntry, OSError) as error:
-                problem = str(error)
-            results.append((info, problem))
+                results.append((info, None))
+            except (BadEntry, OSError) as problem:
+                results.append((info, str(problem)))
         return results
 
     def prune(
@@ -287,38 +230,19 @@ class KernelCache:
         if root is None:
             return []
         now, used_bytes, doomed = time.time(), 0, []
-        for info in sorted(self._all_files(root), key=lambda info: info.last_used, reverse=True):
-            if not info.ok or (older_than_s is not None and now - info.last_used > older_than_s):
-                doomed.append(info)
-                continue
-            used_bytes += info.size
-            if max_bytes is not None and used_bytes > max_bytes:
-                doomed.append(info)
-        return _remove(root, doomed, STALE_AFTER_S, dry_run)
+        for info in sorted(_own_files(root), key=lambda info: info.last_used, reverse=True):
+            if info.ok and (older_than_s is None or now - info.last_used <= older_than_s):
+                used_bytes += info.size
+                if max_bytes is None or used_bytes <= max_bytes:
+                    continue
+            doomed.append(info)
+        return doomed if dry_run else _remove(root, doomed, STALE_AFTER_S)
 
     def clear(self) -> list[EntryInfo]:
         """Remove every entry of the writable root, set-aside ones, locks and temporary files; return the entries."""
         root = self.writable_root()
-        return [] if root is None else _remove(root, self._all_files(root), 0.0, False)
+        return [] if root is None else _remove(root, _own_files(root), 0.0)
 
-    @staticmethod
-    def _all_files(root: Path) -> list[EntryInfo]:
-        found = []
-        for path in _files(root, _ENTRY_OR_SET_ASIDE):
-            with suppress(OSError):
-                found.append(describe_entry(root, path))
-        return [info for info in found if not info.foreign]
-
-
-_caches: weakref.WeakSet[KernelCache] = weakref.WeakSet()
-
-
-def _renew_all_locks() -> None:
-    for cache in list(_caches):
-        cache._renew_locks()
-
-
-os.register_at_fork(after_in_child=_renew_all_locks)
 
 process_cache = KernelCache()
 """The one that calls, warm-ups and commands of this process share: what no folder took is found again here."""
@@ -352,6 +276,21 @@ def _metadata(request: KernelSource, key: str, compiled: Compiled) -> dict:
     }
 
 
+def _dump(request: KernelSource, key: str, compiled: Compiled) -> None:
+    try:
+        folder = settings.dump_dir()
+        if folder is None:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {"cu": request.source.encode(), "log": compiled.log.encode(), "cubin": compiled.cubin}
+        if compiled.built is not None:
+            files["unpatched.cubin"] = compiled.built
+        for suffix, data in files.items():
+            (folder / f"{request.label}-{key[:12]}.{suffix}").write_bytes(data)
+    except OSError as error:
+        warnings.warn(f"JITGEMM_DUMP_DIR: {error}", stacklevel=4)
+
+
 def _files(root: Path, name: re.Pattern[str]) -> list[Path]:
     try:
         return sorted(path for path in root.iterdir() if name.fullmatch(path.name) and path.is_file())
@@ -359,23 +298,30 @@ def _files(root: Path, name: re.Pattern[str]) -> list[Path]:
         return []
 
 
-def _leftovers(root: Path, older_than_s: float) -> Iterator[Path]:
-    """This cache's temporary files and locks that no living process can still want."""
-    for path in _files(root, _LEFTOVER):
+def _describe(root: Path, name: re.Pattern[str]) -> Iterator[EntryInfo]:
+    for path in _files(root, name):
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime >= older_than_s:
-                yield path
+            yield describe_entry(root, path)
 
 
-def _remove(root: Path, doomed: Iterable[EntryInfo], leftovers_after_s: float, dry_run: bool) -> list[EntryInfo]:
-    if dry_run:
-        return list(doomed)
-    for path in _leftovers(root, leftovers_after_s):
-        with suppress(OSError):
-            path.unlink()
+def _own_files(root: Path) -> list[EntryInfo]:
+    """Entries of a folder that may be removed, set-aside ones too."""
+    return [info for info in _describe(root, _ENTRY_OR_SET_ASIDE) if not info.foreign]
+
+
+def _remove(root: Path, doomed: list[EntryInfo], leftovers_after_s: float) -> list[EntryInfo]:
+    _remove_leftovers(root, leftovers_after_s)
     removed = []
     for info in doomed:
         with suppress(OSError):
             info.path.unlink()
             removed.append(info)
     return removed
+
+
+def _remove_leftovers(root: Path, older_than_s: float) -> None:
+    """Remove temporary files and locks that no living process can still want."""
+    for path in _files(root, _LEFTOVER):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime >= older_than_s:
+                path.unlink()

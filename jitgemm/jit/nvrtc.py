@@ -88,82 +88,6 @@ def nvrtc_info() -> NvrtcInfo:
     return NvrtcInfo(_major_minor(build), build, library)
 
 
-def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str], *, name: str) -> Compiled:
-    """Compile one translation unit. Thread-safe; NVRTC leaves the GIL to others meanwhile.
-
-    A kernel that spills or whose wgmma ptxas serialised is right, and slow: `Compiled` says so.
-
-    Args:
-        source: CUDA C++.
-        headers: name -> text of everything `source` includes as `<name>`.
-        options: NVRTC options. Must hold a real -arch=sm_* and --ptxas-options=-v, without which spills stay unseen.
-        name: what messages and kept files call the kernel; does not reach the cubin.
-
-    Raises:
-        CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or refused the source, which is kept;
-            the message says where.
-    """
-    with _compiling():
-        return _compile(source, headers, options, name)
-
-
-def _compile(source: str, headers: Mapping[str, str], options: Sequence[str], name: str) -> Compiled:
-    nvrtc = _load()
-    _check_is_reported(nvrtc)
-    names = sorted(headers)
-    # NVRTC 12.9 brought a cache of its own, whose hits leave the log empty.
-    extra = ("--no-cache",) if nvrtc_info().version >= (12, 9) else ()
-    flags = [option.encode() for option in (*options, *extra)]
-    started = time.perf_counter()
-    code, program = nvrtc.nvrtcCreateProgram(
-        source.encode(), _PROGRAM_NAME, len(names), [headers[n].encode() for n in names], [n.encode() for n in names]
-    )
-    _check(nvrtc, code, "nvrtcCreateProgram")
-    try:
-        (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
-        log = _read(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
-        if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise _failure(f"NVRTC refused kernel {name} ({_text(nvrtc, code)})", log, name, source)
-        cubin = _read(nvrtc, program, "CUBIN")
-    finally:
-        (destroyed,) = nvrtc.nvrtcDestroyProgram(program)
-    _check(nvrtc, destroyed, "nvrtcDestroyProgram")
-    seconds = time.perf_counter() - started
-    if not cubin:
-        raise _failure(f"NVRTC built no cubin for kernel {name}: options need a real -arch=sm_*", log, name, source)
-    frames = [tuple(map(int, found)) for found in _FUNCTION.findall(log)]
-    used = _USED.findall(log)
-    if not frames or not used:
-        raise _failure(f"ptxas reported nothing on kernel {name}: options need --ptxas-options=-v", log, name, source)
-    serialised = SERIALISED.search(log)
-    return Compiled(
-        cubin=cubin,
-        log=log,
-        seconds=seconds,
-        registers=max(int(registers) for registers, _ in used),
-        spill_bytes=sum(stores + loads for _, stores, loads in frames),
-        stack_bytes=sum(stack for stack, _, _ in frames),
-        smem_static=max(int(smem or 0) for _, smem in used),
-        serialised=serialised[0].strip() if serialised else "",
-    )
-
-
-def _load() -> Any:
-    """cuda.bindings.nvrtc with its library loaded."""
-    try:
-        from cuda.bindings import nvrtc
-
-        with _load_lock:
-            # Loading happens at the first call; the lock keeps threads from racing through it.
-            _check(nvrtc, nvrtc.nvrtcVersion()[0], "nvrtcVersion")
-    except CompileError:
-        raise
-    except (ImportError, RuntimeError) as error:
-        # The bindings report a missing library as a RuntimeError of their own.
-        raise CompileError(f"NVRTC or cuda.bindings is missing: {_INSTALL} ({error})") from error
-    return nvrtc
-
-
 # A fork while a thread is inside NVRTC would leave the child with NVRTC's own locks held for ever. So a fork waits for
 # those threads, and holds back others meanwhile.
 _FORK_TIMEOUT_S = 10.0
@@ -198,10 +122,81 @@ def _compiling() -> Iterator[None]:
 os.register_at_fork(before=_before_fork, after_in_parent=lambda: _gate.release(), after_in_child=_renew_locks)
 
 
+@_compiling()
+def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str], *, name: str) -> Compiled:
+    """Compile one translation unit. Thread-safe; NVRTC leaves the GIL to others meanwhile.
+
+    A kernel that spills or whose wgmma ptxas serialised is right, and slow: `Compiled` says so.
+
+    Args:
+        source: CUDA C++.
+        headers: name -> text of everything `source` includes as `<name>`.
+        options: NVRTC options. Must hold a real -arch=sm_* and --ptxas-options=-v, without which spills stay unseen.
+        name: what messages and kept files call the kernel; does not reach the cubin.
+
+    Raises:
+        CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or refused the source, which is kept;
+            the message says where.
+    """
+    nvrtc = _load()
+    _check_is_reported(nvrtc)
+    names = sorted(headers)
+    # NVRTC 12.9 brought a cache of its own, whose hits leave the log empty.
+    extra = ("--no-cache",) if nvrtc_info().version >= (12, 9) else ()
+    flags = [option.encode() for option in (*options, *extra)]
+    started = time.perf_counter()
+    texts = [headers[header].encode() for header in names]
+    (program,) = _call(
+        nvrtc, "CreateProgram", source.encode(), _PROGRAM_NAME, len(names), texts, [header.encode() for header in names]
+    )
+    try:
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        log = _read(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+        if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise _failure(f"NVRTC refused kernel {name} ({_text(nvrtc, code)})", log, name, source)
+        cubin = _read(nvrtc, program, "CUBIN")
+    finally:
+        _call(nvrtc, "DestroyProgram", program)
+    seconds = time.perf_counter() - started
+    if not cubin:
+        raise _failure(f"NVRTC built no cubin for kernel {name}: options need a real -arch=sm_*", log, name, source)
+    frames = [tuple(map(int, found)) for found in _FUNCTION.findall(log)]
+    used = _USED.findall(log)
+    if not frames or not used:
+        raise _failure(f"ptxas reported nothing on kernel {name}: options need --ptxas-options=-v", log, name, source)
+    serialised = SERIALISED.search(log)
+    return Compiled(
+        cubin=cubin,
+        log=log,
+        seconds=seconds,
+        registers=max(int(registers) for registers, _ in used),
+        spill_bytes=sum(stores + loads for _, stores, loads in frames),
+        stack_bytes=sum(stack for stack, _, _ in frames),
+        smem_static=max(int(smem or 0) for _, smem in used),
+        serialised=serialised[0].strip() if serialised else "",
+    )
+
+
+def _load() -> Any:
+    """cuda.bindings.nvrtc with its library loaded."""
+    try:
+        from cuda.bindings import nvrtc
+
+        with _load_lock:
+            # Loading happens at the first call; the lock keeps threads from racing through it.
+            _call(nvrtc, "Version")
+    except CompileError:
+        raise
+    except (ImportError, RuntimeError) as error:
+        # The bindings report a missing library as a RuntimeError of their own.
+        raise CompileError(f"NVRTC or cuda.bindings is missing: {_INSTALL} ({error})") from error
+    return nvrtc
+
+
 def _check_is_reported(nvrtc: Any) -> None:
     """Refuse to file a kernel under an NVRTC that did not compile it."""
     info = nvrtc_info()
-    major, minor = _version(nvrtc)
+    major, minor = _call(nvrtc, "Version")
     # Other libraries may have loaded an NVRTC of their own beside ours.
     mapped, library = _mapped_libraries(), info.library
     try:
@@ -209,10 +204,9 @@ def _check_is_reported(nvrtc: Any) -> None:
     except OSError:
         moved = True  # replaced on disk since it was loaded
     if (major, minor) != info.version or moved:
-        loaded = ", ".join(mapped)
         raise CompileError(
-            f"NVRTC {info.build} ({info.library}) was found, but NVRTC {major}.{minor} ({loaded}) was loaded: "
-            "two NVRTCs are installed; keep the wheel of one CUDA line"
+            f"NVRTC {info.build} ({info.library}) was found, but NVRTC {major}.{minor} ({', '.join(mapped)}) was "
+            "loaded: two NVRTCs are installed; keep the wheel of one CUDA line"
         )
 
 
@@ -259,7 +253,7 @@ def _build_of(library: str) -> str | None:
 
 def _loaded_info() -> NvrtcInfo:
     """Load NVRTC and ask it; for toolkits, conda and broken installations."""
-    major, minor = _version(_load())
+    major, minor = _call(_load(), "Version")
     library = _mapped_library()
     if library is None:
         return NvrtcInfo((major, minor), f"{major}.{minor}", None)
@@ -269,12 +263,6 @@ def _loaded_info() -> NvrtcInfo:
     return NvrtcInfo((major, minor), build, library)
 
 
-def _version(nvrtc: Any) -> tuple[int, int]:
-    code, major, minor = nvrtc.nvrtcVersion()
-    _check(nvrtc, code, "nvrtcVersion")
-    return major, minor
-
-
 def _major_minor(build: str) -> tuple[int, int]:
     major, minor = build.split(".")[:2]
     return int(major), int(minor)
@@ -282,18 +270,19 @@ def _major_minor(build: str) -> tuple[int, int]:
 
 def _read(nvrtc: Any, program: Any, what: str) -> bytes:
     """`what` ("ProgramLog" or "CUBIN") of a program; empty when there is none."""
-    code, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
-    _check(nvrtc, code, f"nvrtcGet{what}Size")
+    (size,) = _call(nvrtc, f"Get{what}Size", program)
     data = bytes(size)
     if size:
-        # The bindings fill the bytes object in place.
-        _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, data)[0], f"nvrtcGet{what}")
+        _call(nvrtc, f"Get{what}", program, data)  # fills the bytes object in place
     return data
 
 
-def _check(nvrtc: Any, code: Any, call: str) -> None:
+def _call(nvrtc: Any, name: str, *arguments: Any) -> list[Any]:
+    """The results of an NVRTC call. Raises CompileError."""
+    code, *results = getattr(nvrtc, f"nvrtc{name}")(*arguments)
     if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompileError(f"{call} failed: {_text(nvrtc, code)}")
+        raise CompileError(f"nvrtc{name} failed: {_text(nvrtc, code)}")
+    return results
 
 
 def _text(nvrtc: Any, code: Any) -> str:

@@ -62,7 +62,8 @@ class KernelSource:
         try:
             return replace(compiled, cubin=apply_yields(compiled.cubin, self.yields), built=compiled.cubin)
         except BadCubin as problem:
-            warnings.warn(f"kernel {self.label} runs without yield hints, a few percent slower: {problem}", stacklevel=2)
+            said = f"kernel {self.label} runs without yield hints, a few percent slower: {problem}"
+            warnings.warn(said, stacklevel=2)
             return compiled
 
 
