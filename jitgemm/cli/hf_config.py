@@ -9,7 +9,7 @@ heads are repeated when there are more ranks than heads, and every rank keeps it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,21 +22,11 @@ DENSE_MODELS = frozenset(
 )
 """model_type of decoders with q, k, v, o and gated gate, up, down projections in every layer."""
 
-MIXTRAL_MODELS = frozenset({"mixtral"})
-"""Every layer routed; the experts' width is intermediate_size."""
+KNOWN_MODELS = DENSE_MODELS | {"mixtral", "qwen2_moe", "qwen3_moe"}
+"""And experts: mixtral's in every layer; of the others' layers some may be dense, and qwen2_moe has a shared expert."""
 
-QWEN_MOE_MODELS = frozenset({"qwen2_moe", "qwen3_moe"})
-"""Routed layers of width moe_intermediate_size among dense ones; Qwen2-MoE also has a shared expert."""
-
-KNOWN_MODELS = DENSE_MODELS | MIXTRAL_MODELS | QWEN_MOE_MODELS
-
-
-class Form(str, Enum):
-    """Which projections a model's layers are made of."""
-
-    both = "both"
-    fused = "fused"
-    separate = "separate"
+Form = Enum("Form", {name: name for name in ("both", "fused", "separate")}, type=str)
+"""Which projections a model's layers are made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +111,23 @@ def linear_layers(
     config = _text_config(config)
     model_type = config["model_type"]
     layers = _attention(config, tp, group_size)
+    depth = _size(config, "num_hidden_layers")
     if model_type in DENSE_MODELS:
-        layers += _mlp(config, "", _size(config, "intermediate_size"), tp, group_size, _depth(config))
-    elif model_type in MIXTRAL_MODELS:
-        experts = _depth(config) * _size(config, "num_local_experts")
-        layers += _mlp(config, "experts.", _size(config, "intermediate_size"), tp, group_size, experts)
+        layers += _mlp(config, "", "intermediate_size", tp, group_size, depth)
+    elif model_type == "mixtral":
+        experts = depth * _size(config, "num_local_experts")
+        layers += _mlp(config, "experts.", "intermediate_size", tp, group_size, experts)
     else:
-        layers += _qwen_moe(config, tp, group_size)
+        layers += _qwen_moe(config, tp, group_size, depth)
     fused = ("qkv_proj", "gate_up_proj")
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     dropped = {Form.both: (), Form.fused: parts, Form.separate: fused}[Form(form)]
-    return _checked(layer for layer in layers if layer.name.rpartition(".")[2] not in dropped)
+    layers = [layer for layer in layers if layer.name.rpartition(".")[2] not in dropped]
+    for layer in layers:
+        for what, size, step in (("n", layer.n, 8), ("k", layer.k, 32)):
+            if size % step:
+                raise ValueError(f"{layer.name}: {what} = {size} on one rank is not a multiple of {step}")
+    return layers
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -167,10 +163,6 @@ def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
-def _depth(config: Mapping[str, Any]) -> int:
-    return _size(config, "num_hidden_layers")
-
-
 def _cut(what: str, size: int, tp: int) -> int:
     if size % tp:
         raise ValueError(f"tp={tp}: {what} {size} is not divisible by it")
@@ -188,7 +180,7 @@ def _cut_k(name: str, size: int, tp: int, group_size: int) -> int:
 
 
 def _attention(config: Mapping[str, Any], tp: int, group_size: int) -> list[LinearLayer]:
-    hidden, depth = _size(config, "hidden_size"), _depth(config)
+    hidden, depth = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
     heads = _size(config, "num_attention_heads")
     kv_heads = _size(config, "num_key_value_heads", heads)
     if config.get("head_dim") is None and hidden % heads:
@@ -211,9 +203,9 @@ def _attention(config: Mapping[str, Any], tp: int, group_size: int) -> list[Line
     ]
 
 
-def _mlp(config: Mapping[str, Any], prefix: str, width: int, tp: int, group_size: int, count: int) -> list[LinearLayer]:
+def _mlp(config: Mapping[str, Any], prefix: str, width: str, tp: int, group_size: int, count: int) -> list[LinearLayer]:
     hidden = _size(config, "hidden_size")
-    part = _cut_k(f"{prefix}down_proj", width, tp, group_size)
+    part = _cut_k(f"{prefix}down_proj", _size(config, width), tp, group_size)
     return [
         LinearLayer(f"{prefix}gate_up_proj", 2 * part, hidden, count),
         LinearLayer(f"{prefix}gate_proj", part, hidden, count),
@@ -222,22 +214,19 @@ def _mlp(config: Mapping[str, Any], prefix: str, width: int, tp: int, group_size
     ]
 
 
-def _qwen_moe(config: Mapping[str, Any], tp: int, group_size: int) -> list[LinearLayer]:
-    depth, step = _depth(config), _size(config, "decoder_sparse_step", 1)
-    experts = _size(config, "num_experts")
+def _qwen_moe(config: Mapping[str, Any], tp: int, group_size: int, depth: int) -> list[LinearLayer]:
+    step, experts = _size(config, "decoder_sparse_step", 1), _size(config, "num_experts")
     dense_layers = config.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list):
         raise ValueError(f"model config: mlp_only_layers: expected a list of integers, got {dense_layers!r}")
     routed = sum(1 for i in range(depth) if i not in dense_layers and (i + 1) % step == 0)
     layers: list[LinearLayer] = []
     if routed < depth:
-        layers += _mlp(config, "", _size(config, "intermediate_size"), tp, group_size, depth - routed)
+        layers += _mlp(config, "", "intermediate_size", tp, group_size, depth - routed)
     if routed:
-        width = _size(config, "moe_intermediate_size")
-        layers += _mlp(config, "experts.", width, tp, group_size, routed * experts)
-        if config["model_type"] == "qwen2_moe":
-            shared = _size(config, "shared_expert_intermediate_size")
-            layers += _mlp(config, "shared_expert.", shared, tp, group_size, routed)
+        layers += _mlp(config, "experts.", "moe_intermediate_size", tp, group_size, routed * experts)
+    if routed and config["model_type"] == "qwen2_moe":
+        layers += _mlp(config, "shared_expert.", "shared_expert_intermediate_size", tp, group_size, routed)
     return layers
 
 
@@ -290,16 +279,6 @@ def _compressed_tensors(section: Mapping[str, Any], method: str) -> Quantization
 def _expect(name: str, value: object, expected: object) -> None:
     if value != expected:
         raise ValueError(f"{name}: expected {expected!r}, got {value!r}")
-
-
-def _checked(layers: Iterable[LinearLayer]) -> list[LinearLayer]:
-    kept = list(layers)
-    for layer in kept:
-        if layer.n % 8:
-            raise ValueError(f"{layer.name}: n = {layer.n} on one rank is not a multiple of 8")
-        if layer.k % 32:
-            raise ValueError(f"{layer.name}: k = {layer.k} on one rank is not a multiple of 32")
-    return kept
 
 
 def weight_group(group_size: int, k: int) -> int:

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import product
-from typing import Annotated, Any, NamedTuple, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -46,13 +46,8 @@ CodesSet = Enum("CodesSet", {name: name for name in ("any", "tuned", "both")}, t
 """`common.Codes`, or both of them."""
 
 
-class Quantizer(NamedTuple):
-    """A quantiser as --quantizer names it: "bf16", "fp16+static+permuted"."""
-
-    x: str
-    """Type of the unquantised activations."""
-    variants: tuple[str, ...]
-    """Of QUANTIZER_VARIANTS."""
+Quantizer = tuple[str, tuple[str, ...]]
+"""A quantiser as --quantizer names it, such as "fp16+static+permuted": its input's type and its variants."""
 
 
 def pick_quantizers(texts: Sequence[str], outs: Sequence[str], variants: tuple[str, ...]) -> list[Quantizer]:
@@ -61,7 +56,7 @@ def pick_quantizers(texts: Sequence[str], outs: Sequence[str], variants: tuple[s
         return []
     if "none" in texts:
         raise ValueError(f"--quantizer: expected none alone, got {', '.join(texts)}")
-    found = [] if texts else [Quantizer(out, variants) for out in outs]
+    found: list[Quantizer] = [] if texts else [(out, variants) for out in outs]
     for text in texts:
         x, *given = text.split("+")
         if x not in REAL_TYPES or not set(given) <= set(QUANTIZER_VARIANTS):
@@ -69,7 +64,7 @@ def pick_quantizers(texts: Sequence[str], outs: Sequence[str], variants: tuple[s
                 f"--quantizer: expected one of {', '.join(REAL_TYPES)}, followed by any of "
                 f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}, or none; got {text!r}"
             )
-        found.append(Quantizer(x, tuple(dict.fromkeys(given))))
+        found.append((x, tuple(dict.fromkeys(given))))
     return list(dict.fromkeys(found))
 
 
@@ -95,8 +90,10 @@ class Wanted:
     quantizers: Sequence[Quantizer]
     max_m: int
 
-    def gemms(self, n: int, k: int, device: DeviceSpec) -> Iterator[KernelSpec]:
-        """Every GEMM kernel of a layer; some may come twice."""
+    def kernels(self, n: int, k: int, device: DeviceSpec) -> Iterator[KernelSpec | QuantizeSpec]:
+        """Every quantiser of a layer's input and every GEMM kernel of the layer; some may come twice."""
+        for lhs, (x, variants) in product(self.lhs_types, self.quantizers):
+            yield quantize_spec(k, x, lhs, **dict.fromkeys(variants, True))
         orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
         for lhs, codes, out in product(self.lhs_types, orders, self.outs):
             format = common.weight_format(codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k)
@@ -108,14 +105,9 @@ class Wanted:
         weights += " with zero points" if self.zero_point else ""
         names = {choice.kernel_type: choice.value for choice in common.Lhs}
         activations = " and ".join(names[lhs] for lhs in self.lhs_types)
-        modes = dict.fromkeys(mode for quantizer in self.quantizers for mode in quantizer.variants)
+        modes = dict.fromkeys(mode for _, variants in self.quantizers for mode in variants)
         activations += " activations" + (f" ({', '.join(modes)})" if modes else "")
         return f"{weights} in {self.scale_type}, {activations}, results in {', '.join(self.outs)}"
-
-    def quantize(self, k: int) -> Iterator[QuantizeSpec]:
-        """Every quantiser of a layer's input."""
-        for lhs, (x, variants) in product(self.lhs_types, self.quantizers):
-            yield quantize_spec(k, x, lhs, **dict.fromkeys(variants, True))
 
 
 @dataclass
@@ -322,7 +314,7 @@ def enumerate_jobs(parts: Sequence[tuple[LinearLayer, Wanted]], device: DeviceSp
     jobs: dict[KernelSpec | QuantizeSpec, Job] = {}
     nvrtc, debug = nvrtc_info(), settings.debug()
     for layer, wanted in parts:
-        for kernel in (*wanted.quantize(layer.k), *wanted.gemms(layer.n, layer.k, device)):
+        for kernel in wanted.kernels(layer.n, layer.k, device):
             if debug and isinstance(kernel, KernelSpec):
                 kernel = replace(kernel, debug=True)
             if kernel not in jobs:

@@ -13,17 +13,8 @@ from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, tuned_codes
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
-from jitgemm.weight.w4 import (
-    INTEGERS,
-    PackedWeight,
-    W4Weight,
-    by_group,
-    capturing,
-    check_permutation,
-    check_sizes,
-    group_count,
-    weight_format,
-)
+from jitgemm.weight.w4 import INTEGERS, PackedWeight, W4Weight, by_group, capturing
+from jitgemm.weight.w4 import check_permutation, check_sizes, group_count, weight_format
 
 MAX_ZERO = 16
 """Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""
@@ -152,10 +143,9 @@ def _row_sums(weight: PackedWeight) -> torch.Tensor:
         column = 0
         for part, _ in by_group(q, scale, weight.format.group_size or k):
             count = part.shape[-1]
-            codes = part.sum(-1, dtype=torch.int32)
-            codes = codes[:, None] if codes.dim() == 1 else codes
+            codes = part.sum(-1, dtype=torch.int32).view(q.shape[0], -1)
             groups = slice(column, column + codes.shape[1])
-            column += codes.shape[1]
+            column = groups.stop
             if zero is not None:
                 codes = codes - count * zero[:, groups].to(torch.int32)
             total += (codes * scale[:, groups].double()).sum(1)
@@ -192,14 +182,14 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, 
         if k == columns and not zero_point:
             raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with k = {k}")
         return k, k != columns
+    one_each, canonical = fits(columns), fits(2 * columns)
     if not zero_point:
-        if fits(columns) and not fits(2 * columns):
+        if one_each and not canonical:
             raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with {groups} groups of {group_size}")
         return 2 * columns, True
-    one_each, canonical = fits(columns), fits(2 * columns)
-    if one_each and canonical and group_size not in GROUP_SIZES and group_size == 2 * columns:
-        return 2 * columns, True  # such a group size is only ever k itself
     if one_each and canonical:
+        if group_size == 2 * columns and group_size not in GROUP_SIZES:
+            return group_size, True  # such a group size is only ever k itself
         raise ValueError(
             f"k: expected the argument k to say whether q uint8 {list(q.shape)} is k = {columns}, one value each, or "
             f"k = {2 * columns}, canonical: scale [n, {groups}] with group_size {group_size} fits both; got None"

@@ -63,8 +63,19 @@ def quantize_w4(
         TypeError: an argument is no tensor, or of a wrong type.
         ValueError: wrong shape, a NaN or infinity, or values too large for scale_dtype.
     """
-    group_size, clip_steps = _check(w, group_size, symmetric, scale_dtype, full_range, clip_steps)
+    check_dtype("w", check_tensor("w", w).dtype, REAL_TYPES)
+    check_values("w", w)
+    check_flag("symmetric", symmetric)
+    check_flag("full_range", full_range)
+    check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
+    group_size, clip_steps = check_int("group_size", group_size), check_int("clip_steps", clip_steps)
+    if clip_steps < 0:
+        raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
+    if w.dim() != 2:
+        raise ValueError(f"w: expected shape [n, k], got {list(w.shape)}")
     n, k = w.shape
+    check_sizes(n, k, "w")
+    weight_format(k, group_size, False, "fp32")
     size = min(group_size, k)
     groups = ceil_div(k, size)
     with torch.inference_mode(False), torch.no_grad():
@@ -174,28 +185,6 @@ def _canonical(codes: torch.Tensor) -> torch.Tensor:
     """Codes [rows, k] -> uint8 [rows, k / 2], even k in the low nibble, two's complement."""
     nibbles = codes.to(torch.int8).view(torch.uint8) & 0xF
     return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _check(  # type: ignore[no-untyped-def]
-    w, group_size, symmetric, scale_dtype, full_range, clip_steps
-) -> tuple[int, int]:
-    check_dtype("w", check_tensor("w", w).dtype, REAL_TYPES)
-    check_values("w", w)
-    for name, value in (("symmetric", symmetric), ("full_range", full_range)):
-        check_flag(name, value)
-    check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
-    group_size, clip_steps = check_int("group_size", group_size), check_int("clip_steps", clip_steps)
-    if clip_steps < 0:
-        raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
-    if w.dim() != 2:
-        raise ValueError(f"w: expected shape [n, k], got {list(w.shape)}")
-    n, k = w.shape
-    check_sizes(n, k, "w")
-    weight_format(k, group_size, False, "fp32")
-    return group_size, clip_steps
 
 
 def _check_finite(w: torch.Tensor, part: torch.Tensor, first: int) -> None:
