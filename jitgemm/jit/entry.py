@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import stat
 import struct
 import warnings
@@ -186,35 +187,22 @@ def describe_entry(root: Path, path: Path) -> EntryInfo:
         return replace(base, problem=str(error), foreign=foreign)
 
 
-def _umask() -> int:
-    """This process's umask, without setting it: that would be seen by other threads."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="latin-1")
-        return int(next(line for line in status.splitlines() if line.startswith("Umask:")).split()[1], 8)
-    except (OSError, StopIteration, ValueError):
-        return 0o077
-
-
 def write_atomically(path: Path, data: bytes) -> None:
     """Make `path` hold `data`, or leave it as it was and raise OSError.
 
     Readable as the umask allows, like any file that is made in place: a folder may be warmed by one user for another.
     Nobody but its owner may write it.
     """
-    import tempfile
-
-    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f"{path.stem}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(descriptor, "wb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
             file.write(data)
             file.flush()
-            with suppress(OSError):  # some network and FUSE file systems have modes of their own
-                os.fchmod(file.fileno(), 0o644 & ~_umask())
             os.fsync(file.fileno())  # a rename may reach the disk before the data it names
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(temporary)
+            temporary.unlink()
         raise
 
 

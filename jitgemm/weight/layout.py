@@ -214,8 +214,7 @@ def pack_records(
 
 def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
     """Records of a run of strips that holds n rows -> int8 (uint8 with zero points) [n, k]. Not chunked."""
-    words = blocks.view(torch.int32)[:, :, :_CODE_WORDS]
-    return decode_codes(words, format.zero_point, format.codes)[:n, :k]
+    return decode_codes(blocks.view(torch.int32)[:, :, :_CODE_WORDS], format.zero_point, format.codes)[:n, :k]
 
 
 def pack_channel_scale(scale: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -204,9 +204,8 @@ class W4Weight:
         check_packed(self)
         if self.permutation is not None:
             _check_part(self, "", "permutation", (self.k,), torch.int32)
-        for name in _TENSORS:
-            tensor = getattr(self, name)
-            if tensor is not None and tensor.is_cuda and tensor.data_ptr() % 16:
+        for name, tensor in self._tensors.items():
+            if tensor.is_cuda and tensor.data_ptr() % 16:
                 address = f"{tensor.data_ptr():#x}"
                 raise ValueError(f"{name}: expected an address that is a multiple of 16 bytes, got {address}")
         object.__setattr__(self, "plan_key", self.packed.plan_key)
@@ -253,8 +252,8 @@ class W4Weight:
         return PackedWeight(self.blocks, self.channel_scale, self.row_sum, self.n, self.k, self.format)
 
     @property
-    def _tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return tuple(getattr(self, name) for name in _TENSORS)
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -283,7 +282,7 @@ class W4Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory, padding included."""
-        return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def to(self, device: torch.device | str | int) -> W4Weight:
         """The same weight on another device; itself when it is there already."""
@@ -291,9 +290,8 @@ class W4Weight:
         if device == self.device:
             return self
         with torch.inference_mode(False):
-            others = (self.channel_scale, self.row_sum, self.permutation)
-            moved = (None if tensor is None else tensor.to(device) for tensor in others)
-            return self.with_tensors(self.blocks.to(device), *moved)
+            moved = {name: tensor.to(device) for name, tensor in self._tensors.items()}
+            return self.with_tensors(moved["blocks"], *(moved.get(name) for name in _TENSORS[1:]))
 
     def with_tensors(
         self,
@@ -303,7 +301,8 @@ class W4Weight:
         permutation: torch.Tensor | None,
     ) -> W4Weight:
         """The same weight over other tensors, such as copies on another device; checked and settled like a new one."""
-        weight = replace(self, blocks=blocks, channel_scale=channel_scale, row_sum=row_sum, permutation=permutation)
+        sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
+        weight = W4Weight(blocks, channel_scale, *sizes, row_sum, permutation)
         weight.named(self.layer)
         return weight
 
@@ -397,8 +396,8 @@ class W4Weight:
             _META_CODES.index(self.format.codes),
             int(self.format.offset),
         )
-        tensors = {prefix + name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
-        return tensors | {prefix + "meta": torch.tensor(meta, dtype=torch.int64, device="cpu")}
+        tensors = self._tensors | {"meta": torch.tensor(meta, dtype=torch.int64, device="cpu")}
+        return {prefix + name: tensor for name, tensor in tensors.items()}
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> W4Weight:
