@@ -189,10 +189,9 @@ def parse_shape(text: str) -> tuple[int, int]:
     if not match:
         raise ValueError(f"--shape: expected N,K such as 4096,14336, got {text!r}")
     n, k = int(match[1]), int(match[2])
-    if n < 8 or n % 8:
-        raise ValueError(f"--shape {text}: n: expected a positive multiple of 8, got {n}")
-    if k < 32 or k % 32:
-        raise ValueError(f"--shape {text}: k: expected a positive multiple of 32, got {k}")
+    for name, size, step in (("n", n, 8), ("k", k, 32)):
+        if size < step or size % step:
+            raise ValueError(f"--shape {text}: {name}: expected a positive multiple of {step}, got {size}")
     return n, k
 
 

@@ -250,37 +250,37 @@ def warmup(
         raise ValueError("nothing to warm up: give at least one --shape N,K or --model config.json")
     if (tp > 1 or form is not Form.both) and not model:
         raise ValueError("--tp and --form are for the layers of --model; a --shape is taken as one rank's already")
-    given_group = None if group_size is None else common.parse_group_size(group_size)
     target = pick_device(device)
     outs = list(dict.fromkeys(choice.value for choice in out or [common.RealType.bf16]))
 
-    def wanted(said: Quantization | None) -> Wanted:
-        """Options, then what the model says, then defaults."""
-        group = given_group if given_group is not None else said.group_size if said else 128
+    def wanted(said: Quantization) -> Wanted:
+        """Options, then what the model says."""
+        group = said.group_size if group_size is None else common.parse_group_size(group_size)
         if group not in (0, *GROUP_SIZES):
             raise ValueError(f"quantization_config: group_size: expected -1 or one of {GROUP_SIZES}, got {group!r}")
-        types = lhs or [common.Lhs(said.lhs if said and said.lhs else "fp8")]
+        types = lhs or [common.Lhs(said.lhs or "fp8")]
         return Wanted(
             lhs_types=list(dict.fromkeys(choice.kernel_type for choice in types)),
             codes=codes,
             group_size=group,
-            zero_point=zero_point if zero_point is not None else bool(said and said.zero_point),
+            zero_point=said.zero_point if zero_point is None else zero_point,
             offset=offset,
             scale_type=scale_dtype.value,
             outs=outs,
             batch_invariant=batch_invariant,
-            quantizers=pick_quantizers(quantizer or (), outs, said.variants if said else ()),
+            quantizers=pick_quantizers(quantizer or (), outs, said.variants),
             max_m=max_m,
         )
 
-    parts = [(LinearLayer("shape", *common.parse_shape(text)), wanted(None)) for text in shape or ()]
+    default = Quantization("", 128, False)
+    parts = [(LinearLayer("shape", *common.parse_shape(text)), wanted(default)) for text in shape or ()]
     for path in model or ():
         config = read_config(path)
         said = quantization(config)
+        needs = wanted(said if isinstance(said, Quantization) else default)
         if isinstance(said, str):
             common.note(f"{path}: quantization_config is not read ({said}): --lhs, --group-size and --zero-point count")
-        needs = wanted(said if isinstance(said, Quantization) else None)
-        if isinstance(said, Quantization):
+        elif said:
             common.note(f"{path}: {said.method}: {needs.describe()}")
         parts += [(layer, needs) for layer in linear_layers(config, tp, group_size=needs.group_size, form=form)]
     layers = [layer for layer, _ in parts]

@@ -30,9 +30,7 @@ _WHEELS = (
     ("nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "nvidia_cuda_nvrtc_cu12"),
 )
 _INSTALL = "install it with `pip install jitgemm[cu12]` or `pip install jitgemm[cu13]`"
-
-# Constant, so that no name reaches the cubin.
-_PROGRAM_NAME = b"jitgemm.cu"
+_PROGRAM_NAME = b"jitgemm.cu"  # constant, so that no name reaches the cubin
 
 SERIALISED = re.compile(r"\(C75(?:08|1[0-8])\b[^\n]*")
 """ptxas on setmaxnreg ignored (C7508), on wgmma serialised or given waits unasked for (C7510-C7518): right results,
@@ -183,12 +181,8 @@ def _load() -> Any:
         from cuda.bindings import nvrtc
 
         with _load_lock:
-            # Loading happens at the first call; the lock keeps threads from racing through it.
-            _call(nvrtc, "Version")
-    except CompileError:
-        raise
-    except (ImportError, RuntimeError) as error:
-        # The bindings report a missing library as a RuntimeError of their own.
+            nvrtc.nvrtcVersion()  # loading happens at the first call, and threads would race through it
+    except (ImportError, RuntimeError) as error:  # RuntimeError is the bindings' for a missing library
         raise CompileError(f"NVRTC or cuda.bindings is missing: {_INSTALL} ({error})") from error
     return nvrtc
 
@@ -254,12 +248,10 @@ def _build_of(library: str) -> str | None:
 def _loaded_info() -> NvrtcInfo:
     """Load NVRTC and ask it; for toolkits, conda and broken installations."""
     major, minor = _call(_load(), "Version")
-    library = _mapped_library()
-    if library is None:
-        return NvrtcInfo((major, minor), f"{major}.{minor}", None)
-    build = _build_of(library)
-    if build is None or _major_minor(build) != (major, minor):
-        build = f"{major}.{minor}+{os.path.getsize(library)}"
+    library, build = _mapped_library(), f"{major}.{minor}"
+    if library is not None:
+        told = _build_of(library)
+        build = told if told and _major_minor(told) == (major, minor) else f"{build}+{os.path.getsize(library)}"
     return NvrtcInfo((major, minor), build, library)
 
 

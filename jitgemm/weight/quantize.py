@@ -115,19 +115,16 @@ def _signed(
         end = 8.0 if full_range else 7.0
         divisors += ([7.5, 8.0] if full_range else []) + [end / ratio for ratio in clip_ratios(clip_steps)]
     ranges = ((1, -8, 7), (-1, -7, 8)) if full_range else ((1, -7, 7),)
-    best = least = None
-    for divisor in divisors:
+    best, least = largest, torch.full_like(largest, torch.inf, dtype=torch.float64)
+    for number, divisor in enumerate(divisors):
         # By a tensor: torch on a GPU multiplies with a number's reciprocal instead of dividing.
         scale = _rounded(largest / torch.tensor(divisor, device=w.device), dtype)
         steps = _in_steps(w, scale)
         nearest = steps.round()
-        for sign, low, high in ranges if best is not None else ranges[:1]:
+        for sign, low, high in ranges if number else ranges[:1]:
             error = _squared_error(nearest, low, high, steps, scale)
-            if best is None:
-                best, least = scale, error
-            else:
-                better = error < least
-                best, least = torch.where(better, scale * sign, best), torch.where(better, error, least)
+            better = error < least
+            best, least = torch.where(better, scale * sign, best), torch.where(better, error, least)
     return _in_steps(w, best).round_().clamp_(ranges[0][1], 7), best.to(dtype)
 
 
@@ -138,7 +135,8 @@ def _with_zero_points(
     low, high = w.amin(-1).clamp_(max=0), w.amax(-1).clamp_(min=0)  # with 0, so that the zero point is in 0..15
     # Halves first: the range of fp32 values need not be one.
     half_range = high / 2 - low / 2
-    best = None
+    best, best_zero = half_range, half_range
+    least = torch.full_like(half_range, torch.inf, dtype=torch.float64)
     for ratio in (1.0, *(clip_ratios(clip_steps) if clip_steps else ())):
         scale = _rounded(half_range / torch.tensor(7.5 / ratio, device=w.device), dtype)
         steps = _in_steps(w, scale)
@@ -147,12 +145,9 @@ def _with_zero_points(
         for zero in (exact.round(), exact.floor(), exact.ceil()) if clip_steps else (exact.round(),):
             zero = zero.clamp_(0, 15)
             error = _squared_error(nearest, -zero[..., None], (15 - zero)[..., None], steps, scale)
-            if best is None:
-                best, best_zero, least = scale, zero, error
-            else:
-                better = error < least
-                best, best_zero = torch.where(better, scale, best), torch.where(better, zero, best_zero)
-                least = torch.where(better, error, least)
+            better = error < least
+            best, best_zero = torch.where(better, scale, best), torch.where(better, zero, best_zero)
+            least = torch.where(better, error, least)
     codes = _in_steps(w, best).round_().add_(best_zero[..., None]).clamp_(0, 15)
     return codes, best.to(dtype), best_zero
 
