@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
-from rich.table import Table
 
 from jitgemm import settings
 from jitgemm.cli import common
@@ -66,7 +65,12 @@ def describe_spec(spec: Mapping[str, Any]) -> tuple[str, str, str]:
     return "?", "?", "?"
 
 
-def _table(entries: list[EntryInfo]) -> Table:
+def _print_entries(entries: list[EntryInfo], as_json: bool) -> str:
+    """Prints them, and returns what they take together."""
+    total = common.show_size(sum(info.size for info in entries))
+    if as_json:
+        common.print_json([entry_dict(info) for info in entries])
+        return total
     columns = ("key", "kernel", "tile m x n", "types", "scale per", "registers", "spills", "size", "age", "last use")
     rows: list[tuple[object, ...]] = []
     for info in entries:
@@ -78,7 +82,9 @@ def _table(entries: list[EntryInfo]) -> Table:
         ages = common.show_age(data["created"]), common.show_age(info.last_used)
         rows.append((key, data["label"], *describe_spec(data["spec"]), data["registers"], spills, size, *ages))
     drop = ("age", "tile m x n", "types", "scale per", "size", "last use", "registers")
-    return common.table(columns, rows, left=("key", "kernel", "types"), drop=drop)
+    if rows:
+        common.out().print(common.table(columns, rows, left=("key", "kernel", "types"), drop=drop))
+    return total
 
 
 @cache_app.command("ls")
@@ -102,12 +108,9 @@ def ls(
     if sort not in _SORTS:
         raise ValueError(f"--sort: expected one of {', '.join(_SORTS)}, got {sort!r}")
     entries = sorted(process_cache.entries(), key=lambda info: (_SORTS[sort](info), info.key))
-    if as_json:
-        common.print_json([entry_dict(info) for info in entries])
-        return
-    if entries:
-        common.out().print(_table(entries))
-    common.note(f"{len(entries)} kernels, {common.show_size(sum(info.size for info in entries))}")
+    size = _print_entries(entries, as_json)
+    if not as_json:
+        common.note(f"{len(entries)} kernels, {size}")
 
 
 @cache_app.command("info")
@@ -271,9 +274,5 @@ def clear(
 
 
 def _report_dropped(dropped: list[EntryInfo], dry_run: bool, as_json: bool) -> None:
-    if as_json:
-        common.print_json([entry_dict(info) for info in dropped])
-    elif dropped:
-        common.out().print(_table(dropped))
-    size = common.show_size(sum(info.size for info in dropped))
+    size = _print_entries(dropped, as_json)
     common.note(f"{'would drop' if dry_run else 'dropped'} {len(dropped)} kernels, {size}")

@@ -15,8 +15,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from jitgemm.kernel.formats import ceil_div
-
 DENSE_MODELS = frozenset(
     "llama mistral ministral qwen2 qwen3 gemma gemma2 gemma3_text granite olmo2 phi3 smollm3 seed_oss".split()
 )
@@ -283,4 +281,4 @@ def _expect(name: str, value: object, expected: object) -> None:
 
 def weight_group(group_size: int, k: int) -> int:
     """The group size a weight of `k` columns is packed with: 0 (per channel) when one group covers all of k."""
-    return 0 if group_size == 0 or ceil_div(k, group_size) == 1 else group_size
+    return 0 if group_size >= k else group_size

@@ -133,10 +133,6 @@ class Job:
         if entry is not None:
             self.entry, self.status = entry, how if entry.path else "unstored"
 
-    @property
-    def slow_because(self) -> str:
-        return self.entry.slow_because if self.entry else ""
-
     def to_dict(self) -> dict[str, Any]:
         built = self.entry.metadata if self.entry else {}
         return {
@@ -297,9 +293,10 @@ def warmup(
     seconds = time.perf_counter() - started
 
     _report(plan, layers, target, max_m, seconds, as_json)
-    slow = [job for job in plan if job.slow_because]
+    slow = [job for job in plan if job.entry and job.entry.slow_because]
     for job in slow:
-        common.note(f"{'failed: ' if strict else ''}{job.kernel.label} is slower than it should be: {job.slow_because}")
+        said = f"{job.kernel.label} is slower than it should be: {job.entry.slow_because}"
+        common.note(f"failed: {said}" if strict else said)
     unstored = [job for job in plan if job.status == "unstored"]
     if unstored:
         common.note(f"{len(unstored)} kernels are not stored: {unstored[0].entry.unwritten}")

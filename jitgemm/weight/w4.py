@@ -192,10 +192,8 @@ class W4Weight:
     settled_at: tuple[int, int] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.layout_version != layout.LAYOUT_VERSION:
-            raise ValueError(
-                f"layout_version: expected {layout.LAYOUT_VERSION}, got {self.layout_version}; pack the weight again"
-            )
+        if (version := self.layout_version) != layout.LAYOUT_VERSION:
+            raise ValueError(f"layout_version: expected {layout.LAYOUT_VERSION}, got {version}; pack the weight again")
         check_sizes(self.n, self.k)
         fmt = self.format
         expected = weight_format(self.k, self.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset)
