@@ -17,14 +17,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+_V1 = {"quant_method": "gptq", "checkpoint_format": "gptq"}
+_V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+_AWQ = {"quant_method": "awq", "version": "gemm"}
 _METHODS = {
-    "auto": {"quant_method": "gptq", "checkpoint_format": "gptq"},
-    "auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
-    "gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
-    "gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
-    "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
-    "auto_awq": {"quant_method": "awq", "version": "gemm"},
-    "awq": {"quant_method": "awq", "version": "gemm"},
+    "auto": _V1,
+    "auto_gptq": _V1,
+    "gptq": _V1,
+    "gptqmodel": _V2,
+    "auto_round": _V2,
+    "auto_awq": _AWQ,
+    "awq": _AWQ,
 }
 
 
@@ -36,8 +39,8 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     packing = str(config.get("packing_format") or config.get("backend") or "auto")
     names = _METHODS.get(packing.removeprefix("auto_round:"))
     settings = {key: config.get(key) for key in ("bits", "group_size", "sym", "data_type", "act_bits")}
-    settings |= _extra(config.get("extra_config") or {}, prefix)
-    refusal = None
+    extra = config.get("extra_config") or {}
+    settings |= next((extra[name] for name in (prefix, *extra) if name in extra and _names(name, prefix)), {})
     if names is None:
         refusal = f"packing_format: expected auto_round with {', '.join(_METHODS)}, got {packing!r}"
     elif settings["data_type"] not in (None, "int"):
@@ -48,17 +51,13 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
         )
     elif config.get("rotation_config"):
         refusal = "rotation_config: expected none, as activations would have to be transformed at run time, got one"
-    return {**(names or {}), **settings, **({"refusal": refusal} if refusal else {})}
+    else:
+        return names | settings
+    return (names or {}) | settings | {"refusal": refusal}
 
 
-def _extra(extra: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    if prefix in extra:
-        return extra[prefix]
-    return next((settings for pattern, settings in extra.items() if _matches(pattern, prefix)), {})
-
-
-def _matches(pattern: str, prefix: str) -> bool:
+def _names(pattern: str, prefix: str) -> bool:
     try:
-        return re.fullmatch(pattern, prefix) is not None
+        return pattern == prefix or re.fullmatch(pattern, prefix) is not None
     except re.error:
         return False

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import INT8, check_codes, check_shape, check_single, measure
+from jitgemm.checkpoint.affine import INT8, check_codes, check_shape, check_single, measure, setting
 from jitgemm.checkpoint.bits import minus_8, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order, check_known
 from jitgemm.kernel.formats import ceil_div
@@ -56,12 +56,12 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
 
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    scheme = _check_config(config)
+    weights = _check_config(config)
     codes = ("weight_packed", "weight_shape") if "weight_packed" in tensors else ("weight",)
     check_known(tensors, codes + _TENSORS + _ACTIVATIONS)
     n, k = _size_of_codes(tensors)
     groups = _groups("weight_scale", tensors["weight_scale"], n)
-    size = _group_size(scheme, k, groups)
+    size = _group_size(weights, k, groups)
     if "weight_zero_point" in tensors:
         zero = tensors["weight_zero_point"]
         if zero.dtype not in (torch.int32, torch.int8):
@@ -73,7 +73,7 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
             )
         if zero.dtype == torch.int8 and _groups("weight_zero_point", zero, n) != groups:
             raise ValueError(f"weight_zero_point: expected [{n}, {groups}] as weight_scale, got {list(zero.shape)}")
-    elif (scheme.get("weights") or {}).get("symmetric") is False:
+    elif weights.get("symmetric") is False:
         raise ValueError("weight_zero_point: expected the tensor, as the config says symmetric: false; found none")
     if "weight_g_idx" in tensors:
         check_shape("weight_g_idx", tensors["weight_g_idx"], k)
@@ -147,8 +147,7 @@ def _by_row(values: torch.Tensor, n: int) -> torch.Tensor:
     return values.reshape(1, 1).expand(n, 1) if values.numel() == 1 else values.reshape(n, -1)
 
 
-def _group_size(scheme: Mapping[str, Any], k: int, groups: int) -> int:
-    weights = scheme.get("weights") or {}
+def _group_size(weights: Mapping[str, Any], k: int, groups: int) -> int:
     size = weights.get("group_size")
     if weights.get("strategy") in ("channel", "tensor"):
         size = k
@@ -161,7 +160,7 @@ def _group_size(scheme: Mapping[str, Any], k: int, groups: int) -> int:
     return size
 
 
-def _zero_point(tensors: Mapping[str, torch.Tensor], scheme: Mapping[str, Any], n: int) -> torch.Tensor | None:
+def _zero_point(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any], n: int) -> torch.Tensor | None:
     """uint8 [n, G], 0..15, or None."""
     if "weight_zero_point" not in tensors:
         return None
@@ -169,7 +168,7 @@ def _zero_point(tensors: Mapping[str, torch.Tensor], scheme: Mapping[str, Any], 
     zero = minus_8(unpack_nibbles(zero, 0))[:n] if zero.dtype == torch.int32 else _by_row(zero, n)
     if not bool(zero.any()):
         return None
-    if (scheme.get("weights") or {}).get("symmetric"):
+    if weights.get("symmetric"):
         raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
     check_codes("weight_zero_point", zero, -8, 7)
     return (zero + 8).view(torch.uint8)
@@ -195,10 +194,7 @@ def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     found: dict[str, Any] = {"quant_method": _METHOD, "format": config.get("format")}
     if prefix and any(_names(prefix, target) for target in config.get("ignore") or ()):
         return found | {"refusal": f"ignore: expected no target that matches the quantised layer {prefix!r}, got one"}
-    transform = _online_transform(config, prefix)
-    if transform:
-        return found | {"refusal": transform}
-    group = _config_group(config["config_groups"], prefix)
+    group = _online_transform(config, prefix) or _config_group(config["config_groups"], prefix)
     if isinstance(group, str):
         return found | {"refusal": group}
     scheme = {key: group.get(key) for key in ("weights", "input_activations", "output_activations")}
@@ -212,9 +208,9 @@ def _config_group(groups: Mapping[str, Any], prefix: str) -> Mapping[str, Any] |
     targets in two groups the later group's counts. A checkpoint's names may differ from the module's that the targets
     were written for, so a single group needs no match: something quantised the layer.
     """
-    presets = [name for name, group in groups.items() if not isinstance(group, Mapping)]
-    if presets:
-        return f"config_groups: expected schemes spelt out, got the preset {presets[0]!r}"
+    preset = next((name for name, group in groups.items() if not isinstance(group, Mapping)), None)
+    if preset is not None:
+        return f"config_groups: expected schemes spelt out, got the preset {preset!r}"
     if len(groups) == 1:
         return next(iter(groups.values()))
     by_target = {target: group for group in groups.values() for target in group.get("targets") or ()}
@@ -244,20 +240,16 @@ def _online_transform(config: Mapping[str, Any], prefix: str) -> str | None:
 
 
 def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Refuses what the config says and the kernel cannot have. Returns the layer's scheme, {} without a config."""
-    if config is None:
-        return {}
-    format = config.get("format")
+    """Refuses what the config says and the kernel cannot have. Returns what it says of the weight, {} for nothing."""
+    format, weights = setting(config, "format"), setting(config, "weights", default={})
     if format is not None and format not in _SUPPORTED and format != "mixed-precision":
         raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")
-    weights = config.get("weights")
-    if weights is not None:
-        bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
-        if (bits, type_) != (4, "int"):
-            raise ValueError(f"weights: expected num_bits 4 and type 'int', got {bits} and {type_!r}")
-        if weights.get("strategy") not in (None, "group", "channel", "tensor"):
-            raise ValueError(f"weights: expected strategy group, channel or tensor, got {weights['strategy']!r}")
-    return config
+    bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
+    if weights and (bits, type_) != (4, "int"):
+        raise ValueError(f"weights: expected num_bits 4 and type 'int', got {bits} and {type_!r}")
+    if weights.get("strategy") not in (None, "group", "channel", "tensor"):
+        raise ValueError(f"weights: expected strategy group, channel or tensor, got {weights['strategy']!r}")
+    return weights
 
 
 FORMAT = Format(name="compressed-tensors", detect=_detect, sizes=_sizes, read=_read, for_layer=_for_layer)

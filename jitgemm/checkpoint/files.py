@@ -23,6 +23,10 @@ _CONFIG_KEYS = ("quantization_config", "compression_config")
 _CONFIG_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Where GPTQ's, AWQ's and NVIDIA's tools put what config.json may lack."""
 
+_LOADED = "give its tensors as a mapping: torch.load(path, weights_only=True)"
+_INSTEAD = dict.fromkeys((".bin", ".pt", ".pth"), _LOADED) | {
+    ".gguf": "GGUF's blocks are no format that is read here; use the model's safetensors"
+}
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
     "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
@@ -50,25 +54,22 @@ class Checkpoint:
         self, source: str | os.PathLike[str] | Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None
     ):
         self._files: dict[Path, Any] = {}
-        self._held: dict[Path, frozenset[str]] = {}  # names in each open file
-        self._tensors: Mapping[str, torch.Tensor] | None = None
-        self._paths: dict[str, Path] = {}
+        self._found: Mapping[str, torch.Tensor | Path]  # each tensor, or its file
         if isinstance(source, Mapping):
             self.where = "the tensors given"
             for name, tensor in source.items():
                 if not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
-            self._tensors = source
+            self._found = source
         elif isinstance(source, (str, os.PathLike)):
             self.where = os.fspath(source)
-            self._paths = self._list(Path(source))
+            self._found = self._list(Path(source))
         else:
             raise TypeError(f"source: expected a path or a mapping of tensors, got {type(source).__name__}")
-        if config is None and self._tensors is None:
-            folder = Path(self.where)
-            config = _config_beside(folder if folder.is_dir() else folder.parent)
-        elif config is not None:
+        if config is not None:
             config = _quantization_config(config)
+        elif not isinstance(source, Mapping):
+            config = _config_beside(Path(source) if Path(source).is_dir() else Path(source).parent)
         self.config: Mapping[str, Any] | None = config
         """The model's quantization_config, or None."""
         self._layers: dict[str, list[str]] = {}  # "model.lm_head." -> ["weight", ...]
@@ -78,20 +79,22 @@ class Checkpoint:
 
     def names(self) -> Iterator[str]:
         """The names of all tensors."""
-        return iter(self._paths if self._tensors is None else self._tensors)
+        return iter(self._found)
 
     def __contains__(self, name: str) -> bool:
-        return name in (self._paths if self._tensors is None else self._tensors)
+        return name in self._found
 
     def info(self, name: str) -> TensorInfo:
         """Shape and dtype, from the file's header."""
-        if self._tensors is not None:
-            tensor = self._tensors[name]
-            return TensorInfo(tuple(tensor.shape), tensor.dtype, _subclass(tensor))
-        file = self._file(name)
-        if name not in self._held[self._paths[name]]:
-            raise ValueError(f"source: expected {name!r} in {self._paths[name]}, as the index says, found none")
-        header = file.get_slice(name)
+        found = self._found[name]
+        if isinstance(found, torch.Tensor):
+            return TensorInfo(tuple(found.shape), found.dtype, _subclass(found))
+        from safetensors import SafetensorError
+
+        try:
+            header = self._open(found).get_slice(name)
+        except SafetensorError:
+            raise ValueError(f"source: expected {name!r} in {found}, as the index says, found none") from None
         kind = header.get_dtype()
         if kind not in _DTYPES:
             raise ValueError(f"{name}: expected a dtype that a 4-bit layer can have, got safetensors' {kind}")
@@ -99,12 +102,11 @@ class Checkpoint:
 
     def read(self, name: str, device: torch.device, expert: int | None = None) -> torch.Tensor:
         """The tensor, or its part of one expert along the first dimension, on a device."""
-        if self._tensors is not None:
-            tensor = self._tensors[name]
-            return (tensor if expert is None else tensor[expert]).detach().to(device)
-        file = self._file(name)
-        tensor = file.get_tensor(name) if expert is None else file.get_slice(name)[expert]
-        return tensor.to(device)
+        found = self._found[name]
+        if isinstance(found, torch.Tensor):
+            return (found if expert is None else found[expert]).detach().to(device)
+        file = self._open(found)
+        return (file.get_tensor(name) if expert is None else file.get_slice(name)[expert]).to(device)
 
     def layer(self, prefix: str) -> dict[str, str]:
         """{what stands behind the prefix: full name} of a layer's own tensors."""
@@ -116,9 +118,9 @@ class Checkpoint:
 
     def metadata(self, name: str) -> Mapping[str, str]:
         """What the tensor's file says of itself; of a tensor given in memory, what torchao would write of it."""
-        if self._tensors is None:
-            return self._file(name).metadata() or {}
-        tensor = self._tensors[name]
+        tensor = self._found[name]
+        if isinstance(tensor, Path):
+            return self._open(tensor).metadata() or {}
         if not _subclass(tensor):
             return {}
         said = {"activation_quantization": getattr(tensor, "activation_quantization", None)}
@@ -127,13 +129,9 @@ class Checkpoint:
             said["activation_dtype"] = {"_type": "torch.dtype", "_data": dtype_name(dtype)}
         return {name: json.dumps({"_type": _subclass(tensor), "_data": said})}
 
-    def _file(self, name: str) -> Any:
-        return self._open(self._paths[name])
-
     def _open(self, path: Path) -> Any:
         if path not in self._files:
             self._files[path] = _safe_open(path)
-            self._held[path] = frozenset(self._files[path].keys())
         return self._files[path]
 
     def _list(self, source: Path) -> dict[str, Path]:
@@ -144,19 +142,14 @@ class Checkpoint:
             if source.name.endswith(".index.json"):
                 return _read_index(source)
             if source.suffix != ".safetensors":
-                instead = "give the tensors of another kind of file as a mapping of names to tensors"
-                if source.suffix in (".bin", ".pt", ".pth"):
-                    instead = "give its tensors as a mapping: torch.load(path, weights_only=True)"
-                elif source.suffix == ".gguf":
-                    instead = "GGUF's blocks are no format that is read here; use the model's safetensors"
+                instead = _INSTEAD.get(source.suffix, "give its tensors as a mapping of names to tensors")
                 raise ValueError(
                     f"source: expected a folder, .safetensors or .index.json, got {source.name}; {instead}"
                 )
             return self._headers([source])
-        if (source / _INDEX).is_file():
-            return _read_index(source / _INDEX)
-        if (source / _SINGLE).is_file():
-            return self._headers([source / _SINGLE])
+        for name in (_INDEX, _SINGLE):
+            if (source / name).is_file():
+                return self._list(source / name)
         indices = sorted(source.glob("*.safetensors.index.json"))
         if len(indices) > 1:
             raise ValueError(f"source: expected one index, got {', '.join(i.name for i in indices)}; give one's path")
@@ -170,8 +163,7 @@ class Checkpoint:
     def _headers(self, files: Sequence[Path]) -> dict[str, Path]:
         paths: dict[str, Path] = {}
         for path in files:
-            self._open(path)
-            for name in sorted(self._held[path]):
+            for name in sorted(self._open(path).keys()):
                 if name in paths:
                     raise ValueError(
                         f"source: expected each tensor once, got {name!r} in {paths[name].name} and {path.name}"

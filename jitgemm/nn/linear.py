@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,18 @@ class W4A8Linear(torch.nn.Module):
         activation: str = "e4m3",
         input_scale: torch.Tensor | None = None,
     ):
+        """A layer over a packed weight; no tensor is copied.
+
+        Args:
+            weight: [n, k], packed.
+            bias: bf16, fp16 or fp32 [n] or None; fp16 is widened to fp32.
+            activation: "e4m3", "int8" or "int8_affine".
+            input_scale: None for a scale per token, or fp32 of one element: the static scale of all inputs. Not with
+                "int8_affine".
+
+        Raises:
+            TypeError, ValueError: an argument is wrong; the message names it.
+        """
         super().__init__()
         if not isinstance(weight, W4Weight):
             raise TypeError(f"weight: expected a W4Weight, got {type(weight).__name__}")
@@ -93,18 +106,7 @@ class W4A8Linear(torch.nn.Module):
         activation: str = "e4m3",
         input_scale: torch.Tensor | None = None,
     ) -> W4A8Linear:
-        """A layer over a packed weight; no tensor is copied.
-
-        Args:
-            weight: [n, k], packed.
-            bias: bf16, fp16 or fp32 [n] or None; fp16 is widened to fp32.
-            activation: "e4m3", "int8" or "int8_affine".
-            input_scale: None for a scale per token, or fp32 of one element: the static scale of all inputs. Not with
-                "int8_affine".
-
-        Raises:
-            TypeError, ValueError: an argument is wrong; the message names it.
-        """
+        """A layer over a packed weight; arguments and errors are the constructor's."""
         return cls(weight, bias, activation=activation, input_scale=input_scale)
 
     @classmethod
@@ -175,8 +177,7 @@ class W4A8Linear(torch.nn.Module):
             check_activation(activation)
         checkpoint = opened(source, config)
         layer = layer_of(checkpoint, prefix, activation, format)
-        parts = read(checkpoint, layer, target_device(device))
-        return cls(parts.weight, parts.bias, activation=parts.activation, input_scale=parts.input_scale)
+        return cls(**read(checkpoint, layer, target_device(device))._asdict())
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> W4A8Linear:
@@ -187,8 +188,7 @@ class W4A8Linear(torch.nn.Module):
         Raises:
             ValueError: a tensor is missing, or has the wrong shape or type.
         """
-        parts = state_dict_parts(tensors, prefix)
-        return cls(parts.weight, parts.bias, activation=parts.activation, input_scale=parts.input_scale)
+        return cls(**state_dict_parts(tensors, prefix)._asdict())
 
     @classmethod
     def empty(
@@ -214,15 +214,31 @@ class W4A8Linear(torch.nn.Module):
                 scale.
             device: "meta" is possible, for `load_state_dict(…, assign=True)`.
         """
-        weight = _empty_weight(
-            out_features, in_features, group_size, symmetric, scale_dtype, offset, permutation, device
-        )
+        scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
         bias_dtype = torch.bfloat16 if bias is True else bias
         if bias_dtype not in (False, torch.bfloat16, torch.float32):
             raise TypeError(f"bias: expected a bool, torch.bfloat16 or torch.float32, got {bias!r}")
-        made_bias = None if bias is False else torch.empty(out_features, dtype=bias_dtype, device=weight.device)
-        made_scale = torch.ones(1, device=weight.device, dtype=torch.float32) if input_scale else None
-        return cls(weight, made_bias, activation=activation, input_scale=made_scale)
+        n, k = out_features, in_features
+        fmt = weight_format(k, group_size, not symmetric, scale_type, offset=offset)
+        strips = ceil_div(n, STRIP_ROWS)
+        empty = partial(torch.empty, device=device)
+        weight = W4Weight(
+            empty((strips, ceil_div(k, BLOCK_K), fmt.record_bytes), dtype=torch.uint8),
+            None if fmt.group_size else empty(STRIP_ROWS * strips, dtype=scale_dtype),
+            n,
+            k,
+            group_size,
+            fmt,
+            row_sum=empty(STRIP_ROWS * strips, dtype=torch.float32),
+            # A permutation even before it is loaded: what reads it never reaches beyond the input.
+            permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
+        )
+        return cls(
+            weight,
+            empty(n, dtype=bias_dtype) if bias_dtype else None,
+            activation=activation,
+            input_scale=torch.ones(1, device=device, dtype=torch.float32) if input_scale else None,
+        )
 
     # ---- the call ----------------------------------------------------------------------------------------------------
 
@@ -375,31 +391,6 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
     return out.view(tensor.dtype)
 
 
-def _empty_weight(  # type: ignore[no-untyped-def]
-    n, k, group_size, symmetric, scale_dtype, offset, permutation, device
-) -> W4Weight:
-    """A weight without values, from the checks and sizes of a small one with."""
-    fmt = weight_format(
-        k, group_size, not symmetric, check_dtype("scale_dtype", scale_dtype, REAL_TYPES), offset=offset
-    )
-    rows = STRIP_ROWS * ceil_div(n, STRIP_ROWS)
-
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    return W4Weight(
-        empty(torch.uint8, rows // STRIP_ROWS, ceil_div(k, BLOCK_K), fmt.record_bytes),
-        None if fmt.group_size else empty(scale_dtype, rows),
-        n,
-        k,
-        group_size,
-        fmt,
-        row_sum=empty(torch.float32, rows),
-        # A permutation even before it is loaded: what reads it never reaches beyond the input.
-        permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
-    )
-
-
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
@@ -412,17 +403,22 @@ def _check_codes(weight: W4Weight, activation: str) -> None:
         raise ValueError("weight: expected row sums, which int8_affine needs, got a weight without; pack it again")
 
 
+def _check_given(name: str, tensor: object, device: torch.device) -> None:
+    """Refuses what is no tensor beside the weight, other than None."""
+    if tensor is not None and not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor or None, got {type(tensor).__name__}")
+    if tensor is not None and tensor.device != device:
+        raise ValueError(f"{name}: expected the weight's device {device}, got {tensor.device}")
+
+
 def _check_input_scale(input_scale: torch.Tensor | None, activation: str, device: torch.device) -> torch.Tensor | None:
+    _check_given("input_scale", input_scale, device)
     if input_scale is None:
         return None
-    if not isinstance(input_scale, torch.Tensor):
-        raise TypeError(f"input_scale: expected a torch.Tensor or None, got {type(input_scale).__name__}")
     if activation == "int8_affine":
         raise ValueError("input_scale: expected None with int8_affine, whose zero points are found per token")
     if input_scale.dtype != torch.float32 or input_scale.numel() != 1:
         raise ValueError(f"input_scale: expected float32 of one element, got {describe(input_scale)}")
-    if input_scale.device != device:
-        raise ValueError(f"input_scale: expected the weight's device {device}, got {input_scale.device}")
     if not input_scale.is_meta and not 0 < float(input_scale) < torch.inf:
         raise ValueError(f"input_scale: expected a positive, finite number, got {float(input_scale)}")
     return input_scale.detach().reshape(1)
@@ -430,14 +426,11 @@ def _check_input_scale(input_scale: torch.Tensor | None, activation: str, device
 
 def _check_bias(bias: torch.Tensor | None, n: int, device: torch.device) -> torch.Tensor | None:
     """As the GEMM takes it: fp16 widened to fp32, which is exact."""
+    _check_given("bias", bias, device)
     if bias is None:
         return None
-    if not isinstance(bias, torch.Tensor):
-        raise TypeError(f"bias: expected a torch.Tensor or None, got {type(bias).__name__}")
     check_dtype("bias", bias.dtype, REAL_TYPES)
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias: expected shape [{n}], got {list(bias.shape)}")
-    if bias.device != device:
-        raise ValueError(f"bias: expected the weight's device {device}, got {bias.device}")
     bias = bias.detach().contiguous()
     return bias.to(torch.float32) if bias.dtype == torch.float16 else bias
