@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "scripts"))  # at the end: scripts/cache.py and warmup.py must not hide anything
+sys.path.append(str(ROOT / "scripts"))
 
 import sweep
 from sweep import Sweep, held_out, regrets, summary
@@ -48,15 +48,15 @@ def test_the_regret_on_held_out_problems_stays_within_its_limits(swept):
     """Constants of the model were never fitted to these layers."""
     found = part(swept, held=True)
     known = [each.regret for each in found if each.regret is not None]
-    assert len(known) >= 0.9 * len(found), "time what is missing: scripts/sweep.py missing"
+    assert len(known) >= 0.95 * len(found), "time what is missing: scripts/sweep.py missing"
     mean, _, worst = summary(known)
     assert mean <= 0.025 and worst <= 0.20
 
 
-def test_the_regret_on_fitted_problems_is_no_larger(swept):
+def test_the_regret_on_fitted_problems_is_about_as_small(swept):
     known = [each.regret for each in part(swept, held=False) if each.regret is not None]
-    mean, _, worst = summary(known)
-    assert mean <= 0.025 and worst <= 0.20
+    mean, p99, worst = summary(known)
+    assert mean <= 0.025 and p99 <= 0.20 and worst <= 0.25
 
 
 def test_random_layers_are_held_out_and_new():
