@@ -82,11 +82,14 @@ def new_document(
 def environment() -> dict[str, Any]:
     """Device, driver, versions and commit; what cannot be found out is None.
 
-    BENCHMARK_COMMIT in the environment names the commit where the checkout travelled without its history.
+    BENCHMARK_COMMIT in the environment names the commit where the checkout travelled without its history, or with an
+    older one.
     """
+    commit = os.environ.get("BENCHMARK_COMMIT")
+    changed = None if commit else _git("status", "--porcelain", "--untracked-files=no")
     facts: dict[str, Any] = {
-        "commit": _git("rev-parse", "HEAD") or os.environ.get("BENCHMARK_COMMIT"),
-        "dirty": None if (changed := _git("status", "--porcelain", "--untracked-files=no")) is None else bool(changed),
+        "commit": commit or _git("rev-parse", "HEAD"),
+        "dirty": None if changed is None else bool(changed),
         "python": platform.python_version(),
         "host": platform.platform(),
         "cpu": _cpu(),
