@@ -276,7 +276,7 @@ W = torch.zeros(8, 64)
         ((W.to("meta"), 32), {}, ValueError, "w: expected a tensor with values, got one on the meta device"),
         ((W.to_sparse(), 32), {}, TypeError, "w: expected a plain strided tensor, got layout torch.sparse_coo"),
         ((W.double(), 32), {}, TypeError, "w: expected bfloat16, float16 or float32, got float64"),
-        ((W[0], 32), {}, ValueError, "w: expected shape [n, k], got [64]"),
+        ((W[0], 32), {}, ValueError, "w: expected shape [n, k] or [experts, n, k], got [64]"),
         ((W[:7], 32), {}, ValueError, "w: expected n, its rows, to be a positive multiple of 8, got 7"),
         ((W[:, :48], 32), {}, ValueError, "w: expected k to be a positive multiple of 32, got 48"),
         ((W, 48), {}, ValueError, "group_size: expected one of (32, 64, 128, 256), or k = 64 for per channel, got 48"),

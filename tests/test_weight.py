@@ -680,7 +680,7 @@ U8 = torch.uint8
             128,
             None,
             ValueError,
-            "q: expected 2 dimensions, [n, k] or [n, k / 2], got shape [16, 128, 1]",
+            "scale: expected shape [experts, n, ceil(k / group_size)] with experts = 16, n = 128, got [16, 1]",
         ),
         (
             (tensors()[0], torch.zeros(16), None),

@@ -18,7 +18,7 @@ from jitgemm.gemm.arguments import Lhs, check_weight, split_lhs
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_device
 from jitgemm.tensors import check_dtype, check_tensor, dtype_name
-from jitgemm.weight.w4 import W4Weight, dequantize_groups
+from jitgemm.weight.w4 import W4Weight, check_packed, dequantize_groups
 
 _BUDGET = 1 << 25
 """Float64 values that one temporary may hold (256 MiB)."""
@@ -75,7 +75,7 @@ def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _check(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None, out_dtype: torch.dtype) -> int:
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
-    check_weight(rhs)
+    check_packed(check_weight(rhs), "rhs.", experts=False)
     check_dtype("lhs[0] (x)", x.dtype, LHS_TYPES)
     if x.dim() != 2 or x.shape[1] != rhs.k:
         raise ValueError(f"lhs[0] (x): expected shape [m, {rhs.k}], got {list(x.shape)}")

@@ -23,7 +23,7 @@ from jitgemm.nn.read import ACTIVATIONS, CODES, check_activation, layer_of, read
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import check_dtype, describe, dtype_name
 from jitgemm.weight.quantize import quantize_w4
-from jitgemm.weight.w4 import W4Weight, weight_format
+from jitgemm.weight.w4 import W4Weight, check_packed, weight_format
 
 _WEIGHT_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")  # as `W4Weight` and its state dict call them
 _ON_CPU = ("meta", "activation_type")  # describe the layer, take no part in the call
@@ -82,6 +82,7 @@ class W4A8Linear(torch.nn.Module):
         super().__init__()
         if not isinstance(weight, W4Weight):
             raise TypeError(f"weight: expected a W4Weight, got {type(weight).__name__}")
+        check_packed(weight, "weight.", experts=False)
         self.activation = check_activation(activation)
         _check_codes(weight, activation)
         self._weight = weight

@@ -146,24 +146,25 @@ def _encode_rows(values: torch.Tensor, strips: int, kblocks: int, rows: int, gro
 
 
 def unpack_field(field: torch.Tensor, n: int, k: int, group_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Scales, offsets or zero points of a run of strips that holds n rows -> contiguous [n, groups] of `dtype`.
+    """Scales, offsets or zero points of runs of strips that hold n rows each -> contiguous [..., n, groups] of `dtype`.
 
     Args:
-        field: their part of the records, uint8 [strips, kblocks, bytes].
+        field: their part of the records, uint8 [..., strips, kblocks, bytes].
     """
-    strips, kblocks, _ = field.shape
-    values = field.view(bits_dtype(dtype)).view(strips, kblocks, -1, STRIP_ROWS)
-    values = values.permute(0, 3, 1, 2).reshape(strips * STRIP_ROWS, -1)
+    *lead, strips, kblocks, _ = field.shape
+    values = field.view(bits_dtype(dtype)).view(*lead, strips, kblocks, -1, STRIP_ROWS)
+    values = values.movedim(-1, -3).reshape(*lead, strips * STRIP_ROWS, -1)
     if group_size > BLOCK_K:
-        values = values[:, :: group_size // BLOCK_K]
+        values = values[..., :: group_size // BLOCK_K]
     groups = ceil_div(k, group_size) if group_size else 1
-    return values[:n, :groups].contiguous().view(dtype)
+    return values[..., :n, :groups].contiguous().view(dtype)
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
 def pack_records(
+    blocks: torch.Tensor,
     q: torch.Tensor,
     scale: torch.Tensor,
     offset: torch.Tensor | None,
@@ -172,10 +173,11 @@ def pack_records(
     k: int,
     canonical: bool,
     format: WeightFormat,
-) -> torch.Tensor:
-    """Codes, scales, offsets, zero points -> blocks uint8 [ceil(n / 64), ceil(k / 128), format.record_bytes].
+) -> None:
+    """Codes, scales, offsets, zero points -> blocks.
 
     Args:
+        blocks: uint8 [ceil(n / 64), ceil(k / 128), format.record_bytes], written.
         q: [n, k] one value each, or uint8 [n, k / 2] when canonical.
         scale: [n, groups] in the format's scale type; not read per channel.
         offset: [n, groups] in the format's scale type, or None.
@@ -185,7 +187,6 @@ def pack_records(
     """
     n = q.shape[0]
     kblocks = kblocks_of(k)
-    blocks = torch.empty((strips_of(n), kblocks, format.record_bytes), dtype=torch.uint8, device=q.device)
     for first, end in strip_chunks(n, k):
         strips = end - first
         rows = slice(first * STRIP_ROWS, min(end * STRIP_ROWS, n))
@@ -209,7 +210,18 @@ def pack_records(
                 bits = values[rows].view(bits_dtype(values.dtype))
                 field = blocks[first:end, :, start:stop].view(bits.dtype).view(strips, kblocks, -1, STRIP_ROWS)
                 field.copy_(_encode_rows(bits, strips, kblocks, field.shape[2], format.group_size))
-    return blocks
+
+
+def reorder_codes(blocks: torch.Tensor, old: str, new: str) -> None:
+    """Puts the signed codes of experts' blocks from one `WeightFormat.codes` into another, in place.
+
+    Args:
+        blocks: uint8 [experts, strips, kblocks, record_bytes].
+    """
+    for expert in blocks.flatten(1, 2):
+        for part in expert.split(CHUNK_CODES // (STRIP_ROWS * BLOCK_K)):
+            words = part.view(torch.int32)[:, None, :_CODE_WORDS]
+            words.copy_(encode_codes(decode_codes(words, False, old), False, new))
 
 
 def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
@@ -218,11 +230,11 @@ def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> 
 
 
 def pack_channel_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Per-channel scales [n, 1] -> [64 * strips] of the same type, zero where there is no row of n."""
-    n = scale.shape[0]
-    padded = torch.zeros(strips_of(n) * STRIP_ROWS, dtype=scale.dtype, device=scale.device)
+    """Per-channel scales [..., n, 1] -> [..., 64 * strips] of the same type, zero where there is no row of n."""
+    *lead, n, _ = scale.shape
+    padded = torch.zeros(*lead, strips_of(n) * STRIP_ROWS, dtype=scale.dtype, device=scale.device)
     bits = bits_dtype(scale.dtype)
-    padded.view(bits)[:n] = scale[:, 0].view(bits)
+    padded.view(bits)[..., :n] = scale[..., 0].view(bits)
     return padded
 
 

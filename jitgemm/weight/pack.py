@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, tuned_codes
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
-from jitgemm.weight.w4 import INTEGERS, PackedWeight, W4Weight, by_group, capturing
-from jitgemm.weight.w4 import check_permutation, check_sizes, group_count, weight_format
+from jitgemm.weight.w4 import INTEGERS, PackedWeight, RowParts, W4Weight, by_group, capturing
+from jitgemm.weight.w4 import check_permutation, check_sizes, expert_indices, group_count, weight_format
 
 MAX_ZERO = 16
 """Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""
@@ -31,10 +31,11 @@ def pack_w4(
     k: int | None = None,
     lhs_dtype: torch.dtype | None = None,
 ) -> W4Weight:
-    """Pack a 4-bit weight into the kernel's order, once, on the device where it is.
+    """Pack a 4-bit weight, or one of E experts, into the kernel's order, once, on the device where it is.
 
     The weight is (q - zero) * scale + offset; scales and offsets are applied as they are, never rounded or converted.
-    Any strides will do.
+    Any strides will do. For experts, q, scale, zero and offset have a first dimension E, and are packed one by one into
+    the result's memory: temporaries are as large as for one expert.
 
     Args:
         q: the codes, n a multiple of 8 and k a multiple of 32, in one of these forms:
@@ -50,12 +51,12 @@ def pack_w4(
         offset: None, or [n, ceil(k / group_size)] of scale's dtype, added to each of the group's weights: the float
             zero points of torchao, ExecuTorch and QServe. Not per channel: repeat scale and offset for groups instead.
         permutation: None, or integers [k] that hold 0..k-1 once each: column j of q is column permutation[j] of the
-            layer's input, and the GEMM takes x[:, permutation]. Kept beside the weight.
+            layer's input, and the GEMM takes x[:, permutation]. Kept beside the weight. Not for experts.
         group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.
         k: only needed where both readings of a uint8 q fit scale.
         lhs_dtype: torch.float8_e4m3fn or torch.int8 if the weight will only ever meet these activations: its codes then
-            decode in half the instructions where they can (not with zero points; e4m3: where no code is -8; int8: not
-            per channel with k above 65536). None packs for both.
+            decode in half the instructions where they can (not with zero points; e4m3: where no code is -8, of any
+            expert; int8: not per channel with k above 65536). None packs for both.
 
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. On a GPU the current stream is
@@ -80,26 +81,31 @@ def pack_w4(
     lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
     group_size = check_int("group_size", group_size)
     k = None if k is None else check_int("k", k)
-    if q.dim() != 2:
-        raise ValueError(f"q: expected 2 dimensions, [n, k] or [n, k / 2], got shape {list(q.shape)}")
-    n = q.shape[0]
-    if scale.dim() != 2 or scale.shape[0] != n:
-        raise ValueError(f"scale: expected shape [n, ceil(k / group_size)] with n = {n}, got {list(scale.shape)}")
+    if q.dim() not in (2, 3) or (q.dim() == 3 and not q.shape[0]):
+        raise ValueError(f"q: expected shape [n, k] or [n, k / 2], or [experts, ...] of these, got {list(q.shape)}")
+    *lead, n, _ = q.shape
+    if scale.shape[:-1] != q.shape[:-1]:
+        sizes = f"experts = {lead[0]}, n = {n}" if lead else f"n = {n}"
+        expected = f"[{'experts, ' if lead else ''}n, ceil(k / group_size)] with {sizes}"
+        raise ValueError(f"scale: expected shape {expected}, got {list(scale.shape)}")
+    if lead and permutation is not None:
+        raise ValueError("permutation: expected none for a weight of experts, got one")
     for name, tensor in (("scale", scale), ("zero", zero), ("offset", offset), ("permutation", permutation)):
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"{name}: expected q's device {q.device}, got {tensor.device}")
     if group_size < 1:
         raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k for per channel, got {group_size}")
 
-    k, canonical = _read_form(q, scale.shape[1], group_size, zero is not None, k)
+    k, canonical = _read_form(q, scale.shape[-1], group_size, zero is not None, k)
     check_sizes(n, k)
     format = weight_format(k, group_size, zero is not None, scale_type)
     if offset is not None and not format.group_size:
         raise ValueError("offset: expected none per channel; repeat scale and offset for groups of 128 instead")
     groups = group_count(k, group_size)
-    if scale.shape[1] != groups:
+    if scale.shape[-1] != groups:
         raise ValueError(
-            f"scale: expected shape [{n}, {groups}] for k = {k} and group_size {group_size}, got {list(scale.shape)}"
+            f"scale: expected shape {[*lead, n, groups]} for k = {k} and group_size {group_size}, "
+            f"got {list(scale.shape)}"
         )
     for name, tensor in (("zero", zero), ("offset", offset)):
         if tensor is not None and tensor.shape != scale.shape:
@@ -107,52 +113,56 @@ def pack_w4(
     permutation = None if permutation is None else check_permutation(permutation, k)
 
     with torch.inference_mode(False), torch.no_grad():
-        if not (q.is_cuda and capturing(q.device)):  # a value cannot be looked at during capture
-            if not canonical:
-                _check_range("q", q, *((0, 15) if zero is not None else (-8, 7)))
-            if zero is not None:
-                _check_range("zero", zero.to(torch.int64), 0, MAX_ZERO)
-        zero = None if zero is None else zero.to(torch.uint8)
-        codes = "any" if lhs is None else _order_of_codes(q, k, canonical, format, lhs)
+        experts = lead[0] if lead else None
+        codes = "any" if lhs is None else tuned_codes(lhs, format.group_size, format.zero_point, k)
+        if q.is_cuda and capturing(q.device):  # a value cannot be looked at during capture
+            codes = codes if codes == "s8" else "any"
+        else:
+            for e in expert_indices(experts):
+                at = "" if experts is None else f"[{e}]"
+                if not canonical:
+                    _check_range(f"q{at}", q[e], *((0, 15) if zero is not None else (-8, 7)))
+                if zero is not None:
+                    _check_range(f"zero{at}", zero[e].to(torch.int64), 0, MAX_ZERO)
+                if codes == "e4m3" and _least_code(q[e], canonical) == -8:  # which e4m3's order does not hold
+                    codes = "any"
         format = replace(format, codes=codes, offset=offset is not None)
-        blocks = layout.pack_records(q, scale, offset, zero, k=k, canonical=canonical, format=format)
+        strips = layout.strips_of(n)
+        shape = (*lead, strips, layout.kblocks_of(k), format.record_bytes)
+        blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
         channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
+        for e in expert_indices(experts):
+            zeros = None if zero is None else zero[e].to(torch.uint8)
+            offsets = None if offset is None else offset[e]
+            layout.pack_records(blocks[e], q[e], scale[e], offsets, zeros, k=k, canonical=canonical, format=format)
         # From the tensors alone: making a weight waits for the stream.
-        row_sum = _row_sums(PackedWeight(blocks, channel_scale, None, n, k, format))
+        packed = PackedWeight(blocks, channel_scale, None, n, k, format)
+        sums = [_row_sums(parts, format.group_size or k) for _, parts in packed.chunks()]
+        row_sum = torch.zeros((*lead, strips * STRIP_ROWS), dtype=torch.float32, device=q.device)
+        row_sum[..., :n] = torch.cat(sums).view(*lead, n)
         return W4Weight(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum, permutation=permutation)
 
 
-def _order_of_codes(q: torch.Tensor, k: int, canonical: bool, format: WeightFormat, lhs: str) -> str:
-    """`WeightFormat.codes`: the order for these activations if it can hold this weight, else the one that holds any."""
-    codes = tuned_codes(lhs, format.group_size, format.zero_point, k)
-    if codes != "e4m3":
-        return codes
-    if q.is_cuda and capturing(q.device):
-        return "any"
-    least = min(int(part.min()) for part in layout.split_canonical(q, False)) if canonical else int(q.min())
-    return "e4m3" if least > -8 else "any"
+def _least_code(q: torch.Tensor, canonical: bool) -> int:
+    return min(int(part.min()) for part in (layout.split_canonical(q, False) if canonical else (q,)))
 
 
-def _row_sums(weight: PackedWeight) -> torch.Tensor:
-    """Each row's sum of dequantised weights, summed up in fp64: fp32 [64 * strips], zero where there is no row."""
-    n, k, device = weight.n, weight.k, weight.blocks.device
-    sums = torch.zeros(layout.strips_of(n) * STRIP_ROWS, dtype=torch.float32, device=device)
-    for first, end in layout.strip_chunks(n, k):
-        q, scale, zero, offset = weight.rows(first, end)
-        total = torch.zeros(q.shape[0], dtype=torch.float64, device=device)
-        column = 0
-        for part, _ in by_group(q, scale, weight.format.group_size or k):
-            count = part.shape[-1]
-            codes = part.sum(-1, dtype=torch.int32).view(q.shape[0], -1)
-            groups = slice(column, column + codes.shape[1])
-            column = groups.stop
-            if zero is not None:
-                codes = codes - count * zero[:, groups].to(torch.int32)
-            total += (codes * scale[:, groups].double()).sum(1)
-            if offset is not None:
-                total += count * offset[:, groups].double().sum(1)
-        sums[first * STRIP_ROWS : first * STRIP_ROWS + q.shape[0]] = total.float()
-    return sums
+def _row_sums(parts: RowParts, group_size: int) -> torch.Tensor:
+    """Each row's sum of dequantised weights, summed up in fp64: fp32 [rows]."""
+    q, scale, zero, offset = parts
+    total = torch.zeros(q.shape[0], dtype=torch.float64, device=q.device)
+    column = 0
+    for part, _ in by_group(q, scale, group_size):
+        count = part.shape[-1]
+        codes = part.sum(-1, dtype=torch.int32).view(q.shape[0], -1)
+        groups = slice(column, column + codes.shape[1])
+        column = groups.stop
+        if zero is not None:
+            codes = codes - count * zero[:, groups].to(torch.int32)
+        total += (codes * scale[:, groups].double()).sum(1)
+        if offset is not None:
+            total += count * offset[:, groups].double().sum(1)
+    return total.float()
 
 
 def _check_range(name: str, values: torch.Tensor, low: int, high: int) -> None:
@@ -163,7 +173,7 @@ def _check_range(name: str, values: torch.Tensor, low: int, high: int) -> None:
 
 def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, k: int | None) -> tuple[int, bool]:
     """Tell one value each from canonical: (k, canonical)."""
-    columns = q.shape[1]
+    columns = q.shape[-1]
     signed_bytes = "q: expected int8 for signed codes, one value each (uint8 holds them only as canonical [n, k / 2])"
 
     def fits(k: int) -> bool:
@@ -197,7 +207,7 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, 
     if one_each or canonical:
         return (columns, False) if one_each else (2 * columns, True)
     least_k = 2 * columns if columns % 32 == 16 else columns
-    check_sizes(q.shape[0], least_k)
+    check_sizes(q.shape[-2], least_k)
     weight_format(least_k, group_size, True, "fp32")
     raise ValueError(
         f"scale: expected {group_count(columns, group_size)} columns for q {list(q.shape)} read as one value each, or "

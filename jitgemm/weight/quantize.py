@@ -46,7 +46,8 @@ def quantize_w4(
     gives the same weight in every run.
 
     Args:
-        w: fp32, bf16 or fp16 [n, k], any strides, n a multiple of 8 and k a multiple of 32; finite. Left as it is.
+        w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
+            multiple of 32; finite. Left as it is.
         group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.
         symmetric: signed codes; False for codes 0..15 with zero points.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
@@ -57,7 +58,8 @@ def quantize_w4(
 
     Returns:
         The packed weight on w's device. A group of zeros has scale 0. `unpack()` gives codes, scales and zero points.
-        Beside w and the result, n * k / 2 bytes and a fixed amount of memory are used.
+        Beside w and the result, n * k / 2 bytes and a fixed amount of memory are used; for experts, which are quantised
+        one by one, n * k bytes.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong type.
@@ -71,11 +73,23 @@ def quantize_w4(
     group_size, clip_steps = check_int("group_size", group_size), check_int("clip_steps", clip_steps)
     if clip_steps < 0:
         raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
-    if w.dim() != 2:
-        raise ValueError(f"w: expected shape [n, k], got {list(w.shape)}")
-    n, k = w.shape
+    if w.dim() not in (2, 3) or (w.dim() == 3 and not w.shape[0]):
+        raise ValueError(f"w: expected shape [n, k] or [experts, n, k], got {list(w.shape)}")
+    n, k = w.shape[-2:]
     check_sizes(n, k, "w")
     weight_format(k, group_size, False, "fp32")
+    if w.dim() == 3:
+
+        def expert(e: int) -> W4Weight:
+            try:
+                return quantize_w4(
+                    w[e], group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
+                    clip_steps=clip_steps, lhs_dtype=lhs_dtype,
+                )  # fmt: skip
+            except ValueError as error:
+                raise ValueError(str(error).replace("w", f"w[{e}]", 1)) from None
+
+        return W4Weight.stacked(w.shape[0], expert)
     size = min(group_size, k)
     groups = ceil_div(k, size)
     with torch.inference_mode(False), torch.no_grad():

@@ -6,15 +6,16 @@ The order of the bytes is `layout.py`'s business, making a weight `pack.py`'s. K
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import EllipsisType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
-from jitgemm.tensors import check_tensor, describe, dtype_name
+from jitgemm.tensors import check_int, check_tensor, describe, dtype_name
 from jitgemm.weight import layout
 
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -55,6 +56,11 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
+    """What picks each expert's part of a tensor; `...` for a dense weight, whose only part is all of it."""
+    return (...,) if experts is None else range(experts)
+
+
 RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """q, scale, zero as `W4Weight.unpack` gives them, and offset [rows, groups] in the scale's type or None."""
 
@@ -77,6 +83,15 @@ class PackedWeight(NamedTuple):
         return None
 
     @property
+    def experts(self) -> int | None:
+        return self.blocks.shape[0] if self.blocks.dim() == 4 else None
+
+    def expert(self, index: int | EllipsisType) -> PackedWeight:
+        """Views of one expert's tensors; see `expert_indices`."""
+        channel_scale, row_sum = (None if part is None else part[index] for part in (self.channel_scale, self.row_sum))
+        return PackedWeight(self.blocks[index], channel_scale, row_sum, self.n, self.k, self.format)
+
+    @property
     def plan_key(self) -> int:
         """A number, in this process, for what of a weight decides which calls are legal and which kernel runs.
 
@@ -86,13 +101,15 @@ class PackedWeight(NamedTuple):
         # Plain values: hashing a dataclass takes longer.
         values = (
             self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, self.blocks.device,
-            self.row_sum is None,
+            self.row_sum is None, self.experts,
         )  # fmt: skip
         # Both are one step each, so threads agree on a number and never give one twice.
         return _plan_keys.setdefault(values, next(_plan_numbers))
 
     def rows(self, first_strip: int, end_strip: int) -> RowParts:
         """`W4Weight.rows`."""
+        if self.experts is not None:
+            raise ValueError(f"rows: expected a dense weight, got one of {self.experts} experts; take weight[e].rows()")
         first = first_strip * STRIP_ROWS
         n = min(end_strip * STRIP_ROWS, self.n) - first
         part, k, format = self.blocks[first_strip:end_strip], self.k, self.format
@@ -109,24 +126,47 @@ class PackedWeight(NamedTuple):
         offset = field(format.offsets_at, format.zeros_at, scale_dtype) if format.offset else None
         return layout.unpack_codes(part, n, k, format), scale, zero, offset
 
+    def chunks(self) -> Iterator[tuple[slice, RowParts]]:
+        """All rows, a chunk of an expert at a time: which of [experts * n], and what `rows` gives of them."""
+        for number, index in enumerate(expert_indices(self.experts)):
+            expert = self.expert(index)
+            for first, end in layout.strip_chunks(self.n, self.k):
+                parts = expert.rows(first, end)
+                start = number * self.n + first * STRIP_ROWS
+                yield slice(start, start + parts[0].shape[0]), parts
+
 
 _plan_keys: dict[tuple[Any, ...], int] = {}
 _plan_numbers = itertools.count()
 
 
-def check_packed(weight: PackedWeight | W4Weight, name: str = "") -> None:
+def check_packed(weight: PackedWeight | W4Weight, name: str = "", *, experts: bool | None = None) -> None:
     """Raises TypeError or ValueError unless the tensors have the format's dtypes, shapes and strides.
 
     Args:
         name: what stands before a tensor's name in a message, such as "rhs.".
+        experts: True refuses dense weights, False weights of experts; None takes both.
     """
+    check_tensor(f"{name}blocks", weight.blocks)
+    count = weight.experts
+    if experts is not None and experts != (count is not None):
+        whole = name.removesuffix(".") or "weight"
+        if experts:
+            raise ValueError(f"{whole}: expected a weight of experts, got a dense one, which gemm_w4a8_nt takes")
+        raise ValueError(
+            f"{whole}: expected a dense weight [n, k], got one of {count} experts, which "
+            f"m_grouped_gemm_w4a8_nt_contiguous takes; {whole}[e] is the dense weight of expert e"
+        )
+    if count == 0:
+        raise ValueError(f"{name}blocks: expected at least one expert, got {describe(weight.blocks)}")
+    lead = () if count is None else (count,)
     n, k, fmt = weight.n, weight.k, weight.format
     check_sizes(n, k, f"{name}blocks")
     if fmt.codes != "any" and fmt.codes != tuned_codes(fmt.codes, fmt.group_size, fmt.zero_point, k):
         raise ValueError(f"{name}format: expected codes 'any' for per-channel int8 with k = {k}, got {fmt.codes!r}")
     strips = layout.strips_of(n)
-    rows = (strips * STRIP_ROWS,)
-    _check_part(weight, name, "blocks", (strips, layout.kblocks_of(k), fmt.record_bytes), torch.uint8)
+    rows = (*lead, strips * STRIP_ROWS)
+    _check_part(weight, name, "blocks", (*lead, strips, layout.kblocks_of(k), fmt.record_bytes), torch.uint8)
     if fmt.group_size and weight.channel_scale is not None:
         raise ValueError(f"{name}channel_scale: expected None for group_size {fmt.group_size}, got a tensor")
     if not fmt.group_size:
@@ -151,18 +191,22 @@ def _check_part(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class W4Weight:
-    """A 4-bit weight [n, k] packed for the kernel; made by `pack_w4`.
+    """A 4-bit weight [n, k], or one of E experts [E, n, k], packed for the kernel; made by `pack_w4`.
 
     Weight (row, column) is (q - zero) * scale + offset, with the scale, zero point and offset of its group of
     `group_size` columns.
+
+    A weight of experts holds E of them in one format, whose tensors have a first dimension E. It has a length and can
+    be iterated; `weight[e]` is expert e's dense weight, a view over the same memory that is settled as its whole is.
 
     Attributes:
         blocks: uint8 [ceil(n / 64), ceil(k / 128), format.record_bytes], contiguous, in the order `layout.py` draws.
         channel_scale: [64 * ceil(n / 64)] in the scale's own type when the weight is per channel, else None.
         row_sum: fp32 [64 * ceil(n / 64)], each row's sum of weights, which zero points of activations need; or None.
         permutation: int32 [k], or None. Column j of the packed weight is column permutation[j] of the layer's input, so
-            that activations go in as x[:, permutation].
-        n, k: rows and columns of the weight.
+            that activations go in as x[:, permutation]. Never with experts.
+        n, k: rows and columns of the weight, an expert's where it has experts.
+        experts: E, or None for a dense weight.
         group_size: as given to `pack_w4`; at least k means one scale per row.
         format: the layout of a record.
         layout_version: version of the packed order that `blocks` follows.
@@ -201,6 +245,8 @@ class W4Weight:
             raise ValueError(f"format: expected {expected} for group_size {self.group_size}, got {fmt}")
         check_packed(self)
         if self.permutation is not None:
+            if self.experts is not None:
+                raise ValueError(f"permutation: expected None for {self.experts} experts, got a tensor")
             _check_part(self, "", "permutation", (self.k,), torch.int32)
         for name, tensor in self._tensors.items():
             if tensor.is_cuda and tensor.data_ptr() % 16:
@@ -242,7 +288,8 @@ class W4Weight:
         group = f"group_size={self.group_size}" if self.format.group_size else "per channel"
         reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
         permuted = ", permuted" if self.permutation is not None else ""
-        return f"W4Weight(n={self.n}, k={self.k}, {group}, {codes}, {reals}{permuted}, device='{self.device}')"
+        experts = "" if self.experts is None else f"experts={self.experts}, "
+        return f"W4Weight({experts}n={self.n}, k={self.k}, {group}, {codes}, {reals}{permuted}, device='{self.device}')"
 
     @property
     def packed(self) -> PackedWeight:
@@ -254,9 +301,13 @@ class W4Weight:
         return {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(n, k)."""
-        return self.n, self.k
+    def experts(self) -> int | None:
+        return self.packed.experts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(n, k), or (experts, n, k)."""
+        return *self.blocks.shape[:-3], self.n, self.k
 
     @property
     def device(self) -> torch.device:
@@ -304,6 +355,48 @@ class W4Weight:
         weight.named(self.layer)
         return weight
 
+    @classmethod
+    def stacked(cls, count: int, make: Callable[[int], W4Weight]) -> W4Weight:
+        """A weight of experts out of dense ones, each copied as it comes: memory for one more is all it takes.
+
+        Args:
+            count: how many experts.
+            make: gives the weight of expert 0, 1, ... in this order. All have n, k, group size and format of the first,
+                and no permutation. Where their codes stand in different orders, as of e4m3 weights one of which holds a
+                -8, all are brought into the order "any", which holds them.
+
+        Raises:
+            TypeError, ValueError: something else came from make; the message names the expert.
+        """
+        if (count := check_int("count", count)) < 1:
+            raise ValueError(f"count: expected at least one expert, got {count}")
+        same: dict[str, Any] = {}
+        whole: dict[str, torch.Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for e in range(count):
+                each = make(e)
+                if not isinstance(each, cls) or each.experts is not None or each.permutation is not None:
+                    got = repr(each) if isinstance(each, cls) else type(each).__name__
+                    error = ValueError if isinstance(each, cls) else TypeError
+                    raise error(f"make({e}): expected a dense W4Weight without a permutation, got {got}")
+                kind = {name: getattr(each, name) for name in ("n", "k", "group_size", "device")}
+                kind |= {"format": replace(each.format, codes="any"), "tensors": list(each._tensors)}
+                if e == 0:
+                    same, format = kind, each.format
+                    whole = {name: part.new_empty((count, *part.shape)) for name, part in each._tensors.items()}
+                for what, value in kind.items():
+                    if value != same[what]:
+                        raise ValueError(f"make({e}): expected {what} {same[what]}, as make(0) has, got {value}")
+                for name, part in each._tensors.items():
+                    whole[name][e] = part
+                if each.format != format:
+                    layout.reorder_codes(whole["blocks"][:e], format.codes, "any")
+                    layout.reorder_codes(whole["blocks"][e : e + 1], each.format.codes, "any")
+                    format = replace(format, codes="any")
+                del each, part  # before the next is made
+            sizes = same["n"], same["k"], same["group_size"]
+            return cls(whole["blocks"], whole.get("channel_scale"), *sizes, format, row_sum=whole.get("row_sum"))
+
     def named(self, layer: str) -> None:
         """Sets the name of the layer that holds the weight."""
         object.__setattr__(self, "layer", layer)
@@ -316,8 +409,29 @@ class W4Weight:
             "other than the layer's own call uses it; leave the layer out with filter=..., or call dequantize()"
         )
 
-    def __getitem__(self, index: object) -> Any:
-        raise TypeError(self._no_tensor("[...]"))
+    def __getitem__(self, index: Any) -> W4Weight:
+        if (experts := self.experts) is None:
+            raise TypeError(self._no_tensor("[...]"))
+        if not -experts <= (e := check_int("expert", index)) < experts:
+            raise IndexError(f"expert: expected -{experts}..{experts - 1}, got {e}")
+        part = self.packed.expert(e)
+        settled_at = (part.blocks.data_ptr(), part.blocks._version) if self.settled else None
+        views = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
+        # Not through the constructor, which would wait for the stream.
+        expert = object.__new__(type(self))
+        expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key, settled_at=settled_at)
+        return expert
+
+    def __len__(self) -> int:
+        if self.experts is None:
+            raise TypeError(self._no_tensor("len()"))
+        return self.experts
+
+    def __iter__(self) -> Iterator[W4Weight]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __bool__(self) -> bool:
+        return True  # a dense one too, which has no length
 
     def __matmul__(self, other: object) -> Any:
         raise TypeError(self._no_tensor("@"))
@@ -341,28 +455,30 @@ class W4Weight:
         fmt = self.format
         if not fmt.offset:
             return None
-        field = self.blocks[:, :, fmt.offsets_at : fmt.zeros_at]
+        field = self.blocks[..., fmt.offsets_at : fmt.zeros_at]
         return layout.unpack_field(field, self.n, self.k, fmt.group_size, self.scale_dtype)
 
     def unpack(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What was packed, bit for bit; offsets: `unpack_offset`.
+        """What was packed, bit for bit; offsets: `unpack_offset`. All have a first dimension E where there are experts.
 
         Returns:
             q: int8 [n, k] of -8..7, or uint8 [n, k] of 0..15 when there are zero points.
             scale: [n, groups] in its own type; the bits of NaNs and the sign of zero are kept.
             zero: uint8 [n, groups], or None.
         """
-        q = torch.empty(self.shape, dtype=torch.uint8 if self.format.zero_point else torch.int8, device=self.device)
-        scales, zeros = [], []
-        for first, end in layout.strip_chunks(self.n, self.k):
-            q[first * STRIP_ROWS : end * STRIP_ROWS], scale, zero, _ = self.rows(first, end)
-            scales.append(scale.view(layout.bits_dtype(scale.dtype)))
-            if zero is not None:
-                zeros.append(zero)
-        return q, torch.cat(scales).view(self.scale_dtype), torch.cat(zeros) if zeros else None
+        zero_point, device, by_group = self.format.zero_point, self.device, (*self.shape[:-1], self.groups)
+        q = torch.empty(self.shape, dtype=torch.uint8 if zero_point else torch.int8, device=device)
+        scale = torch.empty(by_group, dtype=self.scale_dtype, device=device)
+        zero = torch.empty(by_group, dtype=torch.uint8, device=device) if zero_point else None
+        for rows, parts in self.packed.chunks():
+            for whole, part in zip((q, scale, zero), parts):
+                if whole is not None and part is not None:
+                    bits = layout.bits_dtype(part.dtype)
+                    whole.view(bits).flatten(0, -2)[rows] = part.view(bits)
+        return q, scale, zero
 
     def dequantize(self) -> torch.Tensor:
-        """(q - zero) * scale + offset as fp32 [n, k], in the packed order of columns.
+        """(q - zero) * scale + offset as fp32 [n, k] or [experts, n, k], in the packed order of columns.
 
         With a permutation, column j is column permutation[j] of the layer's input; a checkpoint's layer before packing
         (`jitgemm.checkpoint.read_layer(...).dequantize()`) has its columns in the input's order.
@@ -370,10 +486,9 @@ class W4Weight:
         Scale and offset are widened to fp32; one rounding for the product, one for the sum.
         """
         out = torch.empty(self.shape, dtype=torch.float32, device=self.device)
-        for first, end in layout.strip_chunks(self.n, self.k):
-            q, scale, zero, offset = self.rows(first, end)
-            rows = out[first * STRIP_ROWS : end * STRIP_ROWS].copy_(q)
-            dequantize_groups(rows, self.group_size, scale, zero, offset)
+        for rows, (q, scale, zero, offset) in self.packed.chunks():
+            part = out.flatten(0, -2)[rows].copy_(q)
+            dequantize_groups(part, self.group_size, scale, zero, offset)
         return out
 
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
