@@ -57,6 +57,7 @@ class KernelSpec:
     direct: bool = False
     out: str = "bf16"
     debug: bool = False
+    experts: int = 0
 
     @property
     def warpgroups_n(self) -> int:
@@ -125,6 +126,8 @@ class KernelSpec:
             parts.append(f"c{self.ctas_per_sm}")
         if self.direct:
             parts.append("d")
+        if self.experts:
+            parts.append(f"e{self.experts}")
         if self.debug:
             parts.append("debug")
         return "-".join(parts)
@@ -198,4 +201,4 @@ def smem_bytes(spec: KernelSpec) -> int:
     barriers = 8 * (reducers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
     barriers += 8 * 2 * reducers if spec.split_k > 1 else 0
     factors = (size + 3 * STRIP_ROWS) * 4
-    return spec.stages * stage_bytes(spec) + reducers * (out_panel + slots + factors) + barriers
+    return spec.stages * stage_bytes(spec) + reducers * (out_panel + slots + factors) + barriers + 8 * spec.experts

@@ -99,7 +99,7 @@ def direct_lhs(spec: KernelSpec) -> bool:
 
 
 def _always_direct(spec: KernelSpec) -> bool:
-    return spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1
+    return spec.block_m <= DIRECT_LHS_TOKENS and spec.warpgroups_k <= 2 and spec.multicast == 1 and not spec.experts
 
 
 def engine_stages(spec: KernelSpec) -> float:
@@ -107,7 +107,7 @@ def engine_stages(spec: KernelSpec) -> float:
     if _always_direct(spec):
         return 0
     widest, _ = DIRECT_TOKENS.get((spec.warpgroups_k, spec.ctas_per_sm), (0, 0))
-    if spec.block_m * spec.warpgroups_n > widest or spec.multicast > 1:
+    if spec.block_m * spec.warpgroups_n > widest or spec.multicast > 1 or spec.experts:
         return math.inf
     return min(spec.stages, PREFETCH_BYTES[1] // stage_weight_bytes(spec))
 
@@ -120,6 +120,8 @@ def for_k(spec: KernelSpec, k: int) -> KernelSpec:
 
 def prefetch_stages(spec: KernelSpec) -> int:
     """Stages of the first tile whose weights a CTA asks for before it waits for the grid before."""
+    if spec.experts:
+        return 0
     budget = PREFETCH_BYTES[min(2, spec.ctas_per_sm) if spec.block_m <= DIRECT_LHS_TOKENS else 1]
     stages = min(spec.stages, max(MIN_PREFETCH_STAGES, budget // stage_weight_bytes(spec)))
     if spec.direct:
