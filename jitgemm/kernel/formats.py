@@ -20,6 +20,8 @@ CODES = ("any", *LHS_TYPES)
 _GROUP_NAMES = {0: "channel", **{size: f"g{size}" for size in GROUP_SIZES}}
 MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
+TABLE_SIZES = (64, 256, 1024)
+"""Experts that a grouped kernel's table holds, one size a kernel."""
 MAX_INT8_CHANNEL_K = 2**20 - 32
 """Largest k of int8 per channel: its sums stay in int32, where k products of up to 128 * 16 must fit; codes in the
 order for int8 have a limit of their own (`MAX_CHANNEL_K_S8`)."""
@@ -129,7 +131,10 @@ def format_named(name: str) -> WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ, with out's type and whether a row's bits may depend on m."""
+    """One GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ, with out's type and whether a row's bits may depend on m.
+
+    With `experts` a grouped one: each of the m rows is multiplied by one of so many weights [n, k].
+    """
 
     m: int
     n: int
@@ -138,8 +143,11 @@ class Problem:
     format: WeightFormat
     out: str = "bf16"
     batch_invariant: bool = False
+    experts: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.experts <= TABLE_SIZES[-1]:
+            raise ValueError(f"experts: expected 1 to {TABLE_SIZES[-1]}, or 0 for a dense GEMM, got {self.experts}")
         if self.out not in REAL_TYPES:
             raise ValueError(f"out: expected one of {REAL_TYPES}, got {self.out!r}")
         if not 1 <= self.m <= MAX_ROWS:
@@ -154,6 +162,11 @@ class Problem:
             raise ValueError(f"format: expected codes 'any' or {self.lhs!r}, as lhs is, got {self.format.codes!r}")
         if self.lhs == "s8" and not self.format.group_size and self.k > MAX_INT8_CHANNEL_K:
             raise ValueError(f"k: expected at most {MAX_INT8_CHANNEL_K} for int8 with scales per channel, got {self.k}")
+
+    @property
+    def table_size(self) -> int:
+        """`KernelSpec.experts`: the least table that holds the experts, so that models share kernels; 0 for none."""
+        return next(size for size in (0, *TABLE_SIZES) if self.experts <= size)
 
 
 MAX_CHANNEL_K_S8 = 2**16

@@ -1,6 +1,9 @@
 """The choice: of the kernels that exist (`shapes`), the one that the model predicts to be the fastest (`model`).
 
 Pure functions of a problem's band over m and a device's figures; no torch, no driver, no table of tuned shapes.
+
+A grouped GEMM (`Problem.experts`) is chosen for the rows that all its experts have together: how many each one has is
+known to the device alone, so that the prediction is the mean over a few routings (`loads`).
 """
 
 from __future__ import annotations
@@ -13,29 +16,33 @@ from functools import lru_cache
 from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
-from jitgemm.select import model, shapes
+from jitgemm.select import loads, model, shapes
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.model import Candidate, Costs
 
 
-def bands(max_m: int) -> list[tuple[int, int]]:
+def bands(max_m: int, experts: int = 0) -> list[tuple[int, int]]:
     """The runs of m, first and last included, within which one layer uses one kernel.
 
-    Steps of 8, 16, 32, 128, 1024, then doubling.
+    Steps of 8, 16, 32, 128, 1024, then doubling. With experts steps of 1 up to 8, then four from one power of two to
+    the next, because kernels follow the part of the experts that have rows, and the rows that one has.
     """
     if max_m < 1:
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
     out = []
     first = 1
     while first <= max_m:
-        last = band_end(first)
+        last = band_end(first, experts)
         out.append((first, last))
         first = last + 1
     return out
 
 
-def band_end(m: int) -> int:
+def band_end(m: int, experts: int = 0) -> int:
     """The largest m that shares a kernel with this one; the selector sees this m only."""
+    if experts:
+        step = max(1, 2 ** (m - 1).bit_length() // 8)
+        return ceil_div(m, step) * step
     for limit, step in ((64, 8), (256, 16), (512, 32), (2048, 128), (16384, 1024)):
         if m <= limit:
             return ceil_div(m, step) * step
@@ -44,18 +51,19 @@ def band_end(m: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _costed(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int
 ) -> tuple[tuple[KernelSpec, Costs], ...]:
     """The legal kernels with tiles of `block_m` tokens, with their costs, which no problem changes."""
-    return tuple((spec, model.costs(spec, device)) for spec in shapes.kernels(lhs, fmt, device, out, block_m))
+    return tuple((spec, model.costs(spec, device)) for spec in shapes.kernels(lhs, fmt, device, out, block_m, experts))
 
 
 def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, Costs]]:
     order = _invariant_order(replace(problem, m=1), device) if problem.batch_invariant else None
+    rows = loads.most_rows(problem.experts, problem.m)
     for block_m in shapes.BLOCK_MS:
-        if block_m >= 2 * max(problem.m, 8):
+        if block_m >= 2 * max(rows, 8):
             break  # half of the tile would be padding: a lower one does
-        for spec, costs in _costed(problem.lhs, problem.format, device, problem.out, block_m):
+        for spec, costs in _costed(problem.lhs, problem.format, device, problem.out, block_m, problem.table_size):
             if order in (None, _order(spec)):
                 yield spec, costs
 
@@ -64,9 +72,13 @@ def _rank(us: float, spec: KernelSpec) -> tuple[float, int, int, str]:
     return us, spec.block_m * spec.block_n, spec.halves, spec.label
 
 
+def _at_band_end(problem: Problem) -> Problem:
+    return replace(problem, m=band_end(problem.m, problem.experts))
+
+
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
     """Every legal kernel for the problem with its prediction, best first; ties go to the smaller tile."""
-    problem = replace(problem, m=band_end(problem.m))
+    problem = _at_band_end(problem)
     found = [model.candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
     found.sort(key=lambda c: _rank(c.predicted_us, c.kernel))
     return [replace(candidate, kernel=for_k(candidate.kernel, problem.k)) for candidate in found]
@@ -86,7 +98,33 @@ def _choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
 
 def choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
     """The kernel for a problem: a pure function of the problem's band over m and the device's figures."""
-    return _choose(replace(problem, m=band_end(problem.m)), device)
+    return _choose(_at_band_end(problem), device)
+
+
+def choose_grouped(
+    experts: int,
+    rows: int,
+    n: int,
+    k: int,
+    lhs: str,
+    format: WeightFormat,
+    device: DeviceSpec,
+    *,
+    out: str = "bf16",
+    batch_invariant: bool = False,
+) -> KernelSpec:
+    """`choose` for a grouped GEMM of weights [n, k].
+
+    Args:
+        experts: weights, at least 1.
+        rows: of all experts together, as expected: M, or the expected rows of an expert times the experts.
+
+    Raises:
+        ValueError: an argument is out of its range; no kernel fits the device.
+    """
+    if experts < 1:
+        raise ValueError(f"experts: expected at least 1, got {experts}")
+    return choose(Problem(rows, n, k, lhs, format, out, batch_invariant, experts), device)
 
 
 def kernels_for(
@@ -99,16 +137,22 @@ def kernels_for(
     *,
     out: str = "bf16",
     batch_invariant: bool = False,
+    experts: int = 0,
 ) -> list[KernelSpec]:
-    """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once."""
-    layer = Problem(1, n, k, lhs, format, out, batch_invariant)
-    return list(dict.fromkeys(_choose(replace(layer, m=last), device) for _, last in bands(max_m)))
+    """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once.
+
+    With experts m counts the rows of all of them, and the kernels are those of every routing.
+    """
+    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts)
+    return list(dict.fromkeys(_choose(replace(layer, m=last), device) for _, last in bands(max_m, experts)))
 
 
 # ---- batch-invariant calls -------------------------------------------------------------------------------------------
 
 ORDER_MS = (1, 16, 64, 256, 1024, 4096)
-"""Values of m over which orders of summation are compared."""
+"""Values of m over which orders of summation are compared; times the experts of a token, about, where there are any."""
+EXPERTS_PER_TOKEN = 1 / 16
+"""Part of the experts that a token goes to, about: 8 of 128 and 256, 4 of 128, 2 of 8."""
 
 
 def _order(spec: KernelSpec) -> tuple[int, int]:
@@ -125,7 +169,8 @@ def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
     losses: dict[tuple[int, int], list[float]] = {}
     for m in ORDER_MS:
         best: dict[tuple[int, int], float] = {}
-        problem = replace(layer, m=m, batch_invariant=False)
+        rows = m * max(1, round(layer.experts * EXPERTS_PER_TOKEN))
+        problem = replace(layer, m=rows, batch_invariant=False)
         for spec, costs in _considered(problem, device):
             us = model.times(spec, costs, problem, device)[0].total
             best[_order(spec)] = min(us, best.get(_order(spec), math.inf))

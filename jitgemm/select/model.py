@@ -10,6 +10,7 @@ so. Constants in microseconds do not follow a device's clock, those in cycles do
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, stage_weight_bytes
 from jitgemm.kernel.tactics import engine_stages, prefetch_stages, promote_records, split_blocks
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.shapes import launched_clusters, units_of_work
+from jitgemm.select.loads import token_tiles, weights_read
+from jitgemm.select.shapes import launched_clusters, units_along_n
 
 TILE_US = 0.979
 """Start of a kernel and epilogue of a tile."""
@@ -39,6 +41,8 @@ COPY_US = 0.1855
 """Added where the copy engine brings the first activations, not the consumers."""
 MULTICAST_US = 0.7003
 """Added for a cluster that shares an operand: its start, and stages that are handed back across CTAs."""
+TABLE_US = 0.6
+"""Added where the CTAs build a table of the experts' tiles first; not fitted."""
 RECORD_CYCLES = 124.1
 """Latency of a record beside its multiply and promotion: barrier, loads from shared memory, loop."""
 HALVES_CYCLES = 127.1
@@ -133,7 +137,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         fetch=FETCH_CYCLES / (spec.stages - 1) * cycle,
         l2=spec.multicast * operands / (L2_BYTES_PER_CYCLE * device.num_sms) * cycle,
         stream=PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0,
-        once=MULTICAST_US if spec.multicast > 1 else 0.0,
+        once=(MULTICAST_US if spec.multicast > 1 else 0.0) + (TABLE_US if spec.experts else 0.0),
         tile=tile,
         engine_stages=engine_stages(spec),
         prefetch_stages=prefetch_stages(spec),
@@ -165,19 +169,22 @@ def _norm(a: float, b: float, c: float) -> float:
     return (a**OVERLAP + b**OVERLAP + c**OVERLAP) ** (1 / OVERLAP)
 
 
-def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> tuple[Times, int, int]:
-    """The times, the rounds of tiles and the CTAs."""
+def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> tuple[Times, float, int]:
+    """The times, the rounds of tiles and the CTAs. Of a grouped problem they are means over its routings."""
     m, n, k = problem.m, problem.n, problem.k
-    units = units_of_work(spec, m, n)
-    clusters = launched_clusters(spec, units, device.num_sms, of.resident)
+    tiles = token_tiles(problem.experts, m, spec.block_m * spec.multicast_rhs)
+    along_n = units_along_n(spec, n)
+    units = sum(tiles) / len(tiles) * along_n
+    clusters = launched_clusters(spec, max(tiles) * along_n, device.num_sms, of.resident)
     ctas = clusters * spec.cluster_size
-    rounds = ceil_div(units, clusters)
+    rounds = sum(ceil_div(along_m * along_n, clusters) for along_m in tiles) / len(tiles)
     blocks = ceil_div(k, BLOCK_K)
     stages = ceil_div(split_blocks(spec, blocks), spec.warpgroups_k)  # of a tile, and records of one warpgroup
     records = rounds * stages
     # CTAs beyond those that fit one an SM share their SMs.
     shared = 2 if ctas > of.sms_of_clusters else 1
-    all_bytes = ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
+    # Each weight once: an expert's tiles follow one another, and find it in the L2 (the term l2).
+    all_bytes = weights_read(problem.experts, m) * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     all_bytes += m * k + DTYPES[spec.out].bytes * m * n
     # What CTAs ask for before they wait for the kernel before comes while that one ends.
     prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * ctas / device.hbm_bytes_per_us
@@ -200,7 +207,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
 def candidate(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> Candidate:
     """The prediction as users see it."""
     found, waves, ctas = times(spec, of, problem, device)
-    return Candidate(spec, found.total, found._asdict(), waves, ctas)
+    return Candidate(spec, found.total, found._asdict(), math.ceil(waves), ctas)
 
 
 def predict(spec: KernelSpec, problem: Problem, device: DeviceSpec) -> Candidate:

@@ -49,6 +49,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return f"wgmma has no N of {spec.block_m}/{spec.halves} for {spec.lhs}"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
+    if spec.experts and (spec.multicast > 1 or spec.direct):
+        return "a grouped kernel shares no operand, and its consumers copy no activations"
     if spec.multicast > 1 and spec.split_k > 1:
         return "a cluster either splits k or shares an operand"
     if spec.multicast_lhs > 1 and spec.multicast_rhs > 1:
@@ -92,14 +94,18 @@ def _decodes_slowly(spec: KernelSpec) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int) -> tuple[KernelSpec, ...]:
-    """The legal kernels with tiles of `block_m` tokens."""
-    return tuple(spec for spec in _enumerate(lhs, fmt, device, out, block_m) if illegal(spec, device) is None)
+def kernels(
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0
+) -> tuple[KernelSpec, ...]:
+    """The legal kernels with tiles of `block_m` tokens, and with a table of so many experts."""
+    return tuple(spec for spec in _enumerate(lhs, fmt, device, out, block_m, experts) if illegal(spec, device) is None)
 
 
-def legal_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
+def legal_kernels(
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16", experts: int = 0
+) -> tuple[KernelSpec, ...]:
     """Every kernel the selector considers for these formats on this device."""
-    return tuple(spec for block_m in BLOCK_MS for spec in kernels(lhs, fmt, device, out, block_m))
+    return tuple(spec for block_m in BLOCK_MS for spec in kernels(lhs, fmt, device, out, block_m, experts))
 
 
 def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
@@ -108,12 +114,14 @@ def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = 
     return tuple(spec for spec in every if "registers" in (illegal(spec, device) or ""))
 
 
-def _enumerate(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int) -> Iterator[KernelSpec]:
+def _enumerate(
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0
+) -> Iterator[KernelSpec]:
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
     # Per-channel kernels read their scales by a run-time type.
     fmt = fmt if fmt.group_size else replace(fmt, scale_type="fp32")
     for shape in _shapes(block_m):
-        spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, **shape)
+        spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, **shape)
         yield replace(spec, stages=_stages(spec, device))
 
 
@@ -155,7 +163,18 @@ def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, .
 
 def units_of_work(spec: KernelSpec, m: int, n: int) -> int:
     """Tiles that a problem has, counted in clusters that compute one each, or one for each CTA of a multicast."""
-    return ceil_div(m, spec.block_m * spec.multicast_rhs) * ceil_div(n, spec.block_n * spec.multicast_lhs)
+    return ceil_div(m, spec.block_m * spec.multicast_rhs) * units_along_n(spec, n)
+
+
+def units_along_n(spec: KernelSpec, n: int) -> int:
+    return ceil_div(n, spec.block_n * spec.multicast_lhs)
+
+
+def most_units(spec: KernelSpec, experts: int, rows: int, n: int) -> int:
+    """The most tiles that any routing of so many rows to so many experts has; all but one row of an expert's fill
+    whole tiles then."""
+    hit = min(experts, rows)
+    return (hit + (rows - hit) // spec.block_m) * units_along_n(spec, n)
 
 
 def launched_clusters(spec: KernelSpec, units: int, num_sms: int, resident: int) -> int:
