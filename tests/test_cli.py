@@ -509,6 +509,9 @@ def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
         (["warmup", *LAYER, "--quantizer", "none", "--quantizer", "bf16"], "--quantizer: expected none alone"),
         (["warmup", *LAYER, "--quantizer", "bf16+affine"], "affine: expected codes of int8, got e4m3"),
         (["explain", "1", "64", "128", "--offset"], "--offset: expected a --group-size below k, got 128 and k = 128"),
+        (["explain", "1", "64", "128", "--top-k", "2"], "--top-k: expected at most --experts (not given), got 2"),
+        (["explain", "1", "64", "128", "--experts", "4", "--top-k", "5"], "at most --experts (4), got 5"),
+        (["explain", "1", "64", "128", "--experts", "1025"], "experts: expected 1 to 1024"),
         (["explain", "1", "12", "64"], "n: expected a positive multiple of 8 up to 2147483647, got 12"),
         (["cache", "ls", "--sort", "colour"], "--sort: expected one of"),
         (["cache", "prune"], "--older-than AGE or --max-size SIZE"),
@@ -698,8 +701,17 @@ def test_explain_json_names_the_whole_problem(run):
     problem = run("explain", "9", "256", "512", "--device", "h200", *options).json["problem"]
     assert problem == {
         "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
-        "codes": "e4m3", "offset": True, "out": "fp16", "batch_invariant": True,
+        "codes": "e4m3", "offset": True, "out": "fp16", "batch_invariant": True, "experts": 0,
     }  # fmt: skip
+
+
+def test_explain_counts_the_rows_of_a_grouped_gemm_and_says_what_it_expects_of_a_routing(run):
+    argv = ("explain", "32", "1536", "2048", "--experts", "128", "--top-k", "8", "--device", "h200")
+    report = run(*argv, "--json").json
+    assert (report["problem"]["m"], report["problem"]["experts"]) == (256, 128)
+    assert report["band"] == [225, 256] and report["chosen"].endswith("-e256")
+    done = run(*argv)
+    assert re.search(r"256 rows of 128 experts, of which 1\d\d have rows on average and none more than \d", done.stderr)
 
 
 def test_env_names_versions_settings_and_folders(run, cache_dir):

@@ -1,9 +1,9 @@
-"""`jitgemm explain`: the selector's candidates for one GEMM, what it predicts for each, and why one won."""
+"""`jitgemm explain`: the selector's candidates for one GEMM, dense or grouped, what it predicts for each, and why one won."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -11,7 +11,8 @@ from jitgemm.cli import common
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import pick_device
-from jitgemm.select.choose import Candidate, band_end, bands, candidates
+from jitgemm.select import loads
+from jitgemm.select.choose import Candidate, bands, candidates
 
 
 @common.guarded
@@ -27,6 +28,15 @@ def explain(
     codes: Annotated[common.Codes, typer.Option("--codes", help=common.CODES_HELP)] = common.Codes.any,
     out: Annotated[common.RealType, typer.Option("--out", help=common.OUT_HELP)] = common.RealType.bf16,
     batch_invariant: common.BatchInvariant = False,
+    experts: Annotated[
+        Optional[int],
+        typer.Option(
+            "--experts", metavar="E", min=1, help="A grouped GEMM of so many weights; M tokens choose experts."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int, typer.Option("--top-k", metavar="K", min=1, help="--experts: how many of them a token chooses.")
+    ] = 1,
     device: common.Device = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to print.")] = 10,
     as_json: common.Json = False,
@@ -35,7 +45,8 @@ def explain(
 
     Predictions are in microseconds on the named device. Of memory, tensor, issue, latency, fetch and l2 the longest
     counts, since they overlap; fixed comes on top. m is rounded up to the end of its band first: all m of a band
-    share a kernel.
+    share a kernel. With --experts m counts the M x K rows of all experts, and a prediction is the mean over a few
+    uniform routings, drawn by seed: how many rows an expert has is known on the device alone.
 
     \b
     Examples:
@@ -43,6 +54,7 @@ def explain(
       jitgemm explain 16 4096 4096 --codes tuned --out fp32
       jitgemm explain 4096 28672 8192 --lhs int8 --group-size channel --device h20
       jitgemm explain 1 4096 14336 --json --top 1
+      jitgemm explain 32 1536 2048 --experts 128 --top-k 8 --codes tuned
 
     \b
     Exit codes:
@@ -52,11 +64,13 @@ def explain(
     target = pick_device(device)
     kind, group = lhs.kernel_type, common.parse_group_size(group_size)
     format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k)
-    problem = Problem(m, n, k, kind, format, out.value, batch_invariant)
+    if top_k > (experts or 1):
+        raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
+    problem = Problem(m * top_k, n, k, kind, format, out.value, batch_invariant, experts or 0)
     ranked = candidates(problem, target)
     if not ranked:
         raise ValueError(f"no kernel fits {target.name}")
-    first, last = bands(band_end(m))[-1]
+    first, last = bands(problem.m, problem.experts)[-1]
     found = [_facts(candidate, rank) for rank, candidate in enumerate(ranked[:top])]
     if as_json:
         report = {
@@ -86,8 +100,12 @@ def explain(
     columns = ("", "kernel", "predicted us", "bound by", *terms, "waves", "CTAs", "shared memory")
     drop = ("shared memory", "CTAs", "waves", *reversed(terms))
     common.out().print(common.table(columns, rows, left=("", "kernel", "bound by"), drop=drop))
+    routed = ""
+    if experts:
+        hit, most = loads.weights_read(experts, last), loads.most_rows(experts, last)
+        routed = f" rows of {experts} experts, of which {hit:.3g} have rows on average and none more than {most}"
     common.note(
-        f"{target.name} ({target.num_sms} SMs), m = {first}..{last} share a kernel and are predicted for {last}; "
+        f"{target.name} ({target.num_sms} SMs), m = {first}..{last} share a kernel and are predicted for {last}{routed}; "
         f"{min(top, len(ranked))} of {len(ranked)} candidates\n{_why(ranked)}"
     )
 
