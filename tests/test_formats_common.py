@@ -237,6 +237,12 @@ def test_layers_are_joined_along_n():
     assert torch.equal(joined.bias, torch.cat([torch.zeros(16), b.bias]))
 
 
+def test_a_layer_without_zero_points_is_joined_to_one_with_them():
+    a, b = canonical(12), canonical(13, zero_point=True)
+    joined = concat([a, b])
+    assert torch.equal(joined.dequantize(), torch.cat([a.dequantize(), b.dequantize()])) and joined.zero is not None
+
+
 def test_layers_of_one_activation_order_are_joined_and_of_two_are_not():
     a, b = canonical(14, permuted=True), canonical(14, permuted=True)
     assert torch.equal(concat([a, b]).dequantize(), torch.cat([a.dequantize(), b.dequantize()]))
@@ -250,7 +256,6 @@ def test_layers_of_one_activation_order_are_joined_and_of_two_are_not():
         ({"k": 128}, r"must have one k, got \[256, 128\]"),
         ({"group_size": 32}, r"must have one group size, got \[64, 32\]"),
         ({"scale_type": "fp32"}, "must have one scale dtype"),
-        ({"zero_point": True}, r"must have one kind of zero, got \['none', 'given'\]"),
         ({"permuted": True}, "must have one kind of permutation"),
         ({"offset": True}, "must have one kind of offset"),
     ],

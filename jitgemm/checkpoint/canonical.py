@@ -214,6 +214,13 @@ class CanonicalWeight:
         found = {"scale": self.scale, "zero": self.zero, "offset": self.offset}
         return {name: None if values is None else change(values) for name, values in found.items()}
 
+    def with_zero_points(self) -> CanonicalWeight:
+        """The same values with codes 0..15 and zero points; itself if it has them."""
+        if self.zero is not None:
+            return self
+        zero = torch.full(self.scale.shape, 8, dtype=torch.uint8, device=self.q.device)
+        return replace(self, q=(self.q + 8).view(torch.uint8), zero=zero)
+
     def pack(self, lhs_dtype: torch.dtype | None = None) -> W4Weight:
         """Packs for the kernel, on q's device. Group sizes that the kernel lacks are repeated as smaller ones.
 
@@ -249,12 +256,14 @@ class CanonicalWeight:
 def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
     """Layers with the same input as one, rows one below another (qkv_proj, gate_up_proj).
 
-    A layer without bias beside one with bias gets zeros.
+    A layer without bias beside one with bias gets zeros, a layer without zero points beside one with them gets them.
 
     Raises:
-        ValueError: the layers differ in something that one weight has once: k, group size, zero points, scale dtype,
+        ValueError: the layers differ in something that one weight has once: k, group size, scale dtype, offsets,
             permutation, input scale.
     """
+    if any(w.zero is not None for w in weights):
+        weights = [w.with_zero_points() for w in weights]
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -266,7 +275,7 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
     only("k", [w.k for w in weights])
     only("group size", [min(w.group_size, w.k) for w in weights])
     only("scale dtype", [dtype_name(w.scale.dtype) for w in weights])
-    for name in ("zero", "offset", "permutation", "input_scale"):
+    for name in ("offset", "permutation", "input_scale"):
         only(f"kind of {name}", ["none" if getattr(w, name) is None else "given" for w in weights])
     for name in ("permutation", "input_scale"):
         value = getattr(first, name)
@@ -284,6 +293,47 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
         for name in ("q", "scale", "zero", "offset")
     }
     return replace(first, **joined, bias=bias)
+
+
+class _Mixed(Exception):
+    """Some experts have zero points, and one that was packed has none."""
+
+
+def pack_experts(count: int, read: Callable[[int], CanonicalWeight], lhs_dtype: torch.dtype | None = None) -> W4Weight:
+    """One packed weight of several experts, read and packed one by one: the memory of the weight and of one expert.
+
+    Experts without zero points beside some with them get them.
+
+    Args:
+        count: how many experts.
+        read: gives expert 0, 1, ... before packing; it may be called twice for each.
+        lhs_dtype: as in `CanonicalWeight.pack`.
+
+    Raises:
+        ValueError: an expert has an activation order, which its quantised input cannot have beside the others', or
+            the experts differ in sizes or format; the message names the expert.
+    """
+
+    def make(e: int) -> W4Weight:
+        weight = read(e)
+        if weight.permutation is not None:
+            raise ValueError(
+                f"expert {e}: expected columns in the input's order, got an activation order (g_idx): experts that are "
+                "packed in one weight share their quantised input"
+            )
+        weight = weight.with_zero_points() if unsigned else weight
+        kinds.add(weight.zero is not None)
+        if len(kinds) > 1:
+            raise _Mixed
+        return weight.pack(lhs_dtype)
+
+    for unsigned in (False, True):
+        kinds: set[bool] = set()
+        try:
+            return W4Weight.stacked(count, make)
+        except _Mixed:
+            continue
+    raise AssertionError("with zero points everywhere no expert differs")
 
 
 def check_known(tensors: Mapping[str, torch.Tensor], known: Sequence[str]) -> None:

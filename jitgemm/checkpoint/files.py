@@ -6,9 +6,10 @@ formats' business.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -72,10 +73,27 @@ class Checkpoint:
             config = _config_beside(Path(source) if Path(source).is_dir() else Path(source).parent)
         self.config: Mapping[str, Any] | None = config
         """The model's quantization_config, or None."""
-        self._layers: dict[str, list[str]] = {}  # "model.lm_head." -> ["weight", ...]
-        for name in self.names():
-            start = name.rfind(".") + 1
-            self._layers.setdefault(name[:start], []).append(name[start:])
+        self._in_file: Mapping[str, str] = {}  # what a file calls the tensors that are renamed
+        self._layers = _by_layer(self._found)
+
+    def renamed(self, names: Mapping[str, str]) -> Checkpoint:
+        """The same open checkpoint with some tensors under other names; its config speaks of those in the files.
+
+        Args:
+            names: {new name: name in the files}.
+        """
+        other = copy.copy(self)
+        new = {old: name for name, old in names.items()}
+        other._found = {new.get(name, name): found for name, found in self._found.items()}
+        other._in_file, other._layers = names, _by_layer(other._found)
+        return other
+
+    def in_file(self, prefix: str) -> str:
+        """What the files call a layer."""
+        for suffix, name in self.layer(prefix).items():
+            if name in self._in_file and self._in_file[name].endswith(suffix):
+                return self._in_file[name].removesuffix(suffix)
+        return prefix
 
     def names(self) -> Iterator[str]:
         """The names of all tensors."""
@@ -92,7 +110,7 @@ class Checkpoint:
         from safetensors import SafetensorError
 
         try:
-            header = self._open(found).get_slice(name)
+            header = self._open(found).get_slice(self._in_file.get(name, name))
         except SafetensorError:
             raise ValueError(f"source: expected {name!r} in {found}, as the index says, found none") from None
         kind = header.get_dtype()
@@ -105,7 +123,7 @@ class Checkpoint:
         found = self._found[name]
         if isinstance(found, torch.Tensor):
             return (found if expert is None else found[expert]).detach().to(device)
-        file = self._open(found)
+        file, name = self._open(found), self._in_file.get(name, name)
         return (file.get_tensor(name) if expert is None else file.get_slice(name)[expert]).to(device)
 
     def layer(self, prefix: str) -> dict[str, str]:
@@ -170,6 +188,15 @@ class Checkpoint:
                     )
                 paths[name] = path
         return paths
+
+
+def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
+    """{"model.lm_head.": ["weight", ...]}."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        start = name.rfind(".") + 1
+        layers.setdefault(name[:start], []).append(name[start:])
+    return layers
 
 
 def _subclass(tensor: torch.Tensor) -> str:

@@ -158,21 +158,26 @@ def layer_header(
     if not names:
         raise ValueError(f"prefix: expected a layer's name, found no tensor {prefix + '.*' if prefix else '*'}")
     infos = {suffix: checkpoint.info(name) for suffix, name in names.items()}
+    shape = None
+    if "weight_shape" in infos and infos["weight_shape"].dim() == 1:  # numbers, which say what no header does
+        shape = checkpoint.read(names["weight_shape"], torch.device("cpu"))
     if expert is not None:
-        infos = _of_expert(infos, expert)
-    layer = prefix.rstrip("._")
-    found = formats.find(infos, checkpoint.config, layer) if format is None else formats.by_name(format)
+        if shape is not None:  # of all experts: [E, n, k] or [n, k]
+            del infos["weight_shape"], names["weight_shape"]
+        infos, shape = _of_expert(infos, expert), None if shape is None else shape[-2:]
+    layer, prefix_in_file = prefix.rstrip("._"), checkpoint.in_file(prefix).rstrip("._")
+    found = formats.find(infos, checkpoint.config, prefix_in_file) if format is None else formats.by_name(format)
     for suffix, name in found.elsewhere(layer).items():
         if suffix not in names and name in checkpoint:
             names[suffix], infos[suffix] = name, checkpoint.info(name)
-    config = formats.config_of_layer(found, checkpoint.config, layer)
-    described = found.described(checkpoint.metadata(next(iter(names.values()))), layer)
+    config = formats.config_of_layer(found, checkpoint.config, prefix_in_file)
+    described = found.described(checkpoint.metadata(next(iter(names.values()))), prefix_in_file)
     config = {**described, **(config or {})} if described else config
     if config is not None and "refusal" in config:
         raise ValueError(config["refusal"])
     headers = _Found(found, infos)
-    if "weight_shape" in names and expert is None:  # two numbers, which say what no header does
-        headers["weight_shape"] = checkpoint.read(names["weight_shape"], torch.device("cpu"))
+    if shape is not None:
+        headers["weight_shape"] = shape
     return LayerHeader(prefix, names, found, config, found.sizes(headers, config))
 
 
