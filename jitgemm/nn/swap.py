@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.packed import Packed
 
 _HOOKS = (
     "_forward_hooks",
@@ -24,7 +24,7 @@ _SAVED_BY = {"saved_by": "jitgemm", "read_with": "jitgemm.nn.load_(model, folder
 def put_layers(
     model: torch.nn.Module,
     places: Mapping[str, list[str]],
-    make: Callable[[str, torch.nn.Module], W4A8Linear],
+    make: Callable[[str, torch.nn.Module], Packed],
     doing: str,
 ) -> None:
     """Puts make(name, module) at all places of each module; a module's hooks and training mode go to its layer.
@@ -48,7 +48,7 @@ def put_layers(
             raise kind(str(error) if named else f"{name}: {error}") from error
         layer.train(old.training)
         layer.batch_invariant = getattr(old, "batch_invariant", False)
-        layer.weight.named(name)
+        layer.named(name)
         for handle, hook in list(old._forward_pre_hooks.items()):
             if type(hook).__module__.startswith("torch.nn.utils"):  # weight_norm, pruning: they compute the weight
                 del old._forward_pre_hooks[handle]
@@ -61,7 +61,7 @@ def put_layers(
 
 
 def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
-    """Says in a transformers model's config that it holds W4A8Linears, and whether embeddings are no longer tied.
+    """Says in a transformers model's config that its weights are packed, and whether embeddings are no longer tied.
 
     The caller's config may serve other models: the model gets a copy.
     """

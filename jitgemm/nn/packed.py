@@ -1,0 +1,209 @@
+"""Packed: what W4A8Linear and W4A8Experts are made of, a packed weight whose tensors are a module's buffers.
+
+PyTorch replaces, moves, loads and copies buffers; the `W4Weight` is made anew over them. Knows no calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from jitgemm.dtypes import REAL_TYPES
+from jitgemm.nn.read import ACTIVATIONS, check_activation
+from jitgemm.tensors import check_dtype, describe, dtype_name
+from jitgemm.weight.w4 import W4Weight
+
+_WEIGHT_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")  # as `W4Weight` and its state dict call them
+_ON_CPU = ("meta", "activation_type")  # describe the module, take no part in the call
+
+
+class Packed(torch.nn.Module):
+    """A packed weight, dense or of several experts, with its bias and the kind of activations that it meets.
+
+    Its buffers are those that `W4A8Linear` lists. They are moved by `.to(device)`, but never converted to another type,
+    whatever the model is.
+
+    Attributes:
+        activation: "e4m3", "int8" or "int8_affine".
+    """
+
+    def __init__(
+        self,
+        weight: W4Weight,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str = "e4m3",
+        input_scale: torch.Tensor | None = None,
+    ):
+        super().__init__()
+        if not isinstance(weight, W4Weight):
+            raise TypeError(f"weight: expected a W4Weight, got {type(weight).__name__}")
+        self.activation = check_activation(activation)
+        _check_codes(weight, activation)
+        self._weight = weight
+        tensors = weight.state_dict()
+        buffers = {name: tensors.get(name) for name in (*_WEIGHT_TENSORS, "meta")}
+        buffers["activation_type"] = torch.tensor([ACTIVATIONS.index(activation)], device="cpu")
+        buffers["input_scale"] = _check_input_scale(input_scale, activation, weight.device)
+        buffers["bias"] = _check_bias(bias, weight)
+        # Absent ones last: torch.export (2.13, not strict) counts on it.
+        for name, tensor in sorted(buffers.items(), key=lambda item: item[1] is None):
+            self.register_buffer(name, tensor)
+
+    @property
+    def weight(self) -> W4Weight:
+        """The packed weight; its tensors are the layer's buffers."""
+        # Buffers first: a compiler then takes the tensors for the module's own, of fixed sizes and addresses.
+        tensors = [self._buffers[name] for name in _WEIGHT_TENSORS]
+        weight = self._weight
+        if weight.blocks is tensors[0]:
+            return weight
+        # Replaced without asking the module: for good, or under a tracer for as long as it traces.
+        return weight.with_tensors(*tensors) if torch.compiler.is_compiling() else self._bind()
+
+    def named(self, layer: str) -> None:
+        """Sets the name of the layer, for messages of its weight."""
+        self.weight.named(layer)
+
+    # ---- buffers that are replaced, moved, loaded, copied ------------------------------------------------------------
+
+    def _bind(self) -> W4Weight:
+        """Makes the weight anew over the buffers as they are now, which checks and settles it."""
+        self._weight = self._weight.with_tensors(*(self._buffers[name] for name in _WEIGHT_TENSORS))
+        return self._weight
+
+    def _bind_described(self) -> None:
+        """The same, from what `meta` says of the buffers."""
+        self._weight = W4Weight.from_state_dict({name: x for name, x in self._buffers.items() if x is not None})
+        for name in _WEIGHT_TENSORS:
+            self._buffers[name] = getattr(self._weight, name)  # a misaligned one was copied
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Packed:
+        moved = {
+            name: _moved(tensor, fn)
+            for name, tensor in self._buffers.items()
+            if tensor is not None and name not in _ON_CPU
+        }
+        self._buffers.update(moved)
+        self._bind()
+        return self
+
+    def _load_from_state_dict(  # type: ignore[no-untyped-def]
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        wrong = self._what_is_wrong(state_dict, prefix)
+        if wrong is not None:
+            error_msgs.append(wrong)
+            return
+        errors = len(error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if len(error_msgs) > errors:
+            return
+        for name in _ON_CPU:
+            self._buffers[name] = self._buffers[name].cpu()
+        if self.blocks.is_meta:
+            self._bind()
+        else:
+            self._bind_described()
+
+    def _what_is_wrong(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> str | None:
+        """Why these tensors are not this layer's, so that nothing is copied or converted that should not be."""
+        if prefix + "blocks" in state_dict and prefix + "meta" in state_dict:
+            try:
+                other = W4Weight.from_state_dict(state_dict, prefix)
+            except (TypeError, ValueError) as error:
+                return str(error)
+            mine = self._weight
+            # The order of codes may differ: it depends on their values, and takes the same room.
+            formats = (replace(weight.format, codes="any") for weight in (mine, other))
+            if mine.shape != other.shape or mine.group_size != other.group_size or len(set(formats)) > 1:
+                return f"{prefix}meta: expected {mine!r}, got {other!r}"
+        number = state_dict.get(prefix + "activation_type")
+        if number is not None and number.tolist() != self.activation_type.tolist():
+            mine = self.activation_type.tolist()
+            return f"{prefix}activation_type: expected {mine} ({self.activation}), got {number.tolist()}"
+        for name in ("input_scale", "bias"):
+            mine, other = self._buffers[name], state_dict.get(prefix + name)
+            if mine is not None and other is not None and mine.dtype != other.dtype:
+                return f"{prefix}{name}: expected {dtype_name(mine.dtype)}, got {dtype_name(other.dtype)}"
+        return None
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Refuses parameters: what assigns one ties or resizes a weight, which a packed one cannot be."""
+        raise TypeError(
+            f"{self._weight.layer or type(self).__name__}: expected no parameter, as packed weights are buffers, got "
+            f"{name!r}; to tie or resize this weight, leave the layer out with filter=..."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["_weight"]  # the buffers hold all of it
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind_described()
+
+
+def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """fn(tensor) with the dtype kept: `model.half()` and its like convert floats and leave integers alone."""
+    bits = tensor.view(torch.uint8)
+    out = fn(bits)
+    if out is bits:
+        return tensor
+    if out.dtype != torch.uint8:
+        raise TypeError(
+            f"packed weight: expected a move to another device, got a conversion to {dtype_name(out.dtype)}"
+        )
+    return out.view(tensor.dtype)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _check_codes(weight: W4Weight, activation: str) -> None:
+    codes, needed = weight.format.codes, "e4m3" if activation == "e4m3" else "s8"
+    if codes not in ("any", needed):
+        other = "e4m3" if codes == "e4m3" else "int8"
+        raise ValueError(f"weight: expected one packed for {activation} or for any activations, got one for {other}")
+    if activation == "int8_affine" and weight.row_sum is None:
+        raise ValueError("weight: expected row sums, which int8_affine needs, got a weight without; pack it again")
+
+
+def _check_given(name: str, tensor: object, device: torch.device) -> None:
+    """Refuses what is no tensor beside the weight, other than None."""
+    if tensor is not None and not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor or None, got {type(tensor).__name__}")
+    if tensor is not None and tensor.device != device:
+        raise ValueError(f"{name}: expected the weight's device {device}, got {tensor.device}")
+
+
+def _check_input_scale(input_scale: torch.Tensor | None, activation: str, device: torch.device) -> torch.Tensor | None:
+    _check_given("input_scale", input_scale, device)
+    if input_scale is None:
+        return None
+    if activation == "int8_affine":
+        raise ValueError("input_scale: expected None with int8_affine, whose zero points are found per token")
+    if input_scale.dtype != torch.float32 or input_scale.numel() != 1:
+        raise ValueError(f"input_scale: expected float32 of one element, got {describe(input_scale)}")
+    if not input_scale.is_meta and not 0 < float(input_scale) < torch.inf:
+        raise ValueError(f"input_scale: expected a positive, finite number, got {float(input_scale)}")
+    return input_scale.detach().reshape(1)
+
+
+def _check_bias(bias: torch.Tensor | None, weight: W4Weight) -> torch.Tensor | None:
+    """As the GEMM takes it: fp16 widened to fp32, which is exact."""
+    _check_given("bias", bias, weight.device)
+    if bias is None:
+        return None
+    check_dtype("bias", bias.dtype, REAL_TYPES)
+    shape = [*weight.shape[:-1]]
+    if list(bias.shape) != shape:
+        raise ValueError(f"bias: expected shape {shape}, got {list(bias.shape)}")
+    bias = bias.detach().contiguous()
+    return bias.to(torch.float32) if bias.dtype == torch.float16 else bias
