@@ -16,7 +16,7 @@ from benchmark_lib import cells as cells_lib
 from benchmark_lib import results as results_lib
 from benchmark_lib.cells import Format
 from benchmark_lib.compare import NOISE_FLOOR, compare
-from benchmark_lib.timing import QUICK_ROUNDS, ROUNDS
+from benchmark_lib.timing import MOE_ROUNDS, QUICK_ROUNDS, ROUNDS
 
 from jitgemm.cli import common
 from jitgemm.runtime.device import local_device
@@ -77,6 +77,17 @@ def benchmark(
             "--sustained", help="Hold each cell for a second: a serving GPU runs at its power limit, a burst does not."
         ),
     ] = False,
+    moe: Annotated[
+        bool,
+        typer.Option(
+            "--moe",
+            help="Grouped GEMMs: both of each expert layer of --preset (all unless given: "
+            f"{', '.join(cells_lib.MOE_PRESETS)}) or --model, --m counts tokens.",
+        ),
+    ] = False,
+    ep: Annotated[
+        int, typer.Option("--ep", min=1, help="--moe: ranks that the experts of --model are spread over.")
+    ] = 1,
     quick: Annotated[
         bool, typer.Option("--quick", help="Ten cells, torch as the only peer, three rounds: under two minutes.")
     ] = False,
@@ -128,6 +139,14 @@ def benchmark(
             "--from", metavar="RESULT.json", help="Measure nothing: table, --plot and --compare from a recorded file."
         ),
     ] = None,
+    peers_from: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--peers-from",
+            metavar="FILE.json",
+            help="--moe: show peers' recorded times beside ours, as docs/performance/moe_peers_h200.json has them.",
+        ),
+    ] = None,
     list_peers: Annotated[
         bool, typer.Option("--list-peers", help="Say who can take part here, and why the others cannot.")
     ] = False,
@@ -140,10 +159,14 @@ def benchmark(
     reference first; a wrong one is not timed. A peer that is not installed, refuses a cell or fails stands in the
     notes, and the others go on.
 
+    With --moe a cell is a grouped GEMM over a layer's experts. Its time is the mean over 24 routings in one CUDA graph,
+    drawn by seed: uniform, the experts of a token distinct, rows sorted by expert, offsets on the device.
+
     \b
     Reading the table:
       % floor  floor_us / us. The floor is the longer of bytes and operations over the device's rates (H200:
-               4.5 TB/s, 1.5 PFLOP/s), one figure a cell; int8 may pass 100, because it draws less power.
+               4.5 TB/s, 1.5 PFLOP/s), one figure a cell; int8 may pass 100, because it draws less power. With
+               --moe: microseconds of the floor, and us over them.
       +-       how much the replays varied: 10th to 90th percentile, over the median.
       x        how many times faster than the best peer of its kind (exact group scales, or per channel), and than
                the best of any kind (also 8 and 16 bits, also rounded scales). Below 1 the peer is faster.
@@ -156,6 +179,8 @@ def benchmark(
       python scripts/benchmark.py --model config.json --tp 2 --m 16 --format int8_ch --sustained
       python scripts/benchmark.py --from result.json --plot roofline.png
       python scripts/benchmark.py --quick --compare baseline.json
+      python scripts/benchmark.py --moe --peer torch --json moe.json
+      python scripts/benchmark.py --moe --preset mixtral --m 8,128 --peers-from docs/performance/moe_peers_h200.json
       python scripts/benchmark.py --host
       python scripts/benchmark.py --jit --device h200
 
@@ -175,28 +200,37 @@ def benchmark(
         raise ValueError("--host, --jit, --from and --list-peers are different things to do: give one of them")
     if (host or jit) and (baseline or plot or sustained):
         raise ValueError("--compare, --plot and --sustained are about GPU times: they do not go with --host or --jit")
+    if moe and (host or jit or shape):
+        raise ValueError("--moe: expected none of --host, --jit and --shape beside it")
+    if ep > 1 and not moe:
+        raise ValueError("--ep: expected only with --moe")
     base = results_lib.read_document(baseline) if baseline is not None else None
     console = common.err() if to_stdout else common.out()
-    outputs = Outputs(console, json_file, plot, base, noise_floor)
+    outputs = Outputs(console, json_file, plot, base, noise_floor, peers_from)
 
     if recorded is not None:
         document = results_lib.read_document(recorded)
         _finish(document, outputs)
         return
 
-    asked_preset = preset or (None if shape or model else "quick" if quick else "llama-8b")
-    ms = cells_lib.parse_ms(m) if m else cells_lib.QUICK_MS if quick else None
-    cells = cells_lib.make_cells(shape or (), asked_preset, model or (), tp, ms)
+    ms = cells_lib.parse_ms(m) if m else None
+    if moe:
+        ms = ms or (cells_lib.MOE_QUICK_MS if quick else None)
+        cells = cells_lib.make_moe_cells([preset] if preset else [], model or (), tp, ep, ms)
+    else:
+        asked_preset = preset or (None if shape or model else "quick" if quick else "llama-8b")
+        ms = ms or (cells_lib.QUICK_MS if quick else None)
+        cells = cells_lib.make_cells(shape or (), asked_preset, model or (), tp, ms)
 
     from benchmark_lib.contestants import pick
 
-    chosen = list(cells_lib.DEFAULT_FORMATS)
+    chosen = list(cells_lib.MOE_FORMATS if moe else cells_lib.DEFAULT_FORMATS)
     if formats:
         usual = [*cells_lib.DEFAULT_FORMATS, *cells_lib.MORE_FORMATS]
         chosen = [fmt for text in formats for fmt in (usual if text == "all" else [cells_lib.parse_format(text)])]
-    everybody = pick(chosen, peer or (["torch"] if quick else ["all"]))
+    everybody = pick(chosen, peer or (["torch"] if quick else ["all"]), moe=moe)
     if list_peers:
-        _list_peers(pick(chosen, ["all"]), console, to_stdout)
+        _list_peers(pick(chosen, ["all"], moe=moe), console, to_stdout)
         return
     if jit:
         _jit(shape, m, chosen, everybody, device, console, json_file)
@@ -209,7 +243,7 @@ def benchmark(
         _host(shape, m, able, missing, console, json_file)
         return
 
-    turns = rounds or (QUICK_ROUNDS if quick else ROUNDS)
+    turns = rounds or (QUICK_ROUNDS if quick else MOE_ROUNDS if moe else ROUNDS)
     _measure(cells, chosen, everybody, missing, sustained, turns, check, outputs)
 
 
@@ -222,6 +256,7 @@ class Outputs:
     plot: Path | None
     baseline: dict[str, Any] | None
     noise_floor: float
+    peers_from: Path | None = None
 
     @property
     def to_stdout(self) -> bool:
@@ -270,6 +305,8 @@ def _finish(document: dict[str, Any], outputs: Outputs, lost: str | None = None)
     """Everything that is made of a document, and the exit code."""
     from benchmark_lib.table import print_cells, print_comparison
 
+    if outputs.peers_from is not None:
+        results_lib.add_recorded_peers(document, outputs.peers_from)
     print_cells(document, outputs.console)
     if outputs.to_stdout:
         common.print_json(document)

@@ -20,7 +20,8 @@ sys.path.append(str(ROOT / "scripts"))
 from benchmark_lib import cells as cells_lib
 from benchmark_lib import results as results_lib
 from benchmark_lib import run as run_lib
-from benchmark_lib.cells import Cell, Format, make_cells, parse_format, parse_ms
+from benchmark_lib.cells import Cell, Experts, Format, GroupedCell
+from benchmark_lib.cells import from_record, make_cells, make_moe_cells, parse_format, parse_ms, to_record
 from benchmark_lib.compare import compare
 from benchmark_lib.contestant import EXACT, WIDER, Contestant, Refused, Run
 from benchmark_lib.timing import host_microseconds, relative_spread
@@ -642,3 +643,218 @@ def test_a_recorded_document_is_not_changed_by_showing_it():
     before = copy.deepcopy(shown)
     ours_rows(shown), side_by_side(shown), peer_notes(shown)
     assert shown == before
+
+
+# mixtures of experts
+
+RECORDED_PEERS = ROOT / "docs" / "performance" / "moe_peers_h200.json"
+
+
+def test_the_preset_cells_are_those_of_the_recorded_peers_with_their_loads():
+    recorded = json.loads(RECORDED_PEERS.read_text())["cells"]
+    cells = {(cell.layer, cell.m): cell for cell in make_moe_cells()}
+    assert len(cells) == len(recorded) == 48
+    for each in recorded:
+        cell = cells[f"{each['model']} {each['gemm']}", each["tokens"]]
+        assert (cell.n, cell.k, cell.experts.count) == (each["n"], each["k"], each["e"])
+        for name, found in (("rows", cell.rows), ("hit", cell.hit), ("floor_us", cell.floor_us())):
+            assert found == pytest.approx(each[name], rel=0.09), (cell.name, name)
+
+
+@pytest.mark.parametrize(
+    "experts", [Experts(8, 2, 8), Experts(32, 8, 256), Experts(1, 1, 1), Experts(3, 5, 9)], ids=str
+)
+def test_the_experts_of_a_token_are_distinct_and_every_row_is_somebody_s(experts):
+    for tokens in (1, 7, 100):
+        cell = GroupedCell(64, 128, tokens, "", experts)
+        assert len(cell.loads) == cells_lib.ROUTINGS
+        for load in cell.loads:
+            assert len(load) == experts.count and max(load) <= tokens
+            assert experts.count < experts.of or sum(load) == tokens * experts.top_k
+        assert cell.most_rows == max(1, *map(sum, cell.loads))
+        assert cell.loads == GroupedCell(8, 32, tokens, "", experts).loads
+
+
+def test_a_cell_reads_back_from_its_record():
+    for cell in (Cell(64, 128, 3, "down_proj"), GroupedCell(64, 128, 3, "tiny w2", Experts(4, 2, 8))):
+        record = json.loads(json.dumps(to_record(cell) | {"results": {}}))
+        assert from_record(record) == cell
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "ep", "expected"),
+    [
+        ({}, 1, 1, {(1536, 2048, Experts(128, 8, 128)), (2048, 768, Experts(128, 8, 128))}),
+        ({}, 2, 8, {(768, 2048, Experts(16, 8, 128)), (2048, 384, Experts(16, 8, 128))}),
+        (
+            {"num_experts": None, "n_routed_experts": 64}, 1, 1,
+            {(1536, 2048, Experts(64, 8, 64)), (2048, 768, Experts(64, 8, 64))},
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_gives_its_experts_on_one_rank(tmp_path, changes, tp, ep, expected):
+    config = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144,
+        "num_experts": 128, "num_experts_per_tok": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    cells = make_moe_cells(models=[tmp_path], tp=tp, ep=ep, ms=[1, 64])
+    assert {(cell.n, cell.k, cell.experts) for cell in cells} == expected and len(cells) == 4
+    with pytest.raises(ValueError, match="cannot be cut for ep = 3"):
+        make_moe_cells(models=[tmp_path], ep=3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--moe", "--shape", "64,128"), "--moe: expected none of"),
+        (("--moe", "--host"), "--moe: expected none of"),
+        (("--ep", "2"), "--ep: expected only with --moe"),
+        (("--moe", "--preset", "llama-8b"), "expected one of qwen3-30b, dsv3-ep8"),
+        (("--moe", "--model", ROOT / "scripts" / "data" / "llama-3-8b.json"), "num_experts"),
+        (("--moe", "--peer", "quack_exact"), "--peer: expected one of"),
+    ],
+)
+def test_wrong_arguments_of_moe_exit_2_and_say_which(argv, said):
+    done = script(*argv)
+    assert done.returncode == 2 and said in " ".join(done.stderr.split())
+
+
+def moe_source(experts: Experts = Experts(5, 2, 8)):
+    from benchmark_lib.data import GroupedSource
+
+    return GroupedSource(72, 288, experts, device="cpu")
+
+
+def test_rows_of_a_routing_meet_the_weight_of_their_expert():
+    import torch
+
+    source, tokens = moe_source(), 40
+    x, offsets = source.activations(tokens), source.offsets(tokens)
+    for call in source.checked(tokens, cells_lib.ROUTINGS):
+        load = source.cell(tokens).loads[call]
+        assert offsets[call].diff().tolist() == list(load) and offsets[call][0] == 0
+        rows = source.sample(tokens, call)
+        assert len(rows) and rows.max() < sum(load) <= len(x)
+        expected = torch.cat(
+            [
+                x[a:b].float() @ source.expert(e).weight.float().T
+                for e, (a, b) in enumerate(zip(offsets[call], offsets[call][1:]))
+            ]
+        )
+        torch.testing.assert_close(source.plain(tokens, rows, call), expected[rows])
+        # The expert that has the most rows, and the last one that has some.
+        assert {sum(load[:e]) for e in (load.index(max(load)), max(e for e in range(5) if load[e]))} <= set(
+            rows.tolist()
+        )
+
+
+def test_a_rank_that_no_token_chose_has_nothing_to_check_in_this_call():
+    source = moe_source(Experts(1, 1, 64))
+    loads = source.cell(1).loads
+    empty = next(i for i, load in enumerate(loads) if not sum(load))
+    assert source.sample(1, empty).tolist() == [] and sum(loads[source.checked(1, 24)[0]]) == 1
+
+
+def test_torch_s_grouped_gemm_passes_the_check_and_another_expert_s_weight_does_not():
+    from benchmark_lib.checks import check
+    from benchmark_lib.contestants import pick
+
+    source = moe_source()
+    bf16 = next(each for each in pick([], ["bf16"], moe=True))
+    assert check(bf16.load(source, None)(40, 1), source, 40)["correct"]
+    run = bf16.load(source, None)(40, 1)
+    source.distinct.reverse()
+    assert not check(run, source, 40)["correct"]
+
+
+@pytest.mark.parametrize("name", ["e4m3_g128", "int8_g64z", "int8_ch_bi"])
+def test_the_grouped_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypatch):
+    import torch
+    from benchmark_lib.ours import kernel_label, weight_of
+
+    import jitgemm
+    import jitgemm.jit.cache
+    import jitgemm.runtime.device
+    from jitgemm.select.devices import device_spec
+
+    compiled = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(jitgemm.runtime.device, "device_of", lambda index: device_spec("h200"))
+    monkeypatch.setattr(
+        jitgemm.jit.cache.KernelCache, "get_or_compile", lambda self, source: (compiled.append(source.label), True)
+    )
+    monkeypatch.setattr("jitgemm.kernel.render.kernel_source", lambda spec: spec)
+    fmt, source = parse_format(name), moe_source()
+    cells = [GroupedCell(72, 288, m, "", source.experts) for m in (1, 64, 1024)]
+    run_lib.compile_ahead(cells, [fmt])
+    packed = [weight_of(fmt, each) for each in source.distinct]
+    weight = jitgemm.W4Weight.stacked(5, packed.__getitem__)
+    assert set(compiled) == {kernel_label(fmt, weight, cell.most_rows) for cell in cells}
+
+
+def moe_document(**us: float) -> dict:
+    """A recorded run of two models' cells that have n, k and tokens in common."""
+    found = document()
+    times = {"e4m3_g128": 20.0, "int8_ch": 15.0} | us
+    cells = [
+        GroupedCell(1536, 2048, 8, "qwen3-30b w13", Experts(128, 8, 128)),
+        GroupedCell(1536, 2048, 8, "x w13", Experts(64, 8, 64)),
+    ]
+    found["cells"] = [
+        to_record(cell) | {"floor_us": 18.98, "results": {name: result(value) for name, value in times.items()}}
+        for cell in cells
+    ]
+    return found
+
+
+def test_recorded_peers_stand_beside_ours_where_the_layer_is_theirs():
+    found = moe_document()
+    results_lib.add_recorded_peers(found, RECORDED_PEERS)
+    results_lib.validate(found)
+    first, second = (cell["results"] for cell in found["cells"])
+    assert first["vllm_w4a8"]["us"] == 48.46 and "vllm_w4a8" not in second
+    assert results_lib.best_of(found, found["cells"][0], results_lib.names_of(found, ours=False, kinds=(EXACT,))) == (
+        "hum_fp8_g128",
+        32.37,
+    )
+    found["environment"]["device"] = "NVIDIA H100 80GB HBM3"
+    with pytest.raises(ValueError, match="was measured on NVIDIA H200, this on NVIDIA H100"):
+        results_lib.add_recorded_peers(found, RECORDED_PEERS)
+
+
+def test_the_table_of_grouped_gemms_has_the_floor_and_how_often_it_is_taken(recorded):
+    done = script("--from", recorded("moe.json", moe_document()), "--peers-from", RECORDED_PEERS)
+    assert done.returncode == 0
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("qwen3-30b w13")]
+    assert lines[0][:11] == [
+        "qwen3-30b",
+        "w13",
+        "128",
+        "1536",
+        "2048",
+        "8",
+        "e4m3_g128",
+        "20.00",
+        "1.0%",
+        "100",
+        "2000",
+    ]
+    assert lines[0][11:13] == ["18.98", "1.05"] and lines[0][13:16] == ["hum_fp8_g128", "32.37", "1.62"]
+
+
+def test_grouped_cells_are_compared_with_those_of_the_same_experts():
+    changes = compare(moe_document(), moe_document(int8_ch=30.0)).changes
+    assert sorted((change.name, change.verdict) for change in changes) == 2 * [("e4m3_g128", "same")] + 2 * [
+        ("int8_ch", "slower")
+    ]
+    slower = moe_document()
+    slower["cells"][1]["results"]["int8_ch"]["us"] = 30.0
+    assert [change.verdict for change in compare(moe_document(), slower).changes].count("slower") == 1
+
+
+def test_the_picture_has_a_panel_for_each_layer_of_experts(recorded, tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmark_lib.picture import draw
+
+    assert draw(moe_document(), tmp_path / "moe.png") == 4

@@ -1,4 +1,4 @@
-"""`jitgemm explain`: the selector's candidates for one GEMM, dense or grouped, what it predicts for each, and why one won."""
+"""`jitgemm explain`: the selector's candidates for a GEMM, what it predicts for each, and why one won."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ def explain(
     if experts:
         hit, most = loads.weights_read(experts, last), loads.most_rows(experts, last)
         routed = f" rows of {experts} experts, of which {hit:.3g} have rows on average and none more than {most}"
+    shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
     common.note(
-        f"{target.name} ({target.num_sms} SMs), m = {first}..{last} share a kernel and are predicted for {last}{routed}; "
+        f"{target.name} ({target.num_sms} SMs), {shared}; "
         f"{min(top, len(ranked))} of {len(ranked)} candidates\n{_why(ranked)}"
     )
 

@@ -39,7 +39,7 @@ class KernelSpec:
         direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
             the copy engine; `tactics.for_k` sets it.
         out: type of the result.
-        experts: 0 for a dense GEMM; else a grouped one's most experts, whose rows the CTA keeps a table of in shared memory.
+        experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
 

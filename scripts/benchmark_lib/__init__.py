@@ -3,7 +3,7 @@
 run, host, jit       the three measurements
 checks, timing       is a result right; how long does it take
 ours, torch_peers,   who takes part: each gives calls to time, and knows only its own library
-other_peers
+other_peers, moe
 contestant, data     what taking part means; the weights and activations all are given
 compare, table,      what is made of the numbers
 picture, results

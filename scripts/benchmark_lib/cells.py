@@ -5,9 +5,12 @@ Plain arithmetic: no torch, no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from random import Random
+from typing import Any
 
 from jitgemm.cli.common import parse_shape
 from jitgemm.cli.hf_config import linear_layers, read_config, weight_group
@@ -26,6 +29,8 @@ MS = (1, 16, 64, 128, 256, 512, 1024, 4096, 8192)
 QUICK_SHAPES = ((4096, 4096), (28672, 4096))
 QUICK_MS = (1, 16, 64, 512, 4096)
 PRESETS = {"llama-8b": (LLAMA_8B, MS), "quick": (QUICK_SHAPES, QUICK_MS)}
+MOE_MS = (1, 8, 32, 128, 1024, 4096)
+MOE_QUICK_MS = (1, 32, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,9 @@ class Rates:
 
     @property
     def floor(self) -> str:
-        """The floor's formula, for people."""
+        """The floor's formula, for people; of a grouped GEMM m counts the rows of all experts."""
         bandwidth, tensor = self.limits.split(", ")
-        return f"max(bytes / {bandwidth}, 2mnk / {tensor}); bytes = n*k/2 + 2*n*k/128 + m*k + 2*m*n"
+        return f"max(bytes / {bandwidth}, 2mnk / {tensor}); bytes = weights*(n*k/2 + 2*n*k/128) + m*k + 2*m*n"
 
 
 H200 = Rates.of(DEVICES["h200"])
@@ -69,7 +74,20 @@ class Cell:
     @property
     def floor_bytes(self) -> float:
         """Bytes a W4A8 GEMM with a 16-bit scale per 128 values has to move once."""
-        return self.n * self.k / 2 + 2 * self.n * self.k / 128 + self.m * self.k + 2 * self.m * self.n
+        return self.bytes_of(self.n * self.k / 2 + 2 * self.n * self.k / 128)
+
+    def bytes_of(self, weight_bytes: float) -> float:
+        """Bytes that a call has to move: weights of this size, activations, results of 16 bits."""
+        return weight_bytes + self.m * self.k + 2 * self.m * self.n
+
+    @property
+    def weight(self) -> tuple[object, ...]:
+        """What tells weights apart."""
+        return self.n, self.k
+
+    def problem(self, fmt: Format) -> Problem:
+        """What the selector is asked."""
+        return fmt.problem(self.m, self.n, self.k)
 
     def floor_us(self, rates: Rates = H200) -> float:
         """Microseconds below which no W4A8 kernel is expected: one figure for every format, so that formats compare."""
@@ -78,6 +96,105 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.n}x{self.k} m={self.m}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Experts:
+    """How tokens choose weights.
+
+    Attributes:
+        count: weights on this rank.
+        top_k: distinct experts that a token chooses.
+        of: experts that it chooses from; more than count where several ranks hold them.
+    """
+
+    count: int
+    top_k: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.count <= self.of and 1 <= self.top_k <= self.of):
+            raise ValueError(f"experts: expected 1 <= count <= of and 1 <= top_k <= of, got {self}")
+
+
+ROUTINGS = 24
+ROUTING_SEED = 42
+"""Its loads come close to those that the peers of docs/performance/moe_peers_h200.json were timed with."""
+
+
+@lru_cache(maxsize=256)
+def routings(experts: Experts, tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Rows of each weight in each of some routings: uniform, a token's experts distinct. Some weight has a row."""
+    drawn = []
+    for i in range(ROUTINGS):
+        random, counts = Random(1000 * ROUTING_SEED + i), [0] * experts.count
+        for _ in range(tokens):
+            for expert in random.sample(range(experts.of), experts.top_k):
+                if expert < experts.count:
+                    counts[expert] += 1
+        drawn.append(tuple(counts))
+    return tuple(drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedCell(Cell):
+    """One grouped GEMM, in all `routings`; m counts tokens. Figures are means over the routings.
+
+    Attributes:
+        experts: how the tokens choose weights.
+    """
+
+    experts: Experts = Experts(1, 1, 1)
+
+    @property
+    def loads(self) -> tuple[tuple[int, ...], ...]:
+        return routings(self.experts, self.m)
+
+    @property
+    def rows(self) -> float:
+        return sum(map(sum, self.loads)) / ROUTINGS
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the activations' and the result's tensors, the same for every routing; they have at least one."""
+        return max(1, *map(sum, self.loads))
+
+    @property
+    def hit(self) -> float:
+        """Weights that have rows."""
+        return sum(count > 0 for load in self.loads for count in load) / ROUTINGS
+
+    @property
+    def ops(self) -> float:
+        return 2.0 * self.rows * self.n * self.k
+
+    def bytes_of(self, weight_bytes: float) -> float:
+        return self.hit * weight_bytes + self.rows * (self.k + 2 * self.n)
+
+    @property
+    def weight(self) -> tuple[object, ...]:
+        return self.n, self.k, self.experts
+
+    def problem(self, fmt: Format) -> Problem:
+        return replace(fmt.problem(self.most_rows, self.n, self.k), experts=self.experts.count)
+
+    @property
+    def name(self) -> str:
+        return f"{self.experts.count} x {self.n}x{self.k} tokens={self.m}"
+
+
+def to_record(cell: Cell) -> dict[str, Any]:
+    """A cell in a result document."""
+    record: dict[str, Any] = {"n": cell.n, "k": cell.k, "m": cell.m, "layer": cell.layer}
+    if isinstance(cell, GroupedCell):
+        record |= {"experts": asdict(cell.experts), "rows": round(cell.rows, 2), "hit": round(cell.hit, 2)}
+    return record
+
+
+def from_record(record: Mapping[str, Any]) -> Cell:
+    """The inverse of `to_record`; what else the record holds is not looked at."""
+    sizes = record["n"], record["k"], record["m"], record.get("layer", "")
+    return GroupedCell(*sizes, Experts(**record["experts"])) if "experts" in record else Cell(*sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +243,7 @@ DEFAULT_FORMATS = (
     Format("s8", 0),
     Format("e4m3", 128, any_codes=True),
 )
+MOE_FORMATS = DEFAULT_FORMATS[:3]
 MORE_FORMATS = (
     Format("e4m3", 32),
     Format("e4m3", 64),
@@ -217,5 +335,63 @@ def make_cells(
     return [Cell(n, k, m, name) for (n, k), name in named.items() for m in (ms or preset_ms)]
 
 
-def to_dict(value: Cell | Format) -> dict[str, object]:
-    return asdict(value)
+# ---- mixtures of experts ---------------------------------------------------------------------------------------------
+
+MOE_PRESETS = {
+    "qwen3-30b": (Experts(128, 8, 128), 2048, 768),
+    "dsv3-ep8": (Experts(32, 8, 256), 7168, 2048),
+    "mixtral": (Experts(8, 2, 8), 4096, 14336),
+    "gpt-oss-120b": (Experts(128, 4, 128), 2880, 2880),
+}
+"""Experts, hidden size and width of an expert of Qwen3-30B-A3B, one of eight ranks of DeepSeek-V3, and others."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TOP_K = ("num_experts_per_tok", "experts_per_token", "moe_topk")
+_WIDTH = ("moe_intermediate_size", "intermediate_size")
+
+
+def make_moe_cells(
+    presets: Sequence[str] = (),
+    models: Sequence[str | Path] = (),
+    tp: int = 1,
+    ep: int = 1,
+    ms: Sequence[int] | None = None,
+) -> list[Cell]:
+    """Both grouped GEMMs of the presets' and the models' expert layers, times every number of tokens.
+
+    Args:
+        presets: keys of MOE_PRESETS; all of them where neither presets nor models are given.
+        models: config.json files or folders holding one.
+        tp: ranks that each expert of the models is cut into.
+        ep: ranks that the models' experts are spread over.
+        ms: numbers of tokens; None for MOE_MS.
+
+    Raises:
+        ValueError: an argument cannot be read, or a model cannot be cut so.
+    """
+    layers: dict[str, tuple[Experts, int, int]] = {}
+    for name in presets or (() if models else MOE_PRESETS):
+        if name not in MOE_PRESETS:
+            raise ValueError(f"--preset: expected one of {', '.join(MOE_PRESETS)} with --moe, got {name!r}")
+        layers[name] = MOE_PRESETS[name]
+    for path in models:
+        config = read_config(path)
+        config = config.get("text_config", config)
+        count, width = _first(config, _EXPERTS), _first(config, _WIDTH)
+        if count % ep or width % tp or (width // tp) % 32:
+            raise ValueError(f"{path}: {count} experts of width {width} cannot be cut for ep = {ep}, tp = {tp}")
+        experts = Experts(count // ep, _first(config, _TOP_K), count)
+        layers[str(config.get("model_type"))] = experts, _first(config, ("hidden_size",)), width // tp
+    return [
+        GroupedCell(n, k, m, f"{name} {gemm}", experts)
+        for name, (experts, hidden, width) in layers.items()
+        for gemm, n, k in (("w13", 2 * width, hidden), ("w2", hidden, width))
+        for m in ms or MOE_MS
+    ]
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    found = next((config[name] for name in names if config.get(name)), None)
+    if not isinstance(found, int):
+        raise ValueError(f"model config: expected one of {', '.join(names)}, an integer, got {found!r}")
+    return found

@@ -12,9 +12,10 @@ are no part of the gate; how much they moved is shown beside, since a chip that 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from .cells import Cell, from_record
 from .results import names_of
 
 NOISE_FLOOR = 0.04
@@ -97,5 +98,5 @@ def compare(base: dict[str, Any], new: dict[str, Any], noise_floor: float = NOIS
     return Comparison(changes, statistics.median(peers) if peers else None, missing)
 
 
-def _key(cell: dict[str, Any]) -> tuple[int, int, int]:
-    return cell["n"], cell["k"], cell["m"]
+def _key(cell: dict[str, Any]) -> Cell:
+    return replace(from_record(cell), layer="")

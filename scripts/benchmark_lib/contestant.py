@@ -26,9 +26,9 @@ class Run:
         rows: (indices of rows) -> those rows of the last result in fp32, scales applied.
         bytes: what a call has to move at least: weight, activations, output.
         poison: fills the output with NaN (or what stands for it), so that what is never written shows.
-        exact_check: (indices of rows) -> largest error over what is allowed, at most 1; None where only a coarse
-            check is possible.
-        snapshot: a copy of the output's bits; None where run-to-run identity is not asked for.
+        exact_check: (indices of rows, index of the call that wrote them) -> largest error over what is allowed, at most
+            1; None where only a coarse check is possible.
+        snapshot: a copy of the bits that the last call writes; None where run-to-run identity is not asked for.
         kernel: the name of the kernel that runs; asked after the calls ran, because finding out may warm what a first
             call pays for.
         note: what a reader must know of how this cell was run.
@@ -38,7 +38,7 @@ class Run:
     rows: Callable[[Any], Any]
     bytes: float
     poison: Callable[[], Any]
-    exact_check: Callable[[Any], float] | None = None
+    exact_check: Callable[[Any, int], float] | None = None
     snapshot: Callable[[], Any] | None = None
     kernel: Callable[[], str] = str
     note: str = ""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .cells import DEFAULT_FORMATS, Format
 from .contestant import Contestant
+from .moe import moe_contestants
 from .other_peers import other_peers
 from .ours import ours
 from .torch_peers import torch_peers
@@ -15,24 +16,25 @@ def all_peers() -> list[Contestant]:
     return torch_peers() + other_peers()
 
 
-def pick(formats: Sequence[Format] = DEFAULT_FORMATS, peers: Sequence[str] = ("all",)) -> list[Contestant]:
+def pick(
+    formats: Sequence[Format] = DEFAULT_FORMATS, peers: Sequence[str] = ("all",), *, moe: bool = False
+) -> list[Contestant]:
     """Our formats and the peers of these names; "all" and "none" are names too, "torch", "humming" and "quack" stand
-    for a library's.
+    for a library's. With `moe` those that multiply by experts.
 
     Raises:
         ValueError: there is no such peer.
     """
-    known = all_peers()
-    groups = {
-        "all": known,
-        "none": [],
-        "torch": torch_peers(),
-        "humming": [each for each in known if each.package == "humming-kernels"],
-        "quack": [each for each in known if each.package == "quack-kernels"],
-    } | {each.name: [each] for each in known}
+    formats = list(dict.fromkeys(formats))
+    everybody = moe_contestants(formats) if moe else [*map(ours, formats), *all_peers()]
+    known = [each for each in everybody if not each.ours]
+    libraries = {"torch": "torch", "humming": "humming-kernels", "quack": "quack-kernels"}
+    groups = {"all": known, "none": []} | {each.name: [each] for each in known}
+    for name, package in libraries.items():
+        groups[name] = [each for each in known if each.package == package]
     names: list[str] = []
     for name in peers:
         if name not in groups:
             raise ValueError(f"--peer: expected one of {', '.join(groups)}, got {name!r}")
         names += [each.name for each in groups[name]]
-    return [ours(fmt) for fmt in dict.fromkeys(formats)] + [each for each in known if each.name in names]
+    return [each for each in everybody if each.ours or each.name in names]

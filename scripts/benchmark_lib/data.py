@@ -1,13 +1,30 @@
-"""The weight and the activations that everybody in a cell is given, in 16 bits, and how they are quantised.
+"""The weights and the activations that everybody in a cell is given, in 16 bits, and how they are quantised.
 
 Normal random numbers by seed: data decides how much power a large GEMM draws, so all contestants get the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from .cells import COPY_BYTES
+from .cells import COPY_BYTES, Cell, Experts, GroupedCell
+
+ROWS = 48
+"""Rows of a result that are compared."""
+DISTINCT = 16
+"""Experts that differ; the others' weights are copies of theirs, at addresses of their own."""
+GROUPED_BYTES = 100e6
+"""Copies of a grouped weight together are at least this large: each routing reads another part of it."""
+
+
+def some_rows(m: int) -> torch.Tensor:
+    """The first row, the last, and some between, `ROWS` at most."""
+    if m <= ROWS:
+        return torch.arange(m)
+    inner = torch.randperm(m - 2, generator=torch.Generator().manual_seed(m))[: ROWS - 2] + 1
+    return torch.cat([torch.tensor([0, m - 1]), inner]).sort().values
 
 
 class Source:
@@ -31,9 +48,81 @@ class Source:
             self._activations[m, index] = x.to(torch.bfloat16)
         return self._activations[m, index]
 
+    def checked(self, m: int, calls: int) -> list[int]:
+        """Calls whose results are compared, the last at the end."""
+        return sorted({0, calls - 1})
+
+    def sample(self, m: int, call: int) -> torch.Tensor:
+        """Rows of the result to compare, alike for each of a run's calls."""
+        return some_rows(m).to(self.device)
+
+    def plain(self, m: int, rows: torch.Tensor, call: int) -> torch.Tensor:
+        """The unquantised product in these rows."""
+        return self.activations(m).view(m, -1)[rows].float() @ self.weight.float().T
+
     def copies(self, weight_bytes: float, wanted: int | None = None) -> int:
         """Copies of a weight that together do not stay in the L2; at least 2, or what was asked for."""
         return wanted or max(2, int(COPY_BYTES / weight_bytes) + 1)
+
+
+class GroupedSource:
+    """The weights of a layer's experts, activations of all of them, and the routings that tell which rows meet which.
+
+    The calls of a contestant's run go through the routings one by one.
+    """
+
+    def __init__(self, n: int, k: int, experts: Experts, device: str = "cuda"):
+        self.n, self.k, self.experts, self.device = n, k, experts, device
+        self.distinct = [Source(n, k, device, seed) for seed in range(min(experts.count, DISTINCT))]
+
+    def expert(self, index: int) -> Source:
+        return self.distinct[index % len(self.distinct)]
+
+    def cell(self, tokens: int) -> GroupedCell:
+        return GroupedCell(self.n, self.k, tokens, "", self.experts)
+
+    def activations(self, tokens: int) -> torch.Tensor:
+        """bf16 [rows, k], rows for the routing that has the most of them."""
+        return self.expert(0).activations(self.cell(tokens).most_rows)
+
+    def offsets(self, tokens: int) -> list[torch.Tensor]:
+        """int32 [experts + 1] for each routing."""
+        loads = torch.tensor(self.cell(tokens).loads, dtype=torch.int32, device=self.device)
+        ends = loads.cumsum(1, dtype=torch.int32)
+        return list(torch.cat([torch.zeros_like(ends[:, :1]), ends], 1))
+
+    def by_expert(self, tokens: int, rows: torch.Tensor, call: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Experts, and which of the rows are theirs."""
+        owner = torch.searchsorted(self.offsets(tokens)[call], rows.to(torch.int32), right=True) - 1
+        for index in owner.unique().tolist():
+            yield index, owner == index
+
+    def checked(self, tokens: int, calls: int) -> list[int]:
+        """That of the routing that has the most rows, and the last."""
+        rows = [sum(load) for load in self.cell(tokens).loads]
+        return sorted({rows.index(max(rows)), calls - 1})
+
+    def sample(self, tokens: int, call: int) -> torch.Tensor:
+        """Rows of the expert that has the most of them in this call's routing, and of the last that has some."""
+        load = self.cell(tokens).loads[call]
+        having = [index for index, count in enumerate(load) if count] or [0]
+        picked = {max(having, key=load.__getitem__), having[-1]}
+        return torch.cat([sum(load[:index]) + some_rows(load[index]) for index in sorted(picked)]).to(self.device)
+
+    def plain(self, tokens: int, rows: torch.Tensor, call: int) -> torch.Tensor:
+        x = self.activations(tokens)[rows].float()
+        found = x.new_empty(len(rows), self.n)
+        for index, mine in self.by_expert(tokens, rows, call):
+            found[mine] = x[mine] @ self.expert(index).weight.float().T
+        return found
+
+    def copies(self, weight_bytes: float, wanted: int | None = None) -> int:
+        return wanted or int(GROUPED_BYTES / weight_bytes) + 1
+
+
+def source_of(cell: Cell) -> Source | GroupedSource:
+    """The data of all cells that share this one's weight."""
+    return GroupedSource(cell.n, cell.k, cell.experts) if isinstance(cell, GroupedCell) else Source(cell.n, cell.k)
 
 
 def quantise_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,11 +38,12 @@ def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight:
 
 
 def kernel_label(fmt: Format, weight: jitgemm.W4Weight, m: int) -> str:
-    """What the selector chooses here."""
+    """What the selector chooses here, for m rows."""
     from jitgemm.runtime.device import device_of
 
     device = device_of(torch.cuda.current_device())
-    problem = Problem(m, weight.n, weight.k, fmt.lhs, weight.format, batch_invariant=fmt.batch_invariant)
+    experts = weight.experts or 0
+    problem = Problem(m, weight.n, weight.k, fmt.lhs, weight.format, "bf16", fmt.batch_invariant, experts)
     return choose(problem, device).label
 
 
@@ -63,7 +64,7 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
             rows=lambda rows: outs[0][rows].float(),
             bytes=fmt.weight_bytes(source.n, source.k) + m * source.k + 2 * m * source.n,
             poison=lambda: [out.fill_(torch.nan) for out in outs],
-            exact_check=lambda rows: error_over_bound(fmt, outs[0], lhs[0], first, rows),
+            exact_check=lambda rows, call: error_over_bound(outs[0], lhs[0], first, rows),
             snapshot=outs[0].clone,
             kernel=lambda: kernel_label(fmt, first, m),
         )
@@ -71,7 +72,7 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
     return start
 
 
-def error_over_bound(fmt: Format, out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight, rows: torch.Tensor) -> float:
+def error_over_bound(out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight, rows: torch.Tensor) -> float:
     """The largest error over what is allowed, on some rows of the output; infinite where a NaN was left standing."""
     x, x_scale = lhs
     # Rows are taken from the bytes: indexing e4m3 is not implemented everywhere.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .cells import H200, Cell, Rates
+from .cells import H200, Rates, from_record
 from .results import names_of
 
 _MARKERS = "osD^vP*X"
@@ -40,7 +40,7 @@ def draw(document: dict[str, Any], path: Path) -> int:
     cells = [cell for cell in document["cells"] if any(result.get("us") for result in cell["results"].values())]
     if not cells:
         raise ValueError("no picture: nothing was timed")
-    shapes = list(dict.fromkeys((cell["n"], cell["k"]) for cell in cells))
+    shapes = list(dict.fromkeys(from_record(cell).weight for cell in cells))
     across = 2 if len(shapes) == 4 else min(3, len(shapes))
     down = -(-len(shapes) // across)
     figure, axes = pyplot.subplots(
@@ -71,10 +71,10 @@ def draw(document: dict[str, Any], path: Path) -> int:
     return points
 
 
-def _panel(panel: Any, document: dict[str, Any], cells: list[dict[str, Any]], shape: tuple[int, int]) -> int:
-    n, k = shape
+def _panel(panel: Any, document: dict[str, Any], cells: list[dict[str, Any]], shape: tuple[Any, ...]) -> int:
+    n, k, *experts = shape
     ours = set(names_of(document, ours=True))
-    mine = [cell for cell in cells if (cell["n"], cell["k"]) == shape]
+    mine = [cell for cell in cells if from_record(cell).weight == shape]
     intensities = [_intensity(cell) for cell in cells]
     low, high = min(intensities) / 1.5, max(intensities) * 1.5
     rates = Rates(**document["rates"]) if "rates" in document else H200
@@ -111,12 +111,14 @@ def _panel(panel: Any, document: dict[str, Any], cells: list[dict[str, Any]], sh
                 markerfacecolor="none",
                 **style,
             )
-    panel.set(xscale="log", yscale="log", title=f"n = {n}, k = {k}")
+    panel.set(
+        xscale="log", yscale="log", title=f"n = {n}, k = {k}" + (f", {experts[0].count} experts" if experts else "")
+    )
     panel.grid(True, which="major", linewidth=0.3)
     return points
 
 
 def _intensity(cell: dict[str, Any]) -> float:
     """Operations per byte, with the bytes of the floor's formula."""
-    sizes = Cell(cell["n"], cell["k"], cell["m"])
+    sizes = from_record(cell)
     return sizes.ops / sizes.floor_bytes

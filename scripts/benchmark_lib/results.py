@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .cells import Rates
+from .cells import Rates, from_record
 from .contestant import KINDS, Contestant
 
 SCHEMA = 1
@@ -230,6 +230,41 @@ def _has(value: Any, fields: dict[str, Any], where: str) -> None:
             raise ValueError(f"{where}.{name}: got {type(value[name]).__name__}")
 
 
+def add_recorded_peers(document: dict[str, Any], path: Path) -> None:
+    """Adds peers' microseconds from a file such as docs/performance/moe_peers_h200.json to the cells that it has.
+
+    A peer that was timed in this document stays as it is.
+
+    Raises:
+        ValueError: the file cannot be read, or was measured on another device.
+    """
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        device, date, labels, kinds = (recorded[name] for name in ("device", "date", "contestants", "kinds"))
+        times = {(f"{each['model']} {each['gemm']}", each["n"], each["k"], each["tokens"]): each["us"]
+                 for each in recorded["cells"]}  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--peers-from {path}: {type(error).__name__}: {error}") from error
+    if device != document["environment"].get("device"):
+        raise ValueError(
+            f"--peers-from: {path} was measured on {device}, this on {document['environment'].get('device')}"
+        )
+    timed = {name for cell in document["cells"] for name, result in cell["results"].items() if result.get("us")}
+    added = [name for name in labels if name not in timed]
+    document["contestants"] = [each for each in document["contestants"] if each["name"] not in added]
+    document["contestants"] += [
+        {"name": name, "label": f"{label} (measured {date})", "kind": kinds[name], "ours": False, "version": None}
+        for name, label in labels.items()
+        if name in added
+    ]
+    for record in document["cells"]:
+        cell = from_record(record)
+        for name, us in times.get((cell.layer, cell.n, cell.k, cell.m), {}).items():
+            figures = {"tflops": round(cell.ops / us / 1e6, 2), "gbs": round(cell.floor_bytes / us / 1e3, 1)}
+            if name in added:
+                record["results"][name] = {"us": us, "note": "", "spread": 0.0, **figures}
+
+
 # ---- what is asked of a document ------------------------------------------------------------------------------------
 
 
@@ -251,7 +286,7 @@ def wrong_results(document: dict[str, Any]) -> list[str]:
     """Results of ours that were not right."""
     ours = set(names_of(document, ours=True))
     return [
-        f"{cell['n']}x{cell['k']} m={cell['m']} {name}: {result['note'] or 'wrong'}"
+        f"{from_record(cell).name} {name}: {result['note'] or 'wrong'}"
         for cell in document["cells"]
         for name, result in cell["results"].items()
         if name in ours and result.get("correct") is False
@@ -262,7 +297,7 @@ def failed_results(document: dict[str, Any]) -> list[str]:
     """Cells of ours that could not be run though they should have been."""
     ours = set(names_of(document, ours=True))
     return [
-        f"{cell['n']}x{cell['k']} m={cell['m']} {name}: {result['note']}"
+        f"{from_record(cell).name} {name}: {result['note']}"
         for cell in document["cells"]
         for name, result in cell["results"].items()
         if name in ours and result["note"].startswith("failed")

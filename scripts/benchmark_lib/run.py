@@ -7,9 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
 
-from .cells import H200, Cell, Format, Rates
+from .cells import H200, Cell, Format, Rates, to_record
 from .contestant import Contestant, Refused, Run, short
 
 HOLD_S = 1.0
@@ -45,7 +44,7 @@ def compile_ahead(cells: Sequence[Cell], formats: Sequence[Format]) -> tuple[int
     from jitgemm.select.choose import choose
 
     device = device_of(torch.cuda.current_device())
-    specs = [choose(fmt.problem(cell.m, cell.n, cell.k), device) for fmt in formats for cell in cells]
+    specs = [choose(cell.problem(fmt), device) for fmt in formats for cell in cells]
     cache = KernelCache()
 
     def build(spec) -> bool:  # type: ignore[no-untyped-def]
@@ -69,7 +68,7 @@ def measure(
     """Times every cell.
 
     Args:
-        cells: in any order; cells of one (n, k) share weights, so they are taken together.
+        cells: in any order; cells that share weights are taken together.
         contestants: those that can take part here.
         done: receives each cell's record as soon as it is there, so that a crash loses one cell at most.
         say: told what goes on.
@@ -77,11 +76,14 @@ def measure(
     Raises:
         DeviceLost: the cells given to `done` stand.
     """
-    from .data import Source
+    from .data import source_of
 
-    for (n, k), group in groupby(sorted(cells, key=lambda cell: (cell.n, cell.k)), key=lambda cell: (cell.n, cell.k)):
-        say(f"{n}x{k}: packing weights")
-        source = Source(n, k)
+    weights: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        weights.setdefault(cell.weight, []).append(cell)
+    for mine in weights.values():
+        say(f"{mine[0].name.rpartition(' ')[0]}: packing weights")
+        source = source_of(mine[0])
         starters: dict[str, Callable[[int, int], Run]] = {}
         failures: dict[str, str] = {}
         for each in contestants:
@@ -90,7 +92,7 @@ def measure(
             except Exception as error:
                 failures[each.name] = _reason(error)
                 _check_context(error)
-        for cell in group:
+        for cell in mine:
             say(f"{cell.name}: checking and timing")
             done(_measure_cell(cell, contestants, starters, failures, source, settings))
         del starters, source
@@ -160,14 +162,7 @@ def _measure_cell(
         if before.get(name) is not None and not torch.equal(before[name], run.snapshot()):
             result["correct"] = False
             result["note"] = "WRONG: bits changed between the check and the replays"
-    record = {
-        "n": cell.n,
-        "k": cell.k,
-        "m": cell.m,
-        "layer": cell.layer,
-        "floor_us": round(cell.floor_us(settings.rates), 3),
-        "results": results,
-    }
+    record = to_record(cell) | {"floor_us": round(cell.floor_us(settings.rates), 3), "results": results}
     del timed, runs, before
     _free()
     return record

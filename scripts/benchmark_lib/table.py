@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jitgemm.cli.common import table
 
+from .cells import from_record
 from .compare import Comparison
 from .results import best_of, names_of
 
@@ -23,9 +24,8 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
         f"{document['date']}, {document['mode']}"
     )
     console.print(f"floor = {document['floor']}\n", markup=False)
-    console.print(
-        table(OURS_COLUMNS, ours_rows(document), left=("format", "best of its kind", "best peer", "kernel", "note"))
-    )
+    left = ("layer", "format", "best of its kind", "best peer", "kernel", "note")
+    console.print(table(ours_columns(document), ours_rows(document), left=left))
     peers = names_of(document, ours=False)
     if any(cell["results"].get(name, {}).get("us") for cell in document["cells"] for name in peers):
         console.print("\nmicroseconds a call")
@@ -38,10 +38,26 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
             console.print(f"  {note}", markup=False, soft_wrap=True)
 
 
-OURS_COLUMNS = (
-    "n", "k", "m", "format", "us", "+-", "TFLOP/s", "GB/s", "% floor",
-    "best of its kind", "x", "best peer", "x", "kernel", "note",
-)  # fmt: skip
+def _grouped(document: dict[str, Any]) -> bool:
+    return any("experts" in cell for cell in document["cells"])
+
+
+def _place(cell: dict[str, Any]) -> tuple[str, ...]:
+    """A cell's columns, as `PLACE` names them."""
+    layer = (cell["layer"], str(cell["experts"]["count"])) if "experts" in cell else ()
+    return *layer, str(cell["n"]), str(cell["k"]), str(cell["m"])
+
+
+PLACE = {False: ("n", "k", "m"), True: ("layer", "experts", "n", "k", "tokens")}
+
+
+def ours_columns(document: dict[str, Any]) -> tuple[str, ...]:
+    grouped = _grouped(document)
+    floor = ("floor", "us/floor") if grouped else ("% floor",)
+    return (
+        *PLACE[grouped], "format", "us", "+-", "TFLOP/s", "GB/s", *floor,
+        "best of its kind", "x", "best peer", "x", "kernel", "note",
+    )  # fmt: skip
 
 
 def ours_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -56,33 +72,38 @@ def ours_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
             if result is None:
                 continue
             us = result.get("us")
-            figures = ("-",) * 5
+            grouped, floor_us = "experts" in cell, cell["floor_us"]
+            figures = ("-",) * (6 if grouped else 5)
             if us is not None:
                 figures = (_us(us), f"{100 * result['spread']:.1f}%", f"{result['tflops']:.0f}", f"{result['gbs']:.0f}")
-                figures += (f"{100 * cell['floor_us'] / us:.0f}",)
+                figures += (_us(floor_us), f"{us / floor_us:.2f}") if grouped else (f"{100 * floor_us / us:.0f}",)
             best_kin = best_of(document, cell, names_of(document, ours=False, kinds=(kind_of[name],)))
             against = [_against(us, peer) for peer in (best_kin, best)]
-            place = (str(cell["n"]), str(cell["k"]), str(cell["m"]), name)
             # Peers' kernels are their own business; of ours, what the name does not say already.
             kernel = result.get("kernel", "").partition("-m")[2]
-            rows.append((*place, *figures, *against[0], *against[1], "m" + kernel if kernel else "", result["note"]))
+            rows.append(
+                (
+                    *_place(cell),
+                    name,
+                    *figures,
+                    *against[0],
+                    *against[1],
+                    "m" + kernel if kernel else "",
+                    result["note"],
+                )
+            )
     return rows
 
 
 def side_by_side(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """(columns, rows) of everybody's microseconds."""
     names = [n for n in names_of(document) if any(cell["results"].get(n, {}).get("us") for cell in document["cells"])]
-    with_layers = any(cell.get("layer") for cell in document["cells"])
-    columns = ["n", "k", "m", *(["layer"] if with_layers else []), "floor", *names]
+    grouped = _grouped(document)
+    with_layers = not grouped and any(cell.get("layer") for cell in document["cells"])
+    columns = [*PLACE[grouped], *(["layer"] if with_layers else []), "floor", *names]
     rows = []
     for cell in document["cells"]:
-        start = [
-            str(cell["n"]),
-            str(cell["k"]),
-            str(cell["m"]),
-            *([cell.get("layer", "")] if with_layers else []),
-            _us(cell["floor_us"]),
-        ]
+        start = [*_place(cell), *([cell.get("layer", "")] if with_layers else []), _us(cell["floor_us"])]
         rows.append(start + [_us(cell["results"].get(name, {}).get("us")) for name in names])
     return columns, rows
 
@@ -95,7 +116,7 @@ def peer_notes(document: dict[str, Any]) -> list[str]:
     for cell in document["cells"]:
         for name, result in cell["results"].items():
             if name not in ours and result["note"]:
-                cells[name, result["note"]].append(f"{cell['n']}x{cell['k']} m={cell['m']}")
+                cells[name, result["note"]].append(from_record(cell).name)
     for (name, note), where in cells.items():
         more = f" and {len(where) - 4} more" if len(where) > 4 else ""
         notes.append(f"{name}: {note} ({', '.join(where[:4])}{more})")

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 ROUNDS = 11
+MOE_ROUNDS = 5
+"""Each replay goes through 24 routings."""
 QUICK_ROUNDS = 3
 REPLAYS = 3
 """Timed replays of a turn, behind one untimed that hides launch latency and what the one before left in the L2."""
