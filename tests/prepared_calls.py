@@ -62,6 +62,6 @@ def quantizer_inputs(m: int = 5) -> Inputs:
     """Inputs that have all the tensors that go together."""
     one = torch.ones(1)
     return Inputs(
-        torch.randn(m, K, dtype=torch.bfloat16), torch.int8, True, True, one, one.int(), False,
-        torch.ones(K, dtype=torch.bfloat16), 0.25, torch.randperm(K).int(),
+        torch.randn(m, K, dtype=torch.bfloat16), torch.int8, True, True, one, one.int(), None,
+        torch.ones(K, dtype=torch.bfloat16), 0.25, torch.randperm(K).int(), one.int(),
     )  # fmt: skip

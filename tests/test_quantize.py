@@ -446,7 +446,7 @@ def sampled() -> list[QuantizeSpec]:
     shapes: dict[tuple, QuantizeSpec] = {}
     for _, spec in ALL:
         if spec.q == "s8" and spec.affine and not spec.static:
-            front = "silu_mul" if spec.silu_mul else "rms_norm" if spec.rms_norm else None
+            front = spec.gate if spec.gate else "rms_norm" if spec.rms_norm else None
             shapes.setdefault((spec.x == "fp32", front, spec.permuted, spec.vectors, spec.rows > 1), spec)
     features = [spec for _, spec in ALL if spec.vectors == 4 and spec.x == "fp16" and spec.rows == 1]
     return list(dict.fromkeys([*shapes.values(), *features]))

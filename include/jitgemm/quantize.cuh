@@ -1,10 +1,10 @@
 // Quantisation of activations to e4m3 or int8, row by row: one read of x, one write of q, the row in registers between.
 //
-//   y = x,  or silu(gate) * up,  or x * weight / sqrt(mean(x^2) + eps)      fp32, never rounded to x's type
+//   y = x,  or act(gate) * up,  or x * weight / sqrt(mean(x^2) + eps)       fp32, never rounded to x's type
 //   scale = max(range of y / range of the codes, 2^-126),  or as given
 //   q = round(y * (1 / scale)) + zero                                       to nearest even, saturated
 //
-// Every product, quotient and rounding outside of silu and the sum of squares is one IEEE operation in a fixed order,
+// Every product, quotient and rounding outside of act() and the sum of squares is one IEEE operation in a fixed order,
 // and so the same bits as in jitgemm/activations/reference.py: hence __fmul_rn and its like, which nothing contracts.
 //
 // A thread holds kVectors vectors of eight values, a row's vectors dealt out to its threads round-robin:
@@ -21,7 +21,7 @@ namespace jitgemm {
 
 // Run-time arguments; jitgemm/activations/plan.py fills the same layout.
 struct QuantizeArgs {
-    const u8* x;               // [m][k], or [m][2k] with gate first
+    const u8* x;               // [m][k], or [m][2k] of gates and ups
     u8* q;                     // [m][k]
     float* scale;              // [m]
     i32* zero;                 // [m], affine only
@@ -29,13 +29,20 @@ struct QuantizeArgs {
     const i32* given_zero;     // one element, static affine only
     const u8* norm_weight;     // [k] of norm_weight_type, RMSNorm only
     const u32* permutation;    // [k], permuted only: column j of q is column permutation[j] of y
+    const u32* row_count;      // one element: gates only: rows from there on are left alone; null: none
     u64 x_row_bytes;
     u64 q_row_bytes;
     u32 m, k;
     float eps;
     i32 norm_weight_type;
+    float gate_limit;  // limited only: gates are at most that, ups at most so far from 0
+    float gate_alpha;  // kSwigluOai only
 };
-static_assert(sizeof(QuantizeArgs) == 96, "jitgemm/activations/plan.py packs this struct");
+static_assert(sizeof(QuantizeArgs) == 112, "jitgemm/activations/plan.py packs this struct");
+
+// What act() is, and where gates and ups lie: GATES and ORDERS of jitgemm/activations/kernel.py.
+enum GateKind : i32 { kUngated, kSilu, kGelu, kGeluTanh, kSwigluOai };
+enum GateOrder : i32 { kGateUp, kUpGate, kInterleaved };
 
 constexpr u32 kVector = 8;          // values of a vector
 constexpr u32 kMaxWarps = 32;       // of a CTA
@@ -56,6 +63,13 @@ __device__ __forceinline__ u32 max_halves(u32 a, u32 b) {
 __device__ __forceinline__ float max_nan(float a, float b) {
     float result;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+}
+
+// Minimum that keeps NaN.
+__device__ __forceinline__ float min_nan(float a, float b) {
+    float result;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
     return result;
 }
 
@@ -144,24 +158,39 @@ __device__ __forceinline__ void load_weights(const u8* weights, u32 vector, i32 
     for (u32 i = 0; i < kVector; ++i) values[i] = type == kBf16 ? bf16.value(i) : fp16.value(i);
 }
 
-// What is read of x for a vector of y: the vector itself, or gate and up.
+template <class Config>
+constexpr bool kGated = Config::kGate != kUngated;
+
+// What is read of x for a vector of y: the vector itself, or gates and ups, two vectors as they lie in x.
 template <class Config>
 struct Input {
-    Vector<Config::kX> x[Config::kSiluMul ? 2 : 1];
+    Vector<Config::kX> x[kGated<Config> ? 2 : 1];
+
+    __device__ __forceinline__ float gate(u32 i) const {
+        if constexpr (Config::kOrder == kInterleaved) return x[i / (kVector / 2)].value(2 * i % kVector);
+        return x[Config::kOrder == kUpGate].value(i);
+    }
+    __device__ __forceinline__ float up(u32 i) const {
+        if constexpr (Config::kOrder == kInterleaved) return x[i / (kVector / 2)].value(2 * i % kVector + 1);
+        return x[Config::kOrder != kUpGate].value(i);
+    }
 };
 
 // What a thread holds of y until the row's scale is known: x as it was read where y = x, else y (RMSNorm: y * rms) in
 // fp32.
 template <class Config>
-using Held = Vector<Config::kSiluMul || Config::kRmsNorm ? kFp32 : Config::kX>;
+using Held = Vector<kGated<Config> || Config::kRmsNorm ? kFp32 : Config::kX>;
 
 template <class Config>
 __device__ __forceinline__ Input<Config> load(const QuantizeArgs& args, u32 row, u32 vector) {
     constexpr u32 kBytes = Vector<Config::kX>::kBytes;
-    const u8* source = args.x + row * args.x_row_bytes + vector * kBytes;
+    constexpr bool kInPairs = kGated<Config> && Config::kOrder == kInterleaved;
+    const u8* source = args.x + row * args.x_row_bytes + vector * kBytes * (kInPairs ? 2 : 1);
     Input<Config> input;
     input.x[0] = load_vector<Config::kX>(source);
-    if constexpr (Config::kSiluMul) input.x[1] = load_vector<Config::kX>(source + args.k / kVector * kBytes);
+    if constexpr (kGated<Config>) {
+        input.x[1] = load_vector<Config::kX>(source + (kInPairs ? kBytes : args.k / kVector * kBytes));
+    }
     return input;
 }
 
@@ -241,19 +270,41 @@ __device__ __forceinline__ void combine_threads(Range<Config>& range, WarpRanges
 
 // ---- from x to y ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float silu(float x) {
-    return __fmul_rn(x, reciprocal_approximate(__fadd_rn(1.0f, exp2_approximate(__fmul_rn(x, -1.44269504f)))));
+// x * sigmoid(z), where exponent = -log2(e) * z.
+__device__ __forceinline__ float gated_by_sigmoid(float x, float exponent) {
+    return __fmul_rn(x, reciprocal_approximate(__fadd_rn(1.0f, exp2_approximate(exponent))));
+}
+
+template <class Config>
+__device__ __forceinline__ float gate_times_up(const QuantizeArgs& args, float gate, float up) {
+    constexpr float kLog2E = 1.44269504f;
+    if constexpr (Config::kLimited) {
+        gate = min_nan(gate, args.gate_limit);
+        up = max_nan(min_nan(up, args.gate_limit), -args.gate_limit);
+    }
+    if constexpr (Config::kGate == kGelu) {
+        return __fmul_rn(__fmul_rn(gate, normcdff(gate)), up);
+    } else if constexpr (Config::kGate == kGeluTanh) {
+        // (1 + tanh(z)) / 2 = sigmoid(2z), z = sqrt(2 / pi) * (x + 0.044715 x^3)
+        const float inner = __fmul_rn(gate, __fmaf_rn(__fmul_rn(gate, gate), 0.044715f, 1.0f));
+        return __fmul_rn(gated_by_sigmoid(gate, __fmul_rn(inner, -1.59576912f * kLog2E)), up);
+    } else if constexpr (Config::kGate == kSwigluOai) {
+        const float exponent = __fmul_rn(__fmul_rn(gate, args.gate_alpha), -kLog2E);
+        return __fmul_rn(gated_by_sigmoid(gate, exponent), __fadd_rn(up, 1.0f));
+    } else {
+        return __fmul_rn(gated_by_sigmoid(gate, __fmul_rn(gate, -kLog2E)), up);
+    }
 }
 
 // The vector of y, but for RMSNorm's factor, which is known at the end of the row only.
 template <class Config>
 __device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, const Input<Config>& input, u32 vector,
                                                   Range<Config>& range) {
-    if constexpr (Config::kSiluMul) {
+    if constexpr (kGated<Config>) {
         Held<Config> y;
 #pragma unroll
         for (u32 i = 0; i < kVector; ++i) {
-            y.words[i] = __float_as_uint(__fmul_rn(silu(input.x[0].value(i)), input.x[1].value(i)));
+            y.words[i] = __float_as_uint(gate_times_up<Config>(args, input.gate(i), input.up(i)));
         }
         return y;
     } else if constexpr (Config::kRmsNorm) {
@@ -406,11 +457,18 @@ __device__ __forceinline__ void store_scale(const QuantizeArgs& args, u32 row, c
     }
 }
 
+// Rows to quantise.
+template <class Config>
+__device__ __forceinline__ u32 live_rows(const QuantizeArgs& args) {
+    if constexpr (!kGated<Config>) return args.m;
+    return args.row_count == nullptr ? args.m : min(args.m, *args.row_count);
+}
+
 // Rows that fit the registers of their threads; the next row is read while one is worked on.
 template <class Config>
 __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted) {
     constexpr u32 kVectors = Config::kVectors;
-    const u32 vectors = args.k / kVector, step = gridDim.x * Config::kRows;
+    const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = gridDim.x * Config::kRows;
     u32 row = blockIdx.x * Config::kRows + threadIdx.y;
     auto mine = [](u32 i) { return threadIdx.x + i * blockDim.x; };
 
@@ -421,7 +479,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
             if (mine(i) < vectors) input[i] = load<Config>(args, of, mine(i));
         }
     };
-    if (row < args.m) load_row(row);
+    if (row < m) load_row(row);
     Sources sources[Config::kSourcesHeld ? kVectors : 1];
     if constexpr (Config::kSourcesHeld) {
 #pragma unroll
@@ -430,7 +488,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
         }
     }
 
-    for (u32 parity = 0; row < args.m; row += step, parity ^= 1) {
+    for (u32 parity = 0; row < m; row += step, parity ^= 1) {
         Range<Config> range;
         Held<Config> y[kVectors];
 #pragma unroll
@@ -440,7 +498,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
                 range.include(y[i]);
             }
         }
-        if (row + step < args.m) load_row(row + step);
+        if (row + step < m) load_row(row + step);
         combine_threads(range, slots[parity]);
         const Quantizer<Config> quantizer(args, range);
         store_scale(args, row, quantizer);
@@ -470,9 +528,9 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
 // Longer rows are read twice, the second time from the L2.
 template <class Config>
 __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted) {
-    const u32 vectors = args.k / kVector;
+    const u32 m = live_rows<Config>(args), vectors = args.k / kVector;
     u32 parity = 0;
-    for (u32 row = blockIdx.x; row < args.m; row += gridDim.x, parity ^= 1) {
+    for (u32 row = blockIdx.x; row < m; row += gridDim.x, parity ^= 1) {
         Range<Config> range;
 #pragma unroll 2
         for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from jitgemm.activations.kernel import MAX_K, MAX_PERMUTED_K
+from jitgemm.activations.kernel import MAX_K, MAX_PERMUTED_K, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name
@@ -25,6 +25,7 @@ POINTERS = (
     Pointer("given_zero", "zero"),
     Pointer("norm_weight", "rms_norm", ALIGNMENT),
     Pointer("permutation", "permutation", ALIGNMENT),
+    Pointer("row_count", "row_count", 4),
 )
 """What a launch has addresses of, in the order of `QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
@@ -33,7 +34,12 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class Inputs(NamedTuple):
-    """All of a call but where to write, x as rows; in the order of the op's arguments."""
+    """All of a call but where to write, x as rows; but for the last, in the order of the op's arguments.
+
+    Attributes:
+        gate: for `silu_mul`, `SILU_MUL`.
+        row_count: with a gate: int32, one element: rows from there on are left alone. None: there are none such.
+    """
 
     x: torch.Tensor
     dtype: torch.dtype
@@ -41,27 +47,28 @@ class Inputs(NamedTuple):
     affine: bool
     scale: torch.Tensor | None
     zero: torch.Tensor | None
-    silu_mul: bool
+    gate: Gate | None
     rms_norm: torch.Tensor | None
     eps: float
     permutation: torch.Tensor | None
+    row_count: torch.Tensor | None = None
 
     @property
     def k(self) -> int:
         """Codes of a row."""
-        return self.x.shape[1] // 2 if self.silu_mul else self.x.shape[1]
+        return self.x.shape[1] // 2 if self.gate else self.x.shape[1]
 
     def new_outputs(self) -> Outputs:
         """Tensors to write to."""
         x = self.x
-        (m, columns), device = x.shape, x.device
-        q = torch.empty((m, columns // 2 if self.silu_mul else columns), dtype=self.dtype, device=device)
+        m, device = x.shape[0], x.device
+        q = torch.empty((m, self.k), dtype=self.dtype, device=device)
         scale = torch.empty(m, dtype=torch.float32, device=device)
         return q, scale, torch.empty(m, dtype=torch.int32, device=device) if self.affine else None
 
     def tensors(self, outputs: Outputs) -> tuple[torch.Tensor | None, ...]:
         """In the order of POINTERS."""
-        return self.x, *outputs, self.scale, self.zero, self.rms_norm, self.permutation
+        return self.x, *outputs, self.scale, self.zero, self.rms_norm, self.permutation, self.row_count
 
 
 def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,9 +88,8 @@ def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def check_arguments(inputs: Inputs) -> None:
     """Raises TypeError or ValueError unless the inputs fit together; looks at no values."""
-    x, dtype, static, affine, scale, zero, silu_mul, rms_norm, eps, permutation = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count = inputs
     check_flag("affine", affine)
-    check_flag("silu_mul", silu_mul)
     check_dtype("dtype", dtype, LHS_TYPES)
     if affine and dtype != torch.int8:
         raise ValueError(f"affine: expected dtype int8, got {dtype_name(dtype)}, which has no zero point")
@@ -92,7 +98,7 @@ def check_arguments(inputs: Inputs) -> None:
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
     check_rows("x", x, may_overlap=True)
-    if silu_mul and x.shape[1] % 64:
+    if gate and x.shape[1] % 64:
         raise ValueError(f"x: expected 2k columns with silu_mul, k a multiple of 32, got {x.shape[1]}")
     k, limit = inputs.k, MAX_K if permutation is None else MAX_PERMUTED_K
     if k < 32 or k % 32 or k > limit:
@@ -107,13 +113,16 @@ def check_arguments(inputs: Inputs) -> None:
             raise ValueError(f"{name}: expected one element for {why}, got None")
         if not needed and value is not None:
             raise ValueError(f"{name}: expected None unless for {why}, got a {type(value).__name__}")
-    if rms_norm is not None and silu_mul:
+    if rms_norm is not None and gate:
         raise ValueError("rms_norm: expected None with silu_mul, got a weight")
+    if row_count is not None and not gate:
+        raise ValueError("row_count: expected None without a gate, got a tensor")
     for name, value, types, elements in (
         ("scale", scale, ("fp32",), 1),
         ("zero", zero, ("s32",), 1),
         ("rms_norm", rms_norm, REAL_TYPES, k),
         ("permutation", permutation, ("s32",), k),
+        ("row_count", row_count, ("s32",), 1),
     ):
         if value is not None:
             check_vector(name, value, types, elements)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from jitgemm.activations.arguments import POINTERS, Inputs, Outputs, as_rows, check_arguments, check_out
+from jitgemm.activations.kernel import SILU_MUL
 from jitgemm.activations.reference import quantize_reference
 from jitgemm.dtypes import LHS_TYPES
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
-from jitgemm.tensors import check_dtype, check_tensor
+from jitgemm.tensors import check_dtype, check_flag, check_tensor
 
 SCHEMES = ("token", "tensor")
 
@@ -91,12 +92,15 @@ def quantize_activations(
     if scheme not in SCHEMES:
         raise ValueError(f"scheme: expected one of {SCHEMES}, got {scheme!r}")
     rows = x if x.dim() == 2 else as_rows("x", x)
-    inputs = Inputs(rows, dtype, scheme == "tensor", affine, scale, zero, silu_mul, rms_norm, eps, permutation)
+    if type(silu_mul) is not bool:
+        check_flag("silu_mul", silu_mul)
+    gate = SILU_MUL if silu_mul else None
+    inputs = Inputs(rows, dtype, scheme == "tensor", affine, scale, zero, gate, rms_norm, eps, permutation)
     outputs = None if out is None else check_out(out, x, dtype, affine, silu_mul)
     if torch.compiler.is_compiling() or traced(x, x):
         written = _call_op(inputs, outputs)
     else:
-        written = _run(inputs, outputs)
+        written = quantize(inputs, outputs)
     if out is not None:
         return tuple(out)
     results: tuple[Any, ...] = written if affine else written[:2]
@@ -106,16 +110,16 @@ def quantize_activations(
     return results
 
 
-def _run(inputs: Inputs, outputs: Outputs | None) -> Outputs:
+def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
     """The call, directly or by its op, into `outputs`, which are checked, or new ones."""
-    x, dtype, static, affine, scale, zero, silu_mul, rms_norm, eps, permutation = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count = inputs
     # What decides legality and kernel; the rest of the tensors `Memory.find_plan` compares.
     key = (
-        x.shape, dtype, static, affine, silu_mul, eps, scale is None, zero is None, rms_norm is None,
-        permutation is None, outputs is None,
+        x.shape, dtype, static, affine, gate, eps, scale is None, zero is None, rms_norm is None,
+        permutation is None, row_count is None, outputs is None,
     )  # fmt: skip
     tensors = [x] if outputs is None else [x, outputs[0]]
-    tensors += [tensor for tensor in (scale, zero, rms_norm, permutation) if tensor is not None]
+    tensors += [tensor for tensor in (scale, zero, rms_norm, permutation, row_count) if tensor is not None]
     try:
         plan = thread.memory.find_plan(key, tensors)
     except TypeError:  # nothing that can be hashed: the checks say what
@@ -159,7 +163,9 @@ def _call_op(inputs: Inputs, outputs: Outputs | None) -> Outputs:
         if getattr(inputs, name) is not None:
             check_tensor(name, getattr(inputs, name))
     check_dtype("dtype", inputs.dtype, LHS_TYPES)
-    results = torch.ops.jitgemm.quantize_activations(*inputs._replace(eps=float(inputs.eps)))
+    # silu_mul is the only gate of a public call, which has no count of rows.
+    arguments = inputs._replace(eps=float(inputs.eps), gate=inputs.gate is not None)[:-1]
+    results = torch.ops.jitgemm.quantize_activations(*arguments)
     if outputs is None:
         return results
     for output, result in zip(outputs, results):
@@ -168,12 +174,17 @@ def _call_op(inputs: Inputs, outputs: Outputs | None) -> Outputs:
     return outputs
 
 
+def _inputs(*arguments: Any) -> Inputs:
+    inputs = Inputs(*arguments)
+    return inputs._replace(gate=SILU_MUL if inputs.gate else None)
+
+
 def _op(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return _without_none(_run(Inputs(*arguments), None))
+    return _without_none(quantize(_inputs(*arguments)))
 
 
 def _fake_op(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    inputs = Inputs(*arguments)
+    inputs = _inputs(*arguments)
     check_arguments(inputs)
     return _without_none(inputs.new_outputs())
 

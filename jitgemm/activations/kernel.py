@@ -6,8 +6,9 @@ Pure functions over a frozen dataclass; no torch, no driver, no files other than
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
@@ -26,22 +27,55 @@ MAX_K = 2**20
 MAX_PERMUTED_K = 2**17
 """With a permutation, a row of codes lies in shared memory."""
 
+GATES = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "swiglu_oai": "kSwigluOai"}
+"""`GateKind` in include/jitgemm/quantize.cuh by name."""
+ORDERS = {"gate_up": "kGateUp", "up_gate": "kUpGate", "interleaved": "kInterleaved"}
+"""`GateOrder` there by name."""
+
 _ROW_REGISTERS = 32
 """Of the 64 that each of 1024 threads has: what a row, the next one and the permutation may take."""
+
+
+class Gate(NamedTuple):
+    """y out of gates g and ups u; a row of x holds 2k values.
+
+    ::
+
+        silu        g * sigmoid(g) * u
+        gelu        g * Phi(g) * u, Phi the normal distribution's
+        gelu_tanh   g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))) / 2 * u
+        swiglu_oai  g * sigmoid(alpha * g) * (u + 1)
+
+    Attributes:
+        kind: a key of GATES.
+        order: a key of ORDERS: all gates before all ups, after them, or gate, up, gate, up, ...
+        limit: g becomes min(g, limit) and u min(max(u, -limit), limit) first; infinity for neither.
+        alpha: of swiglu_oai.
+    """
+
+    kind: str = "silu"
+    order: str = "gate_up"
+    limit: float = math.inf
+    alpha: float = 1.0
+
+
+SILU_MUL = Gate()
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeSpec:
     """Everything that is a compile-time constant of a quantiser. Equal specs render to the same source.
 
-    m, k, strides, eps and the RMSNorm weight's type are run-time arguments.
+    m, k, strides, eps, the RMSNorm weight's type and a gate's limit and alpha are run-time arguments.
 
     Attributes:
         x: type of the values, "fp32", "bf16" or "fp16".
         q: type of the codes, "e4m3" or "s8".
         affine: int8 with a zero point.
         static: scale and zero point are given.
-        silu_mul: values are silu(gate) * up.
+        gate: values are act(gate) * up; the gate's kind, or "".
+        order: the gate's order.
+        limited: gates and ups are limited first.
         rms_norm: values are normalised first.
         permuted: columns are permuted.
         vectors: vectors of `VECTOR` values that a thread holds; 0 where rows are read twice.
@@ -54,7 +88,9 @@ class QuantizeSpec:
     vectors: int
     affine: bool = False
     static: bool = False
-    silu_mul: bool = False
+    gate: str = ""
+    order: str = "gate_up"
+    limited: bool = False
     rms_norm: bool = False
     permuted: bool = False
     rows: int = 1
@@ -64,8 +100,12 @@ class QuantizeSpec:
     def label(self) -> str:
         """Short name for people, such as "quantize-bf16-e4m3-v4"; different kernels have different ones."""
         parts = ["quantize", self.x, self.q + ("z" if self.affine else "")]
-        names = ("static", "silu_mul", "rms_norm", "permuted")
-        parts += [name.replace("_", "") for name in names if getattr(self, name)]
+        parts += ["static"] if self.static else []
+        if self.gate:
+            parts.append(self.gate.replace("_", "") + "mul")
+            parts += [self.order.replace("_", "")] if self.order != "gate_up" else []
+            parts += ["limited"] if self.limited else []
+        parts += [name.replace("_", "") for name in ("rms_norm", "permuted") if getattr(self, name)]
         parts.append(f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}")
         return "-".join(parts)
 
@@ -81,6 +121,7 @@ def quantize_spec(
     affine: bool = False,
     static: bool = False,
     silu_mul: bool = False,
+    gate: Gate | None = None,
     rms_norm: bool = False,
     permuted: bool = False,
 ) -> QuantizeSpec:
@@ -88,6 +129,9 @@ def quantize_spec(
 
     m decides nothing, so that a new m never compiles, and so that a row's bits do not depend on the rows beside it
     (RMSNorm's sum has one order for a k).
+
+    Args:
+        silu_mul: the gate is SILU_MUL.
 
     Raises:
         ValueError: k or a combination is out of range.
@@ -98,23 +142,27 @@ def quantize_spec(
         raise ValueError(f"q: expected one of {LHS_TYPES}, got {q!r}")
     if affine and q != "s8":
         raise ValueError("affine: expected codes of int8, got e4m3, which has no zero point")
-    if silu_mul and rms_norm:
-        raise ValueError("silu_mul: expected no rms_norm beside it")
+    gate = SILU_MUL if silu_mul else gate
+    if gate and rms_norm:
+        raise ValueError("gate: expected no rms_norm beside it")
+    if gate and (gate.kind not in GATES or gate.order not in ORDERS):
+        raise ValueError(f"gate: expected a kind of {tuple(GATES)} and an order of {tuple(ORDERS)}, got {gate}")
     limit = MAX_PERMUTED_K if permuted else MAX_K
     if not 32 <= k <= limit or k % 32:
         raise ValueError(f"k: expected a multiple of 32 of at most {limit}, got {k}")
 
-    vectors, rows, sources_held = _shape(k, x, silu_mul, rms_norm, permuted)
-    return QuantizeSpec(x, q, vectors, affine, static, silu_mul, rms_norm, permuted, rows, sources_held)
+    vectors, rows, sources_held = _shape(k, x, gate is not None, rms_norm, permuted)
+    kind, order, limited = (gate.kind, gate.order, gate.limit != math.inf) if gate else ("", "gate_up", False)
+    return QuantizeSpec(x, q, vectors, affine, static, kind, order, limited, rms_norm, permuted, rows, sources_held)
 
 
-def _shape(k: int, x: str, silu_mul: bool, rms_norm: bool, permuted: bool) -> tuple[int, int, bool]:
+def _shape(k: int, x: str, gated: bool, rms_norm: bool, permuted: bool) -> tuple[int, int, bool]:
     """(vectors, rows, sources_held): as many vectors a thread as registers allow, for bytes in flight and few warps."""
     for vectors in (1, 2, 4):
         if k <= vectors * 32 * VECTOR:
             return vectors, WARP_ROWS, permuted
-    read = (VECTOR if x == "fp32" else VECTOR // 2) * (2 if silu_mul else 1)
-    held = VECTOR if silu_mul or rms_norm else read
+    read = (VECTOR if x == "fp32" else VECTOR // 2) * (2 if gated else 1)
+    held = VECTOR if gated or rms_norm else read
     for sources_held in (True, False) if permuted else (False,):
         registers = read + held + (VECTOR // 2 if sources_held else 0)
         vectors = max(count for count in (1, 2, 4) if count * registers <= _ROW_REGISTERS)
@@ -144,7 +192,9 @@ def render_quantize(spec: QuantizeSpec) -> str:
         "bool kE4m3": spec.q == "e4m3",
         "bool kAffine": spec.affine,
         "bool kStatic": spec.static,
-        "bool kSiluMul": spec.silu_mul,
+        "GateKind kGate": GATES.get(spec.gate, "kUngated"),
+        "GateOrder kOrder": ORDERS[spec.order],
+        "bool kLimited": spec.limited,
         "bool kRmsNorm": spec.rms_norm,
         "bool kPermuted": spec.permuted,
         "u32 kVectors": spec.vectors,
@@ -175,7 +225,9 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     """A quantiser as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
 
-    variants = (name for name in ("affine", "static", "silu_mul", "rms_norm", "permuted") if getattr(spec, name))
+    variants = [name for name in ("affine", "static", "rms_norm", "permuted") if getattr(spec, name)]
+    variants += ["silu_mul"] if spec.gate else []
+    silu_mul_or_none = (spec.gate or "silu", spec.order, spec.limited) == ("silu", "gate_up", False)
     return KernelSource(
         spec.label,
         spec.to_dict(),
@@ -183,5 +235,5 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
         headers("quantize"),
         OPTIONS,
         warmup=f"jitgemm warmup --shape N,K --lhs {'int8' if spec.q == 's8' else 'fp8'} "
-        f"--quantizer {'+'.join([spec.x, *variants])}",
+        f"--quantizer {'+'.join([spec.x, *variants])}" if silu_mul_or_none else "",
     )

@@ -6,6 +6,7 @@ from jitgemm.activations.arguments import POINTERS, Inputs, Outputs
 from jitgemm.activations.kernel import (
     KERNEL_NAME,
     MAX_PERMUTED_K,
+    SILU_MUL,
     QuantizeSpec,
     block_dims,
     quantize_source,
@@ -20,7 +21,9 @@ from jitgemm.runtime.kernels import KernelFamily
 from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
 from jitgemm.tensors import TYPE_NAMES
 
-ARGUMENTS = ArgumentBlock(POINTERS, x_row_bytes="Q", q_row_bytes="Q", m="I", k="I", eps="f", norm_weight_type="i")
+ARGUMENTS = ArgumentBlock(
+    POINTERS, x_row_bytes="Q", q_row_bytes="Q", m="I", k="I", eps="f", norm_weight_type="i", gate_limit="f", gate_alpha="f"
+)  # fmt: skip
 """`QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
 
@@ -41,7 +44,7 @@ class QuantizePlan(PreparedLaunch):
     __slots__ = ("spec",)
 
     def __init__(self, inputs: Inputs, outputs: Outputs):
-        x, q, norm = inputs.x, outputs[0], inputs.rms_norm
+        x, q, norm, gate = inputs.x, outputs[0], inputs.rms_norm, inputs.gate or SILU_MUL
         m, k, device = x.shape[0], inputs.k, x.get_device()
         spec = self.spec = quantize_spec(
             k,
@@ -49,7 +52,7 @@ class QuantizePlan(PreparedLaunch):
             TYPE_NAMES[q.dtype],
             affine=inputs.affine,
             static=inputs.static,
-            silu_mul=inputs.silu_mul,
+            gate=inputs.gate,
             rms_norm=norm is not None,
             permuted=inputs.permutation is not None,
         )
@@ -69,6 +72,8 @@ class QuantizePlan(PreparedLaunch):
                 "k": k,
                 "eps": inputs.eps,
                 "norm_weight_type": 0 if norm is None else DTYPES[TYPE_NAMES[norm.dtype]].number,
+                "gate_limit": gate.limit,
+                "gate_alpha": gate.alpha,
             },
             grid=min(ceil_div(m, rows), resident * device_of(device).num_sms),
             threads=(threads, rows),
@@ -77,7 +82,7 @@ class QuantizePlan(PreparedLaunch):
 
     def launch(self, inputs: Inputs, outputs: Outputs) -> None:
         """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
-        x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation = inputs
+        x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation, row_count = inputs
         q, scale, zero = outputs
         addresses = (
             x.data_ptr(),
@@ -88,6 +93,7 @@ class QuantizePlan(PreparedLaunch):
             0 if given_zero is None else given_zero.data_ptr(),
             0 if rms_norm is None else rms_norm.data_ptr(),
             0 if permutation is None else permutation.data_ptr(),
+            0 if row_count is None else row_count.data_ptr(),
             self.number,
         )
         if not self.run(addresses, True):

@@ -1,14 +1,17 @@
 """The quantiser that the kernels are held against, and what calls on CPU tensors run.
 
-The same fp32 operations in the same order as `include/jitgemm/quantize.cuh`: bit for bit the same results, but for SiLU
-and the sum of squares of RMSNorm, which the kernels approximate and add up in another order. Knows tensors only.
+The same fp32 operations in the same order as `include/jitgemm/quantize.cuh`: bit for bit the same results, but for
+gates and the sum of squares of RMSNorm, which the kernels approximate and add up in another order. Knows tensors only.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from jitgemm.activations.arguments import Inputs, Outputs
+from jitgemm.activations.kernel import Gate
 
 MIN_SCALE = 2.0**-126
 """Smallest scale: the smallest normal fp32, whose reciprocal is finite."""
@@ -16,12 +19,9 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 def quantize_reference(inputs: Inputs) -> Outputs:
-    """`jitgemm.quantize_activations` in plain PyTorch, for checked inputs."""
-    x, dtype, static, affine, scale, zero, silu_mul, rms_norm, eps, permutation = inputs
-    y = x.float()
-    if silu_mul:
-        gate, up = y.chunk(2, dim=1)
-        y = gate * (1 / (1 + torch.exp(-gate))) * up
+    """`jitgemm.quantize_activations` in plain PyTorch, for checked inputs; all rows, whatever `row_count` says."""
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _ = inputs
+    y = x.float() if gate is None else gated(x.float(), gate)
     norm = None
     if rms_norm is not None:
         norm = _norm(y, eps)
@@ -48,6 +48,23 @@ def quantize_reference(inputs: Inputs) -> Outputs:
     if permutation is not None:
         q = q.view(torch.int8)[:, permutation.long()].view(dtype)
     return q, row_scale, row_zero
+
+
+def gated(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """act(gate) * up as `Gate` says, of x [m, 2k] in its own type, float32 or float64."""
+    if gate.order == "interleaved":
+        g, u = x[:, 0::2], x[:, 1::2]
+    else:
+        g, u = x.chunk(2, dim=1)
+        g, u = (u, g) if gate.order == "up_gate" else (g, u)
+    g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    if gate.kind == "gelu":
+        return g * torch.special.ndtr(g) * u
+    if gate.kind == "gelu_tanh":
+        return g * torch.sigmoid(2 * math.sqrt(2 / math.pi) * g * (1 + 0.044715 * g * g)) * u
+    if gate.kind == "swiglu_oai":
+        return g * torch.sigmoid(gate.alpha * g) * (u + 1)
+    return g * (1 / (1 + torch.exp(-g))) * u
 
 
 def _norm(x: torch.Tensor, eps: float) -> torch.Tensor:
