@@ -24,6 +24,9 @@ __all__ = [
     "JitGemmError",
     "UnsupportedDeviceError",
     "W4Weight",
+    "fused_experts",
+    "fused_experts_reference",
+    "fused_experts_workspace_bytes",
     "gemm_w4a8_bf16_nt",
     "gemm_w4a8_int8_nt",
     "gemm_w4a8_nt",
@@ -37,6 +40,9 @@ __all__ = [
 
 _HOMES = {
     "W4Weight": "weight.w4",
+    "fused_experts": "moe.call",
+    "fused_experts_reference": "moe.call",
+    "fused_experts_workspace_bytes": "moe.call",
     "gemm_w4a8_bf16_nt": "gemm.call",
     "gemm_w4a8_int8_nt": "gemm.int8_out",
     "gemm_w4a8_nt": "gemm.call",
@@ -61,7 +67,9 @@ def __getattr__(name: str) -> object:
 
 def _load_calls() -> None:
     """What models call: compilers that trace it find plain functions, exported programs their operators."""
-    for name in ("W4Weight", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "pack_w4", "quantize_activations"):
+    for name in (
+        "W4Weight", "fused_experts", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "pack_w4", "quantize_activations",
+    ):  # fmt: skip
         __getattr__(name)
 
 
@@ -102,6 +110,7 @@ if TYPE_CHECKING:
     from jitgemm.gemm.call import gemm_w4a8_bf16_nt, gemm_w4a8_nt
     from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
     from jitgemm.gemm.reference import gemm_w4a8_reference
+    from jitgemm.moe.call import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
     from jitgemm.weight.pack import pack_w4
     from jitgemm.weight.quantize import quantize_w4
     from jitgemm.weight.w4 import W4Weight

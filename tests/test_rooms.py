@@ -19,6 +19,7 @@ FLOORS = (
     ("runtime", "checkpoint"),
     ("activations",),
     ("gemm",),
+    ("moe",),
     ("nn", "cli"),
 )
 """From the ground up; a room imports from lower floors and from itself, never from a neighbour."""

@@ -204,6 +204,7 @@ def render_quantize(spec: QuantizeSpec) -> str:
     texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in constants.items()}
     lines = "\n".join(f"    static constexpr {name} = {text};" for name, text in texts.items())
     threads = 32 * spec.rows if spec.rows > 1 else MAX_THREADS
+    bounds = f"{threads}, 1" if spec.gate == "gelu" else threads  # erfc() needs more than the 32 registers of two CTAs
     return f"""\
 // jitgemm quantiser {spec.label}
 #include <jitgemm/quantize.cuh>
@@ -214,7 +215,7 @@ struct Config {{
 }};
 }}
 
-extern "C" __global__ void __launch_bounds__({threads})
+extern "C" __global__ void __launch_bounds__({bounds})
 {KERNEL_NAME}(const __grid_constant__ jitgemm::QuantizeArgs args) {{
     jitgemm::quantize_rows<jitgemm::Config>(args);
 }}

@@ -1,0 +1,235 @@
+"""Checks of the layer's arguments: what each must be, in one message that names it.
+
+Works on real and fake tensors alike; looks at dtypes, shapes, strides and devices, never at values. Addresses are
+`runtime/checks.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from jitgemm.activations.kernel import GATES, ORDERS, Gate
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.formats import MAX_ROWS
+from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
+from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
+from jitgemm.tensors import check_dtype, check_flag, check_int, check_plain, check_tensor, describe, dtype_name
+from jitgemm.weight.w4 import PackedWeight, W4Weight, check_packed
+
+ROUTE_POINTERS = (
+    Pointer("ids", "topk_ids", 4),
+    Pointer("expert_map", "expert_map", 4),
+    Pointer("offsets", "offsets", 4, written=True),
+    Pointer("row_index", "row_index", 4, written=True),
+    Pointer("inverse", "inverse", 4, written=True),
+)
+"""What a launch has addresses of, in the order of `RouteArgs` in include/jitgemm/moe/route.cuh."""
+COMBINE_POINTERS = (
+    Pointer("rows", "rows", ALIGNMENT),
+    Pointer("inverse", "inverse", 4),
+    Pointer("weights", "topk_weights"),
+    Pointer("addend", "addend", ALIGNMENT),
+    Pointer("out", "out", ALIGNMENT, written=True),
+)
+"""What a launch has addresses of, in the order of `CombineArgs` in include/jitgemm/moe/combine.cuh."""
+
+Weight = W4Weight | PackedWeight
+
+
+class Layer(NamedTuple):
+    """All of a call but where to write."""
+
+    x: torch.Tensor
+    w13: Weight
+    w2: Weight
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    gate: Gate
+    lhs_dtype: torch.dtype
+    affine: bool
+    expert_map: torch.Tensor | None
+    bias13: torch.Tensor | None
+    bias2: torch.Tensor | None
+    addend: torch.Tensor | None
+    batch_invariant: bool
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What of it is a tensor, and not a weight."""
+        return [value for value in self if isinstance(value, torch.Tensor)]
+
+    def new_out(self) -> torch.Tensor:
+        """A tensor to write to."""
+        return self.x.new_empty((self.x.shape[0], self.w2.n))
+
+
+def make_gate(activation: str, order: str, limit: float | None, alpha: float) -> Gate:
+    """The gate of these arguments of a call, checked."""
+    for name, value, known in (("activation", activation, GATES), ("order", order, ORDERS)):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {tuple(known)}, got {value!r}")
+    for name, number in (("limit", math.inf if limit is None else limit), ("alpha", alpha)):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
+        if not number > 0:
+            raise ValueError(f"{name}: expected a positive number, got {number}")
+    return Gate(
+        activation, order, math.inf if limit is None else float(limit),
+        float(alpha) if activation == "swiglu_oai" else 1.0,
+    )  # fmt: skip
+
+
+def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> None:
+    """Raises TypeError or ValueError unless choices, map and number of experts fit together."""
+    check_plain("topk_ids", check_tensor("topk_ids", topk_ids))
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_ids: expected int32 or int64, got {dtype_name(topk_ids.dtype)}")
+    if topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
+        raise ValueError(f"topk_ids: expected shape [tokens, top_k], top_k at least 1, got {list(topk_ids.shape)}")
+    if not topk_ids.is_contiguous():
+        raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(topk_ids.stride())}")
+    if topk_ids.shape[0] * topk_ids.shape[1] > MAX_ROWS:
+        raise ValueError(f"topk_ids: expected at most {MAX_ROWS} elements, got {topk_ids.numel()}")
+    if topk_ids.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"topk_ids: expected a CUDA or CPU tensor, got one on {topk_ids.device}")
+    if not 1 <= check_int("experts", experts) <= MAX_EXPERTS:
+        raise ValueError(f"experts: expected 1 to {MAX_EXPERTS}, got {experts}")
+    if expert_map is not None:
+        check_tensor("expert_map", expert_map)
+        if expert_map.dim() != 1 or not 1 <= expert_map.shape[0] <= MAX_GLOBAL_EXPERTS:
+            raise ValueError(
+                f"expert_map: expected shape [global_experts], 1 to {MAX_GLOBAL_EXPERTS} of them, got "
+                f"{list(expert_map.shape)}"
+            )
+        check_vector("expert_map", expert_map, ("s32",), expert_map.shape[0])
+        check_device("expert_map", expert_map, "topk_ids", topk_ids.device)
+
+
+def check_combining(
+    rows: torch.Tensor,
+    inverse: torch.Tensor,
+    topk_weights: torch.Tensor,
+    addend: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Raises TypeError or ValueError unless the tensors fit together."""
+    _check_matrix("rows", rows, None, None, REAL_TYPES)
+    columns = rows.shape[1]
+    if columns % 8 or not rows.is_contiguous():
+        raise ValueError(
+            f"rows: expected a contiguous matrix of 8, 16, 24, ... columns, got {describe(rows)} with strides "
+            f"{tuple(rows.stride())}"
+        )
+    if inverse.dtype != torch.int32 or inverse.dim() != 2 or not inverse.is_contiguous():
+        raise ValueError(f"inverse: expected contiguous int32 [tokens, top_k], got {describe(inverse)}")
+    _check_weights(topk_weights, inverse)
+    tokens = inverse.shape[0]
+    _check_matrix("out", out, tokens, columns, REAL_TYPES)
+    if addend is not None:
+        _check_addend(addend, tokens, columns, out.dtype)
+    for name, tensor in (("inverse", inverse), ("topk_weights", topk_weights), ("addend", addend), ("out", out)):
+        if tensor is not None:
+            check_device(name, tensor, "rows", rows.device)
+
+
+def check_weights(w13: object, w2: object) -> None:
+    """Raises TypeError or ValueError unless both are weights of experts that fit together."""
+    for name, weight in (("w13", w13), ("w2", w2)):
+        if not isinstance(weight, (W4Weight, PackedWeight)):
+            raise TypeError(f"{name}: expected a W4Weight of experts, got {type(weight).__name__}")
+        check_packed(weight, f"{name}.", experts=True)
+        if weight.experts > MAX_EXPERTS:
+            raise ValueError(f"{name}: expected at most {MAX_EXPERTS} experts, got {weight.experts}")
+    if w2.experts != w13.experts:
+        raise ValueError(f"w2: expected {w13.experts} experts, as w13 has, got {w2.experts}")
+    if w13.n != 2 * w2.k:
+        raise ValueError(f"w13: expected n = {2 * w2.k}, twice the k of w2, got {w13.n}")
+
+
+def check_arguments(layer: Layer) -> None:
+    """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
+    x, w13, w2, topk_ids, topk_weights, _, lhs_dtype, affine, expert_map, bias13, bias2, addend, invariant = layer
+    check_flag("affine", affine)
+    check_flag("batch_invariant", invariant)
+    check_weights(w13, w2)
+    lhs_type = check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
+    if affine and lhs_type != "s8":
+        raise ValueError(f"affine: expected lhs_dtype int8, got {dtype_name(lhs_dtype)}, which has no zero point")
+    for name, weight in (("w13", w13), ("w2", w2)):
+        if weight.format.codes not in ("any", lhs_type):
+            raise TypeError(
+                f"{name}: expected a weight packed for lhs_dtype {dtype_name(lhs_dtype)}, got one for "
+                f"{weight.format.codes}"
+            )
+        if affine and weight.row_sum is None:
+            raise ValueError(f"{name}: expected a weight with row_sum, which affine needs, got one without")
+    _check_matrix("x", x, None, w13.k, REAL_TYPES)
+    tokens = x.shape[0]
+    if x.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
+    check_routing(topk_ids, w13.experts, expert_map)
+    if topk_ids.shape[0] != tokens:
+        raise ValueError(f"topk_ids: expected shape [{tokens}, top_k], got {list(topk_ids.shape)}")
+    _check_weights(topk_weights, topk_ids)
+    for name, bias, n in (("bias13", bias13, w13.n), ("bias2", bias2, w2.n)):
+        if bias is not None:
+            _check_bias(name, bias, (w13.experts, n))
+    if addend is not None:
+        _check_addend(addend, tokens, w2.n, x.dtype)
+    for name, tensor in (
+        ("w13", w13.blocks), ("w2", w2.blocks), ("topk_ids", topk_ids), ("topk_weights", topk_weights),
+        ("bias13", bias13), ("bias2", bias2), ("addend", addend),
+    ):  # fmt: skip
+        if tensor is not None:
+            check_device(name, tensor, "x", x.device)
+
+
+def check_out(out: torch.Tensor, layer: Layer) -> None:
+    """Raises TypeError or ValueError unless the layer can write there."""
+    _check_matrix("out", out, layer.x.shape[0], layer.w2.n, REAL_TYPES)
+    if out.dtype != layer.x.dtype:
+        raise TypeError(f"out: expected {dtype_name(layer.x.dtype)}, as x is, got {dtype_name(out.dtype)}")
+    check_device("out", out, "x", layer.x.device)
+    if out.requires_grad:
+        raise ValueError("out: expected a tensor that does not require grad, got one that does")
+
+
+def _check_matrix(
+    name: str, tensor: torch.Tensor, rows: int | None, columns: int | None, types: tuple[str, ...]
+) -> None:
+    check_plain(name, check_tensor(name, tensor))
+    check_dtype(name, tensor.dtype, types)
+    fits = tensor.dim() == 2 and rows in (None, tensor.shape[0]) and columns in (None, tensor.shape[1])
+    if not fits:
+        expected = f"[{'rows' if rows is None else rows}, {'columns' if columns is None else columns}]"
+        raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
+    check_rows(name, tensor)
+
+
+def _check_weights(topk_weights: torch.Tensor, choices: torch.Tensor) -> None:
+    check_plain("topk_weights", check_tensor("topk_weights", topk_weights))
+    check_dtype("topk_weights", topk_weights.dtype, REAL_TYPES)
+    if topk_weights.shape != choices.shape or not topk_weights.is_contiguous():
+        raise ValueError(
+            f"topk_weights: expected a contiguous tensor of shape {list(choices.shape)}, got "
+            f"{list(topk_weights.shape)} with strides {tuple(topk_weights.stride())}"
+        )
+
+
+def _check_bias(name: str, bias: torch.Tensor, shape: tuple[int, int]) -> None:
+    check_plain(name, check_tensor(name, bias))
+    check_dtype(name, bias.dtype, ("bf16", "fp32"))
+    if tuple(bias.shape) != shape or not bias.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor of shape {list(shape)}, got {list(bias.shape)} with strides "
+            f"{tuple(bias.stride())}"
+        )
+
+
+def _check_addend(addend: torch.Tensor, tokens: int, columns: int, dtype: torch.dtype) -> None:
+    _check_matrix("addend", addend, tokens, columns, REAL_TYPES)
+    if addend.dtype != dtype:
+        raise TypeError(f"addend: expected {dtype_name(dtype)}, the result's type, got {dtype_name(addend.dtype)}")

@@ -1,0 +1,290 @@
+"""The fused expert layer: the public call, its workspace, and its `torch.library` op.
+
+Six launches, each of which starts while the one before it ends: route, quantise, GEMM, gate and quantise, GEMM,
+combine. Sizes of the experts' parts live on the device alone, so that a CUDA graph can be replayed with other routings.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from jitgemm.activations.arguments import Inputs
+from jitgemm.activations.call import quantize
+from jitgemm.activations.kernel import Gate
+from jitgemm.dtypes import LHS_TYPES, torch_dtype
+from jitgemm.kernel.formats import ceil_div, format_named
+from jitgemm.moe.arguments import Layer, Weight, check_arguments, check_out, check_weights, make_gate
+from jitgemm.moe.route import combine, route
+from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.plans import thread
+from jitgemm.tensors import check_dtype, check_tensor
+from jitgemm.weight.w4 import PackedWeight, W4Weight
+
+_ALLOCATION = 512
+"""PyTorch's caching allocator hands out multiples of so many bytes."""
+
+
+def fused_experts(
+    x: torch.Tensor,
+    w13: W4Weight,
+    w2: W4Weight,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    activation: str = "silu",
+    order: str = "gate_up",
+    limit: float | None = None,
+    alpha: float = 1.702,
+    lhs_dtype: torch.dtype | None = None,
+    affine: bool = False,
+    expert_map: torch.Tensor | None = None,
+    bias13: torch.Tensor | None = None,
+    bias2: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The routed experts of a mixture, from tokens and their choices to results, on the current stream.
+
+    ::
+
+        out[t] = addend[t] + sum over i of topk_weights[t, i] * y[t, i]         choices that are skipped left out
+        y[t, i] = w2[e] · Q(act(g, u)) + bias2[e]                               e the expert that topk_ids[t, i] means
+        (g, u)  = w13[e] · Q(x[t]) + bias13[e]
+
+    Q quantises to 8 bits, a scale for each row, as `quantize_activations`. Both products are rounded to x's type, act
+    is fp32 and not rounded, the sum is fp32, in the order of i, and rounded once. The same bits in every run.
+
+    ::
+
+        activation   act(g, u)
+        silu         g * sigmoid(g) * u
+        gelu         g * Phi(g) * u                               Phi the normal distribution's, "erf"
+        gelu_tanh    the same with its approximation by tanh
+        swiglu_oai   g * sigmoid(alpha * g) * (u + 1)             gpt-oss, with limit = 7
+
+    Args:
+        x: bfloat16, float16 or float32 [tokens, k], stride 1 along k, rows a multiple of 16 bytes apart; aligned so.
+        w13: E experts [2 * inter, k], gate and up projections, E at most 1024.
+        w2: E experts [n, inter].
+        topk_ids: int32 or int64 [tokens, top_k], contiguous: experts of each token. A choice that is none of 0..E-1 is
+            skipped.
+        topk_weights: float32, bfloat16 or float16 [tokens, top_k], contiguous.
+        activation: see above.
+        order: of w13's rows: "gate_up", all gates first, "up_gate", or "interleaved": gate, up, gate, up, ...
+        limit: positive: g becomes min(g, limit) and u min(max(u, -limit), limit) before act; None for neither.
+        alpha: of swiglu_oai.
+        lhs_dtype: float8_e4m3fn or int8, what Q makes; None for what w13 was packed for, e4m3 if for both.
+        affine: int8 with zero points.
+        expert_map: int32 [global experts], at most 8192, for expert parallelism: topk_ids count the experts of all
+            ranks, and expert_map holds this rank's number of each, or -1 to skip its choices.
+        bias13, bias2: bfloat16 or float32 [E, 2 * inter] and [E, n], contiguous, or None.
+        addend: of the result's shape and x's type, rows a multiple of 16 bytes apart: a shared expert's result, or a
+            residual; None for zeros.
+        batch_invariant: a token's result has the same bits whatever the other tokens are. Costs time, as for GEMMs.
+        out: where to write: of x's type, [tokens, n], rows a multiple of 16 bytes apart; None for a new tensor.
+
+    All on one device. On CUDA: compute capability 9.0; memory for what is in between comes from PyTorch's allocator
+    (`fused_experts_workspace_bytes`) and goes back to it, so that calls on other streams and in CUDA graphs never share
+    it. On the CPU: `layer_reference`, in fp64.
+
+    Returns:
+        out, or a new tensor, [tokens, n] of x's type.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
+        CacheMissError: a kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
+        CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
+    """
+    layer = _layer(
+        x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
+        bias13, bias2, addend, batch_invariant,
+    )  # fmt: skip
+    if torch.compiler.is_compiling() or traced(x, x if out is None else out):
+        result = _call_op(layer)
+        if out is None:
+            return result
+        check_out(check_tensor("out", out), layer)
+        return out.copy_(result)
+    return _run(layer, out)
+
+
+def fused_experts_reference(
+    x: torch.Tensor,
+    w13: W4Weight,
+    w2: W4Weight,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    activation: str = "silu",
+    order: str = "gate_up",
+    limit: float | None = None,
+    alpha: float = 1.702,
+    lhs_dtype: torch.dtype | None = None,
+    affine: bool = False,
+    expert_map: torch.Tensor | None = None,
+    bias13: torch.Tensor | None = None,
+    bias2: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fused_experts` in plain PyTorch, on any device, which it waits for; fp64 but for the documented roundings."""
+    from jitgemm.moe.reference import layer_reference
+
+    layer = _layer(
+        x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
+        bias13, bias2, addend, False,
+    )  # fmt: skip
+    check_arguments(layer)
+    return layer_reference(layer)
+
+
+def fused_experts_workspace_bytes(
+    tokens: int, top_k: int, w13: W4Weight, w2: W4Weight, *, dtype: torch.dtype = torch.bfloat16, affine: bool = False
+) -> int:
+    """Bytes of device memory that a call of `fused_experts` takes beside its arguments and its result.
+
+    Both GEMMs' results share their memory, as the first is gone when the second is written. With E experts of
+    [2 * inter, k] and [n, inter], m = tokens * top_k, and x of b bytes an element ::
+
+        b * m * max(2 * inter, n) + m * inter + tokens * k + 4 * (3 * m + tokens + E + 1), more 4 * (m + tokens) affine
+
+    each of these tensors rounded up to 512 bytes.
+
+    Args:
+        tokens, top_k: shape of topk_ids.
+        w13, w2: as for `fused_experts`.
+        dtype: of x.
+        affine: as for `fused_experts`.
+    """
+    check_weights(w13, w2)
+    m = tokens * top_k
+    parts = [4 * (w13.experts + 1), 4 * m, 4 * m]  # routing
+    parts += [tokens * w13.k, m * w2.k] + [4 * tokens, 4 * m] * (2 if affine else 1)  # codes, scales and zero points
+    parts.append(m * max(w13.n, w2.n) * dtype.itemsize)
+    return sum(_ALLOCATION * ceil_div(part, _ALLOCATION) for part in parts)
+
+
+def _layer(
+    x: torch.Tensor,
+    w13: Weight,
+    w2: Weight,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate: Gate,
+    lhs_dtype: torch.dtype | None,
+    *rest: Any,
+) -> Layer:
+    if lhs_dtype is None:
+        format = getattr(w13, "format", None)
+        lhs_dtype = torch_dtype("e4m3" if format is None or format.codes == "any" else format.codes)
+    return Layer(x, w13, w2, topk_ids, topk_weights, gate, lhs_dtype, *rest)
+
+
+def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
+    """The call, directly or by its op."""
+    x, w13, w2, _, _, gate, lhs_dtype, affine, expert_map, bias13, bias2, addend, batch_invariant = layer
+    check_tensor("x", x)
+    tensors = layer.tensors if out is None else [*layer.tensors, out]
+    try:
+        key = (
+            "experts", w13.plan_key, w2.plan_key, gate, lhs_dtype, affine, expert_map is None, bias13 is None,
+            bias2 is None, addend is None, batch_invariant, out is None,
+        )  # fmt: skip
+        checked = thread.memory.find_plan(key, tensors)
+    except (AttributeError, TypeError):  # not what it should be: the checks say what
+        checked = None
+    if checked is None:
+        check_arguments(layer)
+        if out is not None:
+            check_out(out, layer)
+        thread.memory.add_plan(key, tensors, True)
+    if out is None:
+        out = layer.new_out()
+    if x.shape[0] == 0:
+        return out
+    if x.is_cuda:
+        _launch(layer, out)
+    else:
+        from jitgemm.moe.reference import layer_reference
+
+        out.copy_(layer_reference(layer._replace(w13=_as_weight(w13), w2=_as_weight(w2))))
+    return out
+
+
+def _launch(layer: Layer, out: torch.Tensor) -> None:
+    from jitgemm.gemm.call import m_grouped_gemm_w4a8_nt_contiguous
+
+    x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, expert_map, bias13, bias2, addend, batch_invariant = layer
+    choices = topk_ids.numel()
+    everywhere = w13.experts if expert_map is None else expert_map.numel()
+    expected_m = ceil_div(choices, everywhere)
+
+    offsets, row_index, inverse = route(topk_ids, w13.experts, expert_map=expert_map)
+    memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
+    hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
+    lhs = _lhs(quantize(Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None)))
+    m_grouped_gemm_w4a8_nt_contiguous(
+        lhs, w13, hidden, offsets, bias=bias13, row_index=row_index, expected_m=expected_m,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    lhs = _lhs(quantize(Inputs(hidden, dtype, False, affine, None, None, gate, None, 0.0, None, offsets[-1:])))
+    m_grouped_gemm_w4a8_nt_contiguous(
+        lhs, w2, rows, offsets, bias=bias2, expected_m=expected_m, batch_invariant=batch_invariant
+    )
+    combine(rows, inverse, topk_weights, out, addend=addend)
+
+
+def _lhs(outputs: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return outputs if outputs[2] is not None else outputs[:2]
+
+
+def _as_weight(weight: Weight) -> W4Weight:
+    if isinstance(weight, W4Weight):
+        return weight
+    blocks, channel_scale, row_sum, n, k, format = weight
+    return W4Weight(blocks, channel_scale, n, k, format.group_size or k, format, row_sum=row_sum)
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def _call_op(layer: Layer) -> torch.Tensor:
+    check_weights(layer.w13, layer.w2)
+    check_dtype("lhs_dtype", layer.lhs_dtype, LHS_TYPES)
+    x, w13, w2, topk_ids, topk_weights, gate, *rest = layer
+    for name in ("x", "topk_ids", "topk_weights"):
+        check_tensor(name, getattr(layer, name))
+    parts = [(w.blocks, w.channel_scale, w.row_sum, w.n, w.k, w.format.name) for w in (w13, w2)]
+    limit = None if gate.limit == math.inf else gate.limit
+    return torch.ops.jitgemm.fused_experts(
+        x, *parts[0], *parts[1], topk_ids, topk_weights, gate.kind, gate.order, limit, gate.alpha, *rest
+    )
+
+
+def _op_layer(x: torch.Tensor, *arguments: Any) -> Layer:
+    w13, w2 = (PackedWeight(*parts[:5], format_named(parts[5])) for parts in (arguments[:6], arguments[6:12]))
+    topk_ids, topk_weights, *gate = arguments[12:18]
+    return Layer(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), *arguments[18:])
+
+
+def _op(*arguments: Any) -> torch.Tensor:
+    return _run(_op_layer(*arguments), None)
+
+
+def _fake_op(*arguments: Any) -> torch.Tensor:
+    layer = _op_layer(*arguments)
+    check_arguments(layer)
+    return layer.new_out()
+
+
+define_op(
+    "fused_experts(Tensor x, Tensor blocks13, Tensor? channel_scale13, Tensor? row_sum13, int n13, int k13, "
+    "str format13, Tensor blocks2, Tensor? channel_scale2, Tensor? row_sum2, int n2, int k2, str format2, "
+    "Tensor topk_ids, Tensor topk_weights, str activation, str order, float? limit, float alpha, ScalarType lhs_dtype, "
+    "bool affine, Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant) -> Tensor",
+    _op,
+    _fake_op,
+)
