@@ -163,9 +163,10 @@ def _call_op(inputs: Inputs, outputs: Outputs | None) -> Outputs:
         if getattr(inputs, name) is not None:
             check_tensor(name, getattr(inputs, name))
     check_dtype("dtype", inputs.dtype, LHS_TYPES)
-    # silu_mul is the only gate of a public call, which has no count of rows.
-    arguments = inputs._replace(eps=float(inputs.eps), gate=inputs.gate is not None)[:-1]
-    results = torch.ops.jitgemm.quantize_activations(*arguments)
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _ = inputs
+    results = torch.ops.jitgemm.quantize_activations(
+        x, dtype, static, affine, scale, zero, gate is not None, rms_norm, float(eps), permutation
+    )
     if outputs is None:
         return results
     for output, result in zip(outputs, results):

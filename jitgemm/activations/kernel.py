@@ -228,13 +228,13 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
 
     variants = [name for name in ("affine", "static", "rms_norm", "permuted") if getattr(spec, name)]
     variants += ["silu_mul"] if spec.gate else []
-    silu_mul_or_none = (spec.gate or "silu", spec.order, spec.limited) == ("silu", "gate_up", False)
+    command = f"--lhs {'int8' if spec.q == 's8' else 'fp8'} --quantizer {'+'.join([spec.x, *variants])}"
+    named = (spec.gate or "silu", spec.order, spec.limited) == ("silu", "gate_up", False)
     return KernelSource(
         spec.label,
         spec.to_dict(),
         render_quantize(spec),
         headers("quantize"),
         OPTIONS,
-        warmup=f"jitgemm warmup --shape N,K --lhs {'int8' if spec.q == 's8' else 'fp8'} "
-        f"--quantizer {'+'.join([spec.x, *variants])}" if silu_mul_or_none else "",
+        warmup=f"jitgemm warmup --shape N,K {command}" if named else "",
     )

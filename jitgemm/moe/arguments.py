@@ -7,7 +7,7 @@ Works on real and fake tensors alike; looks at dtypes, shapes, strides and devic
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_int, check_plain, check_tensor, describe, dtype_name
+from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, describe, dtype_name
 from jitgemm.weight.w4 import PackedWeight, W4Weight, check_packed
 
 ROUTE_POINTERS = (
@@ -39,6 +39,21 @@ COMBINE_POINTERS = (
 Weight = W4Weight | PackedWeight
 
 
+class Routing(NamedTuple):
+    """Where the tokens' choices go. Row r of a grouped GEMM is a choice of token row_index[r].
+
+    Attributes:
+        offsets: int32 [experts + 1]: expert e has the rows offsets[e]..offsets[e + 1] - 1, in the order of its choices
+            in topk_ids.
+        row_index: int32 [tokens * top_k]; undefined from offsets[experts] on.
+        inverse: int32 [tokens, top_k]: row of each choice, -1 where it is skipped.
+    """
+
+    offsets: torch.Tensor
+    row_index: torch.Tensor
+    inverse: torch.Tensor
+
+
 class Layer(NamedTuple):
     """All of a call but where to write."""
 
@@ -55,6 +70,11 @@ class Layer(NamedTuple):
     bias2: torch.Tensor | None
     addend: torch.Tensor | None
     batch_invariant: bool
+
+    @property
+    def experts(self) -> int:
+        """Experts of this device."""
+        return self.w13.experts  # type: ignore[return-value]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -135,8 +155,8 @@ def check_combining(
             check_device(name, tensor, "rows", rows.device)
 
 
-def check_weights(w13: object, w2: object) -> None:
-    """Raises TypeError or ValueError unless both are weights of experts that fit together."""
+def check_weights(w13: Any, w2: Any) -> int:
+    """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together."""
     for name, weight in (("w13", w13), ("w2", w2)):
         if not isinstance(weight, (W4Weight, PackedWeight)):
             raise TypeError(f"{name}: expected a W4Weight of experts, got {type(weight).__name__}")
@@ -147,14 +167,13 @@ def check_weights(w13: object, w2: object) -> None:
         raise ValueError(f"w2: expected {w13.experts} experts, as w13 has, got {w2.experts}")
     if w13.n != 2 * w2.k:
         raise ValueError(f"w13: expected n = {2 * w2.k}, twice the k of w2, got {w13.n}")
+    return w13.experts
 
 
 def check_arguments(layer: Layer) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
-    x, w13, w2, topk_ids, topk_weights, _, lhs_dtype, affine, expert_map, bias13, bias2, addend, invariant = layer
-    check_flag("affine", affine)
-    check_flag("batch_invariant", invariant)
-    check_weights(w13, w2)
+    x, w13, w2, topk_ids, topk_weights, _, lhs_dtype, affine, expert_map, bias13, bias2, addend, _ = layer
+    experts = check_weights(w13, w2)
     lhs_type = check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
     if affine and lhs_type != "s8":
         raise ValueError(f"affine: expected lhs_dtype int8, got {dtype_name(lhs_dtype)}, which has no zero point")
@@ -170,13 +189,13 @@ def check_arguments(layer: Layer) -> None:
     tokens = x.shape[0]
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
-    check_routing(topk_ids, w13.experts, expert_map)
+    check_routing(topk_ids, experts, expert_map)
     if topk_ids.shape[0] != tokens:
         raise ValueError(f"topk_ids: expected shape [{tokens}, top_k], got {list(topk_ids.shape)}")
     _check_weights(topk_weights, topk_ids)
     for name, bias, n in (("bias13", bias13, w13.n), ("bias2", bias2, w2.n)):
         if bias is not None:
-            _check_bias(name, bias, (w13.experts, n))
+            _check_bias(name, bias, (experts, n))
     if addend is not None:
         _check_addend(addend, tokens, w2.n, x.dtype)
     for name, tensor in (
@@ -200,7 +219,9 @@ def check_out(out: torch.Tensor, layer: Layer) -> None:
 def _check_matrix(
     name: str, tensor: torch.Tensor, rows: int | None, columns: int | None, types: tuple[str, ...]
 ) -> None:
-    check_plain(name, check_tensor(name, tensor))
+    check_tensor(name, tensor)
+    if not torch.compiler.is_compiling():  # a tracer cannot ask
+        check_plain(name, tensor)
     check_dtype(name, tensor.dtype, types)
     fits = tensor.dim() == 2 and rows in (None, tensor.shape[0]) and columns in (None, tensor.shape[1])
     if not fits:

@@ -20,7 +20,7 @@ from jitgemm.moe.arguments import Layer, Weight, check_arguments, check_out, che
 from jitgemm.moe.route import combine, route
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
-from jitgemm.tensors import check_dtype, check_tensor
+from jitgemm.tensors import check_dtype, check_flag, check_tensor
 from jitgemm.weight.w4 import PackedWeight, W4Weight
 
 _ALLOCATION = 512
@@ -99,6 +99,8 @@ def fused_experts(
         CacheMissError: a kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
+    check_flag("affine", affine)
+    check_flag("batch_invariant", batch_invariant)
     layer = _layer(
         x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
         bias13, bias2, addend, batch_invariant,
@@ -159,9 +161,9 @@ def fused_experts_workspace_bytes(
         dtype: of x.
         affine: as for `fused_experts`.
     """
-    check_weights(w13, w2)
+    experts = check_weights(w13, w2)
     m = tokens * top_k
-    parts = [4 * (w13.experts + 1), 4 * m, 4 * m]  # routing
+    parts = [4 * (experts + 1), 4 * m, 4 * m]  # routing
     parts += [tokens * w13.k, m * w2.k] + [4 * tokens, 4 * m] * (2 if affine else 1)  # codes, scales and zero points
     parts.append(m * max(w13.n, w2.n) * dtype.itemsize)
     return sum(_ALLOCATION * ceil_div(part, _ALLOCATION) for part in parts)
@@ -215,14 +217,14 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def _launch(layer: Layer, out: torch.Tensor) -> None:
-    from jitgemm.gemm.call import m_grouped_gemm_w4a8_nt_contiguous
+    from jitgemm.gemm.grouped import m_grouped_gemm_w4a8_nt_contiguous
 
     x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, expert_map, bias13, bias2, addend, batch_invariant = layer
     choices = topk_ids.numel()
-    everywhere = w13.experts if expert_map is None else expert_map.numel()
+    everywhere = layer.experts if expert_map is None else expert_map.numel()
     expected_m = ceil_div(choices, everywhere)
 
-    offsets, row_index, inverse = route(topk_ids, w13.experts, expert_map=expert_map)
+    offsets, row_index, inverse = route(topk_ids, layer.experts, expert_map=expert_map)
     memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
     hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
     lhs = _lhs(quantize(Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None)))
@@ -265,7 +267,7 @@ def _call_op(layer: Layer) -> torch.Tensor:
 
 
 def _op_layer(x: torch.Tensor, *arguments: Any) -> Layer:
-    w13, w2 = (PackedWeight(*parts[:5], format_named(parts[5])) for parts in (arguments[:6], arguments[6:12]))
+    w13, w2 = (PackedWeight._make((*parts[:5], format_named(parts[5]))) for parts in (arguments[:6], arguments[6:12]))
     topk_ids, topk_weights, *gate = arguments[12:18]
     return Layer(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), *arguments[18:])
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from jitgemm.dtypes import DTYPES
-from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_POINTERS
+from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_POINTERS, Routing
 from jitgemm.moe.kernel import (
     COMBINE_NAME,
     COMBINE_THREADS,
@@ -27,9 +25,6 @@ from jitgemm.runtime.device import device_of
 from jitgemm.runtime.kernels import KernelFamily
 from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
 from jitgemm.tensors import TYPE_NAMES
-
-if TYPE_CHECKING:
-    from jitgemm.moe.route import Routing
 
 ROUTE_ARGUMENTS = ArgumentBlock(
     ROUTE_POINTERS, choices="I", top_k="I", experts="I", global_experts="I", run="I", id_bytes="I"

@@ -18,7 +18,7 @@ def layer_reference(layer: Layer) -> torch.Tensor:
     is quantised.
     """
     x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, expert_map, bias13, bias2, addend, _ = layer
-    offsets, row_index, inverse = route_reference(topk_ids, w13.experts, expert_map)
+    offsets, row_index, inverse = route_reference(topk_ids, layer.experts, expert_map)
     live = int(offsets[-1])
 
     def quantize(values: torch.Tensor) -> tuple[torch.Tensor, ...]:

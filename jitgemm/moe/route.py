@@ -5,28 +5,11 @@ The two calls at the ends of the layer, each one launch on a GPU; CPU tensors ru
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from jitgemm.gemm.reference import round_fp64
-from jitgemm.moe.arguments import check_combining, check_routing
+from jitgemm.moe.arguments import Routing, check_combining, check_routing
 from jitgemm.runtime.plans import thread
-
-
-class Routing(NamedTuple):
-    """Where the tokens' choices go. Row r of a grouped GEMM is a choice of token row_index[r].
-
-    Attributes:
-        offsets: int32 [experts + 1]: expert e has the rows offsets[e]..offsets[e + 1] - 1, in the order of its choices
-            in topk_ids.
-        row_index: int32 [tokens * top_k]; undefined from offsets[experts] on.
-        inverse: int32 [tokens, top_k]: row of each choice, -1 where it is skipped.
-    """
-
-    offsets: torch.Tensor
-    row_index: torch.Tensor
-    inverse: torch.Tensor
 
 
 def route(topk_ids: torch.Tensor, experts: int, *, expert_map: torch.Tensor | None = None) -> Routing:

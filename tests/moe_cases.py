@@ -1,0 +1,134 @@
+"""Layers of experts by seed, and what they compute by definition: for the CPU and GPU tests of the layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import builders
+import torch
+
+from jitgemm.activations.call import quantize_activations
+from jitgemm.weight.w4 import W4Weight
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+ORDERS = ("gate_up", "up_gate", "interleaved")
+MODES = {"e4m3": (torch.float8_e4m3fn, False), "s8": (torch.int8, False), "s8z": (torch.int8, True)}
+"""Name -> (lhs_dtype, affine)."""
+
+
+@dataclass
+class Case:
+    """A layer and its tokens; `arguments` and `options` are the call's."""
+
+    tokens: int = 9
+    top_k: int = 3
+    experts: int = 5
+    k: int = 64
+    inter: int = 96
+    n: int = 72
+    seed: int = 1
+    dtype: torch.dtype = torch.float32
+    mode: str = "s8"
+    group_size: int = 32
+    zero_point: bool = False
+    device: str = "cpu"
+    scale: float = 4.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.options = {"lhs_dtype": MODES[self.mode][0], "affine": MODES[self.mode][1], **self.options}
+
+    def _parts(self, seed: int, n: int, k: int) -> list[builders.WeightParts]:
+        return [
+            builders.weight_parts(100 * self.seed + seed + e, n, k, self.group_size, zero_point=self.zero_point)
+            for e in range(self.experts)
+        ]
+
+    @cached_property
+    def parts13(self) -> list[builders.WeightParts]:
+        return self._parts(1000, 2 * self.inter, self.k)
+
+    @cached_property
+    def parts2(self) -> list[builders.WeightParts]:
+        return self._parts(2000, self.n, self.inter)
+
+    @cached_property
+    def arguments(self) -> tuple:
+        """x, w13, w2, topk_ids, topk_weights."""
+        g = builders.generator(self.seed)
+        x = (torch.randn((self.tokens, self.k), generator=g) * self.scale).to(self.dtype)
+        w13, w2 = (
+            W4Weight.stacked(self.experts, lambda e: parts[e].packed).to(self.device)
+            for parts in (self.parts13, self.parts2)
+        )
+        ids = choices(self.seed, self.tokens, self.top_k, self.experts)
+        weights = torch.rand((self.tokens, self.top_k), generator=g)
+        return x.to(self.device), w13, w2, ids.to(self.device), weights.to(self.device)
+
+    def replaced(self, **changes: Any) -> tuple:
+        """The arguments with others in their place, by name."""
+        names = ("x", "w13", "w2", "topk_ids", "topk_weights")
+        return tuple(changes.get(name, value) for name, value in zip(names, self.arguments))
+
+
+def choices(seed: int, tokens: int, top_k: int, experts: int, kind: str = "uniform") -> torch.Tensor:
+    """topk_ids, int64: "uniform" without repetition where there are enough experts; "zipf"; "one": all to one expert."""
+    g = builders.generator(seed)
+    if kind == "one":
+        return torch.full((tokens, top_k), experts // 2)
+    if kind == "zipf":
+        odds = 1 / torch.arange(1, experts + 1, dtype=torch.float64)
+        return torch.multinomial(odds, max(1, tokens * top_k), True, generator=g)[: tokens * top_k].view(tokens, top_k)
+    if top_k > experts:
+        return torch.randint(0, experts, (tokens, top_k), generator=g)
+    return torch.rand((tokens, experts), generator=g).argsort(1)[:, :top_k].contiguous()
+
+
+def dequantized(values: torch.Tensor, mode: str) -> torch.Tensor:
+    """fp32 [rows, k] -> what their codes stand for, fp64."""
+    dtype, affine = MODES[mode]
+    q, scale, *zero = quantize_activations(values, dtype, affine=affine)
+    return (q.double() - (zero[0].double()[:, None] if affine else 0)) * scale.double()[:, None]
+
+
+def by_definition(case: Case, **changes: Any) -> torch.Tensor:
+    """The layer token by token, choice by choice in fp64, from the codes and scales that were packed."""
+    x, _, _, ids, weights = case.replaced(**changes)
+    options = case.options
+    expert_map, limit = options.get("expert_map"), options.get("limit")
+    w13, w2 = ([part.dequantize_fp64() for part in parts] for parts in (case.parts13, case.parts2))
+    bias13, bias2 = (
+        torch.zeros(case.experts, n).double() if options.get(name) is None else options[name].double()
+        for name, n in (("bias13", 2 * case.inter), ("bias2", case.n))
+    )
+    addend = options.get("addend")
+    out = torch.zeros(x.shape[0], case.n).double() if addend is None else addend.double().clone()
+    tokens = dequantized(x.float(), case.mode)
+    for t in range(x.shape[0]):
+        for choice, weight in zip(ids[t].tolist(), weights[t].tolist()):
+            if expert_map is not None:
+                choice = int(expert_map[choice]) if 0 <= choice < len(expert_map) else -1
+            if not 0 <= choice < case.experts:
+                continue
+            hidden = (w13[choice] @ tokens[t] + bias13[choice]).to(x.dtype).double()
+            order = options.get("order", "gate_up")
+            if order == "interleaved":
+                gate, up = hidden[0::2], hidden[1::2]
+            else:
+                gate, up = hidden[: case.inter], hidden[case.inter :]
+                gate, up = (up, gate) if order == "up_gate" else (gate, up)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            activation = options.get("activation", "silu")
+            if activation == "swiglu_oai":
+                y = gate * torch.sigmoid(options.get("alpha", 1.702) * gate) * (up + 1)
+            elif activation == "silu":
+                y = torch.nn.functional.silu(gate) * up
+            else:
+                kind = "tanh" if activation == "gelu_tanh" else "none"
+                y = torch.nn.functional.gelu(gate, approximate=kind) * up
+            result = w2[choice] @ dequantized(y.float()[None], case.mode)[0] + bias2[choice]
+            out[t] += weight * result.to(x.dtype).double()
+    return out

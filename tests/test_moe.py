@@ -1,0 +1,440 @@
+"""The fused expert layer as specified: routing, combining, the layer by its definition, checks, the op, its kernels.
+
+Results here are the CPU's; the kernels are held against them in test_moe_gpu.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import builders
+import pytest
+import torch
+import torch._dynamo.testing
+from moe_cases import ACTIVATIONS, MODES, ORDERS, Case, by_definition, choices
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import jitgemm
+from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
+from jitgemm.activations.arguments import Inputs
+from jitgemm.activations.call import quantize
+from jitgemm.activations.kernel import GATES, SILU_MUL, Gate, quantize_source, quantize_spec
+from jitgemm.activations.reference import gated
+from jitgemm.jit.cache import KernelCache
+from jitgemm.moe.arguments import check_combining
+from jitgemm.moe.kernel import (
+    CLUSTER,
+    MAX_EXPERTS,
+    MAX_GLOBAL_EXPERTS,
+    CombineSpec,
+    RouteSpec,
+    moe_source,
+    route_launch,
+    route_spec,
+)
+from jitgemm.moe.route import combine, route
+
+OP = torch.ops.jitgemm.fused_experts.default
+
+# ---- routing --------------------------------------------------------------------------------------------------------
+
+
+def sorted_by_hand(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> tuple[list, list, list]:
+    """(offsets, row_index, inverse) of lists of Python."""
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
+    for t, line in enumerate(ids.tolist()):
+        for i, choice in enumerate(line):
+            if expert_map is not None:
+                choice = int(expert_map[choice]) if 0 <= choice < len(expert_map) else -1
+            if 0 <= choice < experts:
+                rows[choice].append((t, i))
+    offsets, tokens, inverse = [0], [], [[-1] * ids.shape[1] for _ in range(ids.shape[0])]
+    for expert in rows:
+        for t, i in expert:
+            inverse[t][i] = len(tokens)
+            tokens.append(t)
+        offsets.append(len(tokens))
+    return offsets, tokens, inverse
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("tokens, top_k, experts", [(0, 2, 3), (1, 1, 1), (1, 8, 5), (40, 4, 16), (300, 8, 128)])
+def test_choices_are_sorted_by_expert_in_their_order(tokens, top_k, experts, mapped, dtype):
+    g = builders.generator(tokens + experts)
+    ids = torch.randint(-2, experts + 3, (tokens, top_k), generator=g).to(dtype)
+    expert_map = None
+    if mapped:
+        expert_map = torch.randint(-1, experts + 2, (experts + 1,), generator=g).int()
+    offsets, row_index, inverse = route(ids, experts, expert_map=expert_map)
+    expected = sorted_by_hand(ids, experts, expert_map)
+    assert offsets.tolist() == expected[0] and inverse.tolist() == expected[2]
+    assert row_index[: expected[0][-1]].tolist() == expected[1] and row_index.shape == (tokens * top_k,)
+    assert {offsets.dtype, row_index.dtype, inverse.dtype} == {torch.int32}
+
+
+def test_ids_far_out_of_range_are_skipped():
+    ids = torch.tensor([[2**40 + 1, -(2**40) + 1, 1, 2**32 + 1]])
+    assert route(ids, 4).inverse.tolist() == [[-1, -1, 0, -1]]
+
+
+@pytest.mark.parametrize("row_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_combining_adds_up_weighted_rows_and_skips_what_is_negative(row_dtype):
+    g = builders.generator(1)
+    rows = torch.randn((6, 16), generator=g).to(row_dtype)
+    rows[5] = float("nan")  # nobody's
+    inverse = torch.tensor([[0, 4, -1], [-1, -1, -1], [3, 3, 1]], dtype=torch.int32)
+    weights, addend = torch.rand((3, 3), generator=g), torch.randn((3, 16), generator=g)
+    out = torch.empty(3, 16)
+    combine(rows, inverse, weights, out, addend=addend)
+    a, r, w = addend.double(), rows.double(), weights.double()
+    expected = [a[0] + w[0, 0] * r[0] + w[0, 1] * r[4], a[1], a[2] + (w[2, 0] + w[2, 1]) * r[3] + w[2, 2] * r[1]]
+    assert torch.allclose(out, torch.stack(expected).float(), rtol=1e-6, atol=1e-6)
+    combine(rows, inverse, weights.bfloat16(), out[:, :16])
+    assert bool((out[1] == 0).all()) and bool(out.isfinite().all())
+
+
+# ---- gates ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gates_are_what_their_names_say(kind, order):
+    g = builders.generator(1)
+    gate, up = torch.randn((2, 5, 32), generator=g, dtype=torch.float64) * 4
+    x = torch.stack((gate, up), -1).flatten(1) if order == "interleaved" else torch.cat((gate, up), 1)
+    x = torch.cat((up, gate), 1) if order == "up_gate" else x
+    for limit in (float("inf"), 3.0):
+        lim_gate, lim_up = torch.minimum(gate, torch.tensor(limit)), up.clip(-limit, limit)
+        expected = {
+            "silu": lambda g, u: torch.nn.functional.silu(g) * u,
+            "gelu": lambda g, u: torch.nn.functional.gelu(g) * u,
+            "gelu_tanh": lambda g, u: torch.nn.functional.gelu(g, approximate="tanh") * u,
+            "swiglu_oai": lambda g, u: g / (1 + torch.exp(-1.5 * g)) * (u + 1),
+        }[kind](lim_gate, lim_up)
+        assert torch.allclose(gated(x, Gate(kind, order, limit, 1.5)), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_nan_behind_a_limit_is_still_a_nan():
+    x = torch.ones(1, 64)
+    x[0, 3] = float("nan")
+    for order in ORDERS:
+        _, scale, _ = quantize(Inputs(x, torch.int8, False, False, None, None, Gate("silu", order, 1.0), None, 0, None))
+        assert bool(scale.isnan().all())
+
+
+def test_counted_rows_need_a_gate():
+    inputs = Inputs(torch.ones(2, 64), torch.int8, False, False, None, None, None, None, 0.0, None, torch.ones(1).int())
+    with pytest.raises(ValueError, match="row_count: expected None without a gate"):
+        quantize(inputs)
+
+
+# ---- the layer ------------------------------------------------------------------------------------------------------
+
+
+def assert_by_definition(case: Case, **changes) -> None:
+    arguments = case.replaced(**changes)
+    out = fused_experts(*arguments, **case.options)
+    assert out.dtype == arguments[0].dtype and out.shape == (arguments[0].shape[0], case.n)
+    expected = by_definition(case, **changes)
+    step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10 if out.dtype == torch.float16 else 1e-6
+    assert float(expected.abs().max()) > 0.05
+    assert bool(((out.double() - expected).abs() <= step * (expected.abs() + expected.abs().max() / 16)).all())
+    assert builders.same_bits(out, fused_experts_reference(*arguments, **case.options))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_layer_is_its_definition(activation, order, mode):
+    assert_by_definition(Case(mode=mode, options={"activation": activation, "order": order}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_the_layer_in_16_bits(dtype, zero_point):
+    assert_by_definition(Case(dtype=dtype, zero_point=zero_point, scale=2.0, mode="e4m3"))
+
+
+@pytest.mark.parametrize("group_size", [32, builders.PER_CHANNEL])
+def test_gpt_oss_limits_alpha_and_biases(group_size):
+    g = builders.generator(5)
+    options = {
+        "activation": "swiglu_oai",
+        "order": "interleaved",
+        "limit": 0.7,
+        "alpha": 1.25,
+        "bias13": torch.randn((5, 192), generator=g),
+        "bias2": torch.randn((5, 72), generator=g).bfloat16(),
+    }
+    assert_by_definition(Case(group_size=group_size, options=options))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_limit_bounds_gates_and_ups(activation):
+    assert_by_definition(Case(scale=20.0, options={"activation": activation, "limit": 1.5}))
+
+
+def test_experts_of_other_ranks_are_skipped():
+    expert_map = torch.full((20,), -1, dtype=torch.int32)
+    expert_map[[3, 4, 9, 12, 19]] = torch.tensor([1, 0, 4, 2, 3], dtype=torch.int32)
+    case = Case(tokens=30, options={"expert_map": expert_map})
+    ids = choices(3, 30, 3, 20)
+    assert len(set(ids.flatten().tolist())) > 15
+    assert_by_definition(case, topk_ids=ids)
+    ids[0], ids[1, 1], ids[2, 2] = -1, 20, 2**40
+    assert_by_definition(case, topk_ids=ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_choices_that_are_no_expert_contribute_nothing(dtype):
+    case = Case()
+    ids = case.arguments[3].clone()
+    ids[0, 1], ids[1], ids[4, 0] = -1, torch.tensor([5, -7, 99]), 2**31 - 1
+    assert_by_definition(case, topk_ids=ids.to(dtype))
+    assert bool((fused_experts(*case.replaced(topk_ids=ids), **case.options)[1] == 0).all())
+
+
+def test_an_addend_is_added_once():
+    g = builders.generator(9)
+    addend = torch.randn((9, 72 + 8), generator=g)[:, 8:]
+    case = Case(options={"addend": addend})
+    assert_by_definition(case)
+    nobody = torch.full((9, 3), -1)
+    assert builders.same_bits(fused_experts(*case.replaced(topk_ids=nobody), **case.options), addend.contiguous())
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_choices_may_be_of_any_float_type(weights_dtype):
+    case = Case()
+    assert_by_definition(case, topk_weights=case.arguments[4].to(weights_dtype))
+
+
+@pytest.mark.parametrize("top_k, experts", [(1, 1), (4, 2), (8, 3), (33, 2)])
+def test_any_number_of_choices(top_k, experts):
+    """More than there are experts, too: a choice that comes twice counts twice."""
+    assert_by_definition(Case(tokens=4, top_k=top_k, experts=experts))
+
+
+def test_all_tokens_to_one_expert():
+    assert_by_definition(Case(), topk_ids=choices(0, 9, 3, 5, "one"))
+
+
+def test_no_tokens():
+    case = Case(tokens=0)
+    assert fused_experts(*case.arguments, **case.options).shape == (0, 72)
+
+
+def test_out_is_written_and_returned():
+    case = Case()
+    whole = torch.full((9, 72 + 8), 7.0)
+    out = whole[:, :72]
+    assert fused_experts(*case.arguments, **case.options, out=out) is out
+    assert builders.same_bits(out.contiguous(), fused_experts(*case.arguments, **case.options))
+    assert bool((whole[:, 72:] == 7).all())
+
+
+def test_lhs_dtype_is_what_the_weights_were_packed_for():
+    case = Case(group_size=builders.PER_CHANNEL)
+    w13, w2 = (
+        jitgemm.W4Weight.stacked(
+            5,
+            lambda e: jitgemm.pack_w4(parts[e].q, parts[e].scale, group_size=parts[e].group_size, lhs_dtype=torch.int8),
+        )
+        for parts in (case.parts13, case.parts2)
+    )
+    assert w13.format.codes == "s8"
+    arguments = case.replaced(w13=w13, w2=w2)
+    expected = fused_experts(*case.arguments, lhs_dtype=torch.int8)
+    assert builders.same_bits(fused_experts(*arguments), expected)
+    assert not builders.same_bits(fused_experts(*case.arguments), expected)  # e4m3, where both go
+    with pytest.raises(TypeError, match="w13: expected a weight packed for lhs_dtype float8_e4m3fn, got one for s8"):
+        fused_experts(*arguments, lhs_dtype=torch.float8_e4m3fn)
+
+
+def test_workspace_bytes_are_documented():
+    """As the formula in its docstring says, for sizes that are all multiples of 512 bytes."""
+    case = Case(k=512, inter=512, n=512, experts=127)
+    _, w13, w2, *_ = case.arguments
+    m = 128 * 4
+    expected = 2 * m * 1024 + m * 512 + 128 * 512 + 4 * (3 * m + 128 + 128)
+    assert fused_experts_workspace_bytes(128, 4, w13, w2) == expected
+    affine = fused_experts_workspace_bytes(128, 4, w13, w2, dtype=torch.float32, affine=True)
+    assert affine == expected + 2 * m * 1024 + 4 * (m + 128)
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+CASE = Case()
+DENSE = CASE.parts2[0].packed
+
+
+@pytest.mark.parametrize(
+    "error, message, change",
+    [
+        (TypeError, "x: expected a torch.Tensor, got list", {"x": [1.0]}),
+        (TypeError, "x: expected bfloat16, float16 or float32, got float64", {"x": torch.zeros(9, 64).double()}),
+        (ValueError, "x: expected shape [rows, 64], got [9, 32]", {"x": torch.zeros(9, 32)}),
+        (ValueError, "x: expected a row stride that is a multiple of 4 elements", {"x": torch.zeros(9, 66)[:, :64]}),
+        (TypeError, "w13: expected a W4Weight of experts, got Tensor", {"w13": torch.zeros(5, 8, 64)}),
+        (ValueError, "w2: expected a weight of experts, got a dense one", {"w2": DENSE}),
+        (ValueError, "w13: expected n = 192, twice the k of w2, got 72", {"w13": CASE.arguments[2]}),
+        (ValueError, "w2: expected 5 experts, as w13 has, got 2", {"w2": Case(experts=2).arguments[2]}),
+        (TypeError, "topk_ids: expected int32 or int64, got float32", {"topk_ids": torch.zeros(9, 3)}),
+        (TypeError, "topk_ids: expected a torch.Tensor, got list", {"topk_ids": [[1]]}),
+        (ValueError, "topk_ids: expected shape [tokens, top_k]", {"topk_ids": torch.zeros(9).long()}),
+        (ValueError, "topk_ids: expected shape [tokens, top_k]", {"topk_ids": torch.zeros(9, 0).long()}),
+        (ValueError, "topk_ids: expected shape [9, top_k], got [8, 3]", {"topk_ids": torch.zeros(8, 3).long()}),
+        (ValueError, "topk_ids: expected a contiguous tensor", {"topk_ids": torch.zeros(9, 6).long()[:, ::2]}),
+        (TypeError, "topk_weights: expected bfloat16, float16 or float32", {"topk_weights": torch.zeros(9, 3).long()}),
+        (ValueError, "topk_weights: expected a contiguous tensor of shape [9, 3]", {"topk_weights": torch.ones(9, 2)}),
+        (ValueError, "activation: expected one of ('silu', 'gelu', 'gelu_tanh'", {"activation": "relu"}),
+        (ValueError, "order: expected one of ('gate_up', 'up_gate', 'interleaved'), got 'ug'", {"order": "ug"}),
+        (ValueError, "limit: expected a positive number, got -1", {"limit": -1.0}),
+        (ValueError, "limit: expected a positive number, got nan", {"limit": float("nan")}),
+        (TypeError, "limit: expected a float, got str", {"limit": "7"}),
+        (ValueError, "alpha: expected a positive number, got 0", {"alpha": 0}),
+        (TypeError, "lhs_dtype: expected float8_e4m3fn or int8, got uint8", {"lhs_dtype": torch.uint8}),
+        (TypeError, "affine: expected a bool, got int", {"affine": 1}),
+        (ValueError, "affine: expected lhs_dtype int8", {"affine": True, "lhs_dtype": torch.float8_e4m3fn}),
+        (TypeError, "batch_invariant: expected a bool, got str", {"batch_invariant": "no"}),
+        (TypeError, "expert_map: expected int32, got int64", {"expert_map": torch.zeros(20).long()}),
+        (ValueError, "expert_map: expected shape [global_experts], 1 to 8192", {"expert_map": torch.zeros(2, 2).int()}),
+        (ValueError, "expert_map: expected shape [global_experts]", {"expert_map": torch.zeros(8193).int()}),
+        (ValueError, "bias13: expected a contiguous tensor of shape [5, 192]", {"bias13": torch.zeros(192)}),
+        (TypeError, "bias2: expected bfloat16 or float32, got float16", {"bias2": torch.zeros(5, 72).half()}),
+        (ValueError, "addend: expected shape [9, 72], got [9, 64]", {"addend": torch.zeros(9, 64)}),
+        (TypeError, "addend: expected float32, the result's type, got", {"addend": torch.zeros(9, 72).bfloat16()}),
+        (ValueError, "out: expected shape [9, 72], got [8, 72]", {"out": torch.zeros(8, 72)}),
+        (TypeError, "out: expected float32, as x is, got bfloat16", {"out": torch.zeros(9, 72).bfloat16()}),
+        (TypeError, "out: expected a torch.Tensor, got int", {"out": 3}),
+        (ValueError, "out: expected a tensor that does not require grad", {"out": torch.zeros(9, 72).requires_grad_()}),
+        (ValueError, "topk_ids: expected a CUDA or CPU tensor, got one on meta", {"topk_ids": CASE.arguments[3].to("meta")}),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(error, message, change):
+    options = {"lhs_dtype": torch.int8} | {
+        name: value for name, value in change.items() if name not in ("x", "w13", "w2", "topk_ids", "topk_weights")
+    }
+    for _ in range(2):  # the second call has met the layer before
+        with pytest.raises(error, match=re.escape(message)):
+            fused_experts(*CASE.replaced(**change), **options)
+        fused_experts(*CASE.arguments, lhs_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("experts", [0, 1025, True, 2.0])
+def test_routing_checks_the_number_of_experts(experts):
+    with pytest.raises((TypeError, ValueError), match="experts: expected"):
+        route(torch.zeros(1, 1).long(), experts)
+
+
+@pytest.mark.parametrize(
+    "message, change",
+    [
+        ("rows: expected a contiguous matrix", {0: torch.zeros(6, 32)[:, :16]}),
+        ("rows: expected a contiguous matrix of 8, 16", {0: torch.zeros(6, 12)}),
+        ("inverse: expected contiguous int32", {1: torch.zeros(3, 2).long()}),
+        ("topk_weights: expected a contiguous tensor of shape", {2: torch.zeros(3, 3)}),
+        ("addend: expected shape", {3: torch.zeros(2, 16)}),
+        ("out: expected shape", {4: torch.zeros(2, 16)}),
+    ],
+)
+def test_combining_checks_its_arguments(message, change):
+    good = [torch.zeros(6, 16), torch.zeros(3, 2).int(), torch.zeros(3, 2), None, torch.zeros(3, 16)]
+    check_combining(*good)
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        check_combining(*(change.get(i, value) for i, value in enumerate(good)))
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+def test_opcheck_passes():
+    case = Case()
+    x, w13, w2, ids, weights = case.arguments
+    parts = [(w.blocks, w.channel_scale, w.row_sum, w.n, w.k, w.format.name) for w in (w13, w2)]
+    for limit, addend in ((None, None), (7.0, torch.ones(9, 72))):
+        arguments = (
+            x, *parts[0], *parts[1], ids, weights, "silu", "gate_up", limit, 1.702, torch.int8, False, None, None, None,
+            addend, False,
+        )  # fmt: skip
+        assert set(torch.library.opcheck(OP, arguments).values()) == {"SUCCESS"}
+
+
+def test_fake_tensors_compute_nothing_and_are_checked():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _, w13, w2, *_ = CASE.arguments
+        x, ids, weights = torch.empty(4, 64), torch.empty(4, 2).long(), torch.empty(4, 2)
+        out = fused_experts(x, w13, w2, ids, weights)
+        assert (out.shape, out.dtype) == ((4, 72), torch.float32)
+        with pytest.raises(ValueError, match=re.escape("topk_ids: expected shape [4, top_k]")):
+            fused_experts(x, w13, w2, ids[:3], weights)
+
+
+@pytest.mark.parametrize("front", ["plain", "out", "gpt_oss"])
+def test_compiling_has_one_graph_for_any_number_of_tokens_and_the_same_bits(front):
+    torch._dynamo.reset()
+    _, w13, w2, *_ = CASE.arguments
+    options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0} if front == "gpt_oss" else {}
+
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape[0], 72) if front == "out" else None
+        return fused_experts(x + 0, w13, w2, ids, weights, out=out, **options)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    counts = []
+    for tokens in (4, 6, 9):
+        x, _, _, ids, weights = Case(tokens=tokens).arguments
+        assert builders.same_bits(compiled(x, ids, weights), layer(x, ids, weights))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1]
+    torch._dynamo.reset()
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choices", [1, 32, 33, 64, 1024, 2048, 2049, 32768, 1_000_003, 2**31 - 1])
+@pytest.mark.parametrize("experts", [1, 8, 256, MAX_EXPERTS])
+def test_a_routing_s_runs_cover_its_choices(choices, experts):
+    spec = route_spec(choices)
+    threads, run, smem = route_launch(spec, choices, experts, MAX_GLOBAL_EXPERTS)
+    assert threads % 32 == 0 and threads <= 1024 and run % 32 == 0
+    assert spec.ctas * (threads // 32) * run >= choices > (spec.ctas * (threads // 32) - 1) * (run - 32)
+    assert smem + 128 <= 227 * 1024
+
+
+GATE_SPECS = dict.fromkeys(
+    quantize_spec(k, x, "s8", affine=affine, gate=Gate(kind, order, limit))
+    for k, x in ((768, "bf16"), (2048, "bf16"), (16384, "bf16"), (32768, "bf16"), (1024, "fp32"), (16384, "fp32"))
+    for affine in (True,)
+    for kind in GATES
+    for order, limit in (("gate_up", float("inf")), ("up_gate", 7.0), ("interleaved", 7.0))
+)
+SPECS = [RouteSpec(1), RouteSpec(CLUSTER)]
+SPECS += [CombineSpec(row, out) for row, out in (("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "bf16"))]
+
+
+def test_gates_have_kernels_of_their_own():
+    assert len({spec.label for spec in GATE_SPECS}) == len(GATE_SPECS)
+    assert len({quantize_source(spec).source for spec in GATE_SPECS}) == len(GATE_SPECS)
+    assert quantize_spec(64, "bf16", "s8", silu_mul=True) == quantize_spec(64, "bf16", "s8", gate=SILU_MUL)
+    with pytest.raises(ValueError, match="gate: expected a kind of"):
+        quantize_spec(64, "bf16", "s8", gate=Gate("relu"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> KernelCache:
+    return KernelCache([tmp_path_factory.mktemp("kernels")])
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("spec", [*SPECS, *GATE_SPECS], ids=lambda spec: spec.label)
+def test_compiles_for_sm_90a_without_spills_or_warnings(cache, spec):
+    source = moe_source(spec) if spec in SPECS else quantize_source(spec)
+    entry, compiled = cache.get_or_compile(source)
+    log = entry.metadata["log"]
+    assert compiled and entry.cubin.startswith(b"\x7fELF")
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", log) == [("0", "0")]
+    assert "warning" not in log.lower(), log
