@@ -74,7 +74,7 @@ class Case:
 
 
 def choices(seed: int, tokens: int, top_k: int, experts: int, kind: str = "uniform") -> torch.Tensor:
-    """topk_ids, int64: "uniform" without repetition where there are enough experts; "zipf"; "one": all to one expert."""
+    """topk_ids, int64: "uniform", without repetition where there are enough experts; "zipf"; "one", all the same."""
     g = builders.generator(seed)
     if kind == "one":
         return torch.full((tokens, top_k), experts // 2)

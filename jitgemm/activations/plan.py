@@ -22,7 +22,8 @@ from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
 from jitgemm.tensors import TYPE_NAMES
 
 ARGUMENTS = ArgumentBlock(
-    POINTERS, x_row_bytes="Q", q_row_bytes="Q", m="I", k="I", eps="f", norm_weight_type="i", gate_limit="f", gate_alpha="f"
+    POINTERS, x_row_bytes="Q", q_row_bytes="Q", m="I", k="I", eps="f", norm_weight_type="i", gate_limit="f",
+    gate_alpha="f",
 )  # fmt: skip
 """`QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
