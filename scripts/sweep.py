@@ -13,7 +13,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import typer
-from benchmark_lib.cells import COPY_BYTES
+from benchmark_lib.cells import COPY_BYTES, MOE_FORMATS, Experts, GroupedCell, make_moe_cells
 
 from jitgemm.cli import common
 from jitgemm.kernel.formats import Problem, WeightFormat
@@ -35,6 +35,9 @@ from jitgemm.select.shapes import illegal
 
 if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
+
+    from jitgemm.gemm.arguments import Operands
+    from jitgemm.weight.w4 import W4Weight
 
 # ---- problems --------------------------------------------------------------------------------------------------------
 
@@ -61,8 +64,8 @@ SHAPES = (
 )  # fmt: skip
 MS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 1024, 2048, 4096)
 
-Cell = tuple[str, int, int, int]
-"""Format, n, k, m."""
+Cell = tuple[Any, ...]
+"""Format, n, k, m; of a grouped problem, whose m counts tokens, then the figures of `Experts`."""
 
 
 def held_out(n: int, k: int) -> bool:
@@ -72,7 +75,10 @@ def held_out(n: int, k: int) -> bool:
 
 def problem_of(cell: Cell) -> Problem:
     """The problem as the selector sees it: with the last m of its band."""
-    name, n, k, m = cell
+    name, n, k, m, *experts = cell
+    if experts:
+        rows = GroupedCell(n, k, m, "", Experts(*experts)).most_rows
+        return Problem(band_end(rows, experts[0]), n, k, *FORMATS[name], experts=experts[0])
     return Problem(band_end(m), n, k, *FORMATS[name])
 
 
@@ -106,7 +112,7 @@ FIELDS = (
     "block_m", "block_n", "stages", "halves", "warpgroups_k", "split_k", "scatter", "multicast_lhs", "multicast_rhs",
     "ctas_per_sm", "direct",
 )  # fmt: skip
-"""Of a kernel, as the file lists them; its other fields follow from the format."""
+"""Of a kernel, as the file lists them; its other fields follow from the problem."""
 
 
 @dataclass
@@ -144,12 +150,13 @@ class Sweep:
 
         def table(name: str) -> Timings:
             found: Timings = {}
-            for name_of, n, k, m, us in document[name]:
-                lhs, fmt = FORMATS[name_of]
+            for *cell, us in document[name]:
+                lhs, fmt = FORMATS[cell[0]]
                 fmt = fmt if fmt.group_size else replace(fmt, scale_type="fp32")
+                table = problem_of(tuple(cell)).table_size
                 shapes = (dict(zip(FIELDS, document["kernels"][index])) for index, _ in us)
-                kernels = (KernelSpec(lhs, fmt, **shape) for shape in shapes)
-                found[name_of, n, k, m] = dict(zip(kernels, (value for _, value in us)))
+                kernels = (KernelSpec(lhs, fmt, experts=table, **shape) for shape in shapes)
+                found[tuple(cell)] = dict(zip(kernels, (value for _, value in us)))
             return found
 
         return cls(document["gpu"], document["spec"], document["date"], table("brief"), table("held"))
@@ -211,19 +218,19 @@ def at_power_limit(contestants: list[Timed], m: int) -> None:
 def time_all(jobs: Jobs, measure: Callable[[list[Timed], int], None], minutes: float) -> Timings:
     """Compiles the kernels in threads, then times problem by problem until the time is over."""
     started = time.monotonic()
-    layers: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for name, n, k, m in jobs:
-        layers[name, n, k].append(m)
+    layers: dict[tuple[Any, ...], list[Cell]] = defaultdict(list)
+    for cell in jobs:
+        layers[cell[:3] + cell[4:]].append(cell)
     built = _compile([kernel for kernels in jobs.values() for kernel in kernels], started + 60 * minutes * COMPILE_PART)
     found: Timings = {}
-    for number, ((name, n, k), ms) in enumerate(layers.items()):
+    for number, (layer, cells) in enumerate(layers.items()):
         bench = None
-        for m in ms:
-            kernels = [kernel for kernel in jobs[name, n, k, m] if kernel in built]
+        for cell in cells:
+            kernels = [kernel for kernel in jobs[cell] if kernel in built]
             if time.monotonic() - started > 60 * minutes or len(kernels) < 2:
                 continue
-            bench = bench or Bench(name, n, k)
-            found[name, n, k, m] = bench.times(m, kernels, measure)
+            bench = bench or Bench(*layer)
+            found[cell] = bench.times(cell[3], kernels, measure)
         passed = time.monotonic() - started
         common.note(f"{number + 1} of {len(layers)} layers, {len(found)} of {len(jobs)} problems, {passed:.0f} s")
         if passed > 60 * minutes:
@@ -256,46 +263,84 @@ def _compile(kernels: Iterable[KernelSpec], deadline: float) -> set[KernelSpec]:
 
 
 class Bench:
-    """A layer's weights on the GPU, as many copies as the L2 cannot hold."""
+    """A layer's weights on the GPU, as many copies as the L2 cannot hold; or one weight of experts."""
 
-    def __init__(self, name: str, n: int, k: int):
+    def __init__(self, name: str, n: int, k: int, *experts: int):
+        import jitgemm
+        from benchmark_lib.data import DISTINCT
+
+        self.lhs, self.n, self.k = FORMATS[name][0], n, k
+        self.experts = Experts(*experts) if experts else None
+        if self.experts is not None:
+            packed = [self._packed(name) for _ in range(min(self.experts.count, DISTINCT))]
+            self.weights = [jitgemm.W4Weight.stacked(self.experts.count, lambda e: packed[e % len(packed)])]
+        else:
+            weight = self._packed(name)
+            copies = max(2, math.ceil(COPY_BYTES / weight.nbytes))
+            self.weights = [weight] + [copy.deepcopy(weight) for _ in range(copies - 1)]
+
+    def _packed(self, name: str) -> W4Weight:
         import torch
 
         import jitgemm
 
-        self.lhs, fmt = FORMATS[name]
+        (_, fmt), n, k = FORMATS[name], self.n, self.k
         low, high = (0, 16) if fmt.zero_point else (-7, 8)
         q = torch.randint(low, high, (n, k), device="cuda", dtype=torch.int8)
         groups = -(-k // fmt.group_size) if fmt.group_size else 1
         scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
         zero = torch.randint(0, 16, (n, groups), device="cuda", dtype=torch.uint8) if fmt.zero_point else None
         lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[fmt.codes]
-        weight = jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k, lhs_dtype=lhs_dtype)
-        copies = max(2, math.ceil(COPY_BYTES / weight.nbytes))
-        self.weights = [weight] + [copy.deepcopy(weight) for _ in range(copies - 1)]
-        self.n, self.k = n, k
+        return jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k, lhs_dtype=lhs_dtype)
 
     def times(
         self, m: int, kernels: Sequence[KernelSpec], measure: Callable[[list[Timed], int], None]
     ) -> dict[KernelSpec, float]:
-        import torch
         from benchmark_lib.timing import Timed
 
-        from jitgemm.gemm.arguments import Operands
+        calls = self._dense(m) if self.experts is None else self._grouped(m, self.experts)
+        contestants = {kernel: Timed(calls(kernel)) for kernel in kernels}
+        measure(list(contestants.values()), m)
+        return {kernel: round(timed.us, 3) for kernel, timed in contestants.items()}
+
+    def _dense(self, m: int) -> Callable[[KernelSpec], list[Callable[[], None]]]:
+        """Calls of a kernel."""
         from jitgemm.gemm.plan import Plan
+
+        operands = self._operands(m, self.weights if m <= 512 else self.weights[:4])
+
+        def calls(kernel: KernelSpec) -> list[Callable[[], None]]:
+            plan = Plan(operands[0], kernel)
+            return [partial(plan.launch, *each) for each in operands]
+
+        return calls
+
+    def _grouped(self, tokens: int, experts: Experts) -> Callable[[KernelSpec], list[Callable[[], None]]]:
+        """Calls of a kernel, one a routing."""
+        from benchmark_lib.data import offsets_of
+        from jitgemm.gemm.grouped import Groups
+        from jitgemm.gemm.grouped_plan import GroupedPlan
+
+        cell = GroupedCell(self.n, self.k, tokens, "", experts)
+        (operands,) = self._operands(cell.most_rows, self.weights)
+        groups = [Groups(offsets, None, 0, cell.most_rows) for offsets in offsets_of(cell, "cuda")]
+
+        def calls(kernel: KernelSpec) -> list[Callable[[], None]]:
+            plan = GroupedPlan(operands, groups[0], kernel)
+            return [partial(plan.launch, operands, each) for each in groups]
+
+        return calls
+
+    def _operands(self, m: int, weights: Sequence[W4Weight]) -> list[Operands]:
+        import torch
+
+        from jitgemm.gemm.arguments import Operands
 
         x = torch.randn(m, self.k, device="cuda")
         x = x.to(torch.float8_e4m3fn) if self.lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
         x_scale = torch.rand(m, device="cuda")
         out = torch.empty(m, self.n, device="cuda", dtype=torch.bfloat16)
-        used = self.weights if m <= 512 else self.weights[:4]
-        operands = [Operands(x, x_scale, None, weight, out, None) for weight in used]
-        contestants = {}
-        for kernel in kernels:
-            plan = Plan(operands[0], kernel)
-            contestants[kernel] = Timed([partial(plan.launch, *each) for each in operands])
-        measure(list(contestants.values()), m)
-        return {kernel: round(timed.us, 3) for kernel, timed in contestants.items()}
+        return [Operands(x, x_scale, None, weight, out, None) for weight in weights]
 
 
 # ---- regret ----------------------------------------------------------------------------------------------------------
@@ -345,9 +390,9 @@ def report(sweep: Sweep, worst: int) -> None:
         rows.append((part, len(some), len(some) - len(known), *figures))
     common.out().print(common.table(("problems", "number", "choice never timed", "mean", "p99", "worst"), rows))
     ranked = sorted((each for each in found if each.regret), key=lambda each: -(each.regret or 0))
-    columns = ("regret", "format", "n", "k", "m", "", "chosen", "best", "us")
+    columns = ("regret", "format", "n", "k", "m", "experts", "", "chosen", "best", "us")
     rows = [
-        (f"{100 * (each.regret or 0):.1f} %", *each.cell, "held out" if held_out(*each.cell[1:3]) else "",
+        (f"{100 * (each.regret or 0):.1f} %", *(*each.cell, None)[:5], "held out" if held_out(*each.cell[1:3]) else "",
          each.chosen.label, each.best.label, each.best_us)
         for each in ranked[:worst]
     ]  # fmt: skip
@@ -362,15 +407,17 @@ another shape breaks."""
 NEAR = 1.35
 """Kernels slower than the best by more than this factor do not count in the error of predictions."""
 LIMITS = {"OVERLAP": (1.2, 8.0), "PAIRED_STREAM": (1.0, 1.6), "L2_SHARE": (0.001, 1.0)}
-MEASURED = ("L2_BYTES_PER_CYCLE", "TABLE_US")
-"""Constants of the model that no fit may change; TABLE_US has no part in a dense GEMM."""
+MEASURED = ("L2_BYTES_PER_CYCLE",)
+"""Constants of the model that no fit may change."""
+GROUPED = ("TABLE_US",)
+"""Those that have no part in a dense GEMM."""
 
 
-def constants() -> list[tuple[str, Any]]:
+def constants(grouped: bool = False) -> list[tuple[str, Any]]:
     """(name, key) of every constant of the model that a fit may change; key is None for a scalar."""
     found: list[tuple[str, Any]] = []
     for name, value in vars(model).items():
-        if not name.isupper() or name in MEASURED:
+        if not name.isupper() or name in MEASURED or (name in GROUPED and not grouped):
             continue
         if isinstance(value, float):
             found.append((name, None))
@@ -418,7 +465,8 @@ def fit(sweeps: Sequence[tuple[Timings, DeviceSpec]], seconds: float, seed: int)
                 getattr(model, name)[key] = value
 
     rng = random.Random(seed)
-    best = {each: get(*each) for each in constants()}
+    grouped = any(problem_of(cell).experts for timings, _ in sweeps for cell in timings)
+    best = {each: get(*each) for each in constants(grouped)}
     best_score, started = score(), time.monotonic()
     while time.monotonic() - started < seconds:
         trial = dict(best)
@@ -470,6 +518,9 @@ def run_command(
     m: Annotated[
         list[int] | None, typer.Option("--m", min=1, help="May be repeated.", show_default="16 of them")
     ] = None,
+    moe: Annotated[
+        bool, typer.Option("--moe", help="Time the grouped GEMMs of benchmark.py --moe instead; --m counts tokens.")
+    ] = False,
     new: Annotated[int, typer.Option("--random", help="Time so many random layers instead.")] = 0,
     held: Annotated[bool, typer.Option("--held-out/--fitted", help="Which random layers.")] = True,
     ms: Annotated[int, typer.Option("--ms", min=1, help="Values of m of a random layer.")] = 6,
@@ -489,6 +540,13 @@ def run_command(
     if new:
         layers = [layer for layer in random_layers(20 * new, seed, held) if not formats or layer[0] in formats][:new]
         cells = [(*layer, tokens) for layer in layers for tokens in sorted(rng.sample(m or MS, min(ms, len(m or MS))))]
+    if moe:
+        if shape or new:
+            raise ValueError("--moe: expected none of --shape and --random beside it")
+        names = formats or [fmt.name for fmt in MOE_FORMATS]
+        cells = [
+            (name, cell.n, cell.k, cell.m, *astuple(cell.experts)) for cell in make_moe_cells(ms=m) for name in names
+        ]
     device = _this_device()
     jobs = {cell: kernels_of(problem_of(cell), device, kernels) for cell in cells}
     sweep.brief = time_all(jobs, briefly, minutes)

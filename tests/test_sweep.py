@@ -86,6 +86,22 @@ def test_what_is_written_is_read_again(swept, tmp_path):
     assert Sweep.read(path) == swept
 
 
+def test_timings_of_grouped_gemms_are_written_and_read_and_have_regret(tmp_path):
+    cell = ("e4m3_g128", 1536, 2048, 32, 128, 8, 128)
+    problem = sweep.problem_of(cell)
+    assert (problem.m, problem.experts) == (256, 128)
+    device = Sweep.read(H200).device
+    kernels = sweep.kernels_of(problem, device, 4)
+    assert {kernel.experts for kernel in kernels} == {256}
+    swept = Sweep("NVIDIA H200", "h200", "2026-01-01", {cell: {each: 40.0 + i for i, each in enumerate(kernels)}})
+    swept.write(tmp_path / "moe.json")
+    assert Sweep.read(tmp_path / "moe.json") == swept
+    (found,) = regrets(swept.timings(), device)
+    assert found.regret == 0 and found.chosen == kernels[0]
+    done = CliRunner().invoke(sweep.app, ["regret", str(tmp_path / "moe.json")])
+    assert done.exit_code == 0, done.output
+
+
 def test_held_timings_take_the_place_of_brief_ones():
     swept = Sweep.read(H200)
     cell = next(iter(swept.held))
@@ -144,7 +160,8 @@ def test_a_fit_lowers_its_score_and_leaves_measured_constants_alone():
     timings = dict(list(swept.timings().items())[::40])
     names = sweep.constants()
     assert ("TILE_US", None) in names and ("PROMOTE_CYCLES", "s8") in names
-    assert not any(name in sweep.MEASURED for name, _ in names)
+    assert not any(name in (*sweep.MEASURED, *sweep.GROUPED) for name, _ in names)
+    assert set(sweep.constants(grouped=True)) == {*names, ("TABLE_US", None)}
     before = copy.deepcopy({name: value for name, value in vars(model).items() if name.isupper()})
     try:
         model.TILE_US *= 3

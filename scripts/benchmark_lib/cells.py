@@ -356,7 +356,7 @@ def make_moe_cells(
     tp: int = 1,
     ep: int = 1,
     ms: Sequence[int] | None = None,
-) -> list[Cell]:
+) -> list[GroupedCell]:
     """Both grouped GEMMs of the presets' and the models' expert layers, times every number of tokens.
 
     Args:

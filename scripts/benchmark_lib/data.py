@@ -65,6 +65,12 @@ class Source:
         return wanted or max(2, int(COPY_BYTES / weight_bytes) + 1)
 
 
+def offsets_of(cell: GroupedCell, device: str) -> list[torch.Tensor]:
+    """Where each weight's rows start, and the last one's end: int32 [experts + 1] for each routing."""
+    ends = torch.tensor(cell.loads, device=device).cumsum(1)
+    return list(torch.nn.functional.pad(ends, (1, 0)).int())
+
+
 class GroupedSource:
     """The weights of a layer's experts, activations of all of them, and the routings that tell which rows meet which.
 
@@ -87,9 +93,7 @@ class GroupedSource:
 
     def offsets(self, tokens: int) -> list[torch.Tensor]:
         """int32 [experts + 1] for each routing."""
-        loads = torch.tensor(self.cell(tokens).loads, dtype=torch.int32, device=self.device)
-        ends = loads.cumsum(1, dtype=torch.int32)
-        return list(torch.cat([torch.zeros_like(ends[:, :1]), ends], 1))
+        return offsets_of(self.cell(tokens), self.device)
 
     def by_expert(self, tokens: int, rows: torch.Tensor, call: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Experts, and which of the rows are theirs."""
