@@ -95,7 +95,7 @@ def fused_experts(
         out, or a new tensor, [tokens, n] of x's type.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
+        TypeError, ValueError: an argument is wrong; the message names it. out was not written.
         CacheMissError: a kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Times the fused expert layer and each of its six launches. Needs a Hopper GPU.
+
+A CUDA graph holds one call for each of many routings, drawn uniformly, so that calls meet different experts and weights
+come from memory. A part's graph holds that part's calls alone, on what the parts before it made of the same routings;
+"rest" is the layer without its two GEMMs.
+
+    python scripts/benchmark_moe_layer.py [--model deepseek-v3-ep8] [--tokens 8,128] [--mode e4m3] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from benchmark_lib.timing import REPLAYS, ROUNDS  # noqa: E402
+
+MODELS = {
+    "deepseek-v3-ep8": {"experts": 32, "everywhere": 256, "top_k": 8, "k": 7168, "inter": 2048, "tokens": (8, 128)},
+    "qwen3-30b-a3b": {"experts": 128, "everywhere": 128, "top_k": 8, "k": 2048, "inter": 768, "tokens": (1, 16, 64)},
+}
+MODES = {"e4m3": ("float8_e4m3fn", 128), "int8": ("int8", 128), "int8-channel": ("int8", 0)}
+"""Name -> (lhs_dtype, group size or 0 for scales per channel)."""
+PARTS = ("route", "quantise", "gemm1", "act", "gemm2", "combine")
+
+
+def weights_of(model: dict[str, Any], group_size: int, lhs_dtype: Any) -> list[Any]:
+    """w13 and w2: all experts alike, each in its own memory."""
+    import torch
+
+    import jitgemm
+
+    made = []
+    for n, k in ((2 * model["inter"], model["k"]), (model["k"], model["inter"])):
+        group = group_size or k
+        q = torch.randint(-7, 8, (n, k), dtype=torch.int8, device="cuda")
+        scale = (torch.rand(n, -(-k // group), device="cuda") + 0.5).mul(0.01).bfloat16()
+        expert = jitgemm.pack_w4(q, scale, group_size=group, k=k, lhs_dtype=lhs_dtype)
+        made.append(jitgemm.W4Weight.stacked(model["experts"], lambda e: expert))
+    return made
+
+
+def calls_of(model: dict[str, Any], tokens: int, weights: list[Any], lhs_dtype: Any, routings: int) -> dict[str, list]:
+    """For "layer" and each part, a call for each routing."""
+    import torch
+
+    import jitgemm
+    from jitgemm.activations.arguments import Inputs
+    from jitgemm.activations.call import quantize
+    from jitgemm.activations.kernel import SILU_MUL
+    from jitgemm.gemm.grouped import m_grouped_gemm_w4a8_nt_contiguous as gemm
+    from jitgemm.moe.route import combine, route
+
+    w13, w2 = weights
+    experts, everywhere, top_k = model["experts"], model["everywhere"], model["top_k"]
+    choices = tokens * top_k
+    hint = -(-choices // everywhere)
+    expert_map = None
+    if everywhere != experts:
+        expert_map = torch.full((everywhere,), -1, dtype=torch.int32, device="cuda")
+        expert_map[:experts] = torch.arange(experts, dtype=torch.int32, device="cuda")
+    calls: dict[str, list] = {name: [] for name in ("layer", *PARTS)}
+    for _ in range(routings):
+        x = torch.randn(tokens, model["k"], device="cuda").bfloat16()
+        ids = torch.rand(tokens, everywhere, device="cuda").argsort(1)[:, :top_k].int().contiguous()
+        topk_weights, out = torch.rand(tokens, top_k, device="cuda"), torch.empty_like(x)
+        hidden, rows = (torch.empty(choices, w.n, dtype=x.dtype, device="cuda") for w in weights)
+        routing = route(ids, experts, expert_map=expert_map)
+        first = Inputs(x, lhs_dtype, False, False, None, None, None, None, 0.0, None)
+        second = first._replace(x=hidden, gate=SILU_MUL, row_count=routing.offsets[-1:])
+        lhs1 = quantize(first)
+        options: dict[str, Any] = {"expected_m": hint}
+        gemm(lhs1[:2], w13, hidden, routing.offsets, row_index=routing.row_index, **options)
+        lhs2 = quantize(second)
+        gemm(lhs2[:2], w2, rows, routing.offsets, **options)
+
+        def layer(x=x, ids=ids, topk_weights=topk_weights, out=out) -> None:
+            jitgemm.fused_experts(x, w13, w2, ids, topk_weights, lhs_dtype=lhs_dtype, expert_map=expert_map, out=out)
+
+        def gemm1(lhs=lhs1, hidden=hidden, routing=routing) -> None:
+            gemm(lhs[:2], w13, hidden, routing.offsets, row_index=routing.row_index, **options)
+
+        def gemm2(lhs=lhs2, rows=rows, routing=routing) -> None:
+            gemm(lhs[:2], w2, rows, routing.offsets, **options)
+
+        calls["layer"].append(layer)
+        calls["route"].append(lambda ids=ids: route(ids, experts, expert_map=expert_map))
+        calls["quantise"].append(lambda inputs=first, lhs=lhs1: quantize(inputs, lhs))
+        calls["gemm1"].append(gemm1)
+        calls["act"].append(lambda inputs=second, lhs=lhs2: quantize(inputs, lhs))
+        calls["gemm2"].append(gemm2)
+        calls["combine"].append(
+            lambda rows=rows, inverse=routing.inverse, w=topk_weights, out=out: combine(rows, inverse, w, out)
+        )
+    return calls
+
+
+def measure(name: str, tokens: int, mode: str, weights: list[Any], rounds: int, routings: int) -> dict[str, Any]:
+    import torch
+    from benchmark_lib.timing import Timed
+
+    lhs_dtype = getattr(torch, MODES[mode][0])
+    calls = calls_of(MODELS[name], tokens, weights, lhs_dtype, routings)
+    timed = {part: Timed(each) for part, each in calls.items()}
+    for _ in range(rounds):
+        for each in timed.values():
+            each.turn(REPLAYS)
+    us = {part: each.us for part, each in timed.items()}
+    return {
+        "model": name,
+        "mode": mode,
+        "tokens": tokens,
+        "us": us,
+        "rest": us["layer"] - us["gemm1"] - us["gemm2"],
+        "spread": timed["layer"].spread,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=list(MODELS), help="may be repeated; default: all")
+    parser.add_argument("--tokens", help="numbers of tokens (default: the model's)")
+    parser.add_argument("--mode", action="append", choices=list(MODES), help="may be repeated; default: e4m3")
+    parser.add_argument("--routings", type=int, default=24, help="calls of a graph (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each graph (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write the results there too; - for stdout instead of the table")
+    arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        sys.exit("no Hopper GPU here: times need one")
+    from benchmark_lib.results import environment
+
+    table = arguments.json != "-"
+    if table:
+        print(f"{torch.cuda.get_device_name()}, us, medians of {arguments.rounds * REPLAYS} replays\n")
+        print(f"| model | mode | tokens | {' | '.join(PARTS)} | layer | rest | +- |\n|{'---|' * (len(PARTS) + 6)}")
+    rows = []
+    for name in arguments.model or MODELS:
+        for mode in arguments.mode or ["e4m3"]:
+            weights = weights_of(MODELS[name], MODES[mode][1], getattr(torch, MODES[mode][0]))
+            tokens = tuple(map(int, arguments.tokens.split(","))) if arguments.tokens else MODELS[name]["tokens"]
+            for count in tokens:
+                row = measure(name, count, mode, weights, arguments.rounds, arguments.routings)
+                rows.append(row)
+                if table:
+                    figures = " | ".join(f"{row['us'][part]:.2f}" for part in (*PARTS, "layer"))
+                    head = f"| {name} | {mode} | {count} | {figures}"
+                    print(f"{head} | {row['rest']:.2f} | {row['spread']:.0%} |", flush=True)
+            del weights
+            torch.cuda.empty_cache()
+    document = {"environment": environment(), "rows": rows}
+    if arguments.json == "-":
+        print(json.dumps(document, indent=1))
+    elif arguments.json:
+        Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

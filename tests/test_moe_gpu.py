@@ -1,0 +1,379 @@
+"""The expert layer's kernels on a Hopper GPU against the CPU's results, alone and together, and all around a launch."""
+
+from __future__ import annotations
+
+import threading
+
+import builders
+import pytest
+import torch
+from moe_cases import ACTIVATIONS, MODES, ORDERS, Case, choices
+from quantize_cases import assert_close
+
+from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
+from jitgemm.activations.arguments import Inputs
+from jitgemm.activations.call import quantize
+from jitgemm.activations.kernel import Gate
+from jitgemm.moe.arguments import Routing
+from jitgemm.moe.route import combine, combine_reference, route, route_reference
+
+pytestmark = pytest.mark.gpu
+
+POISON = 0x5B5B5B5B
+SIZES = [
+    (1, 1, 1), (1, 8, 128), (3, 2, 8), (8, 8, 256), (16, 8, 128), (31, 1, 1024), (32, 4, 32), (64, 8, 128),
+    (128, 8, 256), (128, 8, 1024), (255, 8, 384), (256, 8, 384), (257, 8, 8), (1024, 10, 512), (4096, 8, 128),
+    (5000, 6, 384), (131072, 8, 128),
+]  # fmt: skip
+"""(tokens, top_k, experts): about where the kernel changes, and up to a million choices."""
+
+
+def guarded(count: int, dtype: torch.dtype = torch.int32) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tensor of int32 words with 64 of poison on each side, what lies between them)."""
+    words = torch.full((count + 128,), POISON, dtype=torch.int32, device="cuda")
+    return words, words[64 : 64 + count].view(dtype)
+
+
+def assert_unharmed(words: torch.Tensor) -> None:
+    assert bool((words[:64] == POISON).all()) and bool((words[-64:] == POISON).all()), "written beside the tensor"
+
+
+# ---- routing --------------------------------------------------------------------------------------------------------
+
+
+def route_into_guards(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Routing:
+    """`route`, with what it writes in a sea of poison."""
+    from jitgemm.moe.plan import RoutePlan
+
+    buffers = [guarded(count) for count in (experts + 1, ids.numel(), ids.numel())]
+    routing = Routing(buffers[0][1], buffers[1][1], buffers[2][1].view(ids.shape))
+    RoutePlan(ids, experts, expert_map).launch(ids, expert_map, routing)
+    torch.cuda.synchronize()
+    for words, _ in buffers:
+        assert_unharmed(words)
+    live = int(routing.offsets[-1])
+    assert bool((routing.row_index[live:] == POISON).all()), "rows of nobody were written"
+    return routing
+
+
+def assert_routed(routing: Routing, ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None = None) -> None:
+    expected = route_reference(ids.cpu(), experts, None if expert_map is None else expert_map.cpu())
+    live = int(expected.offsets[-1])
+    assert torch.equal(routing.offsets.cpu(), expected.offsets)
+    assert torch.equal(routing.row_index[:live].cpu(), expected.row_index[:live])
+    assert torch.equal(routing.inverse.cpu(), expected.inverse)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "one"])
+@pytest.mark.parametrize("tokens, top_k, experts", SIZES)
+def test_routing_is_a_stable_sort(tokens, top_k, experts, kind, dtype):
+    ids = choices(tokens, tokens, top_k, experts, kind).to(dtype).cuda()
+    assert_routed(route_into_guards(ids, experts, None), ids, experts)
+
+
+@pytest.mark.parametrize("tokens, top_k, experts", SIZES)
+def test_routing_skips_what_is_no_expert_of_this_rank(tokens, top_k, experts):
+    g = builders.generator(tokens)
+    wide = min(8192, 8 * experts)
+    ids = choices(tokens, tokens, top_k, wide).cuda()
+    ids.view(-1)[::7] = -1
+    ids.view(-1)[3::11] = wide
+    ids.view(-1)[5::13] = 2**40
+    assert_routed(route_into_guards(ids, experts, None), ids, experts)
+    expert_map = torch.full((wide,), -1, dtype=torch.int32)
+    mine = torch.randperm(wide, generator=g)[:experts]
+    expert_map[mine] = torch.randperm(experts, generator=g).int()
+    expert_map[0] = experts + 5  # no expert either
+    assert_routed(route_into_guards(ids, experts, expert_map.cuda()), ids, experts, expert_map)
+    nobody = torch.full_like(ids, -1).int()
+    assert_routed(route_into_guards(nobody, experts, None), nobody, experts)
+
+
+def test_routing_is_the_same_in_every_run():
+    for tokens in (64, 4096):
+        ids = choices(1, tokens, 8, 64, "zipf").cuda()
+        first = route(ids, 64)
+        for _ in range(50):
+            assert all(map(torch.equal, route(ids, 64), first))
+
+
+def test_no_tokens_are_routed():
+    routing = route(torch.empty((0, 4), dtype=torch.int64, device="cuda"), 7)
+    assert routing.offsets.tolist() == [0] * 8 and routing.inverse.shape == (0, 4)
+
+
+# ---- combining ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "tokens, top_k, n", [(1, 1, 8), (1, 8, 2048), (7, 3, 1032), (64, 8, 7168), (33, 40, 72), (3000, 4, 2880)]
+)
+def test_combining_is_the_weighted_sum_within_fp32_s_rounding(tokens, top_k, n, out_dtype, row_dtype):
+    g = builders.generator(tokens)
+    rows = torch.randn((tokens * top_k + 1, n), generator=g).to(row_dtype).cuda()
+    rows[-1] = float("nan")  # nobody's
+    inverse = torch.randint(-1, tokens * top_k, (tokens, top_k), generator=g).int().cuda()
+    inverse[0] = -1
+    weights = torch.rand((tokens, top_k), generator=g).to(torch.bfloat16 if n % 16 else torch.float32).cuda()
+    for addend in (None, torch.randn((tokens, n + 8), generator=g).to(out_dtype).cuda()[:, 8:]):
+        words, flat = guarded(tokens * n * out_dtype.itemsize // 4, out_dtype)
+        out = flat.view(tokens, n)
+        combine(rows, inverse, weights, out, addend=addend)
+        assert_unharmed(words)
+        expected = combine_reference(rows, inverse, weights, addend)
+        size = combine_reference(rows.abs(), inverse, weights, None if addend is None else addend.abs())
+        rounding = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}[out_dtype]
+        bound = (top_k + 1) * 2.0**-24 * size * 1.01 + rounding * 1.01 * expected.abs() + 2.0**-24
+        assert bool(((out.double() - expected).abs() <= bound).all())
+        again = torch.empty_like(out)
+        for _ in range(5):
+            combine(rows, inverse, weights, again, addend=addend)
+            assert builders.same_bits(again, out)
+
+
+# ---- gates ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gates_and_codes_are_the_cpu_s(kind, order, x_dtype, mode):
+    dtype, affine = MODES[mode]
+    for k, limit in ((96, 7.0), (768, float("inf")), (2048, 2.5), (2880, 7.0), (16416, 7.0)):
+        x = (torch.randn((17, 2 * k), generator=builders.generator(k)) * 4).to(x_dtype)
+        x[3] = 0
+        x[5, 7] = float("nan")
+        inputs = Inputs(x, dtype, False, affine, None, None, Gate(kind, order, limit, 1.702), None, 0.0, None)
+        expected = quantize(inputs)
+        results = quantize(inputs._replace(x=x.cuda()))
+        keep = [each for each in range(17) if each != 5]
+        assert bool(results[1][5].isnan()) and bool(expected[1][5].isnan())
+        sides = [tuple(part[keep] for part in side if part is not None) for side in (results, expected)]
+        assert_close(*sides, rare=1e-2)
+
+
+@pytest.mark.parametrize("k", [96, 768, 2048, 20000 // 32 * 32])
+@pytest.mark.parametrize("live", [0, 1, 13, 999, 1000, 5000])
+def test_only_counted_rows_are_quantised(k, live):
+    m = 1000
+    x = torch.randn((m, 2 * k), generator=builders.generator(k)).bfloat16().cuda()
+    x[min(live, m) :] = float("nan")
+    count = torch.tensor([live], dtype=torch.int32, device="cuda")
+    outputs = (
+        torch.full((m, k), 0x5B, dtype=torch.int8, device="cuda"), torch.full((m,), -3.0, device="cuda"),
+        torch.full((m,), POISON, dtype=torch.int32, device="cuda"),
+    )  # fmt: skip
+    inputs = Inputs(x, torch.int8, False, True, None, None, Gate(), None, 0.0, None)
+    quantize(inputs._replace(row_count=count), outputs)
+    rows = min(live, m)
+    if rows:
+        whole = quantize(inputs)
+        assert all(builders.same_bits(part[:rows], all_of[:rows]) for part, all_of in zip(outputs, whole))
+    q, scale, zero = (part[rows:] for part in outputs)
+    assert bool((q == 0x5B).all()) and bool((scale == -3).all()) and bool((zero == POISON).all())
+
+
+# ---- the layer ------------------------------------------------------------------------------------------------------
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor, mode: str) -> None:
+    """e4m3 GEMMs cut off bits that depend on the data; the rest are codes one apart where values are at a tie."""
+    part = 0.02 if mode == "e4m3" else 0.01
+    error, size = (out.double() - expected.double()), expected.double().norm(dim=1)
+    assert bool((error.norm(dim=1) <= part * size).all())
+    assert bool((error.abs().amax(1) <= 4 * part * expected.double().abs().amax(1)).all())
+
+
+def assert_layer(case: Case, **changes) -> torch.Tensor:
+    arguments = case.replaced(**changes)
+    out = fused_experts(*arguments, **case.options)
+    on_cpu = [each.to("cpu") if hasattr(each, "to") else each for each in arguments]
+    options = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in case.options.items()}
+    assert_near(out.cpu(), fused_experts_reference(*on_cpu, **options), case.mode)
+    return out
+
+
+SMALL = {"device": "cuda", "dtype": torch.bfloat16, "scale": 1.0, "k": 256, "inter": 128, "n": 264, "group_size": 128}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tokens, top_k, experts", [(1, 8, 32), (8, 8, 64), (64, 4, 16), (300, 2, 5)])
+def test_the_layer_is_the_reference(tokens, top_k, experts, mode):
+    assert_layer(Case(tokens=tokens, top_k=top_k, experts=experts, mode=mode, **SMALL))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("group_size, zero_point", [(32, False), (128, True), (builders.PER_CHANNEL, False)])
+def test_the_layer_in_every_type_and_format(group_size, zero_point, dtype):
+    changes = {"dtype": dtype, "group_size": group_size, "zero_point": zero_point}
+    assert_layer(Case(tokens=20, top_k=4, experts=8, mode="s8", **(SMALL | changes)))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_layer_with_every_gate_biases_and_an_addend(order, activation):
+    g = builders.generator(1)
+    options = {
+        "activation": activation,
+        "order": order,
+        "limit": 7.0,
+        "bias13": torch.randn((8, 256), generator=g).cuda(),
+        "bias2": torch.randn((8, 264), generator=g).bfloat16().cuda(),
+        "addend": torch.randn((20, 264), generator=g).bfloat16().cuda(),
+    }
+    assert_layer(Case(tokens=20, top_k=4, experts=8, mode="s8", options=options, **SMALL))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_of_other_ranks_are_skipped(mode):
+    expert_map = torch.full((128,), -1, dtype=torch.int32)
+    expert_map[64:80] = torch.arange(16, dtype=torch.int32)
+    for tokens in (1, 8, 128):
+        options = {"expert_map": expert_map.cuda()}
+        case = Case(tokens=tokens, top_k=8, experts=16, mode=mode, options=options, **SMALL)
+        ids = choices(tokens, tokens, 8, 128).cuda()
+        ids[0] = 3  # none of its experts is here
+        out = assert_layer(case, topk_ids=ids)
+        assert bool((out[0] == 0).all())
+
+
+def test_skewed_routings():
+    case = Case(tokens=200, top_k=4, experts=32, mode="s8", **SMALL)
+    for kind in ("zipf", "one"):
+        assert_layer(case, topk_ids=choices(3, 200, 4, 32, kind).cuda())
+    assert bool((fused_experts(*case.replaced(topk_ids=torch.full_like(case.arguments[3], -1))) == 0).all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_bits_in_every_run(mode):
+    case = Case(tokens=50, top_k=8, experts=32, mode=mode, **SMALL)
+    first = fused_experts(*case.arguments, **case.options)
+    for _ in range(20):
+        assert builders.same_bits(fused_experts(*case.arguments, **case.options), first)
+
+
+def test_a_token_alone_has_the_same_bits_where_asked():
+    case = Case(tokens=90, top_k=4, experts=16, mode="e4m3", **SMALL)
+    x, w13, w2, ids, weights = case.arguments
+    together = fused_experts(x, w13, w2, ids, weights, batch_invariant=True)
+    for rows in (slice(0, 1), slice(89, 90), slice(5, 45)):
+        alone = fused_experts(x[rows], w13, w2, ids[rows], weights[rows], batch_invariant=True)
+        assert builders.same_bits(alone, together[rows])
+
+
+def test_a_warm_call_never_waits_for_the_device():
+    case = Case(tokens=8, top_k=4, experts=16, mode="s8", **SMALL)
+    fused_experts(*case.arguments, **case.options)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fused_experts(*case.arguments, **case.options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("tokens", [4, 600])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_cuda_graph_is_replayed_with_other_routings(mode, tokens):
+    case = Case(tokens=tokens, top_k=4, experts=16, mode=mode, **SMALL)
+    x, w13, w2, ids, weights = case.arguments
+    buffers = [each.clone() for each in (x, ids, weights)]
+    expected = []
+    routings = [choices(seed, tokens, 4, 16, kind).cuda() for seed, kind in ((2, "uniform"), (3, "zipf"), (4, "one"))]
+    routings.append(torch.full_like(ids, -1))
+    for routing in routings:
+        expected.append(fused_experts(x.roll(1, 0), w13, w2, routing, weights.flip(0).contiguous(), **case.options))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = fused_experts(buffers[0], w13, w2, buffers[1], buffers[2], **case.options)
+    buffers[0].copy_(x.roll(1, 0)), buffers[2].copy_(weights.flip(0))
+    for routing, wanted in zip(routings, expected):
+        buffers[1].copy_(routing)
+        out.fill_(float("nan"))
+        graph.replay()
+        assert builders.same_bits(out, wanted)
+
+
+def test_layers_one_behind_the_other_are_the_calls_one_by_one():
+    """Each kernel starts before its predecessor has ended, and still reads what that wrote."""
+    case = Case(tokens=16, top_k=4, experts=16, mode="s8", **(SMALL | {"n": 256}))
+    first, w13, w2, ids, weights = case.arguments
+
+    def chain(synchronise: bool) -> list[torch.Tensor]:
+        outs, x = [], first
+        for _ in range(6):
+            x = fused_experts(x, w13, w2, ids, weights, addend=first, **case.options)
+            if synchronise:
+                torch.cuda.synchronize()
+            outs.append(x)
+        return outs
+
+    slow = chain(True)
+    assert all(bool(out.isfinite().all()) for out in slow)
+    for _ in range(50):
+        assert all(map(builders.same_bits, chain(False), slow))
+
+
+def test_two_threads_on_two_streams():
+    cases = [Case(tokens=40, top_k=4, experts=16, mode="s8", seed=seed, **SMALL) for seed in (1, 2)]
+    expected = [fused_experts(*case.arguments, **case.options) for case in cases]
+    wrong: list[int] = []
+    torch.cuda.synchronize()
+
+    def work(number: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            outs = [fused_experts(*cases[number].arguments, **cases[number].options) for _ in range(100)]
+        stream.synchronize()
+        wrong.extend(number for out in outs if not builders.same_bits(out, expected[number]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("tokens, affine", [(1, False), (64, True), (3000, False)])
+def test_a_call_takes_the_memory_that_is_documented(tokens, affine):
+    case = Case(tokens=tokens, top_k=4, experts=16, mode="s8z" if affine else "s8", **SMALL)
+    x, w13, w2, *_ = case.arguments
+    out = fused_experts(*case.arguments, **case.options)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fused_experts(*case.arguments, **case.options, out=out)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert 0 < taken <= fused_experts_workspace_bytes(tokens, 4, w13, w2, dtype=x.dtype, affine=affine)
+
+
+def test_compiled_layers_have_the_same_bits():
+    torch._dynamo.reset()
+    case = Case(tokens=20, top_k=4, experts=16, mode="s8", **SMALL)
+    _, w13, w2, *_ = case.arguments
+
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return fused_experts(x + 0, w13, w2, ids, weights, lhs_dtype=torch.int8) * 2
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (6, 20, 130):
+        x, _, _, ids, weights = Case(tokens=tokens, top_k=4, experts=16, mode="s8", **SMALL).arguments
+        assert builders.same_bits(compiled(x, ids, weights), layer(x, ids, weights))
+    torch._dynamo.reset()
+
+
+def test_misaligned_tensors_are_refused():
+    case = Case(tokens=6, top_k=4, experts=16, mode="s8", **SMALL)
+    whole = torch.zeros((6, 264), dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="x: expected an address that is a multiple of 16 bytes"):
+        fused_experts(*case.replaced(x=whole[:, 4:260]), **case.options)
+    addend = torch.zeros((6, 272), dtype=torch.bfloat16, device="cuda")[:, 4:268]
+    with pytest.raises(ValueError, match="addend: expected an address that is a multiple of 16 bytes"):
+        fused_experts(*case.arguments, **case.options, addend=addend)
