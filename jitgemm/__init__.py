@@ -32,6 +32,11 @@ __all__ = [
     "gemm_w4a8_nt",
     "gemm_w4a8_reference",
     "load",
+    "m_grouped_gemm_w4a8_bf16_nt_contiguous",
+    "m_grouped_gemm_w4a8_bf16_nt_masked",
+    "m_grouped_gemm_w4a8_nt_contiguous",
+    "m_grouped_gemm_w4a8_nt_masked",
+    "m_grouped_gemm_w4a8_reference",
     "pack_w4",
     "quantize_activations",
     "quantize_w4",
@@ -48,6 +53,11 @@ _HOMES = {
     "gemm_w4a8_nt": "gemm.call",
     "gemm_w4a8_reference": "gemm.reference",
     "load": "checkpoint.reader",
+    "m_grouped_gemm_w4a8_bf16_nt_contiguous": "gemm.grouped",
+    "m_grouped_gemm_w4a8_bf16_nt_masked": "gemm.grouped",
+    "m_grouped_gemm_w4a8_nt_contiguous": "gemm.grouped",
+    "m_grouped_gemm_w4a8_nt_masked": "gemm.grouped",
+    "m_grouped_gemm_w4a8_reference": "gemm.reference",
     "pack_w4": "weight.pack",
     "quantize_activations": "activations.call",
     "quantize_w4": "weight.quantize",
@@ -68,7 +78,8 @@ def __getattr__(name: str) -> object:
 def _load_calls() -> None:
     """What models call: compilers that trace it find plain functions, exported programs their operators."""
     for name in (
-        "W4Weight", "fused_experts", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "pack_w4", "quantize_activations",
+        "W4Weight", "fused_experts", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "m_grouped_gemm_w4a8_nt_contiguous",
+        "pack_w4", "quantize_activations",
     ):  # fmt: skip
         __getattr__(name)
 
@@ -108,8 +119,14 @@ if TYPE_CHECKING:
     from jitgemm.activations.call import quantize_activations
     from jitgemm.checkpoint.reader import load
     from jitgemm.gemm.call import gemm_w4a8_bf16_nt, gemm_w4a8_nt
+    from jitgemm.gemm.grouped import (
+        m_grouped_gemm_w4a8_bf16_nt_contiguous,
+        m_grouped_gemm_w4a8_bf16_nt_masked,
+        m_grouped_gemm_w4a8_nt_contiguous,
+        m_grouped_gemm_w4a8_nt_masked,
+    )
     from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
-    from jitgemm.gemm.reference import gemm_w4a8_reference
+    from jitgemm.gemm.reference import gemm_w4a8_reference, m_grouped_gemm_w4a8_reference
     from jitgemm.moe.call import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
     from jitgemm.weight.pack import pack_w4
     from jitgemm.weight.quantize import quantize_w4

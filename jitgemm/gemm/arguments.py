@@ -81,10 +81,14 @@ def check_types(operands: Operands, batch_invariant: bool) -> None:
     check_flag("batch_invariant", batch_invariant)
 
 
-def check_arguments(operands: Operands) -> None:
-    """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
+def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool = False) -> None:
+    """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together.
+
+    grouped: the weight is one of experts, and the bias has a row for each. gathers: out has rows of its own number.
+    """
     x, x_scale, x_zero, weight, out, bias = operands
-    check_packed(weight, "rhs.", experts=False)
+    experts = weight.experts if grouped else None
+    check_packed(weight, "rhs.", experts=grouped)
     n, k = weight.n, weight.k
     if n > MAX_ROWS:
         raise ValueError(f"rhs: expected at most {MAX_ROWS} rows, got {n}")
@@ -114,12 +118,16 @@ def check_arguments(operands: Operands) -> None:
     check_plain("out", out)
     check_dtype("out", out.dtype, REAL_TYPES)
     _check_matrix("out", out, "[m, n]", n)
-    if out.shape[0] != m:
+    if not gathers and out.shape[0] != m:
         raise ValueError(f"out: expected shape [{m}, {n}], got {list(out.shape)}")
     if out.requires_grad:
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
     if bias is not None:
-        check_vector("bias", bias, ("bf16", "fp32"), n)
+        if experts is not None:
+            if tuple(check_tensor("bias", bias).shape) != (experts, n) or not bias.is_contiguous():
+                raise ValueError(f"bias: expected a contiguous tensor [{experts}, {n}], got {list(bias.shape)}")
+            bias = bias.view(-1)
+        check_vector("bias", bias, ("bf16", "fp32"), (experts or 1) * n)
 
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"{X}: expected a CUDA or CPU tensor, got one on {x.device}")

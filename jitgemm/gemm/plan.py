@@ -26,10 +26,11 @@ from jitgemm.select.choose import choose
 from jitgemm.select.shapes import launched_clusters, units_of_work
 from jitgemm.tensors import TYPE_NAMES
 
-ARGUMENTS = ArgumentBlock(
-    POINTERS, lhs_stride="Q", lhs_scale_stride="Q", lhs_zero_stride="Q", m="I", n="I", k="I", channel_scale_type="i",
+VALUES = dict(
+    lhs_stride="Q", lhs_scale_stride="Q", lhs_zero_stride="Q", m="I", n="I", k="I", channel_scale_type="i",
     bias_type="i", last_rows="I",
 )  # fmt: skip
+ARGUMENTS = ArgumentBlock(POINTERS, **VALUES)
 """`Args` in include/jitgemm/gemm/types.cuh."""
 
 KERNELS = KernelFamily(KERNEL_NAME, kernel_source, smem_bytes, call="the GEMM once with these shapes")
@@ -72,17 +73,7 @@ class Plan(PreparedLaunch):
         super().__init__(
             kernel,
             ARGUMENTS,
-            {
-                "lhs_stride": x_row_bytes,
-                "lhs_scale_stride": _per_token_stride(x_scale),
-                "lhs_zero_stride": _per_token_stride(x_zero),
-                "m": m,
-                "n": n,
-                "k": k,
-                "channel_scale_type": DTYPES[weight.format.scale_type].number,
-                "bias_type": 0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number,
-                "last_rows": last_rows,
-            },
+            values_of(operands, rows=m, x_row_bytes=x_row_bytes, last_rows=last_rows),
             grid=clusters * size,
             threads=(spec.threads, 1),
             smem_bytes=smem,
@@ -112,6 +103,22 @@ class Plan(PreparedLaunch):
         settled = weight.settled_at == (records, blocks._version)
         if not self.run(addresses, settled):
             self.run(addresses, settled, Operands(x, x_scale, x_zero, weight, out, bias).tensors)
+
+
+def values_of(operands: Operands, *, rows: int, x_row_bytes: int, last_rows: int) -> dict[str, int]:
+    """The values of VALUES."""
+    weight, bias = operands.weight, operands.bias
+    return {
+        "lhs_stride": x_row_bytes,
+        "lhs_scale_stride": _per_token_stride(operands.x_scale),
+        "lhs_zero_stride": _per_token_stride(operands.x_zero),
+        "m": rows,
+        "n": weight.n,
+        "k": weight.k,
+        "channel_scale_type": DTYPES[weight.format.scale_type].number,
+        "bias_type": 0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number,
+        "last_rows": last_rows,
+    }
 
 
 def _per_token_stride(tensor: torch.Tensor | None) -> int:

@@ -18,7 +18,7 @@ from jitgemm.gemm.arguments import Lhs, check_weight, split_lhs
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_device
 from jitgemm.tensors import check_dtype, check_tensor, dtype_name
-from jitgemm.weight.w4 import W4Weight, check_packed, dequantize_groups
+from jitgemm.weight.w4 import PackedWeight, W4Weight, check_packed, dequantize_groups
 
 _BUDGET = 1 << 25
 """Float64 values that one temporary may hold (256 MiB)."""
@@ -54,6 +54,63 @@ def gemm_w4a8_reference(
     for rows, columns, ref in _tiles(lhs, rhs, bias):
         out[rows, columns] = round_fp64(ref, out_dtype)
     return out
+
+
+def m_grouped_gemm_w4a8_reference(
+    lhs: Lhs,
+    rhs: W4Weight,
+    offsets: torch.Tensor,
+    *,
+    row_index: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `m_grouped_gemm_w4a8_nt_contiguous` computes, rounded once; waits for the device.
+
+    Args:
+        lhs, rhs, offsets, row_index, bias: as that call takes them.
+        out: [M, n] of any float type to write to, whose rows of no expert stay as they are; None for zeros of
+            out_dtype.
+    """
+    if out is None:
+        rows = split_lhs(lhs)[0].shape[0] if row_index is None else row_index.shape[0]
+        out = torch.zeros((rows, rhs.n), dtype=out_dtype, device=rhs.device)
+    write_grouped_reference(lhs, rhs, out, offsets, row_index=row_index, bias=bias, most=out.shape[0])
+    return out
+
+
+def write_grouped_reference(  # type: ignore[no-untyped-def]
+    lhs, rhs, out, sizes, *, most: int, first=None, row_index=None, bias=None
+) -> None:
+    """Into the experts' rows of out. Sizes are clamped to 0..most; with `first` they are numbers of rows."""
+    sizes = sizes.cpu().long().clamp(0, most)
+    if first is not None:
+        ranges = [(int(begin), int(begin + count)) for begin, count in zip(first, sizes)]
+    else:
+        pairs = sizes if sizes.dim() == 2 else torch.stack((sizes[:-1], sizes[1:]), 1)
+        ranges = [(begin, max(begin, end)) for begin, end in pairs.tolist()]
+    tensors = [each for each in split_lhs(lhs) if each is not None]
+    tokens = tensors[0].shape[0]
+    for expert, (begin, end) in enumerate(ranges):
+        if begin == end:
+            continue
+        rows: slice | torch.Tensor = slice(begin, end)
+        if row_index is not None:
+            index = row_index[rows].long()
+            rows = torch.where((index >= 0) & (index < tokens), index, tokens - 1)
+        part = tensors[0][rows], *(each if each.numel() == 1 else each[rows] for each in tensors[1:])
+        weight, row = _dense(rhs, expert), None if bias is None else bias[expert]
+        out[begin:end] = gemm_w4a8_reference(part, weight, bias=row, out_dtype=out.dtype)
+
+
+def _dense(weight: W4Weight | PackedWeight, expert: int) -> W4Weight:
+    """One expert's weight."""
+    if isinstance(weight, W4Weight):
+        return weight[expert]
+    packed = weight.expert(expert)
+    group_size = packed.format.group_size or packed.k
+    return W4Weight(packed.blocks, packed.channel_scale, packed.n, packed.k, group_size, packed.format)
 
 
 def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -74,6 +74,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kSplitK": spec.split_k,
         "u32 kMulticastLhs": spec.multicast_lhs,
         "u32 kMulticastRhs": spec.multicast_rhs,
+        "u32 kExperts": spec.experts,
         "u32 kProducerRegisters": spec.producer_registers,
         "u32 kConsumerRegisters": spec.consumer_registers if spec.warpgroups > 1 else 0,
         "u32 kGroupSize": fmt.group_size,
@@ -104,6 +105,11 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
 
 def render(spec: KernelSpec) -> str:
     """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`; the entry point is `KERNEL_NAME`."""
+    maps = ("lhs_map", "last_lhs_map", "out_map", *(["out_row_map"] if spec.experts else []))
+    parameters = [f"const __grid_constant__ jitgemm::TensorMap {name}" for name in maps]
+    parameters.append(f"const __grid_constant__ jitgemm::{'GroupedArgs' if spec.experts else 'Args'} args")
+    indent = ",\n" + " " * (len(KERNEL_NAME) + 1)
+    addresses = ", ".join(f"&{name}" for name in (*maps, "out_map")[:4])
     cluster = f"__cluster_dims__({spec.cluster_size}, 1, 1) " if spec.cluster_size > 1 else ""
     return f"""\
 // jitgemm W4A8 kernel {spec.label}
@@ -119,10 +125,8 @@ namespace jitgemm {{
 }}
 
 extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas_per_sm})
-{KERNEL_NAME}(const __grid_constant__ jitgemm::TensorMap lhs_map,
-             const __grid_constant__ jitgemm::TensorMap last_lhs_map,
-             const __grid_constant__ jitgemm::TensorMap out_map, const __grid_constant__ jitgemm::Args args) {{
-    jitgemm::w4a8_gemm<jitgemm::Config>(&lhs_map, &last_lhs_map, &out_map, args);
+{KERNEL_NAME}({indent.join(parameters)}) {{
+    jitgemm::w4a8_gemm<jitgemm::Config>({addresses}, args);
 }}
 """
 

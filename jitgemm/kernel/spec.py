@@ -202,4 +202,4 @@ def smem_bytes(spec: KernelSpec) -> int:
     barriers = 8 * (reducers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
     barriers += 8 * 2 * reducers if spec.split_k > 1 else 0
     factors = (size + 3 * STRIP_ROWS) * 4
-    return spec.stages * stage_bytes(spec) + reducers * (out_panel + slots + factors) + barriers + 8 * spec.experts
+    return spec.stages * stage_bytes(spec) + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts

@@ -119,7 +119,10 @@ def for_k(spec: KernelSpec, k: int) -> KernelSpec:
 
 
 def prefetch_stages(spec: KernelSpec) -> int:
-    """Stages of the first tile whose weights a CTA asks for before it waits for the grid before."""
+    """Stages of the first tile whose weights a CTA asks for before it waits for the grid before.
+
+    None of a grouped kernel, which does not know its first tile before.
+    """
     if spec.experts:
         return 0
     budget = PREFETCH_BYTES[min(2, spec.ctas_per_sm) if spec.block_m <= DIRECT_LHS_TOKENS else 1]

@@ -26,9 +26,11 @@ __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Conf
     const u32 thread = reread_thread();
 #pragma unroll
     for (u32 i = 0; i < Config::kSliceTokens; i += kWarpgroup) {
-        const u32 token = tile.first_token + position.slice * Config::kSliceTokens + i + thread;
+        const u32 row = tile.first_token + position.slice * Config::kSliceTokens + i + thread;
+        u32 token = row;
+        if constexpr (Tile<Config>::kGrouped) token = row < tile.end_token() ? tile.token_of(row) : row;
         copy_4(i + thread < Config::kSliceTokens, shared.scales(position.warpgroup) + (i + thread) * 4,
-               args.lhs_scale + token * args.lhs_scale_stride, args.lhs_scale, token < tile.end_token());
+               args.lhs_scale + token * args.lhs_scale_stride, args.lhs_scale, row < tile.end_token());
     }
     const u32 first = tile.first_row + position.along_n * kStripRows;
     const bool inside = thread < kStripRows && first + thread < args.n;
@@ -85,8 +87,9 @@ __device__ __forceinline__ void subtract_zeros(float* sums, RowTerms& terms, con
     const Args& args = consumer.args;
     const Position& position = consumer.position;
     for (u32 i = position.thread; i < Config::kSliceTokens; i += kWarpgroup) {
-        const u32 token = first_token + i;
-        const float zero = token < tile.end_token() ? float(args.lhs_zero[token * args.lhs_zero_stride]) : 0.0f;
+        const u32 row = first_token + i;
+        const float zero =
+            row < tile.end_token() ? float(args.lhs_zero[tile.token_of(row) * args.lhs_zero_stride]) : 0.0f;
         store_shared_float(panel + i * 4, zero);
     }
     warpgroup_sync(position.warpgroup);
@@ -104,6 +107,12 @@ __device__ __forceinline__ void subtract_zeros(float* sums, RowTerms& terms, con
     warpgroup_sync(position.warpgroup);
 }
 
+// Whether the thread issues stores.
+template <typename Config>
+__device__ __forceinline__ bool stores(const Position& position) {
+    return !Scheduler<Config>::kClippedByMap || position.thread == 0;
+}
+
 // Scales, converts and stores a slice of the output tile, by columns that take 128 bytes together. In shared memory a
 // token is a row of 128 bytes whose 16-byte chunks are swizzled: chunk c of token t lies at c ^ (t % 8), as the tile
 // store expects and free of bank conflicts.
@@ -112,7 +121,7 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kBlockM / 2], c
                                             const Tile<Config>& tile) {
     const Position& position = consumer.position;
     const u32 panel = consumer.shared.out(position.warpgroup);
-    if (position.thread == 0) store_wait_read();
+    if (stores<Config>(position)) store_wait_read();
     copy_wait();
     warpgroup_sync(position.warpgroup);  // the panel is free, the factors are there
     RowTerms terms = load_row_terms(consumer, tile);
@@ -175,14 +184,21 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kBlockM / 2], c
     }
     async_proxy_fence();
     warpgroup_sync(position.warpgroup);
-    static_assert(Scheduler<Config>::kClippedByMap, "another tile's tokens may follow: store by rows");
-    if (position.thread == 0) {
+    const u32 first_row = tile.first_row + position.along_n * kStripRows;
+    auto store = [&](const TensorMap* map, u32 row) {
         constexpr u32 kColumns = kSwizzledRow / real_bytes(Config::kOutType);
 #pragma unroll
         for (u32 column = 0; column < kStripRows; column += kColumns) {
-            u32 source = panel + column / kColumns * kPanelBytes;
-            tile_store(consumer.out_map, source, tile.first_row + position.along_n * kStripRows + column, first_token);
+            u32 source = panel + column / kColumns * kPanelBytes + row * kSwizzledRow;
+            tile_store(map, source, first_row + column, first_token + row);
         }
+    };
+    if (Scheduler<Config>::kClippedByMap || first_token + Config::kSliceTokens <= tile.end_token()) {
+        if (position.thread == 0) store(consumer.out_map, 0);
+    } else {
+        // Another expert's rows follow.
+        const u32 rows = max(tile.end_token(), first_token) - first_token;
+        for (u32 row = position.thread; row < rows; row += kWarpgroup) store(consumer.out_row_map, row);
     }
 }
 

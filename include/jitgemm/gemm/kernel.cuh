@@ -19,10 +19,10 @@
 namespace jitgemm {
 
 template <typename Config>
-__device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const Shared<Config>& shared,
-                                        u32 rank) {
+__device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const TensorMap* out_row_map,
+                                        const Shared<Config>& shared, u32 rank) {
     Position position;
-    const Consumer<Config> consumer{args, out_map, shared, rank, position};
+    const Consumer<Config> consumer{args, out_map, out_row_map, shared, rank, position};
     // The same in the whole warp, see w4a8_gemm: descriptors stay in uniform registers.
     position.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0);
     position.along_n = position.warpgroup % Config::kWarpgroupsN;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     if constexpr (kWaitsFirst) wait();
     bool waited = kWaitsFirst;
 
-    Scheduler<Config> scheduler(args);
+    Scheduler<Config> scheduler(args, shared);
     Ring<Config::kStages> ring;
     u32 parity = 0;  // of the tile, for the barriers of the sums
     Tile<Config> tile(args);
@@ -72,12 +72,12 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
         parity ^= Config::kSplitK > 1 || Config::kWarpgroupsK > 1;
     }
     if (!waited) wait_for_previous_grid();
-    if (position.thread == 0) store_wait_written();
+    if (stores<Config>(position)) store_wait_written();
 }
 
 template <typename Config>
 __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const TensorMap* last_lhs_map,
-                                          const TensorMap* out_map, const Args& args) {
+                                          const TensorMap* out_map, const TensorMap* out_row_map, const Args& args) {
     extern __shared__ __align__(1024) u8 memory[];
     const Shared<Config> shared{shared_address(memory)};
     const u32 rank = Scheduler<Config>::kClusterSize > 1 ? cluster_rank() : 0;
@@ -105,6 +105,10 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         shared.init_other_barriers(rank);
     }
     __syncwarp();
+    if constexpr (!kPrefetches) {
+        wait_for_previous_grid();
+        Scheduler<Config>::prepare(args, shared);
+    }
     if constexpr (Scheduler<Config>::kClusterSize > 1) {
         cluster_started();
     } else {
@@ -129,7 +133,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         // The reduction is for ptxas, which cannot compute it again: else main loops ask for the CTA's rank in each
         // iteration, of which addresses consist, and derive from it what they need (docs/notes/main-loop.md).
         const u32 base = Config::kPinSharedBase ? __reduce_or_sync(0xFFFFFFFFu, shared.base) : shared.base;
-        consume<Config>(args, out_map, Shared<Config>{base}, rank);
+        consume<Config>(args, out_map, out_row_map, Shared<Config>{base}, rank);
     }
 }
 

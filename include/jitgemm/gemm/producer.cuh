@@ -48,7 +48,13 @@ __device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const
     for (u32 i = 0; i < blocks; ++i) {
         u32 destination = shared.lhs(stage, i);
         i32 k = (block + i) * kBlockK;
-        if constexpr (Config::kMulticastLhs > 1) {
+        if constexpr (Tile<Config>::kGrouped) {
+            if (tile.gathers()) return;
+            // An expert's last tile comes in copies of as many rows as the swizzle's period.
+            const u32 step = rows == Tile<Config>::kLhsRows ? rows : kSwizzleRows;
+            for (u32 row = 0; row < rows; row += step)
+                tile_load(destination + row * kSwizzledRow, map, k, tile.first_token + row, shared.full(stage));
+        } else if constexpr (Config::kMulticastLhs > 1) {
             const u32 first = rank * rows;
             tile_load_multicast(destination + first * kSwizzledRow, map, k, tile.first_token + first,
                                 shared.full(stage), (1 << Config::kMulticastLhs) - 1);
@@ -58,11 +64,25 @@ __device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const
     }
 }
 
+// The same row by row, from where row_index says, if it does. The whole warp calls this.
+template <typename Config>
+__device__ __forceinline__ void gather_activations(const TensorMap* row_map, const Shared<Config>& shared,
+                                                   const Tile<Config>& tile, u32 stage, u32 block, u32 blocks,
+                                                   u32 rows) {
+    if (!tile.gathers()) return;
+    for (u32 row = threadIdx.x % 32; row < rows; row += 32) {
+        const i32 token = tile.token_of(tile.first_token + row);
+        for (u32 i = 0; i < blocks; ++i)
+            tile_load(shared.lhs(stage, i) + row * kSwizzledRow, row_map, (block + i) * kBlockK, token,
+                      shared.full(stage));
+    }
+}
+
 // Asks for the first tile's weights before this grid waits for the one before it, on which they do not depend. Returns
 // the stages filled. The whole warp calls this and produce(); one elected lane issues the copies.
 template <typename Config>
 __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<Config>& shared, u32 rank, u64 policy) {
-    Scheduler<Config> scheduler(args);
+    Scheduler<Config> scheduler(args, shared);
     Tile<Config> tile(args);
     u32 filled = 0;
     if (scheduler.template next<true>(tile, rank)) {
@@ -84,7 +104,7 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
                                         const Shared<Config>& shared, u32 rank, u32 prefetched, u64 policy) {
     constexpr bool kKnown = Scheduler<Config>::kKnownBeforeWait;
     if constexpr (!kKnown) wait_for_previous_grid();
-    Scheduler<Config> scheduler(args);
+    Scheduler<Config> scheduler(args, shared);
     Ring<Config::kStages> ring;
     Tile<Config> tile(args);
     bool more = scheduler.next(tile, rank);
@@ -109,6 +129,8 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
                 load_weights<Config>(args, shared, tile, ring.stage, block, blocks, rank, policy, rows);
                 load_lhs(blocks);
             }
+            if constexpr (Tile<Config>::kGrouped)
+                gather_activations<Config>(last_lhs_map, shared, tile, ring.stage, block, blocks, rows);
         }
         more = scheduler.next(tile, rank);
         block = tile.range.begin;

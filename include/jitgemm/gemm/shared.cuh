@@ -12,6 +12,7 @@
 //                    barriers full[stages] empty[stages]
 //                             span_full[reducers] span_empty[warpgroups]   where warpgroups split k
 //                             slice_full[reducers] slice_empty[reducers]   where CTAs do
+//                    table    [3][experts] u32                             of grouped kernels (scheduler.cuh)
 //
 // The sums over the splits of k are a reduce-scatter in two steps (sums.cuh). A `slice` is the tokens that one
 // warpgroup stores; a `span` those that it sums over its CTA's warpgroups along k: a slice for each CTA of the cluster,
@@ -54,7 +55,9 @@ struct Shared {
     static constexpr u32 kSpanBarriers = Config::kWarpgroupsK > 1 ? kReducers + kWarpgroups : 0;
     static constexpr u32 kSliceBarriers = Config::kSplitK > 1 ? 2 * kReducers : 0;
     static constexpr u32 kBarrierCount = 2 * Config::kStages + kSpanBarriers + kSliceBarriers;
-    static constexpr u32 kBytes = kBarriers + kBarrierCount * 8;
+    static constexpr u32 kTable = kBarriers + kBarrierCount * 8;
+    static constexpr u32 kTableRow = Config::kExperts * 4;
+    static constexpr u32 kBytes = kTable + 3 * kTableRow;
     static_assert(kRecords % 64 == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0,
                   "misaligned shared memory");
 
@@ -85,6 +88,9 @@ struct Shared {
         return base + kScales + reducer * Config::kSliceTokens * 4;
     }
     __device__ __forceinline__ u32 terms(u32 reducer) const { return base + kTerms + reducer * kTermsBytes; }
+    __device__ __forceinline__ u32 table(u32 row, u32 expert) const {
+        return base + kTable + row * kTableRow + expert * 4;
+    }
     __device__ __forceinline__ u32 full(u32 stage) const { return base + kBarriers + stage * 8; }
     __device__ __forceinline__ u32 empty(u32 stage) const { return full(Config::kStages + stage); }
     __device__ __forceinline__ u32 span_full(u32 reducer) const { return full(2 * Config::kStages + reducer); }

@@ -19,6 +19,7 @@ template <typename Config>
 struct Consumer {
     const Args& args;
     const TensorMap* out_map;
+    const TensorMap* out_row_map;  // of a single row; of grouped kernels
     const Shared<Config>& shared;
     u32 rank;
     const Position& position;

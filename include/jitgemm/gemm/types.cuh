@@ -7,6 +7,7 @@ namespace jitgemm {
 constexpr u32 kBlockK = 128;     // k of a weight record, and bytes of a swizzled row of activations
 constexpr u32 kStripRows = 64;   // rows of n of a weight record: wgmma's M
 constexpr u32 kSwizzledRow = 128;  // bytes of a row of shared memory with the 128-byte swizzle
+constexpr u32 kSwizzleRows = 8;  // after so many rows the swizzle repeats
 constexpr u32 kWarpgroup = 128;  // threads
 constexpr u32 kWarpgroupVector = kWarpgroup * 16;  // bytes that a warpgroup loads or stores with 16 a thread
 
@@ -29,6 +30,22 @@ struct Args {
     u32 last_rows;  // tokens of a copy of the last tile along m
 };
 static_assert(sizeof(Args) == 104, "jitgemm/gemm/plan.py packs this struct");
+
+// What a grouped GEMM has beside it; jitgemm/gemm/grouped_plan.py fills the same layout. The weight's tensors and the
+// bias have the experts as their first dimension.
+struct GroupPointers {
+    const void* sizes;     // first rows and ends of the experts, or numbers of rows
+    const i32* row_index;  // which token each row is, or null where rows are tokens
+};
+struct GroupedArgs : GroupPointers, Args {
+    u32 experts;
+    u32 rows_of_expert;  // from one expert's first row to the next one's where `sizes` are numbers of rows; else 0
+    u32 expected_rows;   // of an expert, a hint
+    u32 tokens;          // rows of lhs
+    u32 sizes_step;      // from one expert's first row in `sizes` to the next one's; its end stands behind it
+    u32 wide_sizes;      // 64-bit ones
+};
+static_assert(sizeof(GroupedArgs) == 144, "jitgemm/gemm/grouped_plan.py packs this struct");
 
 // A consumer thread's position in its CTA, and the tokens that its warpgroup stores.
 struct Position {

@@ -54,6 +54,12 @@ __device__ __forceinline__ float load_shared_float(u32 address) {
     return v;
 }
 
+__device__ __forceinline__ u32 load_shared_u32(u32 address) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ u32 load_shared_u8(u32 address) {
     u32 value;
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
@@ -74,6 +80,10 @@ __device__ __forceinline__ float load_shared_real(u32 base, u32 index) {
 
 __device__ __forceinline__ void store_shared_float4(u32 address, float x, float y, float z, float w) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_u32(u32 address, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_float(u32 address, float value) {

@@ -1,0 +1,262 @@
+"""The grouped calls: rows of activations sorted by expert, or a block of rows for each, times the experts' weights.
+
+How many rows an expert has is on the device, and stays there: the host knows sizes of tensors and a hint, so a call
+never waits, and a CUDA graph of it may be replayed with other routings. Both calls are one launch of the dense
+kernel's family, whose scheduler walks the experts that have rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from jitgemm.gemm.arguments import Lhs, Operands, split_lhs
+from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped, experts_of
+from jitgemm.kernel.formats import format_named
+from jitgemm.runtime.checks import check_addresses
+from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.plans import thread
+from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, dtype_name
+from jitgemm.weight.w4 import PackedWeight, W4Weight
+
+
+def m_grouped_gemm_w4a8_bf16_nt_contiguous(
+    lhs: Lhs,
+    rhs: W4Weight,
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    row_index: torch.Tensor | None = None,
+    expected_m: int | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """`m_grouped_gemm_w4a8_nt_contiguous` into bfloat16; TypeError for another out."""
+    _check_bf16(out)
+    m_grouped_gemm_w4a8_nt_contiguous(
+        lhs, rhs, out, offsets, bias=bias, row_index=row_index, expected_m=expected_m, batch_invariant=batch_invariant
+    )
+
+
+def m_grouped_gemm_w4a8_nt_contiguous(
+    lhs: Lhs,
+    rhs: W4Weight,
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    row_index: torch.Tensor | None = None,
+    expected_m: int | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """out[i] = lhs[i] · rhs[e]ᵀ for the rows i of each expert e, as `gemm_w4a8_nt` computes it, on the current stream.
+
+    ::
+
+        rows     0 1 | 2 3 4 5 | 6 7        offsets = [0, 2, 2, 6, 7], E = 4: expert 1 has no rows, and row 7 is no one's
+        expert   0   | 2       | 3
+
+    Args:
+        lhs: (x, x_scale), or (x, x_scale, x_zero), as `gemm_w4a8_nt` takes them: x [M, k], rows sorted by expert.
+        rhs: weight of E experts [E, n, k] from `pack_w4`.
+        out: bfloat16, float16 or float32 [M, n], as `gemm_w4a8_nt` takes it. Rows of no expert are left alone.
+        offsets: int32 or int64 [E + 1], contiguous: expert e has the rows offsets[e] to offsets[e + 1] - 1. Or [E, 2]:
+            its first row and its end, for experts with rows of nobody between them. Read on the device when the kernel
+            runs. Values are clamped there: to 0..M, and an end before its first row to that, so no sizes make the
+            kernel read or write outside of its tensors. Experts that share rows leave in them what either computes.
+        bias: bfloat16 or fp32 [E, n], contiguous, or None.
+        row_index: int32 [M], contiguous: row i of the GEMM is row row_index[i] of x, which has any number of rows, and
+            of x_scale and x_zero. Rows of x come one at a time then; for many rows an expert it is faster to gather
+            them when they are quantised. Values outside of x stand for its last row.
+        expected_m: rows of an expert, as expected, by which the kernel is chosen; None for M / E. Any value gives right
+            results.
+        batch_invariant: a row of out has the same bits whatever M, the other rows and its place are.
+
+    All on one device. On the CPU: `m_grouped_gemm_w4a8_reference`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
+        CacheMissError, CompileError, DriverError, UnsupportedDeviceError: as `gemm_w4a8_nt`.
+    """
+    x, x_scale, x_zero = split_lhs(lhs)
+    experts = experts_of(rhs)
+    check_tensor("out", out)
+    rows = out.shape[0] if out.dim() else 0
+    expected_rows = rows if expected_m is None else experts * check_int("expected_m", expected_m)
+    groups = Groups(check_tensor("offsets", offsets), row_index, 0, max(1, min(expected_rows, rows)))
+    _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant)
+
+
+def m_grouped_gemm_w4a8_bf16_nt_masked(
+    lhs: Lhs,
+    rhs: W4Weight,
+    out: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    *,
+    bias: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """`m_grouped_gemm_w4a8_nt_masked` into bfloat16; TypeError for another out."""
+    _check_bf16(out)
+    m_grouped_gemm_w4a8_nt_masked(lhs, rhs, out, masked_m, expected_m, bias=bias, batch_invariant=batch_invariant)
+
+
+def m_grouped_gemm_w4a8_nt_masked(
+    lhs: Lhs,
+    rhs: W4Weight,
+    out: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    *,
+    bias: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """out[e, i] = lhs[e, i] · rhs[e]ᵀ for i < masked_m[e]: DeepEP's low-latency form, of max_m rows for every expert.
+
+    Args:
+        lhs: (x, x_scale), or (x, x_scale, x_zero): x [E, max_m, k], x_scale and x_zero [E, max_m] or one element. Row
+            strides as in `gemm_w4a8_nt`; an expert is max_m row strides behind the one before.
+        rhs: weight of E experts [E, n, k] from `pack_w4`.
+        out: bfloat16, float16 or float32 [E, max_m, n], strides as x. Rows from masked_m[e] on are left alone.
+        masked_m: int32 or int64 [E], contiguous, read on the device and clamped to 0..max_m there.
+        expected_m: rows of an expert, as expected, by which the kernel is chosen. Any value gives right results.
+        bias, batch_invariant: as `m_grouped_gemm_w4a8_nt_contiguous` has them.
+
+    Raises:
+        As `m_grouped_gemm_w4a8_nt_contiguous`.
+    """
+    x, x_scale, x_zero = split_lhs(lhs)
+    experts = experts_of(rhs)
+    max_m = x.shape[1] if x.dim() == 3 else 0
+    x, x_scale, x_zero, out = (
+        None if each is None else as_rows(name, check_tensor(name, each), experts, max_m, columns)
+        for name, each, columns in (
+            ("lhs[0] (x)", x, "k"), ("lhs[1] (x_scale)", x_scale, ""), ("lhs[2] (x_zero)", x_zero, ""), ("out", out, "n")
+        )
+    )  # fmt: skip
+    expected_rows = experts * check_int("expected_m", expected_m)
+    groups = Groups(check_tensor("masked_m", masked_m), None, max_m, max(1, min(expected_rows, experts * max_m)))
+    _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant)
+
+
+def rows_of_m_indices(m_indices: torch.Tensor, experts: int) -> torch.Tensor:
+    """DeepGEMM's `m_indices` as `offsets`: int32 [E, 2], each expert's first row and end. Never waits for the device.
+
+    Args:
+        m_indices: int32 [M], the expert of each row, -1 for rows to skip. Rows of one expert stand together.
+        experts: E.
+    """
+    check_dtype("m_indices", check_tensor("m_indices", m_indices).dtype, ("s32",))
+    if m_indices.dim() != 1:
+        raise ValueError(f"m_indices: expected shape [M], got {list(m_indices.shape)}")
+    rows = torch.arange(m_indices.shape[0], dtype=torch.int32, device=m_indices.device)
+    of = torch.where((m_indices >= 0) & (m_indices < experts), m_indices, experts).long()
+    first = m_indices.new_full((experts + 1,), m_indices.shape[0]).scatter_reduce_(0, of, rows, "amin")
+    end = m_indices.new_zeros(experts + 1).scatter_reduce_(0, of, rows + 1, "amax")
+    return torch.stack((torch.minimum(first, end), end), 1)[:experts].contiguous()
+
+
+def rows_of_problem_sizes(
+    expert_offsets: torch.Tensor, problem_sizes: torch.Tensor, swap_ab: bool = True
+) -> torch.Tensor:
+    """vLLM's `expert_offsets` and `problem_sizes` as `offsets`: int32 [E, 2], each expert's first row and end.
+
+    Args:
+        expert_offsets: int32 or int64 [E] or [E + 1], first rows.
+        problem_sizes: int32 [E, 3], m, n and k of each expert's GEMM; n, m and k with swap_ab, as `cutlass_w4a8_moe_mm`
+            has them.
+    """
+    first = check_tensor("expert_offsets", expert_offsets)
+    sizes = check_tensor("problem_sizes", problem_sizes)
+    if sizes.dim() != 2 or sizes.shape[1] != 3:
+        raise ValueError(f"problem_sizes: expected shape [E, 3], got {list(sizes.shape)}")
+    if first.dim() != 1 or first.shape[0] - sizes.shape[0] not in (0, 1):
+        raise ValueError(f"expert_offsets: expected shape [{sizes.shape[0]}], got {list(first.shape)}")
+    first = first[: sizes.shape[0]].to(torch.int32)
+    return torch.stack((first, first + sizes[:, 1 if swap_ab else 0].to(torch.int32)), 1)
+
+
+def _check_bf16(out: torch.Tensor) -> None:
+    if check_tensor("out", out).dtype is not torch.bfloat16:
+        got = dtype_name(out.dtype)
+        raise TypeError(f"out: expected bfloat16 (the call without bf16 in its name takes others), got {got}")
+
+
+# ---- the call --------------------------------------------------------------------------------------------------------
+
+
+def _call(operands: Operands, groups: Groups, batch_invariant: bool) -> None:
+    if torch.compiler.is_compiling() or traced(operands.x, operands.out):
+        x, x_scale, x_zero, weight, out, bias = operands
+        torch.ops.jitgemm.m_grouped_gemm_w4a8_nt(
+            x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias, *groups,
+            weight.n, weight.k, weight.format.name, batch_invariant,
+        )  # fmt: skip
+        return
+    _run(operands, groups, batch_invariant)
+
+
+def _run(operands: Operands, groups: Groups, batch_invariant: bool) -> None:
+    """The call, directly or by its op: one look-up, then a launch."""
+    x, x_scale, x_zero, weight, out, bias = operands
+    sizes, row_index, rows_of_expert, expected_rows = groups
+    key = (
+        weight.plan_key, x.numel(), batch_invariant, bias is None, x_zero is None, row_index is None, rows_of_expert,
+        expected_rows,
+    )  # fmt: skip
+    tensors = [x, x_scale, out, sizes]
+    tensors += [each for each in (x_zero, bias, row_index) if each is not None]
+    plan = thread.memory.find_plan(key, tensors)
+    if plan is None:
+        check_flag("batch_invariant", batch_invariant)
+        check_grouped(operands, groups)
+        if out.shape[0] == 0 or x.shape[0] == 0:
+            return
+        check_addresses(GROUPED_POINTERS, (sizes, row_index, *operands.tensors))
+        if not x.is_cuda:
+            _run_reference(operands, groups)
+            return
+        from jitgemm.gemm.grouped_plan import GroupedPlan
+
+        with torch.cuda.device(x.device):
+            plan = GroupedPlan(operands, groups, batch_invariant=batch_invariant)
+        thread.memory.add_plan(key, tensors, plan)
+    plan.launch(operands, groups)
+
+
+def _run_reference(operands: Operands, groups: Groups) -> None:
+    from jitgemm.gemm.reference import write_grouped_reference
+
+    first = None
+    if groups.rows_of_expert:
+        first = torch.arange(len(groups.sizes)) * groups.rows_of_expert
+    write_grouped_reference(
+        operands.lhs, operands.weight, operands.out, groups.sizes, first=first, row_index=groups.row_index,
+        bias=operands.bias, most=groups.rows_of_expert or operands.out.shape[0],
+    )  # fmt: skip
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def _of_op(arguments: tuple) -> tuple[Operands, Groups]:  # type: ignore[type-arg]
+    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, *groups, n, k, format, _ = arguments
+    weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
+    return Operands(x, x_scale, x_zero, weight, out, bias), Groups(*groups)
+
+
+def _op(*arguments) -> None:  # type: ignore[no-untyped-def]
+    _run(*_of_op(arguments), arguments[-1])
+
+
+def _fake_op(*arguments) -> None:  # type: ignore[no-untyped-def]
+    check_grouped(*_of_op(arguments))
+
+
+define_op(
+    "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
+    "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, int rows_of_expert, "
+    "int expected_rows, int n, int k, str format, bool batch_invariant) -> ()",
+    _op,
+    _fake_op,
+)

@@ -1,0 +1,114 @@
+"""From the checked operands of a grouped call to a launch: what `plan.py` is to the dense one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jitgemm import settings
+from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.groups import GROUPED_POINTERS, Groups
+from jitgemm.gemm.plan import KERNELS, VALUES, values_of
+from jitgemm.kernel.formats import Problem
+from jitgemm.kernel.spec import KernelSpec, slice_tokens, smem_bytes
+from jitgemm.runtime import driver
+from jitgemm.runtime.device import device_of
+from jitgemm.runtime.driver import TileMap
+from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
+from jitgemm.select.choose import choose
+from jitgemm.select.shapes import launched_clusters, most_units
+from jitgemm.tensors import TYPE_NAMES
+
+SWIZZLE_ROWS = 8
+"""Rows of a copy of activations of an expert's last tile; after so many the swizzle repeats."""
+
+ARGUMENTS = ArgumentBlock(
+    GROUPED_POINTERS,
+    **VALUES,
+    experts="I",
+    rows_of_expert="I",
+    expected_rows="I",
+    tokens="I",
+    sizes_step="I",
+    wide_sizes="I",
+)
+"""`GroupedArgs` in include/jitgemm/gemm/types.cuh."""
+
+
+class GroupedPlan(PreparedLaunch):
+    """A prepared grouped call, for operands and groups of the shapes, strides, dtypes and device it was made for.
+
+    Args:
+        operands, groups: checked, on a GPU, with rows.
+        spec: the kernel; None for the one that is chosen.
+        batch_invariant: as for `gemm_w4a8_nt`.
+    """
+
+    __slots__ = ("spec",)
+
+    def __init__(
+        self, operands: Operands, groups: Groups, spec: KernelSpec | None = None, *, batch_invariant: bool = False
+    ):
+        x, x_scale, x_zero, weight, out, bias = operands
+        rows, n, k, experts = out.shape[0], weight.n, weight.k, weight.experts
+        device = device_of(x.get_device())
+        if spec is None:
+            spec = choose(
+                Problem(
+                    groups.expected_rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype],
+                    batch_invariant, experts,
+                ),
+                device,
+            )  # fmt: skip
+        if settings.debug():
+            spec = replace(spec, debug=True)
+        self.spec = spec
+
+        gathers = groups.row_index is not None
+        x_row_bytes = x.stride(0) if x.shape[0] > 1 else k
+        out_row_bytes = out.element_size() * (out.stride(0) if rows > 1 else n)
+
+        def x_map(rows: int) -> TileMap:
+            return TileMap("u8", columns=k, rows=x.shape[0], row_bytes=x_row_bytes, box=(128, rows))
+
+        def out_map(box_rows: int) -> TileMap:
+            box = 128 // out.element_size(), box_rows
+            return TileMap(spec.out, columns=n, rows=rows, row_bytes=out_row_bytes, box=box)
+
+        maps = x_map(spec.block_m), x_map(1 if gathers else SWIZZLE_ROWS), out_map(slice_tokens(spec)), out_map(1)
+        kernel, size, smem = KERNELS.load(spec, x.get_device()), spec.cluster_size, smem_bytes(spec)
+        resident = driver.resident_clusters(kernel, size, spec.threads, smem) if size > 1 else device.num_sms
+        clusters = launched_clusters(spec, most_units(spec, experts, rows, n), device.num_sms, resident)
+        lhs, out_at = (i for i, pointer in enumerate(GROUPED_POINTERS) if pointer.field in ("lhs", None))
+        super().__init__(
+            kernel,
+            ARGUMENTS,
+            values_of(operands, rows=rows, x_row_bytes=x_row_bytes, last_rows=0)
+            | {
+                "experts": experts,
+                "rows_of_expert": groups.rows_of_expert,
+                "expected_rows": -(-groups.expected_rows // experts),
+                "tokens": x.shape[0],
+                "sizes_step": 2 if groups.sizes.dim() == 2 else 1,
+                "wide_sizes": groups.sizes.element_size() == 8,
+            },
+            grid=clusters * size,
+            threads=(spec.threads, 1),
+            smem_bytes=smem,
+            maps=tuple(zip((lhs, lhs, out_at, out_at), maps)),
+        )
+
+    def launch(self, operands: Operands, groups: Groups) -> None:
+        """Runs on the device of the operands, on its current stream. Raises as `PreparedLaunch.run`.
+
+        The kernel may start before the kernel before it ends: it reads nothing of the device's memory until that has.
+        """
+        x, x_scale, x_zero, weight, out, bias = operands
+        tensors = (groups.sizes, groups.row_index, *operands.tensors)
+        addresses = (
+            *(0 if each is None else each.data_ptr() for each in tensors[:-2]),
+            0 if x_zero is None else weight.row_sum.data_ptr(),
+            out.data_ptr(),
+            self.number,
+        )
+        if not self.run(addresses, True):
+            self.run(addresses, True, tensors)

@@ -1,0 +1,78 @@
+"""A grouped call's arguments beside a dense one's, and their checks: which rows are which expert's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from jitgemm.gemm.arguments import POINTERS, Operands, check_arguments
+from jitgemm.runtime.checks import Pointer, check_device
+from jitgemm.tensors import check_dtype, check_plain, check_tensor, dtype_name
+from jitgemm.weight.w4 import PackedWeight, W4Weight
+
+GROUPED_POINTERS = (Pointer("sizes", "offsets or masked_m"), Pointer("row_index", "row_index"), *POINTERS)
+"""What a launch has addresses of, in the order of `GroupedArgs` in include/jitgemm/gemm/types.cuh."""
+
+
+class Groups(NamedTuple):
+    """Which rows are whose.
+
+    Attributes:
+        sizes: [E + 1], first rows and the last one's end; [E, 2], first row and end of each; or [E], rows of each.
+        row_index: which row of x each row is, or None for the same.
+        rows_of_expert: rows from one expert's first to the next one's where `sizes` are numbers of rows; else 0.
+        expected_rows: of all experts together, a hint.
+    """
+
+    sizes: torch.Tensor
+    row_index: torch.Tensor | None
+    rows_of_expert: int
+    expected_rows: int
+
+
+def experts_of(rhs: object) -> int:
+    if not isinstance(rhs, (W4Weight, PackedWeight)):
+        raise TypeError(f"rhs: expected a W4Weight from pack_w4, got {type(rhs).__name__}")
+    if rhs.experts is None:
+        raise ValueError("rhs: expected a weight of experts, got a dense one, which gemm_w4a8_nt takes")
+    return rhs.experts
+
+
+def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: str) -> torch.Tensor:
+    """[E, max_m, columns] as [E * max_m, columns], or [E, max_m] as [E * max_m], without a copy."""
+    if not columns and tensor.numel() == 1 and tensor.dim() <= 2:
+        return tensor
+    shape = f"[{experts}, {max_m}{', ' + columns if columns else ''}]"
+    if tensor.dim() != 2 + bool(columns) or tuple(tensor.shape[:2]) != (experts, max_m):
+        raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
+    try:
+        return tensor.view(experts * max_m, *tensor.shape[2:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: expected strides of a view of all rows, one expert {max_m} row strides behind the other, got "
+            f"{tuple(tensor.stride())}"
+        ) from None
+
+
+def check_grouped(operands: Operands, groups: Groups) -> None:
+    """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
+    sizes, row_index, rows_of_expert, _ = groups
+    rows = operands.out.shape[0] if operands.out.dim() == 2 else -1
+    check_arguments(operands, grouped=True, gathers=row_index is not None)
+    experts = experts_of(operands.weight)
+    name = "masked_m" if rows_of_expert else "offsets"
+    check_plain(name, sizes)
+    if sizes.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {dtype_name(sizes.dtype)}")
+    shapes = ((experts,),) if rows_of_expert else ((experts + 1,), (experts, 2))
+    if tuple(sizes.shape) not in shapes or not sizes.is_contiguous():
+        expected = f"[{experts}]" if rows_of_expert else f"[{experts + 1}] or [{experts}, 2]"
+        raise ValueError(f"{name}: expected a contiguous tensor of shape {expected}, got {list(sizes.shape)}")
+    check_device(name, sizes, "lhs[0] (x)", operands.x.device)
+    if row_index is not None:
+        check_plain("row_index", check_tensor("row_index", row_index))
+        check_dtype("row_index", row_index.dtype, ("s32",))
+        if tuple(row_index.shape) != (rows,) or not row_index.is_contiguous():
+            raise ValueError(f"row_index: expected a contiguous tensor of shape [{rows}], got {list(row_index.shape)}")
+        check_device("row_index", row_index, "lhs[0] (x)", operands.x.device)
