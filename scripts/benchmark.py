@@ -88,6 +88,14 @@ def benchmark(
     ep: Annotated[
         int, typer.Option("--ep", min=1, help="--moe: ranks that the experts of --model are spread over.")
     ] = 1,
+    routing: Annotated[
+        str,
+        typer.Option(
+            "--routing",
+            metavar="|".join(cells_lib.ROUTING_NAMES),
+            help="--moe: experts alike, expert i by 1 / i, or all tokens to the same ones.",
+        ),
+    ] = "uniform",
     quick: Annotated[
         bool, typer.Option("--quick", help="Ten cells, torch as the only peer, three rounds: under two minutes.")
     ] = False,
@@ -160,7 +168,8 @@ def benchmark(
     notes, and the others go on.
 
     With --moe a cell is a grouped GEMM over a layer's experts. Its time is the mean over 24 routings in one CUDA graph,
-    drawn by seed: uniform, the experts of a token distinct, rows sorted by expert, offsets on the device.
+    drawn by seed: uniform unless --routing says otherwise, a token's experts distinct, rows sorted by expert, offsets
+    on the device.
 
     \b
     Reading the table:
@@ -202,8 +211,8 @@ def benchmark(
         raise ValueError("--compare, --plot and --sustained are about GPU times: they do not go with --host or --jit")
     if moe and (host or jit or shape):
         raise ValueError("--moe: expected none of --host, --jit and --shape beside it")
-    if ep > 1 and not moe:
-        raise ValueError("--ep: expected only with --moe")
+    if (ep > 1 or routing != "uniform") and not moe:
+        raise ValueError("--ep, --routing: expected only with --moe")
     base = results_lib.read_document(baseline) if baseline is not None else None
     console = common.err() if to_stdout else common.out()
     outputs = Outputs(console, json_file, plot, base, noise_floor, peers_from)
@@ -216,7 +225,7 @@ def benchmark(
     ms = cells_lib.parse_ms(m) if m else None
     if moe:
         ms = ms or (cells_lib.MOE_QUICK_MS if quick else None)
-        cells = cells_lib.make_moe_cells([preset] if preset else [], model or (), tp, ep, ms)
+        cells = cells_lib.make_moe_cells([preset] if preset else [], model or (), tp, ep, ms, routing)
     else:
         asked_preset = preset or (None if shape or model else "quick" if quick else "llama-8b")
         ms = ms or (cells_lib.QUICK_MS if quick else None)

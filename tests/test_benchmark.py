@@ -661,10 +661,10 @@ def test_the_preset_cells_are_those_of_the_recorded_peers_with_their_loads():
             assert found == pytest.approx(each[name], rel=0.09), (cell.name, name)
 
 
-@pytest.mark.parametrize(
-    "experts", [Experts(8, 2, 8), Experts(32, 8, 256), Experts(1, 1, 1), Experts(3, 5, 9)], ids=str
-)
-def test_the_experts_of_a_token_are_distinct_and_every_row_is_somebody_s(experts):
+@pytest.mark.parametrize("routing", cells_lib.ROUTING_NAMES)
+@pytest.mark.parametrize("experts", [(8, 2, 8), (32, 8, 256), (1, 1, 1), (3, 5, 9)], ids=str)
+def test_the_experts_of_a_token_are_distinct_and_every_row_is_somebody_s(experts, routing):
+    experts = Experts(*experts, routing)
     for tokens in (1, 7, 100):
         cell = GroupedCell(64, 128, tokens, "", experts)
         assert len(cell.loads) == cells_lib.ROUTINGS
@@ -673,6 +673,18 @@ def test_the_experts_of_a_token_are_distinct_and_every_row_is_somebody_s(experts
             assert experts.count < experts.of or sum(load) == tokens * experts.top_k
         assert cell.most_rows == max(1, *map(sum, cell.loads))
         assert cell.loads == GroupedCell(8, 32, tokens, "", experts).loads
+
+
+def test_skewed_routings_give_some_experts_more_rows():
+    def most(routing: str) -> float:
+        return max(GroupedCell(64, 128, 512, "", Experts(128, 8, 128, routing)).loads[0])
+
+    assert most("uniform") < 60 < 200 < most("zipf") <= most("same") == 512
+    assert GroupedCell(64, 128, 512, "", Experts(128, 8, 128, "same")).hit == 8
+    assert {cell.layer for cell in make_moe_cells(["mixtral"], routing="zipf")} == {
+        "mixtral w13 zipf",
+        "mixtral w2 zipf",
+    }
 
 
 def test_a_cell_reads_back_from_its_record():
@@ -709,7 +721,8 @@ def test_a_model_gives_its_experts_on_one_rank(tmp_path, changes, tp, ep, expect
     [
         (("--moe", "--shape", "64,128"), "--moe: expected none of"),
         (("--moe", "--host"), "--moe: expected none of"),
-        (("--ep", "2"), "--ep: expected only with --moe"),
+        (("--ep", "2"), "--ep, --routing: expected only with --moe"),
+        (("--moe", "--routing", "random"), "--routing: expected one of uniform, zipf, same"),
         (("--moe", "--preset", "llama-8b"), "expected one of qwen3-30b, dsv3-ep8"),
         (("--moe", "--model", ROOT / "scripts" / "data" / "llama-3-8b.json"), "num_experts"),
         (("--moe", "--peer", "quack_exact"), "--peer: expected one of"),
@@ -766,6 +779,27 @@ def test_torch_s_grouped_gemm_passes_the_check_and_another_expert_s_weight_does_
     run = bf16.load(source, None)(40, 1)
     source.distinct.reverse()
     assert not check(run, source, 40)["correct"]
+
+
+@pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g64z_bi", "int8_g32", "int8_ch"])
+def test_our_grouped_results_pass_both_checks_and_wrong_ones_do_not(name):
+    import torch
+    from benchmark_lib.checks import check
+    from benchmark_lib.contestants import pick
+
+    source = moe_source()
+    (mine,) = pick([parse_format(name)], ["none"], moe=True)
+    run = mine.load(source, None)(40, 1)
+    assert len(run.calls) == cells_lib.ROUTINGS
+    found = check(run, source, 40)
+    assert found["correct"] and 0 < found["error_over_bound"] <= 1 and 0.01 < found["error"] < 0.3
+
+    out, good = run.calls[0].args[2], list(run.calls)
+    run.calls = [lambda call=call: (call(), out.mul_(1.05)) for call in good]
+    assert not check(run, source, 40)["correct"]
+    run.calls = [lambda call=call: (call(), out[3].fill_(torch.nan)) for call in good]
+    assert not check(run, source, 40)["correct"]
+    assert len(run.snapshot()) == sum(source.cell(40).loads[-1])  # no row that belongs to no expert
 
 
 @pytest.mark.parametrize("name", ["e4m3_g128", "int8_g64z", "int8_ch_bi"])

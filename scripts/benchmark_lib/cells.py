@@ -5,7 +5,8 @@ Plain arithmetic: no torch, no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -98,7 +99,11 @@ class Cell:
         return f"{self.n}x{self.k} m={self.m}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
+ROUTING_NAMES = ("uniform", "zipf", "same")
+"""Experts alike; expert i of them chosen in proportion to 1 / i; all tokens choose the same ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """How tokens choose weights.
 
@@ -106,15 +111,19 @@ class Experts:
         count: weights on this rank.
         top_k: distinct experts that a token chooses.
         of: experts that it chooses from; more than count where several ranks hold them.
+        routing: a name of ROUTING_NAMES.
     """
 
     count: int
     top_k: int
     of: int
+    routing: str = "uniform"
 
     def __post_init__(self) -> None:
         if not (1 <= self.count <= self.of and 1 <= self.top_k <= self.of):
             raise ValueError(f"experts: expected 1 <= count <= of and 1 <= top_k <= of, got {self}")
+        if self.routing not in ROUTING_NAMES:
+            raise ValueError(f"--routing: expected one of {', '.join(ROUTING_NAMES)}, got {self.routing!r}")
 
 
 ROUTINGS = 24
@@ -122,17 +131,36 @@ ROUTING_SEED = 42
 """Its loads come close to those that the peers of docs/performance/moe_peers_h200.json were timed with."""
 
 
+def _chooser(experts: Experts, random: Random) -> Callable[[], Iterable[int]]:
+    """What gives one token's experts."""
+    everybody, top_k = range(experts.of), experts.top_k
+    if experts.routing == "uniform":
+        return lambda: random.sample(everybody, top_k)
+    ranked = random.sample(everybody, experts.of)
+    if experts.routing == "same":
+        return lambda: ranked[:top_k]
+    cumulative = list(itertools.accumulate(1 / rank for rank in range(1, experts.of + 1)))
+
+    def zipf() -> set[int]:
+        found: set[int] = set()
+        while len(found) < top_k:
+            found.update(random.choices(ranked, cum_weights=cumulative, k=top_k - len(found)))
+        return found
+
+    return zipf
+
+
 @lru_cache(maxsize=256)
 def routings(experts: Experts, tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Rows of each weight in each of some routings: uniform, a token's experts distinct. Some weight has a row."""
+    """Rows of each weight in each of some routings. A token's experts are distinct; the first `count` are here."""
     drawn = []
     for i in range(ROUTINGS):
-        random, counts = Random(1000 * ROUTING_SEED + i), [0] * experts.count
+        random, counts = Random(1000 * ROUTING_SEED + i), [0] * experts.of
+        choose = _chooser(experts, random)
         for _ in range(tokens):
-            for expert in random.sample(range(experts.of), experts.top_k):
-                if expert < experts.count:
-                    counts[expert] += 1
-        drawn.append(tuple(counts))
+            for expert in choose():
+                counts[expert] += 1
+        drawn.append(tuple(counts[: experts.count]))
     return tuple(drawn)
 
 
@@ -356,6 +384,7 @@ def make_moe_cells(
     tp: int = 1,
     ep: int = 1,
     ms: Sequence[int] | None = None,
+    routing: str = "uniform",
 ) -> list[GroupedCell]:
     """Both grouped GEMMs of the presets' and the models' expert layers, times every number of tokens.
 
@@ -365,6 +394,7 @@ def make_moe_cells(
         tp: ranks that each expert of the models is cut into.
         ep: ranks that the models' experts are spread over.
         ms: numbers of tokens; None for MOE_MS.
+        routing: a name of ROUTING_NAMES.
 
     Raises:
         ValueError: an argument cannot be read, or a model cannot be cut so.
@@ -382,8 +412,9 @@ def make_moe_cells(
             raise ValueError(f"{path}: {count} experts of width {width} cannot be cut for ep = {ep}, tp = {tp}")
         experts = Experts(count // ep, _first(config, _TOP_K), count)
         layers[str(config.get("model_type"))] = experts, _first(config, ("hidden_size",)), width // tp
+    suffix = "" if routing == "uniform" else f" {routing}"
     return [
-        GroupedCell(n, k, m, f"{name} {gemm}", experts)
+        GroupedCell(n, k, m, f"{name} {gemm}{suffix}", replace(experts, routing=routing))
         for name, (experts, hidden, width) in layers.items()
         for gemm, n, k in (("w13", 2 * width, hidden), ("w2", hidden, width))
         for m in ms or MOE_MS
