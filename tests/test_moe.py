@@ -21,16 +21,21 @@ from jitgemm.activations.call import quantize
 from jitgemm.activations.kernel import GATES, SILU_MUL, Gate, quantize_source, quantize_spec
 from jitgemm.activations.reference import gated
 from jitgemm.jit.cache import KernelCache
-from jitgemm.moe.arguments import check_combining
+from jitgemm.moe.arguments import Layer, check_combining
+from jitgemm.moe.call import _launch
 from jitgemm.moe.kernel import (
     CLUSTER,
     MAX_EXPERTS,
     MAX_GLOBAL_EXPERTS,
     CombineSpec,
+    FrontSpec,
     RouteSpec,
-    moe_source,
+    front_spec,
+    layer_specs,
     route_launch,
     route_spec,
+    route_threads,
+    source_of,
 )
 from jitgemm.moe.route import combine, route
 
@@ -234,6 +239,29 @@ def test_out_is_written_and_returned():
     assert bool((whole[:, 72:] == 7).all())
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_launches_one_by_one_are_the_reference(mode, dtype):
+    """The way of CUDA tensors, each step by what it runs on the CPU."""
+    g = builders.generator(3)
+    expert_map = torch.tensor([4, -1, 2, 0, 1, 3, -1], dtype=torch.int32)
+    case = Case(dtype=dtype, mode=mode, scale=1.0)
+    x, w13, w2, _, weights = case.arguments
+    options = {
+        "bias13": torch.randn((5, 192), generator=g),
+        "bias2": torch.randn((5, 72), generator=g),
+        "addend": torch.randn((9, 72), generator=g).to(dtype),
+    }
+    ids, (lhs_dtype, affine) = choices(4, 9, 3, 7), MODES[mode]
+    gate = Gate("swiglu_oai", "interleaved", 7.0, 1.702)
+    layer = Layer(x, w13, w2, ids, weights, gate, lhs_dtype, affine, expert_map, *options.values(), False)
+    out = torch.empty(9, 72, dtype=dtype)
+    _launch(layer, out)
+    options |= {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0, "expert_map": expert_map}
+    expected = fused_experts(x, w13, w2, ids, weights, lhs_dtype=lhs_dtype, affine=affine, **options)
+    assert float((out - expected).double().norm() / expected.double().norm()) < (4e-3 if dtype.itemsize == 2 else 1e-3)
+
+
 def test_lhs_dtype_is_what_the_weights_were_packed_for():
     case = Case(group_size=builders.PER_CHANNEL)
     w13, w2 = (
@@ -399,7 +427,8 @@ def test_compiling_has_one_graph_for_any_number_of_tokens_and_the_same_bits(fron
 @pytest.mark.parametrize("experts", [1, 8, 256, MAX_EXPERTS])
 def test_a_routing_s_runs_cover_its_choices(choices, experts):
     spec = route_spec(choices)
-    threads, run, smem = route_launch(spec, choices, experts, MAX_GLOBAL_EXPERTS)
+    threads = route_threads(spec, choices, experts)
+    run, smem = route_launch(threads, spec.ctas, choices, experts, MAX_GLOBAL_EXPERTS)
     assert threads % 32 == 0 and threads <= 1024 and run % 32 == 0
     assert spec.ctas * (threads // 32) * run >= choices > (spec.ctas * (threads // 32) - 1) * (run - 32)
     assert smem + 128 <= 227 * 1024
@@ -412,7 +441,9 @@ GATE_SPECS = dict.fromkeys(
     for kind in GATES
     for order, limit in (("gate_up", float("inf")), ("up_gate", 7.0), ("interleaved", 7.0))
 )
+FRONTS = ((2048, "bf16", "e4m3", False), (16384, "fp32", "s8", True), (7168, "fp16", "s8", False))
 SPECS = [RouteSpec(1), RouteSpec(CLUSTER)]
+SPECS += [front_spec(8, k, x, q, affine) for k, x, q, affine in FRONTS]
 SPECS += [CombineSpec(row, out) for row, out in (("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "bf16"))]
 
 
@@ -424,6 +455,20 @@ def test_gates_have_kernels_of_their_own():
         quantize_spec(64, "bf16", "s8", gate=Gate("relu"))
 
 
+def test_a_layer_s_kernels_are_the_same_for_any_numbers_of_tokens_and_choices():
+    gate = Gate("swiglu_oai", "interleaved", 7.0, 1.702)
+    for k in (2880, 20000):
+        specs = layer_specs(k, 2880, "bf16", "s8", gate, affine=True)
+        for count in (1, 8, 2048, 2049, 10**6):
+            front = front_spec(count, k, "bf16", "s8", True)
+            assert (front is None) == (count > 2048 or k > 16384)
+            first = (front,) if front else (route_spec(count), quantize_spec(k, "bf16", "s8", affine=True))
+            assert set(first) <= set(specs)
+        assert quantize_spec(2880, "bf16", "s8", affine=True, gate=gate) in specs
+        assert any(isinstance(spec, FrontSpec) for spec in specs) == (k == 2880)
+    assert len({spec.label for spec in SPECS}) == len(SPECS)
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> KernelCache:
     return KernelCache([tmp_path_factory.mktemp("kernels")])
@@ -432,8 +477,7 @@ def cache(tmp_path_factory) -> KernelCache:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("spec", [*SPECS, *GATE_SPECS], ids=lambda spec: spec.label)
 def test_compiles_for_sm_90a_without_spills_or_warnings(cache, spec):
-    source = moe_source(spec) if spec in SPECS else quantize_source(spec)
-    entry, compiled = cache.get_or_compile(source)
+    entry, compiled = cache.get_or_compile(source_of(spec))
     log = entry.metadata["log"]
     assert compiled and entry.cubin.startswith(b"\x7fELF")
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", log) == [("0", "0")]

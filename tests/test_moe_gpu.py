@@ -8,14 +8,14 @@ import builders
 import pytest
 import torch
 from moe_cases import ACTIVATIONS, MODES, ORDERS, Case, choices
-from quantize_cases import assert_close
+from quantize_cases import activations, assert_close, assert_same_bits
 
 from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
 from jitgemm.activations.kernel import Gate
 from jitgemm.moe.arguments import Routing
-from jitgemm.moe.route import combine, combine_reference, route, route_reference
+from jitgemm.moe.route import combine, combine_reference, route, route_and_quantize, route_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +101,25 @@ def test_routing_is_the_same_in_every_run():
 def test_no_tokens_are_routed():
     routing = route(torch.empty((0, 4), dtype=torch.int64, device="cuda"), 7)
     assert routing.offsets.tolist() == [0] * 8 and routing.inverse.shape == (0, 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("k", [32, 2048, 4128, 7168, 16384, 16416])
+@pytest.mark.parametrize(
+    "tokens, top_k, experts", [(1, 8, 256), (9, 6, 1024), (64, 8, 128), (256, 8, 512), (257, 8, 8)]
+)
+def test_routing_and_quantising_at_once_are_both(tokens, top_k, experts, k, mode):
+    dtype, affine = MODES[mode]
+    ids = choices(tokens, tokens, top_k, experts, "zipf").cuda()
+    ids.view(-1)[::5] = -1
+    for x_dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = activations(1, tokens, k + 32, x_dtype, "cuda")[:, 32:]
+        inputs = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None)
+        for expert_map in (None, torch.arange(experts, dtype=torch.int32, device="cuda").flip(0)):
+            routing, outputs = route_and_quantize(inputs, ids, experts, expert_map)
+            assert_routed(routing, ids, experts, expert_map)
+            sides = [tuple(part for part in side if part is not None) for side in (outputs, quantize(inputs))]
+            assert_same_bits(*sides)
 
 
 # ---- combining ------------------------------------------------------------------------------------------------------

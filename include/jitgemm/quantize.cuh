@@ -12,7 +12,7 @@
 //   vector    0   1   2  ..  T-1 | T  T+1  ..  2T-1 | ..        T = blockDim.x
 //   thread    0   1   2  ..  T-1 | 0   1   ..   T-1 | ..
 //
-// blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). CTAs walk the rows with stride gridDim.x.
+// blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). CTAs walk the rows, each one in so many.
 #pragma once
 #include <jitgemm/ptx/barrier.cuh>
 #include <jitgemm/ptx/memory.cuh>
@@ -466,10 +466,11 @@ __device__ __forceinline__ u32 live_rows(const QuantizeArgs& args) {
 
 // Rows that fit the registers of their threads; the next row is read while one is worked on.
 template <class Config>
-__device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted) {
+__device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted,
+                                                   u32 block, u32 blocks) {
     constexpr u32 kVectors = Config::kVectors;
-    const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = gridDim.x * Config::kRows;
-    u32 row = blockIdx.x * Config::kRows + threadIdx.y;
+    const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = blocks * Config::kRows;
+    u32 row = block * Config::kRows + threadIdx.y;
     auto mine = [](u32 i) { return threadIdx.x + i * blockDim.x; };
 
     Input<Config> input[kVectors];
@@ -527,10 +528,11 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
 
 // Longer rows are read twice, the second time from the L2.
 template <class Config>
-__device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted) {
+__device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted,
+                                                   u32 block, u32 blocks) {
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector;
     u32 parity = 0;
-    for (u32 row = blockIdx.x; row < m; row += gridDim.x, parity ^= 1) {
+    for (u32 row = block; row < m; row += blocks, parity ^= 1) {
         Range<Config> range;
 #pragma unroll 2
         for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
@@ -554,8 +556,9 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, War
     }
 }
 
+// The part of CTA `block` of `blocks`.
 template <class Config>
-__device__ __forceinline__ void quantize_rows(const QuantizeArgs& args) {
+__device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, u32 block, u32 blocks) {
     __shared__ WarpRanges slots[2];
     extern __shared__ __align__(16) u8 permuted[];  // [kRows][k], permuted only
 
@@ -566,9 +569,9 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args) {
 
     u8* const row_of_codes = permuted + threadIdx.y * args.k;
     if constexpr (Config::kVectors > 0) {
-        quantize_held_rows<Config>(args, slots, row_of_codes);
+        quantize_held_rows<Config>(args, slots, row_of_codes, block, blocks);
     } else {
-        quantize_long_rows<Config>(args, slots, row_of_codes);
+        quantize_long_rows<Config>(args, slots, row_of_codes, block, blocks);
     }
 }
 

@@ -185,8 +185,8 @@ def smem_bytes(spec: QuantizeSpec, k: int) -> int:
     return spec.rows * k if spec.permuted else 0
 
 
-def render_quantize(spec: QuantizeSpec) -> str:
-    """The CUDA source of a quantiser. Compile as `quantize_source` says; the entry point is `KERNEL_NAME`."""
+def render_config(spec: QuantizeSpec) -> str:
+    """The constants of a quantiser as a struct of C++, `Config`."""
     constants = {
         "RealType kX": DTYPES[spec.x].cpp_name,
         "bool kE4m3": spec.q == "e4m3",
@@ -203,6 +203,11 @@ def render_quantize(spec: QuantizeSpec) -> str:
     }
     texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in constants.items()}
     lines = "\n".join(f"    static constexpr {name} = {text};" for name, text in texts.items())
+    return f"struct Config {{\n{lines}\n}};"
+
+
+def render_quantize(spec: QuantizeSpec) -> str:
+    """The CUDA source of a quantiser. Compile as `quantize_source` says; the entry point is `KERNEL_NAME`."""
     threads = 32 * spec.rows if spec.rows > 1 else MAX_THREADS
     bounds = f"{threads}, 1" if spec.gate == "gelu" else threads  # erfc() needs more than the 32 registers of two CTAs
     return f"""\
@@ -210,14 +215,12 @@ def render_quantize(spec: QuantizeSpec) -> str:
 #include <jitgemm/quantize.cuh>
 
 namespace jitgemm {{
-struct Config {{
-{lines}
-}};
+{render_config(spec)}
 }}
 
 extern "C" __global__ void __launch_bounds__({bounds})
 {KERNEL_NAME}(const __grid_constant__ jitgemm::QuantizeArgs args) {{
-    jitgemm::quantize_rows<jitgemm::Config>(args);
+    jitgemm::quantize_rows<jitgemm::Config>(args, blockIdx.x, gridDim.x);
 }}
 """
 

@@ -27,6 +27,14 @@ ROUTE_POINTERS = (
     Pointer("inverse", "inverse", 4, written=True),
 )
 """What a launch has addresses of, in the order of `RouteArgs` in include/jitgemm/moe/route.cuh."""
+FRONT_POINTERS = (
+    *ROUTE_POINTERS,
+    Pointer("x", "x", ALIGNMENT),
+    Pointer("q", "q", ALIGNMENT, written=True),
+    Pointer("scale", "scale", 4, written=True),
+    Pointer("zero", "zero", 4, written=True),
+)
+"""What a launch has addresses of, in the order of `FrontArgs` in include/jitgemm/moe/front.cuh."""
 COMBINE_POINTERS = (
     Pointer("rows", "rows", ALIGNMENT),
     Pointer("inverse", "inverse", 4),

@@ -1,7 +1,8 @@
 """The fused expert layer: the public call, its workspace, and its `torch.library` op.
 
-Six launches, each of which starts while the one before it ends: route, quantise, GEMM, gate and quantise, GEMM,
-combine. Sizes of the experts' parts live on the device alone, so that a CUDA graph can be replayed with other routings.
+Six launches at most, each of which starts while the one before it ends: route, quantise (of few tokens both in one),
+GEMM, gate and quantise, GEMM, combine. Sizes of the experts' parts live on the device alone, so that a CUDA graph can
+be replayed with other routings.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from typing import Any
 
 import torch
 
-from jitgemm.activations.arguments import Inputs
+from jitgemm.activations.arguments import Inputs, Outputs
 from jitgemm.activations.call import quantize
 from jitgemm.activations.kernel import Gate
 from jitgemm.dtypes import LHS_TYPES, torch_dtype
+from jitgemm.gemm.arguments import Lhs
+from jitgemm.gemm.grouped import m_grouped_gemm_w4a8_nt_contiguous
 from jitgemm.kernel.formats import ceil_div, format_named
 from jitgemm.moe.arguments import Layer, Weight, check_arguments, check_out, check_weights, make_gate
-from jitgemm.moe.route import combine, route
+from jitgemm.moe.route import combine, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_flag, check_tensor
@@ -217,30 +220,32 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def _launch(layer: Layer, out: torch.Tensor) -> None:
-    from jitgemm.gemm.grouped import m_grouped_gemm_w4a8_nt_contiguous
-
+    w13: Any
+    w2: Any
     x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, expert_map, bias13, bias2, addend, batch_invariant = layer
     choices = topk_ids.numel()
     everywhere = layer.experts if expert_map is None else expert_map.numel()
     expected_m = ceil_div(choices, everywhere)
 
-    offsets, row_index, inverse = route(topk_ids, layer.experts, expert_map=expert_map)
+    tokens = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None)
+    (offsets, row_index, inverse), quantised = route_and_quantize(tokens, topk_ids, layer.experts, expert_map)
     memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
     hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
-    lhs = _lhs(quantize(Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None)))
+    lhs = _lhs(quantised)
     m_grouped_gemm_w4a8_nt_contiguous(
         lhs, w13, hidden, offsets, bias=bias13, row_index=row_index, expected_m=expected_m,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    lhs = _lhs(quantize(Inputs(hidden, dtype, False, affine, None, None, gate, None, 0.0, None, offsets[-1:])))
+    lhs = _lhs(quantize(tokens._replace(x=hidden, gate=gate, row_count=offsets[-1:])))
     m_grouped_gemm_w4a8_nt_contiguous(
         lhs, w2, rows, offsets, bias=bias2, expected_m=expected_m, batch_invariant=batch_invariant
     )
     combine(rows, inverse, topk_weights, out, addend=addend)
 
 
-def _lhs(outputs: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    return outputs if outputs[2] is not None else outputs[:2]
+def _lhs(outputs: Outputs) -> Lhs:
+    q, scale, zero = outputs
+    return (q, scale) if zero is None else (q, scale, zero)
 
 
 def _as_weight(weight: Weight) -> W4Weight:

@@ -6,15 +6,16 @@ Pure functions over frozen dataclasses; no torch, no driver. The algorithms are 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from jitgemm.activations.kernel import Gate, QuantizeSpec, quantize_source, quantize_spec, render_config
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
 
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
 
-ROUTE_NAME, COMBINE_NAME = "jitgemm_route", "jitgemm_combine"
+ROUTE_NAME, FRONT_NAME, COMBINE_NAME = "jitgemm_route", "jitgemm_route_and_quantize", "jitgemm_combine"
 
 MAX_EXPERTS = 1024
 """Experts of a layer on one device: as many as the grouped GEMM's largest table holds."""
@@ -24,6 +25,7 @@ CLUSTER = 8
 """CTAs that route together where one would take long."""
 ONE_CTA_CHOICES = 2048
 """Up to so many choices one CTA routes alone, which saves the cluster's barriers."""
+FRONT_THREADS = 512
 COMBINE_THREADS = 128
 _VECTOR = 8
 
@@ -37,6 +39,17 @@ class RouteSpec:
     @property
     def label(self) -> str:
         return f"route-c{self.ctas}"
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSpec:
+    """Everything that is a compile-time constant of a kernel that routes and quantises: the quantiser's constants."""
+
+    quantizer: QuantizeSpec
+
+    @property
+    def label(self) -> str:
+        return f"route-{self.quantizer.label}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +69,44 @@ def route_spec(choices: int) -> RouteSpec:
     return RouteSpec(1 if choices <= ONE_CTA_CHOICES else CLUSTER)
 
 
-def route_launch(spec: RouteSpec, choices: int, experts: int, global_experts: int) -> tuple[int, int, int]:
-    """(threads of a CTA, choices of a warp, bytes of shared memory of a CTA)."""
-    threads = 1024
-    if spec.ctas == 1:
-        threads = min(1024, max(128, 32 * ceil_div(max(choices, experts), 32)))
+def front_spec(choices: int, k: int, x: str, q: str, affine: bool) -> FrontSpec | None:
+    """The kernel that routes so many choices and quantises tokens of k values; None where two kernels are needed."""
+    vectors = next((count for count in (1, 2, 4) if k <= count * FRONT_THREADS * _VECTOR), 0)
+    if choices > ONE_CTA_CHOICES or not vectors:
+        return None
+    return FrontSpec(QuantizeSpec(x, q, vectors, affine))
+
+
+def layer_specs(
+    k: int, inter: int, x: str, q: str, gate: Gate, *, affine: bool = False
+) -> tuple[RouteSpec | FrontSpec | CombineSpec | QuantizeSpec, ...]:
+    """Every kernel of a layer beside its GEMMs, whatever the numbers of tokens, choices and experts are.
+
+    Args:
+        k, inter: of w13 and w2.
+        x: name of x's type.
+        q: name of `lhs_dtype`.
+        gate, affine: as the call has them.
+    """
+    return (
+        front_spec(1, k, x, q, affine) or RouteSpec(1),
+        RouteSpec(CLUSTER),
+        quantize_spec(k, x, q, affine=affine),
+        quantize_spec(inter, x, q, affine=affine, gate=gate),
+        CombineSpec(x, x),
+    )
+
+
+def route_launch(threads: int, ctas: int, choices: int, experts: int, global_experts: int) -> tuple[int, int]:
+    """(choices of a warp, bytes of shared memory of a CTA) of `ctas` CTAs of so many threads."""
     warps = threads // 32
-    run = 32 * ceil_div(choices, 32 * warps * spec.ctas)
-    return threads, run, route_smem_bytes(min(warps, ceil_div(choices, run)), experts, global_experts)
+    run = 32 * ceil_div(choices, 32 * warps * ctas)
+    return run, route_smem_bytes(min(warps, ceil_div(choices, run)), experts, global_experts)
+
+
+def route_threads(spec: RouteSpec, choices: int, experts: int) -> int:
+    """Threads of a CTA: for each choice and expert one, where that is not too many."""
+    return 1024 if spec.ctas > 1 else min(1024, max(128, 32 * ceil_div(max(choices, experts), 32)))
 
 
 def route_smem_bytes(warps: int, experts: int, global_experts: int) -> int:
@@ -76,8 +119,8 @@ def combine_blocks(tokens: int, n: int) -> int:
     return tokens * ceil_div(n, _VECTOR * COMBINE_THREADS)
 
 
-def render(spec: RouteSpec | CombineSpec) -> str:
-    """The CUDA source of a kernel; the entry point is `ROUTE_NAME` or `COMBINE_NAME`."""
+def render(spec: RouteSpec | FrontSpec | CombineSpec) -> str:
+    """The CUDA source of a kernel; the entry point is `ROUTE_NAME`, `FRONT_NAME` or `COMBINE_NAME`."""
     if isinstance(spec, RouteSpec):
         cluster = f"__cluster_dims__({spec.ctas}, 1, 1) " if spec.ctas > 1 else ""
         return f"""\
@@ -89,27 +132,36 @@ extern "C" __global__ void {cluster}__launch_bounds__(1024, 1)
     jitgemm::route<{spec.ctas}>(args);
 }}
 """
+    if isinstance(spec, FrontSpec):
+        header, threads, name = "front", f"{FRONT_THREADS}, 1", FRONT_NAME
+        config, arguments, function = render_config(spec.quantizer), "FrontArgs", "route_and_quantize"
+    else:
+        header, threads, name = "combine", str(COMBINE_THREADS), COMBINE_NAME
+        types = (
+            f"    static constexpr RealType k{part} = {DTYPES[getattr(spec, part.lower())].cpp_name};\n"
+            for part in ("Row", "Out")
+        )
+        config, arguments, function = f"struct Config {{\n{''.join(types)}}};", "CombineArgs", "combine"
     return f"""\
 // jitgemm {spec.label}
-#include <jitgemm/moe/combine.cuh>
+#include <jitgemm/moe/{header}.cuh>
 
 namespace jitgemm {{
-struct Config {{
-    static constexpr RealType kRow = {DTYPES[spec.row].cpp_name};
-    static constexpr RealType kOut = {DTYPES[spec.out].cpp_name};
-}};
+{config}
 }}
 
-extern "C" __global__ void __launch_bounds__({COMBINE_THREADS})
-{COMBINE_NAME}(const __grid_constant__ jitgemm::CombineArgs args) {{
-    jitgemm::combine<jitgemm::Config>(args);
+extern "C" __global__ void __launch_bounds__({threads})
+{name}(const __grid_constant__ jitgemm::{arguments} args) {{
+    jitgemm::{function}<jitgemm::Config>(args);
 }}
 """
 
 
-def moe_source(spec: Any) -> KernelSource:
-    """A kernel as the cache keys and compiles it."""
+def source_of(spec: RouteSpec | FrontSpec | CombineSpec | QuantizeSpec) -> KernelSource:
+    """A kernel of the layer as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
 
-    header = "moe/route" if isinstance(spec, RouteSpec) else "moe/combine"
+    if isinstance(spec, QuantizeSpec):
+        return quantize_source(spec)
+    header = {RouteSpec: "moe/route", FrontSpec: "moe/front", CombineSpec: "moe/combine"}[type(spec)]
     return KernelSource(spec.label, asdict(spec), render(spec), headers(header), OPTIONS)

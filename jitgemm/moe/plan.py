@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import torch
 
+from jitgemm.activations.arguments import Outputs
+from jitgemm.activations.kernel import QuantizeSpec
+from jitgemm.activations.plan import KERNELS as QUANTIZERS
 from jitgemm.dtypes import DTYPES
-from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_POINTERS, Routing
+from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, ROUTE_POINTERS, Routing
 from jitgemm.moe.kernel import (
     COMBINE_NAME,
     COMBINE_THREADS,
+    FRONT_NAME,
+    FRONT_THREADS,
     MAX_EXPERTS,
     MAX_GLOBAL_EXPERTS,
     ROUTE_NAME,
     CombineSpec,
+    FrontSpec,
     RouteSpec,
     combine_blocks,
-    moe_source,
     route_launch,
     route_smem_bytes,
     route_spec,
+    route_threads,
+    source_of,
 )
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
@@ -30,6 +37,11 @@ ROUTE_ARGUMENTS = ArgumentBlock(
     ROUTE_POINTERS, choices="I", top_k="I", experts="I", global_experts="I", run="I", id_bytes="I"
 )
 """`RouteArgs` in include/jitgemm/moe/route.cuh."""
+FRONT_ARGUMENTS = ArgumentBlock(
+    FRONT_POINTERS, x_row_bytes="Q", choices="I", top_k="I", experts="I", global_experts="I", run="I", id_bytes="I",
+    m="I", k="I",
+)  # fmt: skip
+"""`FrontArgs` in include/jitgemm/moe/front.cuh."""
 COMBINE_ARGUMENTS = ArgumentBlock(
     COMBINE_POINTERS, addend_row_bytes="Q", out_row_bytes="Q", tokens="I", top_k="I", n="I", weights_type="i"
 )
@@ -37,9 +49,32 @@ COMBINE_ARGUMENTS = ArgumentBlock(
 
 _CALL = "the layer once with these shapes"
 ROUTES: KernelFamily[RouteSpec] = KernelFamily(
-    ROUTE_NAME, moe_source, lambda spec: route_smem_bytes(32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS), _CALL
+    ROUTE_NAME, source_of, lambda spec: route_smem_bytes(32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS), _CALL
 )
-COMBINES: KernelFamily[CombineSpec] = KernelFamily(COMBINE_NAME, moe_source, lambda spec: 0, _CALL)
+FRONTS: KernelFamily[FrontSpec] = KernelFamily(
+    FRONT_NAME, source_of, lambda spec: route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS), _CALL
+)
+COMBINES: KernelFamily[CombineSpec] = KernelFamily(COMBINE_NAME, source_of, lambda spec: 0, _CALL)
+FAMILIES = {RouteSpec: ROUTES, FrontSpec: FRONTS, CombineSpec: COMBINES, QuantizeSpec: QUANTIZERS}
+"""By the class of what `layer_specs` lists."""
+
+
+def _route_values(
+    topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None, threads: int, ctas: int
+) -> tuple[dict[str, int], int]:
+    """(what `RouteArgs` holds beside addresses, bytes of shared memory of a CTA)."""
+    device_of(topk_ids.get_device())  # refuses what is no Hopper
+    choices, global_experts = topk_ids.numel(), 0 if expert_map is None else expert_map.numel()
+    run, smem = route_launch(threads, ctas, choices, experts, global_experts)
+    values = {
+        "choices": choices,
+        "top_k": topk_ids.shape[1],
+        "experts": experts,
+        "global_experts": global_experts,
+        "run": run,
+        "id_bytes": topk_ids.element_size(),
+    }
+    return values, smem
 
 
 class RoutePlan(PreparedLaunch):
@@ -48,30 +83,43 @@ class RoutePlan(PreparedLaunch):
     __slots__ = ("spec",)
 
     def __init__(self, topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None):
-        choices, device = topk_ids.numel(), topk_ids.get_device()
-        device_of(device)  # refuses what is no Hopper
-        global_experts = 0 if expert_map is None else expert_map.numel()
-        spec = self.spec = route_spec(choices)
-        threads, run, smem = route_launch(spec, choices, experts, global_experts)
-        super().__init__(
-            ROUTES.load(spec, device),
-            ROUTE_ARGUMENTS,
-            {
-                "choices": choices,
-                "top_k": topk_ids.shape[1],
-                "experts": experts,
-                "global_experts": global_experts,
-                "run": run,
-                "id_bytes": topk_ids.element_size(),
-            },
-            grid=spec.ctas,
-            threads=(threads, 1),
-            smem_bytes=smem,
-        )
+        spec = self.spec = route_spec(topk_ids.numel())
+        threads = route_threads(spec, topk_ids.numel(), experts)
+        values, smem = _route_values(topk_ids, experts, expert_map, threads, spec.ctas)
+        kernel = ROUTES.load(spec, topk_ids.get_device())
+        super().__init__(kernel, ROUTE_ARGUMENTS, values, grid=spec.ctas, threads=(threads, 1), smem_bytes=smem)
 
     def launch(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, routing: Routing) -> None:
         """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
         _launch(self, (topk_ids, expert_map, *routing))
+
+
+class FrontPlan(PreparedLaunch):
+    """A prepared routing, and quantising of the tokens beside it. Waits for the kernel before it, as does the next."""
+
+    __slots__ = ("spec",)
+
+    def __init__(
+        self, spec: FrontSpec, x: torch.Tensor, topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None
+    ):
+        self.spec, (m, k) = spec, x.shape
+        values, smem = _route_values(topk_ids, experts, expert_map, FRONT_THREADS, 1)
+        # One row's stride is never walked, and torch may report any value for it.
+        values |= {"x_row_bytes": x.stride(0) * x.element_size() if m > 1 else 0, "m": m, "k": k}
+        kernel = FRONTS.load(spec, x.get_device())
+        # A CTA for each token beside the one that routes: there are few tokens.
+        super().__init__(kernel, FRONT_ARGUMENTS, values, grid=1 + m, threads=(FRONT_THREADS, 1), smem_bytes=smem)
+
+    def launch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        routing: Routing,
+        outputs: Outputs,
+    ) -> None:
+        """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
+        _launch(self, (topk_ids, expert_map, *routing, x, *outputs))
 
 
 class CombinePlan(PreparedLaunch):

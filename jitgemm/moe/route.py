@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from jitgemm.activations.arguments import Inputs, Outputs
+from jitgemm.activations.call import quantize
 from jitgemm.gemm.reference import round_fp64
 from jitgemm.moe.arguments import Routing, check_combining, check_routing
+from jitgemm.moe.kernel import front_spec
 from jitgemm.runtime.plans import thread
+from jitgemm.tensors import TYPE_NAMES
 
 
 def route(topk_ids: torch.Tensor, experts: int, *, expert_map: torch.Tensor | None = None) -> Routing:
@@ -32,23 +36,53 @@ def route(topk_ids: torch.Tensor, experts: int, *, expert_map: torch.Tensor | No
         check_routing(topk_ids, experts, expert_map)
     if not topk_ids.is_cuda:
         return route_reference(topk_ids, experts, expert_map)
-    (tokens, top_k), device = topk_ids.shape, topk_ids.device
-    routing = Routing(
-        torch.empty(experts + 1, dtype=torch.int32, device=device),
-        torch.empty(tokens * top_k, dtype=torch.int32, device=device),
-        torch.empty((tokens, top_k), dtype=torch.int32, device=device),
-    )
-    if tokens == 0:
+    routing = _new_routing(topk_ids, experts)
+    if topk_ids.shape[0] == 0:
         routing.offsets.zero_()
         return routing
     if plan is None:
         from jitgemm.moe.plan import RoutePlan
 
-        with torch.cuda.device(device):
+        with torch.cuda.device(topk_ids.device):
             plan = RoutePlan(topk_ids, experts, expert_map)
         thread.memory.add_plan(key, tensors, plan)
     plan.launch(topk_ids, expert_map, routing)
     return routing
+
+
+def route_and_quantize(
+    inputs: Inputs, topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None
+) -> tuple[Routing, Outputs]:
+    """`route`, and `quantize` of tokens by row; of few tokens in one launch. For checked tensors.
+
+    Args:
+        inputs: x [tokens, k], at least one token; dtype and affine. The rest is what says nothing.
+    """
+    x, dtype, _, affine = inputs[:4]
+    spec = front_spec(topk_ids.numel(), x.shape[1], TYPE_NAMES[x.dtype], TYPE_NAMES[dtype], affine)
+    if spec is None or not x.is_cuda:
+        return route(topk_ids, experts, expert_map=expert_map), quantize(inputs)
+    tensors = [x, topk_ids] if expert_map is None else [x, topk_ids, expert_map]
+    key = ("front", spec.label, experts, expert_map is None)
+    plan = thread.memory.find_plan(key, tensors)
+    if plan is None:
+        from jitgemm.moe.plan import FrontPlan
+
+        with torch.cuda.device(x.device):
+            plan = FrontPlan(spec, x, topk_ids, experts, expert_map)
+        thread.memory.add_plan(key, tensors, plan)
+    routing, outputs = _new_routing(topk_ids, experts), inputs.new_outputs()
+    plan.launch(x, topk_ids, expert_map, routing, outputs)
+    return routing, outputs
+
+
+def _new_routing(topk_ids: torch.Tensor, experts: int) -> Routing:
+    choices, device = topk_ids.numel(), topk_ids.device
+    return Routing(
+        torch.empty(experts + 1, dtype=torch.int32, device=device),
+        torch.empty(choices, dtype=torch.int32, device=device),
+        torch.empty(topk_ids.shape, dtype=torch.int32, device=device),
+    )
 
 
 def combine(
