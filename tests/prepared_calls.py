@@ -63,5 +63,5 @@ def quantizer_inputs(m: int = 5) -> Inputs:
     one = torch.ones(1)
     return Inputs(
         torch.randn(m, K, dtype=torch.bfloat16), torch.int8, True, True, one, one.int(), None,
-        torch.ones(K, dtype=torch.bfloat16), 0.25, torch.randperm(K).int(), one.int(),
+        torch.ones(K, dtype=torch.bfloat16), 0.25, torch.randperm(K).int(),
     )  # fmt: skip

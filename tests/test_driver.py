@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jitgemm.activations.kernel import MAX_PERMUTED_K, quantize_spec
+from jitgemm.activations.arguments import Inputs
+from jitgemm.activations.kernel import MAX_PERMUTED_K, Gate, quantize_spec
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError
 from jitgemm.jit.source import headers
@@ -25,6 +26,7 @@ gemms = pytest.importorskip("jitgemm.gemm.plan")
 kernels = pytest.importorskip("jitgemm.runtime.kernels")
 quantizers = pytest.importorskip("jitgemm.activations.plan")
 prepared = pytest.importorskip("jitgemm.runtime.prepared")
+experts = pytest.importorskip("jitgemm.moe.plan")
 from prepared_calls import gemm_operands, quantizer_inputs, without_driver  # noqa: E402
 
 
@@ -137,7 +139,7 @@ CODES = {"u64": "Q", "u32": "I", "i32": "i", "float": "f", "pointer": "Q"}
 
 def struct_of(header: str, name: str) -> dict[str, tuple[str, int]]:
     """Field -> (type, offset) of a struct in a header, laid out as C++ does; checked against its own size."""
-    text = (headers("quantize") if name == "QuantizeArgs" else headers())[header]
+    text = headers(header.removeprefix("jitgemm/").removesuffix(".cuh"))[header]
     body = re.search(rf"struct {name} {{\n(.*?)\n}};", text, re.DOTALL)[1]
     fields, offset = {}, 0
     for line in body.splitlines():
@@ -159,6 +161,9 @@ def struct_of(header: str, name: str) -> dict[str, tuple[str, int]]:
 ARGUMENT_BLOCKS = [
     pytest.param("jitgemm/gemm/types.cuh", "Args", gemms.ARGUMENTS, id="gemm"),
     pytest.param("jitgemm/quantize.cuh", "QuantizeArgs", quantizers.ARGUMENTS, id="quantiser"),
+    pytest.param("jitgemm/moe/route.cuh", "RouteArgs", experts.ROUTE_ARGUMENTS, id="route"),
+    pytest.param("jitgemm/moe/front.cuh", "FrontArgs", experts.FRONT_ARGUMENTS, id="route and quantise"),
+    pytest.param("jitgemm/moe/combine.cuh", "CombineArgs", experts.COMBINE_ARGUMENTS, id="combine"),
 ]
 
 
@@ -249,14 +254,28 @@ def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeyp
         "given_zero": inputs.zero.data_ptr(),
         "norm_weight": inputs.rms_norm.data_ptr(),
         "permutation": inputs.permutation.data_ptr(),
+        "row_count": 0,
         "x_row_bytes": 2 * inputs.k,
         "q_row_bytes": inputs.k,
         "m": inputs.x.shape[0],
         "k": inputs.k,
         "eps": inputs.eps,
         "norm_weight_type": DTYPES["bf16"].number,
+        "gate_limit": float("inf"),
+        "gate_alpha": 1.0,
     }
-    assert [tensor.data_ptr() for tensor in inputs.tensors(outputs)] == list(fields.values())[:8]
+    assert [tensor.data_ptr() for tensor in inputs.tensors(outputs)[:8]] == list(fields.values())[:8]
+
+
+def test_a_gate_s_numbers_and_its_count_of_rows_reach_the_fields_of_their_names(monkeypatch):
+    launches = without_driver(monkeypatch)
+    count, gate = torch.ones(1, dtype=torch.int32), Gate("swiglu_oai", "interleaved", 7.0, 1.5)
+    inputs = Inputs(torch.randn(5, 128), torch.int8, False, False, None, None, gate, None, 0.0, None, count)
+    outputs = inputs.new_outputs()
+    quantizers.QuantizePlan(inputs, outputs).launch(inputs, outputs)
+    fields = fields_in(launches[0][1][0], struct_of("jitgemm/quantize.cuh", "QuantizeArgs"))
+    numbers = {"gate_limit": 7.0, "gate_alpha": 1.5, "m": 5, "k": 64, "row_count": count.data_ptr()}
+    assert numbers.items() <= fields.items()
 
 
 @pytest.mark.parametrize("quantiser", [False, True])
