@@ -60,7 +60,7 @@ def calls_of(model: dict[str, Any], tokens: int, weights: list[Any], lhs_dtype: 
     w13, w2 = weights
     experts, everywhere, top_k = model["experts"], model["everywhere"], model["top_k"]
     choices = tokens * top_k
-    hint = -(-choices // everywhere)
+    hint = choices / everywhere
     expert_map = None
     if everywhere != experts:
         expert_map = torch.full((everywhere,), -1, dtype=torch.int32, device="cuda")

@@ -7,6 +7,8 @@ kernel's family, whose scheduler walks the experts that have rows.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from jitgemm.gemm.arguments import Lhs, Operands, split_lhs
@@ -15,7 +17,7 @@ from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
-from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, dtype_name
+from jitgemm.tensors import check_dtype, check_flag, check_tensor, dtype_name
 from jitgemm.weight.w4 import PackedWeight, W4Weight
 
 
@@ -27,7 +29,7 @@ def m_grouped_gemm_w4a8_bf16_nt_contiguous(
     *,
     bias: torch.Tensor | None = None,
     row_index: torch.Tensor | None = None,
-    expected_m: int | None = None,
+    expected_m: float | None = None,
     batch_invariant: bool = False,
 ) -> None:
     """`m_grouped_gemm_w4a8_nt_contiguous` into bfloat16; TypeError for another out."""
@@ -45,7 +47,7 @@ def m_grouped_gemm_w4a8_nt_contiguous(
     *,
     bias: torch.Tensor | None = None,
     row_index: torch.Tensor | None = None,
-    expected_m: int | None = None,
+    expected_m: float | None = None,
     batch_invariant: bool = False,
 ) -> None:
     """out[i] = lhs[i] · rhs[e]ᵀ for the rows i of each expert e, as `gemm_w4a8_nt` computes it, on the current stream.
@@ -67,8 +69,8 @@ def m_grouped_gemm_w4a8_nt_contiguous(
         row_index: int32 [M], contiguous: row i of the GEMM is row row_index[i] of x, which has any number of rows, and
             of x_scale and x_zero. Rows of x come one at a time then; for many rows an expert it is faster to gather
             them when they are quantised. Values outside of x stand for its last row.
-        expected_m: rows of an expert, as expected, by which the kernel is chosen; None for M / E. Any value gives right
-            results.
+        expected_m: rows of an expert, as expected, by which the kernel is chosen: tokens * top_k over the experts of all
+            ranks, say, which may be less than one. None for M / E. Any value gives right results.
         batch_invariant: a row of out has the same bits whatever M, the other rows and its place are.
 
     All on one device. On the CPU: `m_grouped_gemm_w4a8_reference`.
@@ -81,8 +83,8 @@ def m_grouped_gemm_w4a8_nt_contiguous(
     experts = experts_of(rhs)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
-    expected_rows = rows if expected_m is None else experts * check_int("expected_m", expected_m)
-    groups = Groups(check_tensor("offsets", offsets), row_index, 0, max(1, min(expected_rows, rows)))
+    expected_rows = rows if expected_m is None else experts * _check_hint(expected_m)
+    groups = Groups(check_tensor("offsets", offsets), row_index, 0, max(1, min(round(expected_rows), rows)))
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant)
 
 
@@ -91,7 +93,7 @@ def m_grouped_gemm_w4a8_bf16_nt_masked(
     rhs: W4Weight,
     out: torch.Tensor,
     masked_m: torch.Tensor,
-    expected_m: int,
+    expected_m: float,
     *,
     bias: torch.Tensor | None = None,
     batch_invariant: bool = False,
@@ -106,7 +108,7 @@ def m_grouped_gemm_w4a8_nt_masked(
     rhs: W4Weight,
     out: torch.Tensor,
     masked_m: torch.Tensor,
-    expected_m: int,
+    expected_m: float,
     *,
     bias: torch.Tensor | None = None,
     batch_invariant: bool = False,
@@ -134,7 +136,7 @@ def m_grouped_gemm_w4a8_nt_masked(
             ("lhs[0] (x)", x, "k"), ("lhs[1] (x_scale)", x_scale, ""), ("lhs[2] (x_zero)", x_zero, ""), ("out", out, "n")
         )
     )  # fmt: skip
-    expected_rows = experts * check_int("expected_m", expected_m)
+    expected_rows = round(experts * _check_hint(expected_m))
     groups = Groups(check_tensor("masked_m", masked_m), None, max_m, max(1, min(expected_rows, experts * max_m)))
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant)
 
@@ -174,6 +176,12 @@ def rows_of_problem_sizes(
         raise ValueError(f"expert_offsets: expected shape [{sizes.shape[0]}], got {list(first.shape)}")
     first = first[: sizes.shape[0]].to(torch.int32)
     return torch.stack((first, first + sizes[:, 1 if swap_ab else 0].to(torch.int32)), 1)
+
+
+def _check_hint(expected_m: object) -> float:
+    if isinstance(expected_m, bool) or not isinstance(expected_m, (int, float)) or not 0 <= expected_m < math.inf:
+        raise TypeError(f"expected_m: expected a number of rows, got {expected_m!r}")
+    return expected_m
 
 
 def _check_bf16(out: torch.Tensor) -> None:

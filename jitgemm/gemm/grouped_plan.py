@@ -19,7 +19,7 @@ from jitgemm.select.shapes import launched_clusters, most_units
 from jitgemm.tensors import TYPE_NAMES
 
 SWIZZLE_ROWS = 8
-"""Rows of a copy of activations of an expert's last tile; after so many the swizzle repeats."""
+"""Rows of the copies of a tile that is not whole; after so many the swizzle repeats."""
 
 ARGUMENTS = ArgumentBlock(
     GROUPED_POINTERS,
@@ -74,7 +74,8 @@ class GroupedPlan(PreparedLaunch):
             box = 128 // out.element_size(), box_rows
             return TileMap(spec.out, columns=n, rows=rows, row_bytes=out_row_bytes, box=box)
 
-        maps = x_map(spec.block_m), x_map(1 if gathers else SWIZZLE_ROWS), out_map(slice_tokens(spec)), out_map(1)
+        x_maps = x_map(spec.block_m), x_map(1 if gathers else SWIZZLE_ROWS)
+        out_maps = out_map(slice_tokens(spec)), out_map(SWIZZLE_ROWS), out_map(1)
         kernel, size, smem = KERNELS.load(spec, x.get_device()), spec.cluster_size, smem_bytes(spec)
         resident = driver.resident_clusters(kernel, size, spec.threads, smem) if size > 1 else device.num_sms
         clusters = launched_clusters(spec, most_units(spec, experts, rows, n), device.num_sms, resident)
@@ -94,7 +95,7 @@ class GroupedPlan(PreparedLaunch):
             grid=clusters * size,
             threads=(spec.threads, 1),
             smem_bytes=smem,
-            maps=tuple(zip((lhs, lhs, out_at, out_at), maps)),
+            maps=(*((lhs, each) for each in x_maps), *((out_at, each) for each in out_maps)),
         )
 
     def launch(self, operands: Operands, groups: Groups) -> None:

@@ -105,11 +105,11 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
 
 def render(spec: KernelSpec) -> str:
     """The CUDA source of a kernel. Compile with `OPTIONS` and `headers()`; the entry point is `KERNEL_NAME`."""
-    maps = ("lhs_map", "last_lhs_map", "out_map", *(["out_row_map"] if spec.experts else []))
+    maps = ("lhs_map", "last_lhs_map", "out_map", *(["out_part_map", "out_row_map"] if spec.experts else []))
     parameters = [f"const __grid_constant__ jitgemm::TensorMap {name}" for name in maps]
     parameters.append(f"const __grid_constant__ jitgemm::{'GroupedArgs' if spec.experts else 'Args'} args")
     indent = ",\n" + " " * (len(KERNEL_NAME) + 1)
-    addresses = ", ".join(f"&{name}" for name in (*maps, "out_map")[:4])
+    addresses = ", ".join(f"&{name}" for name in (*maps, "out_map", "out_map")[:5])
     cluster = f"__cluster_dims__({spec.cluster_size}, 1, 1) " if spec.cluster_size > 1 else ""
     return f"""\
 // jitgemm W4A8 kernel {spec.label}

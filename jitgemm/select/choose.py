@@ -24,8 +24,9 @@ from jitgemm.select.model import Candidate, Costs
 def bands(max_m: int, experts: int = 0) -> list[tuple[int, int]]:
     """The runs of m, first and last included, within which one layer uses one kernel.
 
-    Steps of 8, 16, 32, 128, 1024, then doubling. With experts steps of 1 up to 8, then four from one power of two to
-    the next, because kernels follow the part of the experts that have rows, and the rows that one has.
+    Steps of 8, 16, 32, 128, 1024, then doubling. With experts steps of 1 up to 8, then sixteen from one power of two
+    to the next, because kernels follow the part of the experts that have rows, and the rows that one has: a tile with
+    room for a few more than that is the best, and one for a quarter more wastes a quarter.
     """
     if max_m < 1:
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
@@ -41,7 +42,7 @@ def bands(max_m: int, experts: int = 0) -> list[tuple[int, int]]:
 def band_end(m: int, experts: int = 0) -> int:
     """The largest m that shares a kernel with this one; the selector sees this m only."""
     if experts:
-        step = max(1, 2 ** (m - 1).bit_length() // 8)
+        step = max(1, 2 ** (m - 1).bit_length() // 32)
         return ceil_div(m, step) * step
     for limit, step in ((64, 8), (256, 16), (512, 32), (2048, 128), (16384, 1024)):
         if m <= limit:

@@ -11,6 +11,7 @@ so. Constants in microseconds do not follow a device's clock, those in cycles do
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +62,8 @@ PREFETCH_US = 1.056
 """Most microseconds of memory's time that a kernel's prefetch saves it: the end of the kernel before is no longer."""
 L2_BYTES_PER_CYCLE = 39.0
 """Bytes that an SM draws from the L2 in a cycle while all SMs draw: `scripts/probe.py copies` measures 38.7 to 39.9."""
+LONE_BYTES_PER_CYCLE = 64.0
+"""Bytes that an SM draws in a cycle while few others do: its port's width. Counts for grouped GEMMs."""
 L2_SHARE = 0.01973
 """Part of the time that operands take from the L2 which nothing hides. Multicast saves by it."""
 OVERLAP = 4.548
@@ -186,13 +189,16 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     # Each weight once: an expert's tiles follow one another, and find it in the L2 (the term l2).
     all_bytes = weights_read(problem.experts, m) * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     all_bytes += m * k + DTYPES[spec.out].bytes * m * n
+    memory = all_bytes / device.hbm_bytes_per_us
+    if problem.experts:
+        memory += _tail_us(tiles, along_n, clusters, all_bytes, spec.cluster_size, device)
     # What CTAs ask for before they wait for the kernel before comes while that one ends.
     prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * ctas / device.hbm_bytes_per_us
     # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs.
     crowded = max(0.0, 2 - device.num_sms / ctas) if spec.ctas_per_sm == 1 else 0.0
     alone = ALONE_US * (ALONE_LEAST + (1 - ALONE_LEAST) * crowded) if crowded else 0.0
     found = Times(
-        memory=of.stream * max(0.0, all_bytes / device.hbm_bytes_per_us - min(prefetched, PREFETCH_US)),
+        memory=of.stream * max(0.0, memory - min(prefetched, PREFETCH_US)),
         fetch=records * of.fetch,
         tensor=shared * records * of.tensor,
         issue=shared * records * of.issue,
@@ -202,6 +208,19 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
         fixed=of.once + alone + of.tile + (COPY_US if stages <= of.engine_stages else 0.0),
     )
     return found, rounds, ctas
+
+
+def _tail_us(
+    tiles: Sequence[int], along_n: int, clusters: int, all_bytes: float, cluster_size: int, device: DeviceSpec
+) -> float:
+    """How much longer memory takes because few SMs draw what the last round's tiles need."""
+    lost = 0.0
+    for along_m in tiles:
+        units = along_m * along_n
+        left = units % clusters
+        alone = LONE_BYTES_PER_CYCLE * device.clock_mhz * cluster_size  # bytes a microsecond
+        lost += max(0.0, all_bytes / units / alone - left * all_bytes / units / device.hbm_bytes_per_us) if left else 0.0
+    return lost / len(tiles)
 
 
 def candidate(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> Candidate:

@@ -65,9 +65,11 @@ def _load(fmt: Format, source: GroupedSource, copies: int | None) -> Start:
     packed = [weight_of(fmt, each) for each in source.distinct]
     first = jitgemm.W4Weight.stacked(source.experts.count, lambda index: packed[index % len(packed)])
     weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
-    switches = {"batch_invariant": True} if fmt.batch_invariant else {}
+    experts = source.experts
 
     def start(tokens: int, buffers: int) -> Run:
+        expected_m = tokens * experts.top_k / experts.of
+        switches = {"batch_invariant": fmt.batch_invariant, "expected_m": expected_m}
         lhs, out = quantise_rows(source.activations(tokens), LHS_DTYPES[fmt.lhs]), _out(source, tokens)
         calls = [
             partial(
@@ -81,7 +83,7 @@ def _load(fmt: Format, source: GroupedSource, copies: int | None) -> Start:
             return max(error_over_bound(out, lhs, first[index], rows[those]) for index, those in mine)
 
         weight_bytes = fmt.weight_bytes(source.n, source.k)
-        label = lambda: kernel_label(fmt, first, len(out))
+        label = lambda: kernel_label(fmt, first, min(max(1, round(expected_m * experts.count)), len(out)))
         return _run(source, tokens, calls, out, weight_bytes, exact_check=exact_check, kernel=label)
 
     return start

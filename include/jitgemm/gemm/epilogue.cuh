@@ -196,9 +196,12 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kBlockM / 2], c
     if (Scheduler<Config>::kClippedByMap || first_token + Config::kSliceTokens <= tile.end_token()) {
         if (position.thread == 0) store(consumer.out_map, 0);
     } else {
-        // Another expert's rows follow.
+        // Another expert's rows follow: in parts of kSwizzleRows by a first warp, and the rest by a second.
         const u32 rows = max(tile.end_token(), first_token) - first_token;
-        for (u32 row = position.thread; row < rows; row += kWarpgroup) store(consumer.out_row_map, row);
+        const u32 parts = rows / kSwizzleRows;
+        if (position.thread < parts) store(consumer.out_part_map, position.thread * kSwizzleRows);
+        const u32 row = parts * kSwizzleRows + position.thread - 32;
+        if (position.thread >= 32 && row < rows) store(consumer.out_row_map, row);
     }
 }
 

@@ -19,10 +19,10 @@
 namespace jitgemm {
 
 template <typename Config>
-__device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const TensorMap* out_row_map,
-                                        const Shared<Config>& shared, u32 rank) {
+__device__ __forceinline__ void consume(const Args& args, const TensorMap* out_map, const TensorMap* out_part_map,
+                                        const TensorMap* out_row_map, const Shared<Config>& shared, u32 rank) {
     Position position;
-    const Consumer<Config> consumer{args, out_map, out_row_map, shared, rank, position};
+    const Consumer<Config> consumer{args, out_map, out_part_map, out_row_map, shared, rank, position};
     // The same in the whole warp, see w4a8_gemm: descriptors stay in uniform registers.
     position.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0);
     position.along_n = position.warpgroup % Config::kWarpgroupsN;
@@ -77,7 +77,8 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
 
 template <typename Config>
 __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const TensorMap* last_lhs_map,
-                                          const TensorMap* out_map, const TensorMap* out_row_map, const Args& args) {
+                                          const TensorMap* out_map, const TensorMap* out_part_map,
+                                          const TensorMap* out_row_map, const Args& args) {
     extern __shared__ __align__(1024) u8 memory[];
     const Shared<Config> shared{shared_address(memory)};
     const u32 rank = Scheduler<Config>::kClusterSize > 1 ? cluster_rank() : 0;
@@ -133,7 +134,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         // The reduction is for ptxas, which cannot compute it again: else main loops ask for the CTA's rank in each
         // iteration, of which addresses consist, and derive from it what they need (docs/notes/main-loop.md).
         const u32 base = Config::kPinSharedBase ? __reduce_or_sync(0xFFFFFFFFu, shared.base) : shared.base;
-        consume<Config>(args, out_map, out_row_map, Shared<Config>{base}, rank);
+        consume<Config>(args, out_map, out_part_map, out_row_map, Shared<Config>{base}, rank);
     }
 }
 

@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const
         i32 k = (block + i) * kBlockK;
         if constexpr (Tile<Config>::kGrouped) {
             if (tile.gathers()) return;
-            // An expert's last tile comes in copies of as many rows as the swizzle's period.
+            // A tile of few rows comes in copies of as many as the swizzle's period.
             const u32 step = rows == Tile<Config>::kLhsRows ? rows : kSwizzleRows;
             for (u32 row = 0; row < rows; row += step)
                 tile_load(destination + row * kSwizzledRow, map, k, tile.first_token + row, shared.full(stage));

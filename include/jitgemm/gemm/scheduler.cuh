@@ -49,7 +49,9 @@ struct Tile {
     __device__ __forceinline__ u32 lhs_rows() const {
         if constexpr (kGrouped) {
             const u32 left = min(end - first_token, u32(kLhsRows));
-            return gathers() ? left : ceil_div(left, kSwizzleRows) * kSwizzleRows;
+            if (gathers()) return left;
+            // More than a few copies take longer than one that also brings the next expert's rows.
+            return left <= 4 * kSwizzleRows ? ceil_div(left, kSwizzleRows) * kSwizzleRows : u32(kLhsRows);
         } else return first_token + Config::kBlockM > end_token() ? args.last_rows : kLhsRows;
     }
 
