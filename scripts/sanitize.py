@@ -1,4 +1,4 @@
-"""A handful of small GEMMs that take every way through the kernels, for compute-sanitizer (scripts/sanitize.sh).
+"""A handful of small GEMMs and expert layers that take every way through the kernels, for compute-sanitizer (scripts/sanitize.sh).
 
 Inputs and references are computed on the CPU, so that the tool watches little beside our kernels. Exits 1 on a wrong
 result. Needs a Hopper GPU.
@@ -14,7 +14,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import builders  # noqa: E402
 import torch  # noqa: E402
+from moe_cases import Case  # noqa: E402
 
+from jitgemm import fused_experts, fused_experts_reference  # noqa: E402
 from jitgemm.gemm.bound import gemm_w4a8_bound  # noqa: E402
 from jitgemm.gemm.arguments import Operands  # noqa: E402
 from jitgemm.gemm.plan import Plan  # noqa: E402
@@ -50,6 +52,16 @@ CASES = [
 ]  # fmt: skip
 
 
+MAPPED = torch.tensor([-1, 2, 0, -1, 1, 7], dtype=torch.int32)
+GPT_OSS = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0}
+LAYERS = {
+    "experts, few tokens": Case(tokens=5, top_k=3, experts=6, k=544, inter=160, mode="e4m3"),
+    "experts of other ranks": Case(tokens=40, top_k=2, experts=3, options={"expert_map": MAPPED, **GPT_OSS}),
+    "experts, many tokens": Case(tokens=700, top_k=3, experts=5, mode="s8z", options={"activation": "gelu"}),
+}
+"""One CTA routes while others quantise; a map, and skipped choices; a cluster routes."""
+
+
 def first(wanted: dict[str, object], lhs: str, format: WeightFormat) -> KernelSpec:
     """The first legal kernel with these properties; StopIteration when there is none any more."""
     kernels = legal_kernels(lhs, format, device_of(0))
@@ -77,6 +89,15 @@ def main() -> int:
         good = bool(((out.cpu().double() - ref).abs() <= bound).all())
         wrong += not good
         print(f"{'ok   ' if good else 'WRONG'} {name}: {spec.label} {m} x {n} x {k}", flush=True)
+    for name, case in LAYERS.items():
+        expected = fused_experts_reference(*case.arguments, **case.options).double()
+        options = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in case.options.items()}
+        arguments = [each.to("cuda") for each in case.arguments]
+        for _ in range(3):
+            out = fused_experts(*arguments, **options)
+        good = float((out.cpu().double() - expected).norm()) <= 0.02 * float(expected.norm())
+        wrong += not good
+        print(f"{'ok   ' if good else 'WRONG'} {name}: {tuple(case.arguments[3].shape)} choices", flush=True)
     return 1 if wrong else 0
 
 
