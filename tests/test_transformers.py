@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import save_model
 from small_models import config as stored_config
 from small_models import quantised_names, same_state, stored
 
@@ -139,12 +138,11 @@ def test_linears_of_another_class_are_named_where_nothing_is_converted():
         assert quantize(model) == []
 
 
-def test_experts_in_one_parameter_are_reported():
-    report = quantize(build(*MODELS["qwen3-moe"][:3]))
-    stacked = [name for name, reason in report.skipped.items() if "stacked experts" in reason]
-    if not stacked:
-        pytest.skip("this transformers has a Linear for each expert")
-    assert stacked == ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]
+def test_experts_that_take_no_routing_are_reported():
+    report = quantize(build(*MODELS["llama4"][:3]))
+    stacked = {name: reason for name, reason in report.skipped.items() if "stacked experts" in reason}
+    assert list(stacked) == [f"model.layers.0.feed_forward.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    assert all("another kind than transformers'" in reason for reason in stacked.values())
 
 
 def file_of(model: torch.nn.Module, *more: str) -> dict[str, torch.Tensor]:
@@ -231,19 +229,13 @@ def test_a_model_without_data_but_for_its_buffers_is_filled():
     assert quantised_names(nothing) == []
 
 
-def test_experts_that_the_file_names_one_by_one_are_an_error_that_says_so(tmp_path):
+def test_experts_that_save_pretrained_names_one_by_one_are_stacked_again(tmp_path):
     model = build(*MODELS["qwen3-moe"][:3])
-    if not any("experts" in name and p.dim() == 3 for name, p in model.named_parameters()):
-        pytest.skip("this transformers has a Linear for each expert")
-    quantize(model)
-    model.save_pretrained(tmp_path / "one by one")
+    quantize(model, lambda name, _: "self_attn" in name)
+    model.save_pretrained(tmp_path)
     other = build(*MODELS["qwen3-moe"][:3])
-    for strict in (True, False):
-        with pytest.raises(ValueError, match="experts.gate_up_proj.*stacks a layer's experts.*save_model"):
-            load_(other, tmp_path / "one by one", strict=strict)
-    assert quantised_names(other) == []
-    save_model(model, str(tmp_path / "model.safetensors"))
-    load_(other, tmp_path / "model.safetensors")
+    torch.nn.init.zeros_(other.model.layers[0].mlp.experts.down_proj)
+    assert load_(other, tmp_path) == quantised_names(model)
     assert torch.equal(logits(other), logits(model))
 
 

@@ -316,11 +316,7 @@ def pack_experts(count: int, read: Callable[[int], CanonicalWeight], lhs_dtype: 
 
     def make(e: int) -> W4Weight:
         weight = read(e)
-        if weight.permutation is not None:
-            raise ValueError(
-                f"expert {e}: expected columns in the input's order, got an activation order (g_idx): experts that are "
-                "packed in one weight share their quantised input"
-            )
+        check_order(weight, e)
         weight = weight.with_zero_points() if unsigned else weight
         kinds.add(weight.zero is not None)
         if len(kinds) > 1:
@@ -334,6 +330,15 @@ def pack_experts(count: int, read: Callable[[int], CanonicalWeight], lhs_dtype: 
         except _Mixed:
             continue
     raise AssertionError("with zero points everywhere no expert differs")
+
+
+def check_order(weight: CanonicalWeight, expert: int) -> None:
+    """Raises ValueError for an expert with an activation order."""
+    if weight.permutation is not None:
+        raise ValueError(
+            f"expert {expert}: expected columns in the input's order, got an activation order (g_idx): experts that "
+            "are packed in one weight share their quantised input"
+        )
 
 
 def check_known(tensors: Mapping[str, torch.Tensor], known: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Layers: a Linear with 4-bit weights and 8-bit activations, and what puts it into a model.
+"""Layers: a Linear, and a layer's experts, with 4-bit weights and 8-bit activations, and what puts them into a model.
 
     import jitgemm.nn
     jitgemm.nn.quantize_(model)            # or, from a quantised checkpoint: jitgemm.nn.load_(model, folder)
@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from jitgemm.activations.kernel import Gate
+from jitgemm.nn.experts import W4A8Experts
 from jitgemm.nn.linear import W4A8Linear
 from jitgemm.nn.load import load_
 from jitgemm.nn.quantize import quantize_
@@ -14,4 +16,4 @@ from jitgemm.nn.read import ACTIVATIONS
 from jitgemm.nn.report import Report
 from jitgemm.nn.warm import warmup
 
-__all__ = ["ACTIVATIONS", "Report", "W4A8Linear", "load_", "quantize_", "warmup"]
+__all__ = ["ACTIVATIONS", "Gate", "Report", "W4A8Experts", "W4A8Linear", "load_", "quantize_", "warmup"]

@@ -1,4 +1,4 @@
-"""Which Linears of a model a W4A8Linear can replace, which it should not, and why."""
+"""Which Linears and stacked experts of a model can be replaced, which should not be, and why."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
+from jitgemm.nn.experts import W4A8Experts
 from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.stacked import Form, form_of, unfit_type
 from jitgemm.tensors import TYPE_NAMES, dtype_name, one_of
 
 Filter = Callable[[str, torch.nn.Module], bool]
-"""filter(name, linear): whether to replace it."""
+"""filter(name, module): whether to replace it, a Linear or the experts of a layer."""
 
 READS_WEIGHT = {
     "TransformerEncoderLayer": ("linear1", "linear2"),  # its inference path hands all weights to one fused call
@@ -37,27 +39,36 @@ READ_ANYWHERE = ("dt_proj",)
 """Linears whose weight every model reads that has them: Mamba's kinds."""
 ROUTERS = ("gate", "router", "gating", "wg", "shared_expert_gate")
 """What mixtures of experts call the small Linear that chooses experts, or the module around it."""
-STACKED = "stacked experts, which are no torch.nn.Linear and stay in their type"
+STACKED = "stacked experts"  # with which the reasons of `form_of` begin, too
+_UNKNOWN = f"{STACKED} of an unknown kind, which stay in their type"
 MIN_STACKED = 32  # smaller matrices in 3-D parameters are no experts
 
 
-class Linears:
-    """The Linears and W4A8Linears of a model by their first name, and what stands in the way of replacing each.
+PACKED = (W4A8Linear, W4A8Experts)
+
+
+class Replaceable:
+    """The Linears and stacked experts of a model, or the layers that replaced them, and what stands in each one's way.
 
     Attributes:
         places: {first name: all names at which the module stands}.
+        forms: {first name: how it holds its experts} of those that are experts.
     """
 
     def __init__(self, model: torch.nn.Module):
-        if isinstance(model, (torch.nn.Linear, W4A8Linear)):
+        if isinstance(model, (torch.nn.Linear, *PACKED)) or form_of(model) is not None:
             kind = type(model).__name__
             raise ValueError(f"model: expected a module that holds Linears, got a {kind}; use W4A8Linear.from_linear")
         names: dict[torch.nn.Module, list[str]] = {}
+        forms: dict[torch.nn.Module, Form | str | None] = {}
         for name, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, (torch.nn.Linear, W4A8Linear)):
+            if module not in forms:
+                forms[module] = form_of(module)
+            if isinstance(module, (torch.nn.Linear, W4A8Linear)) or isinstance(forms[module], Form):
                 names.setdefault(module, []).append(name)
         # No modules are kept: originals are to be freed one by one.
         self.places = {same[0]: same for same in names.values()}
+        self.forms = {names[module][0]: form for module, form in forms.items() if isinstance(form, Form)}
         self._model = model
         self._owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
         output = getattr(model, "get_output_embeddings", lambda: None)()
@@ -66,7 +77,7 @@ class Linears:
     def cannot(self, name: str) -> str | None:
         """Why no W4A8Linear can stand for this Linear: something other than torch.nn.Linear's call uses its weight."""
         linear = self._model.get_submodule(name)
-        if isinstance(linear, W4A8Linear):
+        if isinstance(linear, W4A8Linear) or name in self.forms:
             return None
         if type(linear).forward is not torch.nn.Linear.forward:
             return f"{type(linear).__name__} has a forward of its own"
@@ -84,8 +95,10 @@ class Linears:
         return None
 
     def should_not(self, name: str) -> str | None:
-        """Why quantize_ leaves this Linear alone unless a filter asks for it."""
+        """Why quantize_ leaves this module alone unless a filter asks for it."""
         linear = self._model.get_submodule(name)
+        if name in self.forms:
+            return self.unfit(name)
         if name.rpartition(".")[2] == "lm_head" or name == self._output:
             return "output embedding"
         if self.shared(name):
@@ -93,15 +106,17 @@ class Linears:
         near = name.split(".")[-2:]
         if any(part in ROUTERS for part in near) and linear.out_features < linear.in_features:
             return "router"
-        return self.unfit(linear)
+        return self.unfit(name)
 
     def shared(self, name: str) -> bool:
         """Whether another module holds the same weight, as a tied embedding does."""
-        return self._owners[id(self._model.get_submodule(name).weight)] > 1
+        return name not in self.forms and self._owners[id(self._model.get_submodule(name).weight)] > 1
 
-    @staticmethod
-    def unfit(linear: torch.nn.Linear) -> str | None:
-        """Why a Linear has no 4-bit form, whatever its values."""
+    def unfit(self, name: str) -> str | None:
+        """Why a module has no 4-bit form, whatever its values."""
+        linear = self._model.get_submodule(name)
+        if name in self.forms:
+            return self.forms[name].unfit or unfit_type(linear)
         n, k, weight = linear.out_features, linear.in_features, linear.weight
         if not n or not k or n % 8 or k % 32:
             return f"expected out_features a multiple of 8 and in_features a multiple of 32, got {n} and {k}"
@@ -112,17 +127,18 @@ class Linears:
         return None
 
     def others(self) -> dict[str, str]:
-        """What else holds matrices: layers of other classes, and stacked experts, which stay as they are."""
+        """What else holds matrices: layers of other classes, and stacked experts that stay as they are."""
         found = {}
         for name, module in self._model.named_modules():
             kind = type(module)
-            if isinstance(module, (torch.nn.Linear, torch.nn.Embedding, W4A8Linear)):
+            if name in self.places or isinstance(module, torch.nn.Embedding):
                 continue
+            reason = form_of(module)
             for child, parameter in module._parameters.items():
                 dims = () if parameter is None else parameter.shape
                 ours = kind.__module__.startswith("torch.nn")
                 if child == "weight" and len(dims) == 2 and not ours:
                     found[name] = f"{kind.__name__}, which is no torch.nn.Linear"
                 elif len(dims) == 3 and not ours and dims[0] > 1 and min(dims[1:]) >= MIN_STACKED:
-                    found[f"{name}.{child}"] = STACKED
+                    found[f"{name}.{child}"] = reason if isinstance(reason, str) else _UNKNOWN
         return found

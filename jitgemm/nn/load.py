@@ -10,11 +10,15 @@ import torch
 
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.nn.choose import Filter, Linears
+from jitgemm.nn.choose import Filter, Replaceable
+from jitgemm.nn.experts import W4A8Experts
 from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.names import in_names_of
 from jitgemm.nn.plan import LEFT_OUT, Plan
 from jitgemm.nn.read import Layer, check_activation, read, read_dense
+from jitgemm.nn.read_experts import Experts, Stacked, read_experts
 from jitgemm.nn.report import Report, by_reason, warn_if_nothing
+from jitgemm.nn.stacked import PARAMETERS
 from jitgemm.nn.swap import describe_to_transformers, put_layers
 
 
@@ -32,8 +36,11 @@ def load_(
 ) -> Report:
     """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s, all else is copied.
 
+    Experts that the model stacks in two parameters, as transformers 5 does, become a `W4A8Experts`; the checkpoint
+    names each expert's projections (docs/formats.md). Experts in floats are stacked; routers stay what they are.
+
     A model from transformers is made by `AutoModelForCausalLM.from_config(config)`; what it holds before does not
-    matter. The names in the checkpoint are the model's. `W4A8Linear`s that the model has already are loaded again. Also
+    matter. The names in the checkpoint are the model's, or those that transformers renames. `W4A8Linear`s that the model has already are loaded again. Also
     reads what `safetensors.torch.save_file` or `save_model` wrote of a model that was quantised here.
 
     A quantised layer that no `W4A8Linear` can stand for (see `quantize_`), that the filter leaves out, whose n is no
@@ -43,7 +50,7 @@ def load_(
 
     Args:
         source: folder, file, tensors by name or an open `jitgemm.checkpoint.Checkpoint`, as in `jitgemm.load`.
-        filter: filter(name, module) -> whether a quantised Linear becomes a W4A8Linear; None: all do.
+        filter: filter(name, module) -> whether a quantised Linear, or a layer's stacked experts, are replaced; None: all.
         activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says, see
             `W4A8Linear.from_checkpoint`.
         device: where the model goes; None for where each of its tensors is (the GPU, if there is one, for those on the
@@ -65,11 +72,11 @@ def load_(
     """
     if activation is not None:
         check_activation(activation)
-    checkpoint = opened(source, config)
+    checkpoint = in_names_of(model, opened(source, config))
     target = None if device is None else target_device(device)
     if hasattr(model, "tie_weights") and any(p.is_meta for p in model.parameters()):
         model.tie_weights()  # what was made without data may not be tied yet
-    plan = Plan(model, checkpoint, Linears(model))
+    plan = Plan(model, checkpoint, Replaceable(model))
     plan.find_layers(filter, activation, format)
     plan.find_tensors(tuple(allow_missing))
     plan.find_unused(strict)
@@ -80,20 +87,24 @@ def load_(
     slower = {name: why for name, why in plan.skipped.items() if why.startswith("dequantised") and why != LEFT_OUT}
     if report and slower:
         lines = "\n".join(by_reason(slower))
-        warnings.warn(f"load_: {len(slower)} quantised layers are no W4A8Linear:\n{lines}", stacklevel=2)
+        warnings.warn(f"load_: {len(slower)} quantised layers are dequantised:\n{lines}", stacklevel=2)
     return report
 
 
 def _carry_out(plan: Plan, target: torch.device | None) -> None:
-    def make(name: str, old: torch.nn.Module) -> W4A8Linear:
+    def make(name: str, old: torch.nn.Module) -> W4A8Linear | W4A8Experts:
+        layer = plan.layers[name]
+        if isinstance(layer, Experts):
+            tensor = old.w13.blocks if isinstance(old, W4A8Experts) else getattr(old, PARAMETERS[0])
+            return read_experts(plan.checkpoint, layer, target or _device(tensor))
         tensor = old.blocks if isinstance(old, W4A8Linear) else old.weight
-        parts = read(plan.checkpoint, plan.layers[name], target or _device(tensor))
+        parts = read(plan.checkpoint, layer, target or _device(tensor))
         if parts.weight.k != old.in_features:
             raise ValueError(f"{name}: expected k = {old.in_features}, got {parts.weight.k}")
         return W4A8Linear(parts.weight, parts.bias, activation=parts.activation, input_scale=parts.input_scale)
 
-    tied = any(plan.linears.shared(name) for name in plan.layers)
-    put_layers(plan.model, {name: plan.linears.places[name] for name in plan.layers}, make, "loading")
+    tied = any(plan.replaceable.shared(name) for name in plan.layers)
+    put_layers(plan.model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
     places: dict[int, list[str]] = {}
     state = plan.model.state_dict(keep_vars=True)
     for name, tensor in state.items():
@@ -102,7 +113,9 @@ def _carry_out(plan: Plan, target: torch.device | None) -> None:
         for name, origin in plan.tensors.items():
             tensor = state[name]
             device = (target or _device(tensor)) if tensor.is_meta else tensor.device
-            if isinstance(origin, Layer):
+            if isinstance(origin, Stacked):
+                value = origin.read(plan.checkpoint, device, tensor.dtype)
+            elif isinstance(origin, Layer):
                 value = read_dense(plan.checkpoint, origin, device)
             else:
                 value = plan.checkpoint.read(origin, device)

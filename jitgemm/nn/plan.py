@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.nn.choose import Filter, Linears
+from jitgemm.nn.choose import PACKED, Filter, Replaceable
 from jitgemm.nn.linear import W4A8Linear
-from jitgemm.nn.read import Layer, is_quantised, layer_of
+from jitgemm.nn.read import Layer, is_quantised, layer_of, packable
+from jitgemm.nn.read_experts import Experts, Stacked, check_packable, experts_of
 from jitgemm.nn.report import some
+from jitgemm.nn.stacked import BIASES, PARAMETERS, form_of
 
 LEFT_OUT = "dequantised: left out by the filter"
 _IGNORABLE = {
@@ -24,13 +26,22 @@ _IGNORABLE = {
 """What no model has a place for, and nobody misses."""
 
 
+class _Unreadable(Exception):
+    """A quantised layer of the checkpoint that cannot be read, and why."""
+
+    def __init__(self, prefix: str, cause: ValueError):
+        super().__init__(str(cause))
+        self.prefix, self.cause = prefix, cause
+
+
 @dataclass
 class Plan:
     """What to do to a model; made from headers, apart from tied tensors, which are compared.
 
     Attributes:
-        layers: {first name of a Linear: what it becomes}.
+        layers: {first name of a Linear, or of a module of stacked experts: what it becomes}.
         dense: {prefix: layer that is dequantised into a module of that name}.
+        stacked: {name of a stacked parameter: experts that are dequantised into it, or copied one by one}.
         left: {prefix: why its tensors in the file are not used}.
         tensors: {name of a tensor of the model: name in the checkpoint, or the layer to dequantise}.
         untied: names of tensors that get a parameter of their own.
@@ -39,11 +50,12 @@ class Plan:
 
     model: torch.nn.Module
     checkpoint: Checkpoint
-    linears: Linears
-    layers: dict[str, Layer] = field(default_factory=dict)
+    replaceable: Replaceable
+    layers: dict[str, Layer | Experts] = field(default_factory=dict)
     dense: dict[str, Layer] = field(default_factory=dict)
+    stacked: dict[str, Stacked] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    tensors: dict[str, str | Layer] = field(default_factory=dict)
+    tensors: dict[str, str | Layer | Stacked] = field(default_factory=dict)
     untied: set[str] = field(default_factory=set)
     skipped: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -53,34 +65,22 @@ class Plan:
     def find_layers(self, filter: Filter | None, activation: str | None, format: str | None) -> None:
         problems: dict[str, ValueError] = {}
         embeddings = [name for name, m in self.model.named_modules() if isinstance(m, torch.nn.Embedding)]
-        for name in (*self.linears.places, *embeddings):
-            names = self.linears.places.get(name, [name])
-            prefix = next((each for each in names if is_quantised(self.checkpoint, each)), None)
-            if prefix is None:
-                continue
+        for name in (*self.replaceable.places, *embeddings):
+            names = self.replaceable.places.get(name, [name])
             module = self.model.get_submodule(name)
-            reason = "an Embedding" if name in embeddings else self.linears.cannot(name)
+            reason = "an Embedding" if name in embeddings else self.replaceable.cannot(name)
             chosen = reason is None and (filter is None or filter(name, module))
             try:
-                layer = layer_of(self.checkpoint, prefix, activation, format)
-            except ValueError as error:
-                if chosen or filter is None:
-                    problems[name] = error
+                if name in self.replaceable.forms:
+                    self._find_experts(names, module, chosen, activation, format)
                 else:
-                    reason = f"{reason or 'left out by the filter'}, and cannot be dequantised: {error}"
-                    self.left[prefix] = self.skipped[name] = reason
-                continue
-            self._check_sizes(name, module, layer)
-            if chosen and _packable(layer):
-                self.layers[name] = layer
-                self.ignored |= layer.unused
-            elif isinstance(module, W4A8Linear):
-                self.left[prefix] = self.skipped[name] = "left out by the filter"
-            else:
-                if chosen:
-                    reason = "n is no multiple of 8, or k or the group size none of 32"
-                self.skipped[name] = f"dequantised: {reason}" if reason else LEFT_OUT
-                self.dense[prefix] = layer
+                    self._find_layer(names, module, reason, chosen, activation, format)
+            except _Unreadable as error:
+                if chosen or filter is None:
+                    problems[name] = error.cause
+                else:
+                    reason = f"{reason or 'left out by the filter'}, and cannot be dequantised: {error.cause}"
+                    self.left[error.prefix] = self.skipped[name] = reason
         if problems:
             first = next(iter(problems.values()))
             count = f"{len(problems)} layers cannot be read" if len(problems) > 1 else "A layer cannot be read"
@@ -88,6 +88,63 @@ class Plan:
                 f"{first}. {count}: {some(problems)}. To load the others, leave what cannot be read out with "
                 "filter=..., fill it yourself, and name its tensors in allow_missing=..."
             )
+
+    def _find_layer(
+        self,
+        names: list[str],
+        module: torch.nn.Module,
+        reason: str | None,
+        chosen: bool,
+        activation: str | None,
+        format: str | None,
+    ) -> None:
+        """What becomes of a Linear or an Embedding that the checkpoint has quantised."""
+        name = names[0]
+        prefix = next((each for each in names if is_quantised(self.checkpoint, each)), None)
+        if prefix is None:
+            return
+        try:
+            layer = layer_of(self.checkpoint, prefix, activation, format)
+        except ValueError as error:
+            raise _Unreadable(prefix, error) from error
+        self._check_sizes(name, module, layer)
+        if chosen and packable(layer):
+            self.layers[name] = layer
+            self.ignored |= layer.unused
+        elif isinstance(module, W4A8Linear):
+            self.left[prefix] = self.skipped[name] = "left out by the filter"
+        else:
+            if chosen:
+                reason = "n is no multiple of 8, or k or the group size none of 32"
+            self.skipped[name] = f"dequantised: {reason}" if reason else LEFT_OUT
+            self.dense[prefix] = layer
+
+    def _find_experts(
+        self, names: list[str], module: torch.nn.Module, chosen: bool, activation: str | None, format: str | None
+    ) -> None:
+        """What becomes of stacked experts that the checkpoint has quantised, or in floats one by one."""
+        name, form = names[0], self.replaceable.forms[names[0]]
+        try:
+            experts = experts_of(self.checkpoint, name, form, activation, format)
+            if chosen and experts is not None and experts.packable:
+                check_packable(self.checkpoint, experts)
+        except ValueError as error:
+            raise _Unreadable(name, error) from error
+        if experts is None:
+            return
+        if chosen and experts.packable:
+            self.layers[name] = experts
+            self.ignored |= experts.unused
+        elif isinstance(module, PACKED) or experts.projections is None:
+            self.left[name] = self.skipped[name] = "left out by the filter"
+        else:
+            if experts.quantised:
+                why = "dequantised: hidden, intermediate or group size is no multiple of 32"
+                self.skipped[name] = why if chosen else LEFT_OUT
+            for part, (parameter, bias) in enumerate(zip(PARAMETERS, BIASES)):
+                self.stacked[f"{name}.{parameter}"] = Stacked(experts, form.gate.order, part, False)
+                if form.bias:
+                    self.stacked[f"{name}.{bias}"] = Stacked(experts, form.gate.order, part, True)
 
     def _check_sizes(self, name: str, module: torch.nn.Module, layer: Layer) -> None:
         if isinstance(module, torch.nn.Embedding):
@@ -105,16 +162,18 @@ class Plan:
 
     def find_tensors(self, allow_missing: tuple[str, ...]) -> None:
         """Where every other tensor of the model comes from."""
-        places = {place for name in self.layers for place in self.linears.places[name]}
+        places = {place for name in self.layers for place in self.replaceable.places[name]}
         modules = dict(self.model.named_modules(remove_duplicate=False))
         state: dict[str, torch.Tensor] = {}
         groups: dict[int, list[str]] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            prefix = name.rpartition(".")[0]
             if _inside(name, places) or not isinstance(tensor, torch.Tensor):
                 continue
-            if isinstance(modules.get(prefix), W4A8Linear):  # one that is not loaded again: all of it is missing
-                name, tensor = prefix + ".weight", modules[prefix].blocks
+            packed = next((each for each in _parents(name) if isinstance(modules.get(each), PACKED)), None)
+            if packed is not None:  # one that is not loaded again: all of it is missing
+                module = modules[packed]
+                name = packed + ".weight"
+                tensor = module.blocks if isinstance(module, W4A8Linear) else module.w13.blocks
             if name not in state:
                 state[name] = tensor
                 groups.setdefault(id(tensor), []).append(name)
@@ -144,9 +203,12 @@ class Plan:
         if child == "weight" and prefix in self.dense:
             self.tensors[name] = self.dense[prefix]
             return True
+        if name in self.stacked:
+            self.tensors[name] = self.stacked[name]
+            return True
         if name not in self.checkpoint or prefix in self.left:
             return False
-        if isinstance(self.model.get_submodule(prefix), W4A8Linear):
+        if isinstance(self.model.get_submodule(prefix), PACKED):
             return False
         info = self.checkpoint.info(name)
         if info.shape != tuple(tensor.shape):
@@ -175,7 +237,7 @@ class Plan:
 
     def _same(self, a: str, b: str, dtype: torch.dtype) -> bool:
         x, y = self.tensors[a], self.tensors[b]
-        if isinstance(x, Layer) or isinstance(y, Layer):
+        if not isinstance(x, str) or not isinstance(y, str):
             return False
         cpu = torch.device("cpu")
         return torch.equal(self.checkpoint.read(x, cpu).to(dtype), self.checkpoint.read(y, cpu).to(dtype))
@@ -188,18 +250,19 @@ class Plan:
         if packed:
             hints.append(f"{packed[0]} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here")
         elif stacked and experts:
+            reason = form_of(self.model.get_submodule(stacked[0].rpartition(".")[0]))
+            kind = reason if isinstance(reason, str) else "stacked experts of an unknown kind"
             hints.append(
-                f"the model stacks a layer's experts in one parameter ({stacked[0]}), as transformers 5 does, and the "
-                f"file names each by itself ({experts}): take a model that has a Linear for each expert (transformers "
-                "4). A model that was quantised here is better saved with safetensors.torch.save_model, which keeps "
-                "its names"
+                f"the model stacks a layer's experts in one parameter ({stacked[0]}), and the file names each by itself "
+                f"({experts}), which fits what transformers 5 stacks; the model's are {kind}"
             )
         for name in missing:
             prefix = name.rpartition(".")[0]
             if prefix in self.left:
                 hints.append(f"{name}: {self.left[prefix]}")
-            elif isinstance(self.model.get_submodule(prefix), W4A8Linear):
-                hints.append(f"{prefix} is a W4A8Linear, for which the file has no quantised weight")
+            elif isinstance(self.model.get_submodule(prefix), PACKED):
+                kind = type(self.model.get_submodule(prefix)).__name__
+                hints.append(f"{prefix} is a {kind}, for which the file has no quantised weight")
             if len(hints) > 2:
                 break
         hints.append("a tensor that may keep what it holds is named in allow_missing=['*.name', ...]")
@@ -212,9 +275,13 @@ class Plan:
 
     def _used(self) -> set[str]:
         """All names in the checkpoint that are read, or known not to be."""
-        names = {name for layer in (*self.layers.values(), *self.dense.values()) for name in layer.names.values()}
-        for prefixes in (*(self.linears.places[name] for name in self.layers), self.left):
+        names: set[str] = set()
+        for layer in (*self.layers.values(), *self.dense.values(), *(each.experts for each in self.stacked.values())):
+            names |= layer.names if isinstance(layer, Experts) else {*layer.names.values()}
+        for prefixes in (*(self.replaceable.places[name] for name in self.layers), self.left):
             names |= {full for prefix in prefixes for full in self.checkpoint.layer(prefix).values()}
+        left = tuple(f"{name}." for name in self.left if name in self.replaceable.forms)
+        names |= {name for name in self.checkpoint.names() if left and name.startswith(left)}
         return names | {name for name in self.tensors.values() if isinstance(name, str)} | set(self.ignored)
 
     def find_unused(self, strict: bool) -> None:
@@ -237,16 +304,16 @@ class Plan:
             )
 
 
-def _packable(layer: Layer) -> bool:
-    per_channel = layer.group_size is None or (layer.k is not None and layer.group_size >= layer.k)
-    return layer.n % 8 == 0 and (layer.k or 0) % 32 == 0 and (per_channel or layer.group_size % 32 == 0)
-
-
 def _inside(name: str, places: Collection[str]) -> bool:
     """Whether a tensor's name lies in a module of one of these names, at any depth."""
-    while name and name not in places:
+    return any(parent in places for parent in (name, *_parents(name)))
+
+
+def _parents(name: str) -> Iterator[str]:
+    """ "a.b" and "a" of "a.b.c"."""
+    while "." in name:
         name = name.rpartition(".")[0]
-    return bool(name)
+        yield name
 
 
 def _ignored_by(module: torch.nn.Module) -> Collection[str]:

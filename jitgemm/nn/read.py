@@ -28,7 +28,7 @@ _ON_CPU = ("meta", "activation_type")
 
 
 class Parts(NamedTuple):
-    """What a `W4A8Linear` is made of; see its constructor."""
+    """What a `W4A8Linear`, or a projection of a `W4A8Experts`, is made of; see their constructors."""
 
     weight: W4Weight
     bias: torch.Tensor | None
@@ -48,6 +48,7 @@ class Layer:
         static: whether its input scale is used.
         header: how it is read; None for the state dict of a `W4A8Linear`.
         unused: {full name: reason} of its tensors that the layer makes no use of.
+        experts: how many a packed weight holds; None for one of a `W4A8Linear`, and for all others.
     """
 
     prefix: str
@@ -59,12 +60,19 @@ class Layer:
     static: bool = False
     header: LayerHeader | None = None
     unused: Mapping[str, str] = field(default_factory=dict)
+    experts: int | None = None
 
 
 def check_activation(activation: object) -> str:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     return activation  # type: ignore[return-value]
+
+
+def packable(layer: Layer) -> bool:
+    """Whether a packed weight can hold the layer."""
+    per_channel = layer.group_size is None or (layer.k is not None and layer.group_size >= layer.k)
+    return layer.n % 8 == 0 and (layer.k or 0) % 32 == 0 and (per_channel or layer.group_size % 32 == 0)
 
 
 def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -76,12 +84,18 @@ def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
     return bool(info.kind) or info.dtype not in _PLAIN_DTYPES
 
 
-def layer_of(checkpoint: Checkpoint, prefix: str, activation: str | None = None, format: str | None = None) -> Layer:
+def layer_of(
+    checkpoint: Checkpoint,
+    prefix: str,
+    activation: str | None = None,
+    format: str | None = None,
+    expert: int | None = None,
+) -> Layer:
     """A quantised layer, from config and headers.
 
     Args:
         activation: replaces what the checkpoint says.
-        format: as `jitgemm.load` takes it.
+        format, expert: as `jitgemm.load` takes them.
 
     Raises:
         ValueError: the layer cannot be read exactly, or has activations that a `W4A8Linear` does not.
@@ -90,7 +104,7 @@ def layer_of(checkpoint: Checkpoint, prefix: str, activation: str | None = None,
     with errors_that_name(checkpoint, prefix):
         if {"blocks", "meta"} <= set(names):
             return _packed_layer(checkpoint, prefix, names, activation)
-        return _layer(layer_header(checkpoint, prefix, format=format), activation)
+        return _layer(layer_header(checkpoint, prefix, expert, format), activation)
 
 
 def _layer(header: LayerHeader, activation: str | None) -> Layer:
@@ -176,7 +190,8 @@ def _packed_layer(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str],
     if activation is not None and activation != found.activation:
         raise ValueError(f"activation: expected {found.activation}, as the layer was saved, got {activation}")
     weight = found.weight
-    return Layer(prefix, names, weight.n, weight.k, weight.group_size, found.activation)
+    size = (weight.n, weight.k, weight.group_size)
+    return Layer(prefix, names, *size, found.activation, experts=weight.experts)
 
 
 def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | None, bool]:

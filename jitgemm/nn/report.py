@@ -12,7 +12,7 @@ class Report(list[str]):
     """The names of the layers that were converted, in the model's order. Prints as a summary.
 
     Attributes:
-        skipped: {name: reason} of modules and parameters that a W4A8Linear might have replaced.
+        skipped: {name: reason} of modules and parameters that might have been replaced.
         ignored: {name: reason} of tensors of the checkpoint that have no place in the model.
     """
 
@@ -27,7 +27,7 @@ class Report(list[str]):
         self.ignored = dict(ignored or {})
 
     def __repr__(self) -> str:
-        lines = [f"converted to W4A8Linear: {len(self)}" + (f" ({some(self)})" if self else "")]
+        lines = [f"converted: {len(self)}" + (f" ({some(self)})" if self else "")]
         for what, found in (("skipped", self.skipped), ("tensors of the file ignored", self.ignored)):
             if found:
                 lines += [f"{what}: {len(found)}", *by_reason(found)]

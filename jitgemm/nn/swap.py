@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.packed import Packed
+from jitgemm.nn.experts import W4A8Experts
+from jitgemm.nn.linear import W4A8Linear
 
 _HOOKS = (
     "_forward_hooks",
@@ -24,7 +25,7 @@ _SAVED_BY = {"saved_by": "jitgemm", "read_with": "jitgemm.nn.load_(model, folder
 def put_layers(
     model: torch.nn.Module,
     places: Mapping[str, list[str]],
-    make: Callable[[str, torch.nn.Module], Packed],
+    make: Callable[[str, torch.nn.Module], W4A8Linear | W4A8Experts],
     doing: str,
 ) -> None:
     """Puts make(name, module) at all places of each module; a module's hooks and training mode go to its layer.

@@ -1,0 +1,173 @@
+"""W4A8Experts: the experts of one layer of a mixture, their weights in 4 bits, tokens quantised to 8 bits.
+
+A layer over the call `jitgemm.fused_experts`; knows no kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from jitgemm.activations.kernel import SILU_MUL, Gate
+from jitgemm.dtypes import REAL_TYPES
+from jitgemm.moe.call import fused_experts
+from jitgemm.nn.gate import decoded, encoded
+from jitgemm.nn.packed import Packed
+from jitgemm.nn.read import CODES, state_dict_parts
+from jitgemm.tensors import check_dtype
+from jitgemm.weight.w4 import W4Weight
+
+
+class W4A8Experts(torch.nn.Module):
+    """The routed experts of a layer: out[t] = sum over i of topk_weights[t, i] * expert topk_ids[t, i] of x[t].
+
+    An expert computes w2 · gate(w13 · x), with biases where it has them. Replaces the experts module of a transformers
+    model, whose three arguments it takes; the router is not part of it. For inference: there is no gradient.
+
+    `state_dict()` holds `gate` (fp64 [4] on the CPU: the numbers of `Gate`, compared when a state dict is loaded), and under
+    `w13.` and `w2.` the buffers that `W4A8Linear` lists, each with the experts in front. They are moved by
+    `.to(device)`, but never converted to another type, whatever the model is.
+
+    Attributes:
+        w13, w2: modules with `weight` (a `W4Weight` of E experts), `bias` ([E, n] or None) and the buffers above.
+        gate: what stands between the GEMMs, see `Gate`.
+        num_experts, hidden_dim, intermediate_dim: E, hidden and inter.
+        activation: "e4m3", "int8" or "int8_affine": how both GEMMs' inputs are quantised, a scale for every row.
+        batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
+    """
+
+    batch_invariant = False
+
+    def __init__(
+        self,
+        w13: W4Weight,
+        w2: W4Weight,
+        bias13: torch.Tensor | None = None,
+        bias2: torch.Tensor | None = None,
+        *,
+        gate: Gate = SILU_MUL,
+        activation: str = "e4m3",
+    ):
+        """A layer over packed weights; no tensor is copied.
+
+        Args:
+            w13: E experts of [2 * inter, hidden], rows in the order of `gate.order`.
+            w2: E experts of [hidden, inter].
+            bias13, bias2: bf16, fp16 or fp32 [E, 2 * inter] and [E, hidden], or None; fp16 is widened to fp32.
+            gate: what stands between the GEMMs, see `Gate`.
+            activation: "e4m3", "int8" or "int8_affine".
+
+        Raises:
+            TypeError, ValueError: an argument is wrong; the message names it.
+        """
+        super().__init__()
+        for name, weight in (("w13", w13), ("w2", w2)):
+            if not isinstance(weight, W4Weight):
+                raise TypeError(f"{name}: expected a W4Weight, got {type(weight).__name__}")
+            if weight.experts is None:
+                raise ValueError(f"{name}: expected a weight of several experts, got {weight!r}")
+            if weight.permutation is not None:
+                raise ValueError(f"{name}: expected no permutation, as experts share their quantised input, got one")
+        experts, hidden, inter = w13.experts, w13.k, w2.k
+        if w13.n != 2 * inter:
+            raise ValueError(f"w13: expected n = 2 * k of w2 = {2 * inter}, got {w13.n}")
+        if w2.n != hidden or w2.experts != experts:
+            raise ValueError(f"w2: expected {experts} experts with n = {hidden}, got {w2.experts} with n = {w2.n}")
+        if w2.device != w13.device:
+            raise ValueError(f"w2: expected w13's device {w13.device}, got {w2.device}")
+        self.num_experts, self.hidden_dim, self.intermediate_dim = experts, hidden, inter
+        self.gate, self.activation = gate, activation
+        self.w13 = Packed(w13, bias13, activation=activation)
+        self.w2 = Packed(w2, bias2, activation=activation)
+
+    @classmethod
+    def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> W4A8Experts:
+        """The layer whose `state_dict(prefix=prefix)` is among `tensors`; memory is shared with them.
+
+        Raises:
+            ValueError: a tensor is missing, or has the wrong shape or type.
+        """
+        if prefix + "gate" not in tensors:
+            raise ValueError(f"state dict: expected a tensor {prefix + 'gate'!r}, found none")
+        gate = decoded(tensors[prefix + "gate"])
+        w13, w2 = (state_dict_parts(tensors, f"{prefix}{name}.") for name in ("w13", "w2"))
+        if w13.activation != w2.activation:
+            raise ValueError(f"state dict: {prefix}: expected one activation, got {w13.activation} and {w2.activation}")
+        return cls(w13.weight, w2.weight, w13.bias, w2.bias, gate=gate, activation=w13.activation)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What the experts make of each token, on the current stream.
+
+        Args:
+            hidden_states: bf16, fp16 or fp32 [..., hidden].
+            top_k_index: int32 or int64 [tokens, top_k]: experts of each token; those outside 0..E-1 are skipped.
+            top_k_weights: floats [tokens, top_k].
+
+        Returns:
+            [..., hidden] of hidden_states' dtype, or of autocast's.
+
+        Raises:
+            TypeError, ValueError: an argument has the wrong dtype, size or device, or hidden_states requires grad.
+        """
+        if hidden_states.shape[-1:] != (self.hidden_dim,):
+            raise ValueError(f"hidden_states: expected shape [..., {self.hidden_dim}], got {list(hidden_states.shape)}")
+        check_dtype("hidden_states", hidden_states.dtype, REAL_TYPES)
+        if hidden_states.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "hidden_states: expected a tensor that does not require grad, since W4A8Experts has no gradient, got "
+                "one that does; run under torch.no_grad() or torch.inference_mode()"
+            )
+        device_type = hidden_states.device.type
+        if device_type != "meta" and torch.is_autocast_enabled(device_type):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(device_type))
+        out = fused_experts(
+            hidden_states.reshape(-1, self.hidden_dim),
+            self.w13.weight,
+            self.w2.weight,
+            top_k_index.contiguous(),
+            top_k_weights.contiguous(),
+            activation=self.gate.kind,
+            order=self.gate.order,
+            alpha=self.gate.alpha,
+            limit=None if self.gate.limit == math.inf else self.gate.limit,
+            bias13=self.w13.bias,
+            bias2=self.w2.bias,
+            lhs_dtype=CODES[self.activation],
+            affine=self.activation == "int8_affine",
+            batch_invariant=self.batch_invariant,
+        )
+        return out.view(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        gate = self.gate
+        parts = [f"num_experts={self.num_experts}", f"hidden_dim={self.hidden_dim}"]
+        parts += [f"intermediate_dim={self.intermediate_dim}", f"gate={gate.kind!r}, {gate.order}"]
+        parts += [f"limit={gate.limit:g}"] if gate.limit != math.inf else []
+        return ", ".join([*parts, f"activation={self.activation!r}"])
+
+    def named(self, layer: str) -> None:
+        """Sets the name of the layer, for messages of its weights."""
+        for name in ("w13", "w2"):
+            getattr(self, name).weight.named(f"{layer}.{name}")
+
+    # ---- the state dict: the gate is no buffer, which `.to` and `.half` would move and convert -----------------------
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "gate"] = encoded(self.gate)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(  # type: ignore[no-untyped-def]
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        found = state_dict.get(prefix + "gate")
+        if found is None:
+            missing_keys.append(prefix + "gate")
+        elif found.tolist() != encoded(self.gate).tolist():
+            error_msgs.append(f"{prefix}gate: expected {self.gate}, got {found.tolist()}")
+        rest = {name: tensor for name, tensor in state_dict.items() if name != prefix + "gate"}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

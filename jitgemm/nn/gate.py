@@ -1,0 +1,66 @@
+"""The gate between an expert's two GEMMs: in a state dict, and read off a module of transformers.
+
+Knows neither weights nor calls.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import torch
+
+from jitgemm.activations.kernel import Gate
+from jitgemm.activations.reference import gated
+
+_KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+_ORDERS = ("gate_up", "up_gate", "interleaved")
+"""By their number in a state dict; append only."""
+
+_LIMITS = ("limit", "swiglu_limit")  # what experts call the attributes
+_ALPHAS = ("alpha", "swiglu_alpha")
+
+
+def encoded(gate: Gate) -> torch.Tensor:
+    """The gate as fp64 [4], for a state dict."""
+    numbers = (_KINDS.index(gate.kind), _ORDERS.index(gate.order), gate.limit, gate.alpha)
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+def decoded(numbers: torch.Tensor) -> Gate:
+    """The gate that `encoded` wrote. Raises ValueError for a tensor that is none."""
+    kind, order, limit, alpha = numbers.tolist() if tuple(numbers.shape) == (4,) else (-1, -1, 0, 0)
+    if kind not in range(len(_KINDS)) or order not in range(len(_ORDERS)):
+        raise ValueError(f"gate: expected the four numbers of a gate, got {numbers.tolist()}")
+    return Gate(_KINDS[int(kind)], _ORDERS[int(order)], limit, alpha)
+
+
+def interleaved(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [gate; up] as gate, up, gate, up, ...."""
+    return torch.stack(rows.chunk(2), 1).flatten(0, 1)
+
+
+def gate_of(experts: torch.nn.Module) -> Gate | None:
+    """The gate that computes what `experts._apply_gate` computes, as transformers' experts have it, or None.
+
+    Found by trying: nothing else says for sure what a model's code does between the GEMMs.
+    """
+    limit, alpha = (_number(experts, names) for names in (_LIMITS, _ALPHAS))
+    reach = 3 * max(4.0, limit or 0.0)
+    probe = (2 * torch.rand((64, 16), generator=torch.Generator().manual_seed(1), device="cpu") - 1) * reach
+    with torch.no_grad():
+        try:
+            found = experts._apply_gate(probe)  # type: ignore[operator]
+        except Exception:  # noqa: BLE001 - somebody else's code, given what it was not made for
+            return None
+        for kind, order, bound in product(_KINDS, _ORDERS, dict.fromkeys((math.inf, limit or math.inf))):
+            gate = Gate(kind, order, bound, (alpha or 1.0) if kind == "swiglu_oai" else 1.0)
+            expected = gated(probe, gate)
+            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
+                return gate
+    return None
+
+
+def _number(module: torch.nn.Module, names: tuple[str, ...]) -> float | None:
+    found = (getattr(module, name, None) for name in names)
+    return next((float(value) for value in found if isinstance(value, (int, float))), None)

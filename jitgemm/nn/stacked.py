@@ -1,0 +1,151 @@
+"""Experts that a model of transformers 5 stacks in two parameters: how its module holds them, and what cannot be read.
+
+Knows no checkpoints.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jitgemm.activations.kernel import Gate
+from jitgemm.dtypes import REAL_TYPES
+from jitgemm.nn.experts import W4A8Experts
+from jitgemm.nn.gate import gate_of
+from jitgemm.nn.read import CODES, check_activation
+from jitgemm.tensors import TYPE_NAMES
+from jitgemm.weight.quantize import quantize_w4
+from jitgemm.weight.w4 import W4Weight
+
+PARAMETERS = ("gate_up_proj", "down_proj")
+"""What transformers calls w13 and w2; their biases have _bias behind."""
+BIASES = tuple(name + "_bias" for name in PARAMETERS)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a module holds its experts.
+
+    Attributes:
+        experts, hidden, inter: E and the sizes: w13 is [2 * inter, hidden], w2 [hidden, inter].
+        transposed: the parameters are [E, k, n] rather than [E, n, k].
+        bias: both projections have one, [E, n].
+        gate: what stands between them.
+    """
+
+    experts: int
+    hidden: int
+    inter: int
+    transposed: bool
+    bias: bool
+    gate: Gate
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(n, k) of w13 and of w2."""
+        return (2 * self.inter, self.hidden), (self.hidden, self.inter)
+
+    @property
+    def unfit(self) -> str | None:
+        """Why the experts have no 4-bit form, whatever their values."""
+        if self.hidden % 32 or self.inter % 32:
+            return (
+                f"expected hidden and intermediate sizes that are multiples of 32, got {self.hidden} and {self.inter}"
+            )
+        return None
+
+    def rows(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A stacked parameter as [E, n, k]: a view."""
+        return parameter.transpose(1, 2) if self.transposed else parameter
+
+
+def form_of(module: torch.nn.Module) -> Form | str | None:
+    """How a module stacks experts, or why that cannot be told; None for a module that does not stack any."""
+    if isinstance(module, W4A8Experts):
+        sizes = (module.num_experts, module.hidden_dim, module.intermediate_dim)
+        return Form(*sizes, False, module.w13.bias is not None, module.gate)
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    if not all(name in parameters and parameters[name].dim() == 3 for name in PARAMETERS):
+        return None
+    if not hasattr(module, "_apply_gate") or not hasattr(module, "is_transposed"):
+        return "stacked experts of another kind than transformers' (use_experts_implementation)"
+    if getattr(module, "has_post_expert_norm", False):
+        return "stacked experts with a norm behind each"
+    known = (*PARAMETERS, *(BIASES if module.has_bias else ()))
+    more = [name for name in (*parameters, *module._buffers) if name not in known]
+    more += [name for name, p in module.named_parameters() if "." in name]
+    if more or set(known) - set(parameters):
+        return f"stacked experts whose tensors are other than {', '.join(known)}"
+    if "forward" in vars(module):
+        return "stacked experts whose forward was replaced, as accelerate's hooks do"
+    forward = inspect.signature(type(module).forward)
+    if not hasattr(type(module).forward, "__wrapped__") or len(forward.parameters) != 4:
+        return f"stacked experts: {type(module).__name__} has a forward of its own"
+    w13, w2 = (parameters[name].shape for name in PARAMETERS)
+    if module.is_transposed:
+        w13, w2 = ((experts, n, k) for experts, k, n in (w13, w2))
+    experts, hidden, inter = w2
+    if tuple(w13) != (experts, 2 * inter, hidden):
+        return f"stacked experts of shapes {list(w13)} and {list(w2)}, which are no gated MLP's"
+    gate = gate_of(module)
+    if gate is None:
+        return f"stacked experts with a gate that is not one of jitgemm.nn's ({type(module).__name__})"
+    return Form(experts, hidden, inter, module.is_transposed, module.has_bias, gate)
+
+
+def quantised_experts(
+    module: torch.nn.Module,
+    form: Form,
+    *,
+    activation: str = "e4m3",
+    group_size: int = 128,
+    symmetric: bool = True,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | int | None = None,
+    **options: Any,
+) -> W4A8Experts:
+    """A layer whose weights are the module's, quantised by `quantize_w4`, which see for the options.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or a weight has no 4-bit form.
+    """
+    check_activation(activation)
+
+    def quantised(name: str) -> W4Weight:
+        """One expert at a time, which is all that goes to the device."""
+        w = form.rows(getattr(module, name).detach())
+
+        def make(e: int) -> W4Weight:
+            try:
+                return quantize_w4(
+                    w[e] if device is None else w[e].to(device),
+                    group_size,
+                    symmetric=symmetric,
+                    scale_dtype=scale_dtype,
+                    lhs_dtype=CODES[activation],
+                    **options,
+                )
+            except ValueError as error:
+                raise ValueError(f"{name}[{e}]: {error}") from error
+
+        return W4Weight.stacked(form.experts, make)
+
+    with torch.no_grad():
+        weights = [quantised(name) for name in PARAMETERS]
+        biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in BIASES[: 2 * form.bias]]
+    return W4A8Experts(*weights, *biases, gate=form.gate, activation=activation)
+
+
+def unfit_type(module: torch.nn.Module) -> str | None:
+    """Why the parameters cannot be quantised, from their types."""
+    for name in PARAMETERS:
+        parameter = getattr(module, name)
+        plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
+        if not plain or TYPE_NAMES.get(parameter.dtype) not in REAL_TYPES:
+            return (
+                f"expected {name} of bfloat16, float16 or float32, got {type(parameter).__name__} of {parameter.dtype}"
+            )
+    return None
