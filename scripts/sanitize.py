@@ -1,5 +1,6 @@
-"""A handful of small GEMMs and expert layers that take every way through the kernels, for compute-sanitizer (scripts/sanitize.sh).
+"""A handful of small GEMMs and expert layers that take every way through the kernels, for compute-sanitizer.
 
+scripts/sanitize.sh runs them.
 Inputs and references are computed on the CPU, so that the tool watches little beside our kernels. Exits 1 on a wrong
 result. Needs a Hopper GPU.
 """
@@ -91,7 +92,7 @@ def main() -> int:
         print(f"{'ok   ' if good else 'WRONG'} {name}: {spec.label} {m} x {n} x {k}", flush=True)
     for name, case in LAYERS.items():
         expected = fused_experts_reference(*case.arguments, **case.options).double()
-        options = {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in case.options.items()}
+        options = {key: value.cuda() if torch.is_tensor(value) else value for key, value in case.options.items()}
         arguments = [each.to("cuda") for each in case.arguments]
         for _ in range(3):
             out = fused_experts(*arguments, **options)
