@@ -153,13 +153,16 @@ def test_entries_are_readable_as_the_umask_allows_and_written_by_their_owner_alo
     assert names(root) == [entry.path.name]
 
 
-def test_a_file_system_that_refuses_modes_takes_entries(root, monkeypatch):
-    def refuse(*_):
+@pytest.mark.parametrize("refused", ["chmod", "fchmod", "utime"])
+def test_a_file_system_that_refuses_modes_and_times_takes_entries(root, monkeypatch, refused):
+    def refuse(*_, **__):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(os, "fchmod", refuse)
-    (entry,) = filled(root)
-    assert KernelCache([root]).lookup(entry.key).path == entry.path
+    monkeypatch.setattr(os, refused, refuse)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (entry,) = filled(root)
+        assert KernelCache([root]).lookup(entry.key).path == entry.path == root / f"{entry.key}.jgk"
 
 
 def test_a_kernel_spec_is_rendered_keyed_and_compiled(root):
