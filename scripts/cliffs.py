@@ -286,7 +286,8 @@ def compile_all(benches: Sequence[Bench], ms: Sequence[int]) -> tuple[int, int]:
     kernels = list(dict.fromkeys(bench.kernel(m) for bench in benches for m in ms))
     cache = KernelCache()
     with ThreadPoolExecutor() as pool:
-        return len(kernels), sum(compiled for _, compiled in pool.map(cache.get_or_compile, map(kernel_source, kernels)))
+        found = pool.map(cache.get_or_compile, map(kernel_source, kernels))
+        return len(kernels), sum(compiled for _, compiled in found)
 
 
 def run(

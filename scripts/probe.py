@@ -565,8 +565,8 @@ def run_copies() -> None:
             out = torch.zeros(grid, dtype=torch.int64, device="cuda")
             arguments = [ctypes.c_uint64(source.data_ptr()), ctypes.c_uint32(size // COPY_BYTES),
                          ctypes.c_uint32(count), ctypes.c_uint64(out.data_ptr())]  # fmt: skip
-            smem_bytes = COPY_STAGES * COPY_BYTES
-            launch(cubin, arguments, grid=grid, threads=64, smem_bytes=smem_bytes, device_map=ctypes.addressof(tensor_map))
+            smem_bytes, device_map = COPY_STAGES * COPY_BYTES, ctypes.addressof(tensor_map)
+            launch(cubin, arguments, grid=grid, threads=64, smem_bytes=smem_bytes, device_map=device_map)
             rates.append(count * COPY_BYTES / out.double().mean().item())
         print(f"| {'tile' if probe.tile else 'contiguous'} | {probe.beyond} | {probe.multicast} |"
               + "".join(f" {rate:.1f} |" for rate in rates))  # fmt: skip

@@ -27,6 +27,6 @@ say "The same GEMMs without a tool, which also fills the kernel cache"
 timeout "${SANITIZE_LIMIT_S:-240}" "$PYTHON" scripts/sanitize.py
 for tool in memcheck synccheck; do
     say "compute-sanitizer --tool $tool"
-    timeout "${SANITIZE_LIMIT_S:-240}" "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 9 --print-limit 20 \
-        "$PYTHON" scripts/sanitize.py
+    timeout "${SANITIZE_LIMIT_S:-240}" "$sanitizer" --tool "$tool" --report-api-errors no --error-exitcode 9 \
+        --print-limit 20 "$PYTHON" scripts/sanitize.py
 done

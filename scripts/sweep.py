@@ -545,7 +545,9 @@ def run_command(
             raise ValueError("--moe: expected none of --shape and --random beside it")
         names = formats or [fmt.name for fmt in MOE_FORMATS]
         cells = [
-            (name, cell.n, cell.k, cell.m, *astuple(cell.experts)[:3]) for cell in make_moe_cells(ms=m) for name in names
+            (name, cell.n, cell.k, cell.m, *astuple(cell.experts)[:3])
+            for cell in make_moe_cells(ms=m)
+            for name in names
         ]
     device = _this_device()
     jobs = {cell: kernels_of(problem_of(cell), device, kernels) for cell in cells}

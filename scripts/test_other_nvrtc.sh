@@ -19,7 +19,8 @@ site="$("$OTHER_VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path(
 rm -f "$site/first_environment.pth" # pip would take the first environment's packages for its own
 "$PYTHON" - "cu$other" >"$OTHER_VENV/requirements.txt" <<'PY'
 import pathlib, sys, tomllib
-print("\n".join(tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]["optional-dependencies"][sys.argv[1]]))
+project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]
+print("\n".join(project["optional-dependencies"][sys.argv[1]]))
 PY
 "$OTHER_VENV/bin/python" -m pip --disable-pip-version-check --quiet install --requirement "$OTHER_VENV/requirements.txt"
 "$PYTHON" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parent.parent)' >"$site/first_environment.pth"

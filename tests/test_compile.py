@@ -1,4 +1,4 @@
-"""What NVRTC makes of the rendered kernels: hardly a spill, no serialised wgmma, the shape asked for, the same everywhere.
+"""What NVRTC makes of the rendered kernels: hardly a spill, no serialised wgmma, its shape, the same everywhere.
 
 Needs NVRTC, no GPU. A sample by seed is compiled once, two at a time, into one cache for the whole session; with
 --all-kernels everything is.
@@ -234,7 +234,6 @@ def test_a_wrong_size_of_shared_memory_does_not_compile(monkeypatch, tmp_path):
 
 RENDER = """
 import hashlib, json, sys
-from dataclasses import fields
 from jitgemm.jit.cache import KernelCache
 from jitgemm.kernel.render import kernel_source
 from jitgemm.jit.nvrtc import nvrtc_info
@@ -245,7 +244,7 @@ for facts in json.loads(sys.argv[1]):
     key = request.key(nvrtc_info())
     out[key] = hashlib.sha256(request.source.encode()).hexdigest()
     if len(sys.argv) > 2:
-        out[key] = hashlib.sha256(KernelCache([sys.argv[2]]).get_or_compile(kernel_source(KernelSpec.from_dict(facts)))[0].cubin).hexdigest()
+        out[key] = hashlib.sha256(KernelCache([sys.argv[2]]).get_or_compile(request)[0].cubin).hexdigest()
 import jitgemm
 print(json.dumps([jitgemm.__file__, out]))
 """

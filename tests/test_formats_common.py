@@ -345,7 +345,8 @@ def test_a_layer_of_no_known_format_is_named_with_its_tensors():
 
 
 def test_a_layer_that_fits_two_formats_asks_which(monkeypatch):
-    twins = tuple(Format(name=name, detect=lambda names, config: True, sizes=None, read=None) for name in ("one", "two"))
+    same = {"detect": lambda names, config: True, "sizes": None, "read": None}
+    twins = tuple(Format(name=name, **same) for name in ("one", "two"))
     monkeypatch.setattr(formats, "FORMATS", twins)
     with pytest.raises(ValueError, match=r"fits one and two: say which with format="):
         formats.find({}, None)

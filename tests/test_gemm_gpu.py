@@ -473,7 +473,7 @@ DRAWN_K = 4128
 
 
 def kernel_of(lhs: str, format: WeightFormat, out: str, number: int) -> KernelSpec:
-    """The number-th legal kernel that has a feature; that its consumers copy activations is decided by k, as in a call."""
+    """The number-th legal kernel that has a feature; as in a call, k decides whether consumers copy activations."""
     kernels = [for_k(spec, DRAWN_K) for spec in legal_kernels(lhs, format, device_figures(), out)]
     with_feature = [spec for spec in kernels if FEATURES[number % len(FEATURES)](spec)] or kernels
     return with_feature[number // len(FEATURES) % len(with_feature)]
@@ -730,8 +730,8 @@ def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
 @pytest.mark.parametrize("operand", ["multicast_lhs", "multicast_rhs"])
 def test_multicast_hands_its_stages_back(operand, lhs_name):
-    """Several tiles for each cluster that shares an operand: a stage is handed back across CTAs, which may not refill it
-    before it was read (include/jitgemm/ptx/barrier.cuh). The same bits every time, and those of a kernel without."""
+    """Several tiles for each cluster that shares an operand: a stage is handed back across CTAs, which may not refill
+    it before it was read (include/jitgemm/ptx/barrier.cuh). The same bits every time, and those of a kernel without."""
     from jitgemm.gemm.plan import Plan
 
     m, n, k = 6 * 64 - 3, 128 * (device_figures().num_sms // 2 + 1) - 24, 33 * 128 - 32

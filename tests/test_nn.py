@@ -352,7 +352,8 @@ def test_moving_to_another_device_moves_everything_but_the_description(layer):
 
 
 def test_a_conversion_of_integers_is_refused():
-    with pytest.raises(TypeError, match="packed weight: expected a move to another device, got a conversion to float16"):
+    message = "packed weight: expected a move to another device, got a conversion to float16"
+    with pytest.raises(TypeError, match=message):
         layer_of("int8").type(torch.float16)
 
 

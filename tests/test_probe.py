@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))  # at the end: its names must not hide others
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import probe
 

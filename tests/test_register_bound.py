@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "scripts"))  # at the end: scripts/cache.py and warmup.py must not hide anything
+sys.path.append(str(ROOT / "scripts"))
 
 import register_bound
 from benchmark_lib.cells import parse_format

@@ -174,7 +174,8 @@ def test_a_kernel_s_cubin_is_what_nvrtc_built_but_for_its_hints(spec, tmp_path):
 
 @pytest.mark.nvrtc
 def test_the_hints_are_there_whatever_nvrtc_sets_itself(tmp_path):
-    e4m3, s8, short, zeros, *more = (KernelCache([tmp_path]).get_or_compile(kernel_source(spec))[0].cubin for spec in KERNELS)
+    entries = [KernelCache([tmp_path]).get_or_compile(kernel_source(spec))[0] for spec in KERNELS]
+    e4m3, s8, short, zeros, *more = (entry.cubin for entry in entries)
     shares = {}
     for name, cubin, opcode in (("e4m3", e4m3, FFMA), ("s8", s8, FFMA), ("short", short, I2FP), ("zeros", zeros, I2FP)):
         found = in_main_loop(cubin, opcode)

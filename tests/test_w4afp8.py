@@ -129,7 +129,11 @@ def test_ranks_together_hold_the_layer(dim):
             "pre_quant_scale: expected only weight, weight_scale_inv, input_scale",
         ),
         ({"input_scale": torch.ones(2)}, None, r"input_scale: expected one element, got shape \[2\]"),
-        ({"weight_scale_inv": torch.ones((16, 2)).half().to(torch.float8_e4m3fn)}, None, "scale: expected bfloat16, float16 or float32"),
+        (
+            {"weight_scale_inv": torch.ones((16, 2)).half().to(torch.float8_e4m3fn)},
+            None,
+            "scale: expected bfloat16, float16 or float32",
+        ),
     ],
 )
 def test_tensors_and_settings_that_do_not_fit_are_refused(change, config, message):

@@ -45,9 +45,9 @@ def gemm_w4a8_bound(
 
     loss is the module docstring's, summed over the run's steps with what earlier steps may have lost added to |sum|;
     loss1 is the same with codes of 1. Both are 0 for int8. promotions is how often a result is added to in fp32: runs,
-    twice with offsets. size is the sum of |scaled runs|, losses included, and of |x_zero * row sum of the weights|. unit
-    is 2^-8 for bfloat16, 2^-11 for float16 and 2^-24 for float32. Holds for every kernel and order of sums, as long as
-    no intermediate fp32 number over- or underflows.
+    twice with offsets. size is the sum of |scaled runs|, losses included, and of |x_zero * row sum of the weights|.
+    unit is 2^-8 for bfloat16, 2^-11 for float16 and 2^-24 for float32. Holds for every kernel and order of sums, as
+    long as no intermediate fp32 number over- or underflows.
 
     Args:
         lhs, rhs, bias: as for `gemm_w4a8_reference`.

@@ -146,7 +146,9 @@ def call_op(operands: Operands, batch_invariant: bool) -> None:
     )  # fmt: skip
 
 
-def _operands(x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, n, k, format):  # type: ignore[no-untyped-def]
+def _operands(  # type: ignore[no-untyped-def]
+    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, n, k, format
+) -> Operands:
     weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
     return Operands(x, x_scale, x_zero, weight, out, bias)
 

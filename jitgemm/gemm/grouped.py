@@ -54,7 +54,7 @@ def m_grouped_gemm_w4a8_nt_contiguous(
 
     ::
 
-        rows     0 1 | 2 3 4 5 | 6 7        offsets = [0, 2, 2, 6, 7], E = 4: expert 1 has no rows, and row 7 is no one's
+        rows     0 1 | 2 3 4 5 | 6 7        offsets = [0, 2, 2, 6, 7], E = 4: expert 1 has no rows, row 7 is no one's
         expert   0   | 2       | 3
 
     Args:
@@ -69,8 +69,8 @@ def m_grouped_gemm_w4a8_nt_contiguous(
         row_index: int32 [M], contiguous: row i of the GEMM is row row_index[i] of x, which has any number of rows, and
             of x_scale and x_zero. Rows of x come one at a time then; for many rows an expert it is faster to gather
             them when they are quantised. Values outside of x stand for its last row.
-        expected_m: rows of an expert, as expected, by which the kernel is chosen: tokens * top_k over the experts of all
-            ranks, say, which may be less than one. None for M / E. Any value gives right results.
+        expected_m: rows of an expert, as expected, by which the kernel is chosen: tokens * top_k over the experts of
+            all ranks, say, which may be less than one. None for M / E. Any value gives right results.
         batch_invariant: a row of out has the same bits whatever M, the other rows and its place are.
 
     All on one device. On the CPU: `m_grouped_gemm_w4a8_reference`.
@@ -133,7 +133,8 @@ def m_grouped_gemm_w4a8_nt_masked(
     x, x_scale, x_zero, out = (
         None if each is None else as_rows(name, check_tensor(name, each), experts, max_m, columns)
         for name, each, columns in (
-            ("lhs[0] (x)", x, "k"), ("lhs[1] (x_scale)", x_scale, ""), ("lhs[2] (x_zero)", x_zero, ""), ("out", out, "n")
+            ("lhs[0] (x)", x, "k"), ("lhs[1] (x_scale)", x_scale, ""), ("lhs[2] (x_zero)", x_zero, ""),
+            ("out", out, "n"),
         )
     )  # fmt: skip
     expected_rows = round(experts * _check_hint(expected_m))

@@ -219,7 +219,8 @@ def _tail_us(
         units = along_m * along_n
         left = units % clusters
         alone = LONE_BYTES_PER_CYCLE * device.clock_mhz * cluster_size  # bytes a microsecond
-        lost += max(0.0, all_bytes / units / alone - left * all_bytes / units / device.hbm_bytes_per_us) if left else 0.0
+        if left:
+            lost += max(0.0, all_bytes / units / alone - left * all_bytes / units / device.hbm_bytes_per_us)
     return lost / len(tiles)
 
 

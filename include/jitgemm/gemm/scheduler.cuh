@@ -91,9 +91,9 @@ private:
     __device__ __forceinline__ u32 strips() const { return ceil_div(args.n, kStripRows); }
 };
 
-// What schedulers share: units of work, and the tile that a CTA has of one. A cluster that multicasts computes kAlongM x
-// kAlongN tiles at once, here called a unit. Units are ordered in bands of kBandTiles along m, m fastest inside a band,
-// so that the tiles in flight share both operands through the L2.
+// What schedulers share: units of work, and the tile that a CTA has of one. A cluster that multicasts computes
+// kAlongM x kAlongN tiles at once, here called a unit. Units are ordered in bands of kBandTiles along m, m fastest
+// inside a band, so that the tiles in flight share both operands through the L2.
 template <typename Config>
 struct Units {
     static constexpr u32 kBlockN = kStripRows * Config::kWarpgroupsN;

@@ -1,7 +1,7 @@
 // Combining experts: out[token] = addend[token] + the sum over the token's choices of weight * row, in their order.
 //
 // fp32 throughout, one fused multiply-add a choice, rounded once. A CTA takes kCombineThreads vectors of eight columns
-// of a token at a time, a thread one of them: eight rows in flight. Lanes fetch the choices' rows and weights, one each.
+// of a token at a time, a thread one of them: eight rows in flight. Lanes fetch rows and weights, one choice each.
 #pragma once
 #include <jitgemm/quantize.cuh>
 

@@ -1,4 +1,4 @@
-// Routing and quantising of the tokens in one launch, which need nothing of each other: CTA 0 routes, the others quantise.
+// Routing and quantising of the tokens in one launch, which are independent: CTA 0 routes, the others quantise.
 #pragma once
 #include <jitgemm/moe/route.cuh>
 #include <jitgemm/quantize.cuh>

@@ -117,7 +117,9 @@ __device__ __forceinline__ void route(const RouteArgs& args) {
         for (u32 from = 0; from < busy; from += 8) {
             u32 count[8];
 #pragma unroll
-            for (u32 i = 0; i < 8; ++i) count[i] = from + i < busy ? shared.counts[(from + i) * args.experts + expert] : 0;
+            for (u32 i = 0; i < 8; ++i) {
+                count[i] = from + i < busy ? shared.counts[(from + i) * args.experts + expert] : 0;
+            }
 #pragma unroll
             for (u32 i = 0; i < 8; ++i) {
                 if (from + i < busy) shared.counts[(from + i) * args.experts + expert] = sum;
