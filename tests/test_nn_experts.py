@@ -16,9 +16,13 @@ import jitgemm
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.reference import gated
-from jitgemm.nn import ACTIVATIONS, Gate, W4A8Experts, W4A8Linear, load_
+from jitgemm.moe.kernel import layer_specs
+from jitgemm.nn import ACTIVATIONS, Gate, W4A8Experts, W4A8Linear, load_, warm
 from jitgemm.nn.gate import gate_of
 from jitgemm.nn.read import CODES
+from jitgemm.nn.warm import warmup
+from jitgemm.select.choose import kernels_for
+from jitgemm.select.devices import device_spec
 from jitgemm.weight.pack import pack_w4
 
 E, HIDDEN, INTER, TOKENS, TOP_K = 4, 64, 96, 9, 2
@@ -679,3 +683,46 @@ def test_no_more_than_one_expert_is_in_memory_beside_the_packed_weight(monkeypat
     monkeypatch.setattr(read_experts, "read_header", counted)
     load_(build("qwen3", seed=1), tensors, config=COMPRESSED)
     assert max(most) <= 4  # gate and up, and those before them until they are replaced
+
+
+# ---- warm-up ---------------------------------------------------------------------------------------------------------
+
+
+def needed(layer: W4A8Experts, rows: int, x: str, lhs: str, affine: bool) -> set[str]:
+    found = list(layer_specs(HIDDEN, INTER, x, lhs, layer.gate, affine=affine))
+    for weight in (layer.w13.weight, layer.w2.weight):
+        found += kernels_for(weight.n, weight.k, lhs, weight.format, device_spec("h200"), rows, out=x, experts=E)
+    return {spec.label for spec in found}
+
+
+@pytest.mark.nvrtc
+def test_warmup_compiles_routing_quantisers_and_grouped_gemms_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    layer = experts(GATES["gpt-oss"], "int8_affine")
+    layer.top_k = 2
+    model = torch.nn.ModuleList([layer, copy.deepcopy(layer)])
+    compiled = warmup(model, 1, dtype=torch.float16, device="h200")
+    assert len(compiled) == len(set(compiled)) and set(compiled) == needed(layer, 2, "fp16", "s8", True)
+    assert warmup(model, 1, dtype=torch.float16, device="h200") == []
+
+
+def test_the_warm_ups_rows_are_those_of_all_choices(monkeypatch):
+    asked = []
+    monkeypatch.setattr(warm, "kernels_for", lambda *arguments, **options: asked.append((arguments[5], options)) or [])
+    monkeypatch.setattr(warm, "layer_specs", lambda *arguments, **options: [])
+    layer = experts()
+    for top_k, rows in ((None, 4 * 100), (2, 200)):
+        layer.top_k = top_k
+        with pytest.warns(UserWarning, match="holds no W4A8Linear or W4A8Experts"):
+            assert warmup(layer, 100, dtype=torch.float16, device="h200") == []
+        assert [each[0] for each in asked] == [rows, rows] and asked[0][1]["experts"] == E
+        asked.clear()
+
+
+def test_models_say_how_many_experts_a_token_has():
+    model = build("mixtral")
+    jitgemm.nn.quantize_(model, lambda name, _: name.endswith("experts"), clip_steps=0)
+    assert [m.top_k for m in model.modules() if isinstance(m, W4A8Experts)] == [TOP_K, TOP_K]
+    other = build("mixtral")
+    load_(other, model.state_dict())
+    assert [m.top_k for m in other.modules() if isinstance(m, W4A8Experts)] == [TOP_K, TOP_K]

@@ -35,6 +35,7 @@ class W4A8Experts(torch.nn.Module):
         w13, w2: modules with `weight` (a `W4Weight` of E experts), `bias` ([E, n] or None) and the buffers above.
         gate: what stands between the GEMMs, see `Gate`.
         num_experts, hidden_dim, intermediate_dim: E, hidden and inter.
+        top_k: experts of a token, or None; `warmup` asks, the call takes any number.
         activation: "e4m3", "int8" or "int8_affine": how both GEMMs' inputs are quantised, a scale for every row.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
     """
@@ -50,6 +51,7 @@ class W4A8Experts(torch.nn.Module):
         *,
         gate: Gate = SILU_MUL,
         activation: str = "e4m3",
+        top_k: int | None = None,
     ):
         """A layer over packed weights; no tensor is copied.
 
@@ -59,6 +61,7 @@ class W4A8Experts(torch.nn.Module):
             bias13, bias2: bf16, fp16 or fp32 [E, 2 * inter] and [E, hidden], or None; fp16 is widened to fp32.
             gate: what stands between the GEMMs, see `Gate`.
             activation: "e4m3", "int8" or "int8_affine".
+            top_k: experts of a token, for `warmup`; None where it is not known.
 
         Raises:
             TypeError, ValueError: an argument is wrong; the message names it.
@@ -79,7 +82,7 @@ class W4A8Experts(torch.nn.Module):
         if w2.device != w13.device:
             raise ValueError(f"w2: expected w13's device {w13.device}, got {w2.device}")
         self.num_experts, self.hidden_dim, self.intermediate_dim = experts, hidden, inter
-        self.gate, self.activation = gate, activation
+        self.gate, self.activation, self.top_k = gate, activation, top_k
         self.w13 = Packed(w13, bias13, activation=activation)
         self.w2 = Packed(w2, bias2, activation=activation)
 

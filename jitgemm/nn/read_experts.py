@@ -168,7 +168,9 @@ def read_experts(checkpoint: Checkpoint, experts: Experts, device: torch.device)
             name.removeprefix(start): checkpoint.read(name, cpu if name.endswith(on_cpu) else device)
             for name in experts.names
         }
-        return W4A8Experts.from_state_dict(tensors)
+        layer = W4A8Experts.from_state_dict(tensors)
+        layer.top_k = experts.form.top_k
+        return layer
     weights, biases = [], []
     for projection in experts.projections:
         bias: dict[int, torch.Tensor] = {}
@@ -183,7 +185,8 @@ def read_experts(checkpoint: Checkpoint, experts: Experts, device: torch.device)
             weights.append(pack_experts(experts.form.experts, read, CODES[experts.activation]))
         beside = None if projection.bias is None else checkpoint.read(projection.bias, device)
         biases.append(torch.stack([bias[e] for e in sorted(bias)]) if bias else beside)
-    return W4A8Experts(*weights, *biases, gate=experts.form.gate, activation=experts.activation)
+    form = experts.form
+    return W4A8Experts(*weights, *biases, gate=form.gate, activation=experts.activation, top_k=form.top_k)
 
 
 def _ours(checkpoint: Checkpoint, prefix: str, form: Form, activation: str | None) -> Experts:

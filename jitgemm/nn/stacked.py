@@ -22,6 +22,7 @@ from jitgemm.weight.w4 import W4Weight
 
 PARAMETERS = ("gate_up_proj", "down_proj")
 """What transformers calls w13 and w2; their biases have _bias behind."""
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")  # what configs call it
 BIASES = tuple(name + "_bias" for name in PARAMETERS)
 
 
@@ -34,6 +35,7 @@ class Form:
         transposed: the parameters are [E, k, n] rather than [E, n, k].
         bias: both projections have one, [E, n].
         gate: what stands between them.
+        top_k: experts of a token, as the module's config says; None where it does not.
     """
 
     experts: int
@@ -42,6 +44,7 @@ class Form:
     transposed: bool
     bias: bool
     gate: Gate
+    top_k: int | None = None
 
     @property
     def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -66,7 +69,7 @@ def form_of(module: torch.nn.Module) -> Form | str | None:
     """How a module stacks experts, or why that cannot be told; None for a module that does not stack any."""
     if isinstance(module, W4A8Experts):
         sizes = (module.num_experts, module.hidden_dim, module.intermediate_dim)
-        return Form(*sizes, False, module.w13.bias is not None, module.gate)
+        return Form(*sizes, False, module.w13.bias is not None, module.gate, module.top_k)
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
     if not all(name in parameters and parameters[name].dim() == 3 for name in PARAMETERS):
         return None
@@ -93,7 +96,9 @@ def form_of(module: torch.nn.Module) -> Form | str | None:
     gate = gate_of(module)
     if gate is None:
         return f"stacked experts with a gate that is not one of jitgemm.nn's ({type(module).__name__})"
-    return Form(experts, hidden, inter, module.is_transposed, module.has_bias, gate)
+    config = getattr(module, "config", None)
+    top_k = next((count for name in _TOP_K if isinstance(count := getattr(config, name, None), int)), None)
+    return Form(experts, hidden, inter, module.is_transposed, module.has_bias, gate, top_k)
 
 
 def quantised_experts(
@@ -136,7 +141,7 @@ def quantised_experts(
     with torch.no_grad():
         weights = [quantised(name) for name in PARAMETERS]
         biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in BIASES[: 2 * form.bias]]
-    return W4A8Experts(*weights, *biases, gate=form.gate, activation=activation)
+    return W4A8Experts(*weights, *biases, gate=form.gate, activation=activation, top_k=form.top_k)
 
 
 def unfit_type(module: torch.nn.Module) -> str | None:

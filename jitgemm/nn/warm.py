@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 
 import torch
 
 from jitgemm import settings
-from jitgemm.activations import plan as quantizers
-from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_spec
+from jitgemm.activations.kernel import QuantizeSpec, quantize_spec
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CompileError, JitGemmError
 from jitgemm.gemm import plan as gemms
@@ -21,10 +20,19 @@ from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.kernel import render
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
+from jitgemm.moe.plan import FAMILIES
+from jitgemm.nn.experts import W4A8Experts
 from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.read import CODES
 from jitgemm.runtime.device import device_of, pick_device
 from jitgemm.select.choose import kernels_for
+from jitgemm.select.devices import DeviceSpec
 from jitgemm.tensors import TYPE_NAMES, check_dtype
+
+Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
+MOST_TOP_K = 16
+"""Experts of a token where a layer does not say: no model that we know takes more."""
 
 
 def warmup(
@@ -35,7 +43,9 @@ def warmup(
     device: str | None = None,
     jobs: int | None = None,
 ) -> list[str]:
-    """Compiles every kernel that the `W4A8Linear`s of a model can need, for any number of tokens up to max_m.
+    """Compiles every kernel that the `W4A8Linear`s and `W4A8Experts` of a model can need, for up to max_m tokens.
+
+    For experts that is every routing; where a layer's `top_k` is None, up to 16 experts of a token.
 
     Kernels are compiled in threads, under a progress bar on stderr if that is a terminal; what the cache holds is not
     compiled again. For layers on a GPU the kernels are loaded too: after this neither a first call nor the capture of a
@@ -61,15 +71,18 @@ def warmup(
     dtypes = _dtypes(model, dtype)
     nvrtc = nvrtc_info()
     needed: dict[str, KernelSource] = {}  # by cache key
-    on_gpu: dict[tuple[KernelSpec | QuantizeSpec, int], str] = {}
-    for spec, source, index in _kernels(model, max_m, dtypes, device):
+    on_gpu: dict[tuple[Spec, int], str] = {}
+    for spec, index in _kernels(model, max_m, dtypes, device):
+        source = render.kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)
         key = source.key(nvrtc)
         needed.setdefault(key, source)
         if index is not None:
             on_gpu[spec, index] = key
     found = {key: process_cache.lookup(key) for key in needed}
     if not needed:
-        warnings.warn("warmup: the model holds no W4A8Linear, so there is nothing to compile", stacklevel=2)
+        warnings.warn(
+            "warmup: the model holds no W4A8Linear or W4A8Experts, so there is nothing to compile", stacklevel=2
+        )
     missing = {key: needed[key] for key, entry in found.items() if entry is None or entry.path is None}
     results = dict(zip(missing, _compile(list(missing.values()), jobs or default_threads())))
     failed = {key: result for key, result in results.items() if isinstance(result, JitGemmError)}
@@ -83,7 +96,7 @@ def warmup(
     for (spec, index), key in on_gpu.items():
         if key not in failed:
             with torch.cuda.device(index):
-                (quantizers if isinstance(spec, QuantizeSpec) else gemms).KERNELS.load(spec, index)
+                (gemms.KERNELS if isinstance(spec, KernelSpec) else FAMILIES[type(spec)]).load(spec, index)
     if failed:
         first = next(iter(failed.values()))
         raise CompileError(
@@ -104,31 +117,56 @@ def _dtypes(model: torch.nn.Module, dtype: torch.dtype | None) -> list[torch.dty
 
 def _kernels(
     model: torch.nn.Module, max_m: int, dtypes: list[torch.dtype], device: str | None
-) -> Iterator[tuple[KernelSpec | QuantizeSpec, KernelSource, int | None]]:
-    """(spec, source, index of the GPU or None) of every kernel, layers of one kind once."""
+) -> Iterator[tuple[Spec, int | None]]:
+    """(spec, index of the GPU or None) of every kernel, layers of one kind once."""
     seen = set()
     for layer in model.modules():
-        if not isinstance(layer, W4A8Linear):
+        if isinstance(layer, W4A8Linear):
+            where, kind, specs = layer.weight.device, _linear_kind(layer), _linear_specs
+        elif isinstance(layer, W4A8Experts):
+            where, kind, specs = layer.w13.weight.device, _experts_kind(layer), _experts_specs
+        else:
             continue
-        weight, where = layer.weight, layer.weight.device
-        static, permuted = layer.input_scale is not None, weight.permutation is not None
-        kind = (weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted, where)
-        if kind in seen:
+        if (kind, where) in seen:
             continue
-        seen.add(kind)
+        seen.add((kind, where))
         index = where.index if where.type == "cuda" else None
         figures = pick_device(device) if index is None else device_of(index)
-        lhs = "e4m3" if layer.activation == "e4m3" else "s8"
         for dtype in dtypes:
-            x = out = TYPE_NAMES[dtype]
-            affine = layer.activation == "int8_affine"
-            quantizer = quantize_spec(weight.k, x, lhs, affine=affine, static=static, permuted=permuted)
-            yield quantizer, quantize_source(quantizer), index
-            for spec in kernels_for(
-                weight.n, weight.k, lhs, weight.format, figures, max_m, out=out, batch_invariant=layer.batch_invariant
-            ):
-                spec = replace(spec, debug=True) if settings.debug() else spec
-                yield spec, render.kernel_source(spec), index
+            for spec in specs(layer, TYPE_NAMES[dtype], figures, max_m):
+                yield replace(spec, debug=True) if settings.debug() and isinstance(spec, KernelSpec) else spec, index
+
+
+def _linear_kind(layer: W4A8Linear) -> Hashable:
+    weight = layer.weight
+    static, permuted = layer.input_scale is not None, weight.permutation is not None
+    return weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted
+
+
+def _linear_specs(layer: W4A8Linear, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
+    weight, lhs, affine = layer.weight, TYPE_NAMES[CODES[layer.activation]], layer.activation == "int8_affine"
+    static, permuted = layer.input_scale is not None, weight.permutation is not None
+    yield quantize_spec(weight.k, x, lhs, affine=affine, static=static, permuted=permuted)
+    yield from kernels_for(
+        weight.n, weight.k, lhs, weight.format, figures, max_m, out=x, batch_invariant=layer.batch_invariant
+    )
+
+
+def _experts_kind(layer: W4A8Experts) -> Hashable:
+    weights = tuple((part.weight.shape, part.weight.format) for part in (layer.w13, layer.w2))
+    return weights, layer.activation, layer.batch_invariant, layer.gate, layer.top_k
+
+
+def _experts_specs(layer: W4A8Experts, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
+    lhs, affine = TYPE_NAMES[CODES[layer.activation]], layer.activation == "int8_affine"
+    yield from layer_specs(layer.hidden_dim, layer.intermediate_dim, x, lhs, layer.gate, affine=affine)
+    experts = layer.num_experts
+    rows = max_m * (layer.top_k or min(experts, MOST_TOP_K))
+    for weight in (layer.w13.weight, layer.w2.weight):
+        yield from kernels_for(
+            weight.n, weight.k, lhs, weight.format, figures, rows, out=x, batch_invariant=layer.batch_invariant,
+            experts=experts,
+        )  # fmt: skip
 
 
 def _compile(sources: list[KernelSource], threads: int) -> list[tuple[Entry, bool] | JitGemmError]:
