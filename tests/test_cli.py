@@ -453,12 +453,31 @@ def test_a_group_size_that_no_kernel_has_is_named(run, tmp_path):
     assert done.code == 2 and "group_size: expected -1 or one of (32, 64, 128, 256), got 16" in done.stderr
 
 
-def test_of_experts_and_their_router_it_says_what_is_left_out(run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "mixtral", "num_local_experts": 8}))
-    options = ("--device", "h200", "--max-m", "8", "--dry-run")
-    said = run("warmup", "--model", str(tmp_path), *options).stderr
-    assert "experts: each is a call of its own" in said and "the router is left out" in said
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+def test_experts_need_grouped_gemms_routing_and_combining(run, tmp_path):
+    def warmup(*options: str) -> tuple[dict[str, list[str]], str]:
+        (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+        fixed = ("--device", "h200", "--max-m", "8", "--codes", "any", "--dry-run", "--json")
+        done = run("warmup", "--model", str(tmp_path), *fixed, *options)
+        assert done.code == 0, done.stderr
+        labels: dict[str, list[str]] = {}
+        for kernel in done.json["kernels"]:
+            labels.setdefault(kernel["kind"], []).append(kernel["label"])
+        return labels, done.stderr
+
+    fused, said = warmup("--form", "fused")
+    assert "experts: as fused_experts runs them" in said
+    assert any(label.endswith("e64") or "-e64-" in label for label in fused["gemm"])
+    assert {label.split("-")[0] for label in fused["routing"]} == {"route", "combine"}
+    assert any("silumul" in label for label in fused["quantizer"])
+    separate, _ = warmup("--form", "separate")
+    assert "routing" not in separate and not any("e64" in label for label in separate["gemm"])
+    ranks = run("warmup", "--model", str(tmp_path), "--device", "h200", "--ep", "4", "--dry-run", "--json")
+    assert [layer["experts"] for layer in ranks.json["layers"] if layer["name"] == "experts"] == [2]
     assert "experts" not in run("warmup", *LAYER, "--dry-run").stderr
+    assert "--tp, --ep and --form are for the layers of --model" in run("warmup", *LAYER, "--ep", "2").stderr
 
 
 def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
@@ -490,8 +509,8 @@ def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
         (["warmup", "--shape", "12,4096"], "n: expected a positive multiple of 8, got 12"),
         (["warmup", "--shape", "16,40"], "k: expected a positive multiple of 32, got 40"),
         (["warmup", "--shape", "16,64", "--group-size", "48"], "expected one of 32, 64, 128, 256 or 'channel'"),
-        (["warmup", "--shape", "16,64", "--tp", "2"], "--tp and --form are for the layers of --model"),
-        (["warmup", "--shape", "16,64", "--form", "fused"], "--tp and --form are for the layers of --model"),
+        (["warmup", "--shape", "16,64", "--tp", "2"], "--tp, --ep and --form are for the layers of --model"),
+        (["warmup", "--shape", "16,64", "--form", "fused"], "--tp, --ep and --form are for the layers of --model"),
         (["warmup", "--shape", "16,64", "--form", "nonsense"], "'nonsense' is not one of 'both', 'fused', 'separate'"),
         (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from jitgemm.cli.hf_config import LinearLayer, Quantization, linear_layers, quantization, read_config, weight_group
+from jitgemm.activations.kernel import Gate
+from jitgemm.cli.hf_config import ExpertLayer, LinearLayer, Quantization
+from jitgemm.cli.hf_config import linear_layers, quantization, read_config, weight_group
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -33,6 +35,30 @@ MIXTRAL_8X7B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN3_30B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
 }
 QWEN2_MOE = {
     "model_type": "qwen2_moe",
@@ -44,12 +70,20 @@ QWEN2_MOE = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "num_experts": 60,
+    "num_experts_per_tok": 4,
     "decoder_sparse_step": 1,
 }
 
 
 def shapes(config: dict, tp: int = 1, **options) -> dict[str, tuple[int, int, int]]:
-    return {layer.name: (layer.n, layer.k, layer.count) for layer in linear_layers(config, tp, **options)}
+    layers = linear_layers(config, tp, **options)
+    return {layer.name: (layer.n, layer.k, layer.count) for layer in layers if isinstance(layer, LinearLayer)}
+
+
+def experts(config: dict, tp: int = 1, **options) -> tuple[int, ...]:
+    """experts, hidden, inter, top_k, count of the only experts."""
+    (found,) = (layer for layer in linear_layers(config, tp, **options) if isinstance(layer, ExpertLayer))
+    return found.experts, found.hidden, found.inter, found.top_k, found.count
 
 
 def test_llama_has_its_projections_fused_and_separate():
@@ -102,9 +136,29 @@ def test_head_dim_need_not_be_hidden_size_over_heads():
 
 def test_every_expert_of_every_layer_counts():
     layers = shapes(MIXTRAL_8X7B)
-    assert layers["experts.gate_up_proj"] == (28672, 4096, 8 * 32)
+    assert layers["experts.up_proj"] == (14336, 4096, 8 * 32)
     assert layers["experts.down_proj"] == (4096, 14336, 8 * 32)
     assert "down_proj" not in layers
+    assert experts(MIXTRAL_8X7B, form="fused") == experts(MIXTRAL_8X7B) == (8, 4096, 14336, 2, 32)
+    assert not any("experts" in name for name in shapes(MIXTRAL_8X7B, form="fused"))
+    assert all(isinstance(layer, LinearLayer) for layer in linear_layers(MIXTRAL_8X7B, form="separate"))
+
+
+def test_experts_are_cut_by_tp_or_shared_out_by_ep():
+    assert experts(QWEN3_30B, 2) == (128, 2048, 384, 8, 48)
+    assert experts(QWEN3_30B, 8, group_size=32) == (128, 2048, 96, 8, 48)
+    assert experts(QWEN3_30B, 8, ep=8, group_size=128) == (16, 2048, 768, 8, 48)
+    assert shapes(QWEN3_30B, 8, ep=8)["o_proj"] == (2048, 512, 48)
+    assert experts(QWEN2_MOE, ep=4) == (15, 2048, 1408, 4, 24)
+
+
+def test_gates_follow_the_config():
+    gates = {"silu": Gate(), "gelu_pytorch_tanh": Gate("gelu_tanh")}
+    for act, gate in gates.items():
+        assert linear_layers(MIXTRAL_8X7B | {"hidden_act": act}, form="fused")[-1].gate == gate
+    gpt = linear_layers(GPT_OSS, form="fused")[-1]
+    assert gpt.gate == Gate("swiglu_oai", "interleaved", 7.0, 1.702) and gpt.to_dict()["gate"]["limit"] == 7.0
+    assert experts(GPT_OSS) == (32, 2880, 2880, 4, 24)
 
 
 def test_qwen_moe_has_routed_and_shared_experts():
@@ -137,7 +191,23 @@ def test_attention_without_key_value_heads_has_one_per_query_head():
         (LLAMA_3_8B | {"num_key_value_heads": 6}, 4, 0, "tp=4: num_key_value_heads 6 is not divisible"),
         (LLAMA_3_8B | {"num_key_value_heads": 3}, 8, 0, "num_key_value_heads 3 neither divides it nor"),
         (QWEN2_MOE, 16, 0, "shared_expert.*|k of experts.down_proj|k = 88"),
-        (QWEN2_MOE, 4, 128, "experts.down_proj would be cut at k = 352, which is not a border of a group of 128"),
+        (
+            QWEN2_MOE,
+            4,
+            128,
+            "experts.down_proj would be cut at k = 352, which is not a border of a group of 128; what fits: tp of 1; "
+            "groups of 32; --ep, which leaves experts whole",
+        ),
+        (
+            QWEN3_30B,
+            8,
+            128,
+            "experts.down_proj would be cut at k = 96, which is not a border of a group of 128; what fits: tp of 1, 2, "
+            "3, 6; groups of 32; --ep",
+        ),
+        (GPT_OSS, 8, 32, "k = 360, which is not a multiple of 32; what fits: tp of 1, 2, 3, 5, 6; --ep"),
+        (MIXTRAL_8X7B | {"hidden_act": "relu"}, 1, 0, "hidden_act: expected one of silu.* for experts, got 'relu'"),
+        (MIXTRAL_8X7B | {"num_experts_per_tok": None}, 1, 0, "num_experts_per_tok: expected a positive integer"),
         (LLAMA_3_8B | {"model_type": "gpt2"}, 1, 0, "model_type 'gpt2' is not known .*llama.*--shape"),
         ({"hidden_size": 4096}, 1, 0, "expected a key 'model_type'"),
         (
@@ -156,6 +226,15 @@ def test_attention_without_key_value_heads_has_one_per_query_head():
 def test_what_cannot_be_read_or_cut_says_why(config, tp, group_size, message):
     with pytest.raises(ValueError, match=message):
         linear_layers(config, tp, group_size=group_size)
+
+
+def test_experts_that_ranks_cannot_share_are_refused():
+    with pytest.raises(
+        ValueError, match="ep=8: num_experts 60 is not divisible by it; what fits: ep of 1, 2, 3, 4, 5, 6"
+    ):
+        linear_layers(QWEN2_MOE, ep=8)
+    with pytest.raises(ValueError, match="ep=2: expected 1 for llama, which has no experts"):
+        linear_layers(LLAMA_3_8B, ep=2)
 
 
 def test_config_is_read_from_a_file_or_a_model_folder(tmp_path):

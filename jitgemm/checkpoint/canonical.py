@@ -180,9 +180,10 @@ class CanonicalWeight:
         size = columns.stop - columns.start
         per_channel = self.group_size >= self.k
         if not per_channel and size % self.group_size:
+            sizes = [each for each in range(1, world) if self.k % (each * self.group_size) == 0]
             raise ValueError(
                 f"tp_size: expected k / tp_size to be a multiple of the group size {self.group_size}, got "
-                f"{self.k} / {world} = {size}"
+                f"{self.k} / {world} = {size}" + (f"; what fits: {', '.join(map(str, sizes))}" if sizes else "")
             )
         width = 1 if per_channel else self.group_size
         groups = slice(columns.start // width, columns.stop // width)

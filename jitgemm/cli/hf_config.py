@@ -1,27 +1,36 @@
 """Linear layers of a transformer from its Hugging Face config.json, as one tensor-parallel rank holds them, and what
 the file says of how they are quantised.
 
-Reads a dictionary and does arithmetic: no torch, no kernels, no network. Sharding follows what serving engines do:
+Reads a dictionary and does arithmetic: no torch, no network. Sharding follows what serving engines do:
 projections out of the hidden state are cut along n (columns), projections back into it along k (rows), key and value
-heads are repeated when there are more ranks than heads, and every rank keeps its slice of every expert.
+heads are repeated when there are more ranks than heads, and every rank keeps its slice of every expert, or with expert
+parallelism some of the experts whole.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from jitgemm.activations.kernel import Gate
+from jitgemm.kernel.formats import GROUP_SIZES
+
 DENSE_MODELS = frozenset(
     "llama mistral ministral qwen2 qwen3 gemma gemma2 gemma3_text granite olmo2 phi3 smollm3 seed_oss".split()
 )
 """model_type of decoders with q, k, v, o and gated gate, up, down projections in every layer."""
 
-KNOWN_MODELS = DENSE_MODELS | {"mixtral", "qwen2_moe", "qwen3_moe"}
-"""And experts: mixtral's in every layer; of the others' layers some may be dense, and qwen2_moe has a shared expert."""
+KNOWN_MODELS = DENSE_MODELS | {"mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe"}
+"""And experts: in every layer of mixtral and gpt_oss; of the others' layers some may be dense, and qwen2_moe has a shared
+expert."""
+
+_GATES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Kinds of gates by hidden_act."""
 
 Form = Enum("Form", {name: name for name in ("both", "fused", "separate")}, type=str)
 """Which projections a model's layers are made of."""
@@ -32,7 +41,7 @@ class LinearLayer:
     """One shape of linear layer: out[m, n] = x[m, k] · weight[n, k]ᵀ on one tensor-parallel rank.
 
     Attributes:
-        name: the projection's name in the checkpoint, such as "down_proj" or "experts.gate_up_proj".
+        name: the projection's name in the checkpoint, such as "down_proj" or "experts.up_proj".
         n, k: rows and columns of the weight on this rank.
         count: how many weights of this shape and name the model has (every expert of every layer counts).
     """
@@ -42,8 +51,49 @@ class LinearLayer:
     k: int
     count: int = 1
 
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.n}x{self.k}"
+
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """The routed experts of a layer on one rank, as `jitgemm.fused_experts` runs them.
+
+    Attributes:
+        experts: how many this rank has.
+        hidden, inter: w13 is [2 * inter, hidden], w2 [hidden, inter]; inter on this rank.
+        top_k: experts of a token, on all ranks.
+        gate: what stands between the GEMMs.
+        count: layers of the model that have such experts.
+    """
+
+    experts: int
+    hidden: int
+    inter: int
+    top_k: int
+    gate: Gate
+    count: int = 1
+    name: str = "experts"
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(n, k) of w13 and of w2."""
+        return (2 * self.inter, self.hidden), (self.hidden, self.inter)
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.name, str(self.experts), *(f"{n}x{k}" for n, k in self.shapes)])
+
+    def to_dict(self) -> dict[str, object]:
+        limit = None if self.gate.limit == math.inf else self.gate.limit
+        return asdict(self) | {"gate": self.gate._asdict() | {"limit": limit}}
+
+
+Layer = LinearLayer | ExpertLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,46 +135,52 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def linear_layers(
-    config: Mapping[str, Any], tp: int = 1, *, group_size: int = 0, form: Form = Form.both
-) -> list[LinearLayer]:
-    """The linear layers that W4A8 applies to, as one of `tp` ranks holds them. All ranks hold the same shapes.
+    config: Mapping[str, Any], tp: int = 1, *, ep: int = 1, group_size: int = 0, form: Form = Form.both
+) -> list[Layer]:
+    """The linear layers and experts that W4A8 applies to, as one rank holds them. All ranks hold the same shapes.
 
     Embeddings, lm_head and the experts' router are left out: checkpoints keep them in 16 bits.
 
     Args:
         config: a Hugging Face config.json as a dictionary. A multimodal model's `text_config` is used where it has one.
         tp: tensor-parallel ranks.
+        ep: expert-parallel ranks: each has 1 / ep of the experts, whole, whatever tp is.
         group_size: values of k that share a scale; 0 for per channel. Rows are cut along k at group borders only.
-        form: separate for the projections as checkpoints name them (q_proj, k_proj, …), fused for qkv_proj and
-            gate_up_proj as serving engines run them, both for either.
+        form: separate for the projections as checkpoints name them (q_proj, k_proj, …, those of an expert each a call
+            of its own), fused for qkv_proj, gate_up_proj and experts in grouped GEMMs as serving engines run them, both
+            for either.
 
     Returns:
-        Layers with unique (name, n, k), in the order in which a forward pass meets them.
+        Layers with unique labels, in the order in which a forward pass meets them.
 
     Raises:
-        ValueError: the architecture is not known, a size is missing from the config, or it cannot be cut into `tp`.
+        ValueError: the architecture is not known, a size is missing from the config, or it cannot be cut into `tp`
+            or `ep`; the message says what would fit.
     """
-    if tp < 1:
-        raise ValueError(f"tp: expected at least 1, got {tp}")
+    for name, ranks in (("tp", tp), ("ep", ep)):
+        if ranks < 1:
+            raise ValueError(f"{name}: expected at least 1, got {ranks}")
     config = _text_config(config)
     model_type = config["model_type"]
-    layers = _attention(config, tp, group_size)
+    layers: list[Layer] = [*_attention(config, tp, group_size)]
     depth = _size(config, "num_hidden_layers")
+    if ep > 1 and model_type in DENSE_MODELS:
+        raise ValueError(f"ep={ep}: expected 1 for {model_type}, which has no experts")
     if model_type in DENSE_MODELS:
         layers += _mlp(config, "", "intermediate_size", tp, group_size, depth)
-    elif model_type == "mixtral":
-        experts = depth * _size(config, "num_local_experts")
-        layers += _mlp(config, "experts.", "intermediate_size", tp, group_size, experts)
+    elif model_type in ("mixtral", "gpt_oss"):
+        layers += _experts(config, "num_local_experts", "intermediate_size", tp, ep, group_size, depth)
     else:
-        layers += _qwen_moe(config, tp, group_size, depth)
-    fused = ("qkv_proj", "gate_up_proj")
-    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+        layers += _qwen_moe(config, tp, ep, group_size, depth)
+    fused = ("qkv_proj", "gate_up_proj", "experts")
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "experts.down_proj")
     dropped = {Form.both: (), Form.fused: parts, Form.separate: fused}[Form(form)]
-    layers = [layer for layer in layers if layer.name.rpartition(".")[2] not in dropped]
+    layers = [layer for layer in layers if not {layer.name, layer.name.rpartition(".")[2]} & set(dropped)]
     for layer in layers:
-        for what, size, step in (("n", layer.n, 8), ("k", layer.k, 32)):
-            if size % step:
-                raise ValueError(f"{layer.name}: {what} = {size} on one rank is not a multiple of {step}")
+        for n, k in layer.shapes if isinstance(layer, ExpertLayer) else [(layer.n, layer.k)]:
+            for what, size, step in (("n", n, 8), ("k", k, 32)):
+                if size % step:
+                    raise ValueError(f"{layer.name}: {what} = {size} on one rank is not a multiple of {step}")
     return layers
 
 
@@ -169,12 +225,21 @@ def _cut(what: str, size: int, tp: int) -> int:
 
 def _cut_k(name: str, size: int, tp: int, group_size: int) -> int:
     """Columns of a row-parallel weight on one rank; a group of scales stays whole."""
+
+    def fits(part: int, group: int) -> bool:
+        return part % 32 == 0 and part % (group or 32) == 0
+
     part = _cut(f"k of {name},", size, tp)
-    if tp > 1 and group_size and part % group_size:
-        raise ValueError(
-            f"tp={tp}: {name} would be cut at k = {part}, which is not a border of a group of {group_size}"
-        )
-    return part
+    if tp == 1 or fits(part, group_size):
+        return part
+    border = f"border of a group of {group_size}" if group_size and part % 32 == 0 else "multiple of 32"
+    ranks = [each for each in range(1, tp) if size % each == 0 and (each == 1 or fits(size // each, group_size))]
+    found = [f"tp of {', '.join(map(str, ranks))}"]
+    found += [f"groups of {each}" for each in GROUP_SIZES if each < group_size and fits(part, each)]
+    found += ["--ep, which leaves experts whole"] if name.startswith("experts.") else []
+    raise ValueError(
+        f"tp={tp}: {name} would be cut at k = {part}, which is not a {border}; what fits: {'; '.join(found)}"
+    )
 
 
 def _attention(config: Mapping[str, Any], tp: int, group_size: int) -> list[LinearLayer]:
@@ -212,17 +277,43 @@ def _mlp(config: Mapping[str, Any], prefix: str, width: str, tp: int, group_size
     ]
 
 
-def _qwen_moe(config: Mapping[str, Any], tp: int, group_size: int, depth: int) -> list[LinearLayer]:
-    step, experts = _size(config, "decoder_sparse_step", 1), _size(config, "num_experts")
+def _experts(
+    config: Mapping[str, Any], experts: str, width: str, tp: int, ep: int, group_size: int, count: int
+) -> list[Layer]:
+    """Experts as one module, and as a layer for each projection of each expert."""
+    total, hidden, inter = _size(config, experts), _size(config, "hidden_size"), _size(config, width)
+    if total % ep:
+        fits = ", ".join(str(each) for each in range(1, ep) if total % each == 0)
+        raise ValueError(f"ep={ep}: {experts} {total} is not divisible by it; what fits: ep of {fits}")
+    local, tp = total // ep, tp if ep == 1 else 1
+    part = _cut_k("experts.down_proj", inter, tp, group_size)
+    separate = _mlp(config, "experts.", width, tp, group_size, count * local)[1:]
+    return [ExpertLayer(local, hidden, part, _size(config, "num_experts_per_tok"), _gate(config), count), *separate]
+
+
+def _gate(config: Mapping[str, Any]) -> Gate:
+    if config["model_type"] == "gpt_oss":
+        limit, alpha = (
+            float(config.get(key) or value) for key, value in (("swiglu_limit", 7), ("swiglu_alpha", 1.702))
+        )
+        return Gate("swiglu_oai", "interleaved", limit, alpha)
+    act = config.get("hidden_act", "silu")
+    if act not in _GATES:
+        raise ValueError(f"model config: hidden_act: expected one of {', '.join(_GATES)} for experts, got {act!r}")
+    return Gate(_GATES[act])
+
+
+def _qwen_moe(config: Mapping[str, Any], tp: int, ep: int, group_size: int, depth: int) -> list[Layer]:
+    step = _size(config, "decoder_sparse_step", 1)
     dense_layers = config.get("mlp_only_layers") or []
     if not isinstance(dense_layers, list):
         raise ValueError(f"model config: mlp_only_layers: expected a list of integers, got {dense_layers!r}")
     routed = sum(1 for i in range(depth) if i not in dense_layers and (i + 1) % step == 0)
-    layers: list[LinearLayer] = []
+    layers: list[Layer] = []
     if routed < depth:
         layers += _mlp(config, "", "intermediate_size", tp, group_size, depth - routed)
     if routed:
-        layers += _mlp(config, "experts.", "moe_intermediate_size", tp, group_size, routed * experts)
+        layers += _experts(config, "num_experts", "moe_intermediate_size", tp, ep, group_size, routed)
     if routed and config["model_type"] == "qwen2_moe":
         layers += _mlp(config, "shared_expert.", "shared_expert_intermediate_size", tp, group_size, routed)
     return layers

@@ -19,9 +19,18 @@ from typing import Annotated, Any, Optional
 import typer
 
 from jitgemm import settings
-from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_spec
+from jitgemm.activations.kernel import QuantizeSpec, quantize_spec
 from jitgemm.cli import common
-from jitgemm.cli.hf_config import Form, LinearLayer, Quantization, linear_layers, quantization, read_config
+from jitgemm.cli.hf_config import (
+    ExpertLayer,
+    Form,
+    Layer,
+    LinearLayer,
+    Quantization,
+    linear_layers,
+    quantization,
+    read_config,
+)
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import process_cache
@@ -32,6 +41,7 @@ from jitgemm.jit.source import KernelSource
 from jitgemm.kernel.formats import GROUP_SIZES
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
 from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
@@ -41,6 +51,8 @@ _FROM_CONFIG = "what --model's quantization_config says, else {}"
 QUANTIZER_VARIANTS = ("affine", "static", "silu_mul", "rms_norm", "permuted")
 """What a quantiser may do besides; keyword arguments of `quantize_spec`."""
 
+
+Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
 
 CodesSet = Enum("CodesSet", {name: name for name in ("any", "tuned", "both")}, type=str)
 """`common.Codes`, or both of them."""
@@ -90,14 +102,23 @@ class Wanted:
     quantizers: Sequence[Quantizer]
     max_m: int
 
-    def kernels(self, n: int, k: int, device: DeviceSpec) -> Iterator[KernelSpec | QuantizeSpec]:
-        """Every quantiser of a layer's input and every GEMM kernel of the layer; some may come twice."""
+    def kernels(self, layer: Layer, device: DeviceSpec) -> Iterator[Spec]:
+        """Every kernel of the layer: GEMMs, quantisers of their inputs, and experts' routing; some may come twice."""
+        experts, shapes, rows = 0, [(layer.n, layer.k)] if isinstance(layer, LinearLayer) else layer.shapes, self.max_m
+        if isinstance(layer, ExpertLayer):
+            experts, rows = layer.experts, self.max_m * layer.top_k
         for lhs, (x, variants) in product(self.lhs_types, self.quantizers):
-            yield quantize_spec(k, x, lhs, **dict.fromkeys(variants, True))
+            if isinstance(layer, ExpertLayer):
+                affine = "affine" in variants
+                yield from layer_specs(layer.hidden, layer.inter, x, lhs, layer.gate, affine=affine)
+            else:
+                yield quantize_spec(layer.k, x, lhs, **dict.fromkeys(variants, True))
         orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
-        for lhs, codes, out in product(self.lhs_types, orders, self.outs):
+        for lhs, codes, out, (n, k) in product(self.lhs_types, orders, self.outs, shapes):
             format = common.weight_format(codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k)
-            yield from kernels_for(n, k, lhs, format, device, self.max_m, out=out, batch_invariant=self.batch_invariant)
+            yield from kernels_for(
+                n, k, lhs, format, device, rows, out=out, batch_invariant=self.batch_invariant, experts=experts
+            )
 
     def describe(self) -> str:
         """What is not every warm-up's, for people."""
@@ -120,7 +141,7 @@ class Job:
         entry: its cache entry, None while it has none.
     """
 
-    kernel: KernelSpec | QuantizeSpec
+    kernel: Spec
     source: KernelSource
     key: str
     status: str = "missing"
@@ -137,7 +158,7 @@ class Job:
         built = self.entry.metadata if self.entry else {}
         return {
             "label": self.kernel.label,
-            "kind": "gemm" if isinstance(self.kernel, KernelSpec) else "quantizer",
+            "kind": {KernelSpec: "gemm", QuantizeSpec: "quantizer"}.get(type(self.kernel), "routing"),
             "key": self.key,
             "status": self.status,
             "layers": self.layers,
@@ -160,10 +181,15 @@ def warmup(
         typer.Option("--model", metavar="CONFIG", help="A Hugging Face config.json, or its folder; may be repeated."),
     ] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks that --model is cut into.")] = 1,
+    ep: Annotated[
+        int, typer.Option("--ep", min=1, help="Expert-parallel ranks: each has a part of --model's experts, whole.")
+    ] = 1,
     form: Annotated[
         Form,
         typer.Option(
-            "--form", help="--model's projections: fused (qkv, gate_up) as serving engines run them, separate, or both."
+            "--form",
+            help="--model's projections: fused (qkv, gate_up, grouped experts) as serving engines run them, separate, "
+            "or both.",
         ),
     ] = Form.both,
     lhs: Annotated[
@@ -230,6 +256,7 @@ def warmup(
       jitgemm warmup --shape 4096,14336
       jitgemm warmup --model Meta-Llama-3-8B/config.json --tp 2 --device h100-sxm
       jitgemm warmup --model config.json --lhs int8 --group-size channel --max-m 2048
+      jitgemm warmup --model Qwen3-30B-A3B/config.json --ep 4 --form fused
       jitgemm warmup --model config.json --codes tuned --out fp16
       jitgemm warmup --model config.json --lhs int8 --quantizer bf16+affine
       jitgemm warmup --model config.json --check && echo warm
@@ -244,8 +271,10 @@ def warmup(
     """
     if not shape and not model:
         raise ValueError("nothing to warm up: give at least one --shape N,K or --model config.json")
-    if (tp > 1 or form is not Form.both) and not model:
-        raise ValueError("--tp and --form are for the layers of --model; a --shape is taken as one rank's already")
+    if (tp > 1 or ep > 1 or form is not Form.both) and not model:
+        raise ValueError(
+            "--tp, --ep and --form are for the layers of --model; a --shape is taken as one rank's already"
+        )
     target = pick_device(device)
     outs = list(dict.fromkeys(choice.value for choice in out or [common.RealType.bf16]))
 
@@ -269,7 +298,9 @@ def warmup(
         )
 
     default = Quantization("", 128, False)
-    parts = [(LinearLayer("shape", *common.parse_shape(text)), wanted(default)) for text in shape or ()]
+    parts: list[tuple[Layer, Wanted]] = [
+        (LinearLayer("shape", *common.parse_shape(text)), wanted(default)) for text in shape or ()
+    ]
     for path in model or ():
         config = read_config(path)
         said = quantization(config)
@@ -278,10 +309,10 @@ def warmup(
             common.note(f"{path}: quantization_config is not read ({said}): --lhs, --group-size and --zero-point count")
         elif said:
             common.note(f"{path}: {said.method}: {needs.describe()}")
-        parts += [(layer, needs) for layer in linear_layers(config, tp, group_size=needs.group_size, form=form)]
+        parts += [(layer, needs) for layer in linear_layers(config, tp, ep=ep, group_size=needs.group_size, form=form)]
     layers = [layer for layer, _ in parts]
-    if any(layer.name.startswith("experts.") for layer in layers):
-        common.note("experts: each is a call of its own, as there is no grouped GEMM; the router is left out")
+    if any(layer.name.startswith("experts") for layer in layers):
+        common.note("experts: as fused_experts runs them (--form fused), or each a call of its own (--form separate)")
 
     plan = enumerate_jobs(parts, target)
     for job in plan:
@@ -306,21 +337,20 @@ def warmup(
         raise typer.Exit(common.FOUND)
 
 
-def enumerate_jobs(parts: Sequence[tuple[LinearLayer, Wanted]], device: DeviceSpec) -> list[Job]:
+def enumerate_jobs(parts: Sequence[tuple[Layer, Wanted]], device: DeviceSpec) -> list[Job]:
     """Every kernel that the layers can need, each once, in the order first needed."""
-    jobs: dict[KernelSpec | QuantizeSpec, Job] = {}
+    jobs: dict[Spec, Job] = {}
     nvrtc, debug = nvrtc_info(), settings.debug()
     for layer, wanted in parts:
-        for kernel in wanted.kernels(layer.n, layer.k, device):
+        for kernel in wanted.kernels(layer, device):
             if debug and isinstance(kernel, KernelSpec):
                 kernel = replace(kernel, debug=True)
             if kernel not in jobs:
-                source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else quantize_source(kernel)
+                source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else source_of(kernel)
                 jobs[kernel] = Job(kernel, source, source.key(nvrtc))
             job = jobs[kernel]
-            name = f"{layer.name} {layer.n}x{layer.k}"
-            if name not in job.layers:
-                job.layers.append(name)
+            if layer.label not in job.layers:
+                job.layers.append(layer.label)
     return list(jobs.values())
 
 
@@ -343,7 +373,7 @@ def _compile(jobs: list[Job], threads: int) -> None:
 
 
 def _report(
-    jobs: list[Job], layers: list[LinearLayer], device: DeviceSpec, max_m: int, seconds: float, as_json: bool
+    jobs: list[Job], layers: list[Layer], device: DeviceSpec, max_m: int, seconds: float, as_json: bool
 ) -> None:
     statuses = ("cached", "compiled", "unstored", "missing", "failed")
     counts = {status: sum(job.status == status for job in jobs) for status in statuses}
