@@ -119,7 +119,9 @@ CALL = dict(rhs=WEIGHT, offsets=torch.zeros(E + 1, dtype=torch.int32), m=4)
         (dict(out=torch.zeros(5, N).bfloat16()), r"out: expected shape \[4, 72\], got \[5, 72\]"),
         (dict(out=torch.zeros(4, N)), "out: expected bfloat16"),
         (dict(expected_m="8"), "expected_m: "),
+        (dict(expected_m=-1), "expected_m: expected a number of rows, got -1"),
         (dict(batch_invariant=1), "batch_invariant: expected a bool"),
+        (dict(kernel=3), "kernel: expected a label as `jitgemm explain` prints it, or None, got int"),
     ],
 )
 def test_what_is_wrong_is_named(changed, message):

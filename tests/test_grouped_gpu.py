@@ -276,6 +276,32 @@ def test_deepgemm_s_indices():
         assert bool(((out[rows].double() - ref).abs() <= bound).all())
 
 
+def test_a_kernel_may_be_asked_for_by_name():
+    experts, n, k = 8, 200, 1056
+    weight = experts_on_gpu(experts, n, k, "s8", dict(group_size=128))
+    lhs = activations("s8", 90, k)
+    offsets, label = offsets_of([9, 0, 30, 1, 0, 50, 0, 0]), "s8-g128-bf16-m24n64-k2x{}s-s4-e64"
+    results = []
+    for splits in (1, 2):
+        out = torch.empty(90, n, dtype=torch.bfloat16, device="cuda")
+        asked = label.format(splits)
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets, kernel=asked)
+        groups, again = Groups(offsets, None, 0, 90), torch.empty_like(out)
+        operands = Operands(*lhs, None, weight, again, None)
+        GroupedPlan(operands, groups, KernelSpec.from_label(asked)).launch(operands, groups)
+        assert same_bits(out, again)
+        results.append(out)
+    with pytest.raises(ValueError, match="kernel: expected one that an .* can run, got .*-s40-e64: .* shared memory"):
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(
+            lhs, weight, out, offsets, kernel=label.format(1).replace("s4", "s40")
+        )
+    dense = torch.empty(9, n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt(
+        tuple(each[:9] for each in lhs), weight[0], dense, kernel=label.format(2).removesuffix("-e64")
+    )
+    assert same_bits(results[1][:9], dense)
+
+
 def test_what_is_chosen_was_listed_for_the_warm_up():
     device = device_spec("h200")
     weight = weight_of_experts(8, 64, 256)

@@ -201,6 +201,45 @@ def test_labels_tell_formats_and_outputs_apart():
     assert len({spec.label for spec in kernels}) == len(kernels)
 
 
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_a_kernel_s_label_is_read_again(lhs):
+    for format in formats_of(lhs):
+        for experts, out in ((0, "bf16"), (0, "fp32"), (256, "fp16")):
+            for spec in legal_kernels(lhs, format, device_spec("h200"), out, experts)[::7]:
+                assert KernelSpec.from_label(spec.label) == spec
+                both = replace(spec, direct=True, debug=True)
+                assert KernelSpec.from_label(both.label) == both
+
+
+LAYER = Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16", "e4m3"))
+
+
+@pytest.mark.parametrize(
+    ("label", "changes", "message"),
+    [
+        ("m16n64", {}, "kernel: expected a label such as .*, got 'm16n64'"),
+        ("s8fast-g128-bf16-m16n64-s6", {}, "for these operands, such as e4m3fast-g128-bf16-m16n64-s6, got s8fast-g128"),
+        ("e4m3fast-g128-bf16-m16n64-s6-e64", {}, "for these operands, such as e4m3fast-g128-bf16-m16n64-s6, got"),
+        ("e4m3fast-g128-bf16-m16n64-s6", {"experts": 65}, "for these operands, such as e4m3fast-g128-bf16-m16n64-s6-e256"),
+        ("e4m3fast-g128-bf16-m16n64-s6", {"out": "fp32"}, "for these operands, such as e4m3fast-g128-bf16-tofp32-m16n64"),
+        ("e4m3fast-g128-bf16-m16n256-s30", {}, r"H200 can run, got \S+s30: \d+ bytes of shared memory, \d+ available"),
+        ("e4m3fast-g128-bf16-m256n256-s3", {}, "H200 can run, .* registers a thread"),
+        ("e4m3fast-g128-bf16-m20n64-s6", {}, "wgmma has no N of 20/1 for e4m3"),
+        ("e4m3fast-g128-bf16-m16n64-k2x3-s6", {"batch_invariant": True}, "sums k as batch_invariant calls here do"),
+    ],
+)
+def test_a_kernel_asked_for_by_name_is_refused_with_the_reason(label, changes, message):
+    with pytest.raises(ValueError, match=message):
+        choice.kernel_named(label, replace(LAYER, **changes), device_spec("h200"))
+
+
+@given(problem=problems, device=st.sampled_from(ALL_DEVICES))
+@relaxed
+def test_every_candidate_may_be_asked_for_by_name(problem, device):
+    for candidate in candidates(problem, device)[:5]:
+        assert choice.kernel_named(candidate.kernel.label, problem, device) == candidate.kernel
+
+
 def test_per_channel_kernels_do_not_depend_on_the_scale_type():
     """They read scales by a run-time type, so that three checkpoints' types share one kernel."""
     for lhs in LHS_TYPES:

@@ -477,7 +477,7 @@ def test_a_dense_gemm_refuses_experts_and_names_the_call_that_takes_them():
         lambda: gemm_w4a8_bf16_nt((x, x_scale), weight, out),
         lambda: gemm_w4a8_reference((x, x_scale), weight),
         lambda: gemm_w4a8_int8_nt((x, x_scale), weight),
-        lambda: call_op(Operands(x, x_scale, None, weight, out, None), False),
+        lambda: call_op(Operands(x, x_scale, None, weight, out, None), False, None),
     ):
         with pytest.raises(ValueError, match=message):
             call()

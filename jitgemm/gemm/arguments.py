@@ -71,14 +71,23 @@ def check_weight(rhs: object) -> W4Weight:
     return rhs
 
 
-def check_types(operands: Operands, batch_invariant: bool) -> None:
+def check_switches(batch_invariant: bool, kernel: str | None) -> None:
+    """Raises TypeError unless the one is a bool and the other a label or None."""
+    check_flag("batch_invariant", batch_invariant)
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(
+            f"kernel: expected a label as `jitgemm explain` prints it, or None, got {type(kernel).__name__}"
+        )
+
+
+def check_types(operands: Operands, batch_invariant: bool, kernel: str | None) -> None:
     """Raises TypeError unless everything is of the class that it should be."""
     split_lhs(operands.lhs)
     check_weight(operands.weight)
     check_tensor("out", operands.out)
     if operands.bias is not None:
         check_tensor("bias", operands.bias)
-    check_flag("batch_invariant", batch_invariant)
+    check_switches(batch_invariant, kernel)
 
 
 def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool = False) -> None:

@@ -11,19 +11,25 @@ from typing import Any
 
 import torch
 
-from jitgemm.gemm.arguments import POINTERS, Lhs, Operands, check_arguments, check_types, split_lhs
+from jitgemm.gemm.arguments import POINTERS, Lhs, Operands, check_arguments, check_switches, check_types, split_lhs
 from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
-from jitgemm.tensors import check_flag, check_tensor, dtype_name
+from jitgemm.tensors import check_tensor, dtype_name
 from jitgemm.weight.w4 import PackedWeight, W4Weight
 
 _is_compiling = torch.compiler.is_compiling
 
 
 def gemm_w4a8_bf16_nt(
-    lhs: Lhs, rhs: W4Weight, out: torch.Tensor, *, bias: torch.Tensor | None = None, batch_invariant: bool = False
+    lhs: Lhs,
+    rhs: W4Weight,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    kernel: str | None = None,
 ) -> None:
     """`gemm_w4a8_nt` into bfloat16, the type that nearly every caller wants.
 
@@ -33,11 +39,17 @@ def gemm_w4a8_bf16_nt(
     if getattr(out, "dtype", None) is not torch.bfloat16:
         got = dtype_name(check_tensor("out", out).dtype)
         raise TypeError(f"out: expected bfloat16 (gemm_w4a8_nt takes other types), got {got}")
-    gemm_w4a8_nt(lhs, rhs, out, bias=bias, batch_invariant=batch_invariant)
+    gemm_w4a8_nt(lhs, rhs, out, bias=bias, batch_invariant=batch_invariant, kernel=kernel)
 
 
 def gemm_w4a8_nt(
-    lhs: Lhs, rhs: W4Weight, out: torch.Tensor, *, bias: torch.Tensor | None = None, batch_invariant: bool = False
+    lhs: Lhs,
+    rhs: W4Weight,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    kernel: str | None = None,
 ) -> None:
     """out = lhs · rhsᵀ with scales: 8-bit activations times 4-bit weights, group scales exact, on the current stream.
 
@@ -68,6 +80,8 @@ def gemm_w4a8_nt(
         bias: bfloat16 or fp32 [n], contiguous, or None.
         batch_invariant: a row of out has the same bits whatever m is and whichever row it is. Costs time where k
             would be summed in another order for other m (docs/performance.md).
+        kernel: label of a kernel to take instead of the chosen one, as `jitgemm explain` prints them. The CPU's
+            reference has none and takes no notice.
 
     All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (about 0.2 s), never for a
     new m once the layer is warm. On the CPU: `gemm_w4a8_reference`. m = 0 returns at once.
@@ -83,30 +97,30 @@ def gemm_w4a8_nt(
     else:
         x, x_scale, x_zero = split_lhs(lhs)
     if _is_compiling() or traced(x, out):
-        call_op(Operands(x, x_scale, x_zero, rhs, out, bias), batch_invariant)
+        call_op(Operands(x, x_scale, x_zero, rhs, out, bias), batch_invariant, kernel)
         return
     try:
-        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant)
+        _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel)
     except (AttributeError, TypeError):
-        check_types(Operands(x, x_scale, x_zero, rhs, out, bias), batch_invariant)
+        check_types(Operands(x, x_scale, x_zero, rhs, out, bias), batch_invariant, kernel)
         raise
 
 
 def _run(  # type: ignore[no-untyped-def]
-    x, x_scale, x_zero, weight, out, bias, batch_invariant: bool
+    x, x_scale, x_zero, weight, out, bias, batch_invariant: bool, kernel: str | None
 ) -> None:
     """The call, directly or by its op: one look-up, then a launch.
 
     Takes the fields of `Operands` in their order: making one would take a tenth of a call's time.
     """
     # What decides legality and kernel; `Memory.find_plan` compares the rest of the tensors.
-    key = (weight.plan_key, x.numel(), batch_invariant, bias is None, x_zero is None)
+    key = (weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None)
     tensors = (x, x_scale, out) if x_zero is None else (x, x_scale, out, x_zero)
     if bias is not None:
         tensors += (bias,)
     plan = thread.memory.find_plan(key, tensors)
     if plan is None:
-        check_flag("batch_invariant", batch_invariant)
+        check_switches(batch_invariant, kernel)
         operands = Operands(x, x_scale, x_zero, weight, out, bias)
         check_arguments(operands)
         if x.shape[0] == 0:
@@ -118,7 +132,7 @@ def _run(  # type: ignore[no-untyped-def]
         from jitgemm.gemm.plan import Plan
 
         with torch.cuda.device(x.device):
-            plan = Plan(operands, batch_invariant=batch_invariant)
+            plan = Plan(operands, batch_invariant=batch_invariant, kernel=kernel)
         thread.memory.add_plan(key, tensors, plan)
     plan.launch(x, x_scale, x_zero, weight, out, bias)
 
@@ -136,13 +150,13 @@ def _run_reference(operands: Operands) -> None:
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def call_op(operands: Operands, batch_invariant: bool) -> None:
+def call_op(operands: Operands, batch_invariant: bool, kernel: str | None) -> None:
     """The call by its op, which a tracer can follow."""
-    check_types(operands, batch_invariant)
+    check_types(operands, batch_invariant, kernel)
     x, x_scale, x_zero, weight, out, bias = operands
     torch.ops.jitgemm.gemm_w4a8_nt(
         x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias,
-        weight.n, weight.k, weight.format.name, batch_invariant,
+        weight.n, weight.k, weight.format.name, batch_invariant, kernel,
     )  # fmt: skip
 
 
@@ -153,18 +167,22 @@ def _operands(  # type: ignore[no-untyped-def]
     return Operands(x, x_scale, x_zero, weight, out, bias)
 
 
+_OPERANDS = 11
+"""Arguments of the op that are `_operands`'; batch_invariant and kernel follow, the latter only where it is given."""
+
+
 def _op(*arguments: Any) -> None:
-    x, x_scale, x_zero, weight, out, bias = _operands(*arguments[:-1])
-    _run(x, x_scale, x_zero, weight, out, bias, arguments[-1])
+    batch_invariant, kernel = (*arguments[_OPERANDS:], None)[:2]
+    _run(*_operands(*arguments[:_OPERANDS]), batch_invariant, kernel)
 
 
 def _fake_op(*arguments: Any) -> None:
-    check_arguments(_operands(*arguments[:-1]))
+    check_arguments(_operands(*arguments[:_OPERANDS]))
 
 
 define_op(
     "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
-    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant) -> ()",
+    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? kernel=None) -> ()",
     _op,
     _fake_op,
 )

@@ -11,13 +11,13 @@ import math
 
 import torch
 
-from jitgemm.gemm.arguments import Lhs, Operands, split_lhs
+from jitgemm.gemm.arguments import Lhs, Operands, check_switches, split_lhs
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped, experts_of
 from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
-from jitgemm.tensors import check_dtype, check_flag, check_tensor, dtype_name
+from jitgemm.tensors import check_dtype, check_tensor, dtype_name
 from jitgemm.weight.w4 import PackedWeight, W4Weight
 
 
@@ -31,12 +31,14 @@ def m_grouped_gemm_w4a8_bf16_nt_contiguous(
     row_index: torch.Tensor | None = None,
     expected_m: float | None = None,
     batch_invariant: bool = False,
+    kernel: str | None = None,
 ) -> None:
     """`m_grouped_gemm_w4a8_nt_contiguous` into bfloat16; TypeError for another out."""
     _check_bf16(out)
     m_grouped_gemm_w4a8_nt_contiguous(
-        lhs, rhs, out, offsets, bias=bias, row_index=row_index, expected_m=expected_m, batch_invariant=batch_invariant
-    )
+        lhs, rhs, out, offsets, bias=bias, row_index=row_index, expected_m=expected_m, batch_invariant=batch_invariant,
+        kernel=kernel,
+    )  # fmt: skip
 
 
 def m_grouped_gemm_w4a8_nt_contiguous(
@@ -49,6 +51,7 @@ def m_grouped_gemm_w4a8_nt_contiguous(
     row_index: torch.Tensor | None = None,
     expected_m: float | None = None,
     batch_invariant: bool = False,
+    kernel: str | None = None,
 ) -> None:
     """out[i] = lhs[i] · rhs[e]ᵀ for the rows i of each expert e, as `gemm_w4a8_nt` computes it, on the current stream.
 
@@ -72,6 +75,7 @@ def m_grouped_gemm_w4a8_nt_contiguous(
         expected_m: rows of an expert, as expected, by which the kernel is chosen: tokens * top_k over the experts of
             all ranks, say, which may be less than one. None for M / E. Any value gives right results.
         batch_invariant: a row of out has the same bits whatever M, the other rows and its place are.
+        kernel: as for `gemm_w4a8_nt`; `jitgemm explain --experts` prints labels.
 
     All on one device. On the CPU: `m_grouped_gemm_w4a8_reference`.
 
@@ -85,7 +89,7 @@ def m_grouped_gemm_w4a8_nt_contiguous(
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else experts * _check_hint(expected_m)
     groups = Groups(check_tensor("offsets", offsets), row_index, 0, max(1, min(round(expected_rows), rows)))
-    _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant)
+    _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w4a8_bf16_nt_masked(
@@ -97,10 +101,13 @@ def m_grouped_gemm_w4a8_bf16_nt_masked(
     *,
     bias: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    kernel: str | None = None,
 ) -> None:
     """`m_grouped_gemm_w4a8_nt_masked` into bfloat16; TypeError for another out."""
     _check_bf16(out)
-    m_grouped_gemm_w4a8_nt_masked(lhs, rhs, out, masked_m, expected_m, bias=bias, batch_invariant=batch_invariant)
+    m_grouped_gemm_w4a8_nt_masked(
+        lhs, rhs, out, masked_m, expected_m, bias=bias, batch_invariant=batch_invariant, kernel=kernel
+    )
 
 
 def m_grouped_gemm_w4a8_nt_masked(
@@ -112,6 +119,7 @@ def m_grouped_gemm_w4a8_nt_masked(
     *,
     bias: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    kernel: str | None = None,
 ) -> None:
     """out[e, i] = lhs[e, i] · rhs[e]ᵀ for i < masked_m[e]: DeepEP's low-latency form, of max_m rows for every expert.
 
@@ -122,7 +130,7 @@ def m_grouped_gemm_w4a8_nt_masked(
         out: bfloat16, float16 or float32 [E, max_m, n], strides as x. Rows from masked_m[e] on are left alone.
         masked_m: int32 or int64 [E], contiguous, read on the device and clamped to 0..max_m there.
         expected_m: rows of an expert, as expected, by which the kernel is chosen. Any value gives right results.
-        bias, batch_invariant: as `m_grouped_gemm_w4a8_nt_contiguous` has them.
+        bias, batch_invariant, kernel: as `m_grouped_gemm_w4a8_nt_contiguous` has them.
 
     Raises:
         As `m_grouped_gemm_w4a8_nt_contiguous`.
@@ -139,7 +147,7 @@ def m_grouped_gemm_w4a8_nt_masked(
     )  # fmt: skip
     expected_rows = round(experts * _check_hint(expected_m))
     groups = Groups(check_tensor("masked_m", masked_m), None, max_m, max(1, min(expected_rows, experts * max_m)))
-    _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant)
+    _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
 
 
 def rows_of_m_indices(m_indices: torch.Tensor, experts: int) -> torch.Tensor:
@@ -194,30 +202,30 @@ def _check_bf16(out: torch.Tensor) -> None:
 # ---- the call --------------------------------------------------------------------------------------------------------
 
 
-def _call(operands: Operands, groups: Groups, batch_invariant: bool) -> None:
+def _call(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str | None) -> None:
     if torch.compiler.is_compiling() or traced(operands.x, operands.out):
         x, x_scale, x_zero, weight, out, bias = operands
         torch.ops.jitgemm.m_grouped_gemm_w4a8_nt(
             x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias, *groups,
-            weight.n, weight.k, weight.format.name, batch_invariant,
+            weight.n, weight.k, weight.format.name, batch_invariant, kernel,
         )  # fmt: skip
         return
-    _run(operands, groups, batch_invariant)
+    _run(operands, groups, batch_invariant, kernel)
 
 
-def _run(operands: Operands, groups: Groups, batch_invariant: bool) -> None:
+def _run(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str | None) -> None:
     """The call, directly or by its op: one look-up, then a launch."""
     x, x_scale, x_zero, weight, out, bias = operands
     sizes, row_index, rows_of_expert, expected_rows = groups
     key = (
-        weight.plan_key, x.numel(), batch_invariant, bias is None, x_zero is None, row_index is None, rows_of_expert,
-        expected_rows,
+        weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None, row_index is None,
+        rows_of_expert, expected_rows,
     )  # fmt: skip
     tensors = [x, x_scale, out, sizes]
     tensors += [each for each in (x_zero, bias, row_index) if each is not None]
     plan = thread.memory.find_plan(key, tensors)
     if plan is None:
-        check_flag("batch_invariant", batch_invariant)
+        check_switches(batch_invariant, kernel)
         check_grouped(operands, groups)
         if out.shape[0] == 0 or x.shape[0] == 0:
             return
@@ -228,7 +236,7 @@ def _run(operands: Operands, groups: Groups, batch_invariant: bool) -> None:
         from jitgemm.gemm.grouped_plan import GroupedPlan
 
         with torch.cuda.device(x.device):
-            plan = GroupedPlan(operands, groups, batch_invariant=batch_invariant)
+            plan = GroupedPlan(operands, groups, batch_invariant=batch_invariant, kernel=kernel)
         thread.memory.add_plan(key, tensors, plan)
     plan.launch(operands, groups)
 
@@ -249,13 +257,13 @@ def _run_reference(operands: Operands, groups: Groups) -> None:
 
 
 def _of_op(arguments: tuple) -> tuple[Operands, Groups]:  # type: ignore[type-arg]
-    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, *groups, n, k, format, _ = arguments
+    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, *groups, n, k, format, _, _ = arguments
     weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
     return Operands(x, x_scale, x_zero, weight, out, bias), Groups(*groups)
 
 
 def _op(*arguments) -> None:  # type: ignore[no-untyped-def]
-    _run(*_of_op(arguments), arguments[-1])
+    _run(*_of_op(arguments), *arguments[-2:])
 
 
 def _fake_op(*arguments) -> None:  # type: ignore[no-untyped-def]
@@ -265,7 +273,7 @@ def _fake_op(*arguments) -> None:  # type: ignore[no-untyped-def]
 define_op(
     "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
     "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, int rows_of_expert, "
-    "int expected_rows, int n, int k, str format, bool batch_invariant) -> ()",
+    "int expected_rows, int n, int k, str format, bool batch_invariant, str? kernel) -> ()",
     _op,
     _fake_op,
 )

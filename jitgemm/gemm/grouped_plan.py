@@ -14,7 +14,7 @@ from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.driver import TileMap
 from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
-from jitgemm.select.choose import choose
+from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.shapes import launched_clusters, most_units
 from jitgemm.tensors import TYPE_NAMES
 
@@ -40,25 +40,29 @@ class GroupedPlan(PreparedLaunch):
     Args:
         operands, groups: checked, on a GPU, with rows.
         spec: the kernel; None for the one that is chosen.
-        batch_invariant: as for `gemm_w4a8_nt`.
+        batch_invariant, kernel: as for `gemm_w4a8_nt`.
     """
 
     __slots__ = ("spec",)
 
     def __init__(
-        self, operands: Operands, groups: Groups, spec: KernelSpec | None = None, *, batch_invariant: bool = False
+        self,
+        operands: Operands,
+        groups: Groups,
+        spec: KernelSpec | None = None,
+        *,
+        batch_invariant: bool = False,
+        kernel: str | None = None,
     ):
         x, x_scale, x_zero, weight, out, bias = operands
         rows, n, k, experts = out.shape[0], weight.n, weight.k, weight.experts
         device = device_of(x.get_device())
         if spec is None:
-            spec = choose(
-                Problem(
-                    groups.expected_rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype],
-                    batch_invariant, experts,
-                ),
-                device,
+            problem = Problem(
+                groups.expected_rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], batch_invariant,
+                experts,
             )  # fmt: skip
+            spec = choose(problem, device) if kernel is None else kernel_named(kernel, problem, device)
         if settings.debug():
             spec = replace(spec, debug=True)
         self.spec = spec
@@ -76,12 +80,12 @@ class GroupedPlan(PreparedLaunch):
 
         x_maps = x_map(spec.block_m), x_map(1 if gathers else SWIZZLE_ROWS)
         out_maps = out_map(slice_tokens(spec)), out_map(SWIZZLE_ROWS), out_map(1)
-        kernel, size, smem = KERNELS.load(spec, x.get_device()), spec.cluster_size, smem_bytes(spec)
-        resident = driver.resident_clusters(kernel, size, spec.threads, smem) if size > 1 else device.num_sms
+        loaded, size, smem = KERNELS.load(spec, x.get_device()), spec.cluster_size, smem_bytes(spec)
+        resident = driver.resident_clusters(loaded, size, spec.threads, smem) if size > 1 else device.num_sms
         clusters = launched_clusters(spec, most_units(spec, experts, rows, n), device.num_sms, resident)
         lhs, out_at = (i for i, pointer in enumerate(GROUPED_POINTERS) if pointer.field in ("lhs", None))
         super().__init__(
-            kernel,
+            loaded,
             ARGUMENTS,
             values_of(operands, rows=rows, x_row_bytes=x_row_bytes, last_rows=0)
             | {

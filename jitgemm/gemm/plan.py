@@ -22,7 +22,7 @@ from jitgemm.runtime.device import device_of
 from jitgemm.runtime.driver import TileMap
 from jitgemm.runtime.kernels import KernelFamily
 from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
-from jitgemm.select.choose import choose
+from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.shapes import launched_clusters, units_of_work
 from jitgemm.tensors import TYPE_NAMES
 
@@ -42,18 +42,25 @@ class Plan(PreparedLaunch):
     Args:
         operands: checked, on a GPU.
         spec: the kernel; None for the one that is chosen.
-        batch_invariant: as for `gemm_w4a8_nt`.
+        batch_invariant, kernel: as for `gemm_w4a8_nt`.
     """
 
     __slots__ = ("spec",)
 
-    def __init__(self, operands: Operands, spec: KernelSpec | None = None, *, batch_invariant: bool = False):
+    def __init__(
+        self,
+        operands: Operands,
+        spec: KernelSpec | None = None,
+        *,
+        batch_invariant: bool = False,
+        kernel: str | None = None,
+    ):
         x, x_scale, x_zero, weight, out, bias = operands
         m, n, k = x.shape[0], weight.n, weight.k
         device = device_of(x.get_device())
         if spec is None:
             problem = Problem(m, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], batch_invariant)
-            spec = choose(problem, device)
+            spec = choose(problem, device) if kernel is None else kernel_named(kernel, problem, device)
         if settings.debug():
             spec = replace(spec, debug=True)
         self.spec = spec
@@ -67,11 +74,11 @@ class Plan(PreparedLaunch):
             x_map = TileMap("u8", columns=k, rows=m, row_bytes=x_row_bytes, box=(128, rows))
         out_box = 128 // out.element_size(), slice_tokens(spec)
         out_map = TileMap(spec.out, columns=n, rows=m, row_bytes=out_row_bytes, box=out_box)
-        kernel, size, smem = KERNELS.load(spec, x.get_device()), spec.cluster_size, smem_bytes(spec)
-        resident = driver.resident_clusters(kernel, size, spec.threads, smem) if size > 1 else device.num_sms
+        loaded, size, smem = KERNELS.load(spec, x.get_device()), spec.cluster_size, smem_bytes(spec)
+        resident = driver.resident_clusters(loaded, size, spec.threads, smem) if size > 1 else device.num_sms
         clusters = launched_clusters(spec, units_of_work(spec, m, n), device.num_sms, resident)
         super().__init__(
-            kernel,
+            loaded,
             ARGUMENTS,
             values_of(operands, rows=m, x_row_bytes=x_row_bytes, last_rows=last_rows),
             grid=clusters * size,

@@ -5,6 +5,7 @@ Plain arithmetic over a frozen dataclass; no torch, no CUDA.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -133,6 +134,31 @@ class KernelSpec:
             parts.append("debug")
         return "-".join(parts)
 
+    @classmethod
+    def from_label(cls, label: str) -> KernelSpec:
+        """The kernel of a `label`. ValueError for any other text."""
+        match = _LABEL.fullmatch(label)
+        if match is None:
+            raise ValueError(f"kernel: expected a label such as e4m3-g128-bf16-m16n64-k2x2-s8-c2, got {label!r}")
+        found = match.groupdict()
+
+        def number(name: str, otherwise: int = 1) -> int:
+            return int(found[name] or otherwise)
+
+        def flag(name: str) -> bool:
+            return found[name] is not None
+
+        codes = found["lhs"] if flag("fast") else "any"
+        scale_type = found["scale"] or "fp32"
+        return cls(
+            lhs=found["lhs"],
+            format=WeightFormat(number("group", 0), flag("zero"), scale_type, codes, flag("offset")),
+            block_m=number("m"), block_n=number("n"), stages=number("stages"), halves=1 + flag("halves"),
+            warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
+            multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
+            direct=flag("direct"), out=found["out"] or "bf16", experts=number("experts", 0), debug=flag("debug"),
+        )  # fmt: skip
+
     def to_dict(self) -> dict[str, Any]:
         """Field -> value, with the format's fields in place of `format`."""
         found = asdict(self)
@@ -144,6 +170,14 @@ class KernelSpec:
         of_format = {field.name for field in fields(WeightFormat)}
         fmt = WeightFormat(**{name: value for name, value in values.items() if name in of_format})
         return cls(format=fmt, **{name: value for name, value in values.items() if name not in of_format})
+
+
+_LABEL = re.compile(
+    r"(?P<lhs>e4m3|s8)(?P<fast>fast)?-(?:channel|g(?P<group>\d+))(?P<zero>z)?(?P<offset>o)?"
+    r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-to(?P<out>fp32|fp16))?-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
+    r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
+    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"
+)
 
 
 def wgmma_shapes(lhs: str) -> tuple[int, ...]:

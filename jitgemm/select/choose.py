@@ -102,6 +102,29 @@ def choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
     return _choose(_at_band_end(problem), device)
 
 
+def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec:
+    """The kernel of this label, which `choose` would not have to choose.
+
+    Raises:
+        ValueError: it is no label, or one for other operands than the problem's; the device cannot run the kernel, or
+            it sums k in another order than batch-invariant calls, which are asked for.
+    """
+    spec = KernelSpec.from_label(label)
+    fmt = problem.format if problem.format.group_size else replace(problem.format, scale_type="fp32")
+    operands = replace(spec, lhs=problem.lhs, format=fmt, out=problem.out, experts=problem.table_size)
+    if spec != operands:
+        raise ValueError(f"kernel: expected one for these operands, such as {operands.label}, got {label}")
+    reason = shapes.illegal(spec, device)
+    if reason is not None:
+        raise ValueError(f"kernel: expected one that an {device.name} can run, got {label}: {reason}")
+    if problem.batch_invariant:
+        warpgroups_k, split_k = reversed(_invariant_order(replace(problem, m=1), device))
+        if _order(spec) != (split_k, warpgroups_k):
+            order = f"{warpgroups_k} warpgroups along k times {split_k} CTAs"
+            raise ValueError(f"kernel: expected one that sums k as batch_invariant calls here do, {order}, got {label}")
+    return spec
+
+
 def choose_grouped(
     experts: int,
     rows: int,
