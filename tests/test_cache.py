@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from tiny_kernel import OPTIONS, serialised_kernel, spilling_kernel, tiny_kernel
 
 from jitgemm import settings
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
+from jitgemm.jit import compile_many
 from jitgemm.jit.cache import STALE_AFTER_S, KernelCache
 from jitgemm.jit.entry import encode_entry, write_atomically
 from jitgemm.jit.nvrtc import NvrtcInfo, nvrtc_info
@@ -380,6 +382,23 @@ def test_threads_on_one_key_compile_once(root, tmp_path, writable):
         results = list(pool.map(lambda _: cache.get_or_compile(tiny_kernel()), range(8)))
     assert sum(compiled for _, compiled in results) == 1
     assert len({entry.cubin for entry, _ in results}) == 1
+
+
+def test_kernels_are_compiled_by_no_more_threads_than_the_process_has_cpus(root):
+    cpu = min(os.sched_getaffinity(0))
+    script = f"""
+os.sched_setaffinity(0, {{{cpu}}})
+from jitgemm.jit.compile_many import default_threads
+print(default_threads())
+"""
+    assert output(child(script, root)).strip() == "1"
+
+
+@pytest.mark.parametrize(("quota", "threads"), [("50000 100000", 1), ("250000 100000", 3), ("max 100000", 8), ("", 8)])
+def test_a_container_s_quota_counts(monkeypatch, quota, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(compile_many, "open", lambda *_, **__: io.StringIO(quota), raising=False)
+    assert compile_many.default_threads() == threads
 
 
 # Bad entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -540,7 +541,13 @@ def test_batch_invariant_is_a_bool():
 # ---- whichever of torch and jitgemm is imported first -------------------------------------------------------------
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-OPS = "torch.ops.jitgemm.gemm_w4a8_nt.default, torch.ops.jitgemm.quantize_activations.default"
+NAMES = ("gemm_w4a8_nt", "quantize_activations", "m_grouped_gemm_w4a8_nt", "fused_experts")
+OPS = ", ".join(f"torch.ops.jitgemm.{name}.default" for name in NAMES)
+
+
+def test_every_op_that_is_defined_is_looked_for_below():
+    texts = (path.read_text(encoding="utf-8") for path in (REPOSITORY / "jitgemm").rglob("*.py"))
+    assert sorted(NAMES) == sorted(name for text in texts for name in re.findall(r'define_op\(\s*"(\w+)\(', text))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 A kernel that spills a few bytes runs (and says so once), hence this is a short sum and no bound. It lets pass what
 ptxas builds with less than it seems to need, and kernels that spill up to some 200 bytes; it refuses those that spill
-more.
-`scripts/register_bound.py` holds it against the compiler.
+more. `scripts/register_bound.py` holds it against the compiler.
 """
 
 from __future__ import annotations
