@@ -102,6 +102,13 @@ def test_tokens_keep_their_leading_dimensions_and_ids_outside_are_skipped():
     assert not out[1].any() and close(out, by_definition(layer, x, ids, weights))
 
 
+def test_compilers_take_it_whole():
+    layer, (x, ids, weights) = experts(bias=True), routed()
+    expected = layer(x, ids, weights)
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x, ids, weights), expected)
+    assert torch.equal(torch.export.export(layer, (x, ids, weights)).module()(x, ids, weights), expected)
+
+
 def test_wrong_inputs_are_named():
     layer = experts()
     x, ids, weights = routed()
