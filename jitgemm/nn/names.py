@@ -7,6 +7,7 @@ transformers; its merging of experts is not used.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import torch
 
@@ -18,12 +19,12 @@ def in_names_of(model: torch.nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return checkpoint
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming
-    except ImportError:  # transformers 4, whose models have the files' names
+    try:  # by name, as nothing here requires transformers
+        mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
+        renaming = import_module("transformers.core_model_loading").WeightRenaming
+    except (AttributeError, ImportError):  # transformers 4, whose models have the files' names
         return checkpoint
-    rules = [rule for rule in get_model_conversion_mapping(model, add_legacy=False) if isinstance(rule, WeightRenaming)]
+    rules = [rule for rule in mapping(model, add_legacy=False) if isinstance(rule, renaming)]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     renamed: dict[str, str] = {}
     for name in checkpoint.names():
