@@ -567,7 +567,8 @@ def test_every_op_that_is_defined_is_looked_for_below():
         "import sys, jitgemm; sys.meta_path.insert(1, type('Old', (), {'find_module': lambda *_: None})()); "
         f"import torch; {OPS}",
         "import sys, jitgemm; sys.meta_path = sys.meta_path[1:]; import torch; "
-        f"jitgemm.gemm_w4a8_nt; jitgemm.quantize_activations; {OPS}",
+        "jitgemm.gemm_w4a8_nt; jitgemm.quantize_activations; jitgemm.m_grouped_gemm_w4a8_nt_contiguous; "
+        f"jitgemm.fused_experts; {OPS}",
     ],
 )
 def test_the_ops_are_there_whichever_is_imported_first(code):
