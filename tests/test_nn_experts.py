@@ -623,12 +623,14 @@ def test_activation_orders_are_refused_and_can_be_dequantised():
         ({"1.up_proj": (64, 64)}, r"experts.1.up_proj: expected n, k = \[96, 64\], got \[64, 64\]"),
         ({"1.down_proj": (64, 64)}, r"experts.1.down_proj: expected n, k = \[64, 96\], got \[64, 64\]"),
         ({"2.gate_proj": "floats"}, "experts.2.gate_proj: expected quantised, as .*experts.0.gate_proj is, got floats"),
+        ({"2.up_proj": 16}, "experts.2.up_proj: expected groups of 32, as .*experts.0.gate_proj has, got 16"),
         ({"2.gate_proj": "bias"}, "experts.2.gate_proj: expected no bias, as the model has it, got one"),
     ],
 )
 def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change, message):
-    tensors, dense = file_of(build("qwen3"))
     ((part, what),) = change.items()
+    form = "w4afp8" if isinstance(what, int) else "compressed-tensors"  # whose config says no group size
+    tensors, dense = file_of(build("qwen3"), form)
     name = f"model.layers.0.mlp.experts.{part}"
     if what != "bias":
         tensors = {n: x for n, x in tensors.items() if not n.startswith(name)}
@@ -636,11 +638,14 @@ def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change
         tensors[f"{name}.weight"] = torch.zeros(INTER, HIDDEN)
     elif what == "bias":
         tensors[f"{name}.bias"] = torch.zeros(INTER)
+    elif isinstance(what, int):
+        rows = quantised(torch.randn(INTER, HIDDEN), group_size=what)
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in w4afp8(*rows).items()}
     elif what is not None:
         tensors |= {f"{name}.{s}": x for s, x in compressed(*quantised(torch.randn(what))).items()}
     model = build("qwen3", seed=1)
     with pytest.raises(ValueError, match=message):
-        load_(model, tensors, config=COMPRESSED)
+        load_(model, tensors, config=FORMATS[form][1])
     assert list(experts_of(model)) == list(experts_of(dense))
 
 
@@ -661,6 +666,17 @@ def test_what_was_quantised_here_goes_to_a_file_and_back(tmp_path, name):
     assert torch.equal(logits(third), expected)
     with pytest.raises(ValueError, match="activation: expected e4m3, as the layer was saved, got int8"):
         load_(build(name), tmp_path / "saved", activation="int8")
+
+
+def test_experts_that_a_file_lacks_are_missed():
+    model = build("qwen3")
+    tensors = {name: x for name, x in model.state_dict().items() if "layers.1.mlp.experts" not in name}
+    with pytest.raises(ValueError, match="found none for model.layers.1.mlp.experts.gate_up_proj"):
+        load_(build("qwen3"), tensors)
+    jitgemm.nn.quantize_(model, lambda name, _: name.endswith("experts"), clip_steps=0)
+    saved = {name: x.clone() for name, x in model.state_dict().items() if "layers.1.mlp.experts" not in name}
+    with pytest.raises(ValueError, match="layers.1.mlp.experts is a W4A8Experts, for which the file has no quantised"):
+        load_(model, saved)
 
 
 def test_models_without_data_are_filled():

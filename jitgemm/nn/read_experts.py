@@ -270,6 +270,12 @@ def _checked(checkpoint: Checkpoint, prefix: str, form: Form, projections: list[
                 if ("bias" in layer.names or projection.bias is not None) != form.bias:
                     expected, got = ("a bias", "none") if form.bias else ("no bias", "one")
                     raise ValueError(f"{layer.prefix}: expected {expected}, as the model has it, got {got}")
+                like = projection.layers[0][0]
+                if layer.group_size != like.group_size:
+                    raise ValueError(
+                        f"{layer.prefix}: expected groups of {like.group_size}, as {like.prefix} has, got "
+                        f"{layer.group_size}: the experts of a layer share one format"
+                    )
                 if layer.activation != first.activation:
                     raise ValueError(
                         f"{layer.prefix}: expected {first.activation} activations, as {first.prefix} has, got "
