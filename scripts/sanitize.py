@@ -1,7 +1,6 @@
-"""A handful of small GEMMs and expert layers that take every way through the kernels, for compute-sanitizer.
+"""Small GEMMs, grouped ones and expert layers that take every way through the kernels, for compute-sanitizer.
 
-scripts/sanitize.sh runs them.
-Inputs and references are computed on the CPU, so that the tool watches little beside our kernels. Exits 1 on a wrong
+scripts/sanitize.sh runs them. Inputs and references are computed on the CPU, so that the tool watches little beside our kernels. Exits 1 on a wrong
 result. Needs a Hopper GPU.
 """
 
@@ -20,11 +19,14 @@ from moe_cases import Case  # noqa: E402
 from jitgemm import fused_experts, fused_experts_reference  # noqa: E402
 from jitgemm.gemm.bound import gemm_w4a8_bound  # noqa: E402
 from jitgemm.gemm.arguments import Operands  # noqa: E402
+from jitgemm.gemm.grouped_plan import GroupedPlan  # noqa: E402
+from jitgemm.gemm.groups import Groups  # noqa: E402
 from jitgemm.gemm.plan import Plan  # noqa: E402
-from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.formats import WeightFormat  # noqa: E402
 from jitgemm.kernel.spec import KernelSpec  # noqa: E402
 from jitgemm.runtime.device import device_of  # noqa: E402
 from jitgemm.select.shapes import legal_kernels  # noqa: E402
+from jitgemm.weight.w4 import W4Weight  # noqa: E402
 
 # What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
 G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")
@@ -53,6 +55,14 @@ CASES = [
 ]  # fmt: skip
 
 
+# The same for grouped GEMMs: rows of each expert, (n, k), and whether rows are gathered.
+GROUPED = [
+    ("grouped, split k", {"block_m": 8, "warpgroups_k": 2, "split_k": 2}, G128, "e4m3", (3, 0, 9), (136, 1056), False),
+    ("grouped, gathered", {"block_m": 16, "warpgroups_k": 1}, G128, "s8", (5, 0, 40, 17), (200, 544), True),
+    ("grouped, parts of tiles", {"block_m": 128, "halves": 1}, G128, "s8", (130, 0, 33, 256, 71), (200, 544), False),
+    ("grouped, two CTAs an SM", {"block_m": 8, "ctas_per_sm": 2}, CHANNEL, "e4m3", (2,) * 40, (136, 544), False),
+]  # fmt: skip
+
 MAPPED = torch.tensor([-1, 2, 0, -1, 1, 7], dtype=torch.int32)
 GPT_OSS = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0}
 LAYERS = {
@@ -63,10 +73,35 @@ LAYERS = {
 """One CTA routes while others quantise; a map, and skipped choices; a cluster routes."""
 
 
-def first(wanted: dict[str, object], lhs: str, format: WeightFormat) -> KernelSpec:
+def first(wanted: dict[str, object], lhs: str, format: WeightFormat, experts: int = 0) -> KernelSpec:
     """The first legal kernel with these properties; StopIteration when there is none any more."""
-    kernels = legal_kernels(lhs, format, device_of(0))
+    kernels = legal_kernels(lhs, format, device_of(0), experts=experts)
     return next(spec for spec in kernels if all(getattr(spec, name) == value for name, value in wanted.items()))
+
+
+def grouped(  # type: ignore[no-untyped-def]
+    wanted: dict[str, object], format: WeightFormat, lhs_type: str, counts, sizes, gathers: bool
+) -> bool:
+    """Whether a grouped GEMM of these sizes is right, and leaves the rows before and behind alone."""
+    (n, k), rows = sizes, sum(counts) + 4
+    weight = W4Weight.stacked(len(counts), lambda e: builders.weight_parts(e, n, k, format.group_size).packed)
+    lhs, bias = builders.lhs(2, rows, k, lhs_type), torch.stack([builders.bias(e, n) for e in range(len(counts))])
+    index = torch.randint(rows, (rows,), dtype=torch.int32) if gathers else None
+    offsets = torch.tensor([2, *counts]).cumsum(0).int()
+    whole = torch.full((rows, n + 8), 3.0, dtype=torch.bfloat16, device="cuda")
+    out, rhs = whole[:, 8:], weight.to("cuda")
+    spec = first(wanted, lhs_type, weight.format, experts=64)
+    operands = Operands(lhs[0].cuda(), lhs[1].cuda(), None, rhs, out, bias.cuda())
+    groups = Groups(offsets.cuda(), None if index is None else index.cuda(), 0, rows)
+    plan = GroupedPlan(operands, groups, spec)
+    for _ in range(3):
+        plan.launch(operands, groups)
+    good = bool((whole[:, :8] == 3).all() and (out[:2] == 3).all() and (out[-2:] == 3).all())
+    for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
+        part = range(begin, end) if index is None else index[begin:end].tolist()
+        ref, bound = gemm_w4a8_bound((lhs[0][part], lhs[1][part]), weight[e], bias=bias[e])
+        good &= bool(((out[begin:end].cpu().double() - ref).abs() <= bound).all())
+    return good
 
 
 def main() -> int:
@@ -90,6 +125,10 @@ def main() -> int:
         good = bool(((out.cpu().double() - ref).abs() <= bound).all())
         wrong += not good
         print(f"{'ok   ' if good else 'WRONG'} {name}: {spec.label} {m} x {n} x {k}", flush=True)
+    for name, wanted, format, lhs_type, counts, sizes, gathers in GROUPED:
+        good = grouped(wanted, WeightFormat(*format), lhs_type, counts, sizes, gathers)
+        wrong += not good
+        print(f"{'ok   ' if good else 'WRONG'} {name}: {counts} rows", flush=True)
     for name, case in LAYERS.items():
         expected = fused_experts_reference(*case.arguments, **case.options).double()
         options = {key: value.cuda() if torch.is_tensor(value) else value for key, value in case.options.items()}
