@@ -1,6 +1,6 @@
 """Prints the note that scripts/gpu_tests.sh writes: what ran where, how much of it, and the worst errors found.
 
-Arguments: pytest's output in a file, the commit, pytest's exit status.
+Arguments: the commit, pytest's exit status, and files with pytest's output, one of each process.
 """
 
 from __future__ import annotations
@@ -34,13 +34,24 @@ def devices() -> str:
     return f"{torch.cuda.device_count()} x {properties.name}, {properties.multi_processor_count} SMs"
 
 
-def main(log: str, commit: str, status: str) -> None:
+def total(outcomes: list[str]) -> str:
+    """What pytest says of a run at its end, of all processes together: outcomes added up, the longest time."""
+    counts: dict[str, int] = {}
+    for number, outcome in re.findall(r"(\d+) (passed|failed|errors?|skipped|xfailed)", " ".join(outcomes)):
+        counts[outcome] = counts.get(outcome, 0) + int(number)
+    seconds = max(float(each) for each in re.findall(r" in ([\d.]+)s", " ".join(outcomes)))
+    said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    return f"{said} in {seconds:.0f} s" + (f" by {len(outcomes)} processes" if len(outcomes) > 1 else "")
+
+
+def main(commit: str, status: str, *logs: str) -> None:
     import torch
 
     from jitgemm.jit.nvrtc import nvrtc_info
 
-    text = re.sub(r"\x1b\[[0-9;]*m", "", Path(log).read_text(errors="replace"))
-    counts = re.findall(r"^(?:=+ )?((?:\d+ \w+(?:, )?)+ in [\d.]+s.*?)(?: =+)?$", text, re.M)
+    texts = [re.sub(r"\x1b\[[0-9;]*m", "", Path(log).read_text(errors="replace")) for log in logs]
+    text = "\n".join(texts)
+    outcomes = re.findall(r"^(?:=+ )?((?:\d+ \w+(?:, )?)+ in [\d.]+s.*?)(?: =+)?$", text, re.M)
     numbers = re.findall(r"^GPU numbers: (.*)$", text, re.M)
     failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", text, re.M)
     skipped = re.findall(r"^SKIPPED (.*)$", text, re.M)
@@ -52,7 +63,9 @@ def main(log: str, commit: str, status: str) -> None:
         "Driver": f"{driver()}, CUDA of PyTorch {torch.version.cuda}",
         "Python, PyTorch, NVRTC": f"{platform.python_version()}, {torch.__version__}, {nvrtc_info().build}",
         "Command": "`scripts/gpu_tests.sh`: `pytest -m gpu`",
-        "Result": counts[-1] if counts else f"no result, exit status {status} (124: time limit)",
+        "Result": total(outcomes)
+        if len(outcomes) == len(logs)
+        else f"{len(logs) - len(outcomes)} processes without a result, exit status {status} (124: time limit)",
     }
     for name, value in facts.items():
         print(f"| {name} | {value} |")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 
 import pytest
 
@@ -27,9 +28,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-kernels", action="store_true", help="compile every kernel of test_compile.py, not a sample of them"
     )
+    parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts of the tests, I from 1 to N")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--shard"):
+        part, parts = map(int, config.getoption("--shard").split("/"))
+        shards: list[list[pytest.Item]] = [[] for _ in range(parts)]
+        for item in items:
+            shards[zlib.crc32(item.nodeid.encode()) % parts].append(item)
+        items[:] = shards.pop(part - 1)
+        config.hook.pytest_deselected(items=sum(shards, []))
     if not any("gpu" in item.keywords for item in items):
         return
     reason = no_gpu_reason()
