@@ -59,6 +59,13 @@ def test_the_regret_on_fitted_problems_is_about_as_small(swept):
     assert mean <= 0.025 and p99 <= 0.20 and worst <= 0.25
 
 
+def test_multicast_is_chosen_where_it_measures_faster():
+    swept = Sweep.read(H200)
+    chosen = [each for each in regrets(swept.timings(), swept.device) if each.chosen.multicast > 1]
+    assert len(chosen) >= 5 and sum(each.best.multicast > 1 for each in chosen) > len(chosen) / 2
+    assert max(each.regret for each in chosen) <= 0.02
+
+
 def test_random_layers_are_held_out_and_new():
     layers = sweep.random_layers(50, seed=3)
     assert layers == sweep.random_layers(50, seed=3) != sweep.random_layers(50, seed=4)
