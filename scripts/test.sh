@@ -5,4 +5,9 @@ set -euo pipefail
 WANT_TESTS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
-exec "$PYTHON" -m pytest "$@"
+processes=()
+if "$PYTHON" -c 'import xdist' 2>/dev/null; then # a process for each CPU, each of which takes whole files
+    cpus="$(nproc)"
+    processes=(-n "$((cpus < 4 ? cpus : 4))" --dist loadfile)
+fi
+exec "$PYTHON" -m pytest "${processes[@]}" "$@"
