@@ -26,8 +26,8 @@ DENSE_MODELS = frozenset(
 """model_type of decoders with q, k, v, o and gated gate, up, down projections in every layer."""
 
 KNOWN_MODELS = DENSE_MODELS | {"mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe"}
-"""And experts: in every layer of mixtral and gpt_oss; of the others' layers some may be dense, and qwen2_moe has a shared
-expert."""
+"""And experts: in every layer of mixtral and gpt_oss; of the others' layers some may be dense, and qwen2_moe has a
+shared expert."""
 
 _GATES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Kinds of gates by hidden_act."""

@@ -27,8 +27,8 @@ class W4A8Experts(torch.nn.Module):
     An expert computes w2 · gate(w13 · x), with biases where it has them. Replaces the experts module of a transformers
     model, whose three arguments it takes; the router is not part of it. For inference: there is no gradient.
 
-    `state_dict()` holds `gate` (fp64 [4] on the CPU: the numbers of `Gate`, compared when a state dict is loaded), and under
-    `w13.` and `w2.` the buffers that `W4A8Linear` lists, each with the experts in front. They are moved by
+    `state_dict()` holds `gate` (fp64 [4] on the CPU: the numbers of `Gate`, compared when a state dict is loaded), and
+    under `w13.` and `w2.` the buffers that `W4A8Linear` lists, each with the experts in front. They are moved by
     `.to(device)`, but never converted to another type, whatever the model is.
 
     Attributes:

@@ -40,8 +40,9 @@ def load_(
     names each expert's projections (docs/formats.md). Experts in floats are stacked; routers stay what they are.
 
     A model from transformers is made by `AutoModelForCausalLM.from_config(config)`; what it holds before does not
-    matter. The names in the checkpoint are the model's, or those that transformers renames. `W4A8Linear`s that the model has already are loaded again. Also
-    reads what `safetensors.torch.save_file` or `save_model` wrote of a model that was quantised here.
+    matter. The names in the checkpoint are the model's, or those that transformers renames. `W4A8Linear`s that the
+    model has already are loaded again. Also reads what `safetensors.torch.save_file` or `save_model` wrote of a model
+    that was quantised here.
 
     A quantised layer that no `W4A8Linear` can stand for (see `quantize_`), that the filter leaves out, whose n is no
     multiple of 8 or whose k is none of 32, stays what it is and gets the dequantised weight; quantised embeddings too.
@@ -50,7 +51,8 @@ def load_(
 
     Args:
         source: folder, file, tensors by name or an open `jitgemm.checkpoint.Checkpoint`, as in `jitgemm.load`.
-        filter: filter(name, module) -> whether a quantised Linear, or a layer's stacked experts, are replaced; None: all.
+        filter: filter(name, module) -> whether a quantised Linear, or a layer's stacked experts, are replaced; None:
+            all.
         activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says, see
             `W4A8Linear.from_checkpoint`.
         device: where the model goes; None for where each of its tensors is (the GPU, if there is one, for those on the

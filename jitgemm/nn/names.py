@@ -1,7 +1,7 @@
 """A checkpoint under the names that the model has: transformers renames what older files call otherwise.
 
-Mixtral's files, for one, say block_sparse_moe where the model has mlp. What the model's class says of that is taken from
-transformers; its merging of experts is not used.
+Mixtral's files, for one, say block_sparse_moe where the model has mlp. What the model's class says of that is taken
+from transformers; its merging of experts is not used.
 """
 
 from __future__ import annotations

@@ -253,8 +253,8 @@ class Plan:
             reason = form_of(self.model.get_submodule(stacked[0].rpartition(".")[0]))
             kind = reason if isinstance(reason, str) else "stacked experts of an unknown kind"
             hints.append(
-                f"the model stacks a layer's experts in one parameter ({stacked[0]}), and the file names each by itself "
-                f"({experts}), which fits what transformers 5 stacks; the model's are {kind}"
+                f"the model stacks a layer's experts in one parameter ({stacked[0]}), and the file names each by "
+                f"itself ({experts}), which fits what transformers 5 stacks; the model's are {kind}"
             )
         for name in missing:
             prefix = name.rpartition(".")[0]

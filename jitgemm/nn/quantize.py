@@ -32,10 +32,10 @@ def quantize_(model: torch.nn.Module, filter: Filter | None = None, **options: A
         model: any module that holds torch.nn.Linear modules. A Linear that stands at several places is quantised once;
             its forward hooks go to its layer.
         filter: filter(name, module) -> whether to replace it, a Linear or a module of stacked experts; one that is
-            chosen and has no 4-bit form is an error. None: all but the output embedding (`lm_head`, or what `model.get_output_embeddings()` returns),
-            Linears that share their weight with another module, routers of mixtures of experts (`gate`, `router`, ...),
-            and those without a 4-bit form: out_features no multiple of 8, in_features none of 32, or a weight that is
-            not bf16, fp16 or fp32.
+            chosen and has no 4-bit form is an error. None: all but the output embedding (`lm_head`, or what
+            `model.get_output_embeddings()` returns), Linears that share their weight with another module, routers of
+            mixtures of experts (`gate`, `router`, ...), and those without a 4-bit form: out_features no multiple of 8,
+            in_features none of 32, or a weight that is not bf16, fp16 or fp32.
         options: as in `W4A8Linear.from_linear`: activation, group_size, symmetric, scale_dtype, device, ....
 
     Returns:
