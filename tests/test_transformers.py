@@ -230,6 +230,7 @@ def test_a_model_without_data_but_for_its_buffers_is_filled():
 
 
 def test_experts_that_save_pretrained_names_one_by_one_are_stacked_again(tmp_path):
+    pytest.importorskip("transformers", minversion="5")  # 4 stacks none
     model = build(*MODELS["qwen3-moe"][:3])
     quantize(model, lambda name, _: "self_attn" in name)
     model.save_pretrained(tmp_path)

@@ -82,11 +82,15 @@ def check_switches(batch_invariant: bool, kernel: str | None) -> None:
 
 def check_types(operands: Operands, batch_invariant: bool, kernel: str | None) -> None:
     """Raises TypeError unless everything is of the class that it should be."""
-    split_lhs(operands.lhs)
-    check_weight(operands.weight)
-    check_tensor("out", operands.out)
-    if operands.bias is not None:
-        check_tensor("bias", operands.bias)
+    x, x_scale, x_zero, weight, out, bias = operands  # compilers up to torch 2.8 follow no property of a NamedTuple
+    check_tensor(X, x)
+    check_tensor(X_SCALE, x_scale)
+    if x_zero is not None:
+        check_tensor(X_ZERO, x_zero)
+    check_weight(weight)
+    check_tensor("out", out)
+    if bias is not None:
+        check_tensor("bias", bias)
     check_switches(batch_invariant, kernel)
 
 
