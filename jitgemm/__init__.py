@@ -1,5 +1,7 @@
 """jitgemm: W4A8 GEMM for Hopper, generated, compiled and cached just in time.
 
+In three lines::
+
     import torch, jitgemm
     weight = jitgemm.pack_w4(q, scale, group_size=128)
     jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, out)

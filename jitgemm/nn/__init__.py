@@ -1,5 +1,7 @@
 """Layers: a Linear, and a layer's experts, with 4-bit weights and 8-bit activations, and what puts them into a model.
 
+In three lines::
+
     import jitgemm.nn
     jitgemm.nn.quantize_(model)            # or, from a quantised checkpoint: jitgemm.nn.load_(model, folder)
     jitgemm.nn.warmup(model, max_m=8192)   # compiles every kernel that the model can need
