@@ -35,10 +35,10 @@ fill_venv() {  # torch first: what it brings decides whether an extra is needed
     local pip=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet)
     say "Installing ${JITGEMM_TORCH:-torch==2.13.0} into .venv (JITGEMM_TORCH chooses another)"
     "${pip[@]}" install ${JITGEMM_TORCH_INDEX:+--index-url "$JITGEMM_TORCH_INDEX"} "${JITGEMM_TORCH:-torch==2.13.0}"
-    "${pip[@]}" install --editable "$ROOT[test]"
+    "${pip[@]}" install --editable "$ROOT[test,docs]"
     if ! check_python "$VENV/bin/python" 2>/dev/null; then
         say "torch brought no CUDA bindings or no NVRTC: installing the cu12 extra"
-        "${pip[@]}" install --editable "$ROOT[cu12,test]"
+        "${pip[@]}" install --editable "$ROOT[cu12,test,docs]"
     fi
     check_python "$VENV/bin/python"
 }

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import json
+import os
 import re
-import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import jitgemm
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -28,19 +35,76 @@ jitgemm.gemm_w4a8_nt("x", weight, torch.empty(1, 8))
 """
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    pytest.importorskip("hatchling")
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("jitgemm", "include", "scripts", "tests"):
-        shutil.copytree(ROOT / name, folder / "checkout" / name, ignore=shutil.ignore_patterns("__pycache__", "data"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / "checkout")
-    script = f"import hatchling.build; print(hatchling.build.build_wheel({str(folder)!r}))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=folder / "checkout", capture_output=True, text=True, check=True
-    )
+KEYS = """
+from jitgemm.activations.kernel import quantize_source, quantize_spec
+from jitgemm.jit.nvrtc import NvrtcInfo
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+
+info = NvrtcInfo((12, 9), "12.9.86", None)
+spec = KernelSpec("e4m3", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4)
+keys = [kernel_source(spec).key(info), quantize_source(quantize_spec(256, "bf16", "s8")).key(info)]
+"""
+"""Cache keys of two kernels, which the headers' text is part of."""
+
+IN_USE = f"""
+import json
+from importlib.metadata import version
+
+import torch
+
+import jitgemm
+{KEYS}
+weight = jitgemm.pack_w4(torch.full((8, 32), 3, dtype=torch.int8), torch.ones(8, 1), group_size=32)
+out = torch.empty(2, 8, dtype=torch.bfloat16)
+jitgemm.gemm_w4a8_bf16_nt(jitgemm.quantize_activations(torch.ones(2, 32), torch.int8), weight, out)
+print(json.dumps([jitgemm.__file__, jitgemm.__version__, version("jitgemm"), out.unique().tolist(), keys]))
+"""
+
+
+def build(what: str, checkout: Path, folder: Path) -> Path:
+    """What `pip` and `python -m build` ask of hatchling: build_sdist or build_wheel, from a checkout into a folder."""
+    script = f"import hatchling.build; print(hatchling.build.{what}({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=True)
     return folder / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    """The sdist of this checkout, unpacked."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("build_sdist", ROOT, folder)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"jitgemm-{jitgemm.__version__}"
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    """The wheel that the sdist makes."""
+    return build("build_wheel", sdist, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """An environment of its own with the wheel in it, which sees the packages of this one."""
+    pytest.importorskip("pip")
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--quiet", str(wheel)], check=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "this_one.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    return folder / "bin"
+
+
+def run_elsewhere(*command: str | Path) -> str:
+    """What the command prints in /, with nothing that leads back to this checkout."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "JITGEMM_CACHE_DIR")}
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_wheel_has_the_package_its_headers_and_nothing_else(wheel):
@@ -50,26 +114,61 @@ def test_the_wheel_has_the_package_its_headers_and_nothing_else(wheel):
     assert files == package | headers and len(headers) >= 10
 
 
-def test_an_installed_package_renders_the_same_kernels(wheel, tmp_path):
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    script = """
-import jitgemm
-from jitgemm.activations.kernel import quantize_source, quantize_spec
-from jitgemm.kernel.formats import WeightFormat
-from jitgemm.kernel.render import kernel_source
-from jitgemm.kernel.spec import KernelSpec
-from jitgemm.jit.nvrtc import NvrtcInfo
-info = NvrtcInfo((12, 9), "12.9.86", None)
-spec = KernelSpec("e4m3", WeightFormat(128, False, "bf16"), block_m=16, block_n=64, stages=4)
-print(kernel_source(spec).key(info), quantize_source(quantize_spec(256, "bf16", "s8")).key(info), jitgemm.__file__)
-"""
-    said = []
-    for folder in (tmp_path, ROOT):
-        done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=True)
-        *keys, file = done.stdout.split()
-        assert Path(file).is_relative_to(folder)
-        said.append(keys)
-    assert said[0] == said[1]
+def test_the_sdist_has_what_tests_and_docs_need_and_no_leftovers(sdist):
+    files = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
+    wanted = {
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "LICENSE",
+        "pyproject.toml",
+        "docs/conf.py",
+    }
+    assert wanted | {"scripts/test.sh", "tests/conftest.py", "include/jitgemm/gemm/kernel.cuh"} <= files
+    folders = {name.partition("/")[0] for name in files if "/" in name}
+    assert folders == {"jitgemm", "include", "tests", "scripts", "docs"}
+    assert [name for name in files if "__pycache__" in name or name.endswith((".pyc", ".jgk"))] == []
+
+
+def test_an_installed_package_works_and_renders_the_same_kernels(installed):
+    file, version, metadata, results, keys = json.loads(run_elsewhere(installed / "python", "-c", IN_USE))
+    assert Path(file).is_relative_to(installed.parent)
+    assert version == metadata == jitgemm.__version__
+    assert results == [96.0]
+    here: dict[str, list[str]] = {}
+    exec(KEYS, here)
+    assert keys == here["keys"]
+
+
+def test_an_installed_package_brings_the_command(installed):
+    assert run_elsewhere(installed / "jitgemm", "--version") == f"jitgemm {jitgemm.__version__}\n"
+    report = json.loads(run_elsewhere(installed / "jitgemm", "env", "--json"))
+    assert report["packages"]["jitgemm"] == jitgemm.__version__
+    assert report["python"].endswith(str(installed / "python"))
+    assert report["cache"] and not any(Path(folder).is_relative_to(ROOT) for folder in report["cache"])
+
+
+def test_lint_and_format_are_clean():
+    """As pre-commit has them, where ruff is the version that it pins: another one formats otherwise."""
+    [pin] = [name for name in PROJECT["project"]["optional-dependencies"]["test"] if name.startswith("ruff==")]
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert set(re.findall(r"ruff==[\d.]+", hooks)) == {pin}
+    if importlib.util.find_spec("ruff") is None or f"ruff=={importlib.metadata.version('ruff')}" != pin:
+        pytest.skip(f"{pin} not installed")
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_versions_that_the_readme_names_are_those_tested():
+    script = (ROOT / "scripts" / "test_versions.sh").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("torch", "transformers"):
+        oldest, newest = re.findall(rf"\b{name}==([\d.]+)", script)
+        assert re.search(rf"^\| {name}.* \| {re.escape(oldest)} \| {re.escape(newest)} \|$", readme, re.MULTILINE)
+        bounds = [text for text in PROJECT["project"]["dependencies"] if re.match(rf"{name}\b", text)]
+        assert all(oldest.startswith(text.partition(">=")[2]) for text in bounds)
 
 
 def test_types_are_clean_and_users_see_them(tmp_path):
@@ -115,7 +214,10 @@ def test_shards_are_all_tests_once_each():
 
 
 def test_a_note_adds_up_what_the_processes_of_a_gpu_run_say(tmp_path):
-    logs = "12 passed, 2 skipped in 10.5s (0:00:10)", "FAILED tests/test_a.py::b\n1 failed, 30 passed in 22.6s (0:00:22)"
+    logs = (
+        "12 passed, 2 skipped in 10.5s (0:00:10)",
+        "FAILED tests/test_a.py::b\n1 failed, 30 passed in 22.6s (0:00:22)",
+    )
     paths = [tmp_path / "1", tmp_path / "2"]
     for path, text in zip(paths, logs):
         path.write_text(text)
@@ -124,6 +226,7 @@ def test_a_note_adds_up_what_the_processes_of_a_gpu_run_say(tmp_path):
     assert "| Commit | abc |" in note and "- tests/test_a.py::b" in note
     assert "| Result | 42 passed, 2 skipped, 1 failed in 23 s by 2 processes |" in note
     paths[0].write_text("killed")
-    assert "1 processes without a result, exit status 1" in subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    assert (
+        "1 processes without a result, exit status 1"
+        in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )

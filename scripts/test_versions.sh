@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Tests the oldest and the newest torch and transformers that the README names, each pair in an environment of its own
+# that is made anew:
+#   scripts/test_versions.sh [oldest|newest] [pytest arguments]
+# Without arguments for pytest the tests run that need torch or transformers most.
+set -euo pipefail
+WANT_TESTS=1
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$ROOT"
+
+declare -A versions=(
+    [oldest]="torch==2.8.0 transformers==4.57.6"
+    [newest]="torch==2.15.0 transformers==5.23.0"
+)
+declare -A pythons=([oldest]=python3.11 [newest]=python3.13) # where they are there
+ends=(oldest newest)
+if [ -n "${versions[${1:-none}]:-}" ]; then
+    ends=("$1")
+    shift
+fi
+if [ $# -eq 0 ]; then
+    set -- tests/test_nn.py tests/test_op.py tests/test_weight.py tests/test_arguments.py tests/test_transformers.py
+fi
+status=0
+for end in "${ends[@]}"; do
+    read -r torch transformers <<<"${versions[$end]}"
+    VENV="$ROOT/.venv-$end"
+    rm -rf "$VENV"
+    if "${pythons[$end]}" -c "" 2>/dev/null; then
+        "${pythons[$end]}" -m venv "$VENV"
+    fi
+    JITGEMM_TORCH="$torch" fill_venv
+    "$VENV/bin/python" -m pip --disable-pip-version-check --quiet install "$torch" "$transformers"
+    say "$end: $("$VENV/bin/python" --version), $torch, $transformers"
+    "$VENV/bin/python" -m pytest "$@" || status=$?
+done
+exit "$status"
