@@ -81,8 +81,10 @@ def on_gpu() -> int:
             ratio = error_over_bound(out, lhs, rhs)
             us = microseconds(lambda: jitgemm.gemm_w4a8_bf16_nt(lhs, rhs, out))
             rate = f"{2 * m * N * K / us / 1e6:.0f} TFLOP/s" if m > 256 else f"{rhs.nbytes / us / 1e3:.0f} GB/s"
-            print(f"{'fp8' if dtype != torch.int8 else 'int8':>6} {m:>6} {first:>9.1f} ms {us:>9.1f} us {rate:>16}"
-                  f"  {ratio:.3f} {'ok' if ratio <= 1 else 'WRONG'}")
+            print(
+                f"{'fp8' if dtype != torch.int8 else 'int8':>6} {m:>6} {first:>9.1f} ms {us:>9.1f} us {rate:>16}"
+                f"  {ratio:.3f} {'ok' if ratio <= 1 else 'WRONG'}"
+            )
             right &= ratio <= 1
     print("The first call compiles the kernel unless the cache has it (`jitgemm warmup` fills it ahead of time).")
     return 0 if right else 1
@@ -100,8 +102,13 @@ def without_gpu() -> int:
                 raise
 
     print("No Hopper GPU here: compiling the kernels of Llama-3-8B for an H200 instead.")
-    run("warmup", "--model", str(MODEL.relative_to(Path.cwd()) if MODEL.is_relative_to(Path.cwd()) else MODEL),
-        "--device", "h200")
+    run(
+        "warmup",
+        "--model",
+        str(MODEL.relative_to(Path.cwd()) if MODEL.is_relative_to(Path.cwd()) else MODEL),
+        "--device",
+        "h200",
+    )
     run("cache", "ls")
 
     m = 16

@@ -266,8 +266,9 @@ class Bench:
     """A layer's weights on the GPU, as many copies as the L2 cannot hold; or one weight of experts."""
 
     def __init__(self, name: str, n: int, k: int, *experts: int):
-        import jitgemm
         from benchmark_lib.data import DISTINCT
+
+        import jitgemm
 
         self.lhs, self.n, self.k = FORMATS[name][0], n, k
         self.experts = Experts(*experts) if experts else None
@@ -318,6 +319,7 @@ class Bench:
     def _grouped(self, tokens: int, experts: Experts) -> Callable[[KernelSpec], list[Callable[[], None]]]:
         """Calls of a kernel, one a routing."""
         from benchmark_lib.data import offsets_of
+
         from jitgemm.gemm.grouped import Groups
         from jitgemm.gemm.grouped_plan import GroupedPlan
 

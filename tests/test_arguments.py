@@ -518,9 +518,7 @@ def test_parameters_may_require_grad_and_out_stays_without(call, dtype):
 # ---- devices ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("attribute", "argument"), [("x_scale", "lhs[1] (x_scale)"), ("out", "out"), ("bias", "bias")]
-)
+@pytest.mark.parametrize(("attribute", "argument"), [("x_scale", "lhs[1] (x_scale)"), ("out", "out"), ("bias", "bias")])
 def test_tensors_must_be_where_x_is(call, attribute, argument):
     call.bias = torch.zeros(N)
     setattr(call, attribute, getattr(call, attribute).to("meta"))

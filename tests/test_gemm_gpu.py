@@ -310,9 +310,17 @@ def offset_cases() -> list[Case]:
         zero = (number + number // 4) % 2 == 0
         cases.append(
             Case(
-                m, 328, 2080 if group < 256 else 1184, lhs, (group, zero, draw.choice(REAL_TYPES)),
-                mean=draw.choice(builders.LHS_MEANS), scales=draw.choice(("plain", "negative")),
-                bias=draw.choice(("none", "bf16", "fp32")), strided=draw.random() < 0.7, seed=13, offset=True,
+                m,
+                328,
+                2080 if group < 256 else 1184,
+                lhs,
+                (group, zero, draw.choice(REAL_TYPES)),
+                mean=draw.choice(builders.LHS_MEANS),
+                scales=draw.choice(("plain", "negative")),
+                bias=draw.choice(("none", "bf16", "fp32")),
+                strided=draw.random() < 0.7,
+                seed=13,
+                offset=True,
                 affine=lhs == "s8" and draw.random() < 0.7,
             )  # fmt: skip
         )
@@ -325,7 +333,16 @@ def affine_cases() -> list[Case]:
     formats = (*formats, (PER_CHANNEL, False, "fp32"), (PER_CHANNEL, True, "bf16"))
     return [
         Case(
-            m, 264, 1056, "s8", format, mean=mean, bias=bias, per_token=(m + number) % 3 > 0, strided=m != 17, seed=14,
+            m,
+            264,
+            1056,
+            "s8",
+            format,
+            mean=mean,
+            bias=bias,
+            per_token=(m + number) % 3 > 0,
+            strided=m != 17,
+            seed=14,
             affine=True,
         )  # fmt: skip
         for number, (format, (mean, bias)) in enumerate(
@@ -343,8 +360,17 @@ def output_cases() -> list[Case]:
         format = (GROUP_128, (32, True, "fp16"), (PER_CHANNEL, False, "fp32"))[number % 3]
         cases.append(
             Case(
-                m, n, 544, lhs, format, mean=builders.LHS_MEANS[number % 2], bias=("none", "fp32")[number // 2 % 2],
-                strided=number % 4 > 0, seed=15, out=out, affine=lhs == "s8" and number % 5 == 0,
+                m,
+                n,
+                544,
+                lhs,
+                format,
+                mean=builders.LHS_MEANS[number % 2],
+                bias=("none", "fp32")[number // 2 % 2],
+                strided=number % 4 > 0,
+                seed=15,
+                out=out,
+                affine=lhs == "s8" and number % 5 == 0,
                 offset=format[0] == 32 and m > 100,
             )  # fmt: skip
         )

@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jitgemm.checkpoint import formats
+from jitgemm.checkpoint import Checkpoint, formats, read_layer
 from jitgemm.checkpoint.canonical import Sizes
-from jitgemm.checkpoint import Checkpoint, read_layer
 from jitgemm.checkpoint.reader import layer_header, load
 
 CONFIG = {"quant_method": "w4afp8", "group_size": 128}

@@ -24,8 +24,8 @@ from jitgemm.nn import ACTIVATIONS, W4A8Linear
 from jitgemm.nn.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
-from jitgemm.weight.quantize import quantize_w4
 from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.quantize import quantize_w4
 from jitgemm.weight.w4 import W4Weight
 
 K, N = 256, 72

@@ -226,7 +226,9 @@ class Experts(torch.nn.Module):
 
 def test_stacked_experts_are_reported_and_warned_of():
     model = torch.nn.ModuleDict({"attention": torch.nn.Linear(64, 32), "experts": Experts()})
-    with pytest.warns(UserWarning, match="quantize_ left 100% of the remaining parameters.*1 stacked experts of an unknown kind"):
+    with pytest.warns(
+        UserWarning, match="quantize_ left 100% of the remaining parameters.*1 stacked experts of an unknown kind"
+    ):
         report = quantize(model)
     assert report == ["attention"] and "stacked experts" in report.skipped["experts.gate_up_proj"]
 

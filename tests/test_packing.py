@@ -21,9 +21,7 @@ from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 
 U32 = 0xFFFFFFFF
-E4M3_BYTES = {
-    d: int(torch.tensor(d * 2.0**-9).to(torch.float8_e4m3fn).view(torch.uint8)) for d in range(-16, 16)
-}
+E4M3_BYTES = {d: int(torch.tensor(d * 2.0**-9).to(torch.float8_e4m3fn).view(torch.uint8)) for d in range(-16, 16)}
 """The byte of torch.float8_e4m3fn for d * 2^-9."""
 
 

@@ -57,9 +57,7 @@ def imports(name: str) -> set[str]:
 def test_imports_go_downwards(name):
     room = ROOMS[name]
     assert room in FLOOR, f"{room} is on no floor"
-    upwards = [
-        each for each in imports(name) if ROOMS.get(each) != room and FLOOR[ROOMS[each]] >= FLOOR[room]
-    ]
+    upwards = [each for each in imports(name) if ROOMS.get(each) != room and FLOOR[ROOMS[each]] >= FLOOR[room]]
     assert upwards == []
 
 

@@ -351,7 +351,6 @@ def test_a_state_dict_without_values_gives_a_weight_without_values():
     assert meta.permutation.is_meta and meta.shape == weight.shape
 
 
-
 @pytest.mark.parametrize(
     "change, message",
     [

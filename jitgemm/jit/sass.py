@@ -88,7 +88,7 @@ def code_sections(cubin: bytes) -> list[tuple[int, int]]:
     """First byte and end of every function's instructions (the ELF sections .text.*).
 
     Raises BadCubin, also for another architecture, whose instructions mean other things.
-   """
+    """
     try:
         if cubin[:5] != b"\x7fELF\x02":
             raise BadCubin("cubin: not a 64-bit ELF file")

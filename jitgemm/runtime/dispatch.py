@@ -22,10 +22,7 @@ except AttributeError:  # not public: without them every call goes through its o
 def traced(x: object, out: object) -> bool:
     """Whether this is not plain eager execution: tensor subclasses, a dispatch mode, a functorch transform."""
     return (
-        type(x) not in _PLAIN
-        or type(out) not in _PLAIN
-        or _dispatch_modes() > 0
-        or _functorch_transform() is not None
+        type(x) not in _PLAIN or type(out) not in _PLAIN or _dispatch_modes() > 0 or _functorch_transform() is not None
     )
 
 
