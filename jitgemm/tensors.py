@@ -6,6 +6,7 @@ The lowest module that imports PyTorch; knows nothing of weights, calls and kern
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,23 @@ def one_of(types: tuple[str, ...]) -> str:
     """Types by name in a message: "bfloat16, float16 or float32"."""
     names = [DTYPES[name].torch_name for name in types]
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def known(condition: Any) -> bool:
+    """Whether a condition on sizes holds. Of sizes that a tracer has no number for (unbacked ones) no more is asked than
+    whether it holds for all: the check is made again when the call runs."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental import symbolic_shapes
+
+    # Older ones have the second alone, which never guards.
+    ask = getattr(symbolic_shapes, "guard_or_false", symbolic_shapes.statically_known_true)
+    return bool(ask(condition))
+
+
+def differ(shape: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Whether two shapes are known to differ."""
+    return len(shape) != len(expected) or any(known(a != b) for a, b in zip(shape, expected))
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:

@@ -611,3 +611,54 @@ for m in (4, 4):
     assert torch.equal(out, jitgemm.gemm_w4a8_reference(lhs, rhs))
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)
+
+
+# ---- sizes that a tracer has no number for ---------------------------------------------------------------------------
+
+
+def _linear(x):
+    return UNBACKED["layer"](x)
+
+
+def _gemm(x):
+    out = torch.empty(x.shape[0], 64, dtype=torch.bfloat16)
+    jitgemm.gemm_w4a8_bf16_nt(jitgemm.quantize_activations(x, torch.int8), UNBACKED["weight"], out)
+    return out
+
+
+def _grouped(x):
+    lhs, rows = jitgemm.quantize_activations(x, torch.int8), x.shape[0]
+    out, index = torch.zeros(rows, 64, dtype=torch.bfloat16), torch.arange(rows, dtype=torch.int32)
+    offsets = torch.tensor([0, 0, 1, 1, 1])
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, UNBACKED["w13"], out, offsets, row_index=index, expected_m=1.0)
+    return out
+
+
+def _experts(x):
+    ids = torch.zeros(x.shape[0], 2, dtype=torch.int64)
+    return jitgemm.fused_experts(x, UNBACKED["w13"], UNBACKED["w2"], ids, torch.ones(x.shape[0], 2))
+
+
+UNBACKED = {
+    "weight": builders.weight_parts(1, 64, 128).packed,
+    "w13": jitgemm.W4Weight.stacked(4, lambda e: builders.weight_parts(e, 64, 128).packed),
+    "w2": jitgemm.W4Weight.stacked(4, lambda e: builders.weight_parts(e, 128, 32, 32).packed),
+    "layer": jitgemm.nn.W4A8Linear(builders.weight_parts(1, 64, 128).packed),
+}
+
+
+@pytest.mark.parametrize("call", [_gemm, _linear, _grouped, _experts])
+def test_one_graph_serves_a_number_of_tokens_that_no_tracer_knows(call):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for m in (5, 1, 300):
+        x = torch.randn(m, 128, generator=builders.generator(m))
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        assert torch.equal(compiled(x), call(x))
+    assert len(graphs) == 1

@@ -14,7 +14,7 @@ import torch
 from jitgemm.activations.kernel import MAX_K, MAX_PERMUTED_K, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name
+from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name
 
 POINTERS = (
     Pointer("x", "x", ALIGNMENT),
@@ -151,12 +151,12 @@ def check_out(out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, si
             raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
     q, lead = out[0], tuple(x.shape[:-1])
     shape = (*lead, x.shape[-1] // 2 if silu_mul else x.shape[-1])
-    if tuple(q.shape) != shape:
+    if differ(q.shape, shape):
         raise ValueError(f"out[0]: expected shape {list(shape)}, got {list(q.shape)}")
     rows = as_rows("out[0]", q)
     check_rows("out[0]", rows)
     for i, tensor in enumerate(out[1:], 1):
-        if tuple(tensor.shape) not in (lead, (*lead, 1)) or not tensor.is_contiguous():
+        if (differ(tensor.shape, lead) and differ(tensor.shape, (*lead, 1))) or not tensor.is_contiguous():
             raise ValueError(
                 f"out[{i}]: expected a contiguous tensor of shape {list(lead)} or {[*lead, 1]}, got "
                 f"{list(tensor.shape)} with strides {tuple(tensor.stride())}"

@@ -13,7 +13,7 @@ import torch
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import MAX_INT8_CHANNEL_K, MAX_ROWS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, dtype_name
+from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, known
 from jitgemm.weight.w4 import PackedWeight, W4Weight, check_packed
 
 Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -131,7 +131,7 @@ def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool 
     check_plain("out", out)
     check_dtype("out", out.dtype, REAL_TYPES)
     _check_matrix("out", out, "[m, n]", n)
-    if not gathers and out.shape[0] != m:
+    if not gathers and known(out.shape[0] != m):
         raise ValueError(f"out: expected shape [{m}, {n}], got {list(out.shape)}")
     if out.requires_grad:
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
@@ -161,7 +161,6 @@ def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None
     """One value per token, or one for all."""
     check_plain(name, tensor)
     check_dtype(name, tensor.dtype, (type,))
-    per_token = (tensor.dim() == 1 or (tensor.dim() == 2 and tensor.shape[1] == 1)) and tensor.shape[0] == m
-    per_tensor = tensor.numel() == 1 and tensor.dim() <= 2
-    if not (per_token or per_tensor):
+    per_token = not differ(tensor.shape, (m,)) or not differ(tensor.shape, (m, 1))
+    if not (per_token or (known(tensor.numel() == 1) and tensor.dim() <= 2)):
         raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")

@@ -87,8 +87,8 @@ def m_grouped_gemm_w4a8_nt_contiguous(
     experts = experts_of(rhs)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
-    expected_rows = rows if expected_m is None else experts * _check_hint(expected_m)
-    groups = Groups(check_tensor("offsets", offsets), row_index, 0, max(1, min(round(expected_rows), rows)))
+    expected_rows = rows if expected_m is None else round(experts * _check_hint(expected_m))
+    groups = Groups(check_tensor("offsets", offsets), row_index, 0, expected_rows)
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
 
 
@@ -146,7 +146,7 @@ def m_grouped_gemm_w4a8_nt_masked(
         )
     )  # fmt: skip
     expected_rows = round(experts * _check_hint(expected_m))
-    groups = Groups(check_tensor("masked_m", masked_m), None, max_m, max(1, min(expected_rows, experts * max_m)))
+    groups = Groups(check_tensor("masked_m", masked_m), None, max_m, expected_rows)
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
 
 
@@ -217,6 +217,8 @@ def _run(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str 
     """The call, directly or by its op: one look-up, then a launch."""
     x, x_scale, x_zero, weight, out, bias = operands
     sizes, row_index, rows_of_expert, expected_rows = groups
+    # A tracer may not know out's rows, so that this waits until here.
+    expected_rows = max(1, min(expected_rows, out.shape[0])) if out.dim() else 1
     key = (
         weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None, row_index is None,
         rows_of_expert, expected_rows,
@@ -236,6 +238,7 @@ def _run(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str 
         from jitgemm.gemm.grouped_plan import GroupedPlan
 
         with torch.cuda.device(x.device):
+            groups = groups._replace(expected_rows=expected_rows)
             plan = GroupedPlan(operands, groups, batch_invariant=batch_invariant, kernel=kernel)
         thread.memory.add_plan(key, tensors, plan)
     plan.launch(operands, groups)

@@ -8,7 +8,7 @@ import torch
 
 from jitgemm.gemm.arguments import POINTERS, Operands, check_arguments
 from jitgemm.runtime.checks import Pointer, check_device
-from jitgemm.tensors import check_dtype, check_plain, check_tensor, dtype_name
+from jitgemm.tensors import check_dtype, check_plain, check_tensor, differ, dtype_name
 from jitgemm.weight.w4 import PackedWeight, W4Weight
 
 GROUPED_POINTERS = (Pointer("sizes", "offsets or masked_m"), Pointer("row_index", "row_index"), *POINTERS)
@@ -44,7 +44,7 @@ def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: 
     if not columns and tensor.numel() == 1 and tensor.dim() <= 2:
         return tensor
     shape = f"[{experts}, {max_m}{', ' + columns if columns else ''}]"
-    if tensor.dim() != 2 + bool(columns) or tuple(tensor.shape[:2]) != (experts, max_m):
+    if tensor.dim() != 2 + bool(columns) or differ(tensor.shape[:2], (experts, max_m)):
         raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
     try:
         return tensor.view(experts * max_m, *tensor.shape[2:])
@@ -73,6 +73,6 @@ def check_grouped(operands: Operands, groups: Groups) -> None:
     if row_index is not None:
         check_plain("row_index", check_tensor("row_index", row_index))
         check_dtype("row_index", row_index.dtype, ("s32",))
-        if tuple(row_index.shape) != (rows,) or not row_index.is_contiguous():
+        if differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
             raise ValueError(f"row_index: expected a contiguous tensor of shape [{rows}], got {list(row_index.shape)}")
         check_device("row_index", row_index, "lhs[0] (x)", operands.x.device)

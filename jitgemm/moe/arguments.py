@@ -16,7 +16,7 @@ from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, describe, dtype_name
+from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, describe, differ, dtype_name, known
 from jitgemm.weight.w4 import PackedWeight, W4Weight, check_packed
 
 ROUTE_POINTERS = (
@@ -119,7 +119,7 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
         raise ValueError(f"topk_ids: expected shape [tokens, top_k], top_k at least 1, got {list(topk_ids.shape)}")
     if not topk_ids.is_contiguous():
         raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(topk_ids.stride())}")
-    if topk_ids.shape[0] * topk_ids.shape[1] > MAX_ROWS:
+    if known(topk_ids.shape[0] * topk_ids.shape[1] > MAX_ROWS):
         raise ValueError(f"topk_ids: expected at most {MAX_ROWS} elements, got {topk_ids.numel()}")
     if topk_ids.device.type not in ("cuda", "cpu"):
         raise ValueError(f"topk_ids: expected a CUDA or CPU tensor, got one on {topk_ids.device}")
@@ -198,7 +198,7 @@ def check_arguments(layer: Layer) -> None:
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
     check_routing(topk_ids, experts, expert_map)
-    if topk_ids.shape[0] != tokens:
+    if known(topk_ids.shape[0] != tokens):
         raise ValueError(f"topk_ids: expected shape [{tokens}, top_k], got {list(topk_ids.shape)}")
     _check_weights(topk_weights, topk_ids)
     for name, bias, n in (("bias13", bias13, w13.n), ("bias2", bias2, w2.n)):
@@ -231,8 +231,8 @@ def _check_matrix(
     if not torch.compiler.is_compiling():  # a tracer cannot ask
         check_plain(name, tensor)
     check_dtype(name, tensor.dtype, types)
-    fits = tensor.dim() == 2 and rows in (None, tensor.shape[0]) and columns in (None, tensor.shape[1])
-    if not fits:
+    sizes = zip((rows, columns), tensor.shape)
+    if tensor.dim() != 2 or any(wanted is not None and known(wanted != size) for wanted, size in sizes):
         expected = f"[{'rows' if rows is None else rows}, {'columns' if columns is None else columns}]"
         raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
     check_rows(name, tensor)
@@ -241,7 +241,7 @@ def _check_matrix(
 def _check_weights(topk_weights: torch.Tensor, choices: torch.Tensor) -> None:
     check_plain("topk_weights", check_tensor("topk_weights", topk_weights))
     check_dtype("topk_weights", topk_weights.dtype, REAL_TYPES)
-    if topk_weights.shape != choices.shape or not topk_weights.is_contiguous():
+    if differ(topk_weights.shape, choices.shape) or not topk_weights.is_contiguous():
         raise ValueError(
             f"topk_weights: expected a contiguous tensor of shape {list(choices.shape)}, got "
             f"{list(topk_weights.shape)} with strides {tuple(topk_weights.stride())}"

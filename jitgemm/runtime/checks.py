@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from jitgemm.kernel.formats import MAX_ROWS
-from jitgemm.tensors import check_dtype, check_plain, check_tensor
+from jitgemm.tensors import check_dtype, check_plain, check_tensor, known
 
 ALIGNMENT = 16
 """Addresses and row strides of TMA tensors are multiples of so many bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
@@ -20,19 +20,19 @@ ALIGNMENT = 16
 def check_rows(name: str, tensor: torch.Tensor, *, may_overlap: bool = False) -> None:
     """A matrix with contiguous rows whose stride TMA can walk."""
     rows, columns = tensor.shape
-    if tensor.stride(1) != 1 and columns > 1:
+    if known(tensor.stride(1) != 1) and columns > 1:
         raise ValueError(f"{name}: expected stride 1 along its columns, got strides {tuple(tensor.stride())}")
-    if rows > MAX_ROWS:
+    if known(rows > MAX_ROWS):
         raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {rows}")
-    if rows < 2:  # one row has no stride to walk
+    if known(rows < 2):  # one row has no stride to walk
         return
     unit = ALIGNMENT // tensor.element_size()
-    if tensor.stride(0) % unit:
+    if known(tensor.stride(0) % unit != 0):
         raise ValueError(
             f"{name}: expected a row stride that is a multiple of {unit} elements ({ALIGNMENT} bytes), "
             f"got {tensor.stride(0)}"
         )
-    if tensor.stride(0) < columns and not may_overlap:
+    if known(tensor.stride(0) < columns) and not may_overlap:
         raise ValueError(
             f"{name}: expected rows that do not overlap (row stride at least {columns}), "
             f"got row stride {tensor.stride(0)}"
