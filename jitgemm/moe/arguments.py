@@ -96,9 +96,9 @@ class Layer(NamedTuple):
 
 def make_gate(activation: str, order: str, limit: float | None, alpha: float) -> Gate:
     """The gate of these arguments of a call, checked."""
-    for name, value, known in (("activation", activation, GATES), ("order", order, ORDERS)):
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {tuple(known)}, got {value!r}")
+    for name, value, choices in (("activation", activation, GATES), ("order", order, ORDERS)):
+        if value not in choices:
+            raise ValueError(f"{name}: expected one of {tuple(choices)}, got {value!r}")
     for name, number in (("limit", math.inf if limit is None else limit), ("alpha", alpha)):
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
