@@ -102,14 +102,10 @@ def without_gpu() -> int:
                 raise
 
     print("No Hopper GPU here: compiling the kernels of Llama-3-8B for an H200 instead.")
-    run(
-        "warmup",
-        "--model",
-        str(MODEL.relative_to(Path.cwd()) if MODEL.is_relative_to(Path.cwd()) else MODEL),
-        "--device",
-        "h200",
-    )
-    run("cache", "ls")
+    model = str(MODEL.relative_to(Path.cwd()) if MODEL.is_relative_to(Path.cwd()) else MODEL)
+    run("warmup", "--model", model, "--codes", "tuned", "--device", "h200")
+    run("cache", "info")
+    run("explain", str(16), str(N), str(K), "--codes", "tuned", "--device", "h200", "--top", "3")
 
     m = 16
     print(f"\nThe same GEMM through the exact reference: out[{m}, {N}] = lhs[{m}, {K}] · rhs[{N}, {K}]ᵀ")
