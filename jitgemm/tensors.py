@@ -50,6 +50,11 @@ def differ(shape: Sequence[Any], expected: Sequence[Any]) -> bool:
     return len(shape) != len(expected) or any(known(a != b) for a, b in zip(shape, expected))
 
 
+def take_rows(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """tensor[rows], of 8-bit floats too, which torch 2.8 cannot index on a CPU."""
+    return tensor.view(torch.int8)[rows].view(tensor.dtype) if tensor.dtype.itemsize == 1 else tensor[rows]
+
+
 def check_tensor(name: str, value: object) -> torch.Tensor:
     """The value, if it is a tensor; else TypeError."""
     if not isinstance(value, torch.Tensor):

@@ -15,6 +15,7 @@ from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
+from jitgemm.tensors import take_rows
 
 E, N, K = 5, 72, 256
 
@@ -34,7 +35,7 @@ def expected(lhs, weight, offsets, out, row_index=None, bias=None):
     out = out.clone()
     for e, (first, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
         rows = torch.arange(first, end) if row_index is None else row_index[first:end].long()
-        part = tuple(each if each.numel() == 1 else each[rows] for each in lhs)
+        part = tuple(each if each.numel() == 1 else take_rows(each, rows) for each in lhs)
         result = torch.empty(len(rows), weight.n, dtype=out.dtype)
         jitgemm.gemm_w4a8_nt(part, weight[e], result, bias=None if bias is None else bias[e])
         out[first:end] = result

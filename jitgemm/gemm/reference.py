@@ -17,7 +17,7 @@ from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.gemm.arguments import Lhs, check_weight, split_lhs
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_device
-from jitgemm.tensors import check_dtype, check_tensor, dtype_name
+from jitgemm.tensors import check_dtype, check_tensor, dtype_name, take_rows
 from jitgemm.weight.w4 import PackedWeight, W4Weight, check_packed, dequantize_groups
 
 _BUDGET = 1 << 25
@@ -99,7 +99,7 @@ def write_grouped_reference(  # type: ignore[no-untyped-def]
         if row_index is not None:
             index = row_index[rows].long()
             rows = torch.where((index >= 0) & (index < tokens), index, tokens - 1)
-        part = tensors[0][rows], *(each if each.numel() == 1 else each[rows] for each in tensors[1:])
+        part = take_rows(tensors[0], rows), *(each if each.numel() == 1 else each[rows] for each in tensors[1:])
         weight, row = _dense(rhs, expert), None if bias is None else bias[expert]
         out[begin:end] = gemm_w4a8_reference(part, weight, bias=row, out_dtype=out.dtype)
 

@@ -165,17 +165,18 @@ def check_combining(
 
 def check_weights(w13: Any, w2: Any) -> int:
     """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together."""
+    counts = []
     for name, weight in (("w13", w13), ("w2", w2)):
         if not isinstance(weight, (W4Weight, PackedWeight)):
             raise TypeError(f"{name}: expected a W4Weight of experts, got {type(weight).__name__}")
-        check_packed(weight, f"{name}.", experts=True)
-        if weight.experts > MAX_EXPERTS:
-            raise ValueError(f"{name}: expected at most {MAX_EXPERTS} experts, got {weight.experts}")
-    if w2.experts != w13.experts:
-        raise ValueError(f"w2: expected {w13.experts} experts, as w13 has, got {w2.experts}")
+        counts.append(check_packed(weight, f"{name}.", experts=True) or 0)
+        if counts[-1] > MAX_EXPERTS:
+            raise ValueError(f"{name}: expected at most {MAX_EXPERTS} experts, got {counts[-1]}")
+    if counts[1] != counts[0]:
+        raise ValueError(f"w2: expected {counts[0]} experts, as w13 has, got {counts[1]}")
     if w13.n != 2 * w2.k:
         raise ValueError(f"w13: expected n = {2 * w2.k}, twice the k of w2, got {w13.n}")
-    return w13.experts
+    return counts[0]
 
 
 def check_arguments(layer: Layer) -> None:

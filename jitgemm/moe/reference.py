@@ -9,6 +9,7 @@ from jitgemm.activations.reference import gated, quantize_reference
 from jitgemm.gemm.reference import gemm_w4a8_reference, round_fp64
 from jitgemm.moe.arguments import Layer
 from jitgemm.moe.route import combine_reference, route_reference
+from jitgemm.tensors import take_rows
 
 
 def layer_reference(layer: Layer) -> torch.Tensor:
@@ -36,6 +37,6 @@ def layer_reference(layer: Layer) -> torch.Tensor:
         return out
 
     tokens = row_index[:live].long()
-    hidden = multiply(tuple(part[tokens] for part in quantize(x)), w13, bias13)
+    hidden = multiply(tuple(take_rows(part, tokens) for part in quantize(x)), w13, bias13)
     rows = multiply(quantize(gated(hidden.double(), gate).float()), w2, bias2)
     return round_fp64(combine_reference(rows, inverse, topk_weights, addend), x.dtype)

@@ -140,15 +140,15 @@ _plan_keys: dict[tuple[Any, ...], int] = {}
 _plan_numbers = itertools.count()
 
 
-def check_packed(weight: PackedWeight | W4Weight, name: str = "", *, experts: bool | None = None) -> None:
-    """Raises TypeError or ValueError unless the tensors have the format's dtypes, shapes and strides.
+def check_packed(weight: PackedWeight | W4Weight, name: str = "", *, experts: bool | None = None) -> int | None:
+    """Its number of experts; TypeError or ValueError unless tensors have the format's dtypes, shapes and strides.
 
     Args:
         name: what stands before a tensor's name in a message, such as "rhs.".
         experts: True refuses dense weights, False weights of experts; None takes both.
     """
-    check_tensor(f"{name}blocks", weight.blocks)
-    count = weight.experts
+    blocks = check_tensor(f"{name}blocks", weight.blocks)
+    count = blocks.shape[0] if blocks.dim() == 4 else None  # torch 2.8 compiles no property of a NamedTuple
     if experts is not None and experts != (count is not None):
         whole = name.removesuffix(".") or "weight"
         if experts:
@@ -175,6 +175,7 @@ def check_packed(weight: PackedWeight | W4Weight, name: str = "", *, experts: bo
         _check_part(weight, name, "channel_scale", rows, torch_dtype(fmt.scale_type))
     if weight.row_sum is not None:
         _check_part(weight, name, "row_sum", rows, torch.float32)
+    return count
 
 
 def _check_part(
