@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Tests the oldest and the newest torch and transformers that the README names, each pair in an environment of its own
 # that is made anew:
-#   scripts/test_versions.sh [oldest|newest] [pytest arguments]
-# Without arguments for pytest the tests run that need torch or transformers most.
+#   scripts/test_versions.sh [oldest|newest] [pytest arguments, tests to run included]
+# Without any for pytest those tests run that need torch or transformers most.
 set -euo pipefail
 WANT_TESTS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -19,7 +19,7 @@ if [ -n "${versions[${1:-none}]:-}" ]; then
     shift
 fi
 if [ $# -eq 0 ]; then
-    set -- tests/test_nn.py tests/test_op.py tests/test_weight.py tests/test_arguments.py tests/test_transformers.py
+    set -- tests/test_{nn,op,weight,arguments,transformers,nn_models,nn_experts,moe,docs}.py
 fi
 status=0
 for end in "${ends[@]}"; do
@@ -30,7 +30,7 @@ for end in "${ends[@]}"; do
         "${pythons[$end]}" -m venv "$VENV"
     fi
     JITGEMM_TORCH="$torch" fill_venv
-    "$VENV/bin/python" -m pip --disable-pip-version-check --quiet install "$torch" "$transformers"
+    "$VENV/bin/python" -m pip --disable-pip-version-check --quiet install "$torch" "$transformers" accelerate
     say "$end: $("$VENV/bin/python" --version), $torch, $transformers"
     "$VENV/bin/python" -m pytest "$@" || status=$?
 done
