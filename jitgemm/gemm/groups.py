@@ -9,7 +9,7 @@ import torch
 from jitgemm.gemm.arguments import POINTERS, Operands, check_arguments
 from jitgemm.runtime.checks import Pointer, check_device
 from jitgemm.tensors import check_dtype, check_plain, check_tensor, differ, dtype_name
-from jitgemm.weight.w4 import PackedWeight, W4Weight
+from jitgemm.weight.w4 import PackedWeight, W4Weight, count_experts
 
 GROUPED_POINTERS = (Pointer("sizes", "offsets or masked_m"), Pointer("row_index", "row_index"), *POINTERS)
 """What a launch has addresses of, in the order of `GroupedArgs` in include/jitgemm/gemm/types.cuh."""
@@ -34,9 +34,10 @@ class Groups(NamedTuple):
 def experts_of(rhs: object) -> int:
     if not isinstance(rhs, (W4Weight, PackedWeight)):
         raise TypeError(f"rhs: expected a W4Weight from pack_w4, got {type(rhs).__name__}")
-    if rhs.experts is None:
+    count = count_experts(rhs.blocks)
+    if count is None:
         raise ValueError("rhs: expected a weight of experts, got a dense one, which gemm_w4a8_nt takes")
-    return rhs.experts
+    return count
 
 
 def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: str) -> torch.Tensor:

@@ -65,6 +65,11 @@ RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor |
 """q, scale, zero as `W4Weight.unpack` gives them, and offset [rows, groups] in the scale's type or None."""
 
 
+def count_experts(blocks: torch.Tensor) -> int | None:
+    """`experts` of the weight with these records: torch 2.8 cannot compile a property of a `PackedWeight`."""
+    return blocks.shape[0] if blocks.dim() == 4 else None
+
+
 class PackedWeight(NamedTuple):
     """A packed weight's tensors and what they hold, unchecked; the attributes are `W4Weight`'s.
 
@@ -84,7 +89,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def experts(self) -> int | None:
-        return self.blocks.shape[0] if self.blocks.dim() == 4 else None
+        return count_experts(self.blocks)
 
     def expert(self, index: int | EllipsisType) -> PackedWeight:
         """Views of one expert's tensors; see `expert_indices`."""
@@ -148,7 +153,7 @@ def check_packed(weight: PackedWeight | W4Weight, name: str = "", *, experts: bo
         experts: True refuses dense weights, False weights of experts; None takes both.
     """
     blocks = check_tensor(f"{name}blocks", weight.blocks)
-    count = blocks.shape[0] if blocks.dim() == 4 else None  # torch 2.8 compiles no property of a NamedTuple
+    count = count_experts(blocks)
     if experts is not None and experts != (count is not None):
         whole = name.removesuffix(".") or "weight"
         if experts:
