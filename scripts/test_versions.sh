@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Tests the oldest and the newest torch and transformers that the README names, each pair in an environment of its own
-# that is made anew:
-#   scripts/test_versions.sh [oldest|newest] [pytest arguments, tests to run included]
+# Tests the oldest and the newest torch and transformers that the README names, and a transformers between whose
+# quantizers have other methods, each pair in an environment of its own that is made anew:
+#   scripts/test_versions.sh [oldest|between|newest] [pytest arguments, tests to run included]
 # Without any for pytest those tests run that need torch or transformers most.
 set -euo pipefail
 WANT_TESTS=1
@@ -10,16 +10,17 @@ cd "$ROOT"
 
 declare -A versions=(
     [oldest]="torch==2.8.0 transformers==4.57.6"
+    [between]="torch==2.13.0 transformers==5.17.0"
     [newest]="torch==2.15.0 transformers==5.23.0"
 )
-declare -A pythons=([oldest]=python3.11 [newest]=python3.13) # where they are there
-ends=(oldest newest)
+declare -A pythons=([oldest]=python3.11 [between]=python3.11 [newest]=python3.13) # where they are there
+ends=(oldest between newest)
 if [ -n "${versions[${1:-none}]:-}" ]; then
     ends=("$1")
     shift
 fi
 if [ $# -eq 0 ]; then
-    set -- tests/test_{nn,op,weight,arguments,transformers,nn_models,nn_experts,moe,docs}.py
+    set -- tests/test_{nn,op,weight,arguments,transformers,hf,nn_models,nn_experts,moe,docs}.py
 fi
 status=0
 for end in "${ends[@]}"; do

@@ -63,7 +63,9 @@ def model_folder(name: str) -> None:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
     Path(name).mkdir()
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, f"{name}/model.safetensors")
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()}, f"{name}/model.safetensors", {"format": "pt"}
+    )
     config.quantization_config = quantization | {"config_groups": {"group_0": group}}
     config.save_pretrained(name)
 
@@ -90,8 +92,17 @@ def mixture() -> dict[str, object]:
     }  # fmt: skip
 
 
+def floats_folder(name: str) -> None:
+    """A Llama with one layer of 64 × 64 Linears, in bf16."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 96}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(name)
+
+
 REPLACED = {
     'device="cuda"': 'device="cpu"',
+    'device_map="cuda"': 'device_map="cpu"',
     "n, k, m = 4096, 14336, 16": "n, k, m = 72, 256, 3",
     "max_m=4096": "max_m=1",
 }
@@ -100,6 +111,7 @@ REPLACED = {
 NAMED = {
     "Meta-Llama-3-8B-Instruct-W4AFP8": model_folder,
     "Llama-3-8B-W4A8": layers_folder,
+    "Llama-3-8B-bf16": floats_folder,
 }
 """What makes the folder that a sample names."""
 

@@ -165,7 +165,7 @@ def test_versions_that_the_readme_names_are_those_tested():
     script = (ROOT / "scripts" / "test_versions.sh").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in ("torch", "transformers"):
-        oldest, newest = re.findall(rf"\b{name}==([\d.]+)", script)
+        oldest, *_, newest = re.findall(rf"\b{name}==([\d.]+)", script)
         assert re.search(rf"^\| {name}.* \| {re.escape(oldest)} \| {re.escape(newest)} \|$", readme, re.MULTILINE)
         bounds = [text for text in PROJECT["project"]["dependencies"] if re.match(rf"{name}\b", text)]
         assert all(oldest.startswith(text.partition(">=")[2]) for text in bounds)

@@ -43,7 +43,7 @@ class Checkpoint:
 
     Args:
         source: a folder with one or more safetensors files, `model.safetensors.index.json` or another index, one
-            `.safetensors` file, or a mapping of names to tensors.
+            `.safetensors` file, a list of them, or a mapping of names to tensors.
         config: the model's config.json or its quantization_config, as a mapping; None: what stands beside the files.
 
     Raises:
@@ -52,7 +52,9 @@ class Checkpoint:
     """
 
     def __init__(
-        self, source: str | os.PathLike[str] | Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None
+        self,
+        source: str | os.PathLike[str] | list[str] | Mapping[str, torch.Tensor],
+        config: Mapping[str, Any] | None = None,
     ):
         self._files: dict[Path, Any] = {}
         self._found: Mapping[str, torch.Tensor | Path]  # each tensor, or its file
@@ -62,6 +64,10 @@ class Checkpoint:
                 if not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
             self._found = source
+        elif isinstance(source, list) and source:
+            self._found = self._headers([Path(file) for file in source])
+            source = Path(source[0]).parent
+            self.where = os.fspath(source)
         elif isinstance(source, (str, os.PathLike)):
             self.where = os.fspath(source)
             self._found = self._list(Path(source))

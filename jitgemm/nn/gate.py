@@ -47,7 +47,8 @@ def gate_of(experts: torch.nn.Module) -> Gate | None:
     """
     limit, alpha = (_number(experts, names) for names in (_LIMITS, _ALPHAS))
     reach = 3 * max(4.0, limit or 0.0)
-    probe = (2 * torch.rand((64, 16), generator=torch.Generator().manual_seed(1), device="cpu") - 1) * reach
+    generator = torch.Generator("cpu").manual_seed(1)
+    probe = (2 * torch.rand((64, 16), generator=generator, dtype=torch.float32, device="cpu") - 1) * reach
     with torch.no_grad():
         try:
             found = experts._apply_gate(probe)  # type: ignore[operator]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.files import Source, opened
+from jitgemm.checkpoint.files import Checkpoint, Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.choose import Filter, Replaceable
 from jitgemm.nn.experts import W4A8Experts
@@ -72,55 +72,94 @@ def load_(
             message says where, and what to do. What config and headers show is found before the model is changed.
             Where a value is wrong, as a NaN scale is, layers before it have been loaded; load again to mend that.
     """
+    target = None if device is None else target_device(device)
+    plan = planned(model, opened(source, config), filter, activation, format, allow_missing, strict)
+    _carry_out(plan, target)
+    report = Report(plan.layers, plan.skipped, plan.ignored)
+    warn_of(report, "load_", f"of {plan.checkpoint.where}", "quantize_")
+    return report
+
+
+def planned(
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    filter: Filter | None,
+    activation: str | None,
+    format: str | None,
+    allow_missing: Collection[str],
+    strict: bool,
+) -> Plan:
+    """What to do to the model. Arguments and errors are `load_`'s; nothing is changed but for weights that get tied."""
     if activation is not None:
         check_activation(activation)
-    checkpoint = in_names_of(model, opened(source, config))
-    target = None if device is None else target_device(device)
+    checkpoint = in_names_of(model, checkpoint)
     if hasattr(model, "tie_weights") and any(p.is_meta for p in model.parameters()):
         model.tie_weights()  # what was made without data may not be tied yet
     plan = Plan(model, checkpoint, Replaceable(model))
     plan.find_layers(filter, activation, format)
     plan.find_tensors(tuple(allow_missing))
     plan.find_unused(strict)
-    _carry_out(plan, target)
-    report = Report(plan.layers, plan.skipped, plan.ignored)
-    why = "its Linears are not quantised (quantize_ does that)" if not plan.skipped else "none could be"
-    warn_if_nothing(report, "load_", f"of {checkpoint.where}, {why}")
-    slower = {name: why for name, why in plan.skipped.items() if why.startswith("dequantised") and why != LEFT_OUT}
+    return plan
+
+
+def warn_of(report: Report, call: str, where: str, instead: str) -> None:
+    """Warns in the name of the caller's caller where nothing was quantised, and of layers that are dequantised."""
+    why = f"its Linears are not quantised ({instead} does that)" if not report.skipped else "none could be"
+    warn_if_nothing(report, call, f"{where}, {why}", stacklevel=4)
+    slower = {name: why for name, why in report.skipped.items() if why.startswith("dequantised") and why != LEFT_OUT}
     if report and slower:
         lines = "\n".join(by_reason(slower))
-        warnings.warn(f"load_: {len(slower)} quantised layers are dequantised:\n{lines}", stacklevel=2)
-    return report
+        warnings.warn(f"{call}: {len(slower)} quantised layers are dequantised:\n{lines}", stacklevel=3)
 
 
 def _carry_out(plan: Plan, target: torch.device | None) -> None:
     def make(name: str, old: torch.nn.Module) -> W4A8Linear | W4A8Experts:
-        layer = plan.layers[name]
-        if isinstance(layer, Experts):
+        if isinstance(plan.layers[name], Experts):
             tensor = old.w13.blocks if isinstance(old, W4A8Experts) else getattr(old, PARAMETERS[0])
-            return read_experts(plan.checkpoint, layer, target or _device(tensor))
-        tensor = old.blocks if isinstance(old, W4A8Linear) else old.weight
-        parts = read(plan.checkpoint, layer, target or _device(tensor))
-        if parts.weight.k != old.in_features:
-            raise ValueError(f"{name}: expected k = {old.in_features}, got {parts.weight.k}")
-        return W4A8Linear(parts.weight, parts.bias, activation=parts.activation, input_scale=parts.input_scale)
+        else:
+            tensor = old.blocks if isinstance(old, W4A8Linear) else old.weight
+        return made(plan, name, old, target or _device(tensor))
 
     tied = any(plan.replaceable.shared(name) for name in plan.layers)
     put_layers(plan.model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
+    fill(plan, plan.tensors, lambda name, tensor: target or _device(tensor))
+    if plan.layers:
+        describe_to_transformers(plan.model, bool(tied or plan.untied))
+    if target is not None:
+        plan.model.to(target)
+
+
+def made(plan: Plan, name: str, old: torch.nn.Module, device: torch.device) -> W4A8Linear | W4A8Experts:
+    """The layer of that name, with its data. Raises ValueError for data that does not fit the old module."""
+    layer = plan.layers[name]
+    if isinstance(layer, Experts):
+        return read_experts(plan.checkpoint, layer, device)
+    parts = read(plan.checkpoint, layer, device)
+    if parts.weight.k != old.in_features:
+        raise ValueError(f"{name}: expected k = {old.in_features}, got {parts.weight.k}")
+    return W4A8Linear(parts.weight, parts.bias, activation=parts.activation, input_scale=parts.input_scale)
+
+
+def value_of(plan: Plan, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the model as the checkpoint has it, dequantised or stacked where need be; its type may be another."""
+    origin = plan.tensors[name]
+    if isinstance(origin, Stacked):
+        return origin.read(plan.checkpoint, device, dtype)
+    if isinstance(origin, Layer):
+        return read_dense(plan.checkpoint, origin, device)
+    return plan.checkpoint.read(origin, device)
+
+
+def fill(plan: Plan, names: Collection[str], device_of: Callable[[str, torch.Tensor], torch.device]) -> None:
+    """Gives tensors of the model their data, those on the meta device on device_of(name, tensor)."""
     places: dict[int, list[str]] = {}
     state = plan.model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         places.setdefault(id(tensor), []).append(name)
     with torch.no_grad():
-        for name, origin in plan.tensors.items():
+        for name in names:
             tensor = state[name]
-            device = (target or _device(tensor)) if tensor.is_meta else tensor.device
-            if isinstance(origin, Stacked):
-                value = origin.read(plan.checkpoint, device, tensor.dtype)
-            elif isinstance(origin, Layer):
-                value = read_dense(plan.checkpoint, origin, device)
-            else:
-                value = plan.checkpoint.read(origin, device)
+            value = value_of(plan, name, device_of(name, tensor) if tensor.is_meta else tensor.device, tensor.dtype)
             if name in plan.untied:
                 _put(plan.model, [name], tensor, value.to(tensor.dtype, copy=True))
             elif tensor.is_meta:
@@ -128,10 +167,6 @@ def _carry_out(plan: Plan, target: torch.device | None) -> None:
                 _put(plan.model, names, tensor, value.to(tensor.dtype))
             else:
                 tensor.copy_(value)
-    if plan.layers:
-        describe_to_transformers(plan.model, bool(tied or plan.untied))
-    if target is not None:
-        plan.model.to(target)
 
 
 def _device(tensor: torch.Tensor) -> torch.device:

@@ -86,7 +86,8 @@ class Plan:
             count = f"{len(problems)} layers cannot be read" if len(problems) > 1 else "A layer cannot be read"
             raise ValueError(
                 f"{first}. {count}: {some(problems)}. To load the others, leave what cannot be read out with "
-                "filter=..., fill it yourself, and name its tensors in allow_missing=..."
+                "filter=... (in transformers modules_to_not_convert=...), fill it yourself, and name its tensors in "
+                "allow_missing=..."
             )
 
     def _find_layer(

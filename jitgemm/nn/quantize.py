@@ -11,7 +11,7 @@ from jitgemm.nn.choose import PACKED, STACKED, Filter, Replaceable
 from jitgemm.nn.experts import W4A8Experts
 from jitgemm.nn.linear import W4A8Linear
 from jitgemm.nn.report import Report, by_reason, warn_if_nothing
-from jitgemm.nn.stacked import PARAMETERS, quantised_experts
+from jitgemm.nn.stacked import PARAMETERS, Form, quantised_experts
 from jitgemm.nn.swap import describe_to_transformers, put_layers
 
 
@@ -48,7 +48,33 @@ def quantize_(model: torch.nn.Module, filter: Filter | None = None, **options: A
             as a NaN is, the Linears before it have been replaced.
     """
     found = Replaceable(model)
-    chosen, skipped, untied = {}, {}, False
+    chosen, skipped = choose(model, found, filter)
+    for name in chosen:
+        if getattr(model.get_submodule(name), PARAMETERS[0] if name in found.forms else "weight").is_meta:
+            raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
+    untied = any(found.shared(name) for name in chosen)
+
+    def make(name: str, module: torch.nn.Module) -> W4A8Linear | W4A8Experts:
+        return quantised(module, found.forms.get(name), **options)
+
+    report = Report(chosen, skipped | found.others())
+    put_layers(model, chosen, make, "quantising")
+    if report:
+        describe_to_transformers(model, untied)
+    warn_of_experts(model, report, "quantize_")
+    warn_if_nothing(report, "quantize_", "none was chosen" if skipped else "the model holds no torch.nn.Linear")
+    return report
+
+
+def choose(
+    model: torch.nn.Module, found: Replaceable, filter: Filter | None
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """({name: all its places} of the modules to quantise, {name: why not} of the others), from sizes and types.
+
+    Raises:
+        ValueError: the filter chose a module that has no 4-bit form.
+    """
+    chosen, skipped = {}, {}
     for name, places in found.places.items():
         module = model.get_submodule(name)
         reason = f"is a {type(module).__name__} already" if isinstance(module, PACKED) else found.cannot(name)
@@ -60,28 +86,23 @@ def quantize_(model: torch.nn.Module, filter: Filter | None = None, **options: A
             problem = found.unfit(name)
             if problem is not None:
                 raise ValueError(f"{name}: {problem}")
-        if reason is not None:
+        if reason is None:
+            chosen[name] = places
+        else:
             skipped[name] = reason
-            continue
-        if getattr(module, PARAMETERS[0] if name in found.forms else "weight").is_meta:
-            raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
-        untied |= found.shared(name)
-        chosen[name] = places
+    return chosen, skipped
 
-    def quantised(name: str, module: torch.nn.Module) -> W4A8Linear | W4A8Experts:
-        if name in found.forms:
-            return quantised_experts(module, found.forms[name], **options)
-        return W4A8Linear.from_linear(module, **options)
 
-    report = Report(chosen, skipped | found.others())
-    put_layers(model, chosen, quantised, "quantising")
-    if report:
-        describe_to_transformers(model, untied)
+def quantised(module: torch.nn.Module, form: Form | None, **options: Any) -> W4A8Linear | W4A8Experts:
+    """The layer for a Linear, or for stacked experts of that form."""
+    return W4A8Linear.from_linear(module, **options) if form is None else quantised_experts(module, form, **options)
+
+
+def warn_of_experts(model: torch.nn.Module, report: Report, call: str) -> None:
+    """Warns, in the name of the caller's caller, of stacked experts that stay in their type."""
     stacked = {name: reason for name, reason in report.skipped.items() if reason.startswith(STACKED)}
     if stacked:
         total = sum(p.numel() for p in model.parameters())  # converted layers have none
         part = sum(model.get_parameter(name).numel() for name in stacked) / total
         reasons = ";".join(by_reason(stacked))
-        warnings.warn(f"quantize_ left {part:.0%} of the remaining parameters in their type:{reasons}", stacklevel=2)
-    warn_if_nothing(report, "quantize_", "none was chosen" if skipped else "the model holds no torch.nn.Linear")
-    return report
+        warnings.warn(f"{call} left {part:.0%} of the remaining parameters in their type:{reasons}", stacklevel=3)

@@ -49,9 +49,9 @@ def some(names: Iterable[str], count: int = EXAMPLES) -> str:
     return ", ".join(listed[:count]) + more
 
 
-def warn_if_nothing(report: Report, call: str, why: str) -> None:
-    """Warns in the name of the caller's caller where nothing was converted."""
+def warn_if_nothing(report: Report, call: str, why: str, stacklevel: int = 3) -> None:
+    """Warns, in the name of the caller's caller, where nothing was converted."""
     if not report:
         lines = by_reason(report.skipped)
         reasons = "; skipped:\n" + "\n".join(lines) if lines else ""
-        warnings.warn(f"{call} converted no layer: {why}{reasons}", stacklevel=3)
+        warnings.warn(f"{call} converted no layer: {why}{reasons}", stacklevel=stacklevel)

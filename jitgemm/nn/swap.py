@@ -11,14 +11,14 @@ import torch
 from jitgemm.nn.experts import W4A8Experts
 from jitgemm.nn.linear import W4A8Linear
 
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-_SAVED_BY = {"saved_by": "jitgemm", "read_with": "jitgemm.nn.load_(model, folder)"}
+_SAVED_BY = {"saved_by": "jitgemm", "read_with": "config=jitgemm.hf.config(folder), or jitgemm.nn.load_(model, folder)"}
 """Stands for `quantization_config`. transformers' from_pretrained refuses one without `quant_method`."""
 
 
@@ -53,7 +53,7 @@ def put_layers(
         for handle, hook in list(old._forward_pre_hooks.items()):
             if type(hook).__module__.startswith("torch.nn.utils"):  # weight_norm, pruning: they compute the weight
                 del old._forward_pre_hooks[handle]
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             setattr(layer, hooks, getattr(old, hooks))  # the same dict, so that handles still remove from it
         for place in places[name]:
             parent, _, child = place.rpartition(".")

@@ -1,0 +1,373 @@
+"""transformers' from_pretrained into `W4A8Linear` and `W4A8Experts`: a config and a quantizer registered as "jitgemm".
+
+    import jitgemm.hf
+    AutoModelForCausalLM.from_pretrained(folder, config=jitgemm.hf.config(folder))               # a quantised checkpoint
+    AutoModelForCausalLM.from_pretrained(folder, quantization_config=jitgemm.hf.JitGemmConfig())  # quantises on the way
+
+transformers makes the model, says where each part goes, and loads what is plain. What is not (quantised layers, weights
+to be quantised or dequantised, tied tensors that differ) stands behind a `Placeholder` meanwhile; afterwards it is read
+by `jitgemm.nn`'s reader from the same files, one layer at a time. So a format that `load_` reads is read here, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.nn.experts import W4A8Experts
+from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.load import fill, made, planned, value_of, warn_of
+from jitgemm.nn.plan import Plan
+from jitgemm.nn.quantize import choose, quantised, warn_of_experts
+from jitgemm.nn.read import check_activation
+from jitgemm.nn.read_experts import Experts
+from jitgemm.nn.report import Report
+from jitgemm.nn.swap import HOOKS, describe_to_transformers, put_layers
+
+try:
+    from transformers import AutoConfig, PreTrainedModel
+    from transformers.quantizers import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils import cached_file
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise ImportError(f"jitgemm.hf needs transformers 4.57 or newer: pip install transformers ({error})") from error
+
+__all__ = ["JitGemmConfig", "config"]
+
+NAME = "jitgemm"
+
+
+def config(
+    folder: str,
+    *,
+    activation: str | None = None,
+    modules_to_not_convert: Iterable[str] = (),
+    strict: bool = True,
+    allow_missing: Iterable[str] = (),
+    format: str | None = None,
+    **options: Any,
+) -> Any:
+    """A quantised checkpoint's config, with which from_pretrained loads it into layers of jitgemm.nn.
+
+    Args:
+        folder: what from_pretrained is given: a folder, or a name on the hub.
+        activation, strict, allow_missing, format: as in `jitgemm.nn.load_`.
+        modules_to_not_convert: patterns (`fnmatch`) of modules that stay what they are, with dequantised weights.
+        options: for AutoConfig.from_pretrained, such as revision.
+    """
+    found = AutoConfig.from_pretrained(folder, **options)
+    said = JitGemmConfig(
+        activation=activation,
+        modules_to_not_convert=modules_to_not_convert,
+        strict=strict,
+        allow_missing=allow_missing,
+        format=format,
+    )
+    found.quantization_config = said.to_dict()  # transformers takes a dict for one that stood in the file
+    return found
+
+
+@register_quantization_config(NAME)
+class JitGemmConfig(QuantizationConfigMixin):
+    """How to quantise a model in floats while it is loaded; `jitgemm.hf.config` makes one for quantised checkpoints.
+
+    Args:
+        bits: 4.
+        group_size, symmetric: as in `quantize_w4`.
+        scale_dtype: "bfloat16", "float16" or "float32".
+        activation: "e4m3", "int8" or "int8_affine"; None for e4m3, or for what a quantised checkpoint says.
+        modules_to_not_convert: patterns (`fnmatch`) of modules that stay, beside those that `quantize_` leaves alone.
+        strict, allow_missing, format: as in `jitgemm.nn.load_`.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        bits: int = 4,
+        group_size: int = 128,
+        activation: str | None = None,
+        symmetric: bool = True,
+        scale_dtype: str = "bfloat16",
+        modules_to_not_convert: Iterable[str] | None = (),
+        strict: bool = True,
+        allow_missing: Iterable[str] = (),
+        format: str | None = None,
+        quant_method: str = NAME,
+    ):
+        if bits != 4:
+            raise ValueError(f"bits: expected 4, got {bits!r}")
+        if scale_dtype not in ("bfloat16", "float16", "float32"):
+            raise ValueError(f"scale_dtype: expected 'bfloat16', 'float16' or 'float32', got {scale_dtype!r}")
+        if activation is not None:
+            check_activation(activation)
+        for name, patterns in (
+            ("modules_to_not_convert", modules_to_not_convert),
+            ("allow_missing", allow_missing),
+        ):
+            if isinstance(patterns, str):
+                raise ValueError(f"{name}: expected a list of patterns, got {patterns!r}")
+        self.quant_method = quant_method
+        self.bits, self.group_size, self.activation = bits, group_size, activation
+        self.symmetric, self.scale_dtype = symmetric, scale_dtype
+        self.modules_to_not_convert = list(modules_to_not_convert or ())
+        self.strict, self.allow_missing, self.format = strict, list(allow_missing), format
+
+    def leaves(self, name: str) -> bool:
+        """Whether a module stays what it is."""
+        return any(fnmatchcase(name, pattern) for pattern in self.modules_to_not_convert)
+
+    @property
+    def quantising(self) -> dict[str, Any]:
+        """Options of `quantize_`."""
+        return {
+            "activation": self.activation or "e4m3",
+            "group_size": self.group_size,
+            "symmetric": self.symmetric,
+            "scale_dtype": getattr(torch, self.scale_dtype),
+        }
+
+
+class Placeholder(torch.nn.Module):
+    """Stands for a module that transformers is not to load, and takes about the room that its layer will take.
+
+    transformers counts the buffer for `device_map="auto"` and puts it where the module belongs. It is not persistent:
+    no tensor of a file has its name, and no key is missing.
+    """
+
+    def __init__(self, module: torch.nn.Module, size: int, device: torch.device):
+        super().__init__()
+        self.module = (module,)  # in a tuple, where PyTorch does not see its parameters
+        self._is_hf_initialized = True
+        self.register_buffer("room", torch.empty(size, dtype=torch.uint8, device=device), persistent=False)
+        for hooks in HOOKS:
+            setattr(self, hooks, getattr(module, hooks))
+        self.train(module.training)
+
+    def __getattr__(self, name: str) -> Any:
+        """What others ask of the module, such as its sizes."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["module"][0], name)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Nothing: models that tie weights assign them, and ties are made anew afterwards."""
+
+    def vacate(self) -> tuple[torch.nn.Module, torch.device]:
+        """The module, and the device on which its layer goes, whose room is free from now on."""
+        device = self.room.device
+        self.room = None
+        hook = vars(self).get("_hf_hook")
+        if hook is not None:  # accelerate's, where a device_map names the layer itself: it moves the input
+            self.module[0].register_forward_pre_hook(_moving_to(device))
+        return self.module[0], device
+
+
+def _moving_to(device: torch.device) -> Any:
+    return lambda module, args: tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in args)
+
+
+@register_quantizer(NAME)
+class JitGemmQuantizer(HfQuantizer):
+    """The two hooks around transformers' loading: placeholders before it, layers after it.
+
+    Attributes:
+        report: what was loaded or quantised, see `jitgemm.nn.Report`: `model.hf_quantizer.report`.
+    """
+
+    requires_parameters_quantization = False
+    modules_to_not_convert: tuple[str, ...] = ()  # transformers 4 looks for it
+    is_trainable = False
+    is_compileable = True
+    report: Report | None = None
+
+    def is_serializable(self, **_: Any) -> bool:
+        return True
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Refuses offloading: a packed weight is used where it lies."""
+        devices = {str(device) for device in device_map.values()} if isinstance(device_map, Mapping) else set()
+        if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+            raise ValueError(
+                f"device_map: expected GPUs alone or the CPU alone, as packed weights are not offloaded, got "
+                f"{', '.join(sorted(devices))}; give more GPUs, or max_memory without 'cpu'"
+            )
+
+    # ---- before ------------------------------------------------------------------------------------------------------
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        _check_whole(model)
+        said: JitGemmConfig = self.quantization_config
+        device = torch.empty(0).device  # meta where transformers makes room for buffers after loading, else the CPU
+        checkpoint = Checkpoint(checkpoint_files or _folder(model.config))
+        self._tied = dict(getattr(model, "all_tied_weights_keys", {}))  # of transformers 5, which ties after loading
+        for name, other in self._tied.items():
+            setattr(model.get_submodule(_owner(name)), name.rpartition(".")[2], model.get_parameter_or_buffer(other))
+        with _usual_defaults():
+            # Buffers that no file holds are transformers' to compute.
+            computed = {name for name, _ in model.named_buffers()} - set(model.state_dict())
+            plan = planned(
+                model,
+                checkpoint,
+                (lambda name, module: not said.leaves(name)) if said.modules_to_not_convert else None,
+                said.activation if self.pre_quantized else None,
+                said.format,
+                [*said.allow_missing, *computed],
+                said.strict,
+            )
+            self._chosen = {} if self.pre_quantized else self._choose(plan)
+        self._plan, self._untied = plan, any(plan.replaceable.shared(name) for name in plan.layers)
+        self._held: dict[str, Placeholder] = {}
+        for name, places in _to_hold(plan, self._chosen).items():
+            placeholder = Placeholder(model.get_submodule(name), self._size(name), device)
+            for place in places:
+                _put(model, place, placeholder)
+                self._held[place] = placeholder
+        self._unexpected = model._keys_to_ignore_on_load_unexpected
+        kind = list if self._unexpected is None else type(self._unexpected)  # a set in newer versions
+        model._keys_to_ignore_on_load_unexpected = kind(["."])  # all: the plan has found what each tensor is for
+        if hasattr(model, "all_tied_weights_keys"):
+            model.all_tied_weights_keys = self._ties_without(self._held.keys())
+
+    def _choose(self, plan: Plan) -> dict[str, list[str]]:
+        """What to quantise: what `quantize_` would, as far as the checkpoint has it and nobody leaves it out."""
+        chosen, skipped = choose(plan.model, plan.replaceable, None)
+        for name in [name for name in chosen if name not in plan.layers]:
+            if self.quantization_config.leaves(name):
+                skipped[name] = "left out by modules_to_not_convert"
+            elif not all(_named(plan, chosen[name], child) for child in _tensors(plan.model.get_submodule(name))):
+                skipped[name] = "not in the checkpoint"
+        plan.skipped |= skipped | plan.replaceable.others()
+        return {name: places for name, places in chosen.items() if name not in skipped and name not in plan.layers}
+
+    def _size(self, name: str) -> int:
+        """Bytes that the layer of that name takes, about."""
+        plan, layer = self._plan, self._plan.layers.get(name)
+        if layer is not None:
+            names = layer.names if isinstance(layer, Experts) else layer.names.values()
+            infos = [plan.checkpoint.info(each) for each in names]
+            return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
+        tensors = _tensors(plan.model.get_submodule(name)).values()
+        if name in self._chosen:
+            return sum(tensor.numel() * 5 // 8 for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _ties_without(self, modules: Collection[str]) -> dict[str, str]:
+        return {a: b for a, b in self._tied.items() if _owner(a) not in modules and _owner(b) not in modules}
+
+    # ---- after -------------------------------------------------------------------------------------------------------
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        _check_whole(model)
+        plan, replaceable = self._plan, self._plan.replaceable
+        layers = {name: replaceable.places[name] for name in (*plan.layers, *self._chosen)}
+
+        def make(name: str, old: Placeholder) -> W4A8Linear | W4A8Experts:
+            module, device = old.vacate()
+            if name in plan.layers:
+                return made(plan, name, module, device)
+            for place in layers[name]:
+                del self._held[place]  # with which the module goes
+            for child, tensor in _tensors(module).items():
+                value = value_of(plan, _named(plan, layers[name], child), device, tensor.dtype).to(tensor.dtype)
+                setattr(module, child, torch.nn.Parameter(value, requires_grad=False))
+            return quantised(module, replaceable.forms.get(name), **self.quantization_config.quantising)
+
+        replaced = {place for places in layers.values() for place in places}
+        devices = {}
+        for place in self._held.keys() - replaced:
+            module, devices[place] = self._held[place].vacate()
+            _put(model, place, module)
+        put_layers(model, layers, make, "loading" if self.pre_quantized else "quantising")
+        state = model.state_dict(keep_vars=True)
+        # transformers marks what it has loaded; what it did not find under its own name is read like the rest.
+        rest = [
+            name
+            for name, origin in plan.tensors.items()
+            if name in state
+            and (not isinstance(origin, str) or name in plan.untied or not hasattr(state[name], "_is_hf_initialized"))
+        ]
+        fill(plan, rest, lambda name, tensor: devices[_owner(name)])
+        model._keys_to_ignore_on_load_unexpected = self._unexpected
+        if hasattr(model, "all_tied_weights_keys"):
+            model.all_tied_weights_keys = self._ties_without(replaced | {_owner(name) for name in plan.untied})
+        if layers:
+            describe_to_transformers(model, self._untied or bool(plan.untied))
+        self.report = Report([name for name in replaceable.places if name in layers], plan.skipped, plan.ignored)
+        warn_of_experts(model, self.report, "from_pretrained")
+        warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
+        del self._plan, self._held, self._chosen
+
+
+def _check_whole(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model that transformers cuts among ranks."""
+    if (getattr(model, "_tp_size", None) or 1) > 1 or getattr(model.config, "distributed_config", None) is not None:
+        raise ValueError(
+            "tp_plan, distributed_config: expected none, as transformers cannot cut layers of jitgemm.nn; "
+            "jitgemm.load(..., tp_dim=..., tp_rank=..., tp_size=...) reads parts of layers"
+        )
+
+
+def _to_hold(plan: Plan, chosen: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """{a name: all names} of the modules that transformers is not to load: what it cannot read, or not as the plan."""
+    held = {name: plan.replaceable.places[name] for name in (*plan.layers, *chosen)}
+    groups: dict[int, list[str]] = {}
+    for name, tensor in plan.model.state_dict(keep_vars=True).items():
+        groups.setdefault(id(tensor), []).append(name)
+    for names in groups.values():
+        found = [name for name in names if name in plan.tensors]
+        if all(isinstance(plan.tensors[name], str) and name not in plan.untied for name in found):
+            continue
+        for owner in dict.fromkeys(_owner(name) for name in names):
+            module = plan.model.get_submodule(owner)
+            if owner and not any(owner in places for places in held.values()) and not any(module.children()):
+                held[owner] = [owner]
+    return held
+
+
+def _named(plan: Plan, places: Iterable[str], child: str) -> str | None:
+    """The name under which the checkpoint has a tensor of a module that stands at these places."""
+    return next((f"{place}.{child}" for place in places if f"{place}.{child}" in plan.tensors), None)
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+
+
+def _put(model: torch.nn.Module, place: str, module: torch.nn.Module) -> None:
+    parent, _, child = place.rpartition(".")
+    model.get_submodule(parent)._modules[child] = module
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _folder(told: Any) -> str:
+    """Where the files are, in transformers 4, which has downloaded them but does not say so."""
+    revision = getattr(told, "_commit_hash", None)
+    return str(Path(cached_file(told.name_or_path, "config.json", revision=revision, local_files_only=True)).parent)
+
+
+@contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """Without the default device and type that transformers sets while it makes a model."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(usual)

@@ -1,0 +1,446 @@
+"""jitgemm.hf: from_pretrained into layers of jitgemm.nn gives what `load_` and `quantize_` give, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import config as stored_config
+from small_models import quantised_names, same_state, stored
+
+from jitgemm.nn import W4A8Experts, W4A8Linear, load_, quantize_
+
+transformers = pytest.importorskip("transformers")
+hf = pytest.importorskip("jitgemm.hf")
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+MOE = SIZES | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES),
+    "tied llama": ("LlamaForCausalLM", "LlamaConfig", SIZES | {"tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", MOE),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", MOE),
+}
+TOKENS = torch.arange(1, 13)[None]
+LAYER = re.compile(r"layers\.\d+\..*(_proj|\.w[123])\.weight")
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(verbosity)
+
+
+def build(name: str) -> torch.nn.Module:
+    model, config, sizes = MODELS[name]
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        told = getattr(transformers, config)(**sizes)
+        return transformers.AutoModelForCausalLM.from_config(told, dtype=torch.bfloat16).eval()
+
+
+def integers(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes -8..7 [n, k] and scales [n, k / 32]."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(2) / 7).clamp(min=1e-4)
+    q = (groups / scale.half().float()[:, :, None]).round().clamp(-8, 7)
+    return q.flatten(1).to(torch.int64), scale.half()
+
+
+def gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, scale = integers(weight)
+    n, k = q.shape
+    zeros = torch.full((k // 32, n), 7)  # v1 stores zero - 1
+    return {
+        "qweight": checkpoints.words((q + 8).T, 0),
+        "qzeros": checkpoints.words(zeros, 1),
+        "scales": scale.T.contiguous(),
+        "g_idx": (torch.arange(k) // 32).to(torch.int32),
+    }
+
+
+def awq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, scale = integers(weight)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": checkpoints.words((q + 8).T, 1, order=order),
+        "qzeros": checkpoints.words(torch.full_like(scale.T, 8), 1, order=order),
+        "scales": scale.T.contiguous(),
+    }
+
+
+def pack_quantized(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, scale = integers(weight)
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": checkpoints.words(q + 8, 1), "weight_scale": scale.bfloat16(), "weight_shape": shape}
+
+
+def w4afp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, scale = integers(weight)
+    codes = (q[:, ::2] % 16 + 16 * (q[:, 1::2] % 16)).to(torch.uint8).view(torch.int8)
+    return {"weight": codes, "weight_scale_inv": scale.float()}
+
+
+PACKED = stored_config()
+PACKED["format"] = "pack-quantized"
+PACKED["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": 32}
+FORMATS = {
+    "compressed-tensors": (pack_quantized, PACKED),
+    "int-quantized": (lambda weight: stored(weight.float())[0], stored_config()),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
+    "w4afp8": (w4afp8, {"quant_method": "w4afp8", "group_size": 32}),
+}
+
+
+def floats(folder: Path, name: str, **options) -> Path:
+    build(name).save_pretrained(folder, **options)
+    return folder
+
+
+def file(folder: Path, name: str, format: str, chosen: re.Pattern = LAYER, shards: int | None = None) -> Path:
+    """A checkpoint of the model as its tool names the tensors, those of chosen layers in a format."""
+    floats(folder, name)
+    pack, told = FORMATS[format]
+    tensors = {}
+    for full, tensor in load_file(folder / "model.safetensors").items():
+        prefix = full.removesuffix(".weight")
+        if chosen.search(full):
+            tensors |= {f"{prefix}.{suffix}": value for suffix, value in pack(tensor).items()}
+        else:
+            tensors[full] = tensor
+    text = json.loads((folder / "config.json").read_text())
+    if shards:
+        (folder / "model.safetensors").unlink()
+    checkpoints.save(folder, tensors, shards=shards)
+    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": told}))
+    if shards is None:  # transformers wants to be told who wrote the file
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def loaded(folder: Path, *, options: dict | None = None, **more) -> torch.nn.Module:
+    config = hf.config(str(folder), **(options or {}))
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16, **more)
+
+
+def by_load_(folder: Path, **options) -> torch.nn.Module:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    load_(model, folder, **options)
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=TOKENS).logits
+
+
+def assert_same(model: torch.nn.Module, expected: torch.nn.Module) -> None:
+    assert quantised_names(model) == quantised_names(expected) != []
+    assert same_state(model, expected)
+    assert not model.training and all(not x.is_meta for x in (*model.parameters(), *model.buffers()))
+    assert torch.equal(logits(model), logits(expected))
+
+
+# ---- quantised checkpoints -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "mixtral"])
+def test_a_checkpoint_becomes_the_model_that_load_makes(tmp_path, name, format):
+    file(tmp_path, name, format)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model = loaded(tmp_path)
+    assert_same(model, by_load_(tmp_path))
+    assert model.hf_quantizer.report == quantised_names(model)
+    has_experts = any(isinstance(module, W4A8Experts) for module in model.modules())
+    assert has_experts == (name != "llama" and int(transformers.__version__.split(".")[0]) > 4)
+
+
+@pytest.mark.parametrize("more", [{"device_map": "cpu"}, {"device_map": "auto"}, {"device_map": {"": "cpu"}}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_shards_and_device_maps(tmp_path, name, more):
+    pytest.importorskip("accelerate")
+    if more["device_map"] == "auto" and torch.cuda.is_available():
+        pytest.skip("auto means the GPU")
+    file(tmp_path, name, "gptq", shards=3)
+    for shard in tmp_path.glob("*.safetensors"):
+        save_file(load_file(shard), shard, {"format": "pt"})
+    assert_same(loaded(tmp_path, **more), by_load_(tmp_path))
+
+
+def test_offloading_is_refused(tmp_path):
+    pytest.importorskip("accelerate")
+    file(tmp_path, "llama", "awq")
+    with pytest.raises(ValueError, match="device_map: expected GPUs alone or the CPU alone.*cpu, disk"):
+        loaded(tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=str(tmp_path / "off"))
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "w4afp8"])
+def test_tied_embeddings_stay_tied(tmp_path, format):
+    file(tmp_path, "tied llama", format)
+    model = loaded(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.config.tie_word_embeddings
+    assert_same(model, by_load_(tmp_path))
+
+
+def test_a_quantised_head_of_a_tied_model_is_untied(tmp_path):
+    file(tmp_path, "tied llama", "compressed-tensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {f"lm_head.{k}": v for k, v in pack_quantized(tensors["model.embed_tokens.weight"]).items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = loaded(tmp_path)
+    assert isinstance(model.lm_head, W4A8Linear) and not model.config.tie_word_embeddings
+    model.tie_weights()  # as generate and resizing may
+    assert_same(model, by_load_(tmp_path))
+
+
+def test_tied_tables_that_differ_are_untied(tmp_path):
+    file(tmp_path, "tied llama", "compressed-tensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = loaded(tmp_path)
+    model.tie_weights()
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"]) and not model.config.tie_word_embeddings
+    assert_same(model, by_load_(tmp_path))
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "w4afp8"])
+@pytest.mark.parametrize("name", ["llama", "tied llama"])
+def test_quantised_embeddings_are_dequantised(tmp_path, name, format):
+    file(tmp_path, name, format, re.compile(LAYER.pattern + "|embed_tokens"))
+    with pytest.warns(UserWarning, match="from_pretrained: 1 quantised layers are dequantised(?s:.*)an Embedding"):
+        model = loaded(tmp_path)
+    with pytest.warns(UserWarning, match="dequantised"):
+        expected = by_load_(tmp_path)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (name == "tied llama")
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_modules_to_not_convert_are_dequantised(tmp_path, name):
+    file(tmp_path, name, "gptq")
+    model = loaded(tmp_path, options={"modules_to_not_convert": ["*.mlp.*", "*.block_sparse_moe.*"]})
+    expected = by_load_(tmp_path, filter=lambda name, _: "self_attn" in name)
+    assert len(quantised_names(model)) == 8
+    assert_same(model, expected)
+
+
+def test_the_callers_config_is_what_it_was_and_serves_again(tmp_path):
+    file(tmp_path, "llama", "awq")
+    config = hf.config(str(tmp_path), activation="int8")
+    for _ in range(2):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+        assert model.model.layers[0].mlp.up_proj.activation == "int8"
+    assert json.loads(config.to_json_string())["quantization_config"]["activation"] == "int8"
+
+
+def test_a_later_load_finds_the_model_as_transformers_made_it(tmp_path):
+    file(tmp_path, "tied llama", "awq")
+    model = loaded(tmp_path)
+    expected = logits(model)
+    with pytest.raises(ValueError, match="found no place for surplus"):
+        load_(model, {**load_file(tmp_path / "model.safetensors"), "surplus": torch.zeros(1)}, config=FORMATS["awq"][1])
+    load_(model, tmp_path)
+    assert torch.equal(logits(model), expected)
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+def test_models_that_are_cut_among_ranks_are_refused(tmp_path):
+    file(tmp_path, "llama", "awq")
+    config = hf.config(str(tmp_path))
+    config.distributed_config = {"tp_size": 2}  # where transformers notes it
+    with pytest.raises(ValueError, match="distributed_config: expected none.*tp_dim"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+
+
+def test_missing_and_unknown_tensors_are_named(tmp_path):
+    file(tmp_path, "llama", "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    norm, scales = "model.norm.weight", "model.layers.1.mlp.up_proj.scales"
+    for change, message in (
+        ({norm: None}, f"found none for {norm}.*allow_missing"),
+        ({scales: None}, "up_proj.*expected the tensor|expected.*up_proj"),
+        ({"model.extra": tensors[norm].clone()}, "found no place for model.extra; strict=False"),
+        ({norm: tensors[norm][:32].clone()}, r"model.norm.weight: expected shape \[64\], got \[32\]"),
+    ):
+        changed = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            loaded(tmp_path)
+    save_file({**tensors, "model.extra": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    model = loaded(tmp_path, options={"strict": False})
+    assert model.hf_quantizer.report.ignored["model.extra"] == "the model has no place for it"
+
+
+def test_a_wrong_value_names_its_layer(tmp_path):
+    file(tmp_path, "llama", "w4afp8")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight_scale_inv"][3] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"weight_scale_inv|scale: expected finite.*layers\.1\.mlp\.up_proj"):
+        loaded(tmp_path)
+
+
+def test_allowed_missing_tensors_are_transformers_to_make(tmp_path):
+    file(tmp_path, "llama", "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = loaded(tmp_path, options={"allow_missing": ["model.norm.weight"]})
+    assert torch.equal(model.model.norm.weight, torch.ones(64, dtype=torch.bfloat16))
+
+
+def test_a_checkpoint_in_floats_is_told_apart(tmp_path):
+    floats(tmp_path, "llama")
+    with pytest.warns(UserWarning, match="from_pretrained converted no layer.*JitGemmConfig"):
+        model = loaded(tmp_path)
+    assert quantised_names(model) == [] and torch.equal(logits(model), logits(build("llama")))
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"bits": 8}, "bits: expected 4, got 8"),
+        ({"activation": "fp8"}, "activation: expected one of e4m3"),
+        ({"scale_dtype": "fp8"}, "scale_dtype: expected"),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list"),
+    ],
+)
+def test_wrong_options_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        hf.JitGemmConfig(**wrong)
+
+
+# ---- quantising on the way -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_floats_are_quantised_as_quantize_does(tmp_path, name):
+    floats(tmp_path, name, max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    options = {"group_size": 32, "activation": "int8"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=hf.JitGemmConfig(**options), dtype=torch.bfloat16
+    )
+    expected = build(name)
+    quantize_(expected, **options)
+    assert_same(model, expected)
+
+
+def test_modules_to_not_convert_stay_in_floats(tmp_path):
+    floats(tmp_path, "llama")
+    config = hf.JitGemmConfig(modules_to_not_convert=["*.down_proj"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config, dtype=torch.bfloat16
+    )
+    down = "model.layers.0.mlp.down_proj"
+    assert len(quantised_names(model)) == 12 and type(model.get_submodule(down)) is torch.nn.Linear
+    assert model.hf_quantizer.report.skipped[down] == "left out by modules_to_not_convert"
+    assert torch.equal(model.get_submodule(down).weight, build("llama").get_submodule(down).weight)
+
+
+def test_weights_are_quantised_one_layer_at_a_time(tmp_path, monkeypatch):
+    floats(tmp_path, "llama")
+    alive = []
+
+    def counted(module, form, **options):
+        state = [x for x in model_of[0].modules() if isinstance(x, torch.nn.Linear)]
+        alive.append(sum(not x.weight.is_meta for x in state))
+        held = [x.module[0] for x in model_of[0].modules() if isinstance(x, hf.Placeholder)]
+        alive.append(sum(not x.weight.is_meta for x in held))
+        return original(module, form, **options)
+
+    model_of, original = [], hf.quantised
+    before = hf.JitGemmQuantizer._process_model_after_weight_loading
+    monkeypatch.setattr(hf, "quantised", counted)
+    monkeypatch.setattr(
+        hf.JitGemmQuantizer,
+        "_process_model_after_weight_loading",
+        lambda self, model, **kwargs: (model_of.append(model), before(self, model, **kwargs))[1],
+    )
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=hf.JitGemmConfig())
+    assert alive == [1, 1] * 14  # the head, which is loaded as it is, and the layer at work
+
+
+# ---- there and back, and use -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("quantised", [True, False])
+def test_save_pretrained_and_back(tmp_path, name, quantised):
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    if quantised:
+        model = loaded(file(source, name, "gptq"))
+    else:
+        floats(source, name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source, quantization_config=hf.JitGemmConfig(group_size=32), dtype=torch.bfloat16
+        )
+    model.save_pretrained(saved)
+    assert_same(loaded(saved), model)
+    with pytest.raises(ValueError, match="quantization config"):  # rather than a model of random weights
+        transformers.AutoModelForCausalLM.from_pretrained(saved)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_generation_with_a_static_cache(tmp_path, name):
+    model = loaded(file(tmp_path, name, "compressed-tensors"))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(TOKENS, cache_implementation="static", **options)
+    assert tokens.shape == (1, TOKENS.shape[1] + 6)
+    assert torch.equal(tokens, by_load_(tmp_path).generate(TOKENS, cache_implementation="static", **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_compiled_generation_on_the_gpu(tmp_path, name):
+    file(tmp_path, name, "compressed-tensors")
+    model = loaded(tmp_path, device_map="cuda")
+    assert all(x.is_cuda for x in model.parameters())
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": "static"}
+    eager = model.generate(TOKENS.cuda(), disable_compile=True, **options)
+    assert torch.equal(model.generate(TOKENS.cuda(), **options), eager)
+    expected = by_load_(tmp_path, device="cuda")
+    assert torch.equal(expected.generate(TOKENS.cuda(), disable_compile=True, **options), eager)
+
+
+def test_layers_that_a_device_map_names_move_their_input(tmp_path, monkeypatch):
+    hooks = pytest.importorskip("accelerate.hooks")
+    file(tmp_path, "llama", "gptq", re.compile(LAYER.pattern + "|lm_head"))
+    before = hf.JitGemmQuantizer._process_model_after_weight_loading
+
+    def dispatched(self, model, **kwargs):
+        hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook("cpu"))
+        return before(self, model, **kwargs)
+
+    monkeypatch.setattr(hf.JitGemmQuantizer, "_process_model_after_weight_loading", dispatched)
+    model = loaded(tmp_path)
+    (hook,) = model.lm_head._forward_pre_hooks.values()
+    assert hook(model.lm_head, (torch.ones(2), 1))[0].device.type == "cpu"
+    assert torch.equal(logits(model), logits(by_load_(tmp_path)))
