@@ -198,6 +198,15 @@ def test_offloading_is_refused(tmp_path):
         loaded(tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=str(tmp_path / "off"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto means the GPU")
+def test_packed_weights_count_for_an_automatic_device_map(tmp_path):
+    pytest.importorskip("accelerate")
+    file(tmp_path, "llama", "gptq")
+    plain = sum(x.numel() * x.element_size() for x in loaded(tmp_path).parameters())
+    with pytest.raises(ValueError, match="device_map: expected GPUs alone or the CPU alone.*disk"):
+        loaded(tmp_path, device_map="auto", max_memory={"cpu": plain + 9000}, offload_folder=str(tmp_path / "off"))
+
+
 @pytest.mark.parametrize("format", ["compressed-tensors", "w4afp8"])
 def test_tied_embeddings_stay_tied(tmp_path, format):
     file(tmp_path, "tied llama", format)
