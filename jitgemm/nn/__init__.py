@@ -4,6 +4,7 @@ In three lines::
 
     import jitgemm.nn
     jitgemm.nn.quantize_(model)            # or, from a quantised checkpoint: jitgemm.nn.load_(model, folder)
+    jitgemm.nn.fuse_(model)                # norms, quantisers and projections of a block in fewer kernels
     jitgemm.nn.warmup(model, max_m=8192)   # compiles every kernel that the model can need
 """
 
@@ -11,11 +12,24 @@ from __future__ import annotations
 
 from jitgemm.activations.kernel import Gate
 from jitgemm.nn.experts import W4A8Experts
+from jitgemm.nn.fuse import fuse_, unfuse_
 from jitgemm.nn.linear import W4A8Linear
 from jitgemm.nn.load import load_
 from jitgemm.nn.quantize import quantize_
 from jitgemm.nn.read import ACTIVATIONS
-from jitgemm.nn.report import Report
+from jitgemm.nn.report import FusionReport, Report
 from jitgemm.nn.warm import warmup
 
-__all__ = ["ACTIVATIONS", "Gate", "Report", "W4A8Experts", "W4A8Linear", "load_", "quantize_", "warmup"]
+__all__ = [
+    "ACTIVATIONS",
+    "FusionReport",
+    "Gate",
+    "Report",
+    "W4A8Experts",
+    "W4A8Linear",
+    "fuse_",
+    "load_",
+    "quantize_",
+    "unfuse_",
+    "warmup",
+]

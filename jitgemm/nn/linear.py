@@ -54,6 +54,8 @@ class W4A8Linear(Packed):
     """
 
     batch_invariant = False
+    front: Mapping[str, Any] | None = {}
+    """What the layer's quantiser computes first, as `quantize_spec` has it; None where the layer runs no kernels."""
 
     def __init__(
         self,
@@ -234,32 +236,27 @@ class W4A8Linear(Packed):
         Raises:
             TypeError, ValueError: x has the wrong dtype, size or device, or requires grad.
         """
-        if x.shape[-1:] != (self.in_features,):
-            raise ValueError(f"x: expected shape [..., {self.in_features}], got {list(x.shape)}")
-        check_dtype("x", x.dtype, REAL_TYPES)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "x: expected a tensor that does not require grad, since W4A8Linear has no gradient, got one that does; "
-                "run under torch.no_grad() or torch.inference_mode()"
-            )
-        device_type = x.device.type
-        if device_type != "meta" and torch.is_autocast_enabled(device_type):
-            x = x.to(torch.get_autocast_dtype(device_type))
-        weight, input_scale = self.weight, self._buffers["input_scale"]
-        rows = x.reshape(-1, self.in_features)
-        if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % ALIGNMENT:
-            rows = rows.contiguous()
-        lhs = quantize_activations(
+        rows, dtype = as_rows(x, self.in_features), result_type(x)
+        out = torch.empty((rows.shape[0], self.out_features), dtype=dtype, device=x.device)
+        self.multiply(self.quantise(rows.to(dtype)), out)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def quantise(self, rows: torch.Tensor, **front: Any) -> tuple[torch.Tensor, ...]:
+        """rows [m, in_features] as the GEMM takes them; front: what `quantize_activations` computes of them first."""
+        input_scale = self._buffers["input_scale"]
+        return quantize_activations(
             rows,
             CODES[self.activation],
             scheme="token" if input_scale is None else "tensor",
             affine=self.activation == "int8_affine",
             scale=input_scale,
-            permutation=weight.permutation,
+            permutation=self.weight.permutation,
+            **front,
         )
-        out = torch.empty((rows.shape[0], self.out_features), dtype=x.dtype, device=x.device)
-        gemm_w4a8_nt(lhs, weight, out, bias=self._buffers["bias"], batch_invariant=self.batch_invariant)
-        return out.view(*x.shape[:-1], self.out_features)
+
+    def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        """out [m, out_features] from what `quantise` gave."""
+        gemm_w4a8_nt(lhs, self.weight, out, bias=self._buffers["bias"], batch_invariant=self.batch_invariant)
 
     def extra_repr(self) -> str:
         fmt = self._weight.format
@@ -270,3 +267,27 @@ class W4A8Linear(Packed):
         parts += ["permutation"] if self.permutation is not None else []
         parts += ["static input scale"] if self.input_scale is not None else []
         return ", ".join(parts)
+
+
+def as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """x [..., columns] in two dimensions, as the quantiser takes it. Raises TypeError or ValueError for any other x."""
+    if x.shape[-1:] != (columns,):
+        raise ValueError(f"x: expected shape [..., {columns}], got {list(x.shape)}")
+    check_dtype("x", x.dtype, REAL_TYPES)
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "x: expected a tensor that does not require grad, since W4A8Linear has no gradient, got one that does; "
+            "run under torch.no_grad() or torch.inference_mode()"
+        )
+    rows = x.reshape(-1, columns)
+    if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % ALIGNMENT:
+        rows = rows.contiguous()
+    return rows
+
+
+def result_type(x: torch.Tensor) -> torch.dtype:
+    """x's dtype, or that of torch.autocast on its device."""
+    device_type = x.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype

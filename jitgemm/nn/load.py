@@ -12,6 +12,7 @@ from jitgemm.checkpoint.files import Checkpoint, Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.choose import Filter, Replaceable
 from jitgemm.nn.experts import W4A8Experts
+from jitgemm.nn.fused import ADVICE, FUSED
 from jitgemm.nn.linear import W4A8Linear
 from jitgemm.nn.names import in_names_of
 from jitgemm.nn.plan import LEFT_OUT, Plan
@@ -92,6 +93,9 @@ def planned(
     """What to do to the model. Arguments and errors are `load_`'s; nothing is changed but for weights that get tied."""
     if activation is not None:
         check_activation(activation)
+    fused = next((name for name, module in model.named_modules() if isinstance(module, FUSED)), None)
+    if fused is not None:
+        raise ValueError(f"model: expected no fused modules, got {fused}; {ADVICE}")
     checkpoint = in_names_of(model, checkpoint)
     if hasattr(model, "tie_weights") and any(p.is_meta for p in model.parameters()):
         model.tie_weights()  # what was made without data may not be tied yet

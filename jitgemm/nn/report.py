@@ -34,6 +34,25 @@ class Report(list[str]):
         return "\n".join(lines)
 
 
+class FusionReport(Report):
+    """What `fuse_` did: names of the modules that it replaced, in the model's order. Prints as a summary.
+
+    Attributes:
+        fused: {name: what the module that stands there does}.
+        skipped: {name: reason} of norms, MLPs and blocks that stay as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        lines = [f"fused: {len(self)}", *by_reason(self.fused)]
+        return "\n".join(
+            [*lines, *([f"skipped: {len(self.skipped)}", *by_reason(self.skipped)] if self.skipped else [])]
+        )
+
+
 def by_reason(found: Mapping[str, str]) -> list[str]:
     """A line for each reason: how many, and examples."""
     groups: dict[str, list[str]] = {}

@@ -121,7 +121,7 @@ def _kernels(
     """(spec, index of the GPU or None) of every kernel, layers of one kind once."""
     seen = set()
     for layer in model.modules():
-        if isinstance(layer, W4A8Linear):
+        if isinstance(layer, W4A8Linear) and layer.front is not None:
             where, kind, specs = layer.weight.device, _linear_kind(layer), _linear_specs
         elif isinstance(layer, W4A8Experts):
             where, kind, specs = layer.w13.weight.device, _experts_kind(layer), _experts_specs
@@ -140,13 +140,14 @@ def _kernels(
 def _linear_kind(layer: W4A8Linear) -> Hashable:
     weight = layer.weight
     static, permuted = layer.input_scale is not None, weight.permutation is not None
-    return weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted
+    front = tuple(layer.front or {})
+    return weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted, front
 
 
 def _linear_specs(layer: W4A8Linear, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
     weight, lhs, affine = layer.weight, TYPE_NAMES[CODES[layer.activation]], layer.activation == "int8_affine"
     static, permuted = layer.input_scale is not None, weight.permutation is not None
-    yield quantize_spec(weight.k, x, lhs, affine=affine, static=static, permuted=permuted)
+    yield quantize_spec(weight.k, x, lhs, affine=affine, static=static, permuted=permuted, **(layer.front or {}))
     yield from kernels_for(
         weight.n, weight.k, lhs, weight.format, figures, max_m, out=x, batch_invariant=layer.batch_invariant
     )
