@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+import shutil
 import sys
 
 import builders
@@ -600,6 +601,18 @@ def test_one_graph_of_a_compiler_gives_the_same_bits(family, activation):
     with torch.no_grad():
         assert builders.same_bits(compiled(IDS).logits, exact)
         assert builders.same_bits(compiled(IDS[:1, :5]).logits, model(IDS[:1, :5]).logits)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
+def test_inductor_computes_a_fused_block():
+    model = quantised(num_hidden_layers=1)
+    set_layer(model, K, group_size=64)  # two GEMMs into one tensor
+    fuse_(model)
+    exact = logits(model)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True)(IDS).logits
+    assert float((found - exact).float().norm() / exact.float().norm()) < 0.02  # attention is Inductor's
 
 
 def test_autocast_gives_its_type():

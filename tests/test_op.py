@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -662,3 +663,12 @@ def test_one_graph_serves_a_number_of_tokens_that_no_tracer_knows(call):
         torch._dynamo.decorators.mark_unbacked(x, 0)
         assert torch.equal(compiled(x), call(x))
     assert len(graphs) == 1
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")
+@pytest.mark.parametrize("call", [_gemm, _linear, _grouped, _experts])
+def test_inductor_takes_every_op(call):
+    torch._dynamo.reset()
+    x = torch.randn(5, 128, generator=builders.generator(5))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(call, fullgraph=True)(x), call(x))

@@ -168,7 +168,8 @@ def _operands(  # type: ignore[no-untyped-def]
 
 
 _OPERANDS = 11
-"""Arguments of the op that are `_operands`'; batch_invariant and kernel follow, the latter only where it is given."""
+"""Arguments of the op that are `_operands`'; batch_invariant and the kernel's label follow, the latter only where it is
+given. The schema calls it `label`: Inductor has a `kernel=` of its own beside an op's arguments."""
 
 
 def _op(*arguments: Any) -> None:
@@ -182,7 +183,7 @@ def _fake_op(*arguments: Any) -> None:
 
 define_op(
     "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
-    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? kernel=None) -> ()",
+    "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? label=None) -> ()",
     _op,
     _fake_op,
 )

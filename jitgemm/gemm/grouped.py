@@ -276,7 +276,7 @@ def _fake_op(*arguments) -> None:  # type: ignore[no-untyped-def]
 define_op(
     "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
     "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, int rows_of_expert, "
-    "int expected_rows, int n, int k, str format, bool batch_invariant, str? kernel) -> ()",
+    "int expected_rows, int n, int k, str format, bool batch_invariant, str? label) -> ()",
     _op,
     _fake_op,
 )
