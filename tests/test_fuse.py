@@ -209,6 +209,19 @@ def test_a_gate_that_is_nearly_silu_for_small_values_is_told_apart():
     assert fuse_(model).skipped.keys() == {"model.layers.0.mlp", "model.layers.1.mlp"}
 
 
+def test_projections_through_a_low_rank_are_fused_too():
+    ranks = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    ranks |= {"head_dim": 16}  # of the rotary embedding
+    model = quantised("DeepseekV3", **ranks, first_k_dense_replace=2, num_key_value_heads=4)
+    exact = logits(model)
+    report = fuse_(model)
+    assert report.fused["model.layers.1.self_attn.q_a_layernorm"] == "RMSNorm, quantiser and q_b_proj"
+    assert report.fused["model.layers.1.input_layernorm"] == "RMSNorm, quantiser and q_a_proj + kv_a_proj_with_mqa"
+    assert float((logits(model) - exact).float().norm() / exact.float().norm()) < 0.1
+    unfuse_(model)
+    assert builders.same_bits(logits(model), exact)
+
+
 def test_the_shared_expert_of_a_mixture_has_its_own_quantiser():
     model = quantised("Qwen2Moe", **MOE)
     mlp = model.model.layers[0].mlp.shared_expert

@@ -104,11 +104,12 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _tokens(block: torch.nn.Module) -> torch.Tensor:
-    """Random tokens [1, 3, hidden] in the type and width of the first norm that a Linear can read, on its device."""
+    """Random tokens [1, 3, hidden] in type and width of the outermost norm that a Linear can read, on its device."""
     linears = [m for m in block.modules() if isinstance(m, W4A8Linear)]
     widths = {linear.in_features for linear in linears}
-    weights = [m._parameters.get("weight") for m in block.modules()]
-    norm = next((w for w in weights if w is not None and w.dim() == 1 and w.shape[0] in widths), None)
+    weights = [(name.count("."), m._parameters.get("weight")) for name, m in block.named_modules()]
+    norms = [(depth, w) for depth, w in weights if w is not None and w.dim() == 1 and w.shape[0] in widths]
+    norm = min(norms, key=lambda each: each[0], default=(0, None))[1]
     if norm is None or TYPE_NAMES.get(norm.dtype) not in REAL_TYPES:
         raise _Unclear("no norm as wide as the input of a Linear")
     if norm.is_meta or any(linear.blocks.is_meta for linear in linears):
