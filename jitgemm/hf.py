@@ -1,8 +1,8 @@
 """transformers' from_pretrained into `W4A8Linear` and `W4A8Experts`: a config and a quantizer registered as "jitgemm".
 
     import jitgemm.hf
-    AutoModelForCausalLM.from_pretrained(folder, config=jitgemm.hf.config(folder))               # a quantised checkpoint
-    AutoModelForCausalLM.from_pretrained(folder, quantization_config=jitgemm.hf.JitGemmConfig())  # quantises on the way
+    AutoModelForCausalLM.from_pretrained(folder, config=jitgemm.hf.config(folder))              # a quantised checkpoint
+    AutoModelForCausalLM.from_pretrained(folder, quantization_config=jitgemm.hf.JitGemmConfig()) # quantises on the way
 
 transformers makes the model, says where each part goes, and loads what is plain. What is not (quantised layers, weights
 to be quantised or dequantised, tied tensors that differ) stands behind a `Placeholder` meanwhile; afterwards it is read

@@ -34,8 +34,8 @@ def one_of(types: tuple[str, ...]) -> str:
 
 
 def known(condition: Any) -> bool:
-    """Whether a condition on sizes holds. Of sizes that a tracer has no number for (unbacked ones) no more is asked than
-    whether it holds for all: the check is made again when the call runs."""
+    """Whether a condition on sizes holds. Of sizes that a tracer has no number for (unbacked ones) no more is asked
+    than whether it holds for all: the check is made again when the call runs."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental import symbolic_shapes
