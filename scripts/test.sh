@@ -9,5 +9,6 @@ processes=()
 if "$PYTHON" -c 'import xdist' 2>/dev/null; then # a process for each CPU, each of which takes whole files
     cpus="$(nproc)"
     processes=(-n "$((cpus < 4 ? cpus : 4))" --dist loadfile)
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # else each of them takes all CPUs for its own
 fi
 exec "$PYTHON" -m pytest "${processes[@]}" "$@"
