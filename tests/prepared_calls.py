@@ -11,6 +11,7 @@ import torch
 
 from jitgemm.activations import plan as quantizers
 from jitgemm.activations.arguments import Inputs
+from jitgemm.gemm import grouped_plan
 from jitgemm.gemm import plan as gemms
 from jitgemm.gemm.arguments import Operands
 from jitgemm.runtime import driver, prepared
@@ -32,8 +33,9 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
         return (driver.cu.CUresult.CUDA_SUCCESS,)
 
     def load(family, spec, device):
-        block = gemms.ARGUMENTS if family is gemms.KERNELS else quantizers.ARGUMENTS
-        maps = 3 if family is gemms.KERNELS else 0
+        block, maps = quantizers.ARGUMENTS, 0
+        if family is gemms.KERNELS:
+            block, maps = (grouped_plan.ARGUMENTS, 5) if spec.experts else (gemms.ARGUMENTS, 3)
         return driver.LoadedKernel([128] * maps + [struct.calcsize("<" + "".join(block.fields.values()))], None, device)
 
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", launch)
@@ -45,7 +47,7 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(prepared, "_current_device", lambda: -1)
     monkeypatch.setattr(prepared, "_current_stream", lambda device: 7)
-    for module in (gemms, quantizers):
+    for module in (gemms, grouped_plan, quantizers):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES["h200"])
     return launches
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import struct
+
 import builders
 import pytest
 import torch
+from prepared_calls import without_driver
 from test_driver import CODES, struct_of
 
 import jitgemm
 from jitgemm.gemm import grouped_plan
+from jitgemm.gemm.arguments import Operands
 from jitgemm.gemm.grouped import rows_of_m_indices, rows_of_problem_sizes
+from jitgemm.gemm.groups import Groups
 from jitgemm.jit.nvrtc import compile_cubin
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
@@ -145,6 +150,9 @@ def test_blocks_of_rows_must_be_views_of_all_rows():
 
 
 def test_no_rows_return_at_once():
+    masked = torch.zeros(E, 0, N).bfloat16()
+    lhs = torch.zeros(E, 0, K, dtype=torch.int8), torch.zeros(E, 0)
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked(lhs, WEIGHT, masked, CALL["offsets"][:E], 1)
     out = torch.zeros(0, N).bfloat16()
     jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(builders.lhs(1, 0, K), WEIGHT, out, CALL["offsets"])
 
@@ -170,6 +178,31 @@ def test_the_argument_block_has_the_fields_of_the_header():
         expected_fields += [(field, CODES[kind]) for field, (kind, _) in fields.items()]
     assert list(grouped_plan.ARGUMENTS.fields.items()) == expected_fields
     assert grouped_plan.ARGUMENTS._struct.size == 144
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_grouped_call_s_tensors_and_sizes_reach_its_parameters(gathers, monkeypatch):
+    launches = without_driver(monkeypatch)
+    weight, (x, x_scale, x_zero) = weight_of_experts(), builders.affine_lhs(1, 12, K)
+    out, bias = torch.empty(9 if gathers else 12, N), torch.zeros(E, N)
+    offsets = torch.zeros(E + 1, dtype=torch.int64)
+    index = torch.zeros(9, dtype=torch.int32) if gathers else None
+    operands, groups = Operands(x, x_scale, x_zero, weight, out, bias), Groups(offsets, index, 0, 7)
+    grouped_plan.GroupedPlan(operands, groups).launch(operands, groups)
+    [(dependent, (*maps, block))] = launches
+    assert dependent
+    at = [x, x, out, out, out]
+    assert [int.from_bytes(each, "little") for each in maps] == [tensor.data_ptr() for tensor in at]
+    fields = grouped_plan.ARGUMENTS.fields
+    values = dict(zip(fields, struct.unpack("<" + "".join(fields.values()), block)))
+    assert values == {
+        "sizes": offsets.data_ptr(), "row_index": index.data_ptr() if gathers else 0, "lhs": x.data_ptr(),
+        "records": weight.blocks.data_ptr(), "channel_scale": 0, "lhs_scale": x_scale.data_ptr(),
+        "bias": bias.data_ptr(), "lhs_zero": x_zero.data_ptr(), "row_sum": weight.row_sum.data_ptr(),
+        "lhs_stride": K, "lhs_scale_stride": 1, "lhs_zero_stride": 1, "m": len(out), "n": N, "k": K,
+        "channel_scale_type": 1, "bias_type": 0, "last_rows": 0, "experts": E, "rows_of_expert": 0, "expected_rows": 2,
+        "tokens": 12, "sizes_step": 1, "wide_sizes": 1,
+    }  # fmt: skip
 
 
 def struct_of_part(header: str, name: str):

@@ -146,7 +146,8 @@ def m_grouped_gemm_w4a8_nt_masked(
         )
     )  # fmt: skip
     expected_rows = round(experts * _check_hint(expected_m))
-    groups = Groups(check_tensor("masked_m", masked_m), None, max_m, expected_rows)
+    # 0 would stand for offsets; where no expert has room for a row, any other number serves.
+    groups = Groups(check_tensor("masked_m", masked_m), None, max_m or 1, expected_rows)
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
 
 

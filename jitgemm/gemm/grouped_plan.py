@@ -7,15 +7,13 @@ from dataclasses import replace
 from jitgemm import settings
 from jitgemm.gemm.arguments import Operands
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups
-from jitgemm.gemm.plan import KERNELS, VALUES, values_of
+from jitgemm.gemm.plan import KERNELS, VALUES, chosen, grid_of, values_of
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, smem_bytes
-from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.driver import TileMap
 from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
-from jitgemm.select.choose import choose, kernel_named
-from jitgemm.select.shapes import launched_clusters, most_units
+from jitgemm.select.shapes import most_units
 from jitgemm.tensors import TYPE_NAMES
 
 SWIZZLE_ROWS = 8
@@ -62,10 +60,8 @@ class GroupedPlan(PreparedLaunch):
                 groups.expected_rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], batch_invariant,
                 experts,
             )  # fmt: skip
-            spec = choose(problem, device) if kernel is None else kernel_named(kernel, problem, device)
-        if settings.debug():
-            spec = replace(spec, debug=True)
-        self.spec = spec
+            spec = chosen(problem, device, kernel)
+        self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
 
         gathers = groups.row_index is not None
         x_row_bytes = x.stride(0) if x.shape[0] > 1 else k
@@ -80,9 +76,7 @@ class GroupedPlan(PreparedLaunch):
 
         x_maps = x_map(spec.block_m), x_map(1 if gathers else SWIZZLE_ROWS)
         out_maps = out_map(slice_tokens(spec)), out_map(SWIZZLE_ROWS), out_map(1)
-        loaded, size, smem = KERNELS.load(spec, x.get_device()), spec.cluster_size, smem_bytes(spec)
-        resident = driver.resident_clusters(loaded, size, spec.threads, smem) if size > 1 else device.num_sms
-        clusters = launched_clusters(spec, most_units(spec, experts, rows, n), device.num_sms, resident)
+        loaded = KERNELS.load(spec, x.get_device())
         lhs, out_at = (i for i, pointer in enumerate(GROUPED_POINTERS) if pointer.field in ("lhs", None))
         super().__init__(
             loaded,
@@ -96,9 +90,9 @@ class GroupedPlan(PreparedLaunch):
                 "sizes_step": 2 if groups.sizes.dim() == 2 else 1,
                 "wide_sizes": groups.sizes.element_size() == 8,
             },
-            grid=clusters * size,
+            grid=grid_of(spec, loaded, most_units(spec, experts, rows, n), device),
             threads=(spec.threads, 1),
-            smem_bytes=smem,
+            smem_bytes=smem_bytes(spec),
             maps=(*((lhs, each) for each in x_maps), *((out_at, each) for each in out_maps)),
         )
 

@@ -23,6 +23,7 @@ from jitgemm.runtime.driver import TileMap
 from jitgemm.runtime.kernels import KernelFamily
 from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
 from jitgemm.select.choose import choose, kernel_named
+from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.shapes import launched_clusters, units_of_work
 from jitgemm.tensors import TYPE_NAMES
 
@@ -60,10 +61,8 @@ class Plan(PreparedLaunch):
         device = device_of(x.get_device())
         if spec is None:
             problem = Problem(m, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], batch_invariant)
-            spec = choose(problem, device) if kernel is None else kernel_named(kernel, problem, device)
-        if settings.debug():
-            spec = replace(spec, debug=True)
-        self.spec = spec
+            spec = chosen(problem, device, kernel)
+        self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
 
         # One row's stride is never walked, and torch may report any value for it.
         x_row_bytes = x.stride(0) if m > 1 else k
@@ -74,16 +73,14 @@ class Plan(PreparedLaunch):
             x_map = TileMap("u8", columns=k, rows=m, row_bytes=x_row_bytes, box=(128, rows))
         out_box = 128 // out.element_size(), slice_tokens(spec)
         out_map = TileMap(spec.out, columns=n, rows=m, row_bytes=out_row_bytes, box=out_box)
-        loaded, size, smem = KERNELS.load(spec, x.get_device()), spec.cluster_size, smem_bytes(spec)
-        resident = driver.resident_clusters(loaded, size, spec.threads, smem) if size > 1 else device.num_sms
-        clusters = launched_clusters(spec, units_of_work(spec, m, n), device.num_sms, resident)
+        loaded = KERNELS.load(spec, x.get_device())
         super().__init__(
             loaded,
             ARGUMENTS,
             values_of(operands, rows=m, x_row_bytes=x_row_bytes, last_rows=last_rows),
-            grid=clusters * size,
+            grid=grid_of(spec, loaded, units_of_work(spec, m, n), device),
             threads=(spec.threads, 1),
-            smem_bytes=smem,
+            smem_bytes=smem_bytes(spec),
             maps=((0, x_map), (0, last_x_map), (len(POINTERS) - 1, out_map)),
         )
 
@@ -110,6 +107,19 @@ class Plan(PreparedLaunch):
         settled = weight.settled_at == (records, blocks._version)
         if not self.run(addresses, settled):
             self.run(addresses, settled, Operands(x, x_scale, x_zero, weight, out, bias).tensors)
+
+
+def chosen(problem: Problem, device: DeviceSpec, label: str | None) -> KernelSpec:
+    """The kernel of this label, or the one that the selector takes."""
+    return choose(problem, device) if label is None else kernel_named(label, problem, device)
+
+
+def grid_of(spec: KernelSpec, loaded: driver.LoadedKernel, units: int, device: DeviceSpec) -> int:
+    """CTAs of a launch for so many units of work."""
+    size, resident = spec.cluster_size, device.num_sms
+    if size > 1:
+        resident = driver.resident_clusters(loaded, size, spec.threads, smem_bytes(spec))
+    return size * launched_clusters(spec, units, device.num_sms, resident)
 
 
 def values_of(operands: Operands, *, rows: int, x_row_bytes: int, last_rows: int) -> dict[str, int]:
