@@ -26,6 +26,7 @@ __all__ = [
     "JitGemmError",
     "UnsupportedDeviceError",
     "W4Weight",
+    "W8Weight",
     "fused_experts",
     "fused_experts_reference",
     "fused_experts_workspace_bytes",
@@ -40,13 +41,16 @@ __all__ = [
     "m_grouped_gemm_w4a8_nt_masked",
     "m_grouped_gemm_w4a8_reference",
     "pack_w4",
+    "pack_w8",
     "quantize_activations",
     "quantize_w4",
+    "quantize_w8",
 ]
 
 
 _HOMES = {
-    "W4Weight": "weight.w4",
+    "W4Weight": "weight.packed",
+    "W8Weight": "weight.packed",
     "fused_experts": "moe.call",
     "fused_experts_reference": "moe.call",
     "fused_experts_workspace_bytes": "moe.call",
@@ -61,8 +65,10 @@ _HOMES = {
     "m_grouped_gemm_w4a8_nt_masked": "gemm.grouped",
     "m_grouped_gemm_w4a8_reference": "gemm.reference",
     "pack_w4": "weight.pack",
+    "pack_w8": "weight.pack8",
     "quantize_activations": "activations.call",
     "quantize_w4": "weight.quantize",
+    "quantize_w8": "weight.quantize",
 }
 """The module of every name that needs torch."""
 
@@ -80,8 +86,8 @@ def __getattr__(name: str) -> object:
 def _load_calls() -> None:
     """What models call: compilers that trace it find plain functions, exported programs their operators."""
     for name in (
-        "W4Weight", "fused_experts", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "m_grouped_gemm_w4a8_nt_contiguous",
-        "pack_w4", "quantize_activations",
+        "W4Weight", "W8Weight", "fused_experts", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt",
+        "m_grouped_gemm_w4a8_nt_contiguous", "pack_w4", "pack_w8", "quantize_activations",
     ):  # fmt: skip
         __getattr__(name)
 
@@ -131,8 +137,9 @@ if TYPE_CHECKING:
     from jitgemm.gemm.reference import gemm_w4a8_reference, m_grouped_gemm_w4a8_reference
     from jitgemm.moe.call import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
     from jitgemm.weight.pack import pack_w4
-    from jitgemm.weight.quantize import quantize_w4
-    from jitgemm.weight.w4 import W4Weight
+    from jitgemm.weight.pack8 import pack_w8
+    from jitgemm.weight.packed import W4Weight, W8Weight
+    from jitgemm.weight.quantize import quantize_w4, quantize_w8
 elif "torch" in sys.modules:
     _load_calls()
 else:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
 
     from jitgemm.gemm.arguments import Operands
-    from jitgemm.weight.w4 import W4Weight
+    from jitgemm.weight.packed import W4Weight
 
 # ---- problems --------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ import torch
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.packed import W4Weight, W8Weight
 
 PER_CHANNEL = 0
 """As a group size: one scale per row, whatever k is."""
@@ -41,9 +42,12 @@ class WeightParts:
     offset: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
     lhs_dtype: torch.dtype | None = None
+    bits: int = 4
 
     @property
-    def packed(self) -> W4Weight:
+    def packed(self) -> W4Weight | W8Weight:
+        if self.bits == 8:
+            return pack_w8(self.q, self.scale, group_size=self.group_size)
         return pack_w4(
             self.q, self.scale, self.zero, offset=self.offset, permutation=self.permutation,
             group_size=self.group_size, k=self.q.shape[1], lhs_dtype=self.lhs_dtype,
@@ -71,11 +75,13 @@ def weight_parts(
     max_zero: int = 15,
     offset: bool = False,
     codes: str = "any",
+    bits: int = 4,
     device: str = "cpu",
 ) -> WeightParts:
     """A random weight [n, k] with all codes, which are sixteen but for "e4m3", and zero points 0..max_zero.
 
     Args:
+        bits: 8 for all bytes of the type `codes` but NaN.
         offset: with offsets of both signs, as large as the scaled codes.
         codes: the order to pack for, as `WeightFormat.codes`; "e4m3" has no code -8.
         scales: "plain" near 0.01, "negative" of both signs, "tiny" and "huge" near the ends of the scale type (but far
@@ -84,12 +90,15 @@ def weight_parts(
     g = generator(seed)
     group_size = group_size or k
     groups = ceil_div(k, group_size)
-    if zero_point:
+    zero = None
+    if bits == 8:
+        q = torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8)
+        q = q if codes == "s8" else torch.where((q & 127) == 127, 0x7E, q).to(torch.int8).view(torch.float8_e4m3fn)
+    elif zero_point:
         q = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
         zero = torch.randint(0, max_zero + 1, (n, groups), generator=g, dtype=torch.uint8)
     else:
         q = torch.randint(-7 if codes == "e4m3" else -8, 8, (n, k), generator=g, dtype=torch.int8)
-        zero = None
     scale = (0.5 + torch.rand((n, groups), generator=g)) * 0.01
     sign = torch.randint(0, 2, (n, groups), generator=g) * 2.0 - 1
     small, big = (1e-6, 1e2) if scale_type == "fp16" else (1e-20, 1e20)
@@ -101,7 +110,8 @@ def weight_parts(
     scale = (scale * size).to(torch_dtype(scale_type))
     added = (scale.double() * (torch.rand((n, groups), generator=g) * 16 - 8)).to(scale.dtype) if offset else None
     q, scale, zero, added = (None if tensor is None else tensor.to(device) for tensor in (q, scale, zero, added))
-    return WeightParts(q, scale, zero, group_size, added, lhs_dtype=None if codes == "any" else LHS_DTYPES[codes])
+    lhs_dtype = None if codes == "any" else LHS_DTYPES[codes]
+    return WeightParts(q, scale, zero, group_size, added, lhs_dtype=lhs_dtype, bits=bits)
 
 
 def lhs(

@@ -10,7 +10,7 @@ import builders
 import torch
 
 from jitgemm.activations.call import quantize_activations
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 ORDERS = ("gate_up", "up_gate", "interleaved")

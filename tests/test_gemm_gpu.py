@@ -37,7 +37,7 @@ from jitgemm.kernel.tactics import for_k
 from jitgemm.select.choose import candidates, choose, kernels_for
 from jitgemm.select.shapes import illegal, legal_kernels
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,7 @@ from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.quantize import quantize_w4
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 K, N = 256, 72
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

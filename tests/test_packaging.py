@@ -185,7 +185,9 @@ def test_types_are_clean_and_users_see_them(tmp_path):
         '"tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]"  [arg-type]'
     ]
     revealed = [re.search(r'Revealed type is "(.*)"', line)[1] for line in lines if "Revealed type" in line]
-    assert len(revealed) == 4 and revealed[0] == "jitgemm.weight.w4.W4Weight" and "CanonicalWeight" not in revealed[0]
+    assert (
+        len(revealed) == 4 and revealed[0] == "jitgemm.weight.packed.W4Weight" and "CanonicalWeight" not in revealed[0]
+    )
     assert not any("Any" in text for text in revealed), revealed
 
 

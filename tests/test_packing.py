@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES
-from jitgemm.kernel.formats import CODE_BYTES, CODES, WeightFormat, ceil_div
+from jitgemm.kernel.formats import CODES, WeightFormat, ceil_div
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 
 U32 = 0xFFFFFFFF
+CODE_BYTES = 4096
 E4M3_BYTES = {d: int(torch.tensor(d * 2.0**-9).to(torch.float8_e4m3fn).view(torch.uint8)) for d in range(-16, 16)}
 """The byte of torch.float8_e4m3fn for d * 2^-9."""
 

@@ -388,7 +388,7 @@ def test_what_is_no_tensor_or_weight_is_named():
         (((None, lhs[1]), rhs, {}), r"lhs\[0\] \(x\): expected a torch.Tensor, got NoneType"),
         (((lhs[0], 1.0), rhs, {}), r"lhs\[1\] \(x_scale\): expected a torch.Tensor, got float"),
         ((None, rhs, {}), "lhs: expected a pair .*, got NoneType"),
-        ((lhs, None, {}), "rhs: expected a W4Weight from pack_w4, got NoneType"),
+        ((lhs, None, {}), "rhs: expected a W4Weight from pack_w4 or a W8Weight from pack_w8, got NoneType"),
         ((lhs, rhs, {"bias": 1.0}), "bias: expected a torch.Tensor, got float"),
     ):
         with pytest.raises(TypeError, match=message):

@@ -21,7 +21,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import MAX_CHANNEL_K_S8, WeightFormat
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.w4 import W4Weight, capturing
+from jitgemm.weight.packed import W4Weight, capturing
 
 TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
 

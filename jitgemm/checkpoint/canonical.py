@@ -15,7 +15,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.w4 import W4Weight, dequantize_groups
+from jitgemm.weight.packed import W4Weight, dequantize_groups
 
 _MIN_K = 32  # what pack_w4 asks k to be a multiple of
 _MIN_N = 8  # and n

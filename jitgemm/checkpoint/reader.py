@@ -12,7 +12,7 @@ import torch
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_values, concat
 from jitgemm.checkpoint.files import Checkpoint, Source, opened
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 
 class _Found(dict[str, Any]):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import MAX_INT8_CHANNEL_K, MAX_ROWS
+from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, known
-from jitgemm.weight.w4 import PackedWeight, W4Weight, check_packed
+from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight, check_packed
 
 Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     x: torch.Tensor
     x_scale: torch.Tensor
     x_zero: torch.Tensor | None
-    weight: W4Weight | PackedWeight
+    weight: Weight | PackedWeight
     out: torch.Tensor
     bias: torch.Tensor | None
 
@@ -64,10 +64,11 @@ def split_lhs(lhs: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | N
     return tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None
 
 
-def check_weight(rhs: object) -> W4Weight:
-    """The call's second argument, if it is a packed weight."""
-    if not isinstance(rhs, W4Weight):
-        raise TypeError(f"rhs: expected a W4Weight from pack_w4, got {type(rhs).__name__}")
+def check_weight(rhs: object, kind: type[Weight] = Weight) -> Weight:
+    """The call's second argument, if it is a packed weight of this kind."""
+    if not isinstance(rhs, kind):
+        names = [f"a {each.__name__} from pack_w{each.bits}" for each in (W4Weight, W8Weight) if issubclass(each, kind)]
+        raise TypeError(f"rhs: expected {' or '.join(names)}, got {type(rhs).__name__}")
     return rhs
 
 
@@ -87,7 +88,7 @@ def check_types(operands: Operands, batch_invariant: bool, kernel: str | None) -
     check_tensor(X_SCALE, x_scale)
     if x_zero is not None:
         check_tensor(X_ZERO, x_zero)
-    check_weight(weight)
+    check_weight(weight, W4Weight)
     check_tensor("out", out)
     if bias is not None:
         check_tensor("bias", bias)
@@ -109,16 +110,14 @@ def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool 
     lhs_type = check_dtype(X, x.dtype, LHS_TYPES)
     _check_matrix(X, x, "[m, k]", k)
     m = x.shape[0]
-    if lhs_type == "s8" and weight.format.group_size == 0 and k > MAX_INT8_CHANNEL_K:
+    if lhs_type == "s8" and k > (most := weight.format.max_int8_k):
         raise ValueError(
-            f"{X}: expected k of at most {MAX_INT8_CHANNEL_K} for int8 with scales per channel, whose sums are "
-            f"32-bit, got {k}"
+            f"{X}: expected k of at most {most} for int8 with scales per channel, whose sums are 32-bit, got {k}"
         )
     if weight.format.codes not in ("any", lhs_type):
         packed_for = DTYPES[weight.format.codes].torch_name
-        raise TypeError(
-            f"{X}: expected {packed_for}, for which rhs was packed (lhs_dtype of pack_w4), got {dtype_name(x.dtype)}"
-        )
+        why = "for which rhs was packed (lhs_dtype of pack_w4)" if weight.format.bits == 4 else "as rhs is"
+        raise TypeError(f"{X}: expected {packed_for}, {why}, got {dtype_name(x.dtype)}")
 
     _check_per_token(X_SCALE, x_scale, m, "fp32")
     if x_zero is not None:

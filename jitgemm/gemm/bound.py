@@ -8,7 +8,8 @@ than 2^-13 of the largest, and the sum, which keeps 13 bits, less than 2^-13 of 
     loss of a step <= 32 * 2^-13 * max(16 * max |x| of the step, |sum before|) + 2^-13 * |sum after|
 
 in units of codes times activations. A step without activations loses nothing. docs/notes/e4m3-accuracy.md has the
-hardware's arithmetic, and why 16 stands here for every code.
+hardware's arithmetic, and why 16 stands here for every code. For 8-bit weights max |q| of the row's step stands in its
+place, and 2^-6, e4m3's least normal number, for a smaller max |q| or max |x|.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import torch
 from jitgemm.gemm.arguments import Lhs, split_lhs
 from jitgemm.gemm.reference import gemm_w4a8_reference, integers
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import Weight
 
 STEP_K = 32
 """k of a tensor-core step with 8-bit operands (`wgmma.mma_async.m64nNk32`)."""
 CUT = 2.0**-13
 """What a step cuts off a term at most, as a part of its largest term."""
 LARGEST_CODE = 16.0
+LEAST_NORMAL = 2.0**-6
 
 _BUDGET = 1 << 24
 """Float64 values that one temporary may hold (128 MiB)."""
@@ -33,9 +35,9 @@ _HALF_OF_LEAST = {torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25, torch.floa
 
 
 def gemm_w4a8_bound(
-    lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
+    lhs: Lhs, rhs: Weight, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exact result, and how far `gemm_w4a8_nt` on a GPU may be from it.
+    """The exact result, and how far `gemm_w4a8_nt`, or `gemm_w8a8_nt`, on a GPU may be from it.
 
     ::
 
@@ -89,10 +91,10 @@ def gemm_w4a8_bound(
         for first in range(0, m, m_step):
             rows = slice(first, min(first + m_step, m))
             x_rows = _by_run(x[rows].to(torch.float32).to(torch.float64), runs, run)
-            exact = x.dtype == torch.int8
-            size, loss = _scaled(x_rows, d, scale, exact)
+            kind = None if x.dtype == torch.int8 else rhs.bits
+            size, loss = _scaled(x_rows, d, scale, kind)
             if offset is not None:
-                added = _scaled(x_rows, counts, offset, exact)
+                added = _scaled(x_rows, counts, offset, kind)
                 size, loss = size + added[0], loss + added[1]
             size += loss + zero[rows] * row_sum.abs()
             promotions = runs * (1 if offset is None else 2)
@@ -107,15 +109,25 @@ def _by_run(matrix: torch.Tensor, runs: int, run: int) -> torch.Tensor:
     return torch.nn.functional.pad(matrix, (0, missing)).unflatten(1, (runs, run)).transpose(0, 1)
 
 
-def _scaled(x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over runs of |scaled sum| and of the scaled loss: [m, n] each, of x [runs, m, run] and d [runs, n, run]."""
+def _scaled(
+    x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, bits: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over runs of |scaled sum| and of the scaled loss: [m, n] each, of x [runs, m, run] and d [runs, n, run].
+
+    bits: of the codes beside e4m3 activations; None for int8, which loses nothing.
+    """
     sums = torch.zeros(*x.shape[:2], d.shape[1], dtype=x.dtype, device=x.device)
     loss = torch.zeros_like(sums)
     for part, codes in zip(x.split(STEP_K, -1), d.split(STEP_K, -1), strict=True):
-        largest = part.abs().amax(-1, keepdim=True) * LARGEST_CODE
+        largest = part.abs().amax(-1, keepdim=True)
+        if bits == 8:
+            some = largest > 0
+            largest = largest.clamp(min=LEAST_NORMAL) * codes.abs().amax(-1)[:, None].clamp(min=LEAST_NORMAL) * some
+        else:
+            largest = largest * LARGEST_CODE
         before = torch.maximum(sums.abs() + loss, largest)
         sums.baddbmm_(part, codes.transpose(1, 2))
-        if not exact:
+        if bits is not None:
             step = before.mul_(STEP_K * CUT)
             step += (sums.abs() + loss + step) * CUT
             loss += step * (largest > 0)

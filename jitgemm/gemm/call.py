@@ -17,7 +17,7 @@ from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_tensor, dtype_name
-from jitgemm.weight.w4 import PackedWeight, W4Weight
+from jitgemm.weight.packed import PackedWeight, W4Weight
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -141,9 +141,7 @@ def _run_reference(operands: Operands) -> None:
     from jitgemm.gemm.reference import gemm_w4a8_reference
 
     weight, out = operands.weight, operands.out
-    if not isinstance(weight, W4Weight):
-        group_size = weight.format.group_size or weight.k
-        weight = W4Weight(weight.blocks, weight.channel_scale, weight.n, weight.k, group_size, weight.format)
+    weight = weight.checked() if isinstance(weight, PackedWeight) else weight
     out.copy_(gemm_w4a8_reference(operands.lhs, weight, bias=operands.bias, out_dtype=out.dtype))
 
 

@@ -18,7 +18,7 @@ from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_tensor, dtype_name
-from jitgemm.weight.w4 import PackedWeight, W4Weight
+from jitgemm.weight.packed import PackedWeight, W4Weight
 
 
 def m_grouped_gemm_w4a8_bf16_nt_contiguous(

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from jitgemm.gemm.arguments import POINTERS, Operands, check_arguments
+from jitgemm.gemm.arguments import POINTERS, Operands, check_arguments, check_weight
 from jitgemm.runtime.checks import Pointer, check_device
 from jitgemm.tensors import check_dtype, check_plain, check_tensor, differ, dtype_name
-from jitgemm.weight.w4 import PackedWeight, W4Weight, count_experts
+from jitgemm.weight.packed import PackedWeight, W4Weight, count_experts
 
 GROUPED_POINTERS = (Pointer("sizes", "offsets or masked_m"), Pointer("row_index", "row_index"), *POINTERS)
 """What a launch has addresses of, in the order of `GroupedArgs` in include/jitgemm/gemm/types.cuh."""
@@ -32,8 +32,8 @@ class Groups(NamedTuple):
 
 
 def experts_of(rhs: object) -> int:
-    if not isinstance(rhs, (W4Weight, PackedWeight)):
-        raise TypeError(f"rhs: expected a W4Weight from pack_w4, got {type(rhs).__name__}")
+    if not isinstance(rhs, PackedWeight):
+        check_weight(rhs, W4Weight)
     count = count_experts(rhs.blocks)
     if count is None:
         raise ValueError("rhs: expected a weight of experts, got a dense one, which gemm_w4a8_nt takes")

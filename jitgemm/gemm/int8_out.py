@@ -10,7 +10,7 @@ import torch
 from jitgemm.activations.call import quantize_activations
 from jitgemm.gemm.arguments import Lhs, check_weight, split_lhs
 from jitgemm.gemm.call import gemm_w4a8_nt
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 
 def gemm_w4a8_int8_nt(
@@ -44,7 +44,7 @@ def gemm_w4a8_int8_nt(
         As `gemm_w4a8_nt` and `quantize_activations` do.
     """
     x = split_lhs(lhs)[0]
-    if check_weight(rhs).n % 32:
+    if check_weight(rhs, W4Weight).n % 32:
         raise ValueError(f"rhs: expected n to be a multiple of 32 for an 8-bit result, got {rhs.n}")
     result = torch.empty((x.shape[0], rhs.n), dtype=torch.float32, device=x.device)
     gemm_w4a8_nt(lhs, rhs, result, bias=bias, batch_invariant=batch_invariant)

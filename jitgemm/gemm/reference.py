@@ -1,6 +1,6 @@
-"""The exact W4A8 GEMM that the kernels are held against, and what calls on CPU tensors run.
+"""The exact GEMM that the kernels are held against, and what calls on CPU tensors run.
 
-Written to be right and easy to check, in float64 on any device. Knows the packed weight only through `W4Weight.rows`.
+Written to be right and easy to check, in float64 on any device. Knows the packed weight only through `Weight.rows`.
 
     out[i, j] = x_scale[i] * sum over groups g of sum over k in g of
                     (x[i, k] - x_zero[i]) * ((q[j, k] - zero[j, g]) * scale[j, g] + offset[j, g])
@@ -18,7 +18,7 @@ from jitgemm.gemm.arguments import Lhs, check_weight, split_lhs
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_device
 from jitgemm.tensors import check_dtype, check_tensor, dtype_name, take_rows
-from jitgemm.weight.w4 import PackedWeight, W4Weight, check_packed, dequantize_groups
+from jitgemm.weight.packed import PackedWeight, Weight, check_packed, dequantize_groups
 
 _BUDGET = 1 << 25
 """Float64 values that one temporary may hold (256 MiB)."""
@@ -26,12 +26,12 @@ _BUDGET = 1 << 25
 
 def gemm_w4a8_reference(
     lhs: Lhs,
-    rhs: W4Weight,
+    rhs: Weight,
     *,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """lhs · rhsᵀ with scales, rounded once.
+    """lhs · rhsᵀ with scales, rounded once; for weights of 8 bits too.
 
     int8: the sum of each group is an exact integer, scaled and added up in fp64. e4m3: a weight times its scale is
     exact in fp64, and so is its product with an activation; the products are added up in fp64.
@@ -58,7 +58,7 @@ def gemm_w4a8_reference(
 
 def m_grouped_gemm_w4a8_reference(
     lhs: Lhs,
-    rhs: W4Weight,
+    rhs: Weight,
     offsets: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
@@ -104,13 +104,11 @@ def write_grouped_reference(  # type: ignore[no-untyped-def]
         out[begin:end] = gemm_w4a8_reference(part, weight, bias=row, out_dtype=out.dtype)
 
 
-def _dense(weight: W4Weight | PackedWeight, expert: int) -> W4Weight:
+def _dense(weight: Weight | PackedWeight, expert: int) -> Weight:
     """One expert's weight."""
-    if isinstance(weight, W4Weight):
+    if isinstance(weight, Weight):
         return weight[expert]
-    packed = weight.expert(expert)
-    group_size = packed.format.group_size or packed.k
-    return W4Weight(packed.blocks, packed.channel_scale, packed.n, packed.k, group_size, packed.format)
+    return weight.expert(expert).checked()
 
 
 def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -129,11 +127,11 @@ def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return odd.view(torch.float32).to(dtype)
 
 
-def _check(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None, out_dtype: torch.dtype) -> int:
+def _check(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None, out_dtype: torch.dtype) -> int:
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
     check_packed(check_weight(rhs), "rhs.", experts=False)
-    check_dtype("lhs[0] (x)", x.dtype, LHS_TYPES)
+    check_dtype("lhs[0] (x)", x.dtype, LHS_TYPES if rhs.format.bits == 4 else (rhs.format.codes,))
     if x.dim() != 2 or x.shape[1] != rhs.k:
         raise ValueError(f"lhs[0] (x): expected shape [m, {rhs.k}], got {list(x.shape)}")
     m = x.shape[0]
@@ -152,7 +150,7 @@ def _check(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None, out_dtype: torch.
     return m
 
 
-def _tiles(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+def _tiles(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Tile by tile: rows of m, columns of n, fp64 result."""
     x, x_scale, x_zero = split_lhs(lhs)
     m, k = x.shape
@@ -186,8 +184,8 @@ def _tiles(lhs: Lhs, rhs: W4Weight, bias: torch.Tensor | None) -> Iterator[tuple
             yield rows, columns, ref
 
 
-def integers(rhs: W4Weight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """q - zero, scale and offset of some strips, in fp64: [rows, k] and twice [rows, groups]."""
+def integers(rhs: Weight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """q - zero (of e4m3 weights no integers), scale and offset of some strips, in fp64: [rows, k] and twice [rows, groups]."""
     q, scale, zero, offset = rhs.rows(strip, end)
     d = q.to(torch.float64)
     dequantize_groups(d, rhs.group_size, zero=zero)

@@ -12,8 +12,6 @@ BLOCK_K = 128
 """k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""
 STRIP_ROWS = 64
 """Rows of n per weight record: wgmma's M."""
-CODE_BYTES = STRIP_ROWS * BLOCK_K // 2
-"""Bytes of 4-bit codes in one record, as `weight/layout.py` packs them."""
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
 CODES = ("any", *LHS_TYPES)
@@ -23,8 +21,8 @@ MAX_ROWS = 2**31 - 1
 TABLE_SIZES = (64, 256, 1024)
 """Experts that a grouped kernel's table holds, one size a kernel."""
 MAX_INT8_CHANNEL_K = 2**20 - 32
-"""Largest k of int8 per channel: its sums stay in int32, where k products of up to 128 * 16 must fit; codes in the
-order for int8 have a limit of their own (`MAX_CHANNEL_K_S8`)."""
+"""Largest k of int8 per channel with 4-bit weights: its sums stay in int32, where k products of up to 128 * 16 must fit;
+codes in the order for int8 have a limit of their own (`MAX_CHANNEL_K_S8`)."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -40,8 +38,10 @@ class WeightFormat:
         zero_point: False for signed codes -8..7, True for codes 0..15 minus an integer zero point per group.
         scale_type: "fp32", "bf16" or "fp16", as given by the checkpoint; never converted.
         codes: order of signed codes: "any" decodes for both types of activations and holds all sixteen codes; "e4m3"
-            (which has no code for -8) and "s8" decode for that one only, in half the instructions.
+            (which has no code for -8) and "s8" decode for that one only, in half the instructions. Of 8-bit weights:
+            "e4m3" or "s8", their type, which is the activations' too.
         offset: a value of the scale's type per group is added to its scaled weights.
+        bits: of a code, 4 or 8; with 8 there are no zero points and no offsets.
     """
 
     group_size: int
@@ -49,6 +49,7 @@ class WeightFormat:
     scale_type: str
     codes: str = "any"
     offset: bool = False
+    bits: int = 4
 
     def __post_init__(self) -> None:
         if self.group_size not in (0, *GROUP_SIZES):
@@ -61,21 +62,27 @@ class WeightFormat:
             raise ValueError(f"codes: expected 'any' with zero points, got {self.codes!r}")
         if self.offset and not self.group_size:
             raise ValueError("offset: expected none per channel; express it as groups that repeat it")
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits: expected 4 or 8, got {self.bits!r}")
+        if self.bits == 8 and (self.zero_point or self.offset or self.codes == "any"):
+            raise ValueError(f"bits: expected 4 with zero points, offsets or codes 'any', got 8 and {self.codes!r}")
 
     @property
     def name(self) -> str:
-        """One text for all of it, such as "g128-bf16" or "channel-fp32-z"; `format_named` reads it."""
+        """One text for all of it, such as "g128-bf16", "channel-fp32-z" or "w8-g128-fp32-s8"; `format_named` reads it."""
         # Found by comparing: a compiler that traces this may know the group size as a symbol only.
         group = [name for size, name in _GROUP_NAMES.items() if size == self.group_size][0]
-        parts = [group, self.scale_type]
+        parts = [*(["w8"] if self.bits == 8 else []), group, self.scale_type]
         parts += ["z"] if self.zero_point else []
         parts += ["o"] if self.offset else []
         return "-".join(parts if self.codes == "any" else [*parts, self.codes])
 
     @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return 4
+    def max_int8_k(self) -> int:
+        """Largest k of int8 activations: sums per channel stay in int32, where k products of up to 128 * 128 must fit."""
+        if self.group_size:
+            return MAX_ROWS
+        return MAX_INT8_CHANNEL_K if self.bits == 4 else 2**17 - 32
 
     @property
     def scales_at(self) -> int:
@@ -122,11 +129,13 @@ class WeightFormat:
 @lru_cache(maxsize=None)
 def format_named(name: str) -> WeightFormat:
     """The format whose `name` this is. ValueError for any other text."""
-    match = re.fullmatch(r"(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(?:-(e4m3|s8))?", name)
+    match = re.fullmatch(r"(w8-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(?:-(e4m3|s8))?", name)
     if match is None:
         raise ValueError(f"format: expected the name of a WeightFormat, such as 'g128-bf16', got {name!r}")
-    group_size, scale_type, zero_point, offset, codes = match.groups()
-    return WeightFormat(int(group_size or 0), zero_point is not None, scale_type, codes or "any", offset is not None)
+    w8, group_size, scale_type, zero_point, offset, codes = match.groups()
+    return WeightFormat(
+        int(group_size or 0), zero_point is not None, scale_type, codes or "any", offset is not None, 8 if w8 else 4
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +169,8 @@ class Problem:
             raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
         if self.format.codes not in ("any", self.lhs):
             raise ValueError(f"format: expected codes 'any' or {self.lhs!r}, as lhs is, got {self.format.codes!r}")
-        if self.lhs == "s8" and not self.format.group_size and self.k > MAX_INT8_CHANNEL_K:
-            raise ValueError(f"k: expected at most {MAX_INT8_CHANNEL_K} for int8 with scales per channel, got {self.k}")
+        if self.lhs == "s8" and self.k > (most := self.format.max_int8_k):
+            raise ValueError(f"k: expected at most {most} for int8 with scales per channel, got {self.k}")
 
     @property
     def table_size(self) -> int:

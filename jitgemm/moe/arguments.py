@@ -17,7 +17,7 @@ from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, describe, differ, dtype_name, known
-from jitgemm.weight.w4 import PackedWeight, W4Weight, check_packed
+from jitgemm.weight.packed import PackedWeight, W4Weight, check_packed
 
 ROUTE_POINTERS = (
     Pointer("ids", "topk_ids", 4),

@@ -24,7 +24,7 @@ from jitgemm.moe.route import combine, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_flag, check_tensor
-from jitgemm.weight.w4 import PackedWeight, W4Weight
+from jitgemm.weight.packed import PackedWeight, W4Weight
 
 _ALLOCATION = 512
 """PyTorch's caching allocator hands out multiples of so many bytes."""
@@ -248,11 +248,8 @@ def _lhs(outputs: Outputs) -> Lhs:
     return (q, scale) if zero is None else (q, scale, zero)
 
 
-def _as_weight(weight: Weight) -> W4Weight:
-    if isinstance(weight, W4Weight):
-        return weight
-    blocks, channel_scale, row_sum, n, k, format = weight
-    return W4Weight(blocks, channel_scale, n, k, format.group_size or k, format, row_sum=row_sum)
+def _as_weight(weight: Weight):  # type: ignore[no-untyped-def]
+    return weight.checked() if isinstance(weight, PackedWeight) else weight
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------

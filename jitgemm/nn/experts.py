@@ -18,7 +18,7 @@ from jitgemm.nn.gate import decoded, encoded
 from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import CODES, state_dict_parts
 from jitgemm.tensors import check_dtype
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 
 class W4A8Experts(torch.nn.Module):

@@ -16,7 +16,7 @@ from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.nn.linear import W4A8Linear, as_rows, result_type
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.weight import layout
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 _VIEWS = ("blocks", "channel_scale", "row_sum", "bias", "permutation", "input_scale")
 ADVICE = "call jitgemm.nn.unfuse_(model) first"

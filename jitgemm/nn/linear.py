@@ -22,7 +22,7 @@ from jitgemm.nn.read import CODES, check_activation, layer_of, read, state_dict_
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import check_dtype
 from jitgemm.weight.quantize import quantize_w4
-from jitgemm.weight.w4 import W4Weight, check_packed, weight_format
+from jitgemm.weight.packed import W4Weight, check_packed, weight_format
 
 
 class W4A8Linear(Packed):

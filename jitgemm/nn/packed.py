@@ -14,7 +14,7 @@ import torch
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.read import ACTIVATIONS, check_activation
 from jitgemm.tensors import check_dtype, describe, dtype_name
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 _WEIGHT_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")  # as `W4Weight` and its state dict call them
 _ON_CPU = ("meta", "activation_type")  # describe the module, take no part in the call

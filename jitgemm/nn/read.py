@@ -13,7 +13,7 @@ import torch
 
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 ACTIVATIONS = ("e4m3", "int8", "int8_affine")
 """How a layer quantises its input: fp8 e4m3, int8, or int8 with a zero point per token. Append only: files hold the

@@ -18,7 +18,7 @@ from jitgemm.nn.gate import gate_of
 from jitgemm.nn.read import CODES, check_activation
 from jitgemm.tensors import TYPE_NAMES
 from jitgemm.weight.quantize import quantize_w4
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 PARAMETERS = ("gate_up_proj", "down_proj")
 """What transformers calls w13 and w2; their biases have _bias behind."""

@@ -1,11 +1,12 @@
-"""The packed order of a 4-bit weight: codes, scales, offsets and zero points to records and back.
+"""The packed order of a weight: codes, scales, offsets and zero points to records and back.
 
 Pure functions over torch tensors, on whatever device those are. This module knows the order of bytes and nothing else:
 it checks no arguments, and knows no checkpoint formats, kernels or streams.
 
 A weight is cut into strips of 64 rows and blocks of 128 k; one record holds one strip x block
-(`WeightFormat.record_bytes` has the picture). The 4096 bytes of codes stand in the order in which the 128 threads of a
-warpgroup want the A fragments of wgmma m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a
+(`WeightFormat.record_bytes` has the picture). The 8192 bytes of 8-bit weights are 64 rows of 128 bytes with the 128-byte
+swizzle, as wgmma reads them from shared memory: chunk c of 16 bytes of row r lies at chunk c ^ (r % 8). The 4096 bytes
+of 4-bit codes stand in the order in which the 128 threads of a warpgroup want the A fragments of wgmma m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a
 thread reads two 16-byte vectors::
 
     codes [half h: 2][thread t: 128][word j: 4], 32-bit little endian; word w = 4h + j, warp = t / 32, lane = t % 32
@@ -30,7 +31,8 @@ from collections.abc import Iterator
 
 import torch
 
-from jitgemm.kernel.formats import BLOCK_K, CODE_BYTES, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.dtypes import torch_dtype
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 
 LAYOUT_VERSION = 2
 """Changes when the same weight packs to other bytes."""
@@ -38,9 +40,8 @@ LAYOUT_VERSION = 2
 CHUNK_CODES = 32 << 20
 """Weights that are packed or unpacked at once; bounds the temporaries to a few times this many bytes."""
 
-_CODE_WORDS = CODE_BYTES // 4
-
-
+_CODE_WORDS = STRIP_ROWS * BLOCK_K // 8
+"""32-bit words of 4-bit codes in a record."""
 _SIGNS = 0x80808080 - (1 << 32)  # as an int32
 _LOW3 = 0x07070707
 _LOW4 = 0x0F0F0F0F
@@ -115,6 +116,21 @@ def decode_codes(words: torch.Tensor, zero_point: bool, order: str = "any") -> t
     return words.view(torch.uint8 if zero_point else torch.int8).reshape(strips * STRIP_ROWS, kblocks * BLOCK_K)
 
 
+def swizzle(rows: torch.Tensor) -> torch.Tensor:
+    """Bytes of records [..., 64, 128] with the 128-byte swizzle, or without it: it is its own inverse."""
+    chunks = rows.unflatten(-1, (8, 16)).unflatten(-3, (8, 8))
+    row = torch.arange(8, device=rows.device)
+    return chunks[..., row[:, None], row[:, None] ^ row, :].reshape(rows.shape)
+
+
+def _encode(codes: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Whole strips of codes -> int32 [strips, kblocks, words of a record]."""
+    if format.bits == 4:
+        return encode_codes(codes, format.zero_point, format.codes)
+    rows = codes.view(torch.int8).unflatten(1, (-1, BLOCK_K)).unflatten(0, (-1, STRIP_ROWS)).transpose(1, 2)
+    return swizzle(rows).flatten(2).view(torch.int32)
+
+
 def split_canonical(q: torch.Tensor, zero_point: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Canonical bytes uint8 [n, k / 2] -> codes at even k (low nibble) and at odd k, each [n, k / 2].
 
@@ -178,7 +194,7 @@ def pack_records(
 
     Args:
         blocks: uint8 [ceil(n / 64), ceil(k / 128), format.record_bytes], written.
-        q: [n, k] one value each, or uint8 [n, k / 2] when canonical.
+        q: [n, k] one value each, or uint8 [n, k / 2] when canonical; int8 or float8_e4m3fn [n, k] of 8-bit formats.
         scale: [n, groups] in the format's scale type; not read per channel.
         offset: [n, groups] in the format's scale type, or None.
         zero: uint8 [n, groups], or None.
@@ -190,9 +206,9 @@ def pack_records(
     for first, end in strip_chunks(n, k):
         strips = end - first
         rows = slice(first * STRIP_ROWS, min(end * STRIP_ROWS, n))
-        part = q[rows]
+        part = q[rows].view(torch.int8) if format.bits == 8 else q[rows]
         # A copy even where nothing is padded: it makes the rows contiguous and aligned to words.
-        codes = q.new_zeros(strips * STRIP_ROWS, kblocks * BLOCK_K)
+        codes = part.new_zeros(strips * STRIP_ROWS, kblocks * BLOCK_K)
         if canonical:
             even, odd = split_canonical(part, format.zero_point)
             pairs = codes.view(even.dtype).view(strips * STRIP_ROWS, -1, 2)
@@ -200,7 +216,7 @@ def pack_records(
             pairs[: part.shape[0], : k // 2, 1] = odd
         else:
             codes[: part.shape[0], :k] = part
-        blocks[first:end].view(torch.int32)[:, :, :_CODE_WORDS] = encode_codes(codes, format.zero_point, format.codes)
+        blocks[first:end].view(torch.int32)[:, :, : format.scales_at // 4] = _encode(codes, format)
         for values, start, stop in (
             (scale if format.group_size else None, format.scales_at, format.offsets_at),
             (offset, format.offsets_at, format.zeros_at),
@@ -225,7 +241,11 @@ def reorder_codes(blocks: torch.Tensor, old: str, new: str) -> None:
 
 
 def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
-    """Records of a run of strips that holds n rows -> int8 (uint8 with zero points) [n, k]. Not chunked."""
+    """Records of a run of strips that holds n rows -> [n, k]: int8, uint8 with zero points, or float8_e4m3fn if the
+    format is of these 8 bits. Not chunked."""
+    if format.bits == 8:
+        rows = swizzle(blocks[:, :, : format.scales_at].unflatten(2, (STRIP_ROWS, BLOCK_K))).transpose(1, 2)
+        return rows.flatten(2).flatten(0, 1)[:n, :k].contiguous().view(torch_dtype(format.codes))
     return decode_codes(blocks.view(torch.int32)[:, :, :_CODE_WORDS], format.zero_point, format.codes)[:n, :k]
 
 

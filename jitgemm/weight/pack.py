@@ -13,8 +13,8 @@ from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, tuned_codes
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
-from jitgemm.weight.w4 import INTEGERS, PackedWeight, RowParts, W4Weight, by_group, capturing
-from jitgemm.weight.w4 import check_permutation, check_sizes, expert_indices, group_count, weight_format
+from jitgemm.weight.packed import INTEGERS, PackedWeight, RowParts, W4Weight, by_group, capturing
+from jitgemm.weight.packed import check_permutation, check_sizes, expert_indices, group_count, weight_format
 
 MAX_ZERO = 16
 """Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""
@@ -127,8 +127,7 @@ def pack_w4(
                 if codes == "e4m3" and _least_code(q[e], canonical) == -8:  # which e4m3's order does not hold
                     codes = "any"
         format = replace(format, codes=codes, offset=offset is not None)
-        strips = layout.strips_of(n)
-        shape = (*lead, strips, layout.kblocks_of(k), format.record_bytes)
+        shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
         blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
         channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
         for e in expert_indices(experts):
@@ -136,15 +135,21 @@ def pack_w4(
             offsets = None if offset is None else offset[e]
             layout.pack_records(blocks[e], q[e], scale[e], offsets, zeros, k=k, canonical=canonical, format=format)
         # From the tensors alone: making a weight waits for the stream.
-        packed = PackedWeight(blocks, channel_scale, None, n, k, format)
-        sums = [_row_sums(parts, format.group_size or k) for _, parts in packed.chunks()]
-        row_sum = torch.zeros((*lead, strips * STRIP_ROWS), dtype=torch.float32, device=q.device)
-        row_sum[..., :n] = torch.cat(sums).view(*lead, n)
+        row_sum = row_sums(PackedWeight(blocks, channel_scale, None, n, k, format))
         return W4Weight(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum, permutation=permutation)
 
 
 def _least_code(q: torch.Tensor, canonical: bool) -> int:
     return min(int(part.min()) for part in (layout.split_canonical(q, False) if canonical else (q,)))
+
+
+def row_sums(packed: PackedWeight) -> torch.Tensor:
+    """`Weight.row_sum` of a packed weight."""
+    lead, n = packed.blocks.shape[:-3], packed.n
+    sums = [_row_sums(parts, packed.format.group_size or packed.k) for _, parts in packed.chunks()]
+    row_sum = torch.zeros((*lead, layout.strips_of(n) * STRIP_ROWS), dtype=torch.float32, device=packed.blocks.device)
+    row_sum[..., :n] = torch.cat(sums).view(*lead, n)
+    return row_sum
 
 
 def _row_sums(parts: RowParts, group_size: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""quantize_w4: a float weight to 4 bits, for people without a quantised checkpoint.
+"""quantize_w4 and quantize_w8: a float weight to 4 or 8 bits, for people without a quantised checkpoint.
 
-Round to nearest, with a search over how far each group is clipped. Plain torch, on whatever device the weight is; knows
+Round to nearest; with 4 bits a search over how far each group is clipped. Plain torch, on whatever device the weight is; knows
 nothing of activations, calibration data, kernels or the packed order.
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.dtypes import REAL_TYPES
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, check_values, dtype_name
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.w4 import W4Weight, check_sizes, weight_format
+from jitgemm.weight.pack8 import BLOCK, pack_w8
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_sizes, weight_format
 
 MIN_CLIP = 0.2
 """Smallest part of a group's range that the search keeps: one outlier among thousands of values is worth no more."""
@@ -65,31 +66,19 @@ def quantize_w4(
         TypeError: an argument is no tensor, or of a wrong type.
         ValueError: wrong shape, a NaN or infinity, or values too large for scale_dtype.
     """
-    check_dtype("w", check_tensor("w", w).dtype, REAL_TYPES)
-    check_values("w", w)
+    n, k = _check_weight(w)
     check_flag("symmetric", symmetric)
     check_flag("full_range", full_range)
     check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
     group_size, clip_steps = check_int("group_size", group_size), check_int("clip_steps", clip_steps)
     if clip_steps < 0:
         raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
-    if w.dim() not in (2, 3) or (w.dim() == 3 and not w.shape[0]):
-        raise ValueError(f"w: expected shape [n, k] or [experts, n, k], got {list(w.shape)}")
-    n, k = w.shape[-2:]
-    check_sizes(n, k, "w")
     weight_format(k, group_size, False, "fp32")
     if w.dim() == 3:
-
-        def expert(e: int) -> W4Weight:
-            try:
-                return quantize_w4(
-                    w[e], group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
-                    clip_steps=clip_steps, lhs_dtype=lhs_dtype,
-                )  # fmt: skip
-            except ValueError as error:
-                raise ValueError(str(error).replace("w", f"w[{e}]", 1)) from None
-
-        return W4Weight.stacked(w.shape[0], expert)
+        return _by_expert(
+            W4Weight, quantize_w4, w, group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
+            clip_steps=clip_steps, lhs_dtype=lhs_dtype,
+        )  # fmt: skip
     size = min(group_size, k)
     groups = ceil_div(k, size)
     with torch.inference_mode(False), torch.no_grad():
@@ -108,6 +97,75 @@ def quantize_w4(
                 codes, scale[rows], zero[rows] = _with_zero_points(part, scale_dtype, clip_steps)
             q[rows] = _canonical(codes.view(part.shape[0], -1)[:, :k])
         return pack_w4(q, scale, zero, group_size=group_size, k=k, lhs_dtype=lhs_dtype)
+
+
+def quantize_w8(w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = None) -> W8Weight:
+    """Quantise a weight to 8 bits: w ~ q * scale, q rounded to nearest even, a scale for each row or block in fp32.
+
+    The scale is max |w| / 448 for e4m3, and max |w| / 127 for int8, of which -128 stays unused.
+
+    Args:
+        w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
+            multiple of 32; finite. Left as it is.
+        lhs_dtype: torch.float8_e4m3fn or torch.int8, the type of the weight and of the activations that it meets.
+        block: None for a scale per row, 128 for one per block of 128 x 128.
+
+    Returns:
+        The packed weight on w's device. A row or block of zeros has scale 0. Beside w and the result, n * k bytes and a
+        fixed amount of memory are used.
+
+    Raises:
+        TypeError: an argument is no tensor, or of a wrong type.
+        ValueError: wrong shape, or a NaN or infinity.
+    """
+    n, k = _check_weight(w)
+    largest = 448.0 if check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES) == "e4m3" else 127.0
+    if block not in (None, BLOCK):
+        raise ValueError(f"block: expected None or {BLOCK}, got {block!r}")
+    if w.dim() == 3:
+        return _by_expert(W8Weight, quantize_w8, w, lhs_dtype, block=block)
+    rows_of, columns = block or 1, block or k  # of a scale
+    with torch.inference_mode(False), torch.no_grad():
+        q = torch.empty((n, k), dtype=lhs_dtype, device=w.device)
+        scale = torch.empty((ceil_div(n, rows_of), ceil_div(k, columns)), dtype=torch.float32, device=w.device)
+        step = rows_of * max(1, _CHUNK["cuda" if w.is_cuda else "cpu"] // (k * rows_of))
+        for first in range(0, n, step):
+            rows = slice(first, min(first + step, n))
+            count = rows.stop - first
+            part = w[rows].to(torch.float32)
+            _check_finite(w, part, first)
+            part = torch.nn.functional.pad(part, (0, -k % columns, 0, -count % rows_of))
+            part = part.view(part.shape[0] // rows_of, rows_of, -1, columns).transpose(1, 2).flatten(2)
+            found = part.abs().amax(-1) / torch.tensor(largest, device=w.device)
+            scale[first // rows_of :][: found.shape[0]] = found
+            codes = _in_steps(part, found).clamp_(-largest, largest)
+            codes = codes if lhs_dtype.is_floating_point else codes.round_()
+            codes = codes.to(lhs_dtype).unflatten(2, (rows_of, columns)).transpose(1, 2).flatten(2).flatten(0, 1)
+            q[rows] = codes[:count, :k]
+        return pack_w8(q, scale)
+
+
+def _check_weight(w: torch.Tensor) -> tuple[int, int]:
+    """n and k of a float weight that can be quantised."""
+    check_dtype("w", check_tensor("w", w).dtype, REAL_TYPES)
+    check_values("w", w)
+    if w.dim() not in (2, 3) or (w.dim() == 3 and not w.shape[0]):
+        raise ValueError(f"w: expected shape [n, k] or [experts, n, k], got {list(w.shape)}")
+    n, k = w.shape[-2:]
+    check_sizes(n, k, "w")
+    return n, k
+
+
+def _by_expert(kind, quantize, w, *arguments, **options):  # type: ignore[no-untyped-def]
+    """The weight of experts whose dense ones `quantize` makes."""
+
+    def expert(e: int) -> Weight:
+        try:
+            return quantize(w[e], *arguments, **options)
+        except ValueError as error:
+            raise ValueError(str(error).replace("w", f"w[{e}]", 1)) from None
+
+    return kind.stacked(w.shape[0], expert)
 
 
 def clip_ratios(steps: int) -> list[float]:

@@ -1,6 +1,6 @@
-"""W4Weight, a 4-bit weight in the kernel's order: its tensors, what they hold, and the way back to codes and scales.
+"""W4Weight and W8Weight, weights in the kernel's order: their tensors, what they hold, the way back to codes and scales.
 
-The order of the bytes is `layout.py`'s business, making a weight `pack.py`'s. Knows nothing of kernels or the driver.
+The order of the bytes is `layout.py`'s business, making a weight `pack.py`'s and `pack8.py`'s. Knows nothing of kernels or the driver.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import EllipsisType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -22,7 +22,6 @@ _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 INTEGERS = (torch.uint8, *_SIGNED, torch.uint16, torch.uint32, torch.uint64)
 
 _TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
-_META_MAGIC = 0x4A57345634  # tells a meta tensor of ours from some other int64 tensor
 _META_FIELDS = ("magic", "layout_version", "n", "k", "group_size", "zero_point", "scale_type", "codes", "offset")
 _META_SCALE_TYPES = {DTYPES[name].number: name for name in REAL_TYPES}
 _META_CODES = ("any", "e4m3", "s8")  # by their number in the meta tensor; append only
@@ -34,12 +33,18 @@ def group_count(k: int, group_size: int) -> int:
 
 
 def weight_format(
-    k: int, group_size: int, zero_point: bool, scale_type: str, codes: str = "any", offset: bool = False
+    k: int,
+    group_size: int,
+    zero_point: bool,
+    scale_type: str,
+    codes: str = "any",
+    offset: bool = False,
+    bits: int = 4,
 ) -> WeightFormat:
     """The format of a weight with k columns. Raises ValueError for a group size that it cannot have."""
     if group_size < 1 or (group_size < k and group_size not in GROUP_SIZES):
         raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k = {k} for per channel, got {group_size}")
-    return WeightFormat(0 if group_size >= k else group_size, zero_point, scale_type, codes, offset)
+    return WeightFormat(0 if group_size >= k else group_size, zero_point, scale_type, codes, offset, bits)
 
 
 def check_sizes(n: int, k: int, name: str = "q") -> None:
@@ -62,7 +67,7 @@ def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
 
 
 RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""q, scale, zero as `W4Weight.unpack` gives them, and offset [rows, groups] in the scale's type or None."""
+"""q, scale, zero as `Weight.unpack` gives them, and offset [rows, groups] in the scale's type or None."""
 
 
 def count_experts(blocks: torch.Tensor) -> int | None:
@@ -71,7 +76,7 @@ def count_experts(blocks: torch.Tensor) -> int | None:
 
 
 class PackedWeight(NamedTuple):
-    """A packed weight's tensors and what they hold, unchecked; the attributes are `W4Weight`'s.
+    """A packed weight's tensors and what they hold, unchecked; the attributes are `Weight`'s.
 
     It is never settled: a compiler may have put the weight's writer right before the call, in a tensor of its own.
     """
@@ -105,14 +110,14 @@ class PackedWeight(NamedTuple):
         fmt = self.format
         # Plain values: hashing a dataclass takes longer.
         values = (
-            self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, self.blocks.device,
-            self.row_sum is None, self.experts,
+            self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, fmt.bits,
+            self.blocks.device, self.row_sum is None, self.experts,
         )  # fmt: skip
         # Both are one step each, so threads agree on a number and never give one twice.
         return _plan_keys.setdefault(values, next(_plan_numbers))
 
     def rows(self, first_strip: int, end_strip: int) -> RowParts:
-        """`W4Weight.rows`."""
+        """`Weight.rows`."""
         if self.experts is not None:
             raise ValueError(f"rows: expected a dense weight, got one of {self.experts} experts; take weight[e].rows()")
         first = first_strip * STRIP_ROWS
@@ -131,6 +136,12 @@ class PackedWeight(NamedTuple):
         offset = field(format.offsets_at, format.zeros_at, scale_dtype) if format.offset else None
         return layout.unpack_codes(part, n, k, format), scale, zero, offset
 
+    def checked(self) -> Weight:
+        """The same tensors as a weight."""
+        group_size = self.format.group_size or self.k
+        kind = W4Weight if self.format.bits == 4 else W8Weight
+        return kind(self.blocks, self.channel_scale, self.n, self.k, group_size, self.format, row_sum=self.row_sum)
+
     def chunks(self) -> Iterator[tuple[slice, RowParts]]:
         """All rows, a chunk of an expert at a time: which of [experts * n], and what `rows` gives of them."""
         for number, index in enumerate(expert_indices(self.experts)):
@@ -145,7 +156,7 @@ _plan_keys: dict[tuple[Any, ...], int] = {}
 _plan_numbers = itertools.count()
 
 
-def check_packed(weight: PackedWeight | W4Weight, name: str = "", *, experts: bool | None = None) -> int | None:
+def check_packed(weight: PackedWeight | Weight, name: str = "", *, experts: bool | None = None) -> int | None:
     """Its number of experts; TypeError or ValueError unless tensors have the format's dtypes, shapes and strides.
 
     Args:
@@ -155,19 +166,19 @@ def check_packed(weight: PackedWeight | W4Weight, name: str = "", *, experts: bo
     blocks = check_tensor(f"{name}blocks", weight.blocks)
     count = count_experts(blocks)
     if experts is not None and experts != (count is not None):
-        whole = name.removesuffix(".") or "weight"
+        whole, bits = name.removesuffix(".") or "weight", weight.format.bits
         if experts:
-            raise ValueError(f"{whole}: expected a weight of experts, got a dense one, which gemm_w4a8_nt takes")
+            raise ValueError(f"{whole}: expected a weight of experts, got a dense one, which gemm_w{bits}a8_nt takes")
         raise ValueError(
             f"{whole}: expected a dense weight [n, k], got one of {count} experts, which "
-            f"m_grouped_gemm_w4a8_nt_contiguous takes; {whole}[e] is the dense weight of expert e"
+            f"m_grouped_gemm_w{bits}a8_nt_contiguous takes; {whole}[e] is the dense weight of expert e"
         )
     if count == 0:
         raise ValueError(f"{name}blocks: expected at least one expert, got {describe(weight.blocks)}")
     lead = () if count is None else (count,)
     n, k, fmt = weight.n, weight.k, weight.format
     check_sizes(n, k, f"{name}blocks")
-    if fmt.codes != "any" and fmt.codes != tuned_codes(fmt.codes, fmt.group_size, fmt.zero_point, k):
+    if fmt.bits == 4 and fmt.codes != "any" and fmt.codes != tuned_codes(fmt.codes, fmt.group_size, fmt.zero_point, k):
         raise ValueError(f"{name}format: expected codes 'any' for per-channel int8 with k = {k}, got {fmt.codes!r}")
     strips = layout.strips_of(n)
     rows = (*lead, strips * STRIP_ROWS)
@@ -184,7 +195,7 @@ def check_packed(weight: PackedWeight | W4Weight, name: str = "", *, experts: bo
 
 
 def _check_part(
-    weight: PackedWeight | W4Weight, name: str, part: str, shape: tuple[int, ...], dtype: torch.dtype
+    weight: PackedWeight | Weight, name: str, part: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     tensor = check_tensor(name + part, getattr(weight, part))
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
@@ -196,11 +207,11 @@ def _check_part(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class W4Weight:
-    """A 4-bit weight [n, k], or one of E experts [E, n, k], packed for the kernel; made by `pack_w4`.
+class Weight:
+    """A weight [n, k], or one of E experts [E, n, k], packed for the kernel.
 
     Weight (row, column) is (q - zero) * scale + offset, with the scale, zero point and offset of its group of
-    `group_size` columns.
+    `group_size` columns; those of 8 bits have no zero points and offsets.
 
     A weight of experts holds E of them in one format, whose tensors have a first dimension E. It has a length and can
     be iterated; `weight[e]` is expert e's dense weight, a view over the same memory that is settled as its whole is.
@@ -213,7 +224,7 @@ class W4Weight:
             that activations go in as x[:, permutation]. Never with experts.
         n, k: rows and columns of the weight, an expert's where it has experts.
         experts: E, or None for a dense weight.
-        group_size: as given to `pack_w4`; at least k means one scale per row.
+        group_size: columns of a group; at least k means one scale per row.
         format: the layout of a record.
         layout_version: version of the packed order that `blocks` follows.
         settled_at: address and version of `blocks` when the weight was last settled, or None.
@@ -238,6 +249,7 @@ class W4Weight:
     row_sum: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
     plan_key: int = field(init=False)
+    bits: ClassVar[int] = 0
     layer: ClassVar[str] = ""
     settled_at: tuple[int, int] | None = field(init=False, default=None)
 
@@ -246,7 +258,9 @@ class W4Weight:
             raise ValueError(f"layout_version: expected {layout.LAYOUT_VERSION}, got {version}; pack the weight again")
         check_sizes(self.n, self.k)
         fmt = self.format
-        expected = weight_format(self.k, self.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset)
+        expected = weight_format(
+            self.k, self.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, self.bits
+        )
         if fmt != expected:
             raise ValueError(f"format: expected {expected} for group_size {self.group_size}, got {fmt}")
         check_packed(self)
@@ -289,13 +303,15 @@ class W4Weight:
 
     def __repr__(self) -> str:
         codes = "unsigned with zero points" if self.format.zero_point else "signed"
+        own = "int8" if self.format.codes == "s8" else self.format.codes
         if self.format.codes != "any":
-            codes += f" for {'int8' if self.format.codes == 's8' else self.format.codes}"
+            codes = own if self.bits == 8 else f"{codes} for {own}"
         group = f"group_size={self.group_size}" if self.format.group_size else "per channel"
         reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
         permuted = ", permuted" if self.permutation is not None else ""
         experts = "" if self.experts is None else f"experts={self.experts}, "
-        return f"W4Weight({experts}n={self.n}, k={self.k}, {group}, {codes}, {reals}{permuted}, device='{self.device}')"
+        kind = type(self).__name__
+        return f"{kind}({experts}n={self.n}, k={self.k}, {group}, {codes}, {reals}{permuted}, device='{self.device}')"
 
     @property
     def packed(self) -> PackedWeight:
@@ -339,7 +355,7 @@ class W4Weight:
         """Bytes of device memory, padding included."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def to(self, device: torch.device | str | int) -> W4Weight:
+    def to(self, device: torch.device | str | int) -> Self:
         """The same weight on another device; itself when it is there already."""
         device = torch.empty(0, device=device).device  # "cuda" -> the current one's index
         if device == self.device:
@@ -354,15 +370,15 @@ class W4Weight:
         channel_scale: torch.Tensor | None,
         row_sum: torch.Tensor | None,
         permutation: torch.Tensor | None,
-    ) -> W4Weight:
+    ) -> Self:
         """The same weight over other tensors, such as copies on another device; checked and settled like a new one."""
         sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
-        weight = W4Weight(blocks, channel_scale, *sizes, row_sum, permutation)
+        weight = type(self)(blocks, channel_scale, *sizes, row_sum, permutation)
         weight.named(self.layer)
         return weight
 
     @classmethod
-    def stacked(cls, count: int, make: Callable[[int], W4Weight]) -> W4Weight:
+    def stacked(cls, count: int, make: Callable[[int], Self]) -> Self:
         """A weight of experts out of dense ones, each copied as it comes: memory for one more is all it takes.
 
         Args:
@@ -384,9 +400,10 @@ class W4Weight:
                 if not isinstance(each, cls) or each.experts is not None or each.permutation is not None:
                     got = repr(each) if isinstance(each, cls) else type(each).__name__
                     error = ValueError if isinstance(each, cls) else TypeError
-                    raise error(f"make({e}): expected a dense W4Weight without a permutation, got {got}")
+                    raise error(f"make({e}): expected a dense {cls.__name__} without a permutation, got {got}")
                 kind = {name: getattr(each, name) for name in ("n", "k", "group_size", "device")}
-                kind |= {"format": replace(each.format, codes="any"), "tensors": list(each._tensors)}
+                common = replace(each.format, codes="any") if cls.bits == 4 else each.format
+                kind |= {"format": common, "tensors": list(each._tensors)}
                 if e == 0:
                     same, format = kind, each.format
                     whole = {name: part.new_empty((count, *part.shape)) for name, part in each._tensors.items()}
@@ -411,11 +428,12 @@ class W4Weight:
 
     def _no_tensor(self, use: str) -> str:
         return (
-            f"{self.layer or 'weight'}: expected a tensor for {use}, got a packed 4-bit weight (W4Weight): something "
-            "other than the layer's own call uses it; leave the layer out with filter=..., or call dequantize()"
+            f"{self.layer or 'weight'}: expected a tensor for {use}, got a packed {self.bits}-bit weight "
+            f"({type(self).__name__}): something other than the layer's own call uses it; leave the layer out with "
+            "filter=..., or call dequantize()"
         )
 
-    def __getitem__(self, index: Any) -> W4Weight:
+    def __getitem__(self, index: Any) -> Self:
         if (experts := self.experts) is None:
             raise TypeError(self._no_tensor("[...]"))
         if not -experts <= (e := check_int("expert", index)) < experts:
@@ -433,7 +451,7 @@ class W4Weight:
             raise TypeError(self._no_tensor("len()"))
         return self.experts
 
-    def __iter__(self) -> Iterator[W4Weight]:
+    def __iter__(self) -> Iterator[Self]:
         return map(self.__getitem__, range(len(self)))
 
     def __bool__(self) -> bool:
@@ -468,12 +486,13 @@ class W4Weight:
         """What was packed, bit for bit; offsets: `unpack_offset`. All have a first dimension E where there are experts.
 
         Returns:
-            q: int8 [n, k] of -8..7, or uint8 [n, k] of 0..15 when there are zero points.
+            q: [n, k], int8 of -8..7, or uint8 of 0..15 with zero points; of 8 bits int8 or float8_e4m3fn.
             scale: [n, groups] in its own type; the bits of NaNs and the sign of zero are kept.
             zero: uint8 [n, groups], or None.
         """
         zero_point, device, by_group = self.format.zero_point, self.device, (*self.shape[:-1], self.groups)
-        q = torch.empty(self.shape, dtype=torch.uint8 if zero_point else torch.int8, device=device)
+        q_dtype = torch_dtype(self.format.codes) if self.bits == 8 else torch.uint8 if zero_point else torch.int8
+        q = torch.empty(self.shape, dtype=q_dtype, device=device)
         scale = torch.empty(by_group, dtype=self.scale_dtype, device=device)
         zero = torch.empty(by_group, dtype=torch.uint8, device=device) if zero_point else None
         for rows, parts in self.packed.chunks():
@@ -505,7 +524,7 @@ class W4Weight:
             and "meta", a small int64 tensor on the CPU with the layout version and sizes.
         """
         meta = (
-            _META_MAGIC,
+            self._magic(),
             self.layout_version,
             self.n,
             self.k,
@@ -519,8 +538,15 @@ class W4Weight:
         return {prefix + name: tensor for name, tensor in tensors.items()}
 
     @classmethod
-    def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> W4Weight:
+    def _magic(cls) -> int:
+        """Tells a meta tensor of this class from some other int64 tensor."""
+        return 0x4A57305634 + (cls.bits << 16)
+
+    @classmethod
+    def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Self:
         """The weight whose `state_dict(prefix)` is among `tensors`, on the device of its blocks; memory is shared.
+
+        `Weight.from_state_dict` takes one of either width.
 
         Raises:
             TypeError: something among `tensors` is no tensor.
@@ -537,8 +563,10 @@ class W4Weight:
         if meta.dtype != torch.int64 or meta.dim() != 1 or meta.numel() < 2:
             raise ValueError(f"{key}: expected int64 [{len(_META_FIELDS)}], got {describe(meta)}")
         values = meta.tolist()
-        if values[0] != _META_MAGIC:
-            raise ValueError(f"{key}: expected a packed W4 weight, got another tensor (first value {values[0]})")
+        kind = next((each for each in (cls, *cls.__subclasses__()) if each.bits and each._magic() == values[0]), None)
+        if kind is None:
+            what = f"packed W{cls.bits} weight" if cls.bits else "packed weight"
+            raise ValueError(f"{key}: expected a {what}, got another tensor (first value {values[0]})")
         if values[1] != layout.LAYOUT_VERSION:
             raise ValueError(
                 f"{key}: expected layout version {layout.LAYOUT_VERSION}, got {values[1]}; pack the weight again"
@@ -553,10 +581,9 @@ class W4Weight:
             )
         parts: dict[str, Any] = {name: _aligned(tensors.get(prefix + name)) for name in _TENSORS}
         try:
-            format = weight_format(
-                k, group_size, bool(zero_point), _META_SCALE_TYPES[scale_type], _META_CODES[codes], bool(offset)
-            )
-            weight = cls(n=n, k=k, group_size=group_size, format=format, layout_version=version, **parts)
+            names = _META_SCALE_TYPES[scale_type], _META_CODES[codes]
+            format = weight_format(k, group_size, bool(zero_point), *names, bool(offset), kind.bits)
+            weight = kind(n=n, k=k, group_size=group_size, format=format, layout_version=version, **parts)
             permutation = parts["permutation"]
             if type(permutation) in (torch.Tensor, torch.nn.Parameter) and not permutation.is_meta:
                 check_permutation(permutation, k)
@@ -565,19 +592,31 @@ class W4Weight:
             raise ValueError(f"state dict: {prefix}{error}") from None
 
 
+class W4Weight(Weight):
+    """A 4-bit `Weight`; made by `pack_w4`."""
+
+    bits = 4
+
+
+class W8Weight(Weight):
+    """A `Weight` of 8 bits, e4m3 or int8; made by `pack_w8`."""
+
+    bits = 8
+
+
 class _OfTensors:
     """An attribute of tensors that a packed weight does not have; `__getattr__` would slow down those that it has."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, weight: W4Weight | None, owner: type) -> Any:
+    def __get__(self, weight: Weight | None, owner: type) -> Any:
         raise AttributeError(self.name if weight is None else weight._no_tensor(f".{self.name}"))
 
 
 for _name in dir(torch.Tensor):
-    if not (_name.startswith("_") or hasattr(W4Weight, _name) or _name in W4Weight.__dataclass_fields__):
-        setattr(W4Weight, _name, _OfTensors(_name))
+    if not (_name.startswith("_") or hasattr(Weight, _name) or _name in Weight.__dataclass_fields__):
+        setattr(Weight, _name, _OfTensors(_name))
 
 
 def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,0 +1,99 @@
+"""pack_w8: an 8-bit weight from the codes and scales of any quantiser into a `W8Weight`.
+
+Checks what a caller gives and says what is wrong with it; the order of the bytes is `layout.py`'s business.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
+from jitgemm.tensors import check_dtype, check_int, check_tensor, check_values
+from jitgemm.weight import layout
+from jitgemm.weight.pack import row_sums
+from jitgemm.weight.packed import PackedWeight, W8Weight, check_sizes, expert_indices, group_count, weight_format
+
+BLOCK = 128
+"""Rows and columns of a block with a scale of its own."""
+
+
+def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = None) -> W8Weight:
+    """Pack an 8-bit weight, or one of E experts, into the kernel's order, once, on the device where it is.
+
+    The weight is q * scale; scales are applied as they are, never rounded. Any strides will do. For experts q and scale
+    have a first dimension E, and are packed one by one into the result's memory.
+
+    Args:
+        q: float8_e4m3fn or int8 [n, k], n a multiple of 8 and k a multiple of 32. It meets activations of its own type.
+            Values are not scanned: NaNs stay NaNs.
+        scale: fp32, bf16, fp16 or float8_e8m0fnu, in one of these forms; values are not scanned:
+
+            - one element, or one per expert [E]: for the whole weight;
+            - [n], [n, 1]: a scale per row;
+            - [n, ceil(k / group_size)]: a scale per group of 32, 64, 128 or 256 values of k;
+            - [ceil(n / 128), ceil(k / 128)]: a scale per block of 128 x 128.
+
+        group_size: only needed where scale's columns fit several: a k so small that they have the same number of groups.
+
+    Returns:
+        The packed weight on q's device. The CPU and the GPU give the same bytes. Blocks become groups of 128 that
+        repeat their scale, e8m0 scales the same numbers in bf16. On a GPU the current stream is synchronised, unless it
+        is being captured.
+
+    Raises:
+        TypeError: an argument is no tensor, or of a wrong dtype or layout.
+        ValueError: wrong shape or device, or values missing (meta tensors).
+    """
+    check_values("q", check_tensor("q", q))
+    check_values("scale", check_tensor("scale", scale))
+    codes = check_dtype("q", q.dtype, LHS_TYPES)
+    if q.dim() not in (2, 3) or (q.dim() == 3 and not q.shape[0]):
+        raise ValueError(f"q: expected shape [n, k] or [experts, n, k], got {list(q.shape)}")
+    if scale.device != q.device:
+        raise ValueError(f"scale: expected q's device {q.device}, got {scale.device}")
+    *lead, n, k = q.shape
+    check_sizes(n, k)
+    with torch.inference_mode(False), torch.no_grad():
+        scale = _bf16_of_e8m0(scale) if scale.dtype == torch.float8_e8m0fnu else scale
+        scale_type = check_dtype("scale", scale.dtype, REAL_TYPES)
+        scale, group_size = _by_row(scale, lead, n, k, group_size)
+        format = weight_format(k, group_size, False, scale_type, codes, bits=8)
+        shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
+        blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
+        channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
+        for e in expert_indices(lead[0] if lead else None):
+            layout.pack_records(blocks[e], q[e], scale[e], None, None, k=k, canonical=False, format=format)
+        # Zero points of activations, which need it, come with int8.
+        row_sum = row_sums(PackedWeight(blocks, channel_scale, None, n, k, format)) if codes == "s8" else None
+        return W8Weight(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum)
+
+
+def _bf16_of_e8m0(scale: torch.Tensor) -> torch.Tensor:
+    """The same powers of two, which bf16 has all of: the least, 2^-127, is a subnormal one."""
+    exponent = scale.view(torch.uint8).to(torch.int16)
+    bits = torch.where(exponent == 0, 0x40, exponent << 7)
+    return torch.where(exponent == 255, 0x7FC0, bits).view(torch.bfloat16)
+
+
+def _by_row(scale: torch.Tensor, lead: list[int], n: int, k: int, group_size: int | None) -> tuple[torch.Tensor, int]:
+    """A scale of any form as [*lead, n, groups], and the group size."""
+    group_size = None if group_size is None else check_int("group_size", group_size)
+    shape, block = tuple(scale.shape), (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK))
+    if scale.numel() == 1 or (lead and shape in ((*lead,), (*lead, 1), (*lead, 1, 1))):
+        found = scale.reshape(*(lead if scale.numel() > 1 else ()), 1, 1).expand(*lead, n, 1)
+    elif shape[: len(lead) + 1] == (*lead, n) and len(shape) <= len(lead) + 2:
+        found = scale if len(shape) == len(lead) + 2 else scale[..., None]
+    elif shape == block:
+        found = scale.repeat_interleave(BLOCK, -2)[..., :n, :]
+        group_size = BLOCK if group_size is None else group_size
+    else:
+        rows = f"{[*lead, n]}, {[*lead, n, 'ceil(k / group_size)']}".replace("'", "")
+        raise ValueError(f"scale: expected one element, shape {rows} or, by block, {list(block)}, got {list(shape)}")
+    groups = found.shape[-1]
+    fit = [size for size in (*(size for size in GROUP_SIZES if size < k), k) if group_count(k, size) == groups]
+    fit = [size for size in fit if group_size is None or size == min(group_size, k)]
+    if len(fit) != 1:
+        expected = f"one of {GROUP_SIZES} or k, of which k = {k} has {groups} groups, as scale"
+        raise ValueError(f"group_size: expected {expected} {list(shape)} does, got {group_size}")
+    return found, fit[0]

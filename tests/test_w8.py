@@ -1,0 +1,309 @@
+"""8-bit weights: forms of scales, the order of bytes, files and experts, quantising, the calls on a CPU, the bound."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import builders
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensor_core import exponent
+
+import jitgemm
+from jitgemm import W4Weight, W8Weight, pack_w8, quantize_w8
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.gemm.reference import gemm_w4a8_reference
+from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, format_named
+from jitgemm.weight.packed import Weight
+
+DTYPES = list(builders.LHS_DTYPES.values())
+
+
+def parts_of(seed: int, n: int, k: int, codes: str, group_size: int = 0, **options) -> builders.WeightParts:
+    return builders.weight_parts(seed, n, k, group_size, codes=codes, bits=8, **options)
+
+
+def codes_of(seed: int, n: int, k: int, codes: str = "e4m3") -> torch.Tensor:
+    return parts_of(seed, n, k, codes).q
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(1, 24).map(lambda x: 8 * x),
+    k=st.integers(1, 12).map(lambda x: 32 * x),
+    codes=st.sampled_from(LHS_TYPES),
+    group_size=st.sampled_from((0, *GROUP_SIZES)),
+    scale_type=st.sampled_from(REAL_TYPES),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_was_packed_comes_back_bit_for_bit(seed, n, k, codes, group_size, scale_type):
+    parts = parts_of(seed, n, k, codes, group_size, scale_type=scale_type, scales="mixed")
+    weight = parts.packed
+    q, scale, zero = weight.unpack()
+    assert builders.same_bits(q, parts.q) and builders.same_bits(scale, parts.scale) and zero is None
+    assert weight.format.bits == 8 and weight.format.codes == codes and weight.groups == scale.shape[1]
+    expected = parts.dequantize_fp64()
+    assert torch.equal(weight.dequantize(), expected.float())
+    if codes == "s8":
+        sums = weight.row_sum[:n].double() - expected.sum(1)
+        assert bool((sums.abs() <= 1e-6 * expected.abs().sum(1)).all())
+    else:
+        assert weight.row_sum is None
+
+
+@pytest.mark.parametrize("codes", LHS_TYPES)
+def test_a_record_is_rows_of_128_bytes_with_the_128_byte_swizzle(codes):
+    n, k = 72, 160
+    parts = parts_of(1, n, k, codes, 32)
+    blocks = parts.packed.blocks
+    assert blocks.shape == (2, 2, 8192 + 64 * 2 * 4)
+    q = torch.zeros(128, 256, dtype=torch.int8)
+    q[:n, :k] = parts.q.view(torch.int8)
+    for row, column in [
+        (0, 0),
+        (1, 0),
+        (7, 15),
+        (9, 16),
+        (63, 127),
+        (64, 128),
+        (71, 159),
+        (71, 160),
+        (72, 0),
+        (8, 112),
+    ]:
+        strip, r, block, c = row // 64, row % 64, column // 128, column % 128
+        at = r * 128 + (c // 16 ^ r % 8) * 16 + c % 16
+        assert int(blocks.view(torch.int8)[strip, block, at]) == int(q[row, column])
+    scales = blocks[1, 0, 8192:].view(torch.bfloat16).view(4, 64)
+    assert torch.equal(scales[3, :8], parts.scale[64:, 3])
+
+
+def test_every_form_of_a_scale_is_the_same_weight():
+    n, k = 200, 320
+    q = codes_of(2, n, k)
+    one = torch.tensor(0.37)
+    rows = one.expand(n, 1)
+    forms = [one, one.view(1), one.view(1, 1), rows, rows[:, 0], rows.contiguous()]
+    assert len({bytes(pack_w8(q, scale).state_dict()["channel_scale"].numpy().tobytes()) for scale in forms}) == 1
+    for scale in forms:
+        assert pack_w8(q, scale).format == WeightFormat(0, False, "fp32", "e4m3", bits=8)
+    block = torch.rand(2, 3)
+    by_group = block.repeat_interleave(128, 0)[:n]
+    assert torch.equal(pack_w8(q, block).blocks, pack_w8(q, by_group, group_size=128).blocks)
+    assert torch.equal(pack_w8(q, block).dequantize(), q.float() * by_group.repeat_interleave(128, 1)[:, :k])
+
+
+def test_groups_are_told_by_the_scales_columns_where_one_size_fits():
+    q = codes_of(3, 16, 2048)
+    for size in GROUP_SIZES:
+        assert pack_w8(q, torch.ones(16, 2048 // size)).group_size == size
+    small = q[:, :160]
+    for groups, sizes in ((1, (160,)), (2, (128,)), (3, (64,)), (5, (32,))):
+        assert pack_w8(small, torch.ones(16, groups)).group_size == sizes[0]
+    with pytest.raises(ValueError, match=r"group_size: expected one of .* k = 160 has 2 groups.*, got 64"):
+        pack_w8(small, torch.ones(16, 2), group_size=64)
+    with pytest.raises(ValueError, match=r"group_size: expected one of .* k = 160 has 4 groups.*, got None"):
+        pack_w8(small, torch.ones(16, 4))
+
+
+def test_e8m0_scales_are_the_same_powers_of_two():
+    bits = torch.arange(256, dtype=torch.uint8).view(128, 2)
+    scale = bits.view(torch.float8_e8m0fnu)
+    weight = pack_w8(codes_of(4, 128, 256), scale, group_size=128)
+    found = weight.unpack()[1]
+    assert found.dtype == torch.bfloat16
+    exact = torch.exp2(bits.double() - 127)
+    exact[127, 1] = torch.nan
+    assert torch.equal(found.double().nan_to_num(-1), exact.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("codes", LHS_TYPES)
+def test_experts_pack_as_each_would(codes):
+    each = [parts_of(seed, 136, 288, codes, 32) for seed in range(3)]
+    q = torch.stack([parts.q.view(torch.int8) for parts in each]).view(each[0].q.dtype)
+    whole = pack_w8(q, torch.stack([parts.scale for parts in each]))
+    stacked = W8Weight.stacked(3, lambda e: each[e].packed)
+    assert whole.experts == 3 and torch.equal(whole.blocks, stacked.blocks) and whole.format == stacked.format
+    for expert, parts in zip(whole, each):
+        assert isinstance(expert, W8Weight) and torch.equal(expert.dequantize(), parts.packed.dequantize())
+    per_tensor = torch.rand(3)
+    expected = q.float() * per_tensor[:, None, None]
+    for scale in (per_tensor, per_tensor[:, None], per_tensor[:, None, None]):
+        assert torch.equal(pack_w8(q, scale).dequantize(), expected)
+    block = torch.rand(3, 2, 3)
+    by_row = block.repeat_interleave(128, 1)[:, :136].repeat_interleave(128, 2)[:, :, :288]
+    assert torch.equal(pack_w8(q, block).dequantize(), q.float() * by_row)
+
+
+def test_files_copies_and_pickles():
+    weight = parts_of(5, 72, 160, "s8", 128).packed
+    other = builders.weight_parts(5, 72, 160).packed
+    for again in (
+        W8Weight.from_state_dict(weight.state_dict("a."), "a."),
+        Weight.from_state_dict(weight.state_dict()),
+        copy.deepcopy(weight),
+        pickle.loads(pickle.dumps(weight)),
+    ):
+        assert type(again) is W8Weight and again.format == weight.format
+        assert torch.equal(again.blocks, weight.blocks) and torch.equal(again.row_sum, weight.row_sum)
+    assert type(Weight.from_state_dict(other.state_dict())) is W4Weight
+    with pytest.raises(ValueError, match="expected a packed W8 weight, got another tensor"):
+        W8Weight.from_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="expected a packed W4 weight, got another tensor"):
+        W4Weight.from_state_dict(weight.state_dict())
+    assert repr(weight) == "W8Weight(n=72, k=160, group_size=128, int8, bf16 scales, device='cpu')"
+    with pytest.raises(TypeError, match=r"got a packed 8-bit weight \(W8Weight\)"):
+        weight @ torch.ones(160)
+
+
+@pytest.mark.parametrize(
+    "q, scale, error, message",
+    [
+        (torch.zeros(16, 64), torch.ones(1), TypeError, "q: expected float8_e4m3fn or int8, got float32"),
+        (torch.zeros(16, 64, dtype=torch.uint8), torch.ones(1), TypeError, "q: expected float8_e4m3fn or int8, got uint8"),
+        (torch.zeros(64, dtype=torch.int8), torch.ones(1), ValueError, r"q: expected shape \[n, k\] or \[experts, n, k\]"),
+        (torch.zeros(12, 64, dtype=torch.int8), torch.ones(1), ValueError, "q: expected n, its rows, to be a positive mult"),
+        (torch.zeros(16, 48, dtype=torch.int8), torch.ones(1), ValueError, "q: expected k to be a positive multiple of 32"),
+        (torch.zeros(16, 64, dtype=torch.int8), torch.ones(8, 1), ValueError, r"scale: expected one element, shape \[16\], "),
+        (torch.zeros(16, 64, dtype=torch.int8), torch.ones(16, 1).double(), TypeError, "scale: expected bfloat16, float16"),
+        (torch.zeros(16, 64, dtype=torch.int8), 1.0, TypeError, "scale: expected a torch.Tensor, got float"),
+        (torch.zeros(16, 64, dtype=torch.int8), torch.ones(1, device="meta"), ValueError, "scale: expected a tensor with v"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_pack_w8(q, scale, error, message):
+    with pytest.raises(error, match=message):
+        pack_w8(q, scale)
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_formats():
+    for group_size in (0, *GROUP_SIZES):
+        for codes in LHS_TYPES:
+            format = WeightFormat(group_size, False, "bf16", codes, bits=8)
+            assert format_named(format.name) == format and format.name.startswith("w8-")
+            assert format_named(format.name.removeprefix("w8-")).bits == 4
+    for wrong in (dict(zero_point=True, codes="any"), dict(codes="any"), dict(offset=True, group_size=32)):
+        with pytest.raises(ValueError, match="bits: expected 4 with"):
+            WeightFormat(**(dict(group_size=0, zero_point=False, scale_type="bf16", codes="s8", bits=8) | wrong))
+    with pytest.raises(ValueError, match="bits: expected 4 or 8, got 2"):
+        WeightFormat(0, False, "bf16", bits=2)
+
+
+def test_int8_per_channel_stops_where_int32_may_overflow():
+    format = WeightFormat(0, False, "bf16", "s8", bits=8)
+    assert Problem(1, 8, 131040, "s8", format)
+    with pytest.raises(ValueError, match="k: expected at most 131040 for int8 with scales per channel, got 131072"):
+        Problem(1, 8, 131072, "s8", format)
+    assert Problem(1, 8, 131072, "s8", WeightFormat(128, False, "bf16", "s8", bits=8))
+
+
+# ---- quantising ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [None, 128])
+@pytest.mark.parametrize("n, k", [(8, 32), (200, 320), (256, 128)])
+def test_quantize_w8_is_the_nearest_of_its_type_for_the_largest_of_a_row_or_block(dtype, block, n, k, monkeypatch):
+    monkeypatch.setattr("jitgemm.weight.quantize._CHUNK", {"cpu": 1, "cuda": 1})  # a row, or a row of blocks, at a time
+    w = torch.randn(n, k, generator=builders.generator(6))
+    w[0] = 0
+    largest = 448.0 if dtype.is_floating_point else 127.0
+    weight = quantize_w8(w, dtype, block=block)
+    assert isinstance(weight, W8Weight) and weight.format.codes == ("e4m3" if dtype.is_floating_point else "s8")
+    q, scale, _ = weight.unpack()
+    size = block or k
+    for row in range(0, n, block or 1):
+        for column in range(0, k, size):
+            part = w[row : row + (block or 1), column : column + size]
+            s = part.abs().max() / largest
+            assert float(scale[row, column // size]) == float(s)
+            steps = part / (s if s else 1)
+            nearest = steps.clamp(-largest, largest).to(dtype) if dtype.is_floating_point else steps.round().to(dtype)
+            assert torch.equal(q[row : row + (block or 1), column : column + size].float(), nearest.float())
+    experts = quantize_w8(torch.stack((w, w)), dtype, block=block)
+    assert experts.experts == 2 and torch.equal(experts[1].blocks, weight.blocks)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(block=64), ValueError, "block: expected None or 128, got 64"),
+        (dict(lhs_dtype=torch.float16), TypeError, "lhs_dtype: expected float8_e4m3fn or int8, got float16"),
+        (dict(w=torch.zeros(8, 32, dtype=torch.int8)), TypeError, "w: expected bfloat16, float16 or float32"),
+        (dict(w=torch.full((8, 32), torch.inf)), ValueError, r"w: expected finite values, got inf at \[0, 0\]"),
+        (dict(w=torch.full((2, 8, 32), torch.nan)), ValueError, r"w\[0\]: expected finite values, got nan at \[0, 0\]"),
+    ],
+)
+def test_wrong_arguments_of_quantize_w8(change, error, message):
+    with pytest.raises(error, match=message):
+        quantize_w8(**(dict(w=torch.zeros(8, 32), lhs_dtype=torch.int8) | change))
+
+
+# ---- reference and bound ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codes", LHS_TYPES)
+@pytest.mark.parametrize("group_size", [0, 32, 128])
+def test_the_reference_is_the_product_of_what_was_packed(codes, group_size):
+    parts = parts_of(7, 136, 288, codes, group_size)
+    affine = codes == "s8"
+    lhs = builders.affine_lhs(8, 5, 288) if affine else builders.lhs(8, 5, 288, codes)
+    bias = builders.bias(9, 136)
+    ref = gemm_w4a8_reference(lhs, parts.packed, bias=bias, out_dtype=torch.float64)
+    x = lhs[0].double() - (lhs[2].double() if affine else 0)
+    expected = (x @ parts.dequantize_fp64().T) * lhs[1].double() + bias.double()
+    assert torch.allclose(ref, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
+
+
+def test_the_reference_takes_activations_of_the_weights_type_only():
+    weight = parts_of(7, 8, 32, "s8").packed
+    with pytest.raises(TypeError, match=r"lhs\[0\] \(x\): expected int8, got float8_e4m3fn"):
+        gemm_w4a8_reference(builders.lhs(8, 5, 32, "e4m3"), weight)
+
+
+def tensor_core(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """x [m, k] · q [n, k]ᵀ of e4m3 as the tensor cores add up a run of 128 k, promoted in fp32 (see tensor_core.py)."""
+    acc = torch.zeros(x.shape[0], q.shape[0])
+    for first in range(0, x.shape[1], 128):
+        run = torch.zeros(acc.shape, dtype=torch.float64)
+        for k in range(first, min(first + 128, x.shape[1]), 32):
+            a, b = x[:, None, k : k + 32].double(), q[None, :, k : k + 32].double()
+            stated = exponent(a).clamp(min=-6) + exponent(b).clamp(min=-6)
+            stated = stated.where(a * b != 0, -torch.inf).amax(-1)
+            unit = torch.exp2(torch.maximum(stated, exponent(run)).clamp(min=-1000) - 13)
+            total = (torch.trunc(a * b / unit[..., None]) * unit[..., None]).sum(-1) + torch.trunc(run / unit) * unit
+            last = torch.exp2(exponent(total).clamp(min=-1000) - 13)
+            run = torch.trunc(total / last) * last
+        acc += run.float()
+    return acc.double()
+
+
+@pytest.mark.parametrize("kind", ["random", "outlier", "subnormal", "small weights"])
+def test_the_bound_holds_for_what_tensor_cores_lose(kind):
+    g = builders.generator(10)
+    n, m, k = 64, 16, 320
+    q = torch.randn(n, k, generator=g)
+    x = torch.randn(m, k, generator=g)
+    if kind == "outlier":  # all else of its step is just below the cut
+        x[:, ::32], x[:, 1::32] = 256, 0.03
+        q = torch.full((n, k), 3.5)
+    scale = {"subnormal": 2.0**-8, "small weights": 2.0**-5}.get(kind, 16.0)
+    q, x = (q * scale).to(torch.float8_e4m3fn), x.to(torch.float8_e4m3fn)
+    weight = pack_w8(q, torch.ones(1))
+    ref, limit = gemm_w4a8_bound((x, torch.ones(1)), weight, out_dtype=torch.float32)
+    share = ((tensor_core(x, q) - ref).abs() / limit.clamp(min=1e-300)).max()
+    assert 0 < share <= 1 or (kind == "subnormal" and share <= 1)
+
+
+def test_public_names():
+    for name in ("W8Weight", "pack_w8", "quantize_w8"):
+        assert getattr(jitgemm, name).__name__ == name
