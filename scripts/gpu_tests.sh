@@ -1,9 +1,16 @@
 #!/usr/bin/env bash
 # Runs the tests marked `gpu` and writes a note on the run, for docs/notes/log/:
 #   scripts/gpu_tests.sh NOTE.md [COMMIT] [pytest arguments]
-# COMMIT is asked of git when it is not given or is "-". GPU_TESTS_LIMIT_S limits the run (default 540 seconds).
-# GPU_TESTS_SHARDS processes run a part of the tests each at the same time (default 4): most of a test is the host's
-# work. Exits as the pytest that did worst does.
+# COMMIT is asked of git when it is not given or is "-".
+#
+# Without arguments for pytest the files that have such tests are collected.
+#
+# Most of a test is the host's work, so GPU_TESTS_SHARDS processes (default: one for two CPUs, at most 8) run a part of
+# the tests each at the same time, with their share of the CPUs as threads. They share a kernel cache, empty at first
+# (GPU_TESTS_CACHE names another), and compile no kernel twice.
+#
+# GPU_TESTS_LIMIT_S limits the run (default 540 seconds): processes then end as by Ctrl-C, with a summary of what ran.
+# A failure is printed when it happens. Exits as the pytest that did worst does; 124: the limit.
 set -euo pipefail
 WANT_TESTS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -16,26 +23,41 @@ note="$(realpath -m "$1")"
 commit="${2:--}"
 shift $(($# < 2 ? $# : 2))
 cd "$ROOT"
+[ $# -gt 0 ] || set -- $(grep -l 'mark\.gpu' tests/test_*.py) # others take seconds to import
 if [ "$commit" = - ]; then
     commit="$(git describe --always --dirty --abbrev=12 2>/dev/null || echo unknown)"
 fi
 
 logs="$(mktemp -d)"
 trap 'rm -rf "$logs"' EXIT
-shards="${GPU_TESTS_SHARDS:-4}"
+cpus="$("$PYTHON" -c 'from jitgemm.jit.compile_many import default_threads; print(default_threads())')"
+shards=$((cpus < 4 ? 1 : cpus < 16 ? cpus / 2 : 8))
+shards="${GPU_TESTS_SHARDS:-$shards}"
+threads=$((cpus > shards ? cpus / shards : 1))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}" # else each process takes all CPUs for its own
+export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-$threads}"
+export GPU_TESTS_CACHE="${GPU_TESTS_CACHE:-$logs/kernels}"
+export JITGEMM_CACHE_DIR="$GPU_TESTS_CACHE"
+export GPU_TESTS_FAILURES="$logs/failures"
+export PYTHONUNBUFFERED=1 # a process that is killed has written what it did
+touch "$GPU_TESTS_FAILURES"
+tail -n +1 -f --pid=$$ "$GPU_TESTS_FAILURES" &
+watch=$!
+
 processes=()
 for shard in $(seq "$shards"); do
-    timeout "${GPU_TESTS_LIMIT_S:-540}" "$PYTHON" -m pytest -m gpu --durations=10 --shard "$shard/$shards" "$@" \
-        >"$logs/$shard" 2>&1 &
+    timeout --kill-after=20 "${GPU_TESTS_LIMIT_S:-540}" "$PYTHON" -m pytest -m gpu --tb=short --durations=10 \
+        --shard "$shard/$shards" "$@" >"$logs/shard-$shard" 2>&1 &
     processes+=($!)
 done
 status=0
 for process in "${processes[@]}"; do
     wait "$process" || { code=$?; status=$((code > status ? code : status)); }
 done
-cat "$logs"/*
+kill "$watch" 2>/dev/null || true
+cat "$logs"/shard-*
 
 mkdir -p "$(dirname "$note")"
-"$PYTHON" scripts/gpu_note.py "$commit" "$status" "$logs"/* >"$note"
+"$PYTHON" scripts/gpu_note.py "$commit" "$status" "$GPU_TESTS_FAILURES" "$logs"/shard-* >"$note"
 say "Written to $note"
 exit "$status"

@@ -6,7 +6,9 @@ Everything is drawn on the CPU and then moved, so that a seed means the same pro
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +27,12 @@ ALL_FORMATS = tuple(itertools.product((*GROUP_SIZES, PER_CHANNEL), (False, True)
 LHS_DTYPES = {name: torch_dtype(name) for name in LHS_TYPES}
 LHS_MEANS = ("zero", "positive")
 SCALE_KINDS = ("plain", "negative", "tiny", "huge", "mixed")
+
+
+def two_thirds(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Two thirds of the product of three or more, in which every pair of values of two of them still occurs."""
+    numbered = itertools.product(*(list(enumerate(each)) for each in values))
+    return [tuple(value for _, value in drawn) for drawn in numbered if sum(number for number, _ in drawn) % 3]
 
 
 def generator(seed: int) -> torch.Generator:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import zlib
+from collections.abc import Iterator
 
 import pytest
+
+FAILURES = os.environ.get("GPU_TESTS_FAILURES")
+"""A file that takes each failure as it happens: a run that is cut off has said by then what failed."""
 
 
 @functools.cache
@@ -29,6 +35,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all-kernels", action="store_true", help="compile every kernel of test_compile.py, not a sample of them"
     )
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts of the tests, I from 1 to N")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if FAILURES:  # what runs under a time limit ends by it as by Ctrl-C: with pytest's summary of what ran
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if FAILURES and report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = (crash.message if crash else report.longreprtext).split("\n")[0]
+        with open(FAILURES, "a", encoding="utf-8") as file:
+            file.write(f"FAILED {report.nodeid} - {message}\n{report.longreprtext}\n\n")
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels of the module go to a folder that is empty when the run starts.
+
+    That of the whole run, where GPU_TESTS_CACHE names one: its processes then compile no kernel twice.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        folder = os.environ.get("GPU_TESTS_CACHE") or str(tmp_path_factory.mktemp("kernels"))
+        patch.setenv("JITGEMM_CACHE_DIR", folder)
+        yield
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

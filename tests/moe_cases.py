@@ -83,6 +83,9 @@ def choices(seed: int, tokens: int, top_k: int, experts: int, kind: str = "unifo
         return torch.multinomial(odds, max(1, tokens * top_k), True, generator=g)[: tokens * top_k].view(tokens, top_k)
     if top_k > experts:
         return torch.randint(0, experts, (tokens, top_k), generator=g)
+    if tokens * experts > 1 << 22:  # so many numbers take seconds to sort
+        steps = torch.randint(1, experts // top_k + 1, (tokens, top_k), generator=g).cumsum(1)
+        return (torch.randint(0, experts, (tokens, 1), generator=g) + steps) % experts
     return torch.rand((tokens, experts), generator=g).argsort(1)[:, :top_k].contiguous()
 
 

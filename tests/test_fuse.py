@@ -717,8 +717,7 @@ def test_a_fused_model_replays_in_a_graph():
     model = quantised("Llama", "e4m3", device="cuda")
     fuse_(model)
     ids, length = IDS.cuda(), IDS.shape[1]
-    # Given as it is added to the scores: transformers before 5.23 makes one from a number on the host, which no graph
-    # can capture.
+    # Given as it is added to the scores: transformers 5.17 makes one from a number on the host, which no graph captures.
     mask = torch.full((length, length), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16, device="cuda").triu(1)
     options = {"attention_mask": mask.expand(len(IDS), 1, -1, -1), "use_cache": False}
     others = [ids.clone(), ids.flip(0), (ids + 11) % 96]

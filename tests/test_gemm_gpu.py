@@ -506,33 +506,33 @@ def kernel_of(lhs: str, format: WeightFormat, out: str, number: int) -> KernelSp
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_ahead(tmp_path_factory):
-    """A cache of the module's own, filled in threads with what the cases need: serially it would take minutes."""
+def compiled_ahead(request, own_cache):
+    """The cache holds what the cases need, compiled in threads: serially it would take minutes.
+
+    The processes of a run share the cache: each begins elsewhere, and finds what another has compiled.
+    """
     from jitgemm import settings
     from jitgemm.runtime import kernels
 
-    before = os.environ.get("JITGEMM_CACHE_DIR")
-    os.environ["JITGEMM_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
     figures = device_figures()
     cases = (*NASTY, *FORMATS, *RANDOM, *MEANS, *SCALES, *OFFSETS, *AFFINE, *OUTS, *CODE_ORDERS, *REPEATED)
     problems = [*(case.problem for case in cases), *invariant_problems(), *exact_problems()]
-    specs = {choose(problem, figures) for problem in problems}
-    specs |= {kernel_of(*drawn) for drawn in drawn_kernels()}
-    specs |= {candidate.kernel for lhs in LHS_TYPES for candidate in candidates(small_problem(lhs), figures)}
+    found = {choose(problem, figures) for problem in problems}
+    found |= {kernel_of(*drawn) for drawn in drawn_kernels()}
+    found |= {candidate.kernel for lhs in LHS_TYPES for candidate in candidates(small_problem(lhs), figures)}
+    specs = sorted(found, key=lambda spec: spec.label)
+    part, parts = map(int, (request.config.getoption("--shard") or "1/1").split("/"))
+    first = len(specs) * (part - 1) // parts
+    specs = specs[first:] + specs[:first]
     if settings.debug():
-        specs = {replace(spec, debug=True) for spec in specs}
+        specs = [replace(spec, debug=True) for spec in specs]
 
     def build(spec: KernelSpec) -> None:
         with suppress(JitGemmError):  # the test that needs it will say so
             kernels.cache.get_or_compile(kernel_source(spec))
 
-    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(build, specs))
-    yield
-    if before is None:
-        del os.environ["JITGEMM_CACHE_DIR"]
-    else:
-        os.environ["JITGEMM_CACHE_DIR"] = before
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -1339,7 +1339,7 @@ def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
     kernels = kernels_for(n, k, "s8", format, device_figures(), 700)
     if settings.debug():
         kernels = [replace(spec, debug=True) for spec in kernels]
-    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(registry.cache.get_or_compile, map(kernel_source, kernels)))
     monkeypatch.setattr(registry, "kernels", {})
     monkeypatch.setenv("JITGEMM_JIT", "off")

@@ -213,22 +213,3 @@ def test_shards_are_all_tests_once_each():
 
     shards = [collected("--shard", f"{part}/2") for part in (1, 2)]
     assert all(shards) and sorted(sum(shards, [])) == sorted(collected())
-
-
-def test_a_note_adds_up_what_the_processes_of_a_gpu_run_say(tmp_path):
-    logs = (
-        "12 passed, 2 skipped in 10.5s (0:00:10)",
-        "FAILED tests/test_a.py::b\n1 failed, 30 passed in 22.6s (0:00:22)",
-    )
-    paths = [tmp_path / "1", tmp_path / "2"]
-    for path, text in zip(paths, logs):
-        path.write_text(text)
-    command = [sys.executable, "scripts/gpu_note.py", "abc", "1", *map(str, paths)]
-    note = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "| Commit | abc |" in note and "- tests/test_a.py::b" in note
-    assert "| Result | 42 passed, 2 skipped, 1 failed in 23 s by 2 processes |" in note
-    paths[0].write_text("killed")
-    assert (
-        "1 processes without a result, exit status 1"
-        in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    )

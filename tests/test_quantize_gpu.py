@@ -18,22 +18,11 @@ import jitgemm
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache")]
 
 KS = (32, 96, 256, 288, 512, 1024, 1056, 4096, 4128, 14336, 16384, 16416, 32768, 32800, 65536)
 """At, just below and just above where kernels change; 32800 and more are read twice."""
 POISON = 0x5B
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    before = os.environ.get("JITGEMM_CACHE_DIR")
-    os.environ["JITGEMM_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
-    yield
-    if before is None:
-        del os.environ["JITGEMM_CACHE_DIR"]
-    else:
-        os.environ["JITGEMM_CACHE_DIR"] = before
 
 
 def on_cpu(arguments: dict) -> dict:
