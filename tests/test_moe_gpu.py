@@ -19,7 +19,7 @@ from jitgemm.gemm.grouped import m_grouped_gemm_w4a8_nt_contiguous
 from jitgemm.moe.arguments import Routing
 from jitgemm.moe.route import combine, combine_reference, route, route_and_quantize, route_reference
 from jitgemm.tensors import take_rows
-from jitgemm.weight.w4 import W4Weight
+from jitgemm.weight.packed import W4Weight
 
 pytestmark = pytest.mark.gpu
 
