@@ -34,12 +34,18 @@ __all__ = [
     "gemm_w4a8_int8_nt",
     "gemm_w4a8_nt",
     "gemm_w4a8_reference",
+    "gemm_w8a8_bf16_nt",
+    "gemm_w8a8_nt",
     "load",
     "m_grouped_gemm_w4a8_bf16_nt_contiguous",
     "m_grouped_gemm_w4a8_bf16_nt_masked",
     "m_grouped_gemm_w4a8_nt_contiguous",
     "m_grouped_gemm_w4a8_nt_masked",
     "m_grouped_gemm_w4a8_reference",
+    "m_grouped_gemm_w8a8_bf16_nt_contiguous",
+    "m_grouped_gemm_w8a8_bf16_nt_masked",
+    "m_grouped_gemm_w8a8_nt_contiguous",
+    "m_grouped_gemm_w8a8_nt_masked",
     "pack_w4",
     "pack_w8",
     "quantize_activations",
@@ -58,12 +64,18 @@ _HOMES = {
     "gemm_w4a8_int8_nt": "gemm.int8_out",
     "gemm_w4a8_nt": "gemm.call",
     "gemm_w4a8_reference": "gemm.reference",
+    "gemm_w8a8_bf16_nt": "gemm.call",
+    "gemm_w8a8_nt": "gemm.call",
     "load": "checkpoint.reader",
     "m_grouped_gemm_w4a8_bf16_nt_contiguous": "gemm.grouped",
     "m_grouped_gemm_w4a8_bf16_nt_masked": "gemm.grouped",
     "m_grouped_gemm_w4a8_nt_contiguous": "gemm.grouped",
     "m_grouped_gemm_w4a8_nt_masked": "gemm.grouped",
     "m_grouped_gemm_w4a8_reference": "gemm.reference",
+    "m_grouped_gemm_w8a8_bf16_nt_contiguous": "gemm.grouped",
+    "m_grouped_gemm_w8a8_bf16_nt_masked": "gemm.grouped",
+    "m_grouped_gemm_w8a8_nt_contiguous": "gemm.grouped",
+    "m_grouped_gemm_w8a8_nt_masked": "gemm.grouped",
     "pack_w4": "weight.pack",
     "pack_w8": "weight.pack8",
     "quantize_activations": "activations.call",
@@ -86,8 +98,8 @@ def __getattr__(name: str) -> object:
 def _load_calls() -> None:
     """What models call: compilers that trace it find plain functions, exported programs their operators."""
     for name in (
-        "W4Weight", "W8Weight", "fused_experts", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt",
-        "m_grouped_gemm_w4a8_nt_contiguous", "pack_w4", "pack_w8", "quantize_activations",
+        "W4Weight", "W8Weight", "fused_experts", "gemm_w4a8_bf16_nt", "gemm_w4a8_nt", "gemm_w8a8_bf16_nt",
+        "gemm_w8a8_nt", "m_grouped_gemm_w4a8_nt_contiguous", "pack_w4", "pack_w8", "quantize_activations",
     ):  # fmt: skip
         __getattr__(name)
 
@@ -126,12 +138,16 @@ class _UntilTorch:
 if TYPE_CHECKING:
     from jitgemm.activations.call import quantize_activations
     from jitgemm.checkpoint.reader import load
-    from jitgemm.gemm.call import gemm_w4a8_bf16_nt, gemm_w4a8_nt
+    from jitgemm.gemm.call import gemm_w4a8_bf16_nt, gemm_w4a8_nt, gemm_w8a8_bf16_nt, gemm_w8a8_nt
     from jitgemm.gemm.grouped import (
         m_grouped_gemm_w4a8_bf16_nt_contiguous,
         m_grouped_gemm_w4a8_bf16_nt_masked,
         m_grouped_gemm_w4a8_nt_contiguous,
         m_grouped_gemm_w4a8_nt_masked,
+        m_grouped_gemm_w8a8_bf16_nt_contiguous,
+        m_grouped_gemm_w8a8_bf16_nt_masked,
+        m_grouped_gemm_w8a8_nt_contiguous,
+        m_grouped_gemm_w8a8_nt_masked,
     )
     from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
     from jitgemm.gemm.reference import gemm_w4a8_reference, m_grouped_gemm_w4a8_reference

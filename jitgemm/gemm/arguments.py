@@ -88,7 +88,7 @@ def check_types(operands: Operands, batch_invariant: bool, kernel: str | None) -
     check_tensor(X_SCALE, x_scale)
     if x_zero is not None:
         check_tensor(X_ZERO, x_zero)
-    check_weight(weight, W4Weight)
+    check_weight(weight)
     check_tensor("out", out)
     if bias is not None:
         check_tensor("bias", bias)

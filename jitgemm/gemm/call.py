@@ -1,6 +1,6 @@
-"""The public call: checks arguments, then straight down to a plan; under a tracer through the `torch.library` op.
+"""The public calls: check arguments, then straight down to a plan; under a tracer through the `torch.library` op.
 
-The hot path is `gemm_w4a8_nt` down to `PreparedLaunch.run`: one look-up by everything that decides legality and kernel,
+The hot path is `_gemm` down to `PreparedLaunch.run`: one look-up by everything that decides legality and kernel,
 one by addresses. Only a miss imports the layers below, so that importing jitgemm touches neither the CUDA bindings nor
 the disk.
 """
@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from jitgemm.gemm.arguments import POINTERS, Lhs, Operands, check_arguments, check_switches, check_types, split_lhs
+from jitgemm.gemm.arguments import POINTERS, Lhs, Operands, check_arguments, check_switches, check_types
+from jitgemm.gemm.arguments import check_weight, split_lhs
 from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_tensor, dtype_name
-from jitgemm.weight.packed import PackedWeight, W4Weight
+from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -36,10 +37,8 @@ def gemm_w4a8_bf16_nt(
     Raises:
         TypeError: out is not bfloat16; else as `gemm_w4a8_nt`.
     """
-    if getattr(out, "dtype", None) is not torch.bfloat16:
-        got = dtype_name(check_tensor("out", out).dtype)
-        raise TypeError(f"out: expected bfloat16 (gemm_w4a8_nt takes other types), got {got}")
-    gemm_w4a8_nt(lhs, rhs, out, bias=bias, batch_invariant=batch_invariant, kernel=kernel)
+    check_bf16(out)
+    _gemm(W4Weight, lhs, rhs, out, bias, batch_invariant, kernel)
 
 
 def gemm_w4a8_nt(
@@ -91,6 +90,64 @@ def gemm_w4a8_nt(
         CacheMissError: the kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
+    _gemm(W4Weight, lhs, rhs, out, bias, batch_invariant, kernel)
+
+
+def gemm_w8a8_bf16_nt(
+    lhs: Lhs,
+    rhs: W8Weight,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    kernel: str | None = None,
+) -> None:
+    """`gemm_w8a8_nt` into bfloat16.
+
+    Raises:
+        TypeError: out is not bfloat16; else as `gemm_w8a8_nt`.
+    """
+    check_bf16(out)
+    _gemm(W8Weight, lhs, rhs, out, bias, batch_invariant, kernel)
+
+
+def gemm_w8a8_nt(
+    lhs: Lhs,
+    rhs: W8Weight,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    kernel: str | None = None,
+) -> None:
+    """out = lhs · rhsᵀ with scales, for weights of 8 bits: all else is `gemm_w4a8_nt`'s.
+
+    A step of 32 k of e4m3 loses at most ::
+
+        |x_scale * scale| * (2^-8 * max(max |q| in the step * max |x| in the step, |sum before|) + 2^-13 * |sum after|)
+
+    Args:
+        lhs: as `gemm_w4a8_nt` takes it, x of the weight's type. int8 with a scale per row takes k up to 131040.
+        rhs: weight [n, k] from `pack_w8`.
+        out, bias, batch_invariant, kernel: as `gemm_w4a8_nt` takes them.
+
+    Raises:
+        As `gemm_w4a8_nt`.
+    """
+    _gemm(W8Weight, lhs, rhs, out, bias, batch_invariant, kernel)
+
+
+def check_bf16(out: torch.Tensor) -> None:
+    if getattr(out, "dtype", None) is not torch.bfloat16:
+        got = dtype_name(check_tensor("out", out).dtype)
+        raise TypeError(f"out: expected bfloat16 (the call without bf16 in its name takes other types), got {got}")
+
+
+def _gemm(  # type: ignore[no-untyped-def]
+    kind: type[Weight], lhs, rhs, out, bias, batch_invariant: bool, kernel: str | None
+) -> None:
+    if type(rhs) is not kind:
+        check_weight(rhs, kind)
     if type(lhs) is tuple and len(lhs) == 2:
         x, x_scale = lhs
         x_zero = None

@@ -12,13 +12,14 @@ import math
 import torch
 
 from jitgemm.gemm.arguments import Lhs, Operands, check_switches, split_lhs
+from jitgemm.gemm.call import check_bf16
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped, experts_of
 from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
-from jitgemm.tensors import check_dtype, check_tensor, dtype_name
-from jitgemm.weight.packed import PackedWeight, W4Weight
+from jitgemm.tensors import check_dtype, check_tensor
+from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight
 
 
 def m_grouped_gemm_w4a8_bf16_nt_contiguous(
@@ -34,11 +35,8 @@ def m_grouped_gemm_w4a8_bf16_nt_contiguous(
     kernel: str | None = None,
 ) -> None:
     """`m_grouped_gemm_w4a8_nt_contiguous` into bfloat16; TypeError for another out."""
-    _check_bf16(out)
-    m_grouped_gemm_w4a8_nt_contiguous(
-        lhs, rhs, out, offsets, bias=bias, row_index=row_index, expected_m=expected_m, batch_invariant=batch_invariant,
-        kernel=kernel,
-    )  # fmt: skip
+    check_bf16(out)
+    contiguous(W4Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w4a8_nt_contiguous(
@@ -83,8 +81,49 @@ def m_grouped_gemm_w4a8_nt_contiguous(
         TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
         CacheMissError, CompileError, DriverError, UnsupportedDeviceError: as `gemm_w4a8_nt`.
     """
+    contiguous(W4Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
+
+
+def m_grouped_gemm_w8a8_bf16_nt_contiguous(
+    lhs: Lhs,
+    rhs: W8Weight,
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    row_index: torch.Tensor | None = None,
+    expected_m: float | None = None,
+    batch_invariant: bool = False,
+    kernel: str | None = None,
+) -> None:
+    """`m_grouped_gemm_w8a8_nt_contiguous` into bfloat16; TypeError for another out."""
+    check_bf16(out)
+    contiguous(W8Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
+
+
+def m_grouped_gemm_w8a8_nt_contiguous(
+    lhs: Lhs,
+    rhs: W8Weight,
+    out: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    row_index: torch.Tensor | None = None,
+    expected_m: float | None = None,
+    batch_invariant: bool = False,
+    kernel: str | None = None,
+) -> None:
+    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight of experts from `pack_w8`, and as `gemm_w8a8_nt` computes it."""
+    contiguous(W8Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
+
+
+def contiguous(  # type: ignore[no-untyped-def]
+    kind: type[Weight], lhs, rhs, out, offsets, bias=None, row_index=None, expected_m=None, batch_invariant=False,
+    kernel=None,
+) -> None:  # fmt: skip
+    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight of this kind."""
     x, x_scale, x_zero = split_lhs(lhs)
-    experts = experts_of(rhs)
+    experts = experts_of(rhs, kind)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else round(experts * _check_hint(expected_m))
@@ -104,10 +143,8 @@ def m_grouped_gemm_w4a8_bf16_nt_masked(
     kernel: str | None = None,
 ) -> None:
     """`m_grouped_gemm_w4a8_nt_masked` into bfloat16; TypeError for another out."""
-    _check_bf16(out)
-    m_grouped_gemm_w4a8_nt_masked(
-        lhs, rhs, out, masked_m, expected_m, bias=bias, batch_invariant=batch_invariant, kernel=kernel
-    )
+    check_bf16(out)
+    _masked(W4Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w4a8_nt_masked(
@@ -135,8 +172,45 @@ def m_grouped_gemm_w4a8_nt_masked(
     Raises:
         As `m_grouped_gemm_w4a8_nt_contiguous`.
     """
+    _masked(W4Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
+
+
+def m_grouped_gemm_w8a8_bf16_nt_masked(
+    lhs: Lhs,
+    rhs: W8Weight,
+    out: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: float,
+    *,
+    bias: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    kernel: str | None = None,
+) -> None:
+    """`m_grouped_gemm_w8a8_nt_masked` into bfloat16; TypeError for another out."""
+    check_bf16(out)
+    _masked(W8Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
+
+
+def m_grouped_gemm_w8a8_nt_masked(
+    lhs: Lhs,
+    rhs: W8Weight,
+    out: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: float,
+    *,
+    bias: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    kernel: str | None = None,
+) -> None:
+    """`m_grouped_gemm_w4a8_nt_masked` for a weight of experts from `pack_w8`, and as `gemm_w8a8_nt` computes it."""
+    _masked(W8Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
+
+
+def _masked(  # type: ignore[no-untyped-def]
+    kind: type[Weight], lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel
+) -> None:
     x, x_scale, x_zero = split_lhs(lhs)
-    experts = experts_of(rhs)
+    experts = experts_of(rhs, kind)
     max_m = x.shape[1] if x.dim() == 3 else 0
     x, x_scale, x_zero, out = (
         None if each is None else as_rows(name, check_tensor(name, each), experts, max_m, columns)
@@ -192,12 +266,6 @@ def _check_hint(expected_m: object) -> float:
     if isinstance(expected_m, bool) or not isinstance(expected_m, (int, float)) or not 0 <= expected_m < math.inf:
         raise TypeError(f"expected_m: expected a number of rows, got {expected_m!r}")
     return expected_m
-
-
-def _check_bf16(out: torch.Tensor) -> None:
-    if check_tensor("out", out).dtype is not torch.bfloat16:
-        got = dtype_name(out.dtype)
-        raise TypeError(f"out: expected bfloat16 (the call without bf16 in its name takes others), got {got}")
 
 
 # ---- the call --------------------------------------------------------------------------------------------------------

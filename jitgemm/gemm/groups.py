@@ -9,7 +9,7 @@ import torch
 from jitgemm.gemm.arguments import POINTERS, Operands, check_arguments, check_weight
 from jitgemm.runtime.checks import Pointer, check_device
 from jitgemm.tensors import check_dtype, check_plain, check_tensor, differ, dtype_name
-from jitgemm.weight.packed import PackedWeight, W4Weight, count_experts
+from jitgemm.weight.packed import PackedWeight, Weight, count_experts
 
 GROUPED_POINTERS = (Pointer("sizes", "offsets or masked_m"), Pointer("row_index", "row_index"), *POINTERS)
 """What a launch has addresses of, in the order of `GroupedArgs` in include/jitgemm/gemm/types.cuh."""
@@ -31,12 +31,14 @@ class Groups(NamedTuple):
     expected_rows: int
 
 
-def experts_of(rhs: object) -> int:
+def experts_of(rhs: object, kind: type[Weight] = Weight) -> int:
     if not isinstance(rhs, PackedWeight):
-        check_weight(rhs, W4Weight)
+        check_weight(rhs, kind)
     count = count_experts(rhs.blocks)
     if count is None:
-        raise ValueError("rhs: expected a weight of experts, got a dense one, which gemm_w4a8_nt takes")
+        raise ValueError(
+            f"rhs: expected a weight of experts, got a dense one, which gemm_w{rhs.format.bits}a8_nt takes"
+        )
     return count
 
 

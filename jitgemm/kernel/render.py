@@ -89,12 +89,13 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kDebug": str(spec.debug).lower(),
     }
     lines = [f"    static constexpr {name} = {value};" for name, value in constants.items()]
-    codes, zeros = _CODES[spec.lhs, fmt.codes], str(fmt.zero_point).lower()
+    codec = f"Int4Codec<{_CODES[spec.lhs, fmt.codes]}, {str(fmt.zero_point).lower()}>"
+    codec = codec if fmt.bits == 4 else f"ByteCodec<{str(spec.lhs == 's8').lower()}>"
     return "\n".join(
         [
             "struct Config {",
             "    using Wgmma = jitgemm::Wgmma;",
-            f"    using Codec = Int4Codec<{codes}, {zeros}>;",
+            f"    using Codec = {codec};",
             *lines,
             "};",
             f'static_assert(Record<Config>::kBytes == {fmt.record_bytes}, "formats.py and codec.cuh disagree");',
@@ -152,7 +153,9 @@ def _warmup(spec: KernelSpec) -> str:
     # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
     if fmt.group_size and fmt.scale_type != "bf16":
         flags += ["--scale-dtype", fmt.scale_type]
-    if not fmt.zero_point:
+    if fmt.bits == 8:
+        flags += ["--bits", "8"]
+    elif not fmt.zero_point:
         flags += ["--codes", "any" if fmt.codes == "any" else "tuned"]
     if spec.out != "bf16":
         flags += ["--out", spec.out]

@@ -112,7 +112,7 @@ class KernelSpec:
         group = f"g{fmt.group_size}" if fmt.group_size else "channel"
         parts = [self.lhs, group + ("z" if fmt.zero_point else "") + ("o" if fmt.offset else "")]
         if fmt.codes != "any":
-            parts[0] += "fast"
+            parts[0] += "fast" if fmt.bits == 4 else "w8"
         if fmt.group_size:
             parts.append(fmt.scale_type)
         if self.out != "bf16":
@@ -148,11 +148,13 @@ class KernelSpec:
         def flag(name: str) -> bool:
             return found[name] is not None
 
-        codes = found["lhs"] if flag("fast") else "any"
+        codes = found["lhs"] if flag("codes") else "any"
         scale_type = found["scale"] or "fp32"
         return cls(
             lhs=found["lhs"],
-            format=WeightFormat(number("group", 0), flag("zero"), scale_type, codes, flag("offset")),
+            format=WeightFormat(
+                number("group", 0), flag("zero"), scale_type, codes, flag("offset"), 8 if found["codes"] == "w8" else 4
+            ),
             block_m=number("m"), block_n=number("n"), stages=number("stages"), halves=1 + flag("halves"),
             warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
@@ -173,7 +175,7 @@ class KernelSpec:
 
 
 _LABEL = re.compile(
-    r"(?P<lhs>e4m3|s8)(?P<fast>fast)?-(?:channel|g(?P<group>\d+))(?P<zero>z)?(?P<offset>o)?"
+    r"(?P<lhs>e4m3|s8)(?P<codes>fast|w8)?-(?:channel|g(?P<group>\d+))(?P<zero>z)?(?P<offset>o)?"
     r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-to(?P<out>fp32|fp16))?-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
     r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"

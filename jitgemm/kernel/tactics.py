@@ -58,8 +58,10 @@ def fragment_sets(spec: KernelSpec) -> int:
 
     Two make the loop two records long. That is too much code with groups of 32, which unroll to four times as much, and
     too many registers for four warpgroups, or two CTAs, with wide tiles that convert int8's sums; with narrow tiles, or
-    codes for any activations, ptxas serialises the multiplies of a single set.
+    codes for any activations or 8-bit ones, ptxas serialises the multiplies of a single set.
     """
+    if spec.format.bits == 8:
+        return 2
     if spec.format.scale_rows == 4:
         return 1
     if spec.lhs != "s8" or spec.format.codes != "s8" or spec.format.group_size == 0:

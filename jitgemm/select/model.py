@@ -48,8 +48,9 @@ RECORD_CYCLES = 124.1
 """Latency of a record beside its multiply and promotion: barrier, loads from shared memory, loop."""
 HALVES_CYCLES = 127.1
 """Added to it in halves where a record's one group is promoted: nothing runs beside that."""
-DECODE_CYCLES = {"any": 229.7, "own": 158.7}
-"""Issue cycles of a scheduler for a record on one warpgroup: codes for any activations, or for this type's alone."""
+DECODE_CYCLES = {"any": 229.7, "own": 158.7, "bytes": 40.0}
+"""Issue cycles of a scheduler for a record on one warpgroup: codes for any activations, for this type's alone, and of 8
+bits, which are only loaded; the last is not fitted."""
 PROMOTE_CYCLES = {"e4m3": 1.45, "s8": 2.633}
 """Issue cycles of a scheduler for every accumulator register promoted, by lhs type."""
 FETCH_CYCLES = 1695.0
@@ -114,7 +115,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     groups = max(1, fmt.scale_rows)
     ops_per_cycle = device.tensor_ops_per_us * cycle / device.num_sms
     multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.block_m / ops_per_cycle
-    decode = DECODE_CYCLES["any" if fmt.codes == "any" else "own"]
+    decode = DECODE_CYCLES["bytes" if fmt.bits == 8 else "any" if fmt.codes == "any" else "own"]
     every = promote_records(spec)
     promote = multiplies * groups / every * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs] if every else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES

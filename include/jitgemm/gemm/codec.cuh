@@ -1,7 +1,8 @@
-// 4-bit codes to wgmma A fragments, and the record that they lie in. A codec owns the bytes of its codes and says how a
+// Codes of 4 or 8 bits to wgmma A fragments, and the record that they lie in. A codec owns the bytes of its codes and says how a
 // warpgroup turns a record of them into fragments; another width or number format is another codec.
 //
-// One 16-byte load holds the codes of two k-steps of 32; a 32-bit word holds two fragment registers of one row: set A
+// 8-bit codes are fragments already, in rows of 128 bytes with the 128-byte swizzle. Of 4-bit ones,
+// one 16-byte load holds the codes of two k-steps of 32; a 32-bit word holds two fragment registers of one row: set A
 // is k = 4*(lane%4)..+3 of the step, set B the same at k + 16.
 //
 // Word of signed codes: s is the sign, v the code's low three bits, inverted where it is negative (one's complement):
@@ -130,6 +131,26 @@ struct Int4Codec : Codes {
     __device__ __forceinline__ static u32 set_b(u32 word, u32 zero) {
         if constexpr (kZeroPoint) return Codes::minus_zero(word >> 4 & 0x0F0F0F0Fu, zero);
         else return Codes::signed_b(word);
+    }
+};
+
+// 8-bit codes of the activations' type.
+template <bool kIntegers>
+struct ByteCodec {
+    static constexpr bool kIntegerSums = kIntegers;
+    static constexpr float kOutputScale = 1.0f;
+    static constexpr u32 kOne = kIntegers ? 0x01010101u : 0x38383838u;
+    static constexpr bool kZeroPoint = false;
+    static constexpr u32 kCodeBytes = kStripRows * kBlockK;
+
+    // As Int4Codec's. Chunk c of 16 k of a row lies at c ^ (row % 8), so that the record's address is a multiple of 128.
+    template <u32 kChunks>
+    __device__ __forceinline__ static void load(u32 (&step)[4][4], u32 record, u32, const Position& position) {
+        // Matrices 0 and 1 are rows 0-7 and 8-15 at the step's first k, matrices 2 and 3 at k + 16.
+        const u32 row = position.lane % 16, half = position.lane / 16;
+        const u32 first = record + (position.warp * 16 + row) * kSwizzledRow + (half ^ row % kSwizzleRows) * 16;
+#pragma unroll
+        for (u32 s = 0; s < 4; ++s) load_matrix_x4(step[s], first ^ s * 32);
     }
 };
 
