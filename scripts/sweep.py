@@ -77,7 +77,7 @@ def problem_of(cell: Cell) -> Problem:
     """The problem as the selector sees it: with the last m of its band."""
     name, n, k, m, *experts = cell
     if experts:
-        rows = GroupedCell(n, k, m, "", Experts(*experts)).most_rows
+        rows = GroupedCell(n, k, m, "", Experts(*experts)).expected_rows
         return Problem(band_end(rows, experts[0]), n, k, *FORMATS[name], experts=experts[0])
     return Problem(band_end(m), n, k, *FORMATS[name])
 
@@ -325,7 +325,7 @@ class Bench:
 
         cell = GroupedCell(self.n, self.k, tokens, "", experts)
         (operands,) = self._operands(cell.most_rows, self.weights)
-        groups = [Groups(offsets, None, 0, cell.most_rows) for offsets in offsets_of(cell, "cuda")]
+        groups = [Groups(offsets, None, 0, cell.expected_rows) for offsets in offsets_of(cell, "cuda")]
 
         def calls(kernel: KernelSpec) -> list[Callable[[], None]]:
             plan = GroupedPlan(operands, groups[0], kernel)

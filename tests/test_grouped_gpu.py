@@ -111,12 +111,17 @@ SPECS = [
     dict(block_m=128, block_n=128, stages=4),
     dict(block_m=128, block_n=128, halves=2, stages=4),
     dict(block_m=176, block_n=128, stages=3),
+    dict(block_m=80, block_n=192, stages=4),
+    dict(block_m=144, block_n=128, multicast_lhs=2, stages=4),
+    dict(block_m=160, block_n=128, halves=2, multicast_lhs=2, stages=3),
+    dict(block_m=112, block_n=192, multicast_lhs=2, stages=3),
 ]
 
 
 @pytest.mark.parametrize("shape", SPECS, ids=lambda shape: "-".join(f"{k}{v}" for k, v in shape.items()))
 @pytest.mark.parametrize("name", ["e4m3", "s8", "s8-channel"])
-def test_the_same_bits_as_the_dense_kernel(name, shape):
+@pytest.mark.parametrize("gathered", [False, True])
+def test_the_same_bits_as_the_dense_kernel(gathered, name, shape):
     experts, n, k = 37, 200, 1056
     lhs_type, options = FORMATS[name]
     weight = experts_on_gpu(experts, n, k, lhs_type, options)
@@ -127,8 +132,10 @@ def test_the_same_bits_as_the_dense_kernel(name, shape):
     fmt = weight.format if weight.format.group_size else replace(weight.format, scale_type="fp32")
     spec = KernelSpec(lhs_type, fmt, **shape)
     out, bias = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda"), torch.randn(experts, n, device="cuda")
-    operands = Operands(*lhs, None, weight, out, bias)
-    groups = Groups(offsets_of(counts), None, 0, rows)
+    order = torch.randperm(rows, device="cuda") if gathered else torch.arange(rows, device="cuda")
+    row_index = torch.argsort(order).int() if gathered else None
+    operands = Operands(*(each[order] for each in lhs), None, weight, out, bias)
+    groups = Groups(offsets_of(counts), row_index, 0, rows)
     GroupedPlan(operands, groups, replace(spec, experts=64)).launch(operands, groups)
     end = 0
     for e, count in enumerate(counts):

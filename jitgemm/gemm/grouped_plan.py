@@ -74,7 +74,7 @@ class GroupedPlan(PreparedLaunch):
             box = 128 // out.element_size(), box_rows
             return TileMap(spec.out, columns=n, rows=rows, row_bytes=out_row_bytes, box=box)
 
-        x_maps = x_map(spec.block_m), x_map(1 if gathers else SWIZZLE_ROWS)
+        x_maps = x_map(spec.block_m // spec.multicast_lhs), x_map(1 if gathers else SWIZZLE_ROWS)
         out_maps = out_map(slice_tokens(spec)), out_map(SWIZZLE_ROWS), out_map(1)
         loaded = KERNELS.load(spec, x.get_device())
         lhs, out_at = (i for i, pointer in enumerate(GROUPED_POINTERS) if pointer.field in ("lhs", None))

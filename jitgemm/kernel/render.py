@@ -15,6 +15,7 @@ from jitgemm.kernel.spec import KernelSpec, slice_tokens, smem_bytes, wgmma_shap
 from jitgemm.kernel.tactics import (
     direct_lhs,
     fragment_sets,
+    multiply_widths,
     pins_shared_base,
     prefetch_stages,
     promote_records,
@@ -32,8 +33,7 @@ _CODES = {
 }
 
 
-def _wgmma(spec: KernelSpec) -> str:
-    tokens = spec.block_m // spec.halves
+def _wgmma(spec: KernelSpec, tokens: int) -> str:
     if tokens not in wgmma_shapes(spec.lhs):
         raise ValueError(f"spec: wgmma has no N = {tokens} for {spec.lhs}")
     count = tokens // 2
@@ -46,9 +46,11 @@ def _wgmma(spec: KernelSpec) -> str:
     a = ", ".join(f"%{count + i}" for i in range(4))
     return f"""\
 // d = a * b, or d += a * b: a is 64 x 32 in registers, b is {tokens} x 32 in shared memory.
-struct Wgmma {{
+template <>
+struct Wgmma<{tokens}> {{
     using Accumulator = {accumulator};
-    __device__ __forceinline__ static void issue({accumulator} (&d)[{count}], const u32 (&a)[4], u64 b,
+    template <int kCount>
+    __device__ __forceinline__ static void issue({accumulator} (&d)[kCount], const u32 (&a)[4], u64 b,
                                                  bool accumulate) {{
         asm volatile(
             "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
@@ -75,6 +77,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kMulticastLhs": spec.multicast_lhs,
         "u32 kMulticastRhs": spec.multicast_rhs,
         "u32 kExperts": spec.experts,
+        "u32 kWidths": len(multiply_widths(spec)),
         "u32 kProducerRegisters": spec.producer_registers,
         "u32 kConsumerRegisters": spec.consumer_registers if spec.warpgroups > 1 else 0,
         "u32 kGroupSize": fmt.group_size,
@@ -94,9 +97,14 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
     return "\n".join(
         [
             "struct Config {",
-            "    using Wgmma = jitgemm::Wgmma;",
+            "    template <u32 kTokens>",
+            "    using Wgmma = jitgemm::Wgmma<kTokens>;",
             f"    using Codec = {codec};",
             *lines,
+            "    __device__ static constexpr u32 width(u32 index) {",
+            f"        constexpr u32 widths[] = {{{', '.join(map(str, multiply_widths(spec)))}}};",
+            "        return widths[index];",
+            "    }",
             "};",
             f'static_assert(Record<Config>::kBytes == {fmt.record_bytes}, "formats.py and codec.cuh disagree");',
             f'static_assert(Shared<Config>::kBytes == {smem_bytes}, "spec.py and shared.cuh disagree");',
@@ -111,13 +119,17 @@ def render(spec: KernelSpec) -> str:
     parameters.append(f"const __grid_constant__ jitgemm::{'GroupedArgs' if spec.experts else 'Args'} args")
     indent = ",\n" + " " * (len(KERNEL_NAME) + 1)
     addresses = ", ".join(f"&{name}" for name in (*maps, "out_map", "out_map")[:5])
+    multiplies = "\n".join(_wgmma(spec, width // spec.halves) for width in multiply_widths(spec))
     cluster = f"__cluster_dims__({spec.cluster_size}, 1, 1) " if spec.cluster_size > 1 else ""
     return f"""\
 // jitgemm W4A8 kernel {spec.label}
 #include <jitgemm/types.cuh>
 
 namespace jitgemm {{
-{_wgmma(spec)}}}
+template <u32 kTokens>
+struct Wgmma;
+
+{multiplies}}}
 
 #include <jitgemm/gemm/kernel.cuh>
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from jitgemm.jit.sass import Yields
 from jitgemm.kernel.formats import BLOCK_K, ceil_div
-from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes
+from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes, wgmma_shapes
 
 MIN_PREFETCH_STAGES = 5
 PREFETCH_BYTES = {1: 54_000, 2: 40_000}
@@ -69,6 +69,24 @@ def fragment_sets(spec: KernelSpec) -> int:
     four = spec.warpgroups == 4 and spec.block_m >= 48
     crowded = spec.ctas_per_sm == 2 and spec.block_m >= 64 and spec.format.scale_rows == 1
     return 1 if four or crowded else 2
+
+
+def multiply_widths(spec: KernelSpec) -> tuple[int, ...]:
+    """Tokens of the multiplies that a kernel has, one a loop of its own: a tile takes the narrowest that its tokens fit.
+
+    A grouped GEMM's tiles end with their experts, so that most of them are not full: multiplies as wide as needed are 2
+    to 12 % faster where tensor cores or conversions bind (docs/moe.md). With several factors a record, or zero points,
+    a loop takes ptxas seconds, and registers run short.
+    """
+    full, fmt = spec.block_m, spec.format
+    cuts = spec.experts > 0 and full >= 64 and spec.warpgroups_k == spec.split_k == 1
+    cuts = cuts and fmt.scale_rows <= 1 and not (fmt.offset or fmt.zero_point)
+    # Sums that stay in the tensor cores for the whole tile lie by halves of the full width.
+    if not cuts or (spec.halves > 1 and not promote_records(spec)):
+        return (full,)
+    rounded = (16 * ceil_div(full, 16 * parts) for parts in (4, 2))
+    legal = {width for width in (*rounded, full - 32, full - 16) if width // spec.halves in wgmma_shapes(spec.lhs)}
+    return (*sorted(width for width in legal if 16 <= width < full), full)
 
 
 def pins_shared_base(spec: KernelSpec) -> bool:

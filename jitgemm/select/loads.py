@@ -48,6 +48,21 @@ def token_tiles(experts: int, rows: int, block_m: int) -> tuple[int, ...]:
     return tuple(sum(ceil_div(count, block_m) for count in routing) for routing in routings(experts, rows))
 
 
+@lru_cache(maxsize=4096)
+def filled(experts: int, rows: int, widths: tuple[int, ...]) -> float:
+    """Part of the full width that an average tile multiplies, if a tile takes the narrowest of the widths that it fits;
+    the last is the full one."""
+    if len(widths) == 1:
+        return 1.0
+    full, multiplied, tiles = widths[-1], 0, 0
+    for routing in routings(experts, rows):
+        for count in routing:
+            whole, rest = divmod(count, full)
+            multiplied += whole * full + (next(width for width in widths if rest <= width) if rest else 0)
+            tiles += whole + (rest > 0)
+    return multiplied / (tiles * full)
+
+
 @lru_cache(maxsize=1024)
 def weights_read(experts: int, rows: int) -> float:
     """Experts that have rows, on average: weights that a call reads."""

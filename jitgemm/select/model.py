@@ -11,16 +11,15 @@ so. Constants in microseconds do not follow a device's clock, those in cycles do
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, stage_weight_bytes
-from jitgemm.kernel.tactics import engine_stages, prefetch_stages, promote_records, split_blocks
+from jitgemm.kernel.tactics import engine_stages, multiply_widths, prefetch_stages, promote_records, split_blocks
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.loads import token_tiles, weights_read
+from jitgemm.select.loads import filled, token_tiles, weights_read
 from jitgemm.select.shapes import launched_clusters, units_along_n
 
 TILE_US = 0.979
@@ -42,8 +41,8 @@ COPY_US = 0.1855
 """Added where the copy engine brings the first activations, not the consumers."""
 MULTICAST_US = 0.7003
 """Added for a cluster that shares an operand: its start, and stages that are handed back across CTAs."""
-TABLE_US = 0.6
-"""Added where the CTAs build a table of the experts' tiles first; not fitted."""
+TABLE_US = 1.38
+"""Added where the CTAs build a table of the experts' tiles first."""
 RECORD_CYCLES = 124.1
 """Latency of a record beside its multiply and promotion: barrier, loads from shared memory, loop."""
 HALVES_CYCLES = 127.1
@@ -63,8 +62,8 @@ PREFETCH_US = 1.056
 """Most microseconds of memory's time that a kernel's prefetch saves it: the end of the kernel before is no longer."""
 L2_BYTES_PER_CYCLE = 39.0
 """Bytes that an SM draws from the L2 in a cycle while all SMs draw: `scripts/probe.py copies` measures 38.7 to 39.9."""
-LONE_BYTES_PER_CYCLE = 64.0
-"""Bytes that an SM draws in a cycle while few others do: its port's width. Counts for grouped GEMMs."""
+GROUPED_EPILOGUE = 0.735
+"""Part of an epilogue's time that counts for every tile but a CTA's last, of grouped GEMMs."""
 L2_SHARE = 0.01973
 """Part of the time that operands take from the L2 which nothing hides. Multicast saves by it."""
 OVERLAP = 4.548
@@ -97,6 +96,7 @@ class Costs(NamedTuple):
     tensor: float  # of one record on every warpgroup of the CTA; the next three alike
     issue: float
     latency: float
+    any_width: tuple[float, float]  # parts of issue and latency that do not depend on a multiply's width
     fetch: float
     l2: float  # of one record of every warpgroup along n, where all SMs draw
     stream: float  # times the HBM's
@@ -125,6 +125,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     elif promote:
         serial += promote + HALVES_CYCLES * (spec.halves - 1)
 
+    paired = PAIRED_ISSUE if spec.ctas_per_sm > 1 else 1.0
     sums = spec.block_m * spec.warpgroups_n
     tile = TILE_US + TOKEN_US * slice_tokens(spec) + HAND_US * sums * (1 - 1 / spec.warpgroups_k)
     if spec.split_k > 1:
@@ -136,8 +137,9 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     return Costs(
         # The warpgroups of an SM share its tensor cores and its schedulers.
         tensor=spec.warpgroups * multiply * cycle,
-        issue=spec.warpgroups * (decode + promote) * (PAIRED_ISSUE if spec.ctas_per_sm > 1 else 1.0) * cycle,
+        issue=spec.warpgroups * (decode + promote) * paired * cycle,
         latency=serial * cycle,
+        any_width=(spec.warpgroups * decode * paired * cycle, (decode + RECORD_CYCLES) * cycle),
         fetch=FETCH_CYCLES / (spec.stages - 1) * cycle,
         l2=spec.multicast * operands / (L2_BYTES_PER_CYCLE * device.num_sms) * cycle,
         stream=PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0,
@@ -191,38 +193,24 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     all_bytes = weights_read(problem.experts, m) * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     all_bytes += m * k + DTYPES[spec.out].bytes * m * n
     memory = all_bytes / device.hbm_bytes_per_us
-    if problem.experts:
-        memory += _tail_us(tiles, along_n, clusters, all_bytes, spec.cluster_size, device)
     # What CTAs ask for before they wait for the kernel before comes while that one ends.
     prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * ctas / device.hbm_bytes_per_us
     # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs.
     crowded = max(0.0, 2 - device.num_sms / ctas) if spec.ctas_per_sm == 1 else 0.0
     alone = ALONE_US * (ALONE_LEAST + (1 - ALONE_LEAST) * crowded) if crowded else 0.0
+    fill = filled(problem.experts, m, multiply_widths(spec))
+    issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))
     found = Times(
         memory=of.stream * max(0.0, memory - min(prefetched, PREFETCH_US)),
         fetch=records * of.fetch,
-        tensor=shared * records * of.tensor,
-        issue=shared * records * of.issue,
-        latency=records * of.latency,
-        epilogue=(rounds - 1) * of.tile,
+        tensor=shared * records * fill * of.tensor,
+        issue=shared * records * issue,
+        latency=records * latency,
+        epilogue=(rounds - 1) * of.tile * (GROUPED_EPILOGUE if problem.experts else 1.0),
         l2=L2_SHARE * units * blocks * of.l2,
         fixed=of.once + alone + of.tile + (COPY_US if stages <= of.engine_stages else 0.0),
     )
     return found, rounds, ctas
-
-
-def _tail_us(
-    tiles: Sequence[int], along_n: int, clusters: int, all_bytes: float, cluster_size: int, device: DeviceSpec
-) -> float:
-    """How much longer memory takes because few SMs draw what the last round's tiles need."""
-    lost = 0.0
-    for along_m in tiles:
-        units = along_m * along_n
-        left = units % clusters
-        alone = LONE_BYTES_PER_CYCLE * device.clock_mhz * cluster_size  # bytes a microsecond
-        if left:
-            lost += max(0.0, all_bytes / units / alone - left * all_bytes / units / device.hbm_bytes_per_us)
-    return lost / len(tiles)
 
 
 def candidate(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> Candidate:

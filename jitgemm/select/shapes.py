@@ -49,8 +49,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return f"wgmma has no N of {spec.block_m}/{spec.halves} for {spec.lhs}"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
-    if spec.experts and (spec.multicast > 1 or spec.direct):
-        return "a grouped kernel shares no operand, and its consumers copy no activations"
+    if spec.experts and (spec.multicast_rhs > 1 or spec.direct):
+        return "a grouped kernel shares no weights, and its consumers copy no activations"
     if spec.multicast > 1 and spec.split_k > 1:
         return "a cluster either splits k or shares an operand"
     if spec.multicast_lhs > 1 and spec.multicast_rhs > 1:
@@ -120,7 +120,7 @@ def _enumerate(
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
     # Per-channel kernels read their scales by a run-time type.
     fmt = fmt if fmt.group_size else replace(fmt, scale_type="fp32")
-    for shape in _shapes(block_m):
+    for shape in (*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())):
         spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, **shape)
         yield replace(spec, stages=_stages(spec, device))
 
@@ -149,6 +149,14 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
         # In one piece, a promotion leaves nothing to multiply beside it while the other CTA is waited for: up to 20 %.
         yield dict(block_n=128, halves=2, multicast_lhs=2)
         yield dict(block_n=128, halves=2, multicast_rhs=2)
+
+
+def _grouped_shapes(block_m: int) -> Iterator[dict[str, Any]]:
+    """More of them for grouped GEMMs, where few tiles share activations."""
+    if block_m > NARROW_TOKENS:
+        yield dict(block_n=128, multicast_lhs=2)
+        for halves in (1, 2):
+            yield dict(block_n=192, halves=halves, multicast_lhs=2)
 
 
 def _ways_to_sum(block_m: int, warpgroups_k: int, split_k: int) -> tuple[bool, ...]:

@@ -188,6 +188,11 @@ class GroupedCell(Cell):
         return max(1, *map(sum, self.loads))
 
     @property
+    def expected_rows(self) -> int:
+        """Rows that a caller expects, who knows tokens and experts and no routing."""
+        return max(1, round(self.m * self.experts.top_k * self.experts.count / self.experts.of))
+
+    @property
     def hit(self) -> float:
         """Weights that have rows."""
         return sum(count > 0 for load in self.loads for count in load) / ROUTINGS
@@ -204,7 +209,7 @@ class GroupedCell(Cell):
         return self.n, self.k, self.experts
 
     def problem(self, fmt: Format) -> Problem:
-        return replace(fmt.problem(self.most_rows, self.n, self.k), experts=self.experts.count)
+        return replace(fmt.problem(self.expected_rows, self.n, self.k), experts=self.experts.count)
 
     @property
     def name(self) -> str:

@@ -1,5 +1,5 @@
-// Codes of 4 or 8 bits to wgmma A fragments, and the record that they lie in. A codec owns the bytes of its codes and says how a
-// warpgroup turns a record of them into fragments; another width or number format is another codec.
+// Codes of 4 or 8 bits to wgmma A fragments, and the record that they lie in. A codec owns the bytes of its codes and
+// says how a warpgroup turns a record of them into fragments; another width or number format is another codec.
 //
 // 8-bit codes are fragments already, in rows of 128 bytes with the 128-byte swizzle. Of 4-bit ones,
 // one 16-byte load holds the codes of two k-steps of 32; a 32-bit word holds two fragment registers of one row: set A

@@ -50,7 +50,9 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
         float acc[Config::kBlockM / 2];
 #pragma unroll
         for (u32 i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
-        multiply_tile<Config>(acc, shared, position, tile.range, ring, [&] {
+        TileSums<Config> sums;
+        const u32 tokens = tile.end_token() - tile.first_token;
+        multiply_tokens<Config>(tokens, acc, sums, shared, position, tile.range, ring, [&] {
             const bool copying = !waited;
             if (copying) {
                 ActivationCopies<Config> copies(args, shared, position, tile);
@@ -66,6 +68,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
             }
             if (copying) ActivationCopies<Config>::wait(position);
         });
+        sums.take(acc);
 
         if constexpr (Config::kWarpgroupsK > 1) send_to_warpgroups(acc, consumer, parity);
         finish_tile(acc, consumer, tile, parity, scheduler.done());
@@ -111,7 +114,7 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         Scheduler<Config>::prepare(args, shared);
     }
     if constexpr (Scheduler<Config>::kClusterSize > 1) {
-        cluster_started();
+        cluster_started<kPrefetches>();
     } else {
         __syncthreads();
     }

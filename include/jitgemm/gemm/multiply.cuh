@@ -7,8 +7,8 @@
 namespace jitgemm {
 
 // acc += scale of the row * partial sum, for accumulators [first, first + kCount).
-template <int kCount, int kTotal, typename Partial>
-__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kCount],
+template <int kCount, int kTotal, int kPartials, typename Partial>
+__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kPartials],
                                         float low_row, float high_row) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
@@ -60,12 +60,39 @@ struct Fragments {
     }
 };
 
+// A warpgroup's sums of a tile, promoted and in the tensor cores.
 template <typename Config>
+struct TileSums {
+    using Partial = typename Config::template Wgmma<Config::kBlockM / Config::kHalves>::Accumulator;
+    static constexpr u32 kPartials = Config::kBlockM / Config::kHalves / 2;
+    Partial partial[Config::kInFlight][kPartials];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (u32 unit = 0; unit < Config::kInFlight; ++unit)
+#pragma unroll
+            for (u32 i = 0; i < kPartials; ++i) partial[unit][i] = 0;
+    }
+
+    // Those of the tile, where no group promoted them.
+    __device__ __forceinline__ void take(float (&acc)[Config::kBlockM / 2]) const {
+        if constexpr (Config::kPromoteRecords == 0) {
+#pragma unroll
+            for (u32 h = 0; h < Config::kHalves; ++h)
+#pragma unroll
+                for (u32 i = 0; i < kPartials; ++i) acc[h * kPartials + i] = float(partial[h][i]);
+        }
+    }
+};
+
+// Multiplies the first kWidth tokens of a tile.
+template <typename Config, u32 kWidth>
 struct Multiplier {
-    using Wgmma = typename Config::Wgmma;
     static constexpr u32 kHalves = Config::kHalves;
-    static constexpr u32 kTokens = Config::kBlockM / kHalves;  // wgmma's N
+    static constexpr u32 kTokens = kWidth / kHalves;  // wgmma's N
+    using Wgmma = typename Config::template Wgmma<kTokens>;
     static constexpr u32 kPartials = kTokens / 2;
+    using Sums = TileSums<Config>;
     static constexpr u32 kChunks = Fragments<Config>::kChunks;
     static constexpr u32 kSteps = Fragments<Config>::kSteps;
     // A chunk's scale, and its offset, which multiplies the sum of activations: the tensor cores add that up as
@@ -77,15 +104,10 @@ struct Multiplier {
     static_assert(kInFlight % kHalves == 0 && kInFlight <= kUnits, "every half in flight, or no more than there are");
     static_assert(kUnits == kHalves || Config::kPromoteRecords == 1, "units share registers one after another");
 
-    typename Wgmma::Accumulator partial[kInFlight][kPartials];
+    typename Sums::Partial (&partial)[kInFlight][Sums::kPartials];
     u32 pending = 0;  // records summed in `partial` since the last promotion
 
-    __device__ __forceinline__ Multiplier() {
-#pragma unroll
-        for (u32 unit = 0; unit < kInFlight; ++unit)
-#pragma unroll
-            for (u32 i = 0; i < kPartials; ++i) partial[unit][i] = 0;
-    }
+    __device__ __forceinline__ explicit Multiplier(Sums& sums) : partial(sums.partial) { sums.clear(); }
 
     __device__ __forceinline__ void issue(u32 unit, const Fragments<Config>& fragments, u64 descriptor) {
         const u32 half = unit % kHalves, factor = unit / kHalves % kFactors, chunk = unit / kHalves / kFactors;
@@ -125,7 +147,7 @@ struct Multiplier {
             wgmma_wait(min(kInFlight, kUnits - unit) - 1);
             register_fence(partial[unit % kInFlight]);
             if (promote_now) {
-                promote(acc, half * kPartials, partial[unit % kInFlight],
+                promote<kPartials>(acc, half * kPartials, partial[unit % kInFlight],
                         factor == 0 ? fragments.low_scale[chunk] : fragments.low_offset[chunk],
                         factor == 0 ? fragments.high_scale[chunk] : fragments.high_offset[chunk]);
                 // Asked for here; ptxas may still sink it below the next wait (docs/notes/main-loop.md).
@@ -135,16 +157,6 @@ struct Multiplier {
         }
         fragments.fence();
         pending = promote_now ? 0 : pending + 1;
-    }
-
-    // The tile's sums, where no group promoted them.
-    __device__ __forceinline__ void take_sums(float (&acc)[Config::kBlockM / 2]) {
-        if constexpr (Config::kPromoteRecords == 0) {
-#pragma unroll
-            for (u32 h = 0; h < kHalves; ++h)
-#pragma unroll
-                for (u32 i = 0; i < kPartials; ++i) acc[h * kPartials + i] = float(partial[h][i]);
-        }
     }
 };
 
@@ -160,12 +172,12 @@ __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 
     }
 }
 
-// Multiplies the warpgroup's records of a tile into `acc`. While one record multiplies, the next is loaded and decoded.
-// `begin` is called once the tile's first record is decoded and before activations are needed.
-template <typename Config, typename Begin>
-__device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2], const Shared<Config>& shared,
-                                              const Position& position, BlockRange range, Ring<Config::kStages>& ring,
-                                              Begin begin) {
+// Multiplies the warpgroup's records of a tile's first kWidth tokens into `acc`. While one record multiplies, the next
+// is loaded and decoded. `begin` is called once the tile's first record is decoded and before activations are needed.
+template <typename Config, u32 kWidth, typename Begin>
+__device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2], TileSums<Config>& sums,
+                                              const Shared<Config>& shared, const Position& position,
+                                              BlockRange range, Ring<Config::kStages>& ring, Begin begin) {
     const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
     // The last stage may hold no record for this warpgroup.
     const u32 records =
@@ -177,7 +189,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
     const bool any =
         (Config::kFragmentSets == 2 && Config::kSplitK == 1 && Config::kWarpgroupsK == 1) || records > 0;
 
-    Multiplier<Config> multiplier;
+    Multiplier<Config, kWidth> multiplier(sums);
     auto load = [&](Fragments<Config>& fragments, const Ring<Config::kStages>& from) {
         barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
         fragments.load(shared.record(from.stage, position.along_n, position.along_k), position);
@@ -227,7 +239,21 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
         release_stage(shared, ring.stage, position);
         ring.advance();
     }
-    multiplier.take_sums(acc);
+}
+
+// The same with the narrowest multiply that takes `tokens`.
+template <typename Config, u32 kIndex = 0, typename Begin>
+__device__ __forceinline__ void multiply_tokens(u32 tokens, float (&acc)[Config::kBlockM / 2], TileSums<Config>& sums,
+                                                const Shared<Config>& shared, const Position& position,
+                                                BlockRange range, Ring<Config::kStages>& ring, Begin begin) {
+    constexpr u32 kWidth = Config::width(kIndex);
+    if constexpr (kIndex + 1 < Config::kWidths) {
+        if (tokens > kWidth) {
+            multiply_tokens<Config, kIndex + 1>(tokens, acc, sums, shared, position, range, ring, begin);
+            return;
+        }
+    }
+    multiply_tile<Config, kWidth>(acc, sums, shared, position, range, ring, begin);
 }
 
 }  // namespace jitgemm

@@ -15,12 +15,13 @@ __device__ __forceinline__ u32 blocks_of_stage(BlockRange range, u32 block) {
 }
 
 // Announces a stage's bytes and copies its weight records: for each strip `blocks` contiguous ones. The bytes of
-// activations count where a tile copy brings them too, of `rows` tokens each.
+// activations count where copies bring them too: `rows` is Tile::lhs_rows().
 template <typename Config>
 __device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile<Config>& tile,
                                              u32 stage, u32 block, u32 blocks, u32 rank, u64 policy, u32 rows) {
     u32 bytes = blocks * Record<Config>::kBytes;
-    const u32 lhs_bytes = blocks * Config::kMulticastLhs * rows * kSwizzledRow;
+    const u32 copies = Tile<Config>::kGrouped ? 1 : Config::kMulticastLhs;
+    const u32 lhs_bytes = blocks * copies * rows * kSwizzledRow;
     barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + lhs_bytes);
     u32 k_blocks = ceil_div(args.k, kBlockK);
     u32 last_strip = ceil_div(args.n, kStripRows) - 1;
@@ -44,18 +45,20 @@ template <typename Config>
 __device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const TensorMap* last_lhs_map,
                                                  const Shared<Config>& shared, const Tile<Config>& tile, u32 stage,
                                                  u32 block, u32 blocks, u32 rank, u32 rows) {
-    const TensorMap* map = rows == Tile<Config>::kLhsRows ? lhs_map : last_lhs_map;
+    constexpr bool kGrouped = Tile<Config>::kGrouped;
+    const u32 whole = kGrouped ? u32(Config::kBlockM) : u32(Tile<Config>::kLhsRows);
+    const TensorMap* map = rows == whole ? lhs_map : last_lhs_map;
     for (u32 i = 0; i < blocks; ++i) {
         u32 destination = shared.lhs(stage, i);
         i32 k = (block + i) * kBlockK;
-        if constexpr (Tile<Config>::kGrouped) {
-            if (tile.gathers()) return;
+        if (kGrouped && tile.gathers()) return;
+        if constexpr (kGrouped && Config::kMulticastLhs == 1) {
             // A tile of few rows comes in copies of as many as the swizzle's period.
-            const u32 step = rows == Tile<Config>::kLhsRows ? rows : kSwizzleRows;
+            const u32 step = rows == whole ? rows : kSwizzleRows;
             for (u32 row = 0; row < rows; row += step)
                 tile_load(destination + row * kSwizzledRow, map, k, tile.first_token + row, shared.full(stage));
         } else if constexpr (Config::kMulticastLhs > 1) {
-            const u32 first = rank * rows;
+            const u32 first = rank * (kGrouped ? u32(Tile<Config>::kLhsRows) : rows);
             tile_load_multicast(destination + first * kSwizzledRow, map, k, tile.first_token + first,
                                 shared.full(stage), (1 << Config::kMulticastLhs) - 1);
         } else {
@@ -67,14 +70,23 @@ __device__ __forceinline__ void load_activations(const TensorMap* lhs_map, const
 // The same row by row, from where row_index says, if it does. The whole warp calls this.
 template <typename Config>
 __device__ __forceinline__ void gather_activations(const TensorMap* row_map, const Shared<Config>& shared,
-                                                   const Tile<Config>& tile, u32 stage, u32 block, u32 blocks,
+                                                   const Tile<Config>& tile, u32 stage, u32 block, u32 blocks, u32 rank,
                                                    u32 rows) {
     if (!tile.gathers()) return;
-    for (u32 row = threadIdx.x % 32; row < rows; row += 32) {
+    const u32 share = Config::kMulticastLhs > 1 ? rank * Tile<Config>::kLhsRows : 0;
+    const u32 end = min(rows, share + Tile<Config>::kLhsRows);
+    for (u32 row = share + threadIdx.x % 32; row < end; row += 32) {
         const i32 token = tile.token_of(tile.first_token + row);
-        for (u32 i = 0; i < blocks; ++i)
-            tile_load(shared.lhs(stage, i) + row * kSwizzledRow, row_map, (block + i) * kBlockK, token,
-                      shared.full(stage));
+        for (u32 i = 0; i < blocks; ++i) {
+            const u32 destination = shared.lhs(stage, i) + row * kSwizzledRow;
+            const i32 k = (block + i) * kBlockK;
+            if constexpr (Config::kMulticastLhs > 1) {
+                tile_load_multicast(destination, row_map, k, token, shared.full(stage),
+                                    (1 << Config::kMulticastLhs) - 1);
+            } else {
+                tile_load(destination, row_map, k, token, shared.full(stage));
+            }
+        }
     }
 }
 
@@ -130,7 +142,7 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
                 load_lhs(blocks);
             }
             if constexpr (Tile<Config>::kGrouped)
-                gather_activations<Config>(last_lhs_map, shared, tile, ring.stage, block, blocks, rows);
+                gather_activations<Config>(last_lhs_map, shared, tile, ring.stage, block, blocks, rank, rows);
         }
         more = scheduler.next(tile, rank);
         block = tile.range.begin;

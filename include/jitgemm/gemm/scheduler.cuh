@@ -44,14 +44,15 @@ struct Tile {
     }
     // Tokens of one copy of activations; CTAs that share them bring so many each. The last tile is copied with as many
     // tokens as there are, by a map of its own, because out-of-bounds fill is slow. What lies in shared memory for the
-    // missing tokens reaches only results that are clipped.
+    // missing tokens reaches only results that are clipped. Of a group's last tile, the tokens of all copies together.
     static constexpr u32 kLhsRows = Config::kBlockM / Config::kMulticastLhs;
     __device__ __forceinline__ u32 lhs_rows() const {
         if constexpr (kGrouped) {
-            const u32 left = min(end - first_token, u32(kLhsRows));
+            const u32 left = min(end - first_token, u32(Config::kBlockM));
             if (gathers()) return left;
             // More than a few copies take longer than one that also brings the next expert's rows.
-            return left <= 4 * kSwizzleRows ? ceil_div(left, kSwizzleRows) * kSwizzleRows : u32(kLhsRows);
+            const bool few = Config::kMulticastLhs == 1 && left <= 4 * kSwizzleRows;
+            return few ? ceil_div(left, kSwizzleRows) * kSwizzleRows : u32(Config::kBlockM);
         } else return first_token + Config::kBlockM > end_token() ? args.last_rows : kLhsRows;
     }
 

@@ -78,10 +78,16 @@ __device__ __forceinline__ void along_n_sync(u32 along_k, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(along_k + 5), "r"(threads) : "memory");
 }
 
-// Every CTA of the cluster has started and its barriers are initialised (after barrier_init_fence). Relaxed: a release
-// waits for all that is in flight, which takes microseconds while weights are being fetched.
+// Every CTA of the cluster has started and its barriers are initialised (after barrier_init_fence). What else threads
+// have written is there too, unless the barrier is relaxed: a release waits for all that is in flight, which takes
+// microseconds while weights are being fetched.
+template <bool kRelaxed>
 __device__ __forceinline__ void cluster_started() {
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    if constexpr (kRelaxed) {
+        asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+    } else {
+        asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    }
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
