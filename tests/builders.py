@@ -158,6 +158,24 @@ def lhs(
     return x.to(device), x_scale.to(device)
 
 
+def block_lhs(
+    seed: int, m: int, k: int, dtype: str = "e4m3", *, column_major: bool = False, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations with a scale per token and 128 k: (x [m, k], x_scale [m, ceil(k / 128)]), some blocks much larger."""
+    g = generator(seed)
+    blocks = ceil_div(k, 128)
+    size = torch.exp2(torch.randint(-6, 7, (m, blocks), generator=g).float())
+    x = torch.randn((m, k), generator=g) * size.repeat_interleave(128, 1)[:, :k]
+    largest = 448.0 if dtype == "e4m3" else 127.0
+    padded = torch.nn.functional.pad(x, (0, blocks * 128 - k))
+    x_scale = (padded.view(m, blocks, 128).abs().amax(2) / largest).clamp(min=1e-12)
+    x = (x / x_scale.repeat_interleave(128, 1)[:, :k]).clamp(-largest, largest)
+    x = x.to(LHS_DTYPES[dtype]) if dtype == "e4m3" else x.round().to(torch.int8)
+    if column_major:
+        x_scale = torch.nn.functional.pad(x_scale.T.contiguous(), (0, 3))[:, :m].T
+    return x.to(device), x_scale.to(device)
+
+
 def affine_lhs(
     seed: int, m: int, k: int, *, mean: str = "zero", per_token: bool = True, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

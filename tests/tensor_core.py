@@ -57,6 +57,7 @@ class TensorCore:
     def gemm(self, lhs: tuple, parts, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The kernel's arithmetic for e4m3 without splits of k: runs promoted in order, then x_scale and rounding."""
         x, x_scale = lhs[0].double(), lhs[1]
+        per_block = x_scale.dim() == 2 and x_scale.shape[1] > 1
         size = min(parts.group_size, RUN)
         acc = torch.zeros(x.shape[0], parts.q.shape[0], device=x.device)
         for first in range(0, x.shape[1], size):
@@ -64,9 +65,14 @@ class TensorCore:
             d = parts.q[:, first : first + size].double()
             if parts.zero is not None:
                 d = d - parts.zero[:, group, None].double()
-            acc = (acc + self.run(part, d) * parts.scale[:, group].double()).float()
+            token = x_scale[:, first // RUN, None] if per_block else x_scale.new_ones(1, 1)
+            scale = parts.scale[:, group].float() * token
+            acc = (acc + self.run(part, d) * scale.double()).float()
             if parts.offset is not None:
-                acc = (acc + self.run(part, torch.ones_like(d)) * parts.offset[:, group].double()).float()
+                offset = parts.offset[:, group].float() * token
+                acc = (acc + self.run(part, torch.ones_like(d)) * offset.double()).float()
+        if per_block:
+            return acc.to(out_dtype)
         return (acc * x_scale.reshape(-1, 1)).to(out_dtype)
 
     def unit(self, exponents: torch.Tensor) -> torch.Tensor:

@@ -113,8 +113,8 @@ def test_random_problems_with_outliers_in_the_last_step(group_size, zero_point, 
             k, 64, k, group_size, zero_point=zero_point, scale_type=scale_type, max_zero=16, scales="negative",
             offset=offset and k > group_size,
         )  # fmt: skip
-        lhs = builders.lhs(k, 16, k, outliers=False, last_step=factor)
-        assert used(lhs, parts, CORES[core], out_dtype) <= 1
+        for lhs in (builders.lhs(k, 16, k, outliers=False, last_step=factor), builders.block_lhs(k, 16, k)):
+            assert used(lhs, parts, CORES[core], out_dtype) <= 1
 
 
 # ---- the bound against its definition -------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_random_problems_with_outliers_in_the_last_step(group_size, zero_point, 
 def defined(lhs: tuple, parts: builders.WeightParts, out_dtype: torch.dtype) -> list[list[float]]:
     """`gemm_w4a8_bound`'s formula, one result at a time."""
     x, x_scale, x_zero = (*lhs, None)[:3]
-    m, k = x.shape
+    (m, k), per_block = x.shape, x_scale.dim() == 2 and x_scale.shape[1] > 1
     d = parts.q.double()
     group = torch.arange(k) // parts.group_size
     d = d if parts.zero is None else d - parts.zero.double()[:, group]
@@ -159,24 +159,33 @@ def defined(lhs: tuple, parts: builders.WeightParts, out_dtype: torch.dtype) -> 
                     values.append(([1.0] * len(values[0][0]), offset.double()[j, g]))
                 for codes, factor in values:
                     total, loss = run_of(x[i, columns].double().tolist(), codes, x.dtype == torch.int8)
+                    if per_block:
+                        factor = float(factor) * float(x_scale[i, first // 128])
                     lost += loss * abs(float(factor))
                     size += (total + loss) * abs(float(factor))
                     promotions += 1
             if x_zero is not None:
                 size += abs(float(x_zero.expand(m, 1)[i, 0]) * float(row_sums[j]))
-            lost = (lost + 2.0**-24 * (promotions + 4) * size) * abs(float(x_scale.expand(m, 1)[i, 0]))
+            lost += 2.0**-24 * (promotions + 4) * size
+            if not per_block:
+                lost *= abs(float(x_scale.expand(m, 1)[i, 0]))
             result[-1].append(lost + unit * (abs(float(ref[i, j])) + lost) + least)
     return result
 
 
-@pytest.mark.parametrize("dtype", ["e4m3", "s8", "affine"])
+@pytest.mark.parametrize("dtype", ["e4m3", "s8", "affine", "e4m3 by block", "s8 by block"])
 @pytest.mark.parametrize("group_size, k", [(32, 96), (64, 160), (128, 320), (256, 416), (0, 160)])
 def test_the_bound_is_its_definition(group_size, k, dtype):
     out_dtype = {32: torch.bfloat16, 64: torch.float16}.get(group_size, torch.float32)
     parts = builders.weight_parts(
         1, 8, k, group_size, zero_point=group_size in (64, 256, 0), scales="negative", offset=group_size > 32
     )
-    lhs = builders.affine_lhs(2, 3, k) if dtype == "affine" else builders.lhs(2, 3, k, dtype, per_token=k != 320)
+    if dtype == "affine":
+        lhs = builders.affine_lhs(2, 3, k)
+    elif dtype.endswith("by block"):
+        lhs = builders.block_lhs(2, 3, k, dtype.split()[0])
+    else:
+        lhs = builders.lhs(2, 3, k, dtype, per_token=k != 320)
     lhs[0][1, : k // 2] = 0
     lhs = (lhs[0], -lhs[1], *lhs[2:])
     ref, limit = gemm_w4a8_bound(lhs, parts.packed, out_dtype=out_dtype)

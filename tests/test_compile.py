@@ -324,7 +324,7 @@ def test_every_field_of_a_kernel_reaches_its_source():
     other = {
         "lhs": "s8", "block_m": 32, "block_n": 128, "stages": 3, "halves": 2, "warpgroups_k": 1, "split_k": 2,
         "scatter": True, "multicast_lhs": 2, "multicast_rhs": 2, "ctas_per_sm": 2, "direct": True, "out": "fp16",
-        "debug": True, "experts": 64,
+        "debug": True, "experts": 64, "lhs_group": 128,
     }  # fmt: skip
     formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "codes": "e4m3", "offset": True}
     assert other.keys() == {field.name for field in fields(KernelSpec)} - {"format"}

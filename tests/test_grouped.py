@@ -177,7 +177,7 @@ def test_the_argument_block_has_the_fields_of_the_header():
         fields = struct_of_part(header, name)
         expected_fields += [(field, CODES[kind]) for field, (kind, _) in fields.items()]
     assert list(grouped_plan.ARGUMENTS.fields.items()) == expected_fields
-    assert grouped_plan.ARGUMENTS._struct.size == 144
+    assert grouped_plan.ARGUMENTS._struct.size == 152
 
 
 @pytest.mark.parametrize("gathers", [False, True])
@@ -201,7 +201,7 @@ def test_a_grouped_call_s_tensors_and_sizes_reach_its_parameters(gathers, monkey
         "bias": bias.data_ptr(), "lhs_zero": x_zero.data_ptr(), "row_sum": weight.row_sum.data_ptr(),
         "lhs_stride": K, "lhs_scale_stride": 1, "lhs_zero_stride": 1, "m": len(out), "n": N, "k": K,
         "channel_scale_type": 1, "bias_type": 0, "last_rows": 0, "experts": E, "rows_of_expert": 0, "expected_rows": 2,
-        "tokens": 12, "sizes_step": 1, "wide_sizes": 1,
+        "tokens": 12, "sizes_step": 1, "wide_sizes": 1, "scale_expert_step": 0,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import MAX_ROWS
+from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, known
 from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight, check_packed
@@ -49,6 +49,11 @@ class Operands(NamedTuple):
         return (self.x, self.x_scale) if self.x_zero is None else (self.x, self.x_scale, self.x_zero)
 
     @property
+    def lhs_group(self) -> int:
+        """`Problem.lhs_group`, for checked operands."""
+        return lhs_group_of(self.x_scale)
+
+    @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """In the order of POINTERS."""
         x, x_scale, x_zero, weight, out, bias = self
@@ -62,6 +67,15 @@ def split_lhs(lhs: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | N
         raise TypeError(f"lhs: expected a pair (x, x_scale), or (x, x_scale, x_zero), got {what}")
     tensors = [check_tensor(name, tensor) for name, tensor in zip((X, X_SCALE, X_ZERO), lhs)]
     return tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None
+
+
+def lhs_group_of(x_scale: torch.Tensor) -> int:
+    """k that share one of these scales of activations; 0 where a token has one for all its k.
+
+    A column for each `LHS_GROUP` tells them apart, or a third dimension, which masked calls have.
+    """
+    per_block = x_scale.dim() == 3 or (x_scale.dim() == 2 and known(x_scale.shape[1] > 1))
+    return LHS_GROUP if per_block else 0
 
 
 def check_weight(rhs: object, kind: type[Weight] = Weight) -> Weight:
@@ -95,10 +109,11 @@ def check_types(operands: Operands, batch_invariant: bool, kernel: str | None) -
     check_switches(batch_invariant, kernel)
 
 
-def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool = False) -> None:
+def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool = False, masked: bool = False) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together.
 
     grouped: the weight is one of experts, and the bias has a row for each. gathers: out has rows of its own number.
+    masked: scales per token and group have a dimension for the experts.
     """
     x, x_scale, x_zero, weight, out, bias = operands
     experts = weight.experts if grouped else None
@@ -110,7 +125,8 @@ def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool 
     lhs_type = check_dtype(X, x.dtype, LHS_TYPES)
     _check_matrix(X, x, "[m, k]", k)
     m = x.shape[0]
-    if lhs_type == "s8" and k > (most := weight.format.max_int8_k):
+    group = lhs_group_of(x_scale)
+    if lhs_type == "s8" and not group and k > (most := weight.format.max_int8_k):
         raise ValueError(
             f"{X}: expected k of at most {most} for int8 with scales per channel, whose sums are 32-bit, got {k}"
         )
@@ -119,7 +135,12 @@ def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool 
         why = "for which rhs was packed (lhs_dtype of pack_w4)" if weight.format.bits == 4 else "as rhs is"
         raise TypeError(f"{X}: expected {packed_for}, {why}, got {dtype_name(x.dtype)}")
 
-    _check_per_token(X_SCALE, x_scale, m, "fp32")
+    if group:
+        _check_per_block(x_scale, (experts, m // experts) if masked else (m,), k)
+        if x_zero is not None:
+            raise ValueError(f"{X_ZERO}: expected None beside a scale per token and {group} k, got a tensor")
+    else:
+        _check_per_token(X_SCALE, x_scale, m, "fp32")
     if x_zero is not None:
         if lhs_type != "s8":
             raise TypeError(f"{X}: expected int8 beside {X_ZERO}, got {dtype_name(x.dtype)}")
@@ -163,3 +184,15 @@ def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None
     per_token = not differ(tensor.shape, (m,)) or not differ(tensor.shape, (m, 1))
     if not (per_token or (known(tensor.numel() == 1) and tensor.dim() <= 2)):
         raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
+
+
+def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> None:
+    """One value per token and `LHS_GROUP` of k, with any strides."""
+    check_plain(X_SCALE, x_scale)
+    check_dtype(X_SCALE, x_scale.dtype, ("fp32",))
+    if differ(x_scale.shape, (*rows, ceil_div(k, LHS_GROUP))):
+        per_token = f"{list(rows)}" if len(rows) > 1 else f"{list(rows)}, {[*rows, 1]}"
+        raise ValueError(
+            f"{X_SCALE}: expected shape {per_token} or one element, or {[*rows, ceil_div(k, LHS_GROUP)]} for a scale per "
+            f"token and {LHS_GROUP} k, got {list(x_scale.shape)}"
+        )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.gemm.arguments import Lhs, split_lhs
+from jitgemm.gemm.arguments import Lhs, lhs_group_of, split_lhs
 from jitgemm.gemm.reference import gemm_w4a8_reference, integers
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
 from jitgemm.weight.packed import Weight
@@ -48,6 +48,7 @@ def gemm_w4a8_bound(
     loss is the module docstring's, summed over the run's steps with what earlier steps may have lost added to |sum|;
     loss1 is the same with codes of 1. Both are 0 for int8. promotions is how often a result is added to in fp32: runs,
     twice with offsets. size is the sum of |scaled runs|, losses included, and of |x_zero * row sum of the weights|.
+    With a scale per token and 128 k, |x_scale| stands inside of the sums, as the scale of a run's 128 k.
     unit is 2^-8 for bfloat16, 2^-11 for float16 and 2^-24 for float32. Holds for every kernel and order of sums, as
     long as no intermediate fp32 number over- or underflows.
 
@@ -72,6 +73,10 @@ def gemm_w4a8_bound(
     runs = ceil_div(k, run)
     zero = torch.zeros((m, 1)) if x_zero is None else x_zero.reshape(-1, 1)
     zero = zero.to(ref).expand(m, 1).abs()
+    token = x_scale.to(ref).abs()
+    blocks = torch.arange(runs, device=token.device) * run // BLOCK_K
+    # [runs or 1, m, 1]
+    token = token.T[blocks, :, None] if lhs_group_of(x_scale) else token.reshape(1, -1, 1).expand(1, m, 1)
     strips = ceil_div(rhs.n, STRIP_ROWS)
     strip_step = max(1, _BUDGET // (runs * run * STRIP_ROWS))
     for strip in range(0, strips, strip_step):
@@ -92,14 +97,13 @@ def gemm_w4a8_bound(
             rows = slice(first, min(first + m_step, m))
             x_rows = _by_run(x[rows].to(torch.float32).to(torch.float64), runs, run)
             kind = None if x.dtype == torch.int8 else rhs.bits
-            size, loss = _scaled(x_rows, d, scale, kind)
+            size, loss = _scaled(x_rows, d, scale * token[:, rows], kind)
             if offset is not None:
-                added = _scaled(x_rows, counts, offset, kind)
+                added = _scaled(x_rows, counts, offset * token[:, rows], kind)
                 size, loss = size + added[0], loss + added[1]
-            size += loss + zero[rows] * row_sum.abs()
+            size += loss + zero[rows] * token[0, rows] * row_sum.abs()
             promotions = runs * (1 if offset is None else 2)
             lost[rows, columns] = loss + size * (2.0**-24 * (promotions + 4))
-    lost *= x_scale.to(ref).reshape(-1, 1).abs()
     return ref, lost + unit * (ref.abs() + lost) + least
 
 

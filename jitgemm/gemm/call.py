@@ -58,6 +58,14 @@ def gemm_w4a8_nt(
         part(i, j, g) = scale[j, g] * sum over k in g of (x[i, k] - x_zero[i]) * (q[j, k] - zero[j, g])
                         + offset[j, g] * sum over k in g of (x[i, k] - x_zero[i])
 
+    With a scale per token and 128 k, part's sums go over the k of one such block b and of one group, and are multiplied
+    by x_scale[i, b] there::
+
+        out[i, j] = sum over parts of (scale[j, g] * x_scale[i, b]) * (sum over their k of x[i, k] * (q[j, k] - zero[j, g]))
+                    + bias[j]                           and offset[j, g] * x_scale[i, b] * (sum over their k of x[i, k])
+
+    The product of the two scales is rounded to fp32 first, and multiplied and added up with the run's sum in one step.
+
     A tensor core adds up a run of k: a group, or 128 k of a longer one. int8 runs are exact integers. An e4m3 run takes
     steps of 32 k; each cuts off its terms 13 bits below the largest of them and loses at most ::
 
@@ -72,7 +80,8 @@ def gemm_w4a8_nt(
     Args:
         lhs: (x, x_scale), or (x, x_scale, x_zero) for int8 with zero points. x is float8_e4m3fn or int8 [m, k], stride
             1 along k, row stride a multiple of 16 bytes, 16-byte aligned. x_scale is fp32, x_zero int32, [m], [m, 1]
-            or one element.
+            or one element. Or x_scale is fp32 [m, ceil(k / 128)] of any strides, a scale per token and 128 k; not with
+            x_zero.
         rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 32.
         out: bfloat16, float16 or float32 [m, n], stride 1 along n, row stride a multiple of 16 bytes, 16-byte aligned;
             may be a column slice.

@@ -161,8 +161,9 @@ def m_grouped_gemm_w4a8_nt_masked(
     """out[e, i] = lhs[e, i] · rhs[e]ᵀ for i < masked_m[e]: DeepEP's low-latency form, of max_m rows for every expert.
 
     Args:
-        lhs: (x, x_scale), or (x, x_scale, x_zero): x [E, max_m, k], x_scale and x_zero [E, max_m] or one element. Row
-            strides as in `gemm_w4a8_nt`; an expert is max_m row strides behind the one before.
+        lhs: (x, x_scale), or (x, x_scale, x_zero): x [E, max_m, k], x_scale and x_zero [E, max_m] or one element, or
+            x_scale [E, max_m, ceil(k / 128)] of any strides. Else row strides as in `gemm_w4a8_nt`; an expert is max_m
+            row strides behind the one before.
         rhs: weight of E experts [E, n, k] from `pack_w4`.
         out: bfloat16, float16 or float32 [E, max_m, n], strides as x. Rows from masked_m[e] on are left alone.
         masked_m: int32 or int64 [E], contiguous, read on the device and clamped to 0..max_m there.
@@ -319,6 +320,8 @@ def _run_reference(operands: Operands, groups: Groups) -> None:
     first = None
     if groups.rows_of_expert:
         first = torch.arange(len(groups.sizes)) * groups.rows_of_expert
+    if operands.x_scale.dim() == 3:
+        operands = operands._replace(x_scale=operands.x_scale.flatten(0, 1))
     write_grouped_reference(
         operands.lhs, operands.weight, operands.out, groups.sizes, first=first, row_index=groups.row_index,
         bias=operands.bias, most=groups.rows_of_expert or operands.out.shape[0],

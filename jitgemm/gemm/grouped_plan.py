@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from jitgemm import settings
 from jitgemm.gemm.arguments import Operands
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups
@@ -28,6 +30,7 @@ ARGUMENTS = ArgumentBlock(
     tokens="I",
     sizes_step="I",
     wide_sizes="I",
+    scale_expert_step="Q",
 )
 """`GroupedArgs` in include/jitgemm/gemm/types.cuh."""
 
@@ -58,7 +61,7 @@ class GroupedPlan(PreparedLaunch):
         if spec is None:
             problem = Problem(
                 groups.expected_rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], batch_invariant,
-                experts,
+                experts, operands.lhs_group,
             )  # fmt: skip
             spec = chosen(problem, device, kernel)
         self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
@@ -89,6 +92,7 @@ class GroupedPlan(PreparedLaunch):
                 "tokens": x.shape[0],
                 "sizes_step": 2 if groups.sizes.dim() == 2 else 1,
                 "wide_sizes": groups.sizes.element_size() == 8,
+                "scale_expert_step": _expert_step(x_scale, groups.rows_of_expert),
             },
             grid=grid_of(spec, loaded, most_units(spec, experts, rows, n), device),
             threads=(spec.threads, 1),
@@ -111,3 +115,8 @@ class GroupedPlan(PreparedLaunch):
         )
         if not self.run(addresses, True):
             self.run(addresses, True, tensors)
+
+
+def _expert_step(x_scale: torch.Tensor, rows_of_expert: int) -> int:
+    """What an expert adds to the index of a scale of [E, rows, groups] beside its rows' stride, modulo 2^64."""
+    return (x_scale.stride(0) - rows_of_expert * x_scale.stride(1)) % 2**64 if x_scale.dim() == 3 else 0

@@ -44,8 +44,8 @@ def experts_of(rhs: object, kind: type[Weight] = Weight) -> int:
 
 def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: str) -> torch.Tensor:
     """[E, max_m, columns] as [E * max_m, columns], or [E, max_m] as [E * max_m], without a copy."""
-    if not columns and tensor.numel() == 1 and tensor.dim() <= 2:
-        return tensor
+    if not columns and (tensor.dim() == 3 or (tensor.numel() == 1 and tensor.dim() <= 2)):
+        return tensor  # scales per token and group keep the dimension of the experts: their strides are free
     shape = f"[{experts}, {max_m}{', ' + columns if columns else ''}]"
     if tensor.dim() != 2 + bool(columns) or differ(tensor.shape[:2], (experts, max_m)):
         raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
@@ -62,7 +62,7 @@ def check_grouped(operands: Operands, groups: Groups) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
     sizes, row_index, rows_of_expert, _ = groups
     rows = operands.out.shape[0] if operands.out.dim() == 2 else -1
-    check_arguments(operands, grouped=True, gathers=row_index is not None)
+    check_arguments(operands, grouped=True, gathers=row_index is not None, masked=rows_of_expert > 0)
     experts = experts_of(operands.weight)
     name = "masked_m" if rows_of_expert else "offsets"
     check_plain(name, sizes)

@@ -60,7 +60,10 @@ class Plan(PreparedLaunch):
         m, n, k = x.shape[0], weight.n, weight.k
         device = device_of(x.get_device())
         if spec is None:
-            problem = Problem(m, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], batch_invariant)
+            problem = Problem(
+                m, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], batch_invariant,
+                lhs_group=operands.lhs_group,
+            )  # fmt: skip
             spec = chosen(problem, device, kernel)
         self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
 
@@ -124,11 +127,12 @@ def grid_of(spec: KernelSpec, loaded: driver.LoadedKernel, units: int, device: D
 
 def values_of(operands: Operands, *, rows: int, x_row_bytes: int, last_rows: int) -> dict[str, int]:
     """The values of VALUES."""
-    weight, bias = operands.weight, operands.bias
+    weight, bias, group = operands.weight, operands.bias, operands.lhs_group
+    scale_stride = operands.x_scale.stride(-2) if group else _per_token_stride(operands.x_scale)
     return {
         "lhs_stride": x_row_bytes,
-        "lhs_scale_stride": _per_token_stride(operands.x_scale),
-        "lhs_zero_stride": _per_token_stride(operands.x_zero),
+        "lhs_scale_stride": scale_stride,
+        "lhs_zero_stride": operands.x_scale.stride(-1) if group else _per_token_stride(operands.x_zero),
         "m": rows,
         "n": weight.n,
         "k": weight.k,

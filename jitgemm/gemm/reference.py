@@ -5,6 +5,8 @@ Written to be right and easy to check, in float64 on any device. Knows the packe
     out[i, j] = x_scale[i] * sum over groups g of sum over k in g of
                     (x[i, k] - x_zero[i]) * ((q[j, k] - zero[j, g]) * scale[j, g] + offset[j, g])
                 + bias[j]
+
+With x_scale [m, ceil(k / 128)], x_scale[i, k / 128] * x[i, k] stands for x[i, k] instead.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from collections.abc import Iterator
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.arguments import Lhs, check_weight, split_lhs
-from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
+from jitgemm.gemm.arguments import Lhs, check_weight, lhs_group_of, split_lhs
+from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_device
 from jitgemm.tensors import check_dtype, check_tensor, dtype_name, take_rows
 from jitgemm.weight.packed import PackedWeight, Weight, check_packed, dequantize_groups
@@ -34,11 +36,12 @@ def gemm_w4a8_reference(
     """lhs · rhsᵀ with scales, rounded once; for weights of 8 bits too.
 
     int8: the sum of each group is an exact integer, scaled and added up in fp64. e4m3: a weight times its scale is
-    exact in fp64, and so is its product with an activation; the products are added up in fp64.
+    exact in fp64, and so is its product with an activation; the products are added up in fp64. Activations with a scale
+    per token and 128 k are multiplied by it first, which is exact.
 
     Args:
-        lhs: x, float8_e4m3fn or int8 [m, k], x_scale, fp32 [m], [m, 1] or one element, and with int8 perhaps x_zero,
-            int32 of the same shapes.
+        lhs: x, float8_e4m3fn or int8 [m, k], x_scale, fp32 [m], [m, 1], one element or [m, ceil(k / 128)], and with
+            int8 perhaps x_zero, int32 of the first three shapes.
         rhs: a weight [n, k] on the same device.
         bias: [n], any float type, or None.
         out_dtype: bfloat16, float16, float32 or float64.
@@ -137,9 +140,14 @@ def _check(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None, out_dtype: torch.dt
     m = x.shape[0]
     if x_zero is not None and x.dtype != torch.int8:
         raise TypeError(f"lhs[0] (x): expected int8 beside lhs[2] (x_zero), got {dtype_name(x.dtype)}")
+    group = lhs_group_of(x_scale)
+    if group and x_zero is not None:
+        raise ValueError(f"lhs[2] (x_zero): expected None beside a scale per token and {group} k, got a tensor")
     for name, tensor in (("lhs[1] (x_scale)", x_scale), ("lhs[2] (x_zero)", x_zero)):
-        if tensor is not None and tensor.numel() != 1 and tuple(tensor.shape) not in ((m,), (m, 1)):
-            raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
+        shapes = ((m,), (m, 1), *([(m, ceil_div(rhs.k, group))] if group else []))
+        if tensor is not None and tensor.numel() != 1 and tuple(tensor.shape) not in shapes:
+            expected = ", ".join(f"{list(shape)}" for shape in shapes)
+            raise ValueError(f"{name}: expected shape {expected} or one element, got {list(tensor.shape)}")
     if bias is not None and tuple(check_tensor("bias", bias).shape) != (rhs.n,):
         raise ValueError(f"bias: expected shape [{rhs.n}], got {list(bias.shape)}")
     for name, tensor in (("lhs[0] (x)", x), ("lhs[1] (x_scale)", x_scale), ("lhs[2] (x_zero)", x_zero), ("bias", bias)):
@@ -154,7 +162,10 @@ def _tiles(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None) -> Iterator[tuple[s
     """Tile by tile: rows of m, columns of n, fp64 result."""
     x, x_scale, x_zero = split_lhs(lhs)
     m, k = x.shape
-    x_scale = x_scale.to(torch.float64).reshape(-1, 1).expand(m, 1)
+    group = lhs_group_of(x_scale)
+    x_scale = x_scale.to(torch.float64)
+    if not group:
+        x_scale = x_scale.reshape(-1, 1).expand(m, 1)
     if x_zero is not None:
         x_zero = x_zero.to(torch.float64).reshape(-1, 1).expand(m, 1)
     grouped = x.dtype == torch.int8 and rhs.groups > 1
@@ -171,6 +182,8 @@ def _tiles(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None) -> Iterator[tuple[s
         for first in range(0, m, m_step):
             rows = slice(first, min(first + m_step, m))
             x_rows = x[rows].to(torch.float32).to(torch.float64)
+            if group:
+                x_rows *= x_scale[rows].repeat_interleave(LHS_GROUP, 1)[:, :k]
             if x.dtype == torch.int8:
                 ref = _int8_tile(x_rows, d, scale, offset, rhs.group_size)
                 if x_zero is not None:
@@ -178,7 +191,8 @@ def _tiles(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None) -> Iterator[tuple[s
                     ref = ref - x_zero[rows] * _int8_tile(ones, d, scale, offset, rhs.group_size)
             else:
                 ref = x_rows @ d.T
-            ref = ref * x_scale[rows]
+            if not group:
+                ref = ref * x_scale[rows]
             if bias is not None:
                 ref = ref + bias[columns].to(torch.float64)
             yield rows, columns, ref

@@ -16,6 +16,8 @@ GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
 CODES = ("any", *LHS_TYPES)
 _GROUP_NAMES = {0: "channel", **{size: f"g{size}" for size in GROUP_SIZES}}
+LHS_GROUP = BLOCK_K
+"""k that share a scale of activations where they have one per token and group: a record's."""
 MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
 TABLE_SIZES = (64, 256, 1024)
@@ -142,7 +144,8 @@ def format_named(name: str) -> WeightFormat:
 class Problem:
     """One GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ, with out's type and whether a row's bits may depend on m.
 
-    With `experts` a grouped one: each of the m rows is multiplied by one of so many weights [n, k].
+    With `experts` a grouped one: each of the m rows is multiplied by one of so many weights [n, k]. `lhs_group` is 0
+    where a token has one scale, and `LHS_GROUP` where it has one for as many k.
     """
 
     m: int
@@ -153,8 +156,11 @@ class Problem:
     out: str = "bf16"
     batch_invariant: bool = False
     experts: int = 0
+    lhs_group: int = 0
 
     def __post_init__(self) -> None:
+        if self.lhs_group not in (0, LHS_GROUP):
+            raise ValueError(f"lhs_group: expected {LHS_GROUP}, or 0 for a scale per token, got {self.lhs_group}")
         if not 0 <= self.experts <= TABLE_SIZES[-1]:
             raise ValueError(f"experts: expected 1 to {TABLE_SIZES[-1]}, or 0 for a dense GEMM, got {self.experts}")
         if self.out not in REAL_TYPES:
@@ -169,7 +175,7 @@ class Problem:
             raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
         if self.format.codes not in ("any", self.lhs):
             raise ValueError(f"format: expected codes 'any' or {self.lhs!r}, as lhs is, got {self.format.codes!r}")
-        if self.lhs == "s8" and self.k > (most := self.format.max_int8_k):
+        if self.lhs == "s8" and not self.lhs_group and self.k > (most := self.format.max_int8_k):
             raise ValueError(f"k: expected at most {most} for int8 with scales per channel, got {self.k}")
 
     @property

@@ -81,6 +81,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kProducerRegisters": spec.producer_registers,
         "u32 kConsumerRegisters": spec.consumer_registers if spec.warpgroups > 1 else 0,
         "u32 kGroupSize": fmt.group_size,
+        "u32 kLhsGroup": spec.lhs_group,
         "u32 kInFlight": units_in_flight(spec),
         "u32 kFragmentSets": fragment_sets(spec),
         "bool kPinSharedBase": str(pins_shared_base(spec)).lower(),

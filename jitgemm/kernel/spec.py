@@ -41,6 +41,7 @@ class KernelSpec:
             the copy engine; `tactics.for_k` sets it.
         out: type of the result.
         experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
+        lhs_group: k that share a scale of activations, `LHS_GROUP`; 0 for a scale per token.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
 
@@ -60,6 +61,7 @@ class KernelSpec:
     out: str = "bf16"
     debug: bool = False
     experts: int = 0
+    lhs_group: int = 0
 
     @property
     def warpgroups_n(self) -> int:
@@ -115,6 +117,8 @@ class KernelSpec:
             parts[0] += "fast" if fmt.bits == 4 else "w8"
         if fmt.group_size:
             parts.append(fmt.scale_type)
+        if self.lhs_group:
+            parts.append(f"b{self.lhs_group}")
         if self.out != "bf16":
             parts.append(f"to{self.out}")
         parts.append(f"m{self.block_m}{'h' if self.halves == 2 else ''}n{self.block_n}")
@@ -159,6 +163,7 @@ class KernelSpec:
             warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
             direct=flag("direct"), out=found["out"] or "bf16", experts=number("experts", 0), debug=flag("debug"),
+            lhs_group=number("block", 0),
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,7 +181,8 @@ class KernelSpec:
 
 _LABEL = re.compile(
     r"(?P<lhs>e4m3|s8)(?P<codes>fast|w8)?-(?:channel|g(?P<group>\d+))(?P<zero>z)?(?P<offset>o)?"
-    r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-to(?P<out>fp32|fp16))?-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
+    r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128))?(?:-to(?P<out>fp32|fp16))?"
+    r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
     r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"
 )
@@ -225,8 +231,9 @@ def slot_tokens(spec: KernelSpec) -> int:
 
 
 def stage_bytes(spec: KernelSpec) -> int:
-    """Shared memory of one stage: activations, records and two barriers."""
-    return spec.warpgroups_k * spec.block_m * BLOCK_K + stage_weight_bytes(spec) + 2 * 8
+    """Shared memory of one stage: activations, perhaps their scales, records and two barriers."""
+    token_bytes = BLOCK_K + (4 if spec.lhs_group else 0)
+    return spec.warpgroups_k * spec.block_m * token_bytes + stage_weight_bytes(spec) + 2 * 8
 
 
 def smem_bytes(spec: KernelSpec) -> int:
@@ -237,5 +244,5 @@ def smem_bytes(spec: KernelSpec) -> int:
     slots = slot_tokens(spec) * STRIP_ROWS * 4
     barriers = 8 * (reducers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
     barriers += 8 * 2 * reducers if spec.split_k > 1 else 0
-    factors = (size + 3 * STRIP_ROWS) * 4
+    factors = ((0 if spec.lhs_group else size) + 3 * STRIP_ROWS) * 4
     return spec.stages * stage_bytes(spec) + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts

@@ -27,7 +27,7 @@ def promote_records(spec: KernelSpec) -> int:
     int8 sums are exact in int32. e4m3 sums lose more as they grow: the tensor cores cut every product off 13 bits below
     the sum (docs/notes/e4m3-accuracy.md). `jitgemm.gemm.bound` counts on at most 128 k.
     """
-    if spec.lhs == "e4m3" or spec.format.offset:
+    if spec.lhs == "e4m3" or spec.format.offset or spec.lhs_group:
         return 1
     if spec.format.group_size == 0:
         return 0

@@ -52,10 +52,11 @@ def band_end(m: int, experts: int = 0) -> int:
 
 @lru_cache(maxsize=4096)
 def _costed(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int, lhs_group: int
 ) -> tuple[tuple[KernelSpec, Costs], ...]:
     """The legal kernels with tiles of `block_m` tokens, with their costs, which no problem changes."""
-    return tuple((spec, model.costs(spec, device)) for spec in shapes.kernels(lhs, fmt, device, out, block_m, experts))
+    every = shapes.kernels(lhs, fmt, device, out, block_m, experts, lhs_group)
+    return tuple((spec, model.costs(spec, device)) for spec in every)
 
 
 def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, Costs]]:
@@ -64,7 +65,8 @@ def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSp
     for block_m in shapes.BLOCK_MS:
         if block_m >= 2 * max(rows, 8):
             break  # half of the tile would be padding: a lower one does
-        for spec, costs in _costed(problem.lhs, problem.format, device, problem.out, block_m, problem.table_size):
+        formats = problem.lhs, problem.format, device, problem.out
+        for spec, costs in _costed(*formats, block_m, problem.table_size, problem.lhs_group):
             if order in (None, _order(spec)):
                 yield spec, costs
 
@@ -111,7 +113,9 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
     """
     spec = KernelSpec.from_label(label)
     fmt = problem.format if problem.format.group_size else replace(problem.format, scale_type="fp32")
-    operands = replace(spec, lhs=problem.lhs, format=fmt, out=problem.out, experts=problem.table_size)
+    operands = replace(
+        spec, lhs=problem.lhs, format=fmt, out=problem.out, experts=problem.table_size, lhs_group=problem.lhs_group
+    )
     if spec != operands:
         raise ValueError(f"kernel: expected one for these operands, such as {operands.label}, got {label}")
     reason = shapes.illegal(spec, device)
@@ -162,12 +166,13 @@ def kernels_for(
     out: str = "bf16",
     batch_invariant: bool = False,
     experts: int = 0,
+    lhs_group: int = 0,
 ) -> list[KernelSpec]:
     """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once.
 
     With experts m counts the rows of all of them, and the kernels are those of every routing.
     """
-    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts)
+    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group)
     return list(dict.fromkeys(_choose(replace(layer, m=last), device) for _, last in bands(max_m, experts)))
 
 

@@ -52,6 +52,8 @@ DECODE_CYCLES = {"any": 229.7, "own": 158.7, "bytes": 40.0}
 bits, which are only loaded; the last is not fitted."""
 PROMOTE_CYCLES = {"e4m3": 1.45, "s8": 2.633}
 """Issue cycles of a scheduler for every accumulator register promoted, by lhs type."""
+SCALE_CYCLES = 1.45
+"""Added to it where the scale is a product, of a row's and a token's; not fitted."""
 FETCH_CYCLES = 1695.0
 """From asking for a stage to having it; a pipeline of s stages waits for one part in s - 1 of it at every record."""
 PAIRED_STREAM = 1.549
@@ -117,7 +119,8 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.block_m / ops_per_cycle
     decode = DECODE_CYCLES["bytes" if fmt.bits == 8 else "any" if fmt.codes == "any" else "own"]
     every = promote_records(spec)
-    promote = multiplies * groups / every * spec.block_m / 2 * PROMOTE_CYCLES[spec.lhs] if every else 0.0
+    cycles = PROMOTE_CYCLES[spec.lhs] + (SCALE_CYCLES if spec.lhs_group and fmt.group_size else 0.0)
+    promote = multiplies * groups / every * spec.block_m / 2 * cycles if every else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
     # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
     if groups > 1:

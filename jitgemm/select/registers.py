@@ -25,6 +25,9 @@ ZERO_REGISTERS = 10
 OFFSET_REGISTERS = 26
 """More of them for offsets: multiplies by ones, and a second factor for each group."""
 
+SCALE_REGISTERS = 12
+"""More of them for scales of activations per token and group, a few of which are there at a time."""
+
 
 def registers_needed(spec: KernelSpec) -> int:
     """Registers of a consumer thread: promoted sums, sums in flight in the tensor cores, the rest."""
@@ -33,6 +36,7 @@ def registers_needed(spec: KernelSpec) -> int:
     if promote_records(spec):
         in_flight = units_in_flight(spec) * spec.block_m / spec.halves / 2
         sums += in_flight * (CONVERTED if spec.lhs == "s8" and spec.halves == 1 else 1)
+        rest += SCALE_REGISTERS if spec.lhs_group else 0
         rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0
     else:
         rest += UNPROMOTED_REGISTERS

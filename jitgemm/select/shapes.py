@@ -95,17 +95,18 @@ def _decodes_slowly(spec: KernelSpec) -> bool:
 
 @lru_cache(maxsize=4096)
 def kernels(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0
 ) -> tuple[KernelSpec, ...]:
     """The legal kernels with tiles of `block_m` tokens, and with a table of so many experts."""
-    return tuple(spec for spec in _enumerate(lhs, fmt, device, out, block_m, experts) if illegal(spec, device) is None)
+    every = _enumerate(lhs, fmt, device, out, block_m, experts, lhs_group)
+    return tuple(spec for spec in every if illegal(spec, device) is None)
 
 
 def legal_kernels(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16", experts: int = 0
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16", experts: int = 0, lhs_group: int = 0
 ) -> tuple[KernelSpec, ...]:
     """Every kernel the selector considers for these formats on this device."""
-    return tuple(spec for block_m in BLOCK_MS for spec in kernels(lhs, fmt, device, out, block_m, experts))
+    return tuple(spec for block_m in BLOCK_MS for spec in kernels(lhs, fmt, device, out, block_m, experts, lhs_group))
 
 
 def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = "bf16") -> tuple[KernelSpec, ...]:
@@ -115,13 +116,13 @@ def refused_kernels(lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str = 
 
 
 def _enumerate(
-    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0
+    lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0
 ) -> Iterator[KernelSpec]:
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
     # Per-channel kernels read their scales by a run-time type.
     fmt = fmt if fmt.group_size else replace(fmt, scale_type="fp32")
     for shape in (*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())):
-        spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, **shape)
+        spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **shape)
         yield replace(spec, stages=_stages(spec, device))
 
 

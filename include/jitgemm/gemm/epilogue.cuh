@@ -12,7 +12,7 @@ namespace jitgemm {
 // Whether this call's activations have zero points.
 template <typename Config>
 __device__ __forceinline__ bool has_zeros(const Args& args) {
-    return Config::Codec::kIntegerSums && args.lhs_zero != nullptr;
+    return Config::Codec::kIntegerSums && Config::kLhsGroup == 0 && args.lhs_zero != nullptr;
 }
 
 // Bytes of a warpgroup's terms per row: scales come first.
@@ -24,8 +24,9 @@ template <typename Config>
 __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Config>& shared, const Position& position,
                                              const Tile<Config>& tile) {
     const u32 thread = reread_thread();
+    // Scales per token and k-block came with the stages.
 #pragma unroll
-    for (u32 i = 0; i < Config::kSliceTokens; i += kWarpgroup) {
+    for (u32 i = 0; Config::kLhsGroup == 0 && i < Config::kSliceTokens; i += kWarpgroup) {
         const u32 row = tile.first_token + position.slice * Config::kSliceTokens + i + thread;
         u32 token = row;
         if constexpr (Tile<Config>::kGrouped) token = row < tile.end_token() ? tile.token_of(row) : row;
@@ -139,7 +140,10 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kBlockM / 2], c
         const u32 count = min(2u, kMatrices - first);
         float2 token_scales[2];
 #pragma unroll
-        for (u32 i = 0; i < count; ++i) token_scales[i] = load_shared_float2(scales + (first + i) * 32);
+        for (u32 i = 0; i < count; ++i) {
+            if constexpr (Config::kLhsGroup > 0) token_scales[i] = {1.0f, 1.0f};
+            else token_scales[i] = load_shared_float2(scales + (first + i) * 32);
+        }
         u32 packed[4];
 #pragma unroll
         for (u32 i = 0; i < count; ++i) {

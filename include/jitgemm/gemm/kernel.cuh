@@ -57,7 +57,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
             if (copying) {
                 ActivationCopies<Config> copies(args, shared, position, tile);
                 wait();
-                copies.start(args, position, tile);
+                copies.start(args, shared, position, tile);
                 waited = true;
             }
             if (position.slice < Shared<Config>::kSlices) {

@@ -15,6 +15,39 @@ __device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const P
         acc[first + i] = fmaf(float(partial[i]), (i / 2) % 2 ? high_row : low_row, acc[first + i]);
 }
 
+// The tokens' scales of a record, two for every eight tokens: the first few are loaded before the sums are waited for,
+// the rest as they are needed, since registers are short.
+template <u32 kTokens, bool kUsed>
+struct TokenScales {
+    static constexpr u32 kAhead = smaller(kTokens / 8, 2);
+    u32 address;
+    float2 ahead[kAhead];
+
+    __device__ __forceinline__ explicit TokenScales(u32 address) : address(address) {
+#pragma unroll
+        for (u32 i = 0; kUsed && i < kAhead; ++i) ahead[i] = load_shared_float2(address + i * 32);
+    }
+    __device__ __forceinline__ float2 pair(u32 i) const {
+        return i < kAhead ? ahead[i] : load_shared_float2(address + i * 32);
+    }
+};
+
+// The same with a scale for each token as well, which multiplies the row's first.
+template <int kCount, int kTotal, int kPartials, typename Partial>
+__device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kPartials],
+                                        float low_row, float high_row,
+                                        const TokenScales<kCount * 2, true>& tokens) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const float2 token = tokens.pair(i / 4);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float scale = (j / 2 ? high_row : low_row) * (j % 2 ? token.y : token.x);
+            acc[first + i + j] = fmaf(float(partial[i + j]), scale, acc[first + i + j]);
+        }
+    }
+}
+
 // One record on its way through a warpgroup: A fragments of its four k-steps, the scales and offsets of its chunks.
 template <typename Config>
 struct Fragments {
@@ -135,21 +168,26 @@ struct Multiplier {
     }
 
     // Waits for them, promoting each unit's sums by its factor while the next one multiplies. Sums of several records
-    // are promoted when kPromoteRecords are summed up, or at the last one; 0 is never.
+    // are promoted when kPromoteRecords are summed up, or at the last one; 0 is never. `tokens` is where the tokens'
+    // scales are, if they have any for the record.
     __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2], Fragments<Config>& fragments,
-                                           u64 descriptor, bool last) {
+                                           u64 descriptor, bool last, u32 tokens) {
         constexpr bool kNever = Config::kPromoteRecords == 0;
         const bool promote_now =
             !kNever && (Config::kPromoteRecords == 1 || last || pending + 1 == Config::kPromoteRecords);
 #pragma unroll
         for (u32 unit = 0; unit < kUnits; ++unit) {
             const u32 half = unit % kHalves, factor = unit / kHalves % kFactors, chunk = unit / kHalves / kFactors;
+            const TokenScales<kTokens, (Config::kLhsGroup > 0)> scales(tokens + half * kTokens * 4);
             wgmma_wait(min(kInFlight, kUnits - unit) - 1);
             register_fence(partial[unit % kInFlight]);
             if (promote_now) {
-                promote<kPartials>(acc, half * kPartials, partial[unit % kInFlight],
-                        factor == 0 ? fragments.low_scale[chunk] : fragments.low_offset[chunk],
-                        factor == 0 ? fragments.high_scale[chunk] : fragments.high_offset[chunk]);
+                const float low = factor == 0 ? fragments.low_scale[chunk] : fragments.low_offset[chunk];
+                const float high = factor == 0 ? fragments.high_scale[chunk] : fragments.high_offset[chunk];
+                if constexpr (Config::kLhsGroup > 0)
+                    promote<kPartials>(acc, half * kPartials, partial[unit % kInFlight], low, high, scales);
+                else
+                    promote<kPartials>(acc, half * kPartials, partial[unit % kInFlight], low, high);
                 // Asked for here; ptxas may still sink it below the next wait (docs/notes/main-loop.md).
                 register_fence(acc, half * kPartials, kPartials);
             }
@@ -209,7 +247,8 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
         if (load_next) load(next, next_stage(last));
         ring.advance();
         current.load_factors(shared.record(stage, position.along_n, position.along_k), position);
-        multiplier.finish(acc, current, descriptor, last);
+        multiplier.finish(acc, current, descriptor, last,
+                          shared.block_scales(stage, position.along_k) + position.lane % 4 * 8);
         release_stage(shared, stage, position);
     };
     if (!any) begin();

@@ -90,6 +90,39 @@ __device__ __forceinline__ void gather_activations(const TensorMap* row_map, con
     }
 }
 
+// Between the scales of a token's k-blocks.
+__device__ __forceinline__ u64 block_stride(const Args& args) { return args.lhs_zero_stride; }
+
+// Where the first scale of a row's activations is.
+template <typename Config>
+__device__ __forceinline__ const float* block_scale_of(const Tile<Config>& tile, u32 row) {
+    u64 index = tile.token_of(row) * tile.args.lhs_scale_stride;
+    if constexpr (Tile<Config>::kGrouped) index += tile.expert * tile.groups().scale_expert_step;
+    return tile.args.lhs_scale + index;
+}
+
+// Copies the scales of a stage's activations, if they have one per token and k-block; each lane arrives at the stage's
+// barrier behind its copies. Rows past the end get the last one's. The whole warp calls this.
+template <typename Config>
+__device__ __forceinline__ void load_block_scales(const Shared<Config>& shared, const Tile<Config>& tile, u32 stage,
+                                                  u32 block, u32 blocks) {
+    if constexpr (Config::kLhsGroup > 0) {
+        const Args& args = tile.args;
+        const u32 lane = threadIdx.x % 32;
+#pragma unroll
+        for (u32 first = 0; first < Config::kBlockM; first += 32) {
+            const u32 row = first + lane;
+            const float* source = block_scale_of(tile, min(tile.first_token + row, tile.end_token() - 1));
+            source += block * block_stride(args);
+#pragma unroll
+            for (u32 i = 0; i < Config::kWarpgroupsK; ++i, source += block_stride(args))
+                copy_4(i < blocks && row < Config::kBlockM, shared.block_scales(stage, i) + row * 4, source, source,
+                       true);
+        }
+        barrier_arrive_behind_copies(shared.full(stage));
+    }
+}
+
 // Asks for the first tile's weights before this grid waits for the one before it, on which they do not depend. Returns
 // the stages filled. The whole warp calls this and produce(); one elected lane issues the copies.
 template <typename Config>
@@ -104,6 +137,8 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
         for (; block < range.end && filled < Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
             const u32 blocks = blocks_of_stage<Config>(range, block);
             if (elect_one()) load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, rows);
+            // Consumers that copy activations copy their scales, too.
+            if (Config::kLhsGroup > 0 && Config::kDirectLhs) barrier_arrive(shared.full(filled));
         }
     }
     return filled;
@@ -130,6 +165,7 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
     for (u32 i = 0; i < prefetched; ++i, block += Config::kWarpgroupsK, ring.advance()) {
         const u32 blocks = blocks_of_stage<Config>(tile.range, block);
         if (!Config::kDirectLhs && elect_one()) load_lhs(blocks);
+        if (!Config::kDirectLhs) load_block_scales<Config>(shared, tile, ring.stage, block, blocks);
     }
     while (more) {
         // Several at a time take more registers than a producer has.
@@ -143,6 +179,7 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
             }
             if constexpr (Tile<Config>::kGrouped)
                 gather_activations<Config>(last_lhs_map, shared, tile, ring.stage, block, blocks, rank, rows);
+            load_block_scales<Config>(shared, tile, ring.stage, block, blocks);
         }
         more = scheduler.next(tile, rank);
         block = tile.range.begin;
@@ -165,9 +202,12 @@ template <typename Config>
 struct ActivationCopies {
     static constexpr u32 kTokens = 16 * Config::kWarpgroupsN;  // from one copy of a stage to the next
     static constexpr u32 kCopies = ceil_div(Config::kBlockM, kTokens);
+    static constexpr bool kScales = Config::kLhsGroup > 0;
+    static_assert(!kScales || !Config::kDirectLhs || Config::kBlockM <= kWarpgroup, "a thread copies a token's scale");
 
     const u8* source;  // of a stage's first copy, as the next is
     u32 destination;
+    const float* scale;  // of the thread's token, if it has one
 
     __device__ __forceinline__ ActivationCopies(const Args& args, const Shared<Config>& shared,
                                                 const Position& position, const Tile<Config>& tile) {
@@ -176,6 +216,10 @@ struct ActivationCopies {
         // The same for all copies of the thread: their tokens are a multiple of 8 apart.
         destination = shared.lhs(0, position.along_k) + token(position) * kSwizzledRow +
                       ((chunk(position) ^ token(position) % 8) * 16);
+        if constexpr (kScales) {
+            const u32 of = min(tile.first_token + position.thread, tile.end_token() - 1);
+            scale = block_scale_of(tile, of) + (tile.range.begin + position.along_k) * block_stride(args);
+        }
     }
 
     // Of the first copy, within the tile and within a k-block.
@@ -184,7 +228,8 @@ struct ActivationCopies {
     }
     __device__ __forceinline__ static u32 chunk(const Position& position) { return position.thread % 8; }
 
-    __device__ __forceinline__ void start(const Args& args, const Position& position, const Tile<Config>& tile) {
+    __device__ __forceinline__ void start(const Args& args, const Shared<Config>& shared, const Position& position,
+                                          const Tile<Config>& tile) {
         const u64 step = kTokens * args.lhs_stride;
         const u32 stages = prefetched_stages<Config>(tile.range);
         u32 block = tile.range.begin + position.along_k;
@@ -200,6 +245,11 @@ struct ActivationCopies {
                 const bool wanted = Config::kBlockM % kTokens == 0 || at < Config::kBlockM;
                 copy_16(wanted, destination + copy * kTokens * kSwizzledRow, from,
                         tile.first_token + at < tile.end_token() && inside);
+            }
+            if constexpr (kScales) {
+                const bool wanted = position.along_n == 0 && position.thread < Config::kBlockM;
+                copy_4(wanted, shared.block_scales(stage, position.along_k) + position.thread * 4, scale, scale, true);
+                scale += Config::kWarpgroupsK * block_stride(args);
             }
             source += Config::kWarpgroupsK * kBlockK;
             destination += Shared<Config>::kLhsStage;

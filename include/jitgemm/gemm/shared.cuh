@@ -7,6 +7,7 @@
 //                    slots    [reducers][warpgroups_k - 1][span / 8][128 threads][4] fp32 sums of the CTA's other
 //                             warpgroups along k and, for each reducer behind them, [split_k - 1][slice / 8][128][4] of
 //                             the other CTAs
+//                    blocks   [stages][warpgroups_k][block_m] fp32         scales per token and 128 k (kLhsGroup), or
 //                    scales   [reducers][slice] fp32                       per-token scales
 //                    terms    [reducers][3][64] fp32                       scale, bias and sum of each row of n
 //                    barriers full[stages] empty[stages]
@@ -43,14 +44,18 @@ struct Shared {
     static constexpr u32 kSlot = Config::kSliceTokens * kStripRows * 4;
     static constexpr u32 kSpanSlot = kSpanTokens * kStripRows * 4;
     static constexpr u32 kTermsBytes = 3 * kStripRows * 4;
+    static constexpr u32 kBlockScalesTile = Config::kLhsGroup ? Config::kBlockM * 4 : 0;
+    static constexpr u32 kScalesTile = Config::kLhsGroup ? 0 : Config::kSliceTokens * 4;
+    static constexpr u32 kLanesThatCopy = Config::kLhsGroup ? 32 : 0;  // and count on a stage's barrier
 
     static constexpr u32 kOut = Config::kStages * kLhsStage;
     static constexpr u32 kRecords = kOut + kReducers * kOutPanel;
     static constexpr u32 kSlots = kRecords + Config::kStages * kRecordStage;
     static constexpr u32 kSlotsOfCta = (Config::kWarpgroupsK - 1) * kSpanSlot;
     static constexpr u32 kSlotsOfReducer = kSlotsOfCta + (Config::kSplitK - 1) * kSlot;
-    static constexpr u32 kScales = kSlots + kReducers * kSlotsOfReducer;
-    static constexpr u32 kTerms = kScales + kReducers * Config::kSliceTokens * 4;
+    static constexpr u32 kBlockScales = kSlots + kReducers * kSlotsOfReducer;
+    static constexpr u32 kScales = kBlockScales + Config::kStages * Config::kWarpgroupsK * kBlockScalesTile;
+    static constexpr u32 kTerms = kScales + kReducers * kScalesTile;
     static constexpr u32 kBarriers = kTerms + kReducers * kTermsBytes;
     static constexpr u32 kSpanBarriers = Config::kWarpgroupsK > 1 ? kReducers + kWarpgroups : 0;
     static constexpr u32 kSliceBarriers = Config::kSplitK > 1 ? 2 * kReducers : 0;
@@ -84,9 +89,10 @@ struct Shared {
     __device__ __forceinline__ u32 slice_slot(u32 reducer, u32 index) const {
         return base + kSlots + reducer * kSlotsOfReducer + kSlotsOfCta + index * kSlot;
     }
-    __device__ __forceinline__ u32 scales(u32 reducer) const {
-        return base + kScales + reducer * Config::kSliceTokens * 4;
+    __device__ __forceinline__ u32 block_scales(u32 stage, u32 along_k) const {
+        return base + kBlockScales + (stage * Config::kWarpgroupsK + along_k) * kBlockScalesTile;
     }
+    __device__ __forceinline__ u32 scales(u32 reducer) const { return base + kScales + reducer * kScalesTile; }
     __device__ __forceinline__ u32 terms(u32 reducer) const { return base + kTerms + reducer * kTermsBytes; }
     __device__ __forceinline__ u32 table(u32 row, u32 expert) const {
         return base + kTable + row * kTableRow + expert * 4;
@@ -100,7 +106,7 @@ struct Shared {
 
     // The barriers that copies complete on; the first copies wait for nothing else.
     __device__ __forceinline__ void init_full_barriers() const {
-        for (u32 stage = 0; stage < Config::kStages; ++stage) barrier_init(full(stage), 1);
+        for (u32 stage = 0; stage < Config::kStages; ++stage) barrier_init(full(stage), 1 + kLanesThatCopy);
         barrier_init_fence();
     }
 

@@ -23,7 +23,7 @@ struct Args {
     const float* row_sum;       // [strips * 64] sums of weights; read where there are zero points
     u64 lhs_stride;             // bytes between tokens
     u64 lhs_scale_stride;
-    u64 lhs_zero_stride;
+    u64 lhs_zero_stride;  // kLhsGroup: of a token's scales, one for every 128 k, as there are no zero points
     u32 m, n, k;
     i32 channel_scale_type;
     i32 bias_type;
@@ -44,8 +44,9 @@ struct GroupedArgs : GroupPointers, Args {
     u32 tokens;          // rows of lhs
     u32 sizes_step;      // from one expert's first row in `sizes` to the next one's; its end stands behind it
     u32 wide_sizes;      // 64-bit ones
+    u64 scale_expert_step;  // kLhsGroup: what an expert adds to a scale's index beside its rows' strides, modulo 2^64
 };
-static_assert(sizeof(GroupedArgs) == 144, "jitgemm/gemm/grouped_plan.py packs this struct");
+static_assert(sizeof(GroupedArgs) == 152, "jitgemm/gemm/grouped_plan.py packs this struct");
 
 // A consumer thread's position in its CTA, and the tokens that its warpgroup stores.
 struct Position {

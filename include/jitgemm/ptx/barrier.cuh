@@ -31,6 +31,11 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives once the thread's copies so far (copy_4, copy_16) are there.
+__device__ __forceinline__ void barrier_arrive_behind_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // The warp's loads are done, so that an arrival may hand back what they read: it overtakes loads that are in flight
 // (docs/notes/sums.md).
 __device__ __forceinline__ void loads_done() {
