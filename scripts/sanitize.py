@@ -30,7 +30,7 @@ from jitgemm.weight.packed import W4Weight  # noqa: E402
 
 # What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
 G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")
-LHS, RHS = {"multicast_lhs": 2}, {"multicast_rhs": 2}
+LHS, RHS, BLOCKS = {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"lhs_group": 128}
 CASES = [
     ("plain", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "e4m3", (5, 72, 544)),
     ("k over warpgroups", {"warpgroups_k": 4, "split_k": 1}, G128, "s8", (5, 72, 544)),
@@ -40,8 +40,6 @@ CASES = [
     ("split k, several tiles a cluster", {"split_k": 3, "scatter": True}, G128, "e4m3", (40, 17160, 544)),
     ("four warpgroups along n", {"block_n": 256}, G128, "e4m3", (100, 520, 544)),
     ("split k, wide", {"block_m": 96, "split_k": 2}, CHANNEL, "e4m3", (100, 136, 1056)),
-    ("multicast lhs", {"halves": 1, **LHS}, G128, "e4m3", (100, 392, 544)),
-    ("multicast rhs", {"halves": 1, **RHS}, G128, "s8", (200, 200, 544)),
     ("halves", {"halves": 2, "multicast": 1}, (256, False, "fp32"), "e4m3", (100, 264, 544)),
     ("halves, multicast lhs", {"halves": 2, **LHS}, (32, False, "bf16"), "e4m3", (200, 392, 544)),
     ("halves, multicast rhs", {"halves": 2, **RHS}, G128, "s8", (200, 392, 544)),
@@ -52,6 +50,13 @@ CASES = [
     ("zero points", {"block_m": 16, "warpgroups": 2}, G32Z, "e4m3", (21, 136, 544)),
     ("zero points, per channel", {"warpgroups_n": 3}, (builders.PER_CHANNEL, True, "bf16"), "s8", (150, 200, 544)),
     ("several tiles a CTA", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "s8", (40, 3272, 288)),
+    ("block scales, copied by threads", {"block_m": 16, "warpgroups_k": 2, "split_k": 2, "ctas_per_sm": 2, **BLOCKS},
+     G128, "e4m3", (13, 136, 1056)),
+    ("block scales, k over warpgroups", {"block_m": 32, "warpgroups_k": 4, "split_k": 1, **BLOCKS}, G128, "s8",
+     (40, 72, 544)),
+    ("block scales, several tiles a CTA", {"block_m": 48, "split_k": 1, **BLOCKS}, G32Z, "s8", (100, 17160, 288)),
+    ("block scales, multicast lhs", {"halves": 2, **LHS, **BLOCKS}, G128, "e4m3", (200, 392, 544)),
+    ("block scales, multicast rhs", {"halves": 2, **RHS, **BLOCKS}, CHANNEL, "s8", (200, 200, 544)),
 ]  # fmt: skip
 
 
@@ -60,6 +65,8 @@ GROUPED = [
     ("grouped, split k", {"block_m": 8, "warpgroups_k": 2, "split_k": 2}, G128, "e4m3", (3, 0, 9), (136, 1056), False),
     ("grouped, gathered", {"block_m": 16, "warpgroups_k": 1}, G128, "s8", (5, 0, 40, 17), (200, 544), True),
     ("grouped, parts of tiles", {"block_m": 128, "halves": 1}, G128, "s8", (130, 0, 33, 256, 71), (200, 544), False),
+    ("grouped, block scales", {"block_m": 24, **BLOCKS}, G128, "e4m3", (3, 0, 9, 50), (136, 1056), False),
+    ("grouped, gathered, block scales", {"block_m": 64, **BLOCKS}, G128, "s8", (5, 0, 40, 17), (200, 544), True),
     ("grouped, two CTAs an SM", {"block_m": 8, "ctas_per_sm": 2}, CHANNEL, "e4m3", (2,) * 40, (136, 544), False),
 ]  # fmt: skip
 
@@ -75,8 +82,12 @@ LAYERS = {
 
 def first(wanted: dict[str, object], lhs: str, format: WeightFormat, experts: int = 0) -> KernelSpec:
     """The first legal kernel with these properties; StopIteration when there is none any more."""
-    kernels = legal_kernels(lhs, format, device_of(0), experts=experts)
+    kernels = legal_kernels(lhs, format, device_of(0), experts=experts, lhs_group=wanted.get("lhs_group", 0))
     return next(spec for spec in kernels if all(getattr(spec, name) == value for name, value in wanted.items()))
+
+
+def activations(wanted: dict[str, object], m: int, k: int, lhs_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return (builders.block_lhs if "lhs_group" in wanted else builders.lhs)(2, m, k, lhs_type)
 
 
 def grouped(  # type: ignore[no-untyped-def]
@@ -85,7 +96,7 @@ def grouped(  # type: ignore[no-untyped-def]
     """Whether a grouped GEMM of these sizes is right, and leaves the rows before and behind alone."""
     (n, k), rows = sizes, sum(counts) + 4
     weight = W4Weight.stacked(len(counts), lambda e: builders.weight_parts(e, n, k, format.group_size).packed)
-    lhs, bias = builders.lhs(2, rows, k, lhs_type), torch.stack([builders.bias(e, n) for e in range(len(counts))])
+    lhs, bias = activations(wanted, rows, k, lhs_type), torch.stack([builders.bias(e, n) for e in range(len(counts))])
     index = torch.randint(rows, (rows,), dtype=torch.int32) if gathers else None
     offsets = torch.tensor([2, *counts]).cumsum(0).int()
     whole = torch.full((rows, n + 8), 3.0, dtype=torch.bfloat16, device="cuda")
@@ -112,7 +123,7 @@ def main() -> int:
         weight = builders.weight_parts(
             1, n, k, group_size, zero_point=zero_point, scale_type=scale_type, offset=rest[1:] == [True]
         ).packed
-        lhs, bias = builders.lhs(2, m, k, lhs_type), builders.bias(3, n, torch.float32)
+        lhs, bias = activations(wanted, m, k, lhs_type), builders.bias(3, n, torch.float32)
         ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
         x, x_scale, rhs, bias = lhs[0].cuda(), lhs[1].cuda(), weight.to("cuda"), bias.cuda()
         out = torch.empty(m, n + 8, dtype=torch.bfloat16, device="cuda")[:, 8:]

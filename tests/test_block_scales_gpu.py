@@ -1,0 +1,258 @@
+"""Activations with a scale per token and 128 k on a GPU: the stated bound, bits of the per-token kernel, all strides."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import builders
+import pytest
+import torch
+from builders import PER_CHANNEL, same_bits
+from test_gemm_gpu import Guarded, assert_right
+from test_grouped import weight_of_experts
+from test_grouped_gpu import assert_right as assert_groups_right
+from test_grouped_gpu import guarded, offsets_of
+
+import jitgemm
+from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.grouped_plan import GroupedPlan
+from jitgemm.gemm.groups import Groups
+from jitgemm.gemm.plan import Plan
+from jitgemm.kernel.formats import Problem, WeightFormat
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.select.choose import candidates, choose
+from jitgemm.select.devices import device_spec
+from jitgemm.select.shapes import legal_kernels
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = {
+    "g128": dict(group_size=128),
+    "g128-e4m3": dict(group_size=128, codes="e4m3"),
+    "g128-s8": dict(group_size=128, codes="s8"),
+    "g32z": dict(group_size=32, zero_point=True),
+    "g64o": dict(group_size=64, offset=True),
+    "g256-fp32": dict(group_size=256, scale_type="fp32"),
+    "channel": dict(group_size=PER_CHANNEL),
+    "channel-z": dict(group_size=PER_CHANNEL, zero_point=True, scale_type="fp16"),
+}
+
+
+def types_of(name: str) -> list[str]:
+    codes = FORMATS[name].get("codes")
+    return [codes] if codes else list(builders.LHS_DTYPES)
+
+
+CASES = [(name, lhs) for name in FORMATS for lhs in types_of(name)]
+
+
+def run(plan_of, operands) -> torch.Tensor:
+    """Three launches, of which all give the same bits."""
+    results = []
+    for _ in range(3):
+        operands.out.fill_(float("nan"))
+        plan_of.launch(*operands)
+        results.append(operands.out.clone())
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+    return results[0]
+
+
+@pytest.mark.parametrize("name, lhs_type", CASES)
+@pytest.mark.parametrize("n, k", [(8, 160), (136, 1056), (4104, 4128)])
+def test_within_the_bound_for_every_format_and_m(n, k, name, lhs_type):
+    weight = builders.weight_parts(1, n, k, scales="negative", **FORMATS[name], device="cuda").packed
+    bias = builders.bias(3, n, device="cuda")
+    for m in (1, 5, 16, 63, 130, 700):
+        lhs = builders.block_lhs(m, m, k, lhs_type, column_major=m % 2 == 1, device="cuda")
+        out = Guarded(m, n)
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out.out, bias=bias)
+        out.check()
+        assert_right(out.out, lhs, weight, bias, has_rms=False)
+
+
+WAYS = [
+    {"split_k": 1, "warpgroups_k": 4}, {"split_k": 4, "warpgroups_k": 2}, {"split_k": 6, "warpgroups_k": 1},
+    {"scatter": True, "warpgroups_k": 2, "split_k": 2}, {"scatter": True, "split_k": 3}, {"block_n": 256},
+    {"multicast_lhs": 2, "halves": 2}, {"multicast_rhs": 2, "halves": 2}, {"halves": 2, "multicast": 1},
+    {"block_m": 16, "ctas_per_sm": 2}, {"block_m": 24}, {"block_m": 48}, {"block_m": 112}, {"block_m": 160},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(f"{k}{v}" for k, v in way.items()))
+@pytest.mark.parametrize("lhs_type, name", [("e4m3", "g128-e4m3"), ("s8", "g128-s8"), ("s8", "g64o"), ("e4m3", "g32z")])
+def test_every_way_through_the_kernel(lhs_type, name, way):
+    m, n, k = 213, 456, 2080
+    weight = builders.weight_parts(1, n, k, **FORMATS[name], device="cuda").packed
+    found = [
+        spec for spec in legal_kernels(lhs_type, weight.format, device_spec("h200"), lhs_group=128)
+        if all(getattr(spec, field) == value for field, value in way.items())
+    ]  # fmt: skip
+    assert found or name == "g64o"  # offsets take more registers than some tiles leave
+    lhs = builders.block_lhs(2, m, k, lhs_type, column_major=True, device="cuda")
+    for spec in random.Random(1).sample(found, min(3, len(found))):
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        operands = Operands(*lhs, None, weight, out, None)
+        assert_right(run(Plan(operands, spec), operands), lhs, weight, has_rms=False)
+
+
+@pytest.mark.parametrize("k", [1056, 8192])
+@pytest.mark.parametrize("m", [1, 13, 40, 64])
+def test_consumers_copy_the_first_scales(m, k):
+    n = 264
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    problem = Problem(m, n, k, "e4m3", weight.format, lhs_group=128)
+    direct = [c.kernel for c in candidates(problem, device_spec("h200")) if c.kernel.direct or c.kernel.block_m <= 16]
+    lhs = builders.block_lhs(2, m, k, device="cuda")
+    for spec in [*direct[:2], *[spec for spec in direct if spec.warpgroups_n > 1][:1]]:
+        operands = Operands(*lhs, None, weight, torch.empty(m, n, dtype=torch.bfloat16, device="cuda"), None)
+        assert_right(run(Plan(operands, spec), operands), lhs, weight, has_rms=False)
+
+
+@pytest.mark.parametrize("lhs_type, name", [("e4m3", "g128-e4m3"), ("e4m3", "channel"), ("s8", "g128-s8"), ("s8", "g64o")])
+def test_powers_of_two_give_the_bits_of_the_per_token_kernel(lhs_type, name):
+    """Scales that are exact factors change no rounding, wherever they are multiplied in."""
+    n, k = 392, 2080
+    weight = builders.weight_parts(1, n, k, **FORMATS[name], device="cuda").packed
+    for m in (3, 16, 100, 700):
+        x, _ = builders.lhs(2, m, k, lhs_type, device="cuda")
+        x_scale = torch.exp2(torch.arange(m, device="cuda").remainder(9) - 14.0)
+        spec = choose(Problem(m, n, k, lhs_type, weight.format, lhs_group=128), device_spec("h200"))
+        results = []
+        for scale, kernel in ((x_scale[:, None].expand(m, 17), spec), (x_scale, replace(spec, lhs_group=0))):
+            operands = Operands(x, scale, None, weight, torch.empty(m, n, device="cuda"), None)
+            operands = operands._replace(out=operands.out.bfloat16())
+            results.append(run(Plan(operands, kernel), operands))
+        assert same_bits(*results), spec.label
+
+
+def test_scales_of_any_strides_give_the_same_bits():
+    m, n, k = 77, 264, 1056
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    x, x_scale = builders.block_lhs(2, m, k, device="cuda")
+    wide = torch.full((2 * m, 3 * 9), float("nan"), device="cuda")
+    wide[::2, ::3] = x_scale
+    results = []
+    for scale in (x_scale, x_scale.T.contiguous().T, wide[::2, ::3]):
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        jitgemm.gemm_w4a8_bf16_nt((x, scale), weight, out)
+        results.append(out)
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+def test_each_call_reads_the_scales_of_its_time():
+    """A kernel that starts before the one before it has ended must not read that one's scales too soon."""
+    m, n, k = 24, 4096, 4096
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    lhs = [builders.block_lhs(seed, m, k, "s8", device="cuda") for seed in range(4)]
+    expected, outs = [], [torch.empty(m, n, dtype=torch.bfloat16, device="cuda") for _ in range(40)]
+    for each in lhs:
+        expected.append(torch.empty_like(outs[0]))
+        jitgemm.gemm_w4a8_bf16_nt(each, weight, expected[-1])
+    x, x_scale = (torch.empty_like(each) for each in lhs[0])
+    for i, out in enumerate(outs):
+        x.copy_(lhs[i % 4][0])
+        x_scale.copy_(lhs[i % 4][1])
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, out)
+    assert all(same_bits(out, expected[i % 4]) for i, out in enumerate(outs))
+
+
+def test_batch_invariant_rows():
+    n, k = 264, 4096
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    x, x_scale = builders.block_lhs(2, 700, k, device="cuda")
+    whole = torch.empty(700, n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, whole, batch_invariant=True)
+    for m in (1, 17, 130):
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        jitgemm.gemm_w4a8_bf16_nt((x[:m], x_scale[:m]), weight, out, batch_invariant=True)
+        assert same_bits(out, whole[:m])
+
+
+# ---- groups ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("name, lhs_type", CASES)
+def test_contiguous_groups(name, lhs_type, gathers):
+    experts, n, k = 20, 264, 1056
+    weight = weight_of_experts(experts, n, k, device="cuda", **FORMATS[name])
+    draw = random.Random(4)
+    counts = [draw.choice((0, 0, 1, 5, 17, 64, 150)) for _ in range(experts)]
+    rows = sum(counts) + 5
+    lhs = builders.block_lhs(2, 31 if gathers else rows, k, lhs_type, column_major=gathers, device="cuda")
+    index = torch.randint(0, 31, (rows,), dtype=torch.int32, device="cuda") if gathers else None
+    bias = torch.randn(experts, n, device="cuda")
+    whole, out = guarded(rows, n)
+    kept, before = whole.clone(), out.clone()
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets_of(counts, 2), bias=bias, row_index=index)
+    assert_groups_right(lhs, weight, out, before, counts, first=2, bias=bias, row_index=index)
+    whole[3 : rows + 3, 16 : n + 16] = before
+    assert same_bits(whole, kept)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "columns of each expert"])
+@pytest.mark.parametrize("max_m", [1, 40, 200])
+def test_masked_groups(max_m, layout):
+    experts, n, k = 24, 136, 1056
+    weight = weight_of_experts(experts, n, k, device="cuda", group_size=128)
+    x, x_scale = builders.block_lhs(1, experts * max_m, k, device="cuda")
+    x, x_scale = x.view(experts, max_m, k), x_scale.view(experts, max_m, 9)
+    if layout == "columns":
+        x_scale = x_scale.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    elif layout == "columns of each expert":
+        x_scale = x_scale.transpose(1, 2).contiguous().transpose(1, 2)
+    draw = random.Random(3)
+    counts = [draw.randint(0, max_m) for _ in range(experts)]
+    out = torch.full((experts, max_m, n), 3.0, dtype=torch.bfloat16, device="cuda")
+    masked_m = torch.tensor([*counts[:-2], -5, max_m + 1000], dtype=torch.int32, device="cuda")
+    jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked((x, x_scale), weight, out, masked_m, max(1, max_m // 2))
+    for e, count in enumerate([*counts[:-2], 0, max_m]):
+        assert bool((out[e, count:] == 3).all())
+        if count:
+            assert_right(out[e, :count], (x[e, :count], x_scale[e, :count]), weight[e], has_rms=False)
+
+
+SPECS = [
+    dict(block_m=8, block_n=64, stages=6, warpgroups_k=2, split_k=2),
+    dict(block_m=16, block_n=64, stages=5, warpgroups_k=4),
+    dict(block_m=24, block_n=64, stages=4, warpgroups_k=2, scatter=True, ctas_per_sm=2),
+    dict(block_m=64, block_n=192, stages=4),
+    dict(block_m=128, block_n=128, stages=4),
+    dict(block_m=128, block_n=128, halves=2, stages=4),
+]
+
+
+@pytest.mark.parametrize("shape", SPECS, ids=lambda shape: "-".join(f"{k}{v}" for k, v in shape.items()))
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_groups_have_the_bits_of_the_dense_kernel(lhs_type, shape):
+    experts, n, k = 23, 200, 1056
+    weight = weight_of_experts(experts, n, k, device="cuda", group_size=128)
+    draw = random.Random(2)
+    counts = [draw.choice((0, 1, 3, 8, 17, 64, 130, 200)) for _ in range(experts)]
+    rows = sum(counts)
+    lhs = builders.block_lhs(2, rows, k, lhs_type, device="cuda")
+    spec = KernelSpec(lhs_type, weight.format, lhs_group=128, **shape)
+    out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
+    operands, groups = Operands(*lhs, None, weight, out, None), Groups(offsets_of(counts), None, 0, rows)
+    GroupedPlan(operands, groups, replace(spec, experts=64)).launch(operands, groups)
+    end = 0
+    for e, count in enumerate(counts):
+        begin, end = end, end + count
+        if count:
+            right = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
+            part = Operands(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, None)
+            Plan(part, spec).launch(*part)
+            assert same_bits(out[begin:end], right), (e, count)
+
+
+def test_long_int8_rows_per_channel():
+    """Sums that one int32 would not hold, of the largest codes and values."""
+    n, k = 64, 2**20 + 128
+    q = torch.full((n, k), -8, dtype=torch.int8, device="cuda")
+    weight = jitgemm.pack_w4(q, torch.ones(n, 1, device="cuda"), group_size=k)
+    assert weight.format == WeightFormat(0, False, "fp32")
+    lhs = torch.full((3, k), -128, dtype=torch.int8, device="cuda"), torch.ones(3, k // 128, device="cuda")
+    out = torch.empty(3, n, device="cuda")
+    jitgemm.gemm_w4a8_nt(lhs, weight, out)
+    assert_right(out, lhs, weight, has_rms=False)
