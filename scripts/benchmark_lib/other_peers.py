@@ -1,9 +1,10 @@
-"""humming and QuACK as contestants, through their public calls. Optional: each is imported only where it is asked for.
+"""humming, QuACK and DeepGEMM as contestants, through their public calls. Each is imported only where it is asked for.
 
     humming   https://github.com/vllm-project/humming   pip install humming-kernels   (written against 0.1.19)
     QuACK     https://github.com/Dao-AILab/quack        pip install quack-kernels     (written against 0.6.5)
+    DeepGEMM  https://github.com/deepseek-ai/DeepGEMM   vLLM 0.24.0 has it as vllm.third_party.deep_gemm
 
-Both quantise the shared weight themselves. Activations are quantised before the clock runs, as for everybody else.
+All quantise the shared weight themselves. Activations are quantised before the clock runs, as for everybody else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 
 import torch
 
-from .contestant import CHANNEL, EXACT, ROUNDED, Contestant, Refused, Run
+from .contestant import CHANNEL, EXACT, ROUNDED, WIDER, Contestant, Refused, Run
 from .data import Source, quantise_rows
 
 
@@ -35,7 +36,12 @@ def other_peers() -> list[Contestant]:
     ] + [
         Contestant(name, label, kind, False, "quack-kernels", "quack.gemm_w4", partial(_quack, wformat))
         for name, label, kind, wformat in quack
-    ]
+    ] + [
+        Contestant(
+            "dg_fp8_block", "DeepGEMM e4m3, weight blocks of 128 x 128, activations per token and 128 k", WIDER, False,
+            "deep-gemm", "deep_gemm", _deep_gemm,
+        )
+    ]  # fmt: skip
 
 
 def _lhs(source: Source, m: int, buffers: int, dtype: torch.dtype) -> tuple[list, list]:
@@ -111,6 +117,33 @@ def _quack(wformat: str, source: Source, copies: int | None) -> Callable[[int, i
                     wformat=wformat,
                 )
             )
+        return _run(source, m, calls, outs, weight_bytes)
+
+    return start
+
+
+def _deep_gemm(source: Source, copies: int | None) -> Callable[[int, int], Run]:
+    if source.n % 128 or source.k % 128:
+        raise Refused("fp8_gemm_nt: n and k must be multiples of 128")
+    import deep_gemm
+
+    codes, scales = deep_gemm.utils.per_block_cast_to_fp8(source.weight, use_ue8m0=False)
+    weight_bytes = float(codes.nbytes + scales.nbytes)
+    weights = [codes] + [codes.clone() for _ in range(source.copies(weight_bytes, copies) - 1)]
+
+    def start(m: int, buffers: int) -> Run:
+        # Scales in the layout that it would bring them to in each call.
+        casts = [
+            deep_gemm.utils.per_token_cast_to_fp8(source.activations(m, i), use_ue8m0=False) for i in range(buffers)
+        ]
+        pairs = [(x, deep_gemm.get_mn_major_tma_aligned_tensor(scale)) for x, scale in casts]
+        outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(buffers)]
+        calls = [
+            partial(
+                deep_gemm.fp8_gemm_nt, pairs[i % buffers], (each, scales), outs[i % buffers], disable_ue8m0_cast=True
+            )
+            for i, each in enumerate(weights)
+        ]
         return _run(source, m, calls, outs, weight_bytes)
 
     return start
