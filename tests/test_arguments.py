@@ -385,7 +385,12 @@ def test_a_numpy_out_is_named_for_what_it_is(call, gemm):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int16])
 def test_out_of_the_bf16_form_must_be_bf16(call, dtype):
     call.out = call.out.to(dtype)
-    call.refused(TypeError, "out", "bfloat16 (the call without bf16 in its name takes other types)", str(dtype).removeprefix("torch."))
+    call.refused(
+        TypeError,
+        "out",
+        "bfloat16 (the call without bf16 in its name takes other types)",
+        str(dtype).removeprefix("torch."),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn, torch.int32])

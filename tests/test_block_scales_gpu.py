@@ -109,7 +109,9 @@ def test_consumers_copy_the_first_scales(m, k):
         assert_right(run(Plan(operands, spec), operands), lhs, weight, has_rms=False)
 
 
-@pytest.mark.parametrize("lhs_type, name", [("e4m3", "g128-e4m3"), ("e4m3", "channel"), ("s8", "g128-s8"), ("s8", "g64o")])
+@pytest.mark.parametrize(
+    "lhs_type, name", [("e4m3", "g128-e4m3"), ("e4m3", "channel"), ("s8", "g128-s8"), ("s8", "g64o")]
+)
 def test_powers_of_two_give_the_bits_of_the_per_token_kernel(lhs_type, name):
     """Scales that are exact factors change no rounding, wherever they are multiplied in."""
     n, k = 392, 2080

@@ -186,7 +186,10 @@ def test_fake_tensors_compute_nothing_and_are_checked():
         assert jitgemm.gemm_w4a8_nt((x, x_scale, x_zero), rhs, wide) is None
         with pytest.raises(TypeError, match=r"lhs\[2\] \(x_zero\): expected int32, got int64"):
             jitgemm.gemm_w4a8_nt((x, x_scale, x_zero.long()), rhs, wide)
-        with pytest.raises(TypeError, match=r"out: expected bfloat16 \(the call without bf16 in its name takes other types\), got float32"):
+        with pytest.raises(
+            TypeError,
+            match=r"out: expected bfloat16 \(the call without bf16 in its name takes other types\), got float32",
+        ):
             jitgemm.gemm_w4a8_bf16_nt((x, x_scale, x_zero), rhs, wide)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import builders
 import pytest
@@ -17,10 +18,16 @@ from jitgemm import W4Weight, W8Weight, pack_w8, quantize_w8
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
+from jitgemm.jit.nvrtc import SERIALISED, compile_cubin
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, format_named
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.select.choose import choose
+from jitgemm.select.devices import DEVICES
+from jitgemm.select.shapes import illegal, legal_kernels
 from jitgemm.weight.packed import Weight
 
-DTYPES = list(builders.LHS_DTYPES.values())
+TYPES = list(builders.LHS_DTYPES.values())
 
 
 def parts_of(seed: int, n: int, k: int, codes: str, group_size: int = 0, **options) -> builders.WeightParts:
@@ -209,7 +216,7 @@ def test_int8_per_channel_stops_where_int32_may_overflow():
 # ---- quantising ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("block", [None, 128])
 @pytest.mark.parametrize("n, k", [(8, 32), (200, 320), (256, 128)])
 def test_quantize_w8_is_the_nearest_of_its_type_for_the_largest_of_a_row_or_block(dtype, block, n, k, monkeypatch):
@@ -304,6 +311,111 @@ def test_the_bound_holds_for_what_tensor_cores_lose(kind):
     assert 0 < share <= 1 or (kind == "subnormal" and share <= 1)
 
 
-def test_public_names():
-    for name in ("W8Weight", "pack_w8", "quantize_w8"):
-        assert getattr(jitgemm, name).__name__ == name
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codes", LHS_TYPES)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_call_on_a_cpu_is_the_reference_and_so_is_its_op(codes, out_dtype):
+    weight, bias = parts_of(11, 72, 288, codes, 128).packed, builders.bias(12, 72)
+    lhs = builders.affine_lhs(13, 5, 288) if codes == "s8" else builders.lhs(13, 5, 288, codes)
+    out, by_op = torch.empty(2, 5, 72, dtype=out_dtype)
+    jitgemm.gemm_w8a8_nt(lhs, weight, out, bias=bias)
+    torch.compile(lambda: jitgemm.gemm_w8a8_nt(lhs, weight, by_op, bias=bias), backend="eager", fullgraph=True)()
+    ref = gemm_w4a8_reference(lhs, weight, bias=bias, out_dtype=out_dtype)
+    assert builders.same_bits(out, ref) and builders.same_bits(by_op, ref)
+    if out_dtype == torch.bfloat16:
+        out.zero_()
+        jitgemm.gemm_w8a8_bf16_nt(lhs, weight, out, bias=bias)
+        assert builders.same_bits(out, ref)
+    else:
+        with pytest.raises(TypeError, match="out: expected bfloat16"):
+            jitgemm.gemm_w8a8_bf16_nt(lhs, weight, out, bias=bias)
+
+
+@pytest.mark.parametrize("codes", LHS_TYPES)
+def test_grouped_calls_on_a_cpu(codes):
+    experts, n, k = 3, 72, 160
+    weight = W8Weight.stacked(experts, lambda e: parts_of(e, n, k, codes, 32).packed)
+    lhs = builders.lhs(14, 6, k, codes)
+    offsets = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+    right = torch.cat(
+        [gemm_w4a8_reference((lhs[0][a:b], lhs[1][a:b]), weight[e]) for e, a, b in ((0, 0, 2), (2, 2, 6))]
+    )
+    out = torch.empty(6, n, dtype=torch.bfloat16)
+    jitgemm.m_grouped_gemm_w8a8_bf16_nt_contiguous(lhs, weight, out, offsets)
+    assert builders.same_bits(out, right)
+    rows = torch.tensor([5, 4, 3, 2, 1, 0], dtype=torch.int32)
+    jitgemm.m_grouped_gemm_w8a8_nt_contiguous(
+        tuple(x.view(torch.uint8).flip(0).view(x.dtype) if x.dim() == 2 and x.element_size() == 1 else x.flip(0) for x in lhs),
+        weight, out.zero_(), offsets, row_index=rows,
+    )  # fmt: skip
+    assert builders.same_bits(out, right)
+    blocks = lhs[0].view(experts, 2, k), lhs[1].view(experts, 2)
+    masked = torch.zeros(experts, 2, n, dtype=torch.bfloat16)
+    jitgemm.m_grouped_gemm_w8a8_bf16_nt_masked(blocks, weight, masked, torch.tensor([2, 1, 0]), 1)
+    first = gemm_w4a8_reference((blocks[0][0], blocks[1][0]), weight[0])
+    assert builders.same_bits(masked[0], first) and not masked[2].any() and not masked[1, 1].any()
+    masked.zero_()
+    jitgemm.m_grouped_gemm_w8a8_nt_masked(blocks, weight, masked, torch.tensor([2, 1, 0]), 1)
+    assert builders.same_bits(masked[0], first)
+
+
+def test_each_call_takes_weights_of_its_width_and_activations_of_their_type():
+    four, eight = builders.weight_parts(1, 16, 64).packed, parts_of(1, 16, 64, "s8").packed
+    lhs, out = builders.lhs(2, 3, 64, "s8"), torch.empty(3, 16, dtype=torch.bfloat16)
+    for call in (jitgemm.gemm_w4a8_nt, jitgemm.gemm_w4a8_bf16_nt):
+        with pytest.raises(TypeError, match="rhs: expected a W4Weight from pack_w4, got W8Weight"):
+            call(lhs, eight, out)
+    for call in (jitgemm.gemm_w8a8_nt, jitgemm.gemm_w8a8_bf16_nt):
+        with pytest.raises(TypeError, match="rhs: expected a W8Weight from pack_w8, got W4Weight"):
+            call(lhs, four, out)
+        with pytest.raises(TypeError, match=r"lhs\[0\] \(x\): expected int8, as rhs is, got float8_e4m3fn"):
+            call(builders.lhs(2, 3, 64, "e4m3"), eight, out)
+    offsets = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(TypeError, match="rhs: expected a W8Weight from pack_w8, got W4Weight"):
+        jitgemm.m_grouped_gemm_w8a8_nt_contiguous(lhs, W4Weight.stacked(1, lambda _: four), out, offsets)
+    with pytest.raises(TypeError, match="rhs: expected a W4Weight from pack_w4, got W8Weight"):
+        jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, W8Weight.stacked(1, lambda _: eight), out, offsets)
+    with pytest.raises(
+        ValueError, match="rhs: expected a weight of experts, got a dense one, which gemm_w8a8_nt takes"
+    ):
+        jitgemm.m_grouped_gemm_w8a8_nt_contiguous(lhs, eight, out, offsets)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+H200 = DEVICES["h200"]
+
+
+def format_of(lhs: str, group_size: int, scale_type: str = "fp32") -> WeightFormat:
+    return WeightFormat(group_size, False, scale_type, lhs, bits=8)
+
+
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+@pytest.mark.parametrize("group_size", [0, *GROUP_SIZES])
+def test_labels_tell_kernels_for_8_bits(lhs, group_size):
+    kernels = legal_kernels(lhs, format_of(lhs, group_size), H200)
+    kernels += tuple(replace(spec, shared_weights=True) for spec in kernels)
+    assert len({spec.label for spec in kernels}) == len(kernels) > 100
+    for spec in kernels:
+        assert spec.label.startswith(f"{lhs}w8-") and KernelSpec.from_label(spec.label) == spec
+        assert KernelSpec.from_dict(spec.to_dict()) == spec
+    four = KernelSpec(lhs, WeightFormat(group_size, False, "fp32", lhs), 64, 128, 4)
+    assert "w8" not in four.label and "4 bits" in illegal(replace(four, shared_weights=True), H200)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+@pytest.mark.parametrize("group_size, m, experts", [(0, 1, 0), (0, 4096, 0), (128, 24, 64), (128, 512, 0), (32, 64, 0)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_kernels_build_without_spills_and_serialised_multiplies(lhs, group_size, m, experts, shared):
+    problem = Problem(m, 4096, 7168, lhs, format_of(lhs, group_size), experts=experts)
+    spec = replace(choose(problem, H200), shared_weights=shared)
+    while "shared memory" in (illegal(spec, H200) or ""):
+        spec = replace(spec, stages=spec.stages - 1)
+    assert illegal(spec, H200) is None
+    source = kernel_source(spec)
+    assert source.spec == spec.to_dict() and "--bits 8" in source.warmup
+    built = compile_cubin(source.source, source.headers, source.options, name=source.label)
+    assert built.spill_bytes <= 16 and not SERIALISED.search(built.log), spec.label

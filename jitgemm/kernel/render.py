@@ -43,21 +43,26 @@ def _wgmma(spec: KernelSpec, tokens: int) -> str:
     signs = "" if integer else ", 1, 1"
     registers = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"{constraint}"(d[{i}])' for i in range(count))
-    a = ", ".join(f"%{count + i}" for i in range(4))
+    if spec.shared_weights:
+        parameter, a, inputs, where = "u64 a", f"%{count}", '"l"(a)', "shared memory"
+    else:
+        parameter, a, where = "const u32 (&a)[4]", f"{{{', '.join(f'%{count + i}' for i in range(4))}}}", "registers"
+        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    b = count + inputs.count("(a")
     return f"""\
-// d = a * b, or d += a * b: a is 64 x 32 in registers, b is {tokens} x 32 in shared memory.
+// d = a * b, or d += a * b: a is 64 x 32 in {where}, b is {tokens} x 32 in shared memory.
 template <>
 struct Wgmma<{tokens}> {{
     using Accumulator = {accumulator};
     template <int kCount>
-    __device__ __forceinline__ static void issue({accumulator} (&d)[kCount], const u32 (&a)[4], u64 b,
+    __device__ __forceinline__ static void issue({accumulator} (&d)[kCount], {parameter}, u64 b,
                                                  bool accumulate) {{
         asm volatile(
-            "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
+            "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{b + 1}, 0;\\n"
             "wgmma.mma_async.sync.aligned.m64n{tokens}k32.{types}"
-            " {{{registers}}}, {{{a}}}, %{count + 4}, p{signs};\\n}}"
+            " {{{registers}}}, {a}, %{b}, p{signs};\\n}}"
             : {outputs}
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(i32(accumulate)));
+            : {inputs}, "l"(b), "r"(i32(accumulate)));
     }}
 }};
 """
@@ -84,6 +89,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kLhsGroup": spec.lhs_group,
         "u32 kInFlight": units_in_flight(spec),
         "u32 kFragmentSets": fragment_sets(spec),
+        "bool kSharedWeights": str(spec.shared_weights).lower(),
         "bool kPinSharedBase": str(pins_shared_base(spec)).lower(),
         "u32 kPromoteRecords": promote_records(spec),
         "bool kDirectLhs": str(direct_lhs(spec)).lower(),

@@ -39,6 +39,7 @@ class KernelSpec:
         ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
         direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
             the copy engine; `tactics.for_k` sets it.
+        shared_weights: wgmma reads 8-bit weights from shared memory, not from registers.
         out: type of the result.
         experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
         lhs_group: k that share a scale of activations, `LHS_GROUP`; 0 for a scale per token.
@@ -58,6 +59,7 @@ class KernelSpec:
     multicast_rhs: int = 1
     ctas_per_sm: int = 1
     direct: bool = False
+    shared_weights: bool = False
     out: str = "bf16"
     debug: bool = False
     experts: int = 0
@@ -132,6 +134,8 @@ class KernelSpec:
             parts.append(f"c{self.ctas_per_sm}")
         if self.direct:
             parts.append("d")
+        if self.shared_weights:
+            parts.append("ss")
         if self.experts:
             parts.append(f"e{self.experts}")
         if self.debug:
@@ -162,8 +166,8 @@ class KernelSpec:
             block_m=number("m"), block_n=number("n"), stages=number("stages"), halves=1 + flag("halves"),
             warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
-            direct=flag("direct"), out=found["out"] or "bf16", experts=number("experts", 0), debug=flag("debug"),
-            lhs_group=number("block", 0),
+            direct=flag("direct"), shared_weights=flag("shared"), out=found["out"] or "bf16",
+            experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0),
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,7 +188,7 @@ _LABEL = re.compile(
     r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128))?(?:-to(?P<out>fp32|fp16))?"
     r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
-    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"
+    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?P<shared>-ss)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"
 )
 
 
@@ -198,6 +202,12 @@ def wgmma_shapes(lhs: str) -> tuple[int, ...]:
 def stage_weight_bytes(spec: KernelSpec) -> int:
     """Bytes of weights that a stage holds."""
     return spec.warpgroups * spec.format.record_bytes
+
+
+def record_stride(spec: KernelSpec) -> int:
+    """Bytes from one record in shared memory to the next; wgmma reads weights that start at a multiple of 1024."""
+    size = spec.format.record_bytes
+    return 1024 * ceil_div(size, 1024) if spec.shared_weights else size
 
 
 def lhs_copy_rows(spec: KernelSpec, m: int) -> tuple[int, int]:
@@ -233,7 +243,7 @@ def slot_tokens(spec: KernelSpec) -> int:
 def stage_bytes(spec: KernelSpec) -> int:
     """Shared memory of one stage: activations, perhaps their scales, records and two barriers."""
     token_bytes = BLOCK_K + (4 if spec.lhs_group else 0)
-    return spec.warpgroups_k * spec.block_m * token_bytes + stage_weight_bytes(spec) + 2 * 8
+    return spec.warpgroups_k * spec.block_m * token_bytes + spec.warpgroups * record_stride(spec) + 2 * 8
 
 
 def smem_bytes(spec: KernelSpec) -> int:

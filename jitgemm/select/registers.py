@@ -22,6 +22,10 @@ registers serve."""
 ZERO_REGISTERS = 10
 """More of them for zero points, but for one group a record in halves, where ptxas finds room: without that exception
 28672 x 4096, m = 192 would take 31 % longer in e4m3, 33 % in int8. Twice as many for int8 with scales in fp32."""
+BYTE_FACTOR_REGISTERS = 16
+"""More of them for four groups a record of 8-bit weights, which have two sets of factors."""
+SHARED_REGISTERS = 40
+"""Fewer of them where wgmma reads the weights from shared memory: there are no fragments."""
 OFFSET_REGISTERS = 26
 """More of them for offsets: multiplies by ones, and a second factor for each group."""
 
@@ -45,4 +49,6 @@ def registers_needed(spec: KernelSpec) -> int:
     elif fmt.zero_point and (spec.halves == 1 or fmt.scale_rows > 1):
         rest += ZERO_REGISTERS
     rest += OFFSET_REGISTERS if fmt.offset else 0
+    rest += BYTE_FACTOR_REGISTERS if fmt.bits == 8 and fmt.scale_rows == 4 else 0
+    rest -= SHARED_REGISTERS if spec.shared_weights else 0
     return round(sums + rest)

@@ -51,6 +51,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return f"{spec.warpgroups} warpgroups"
     if spec.experts and (spec.multicast_rhs > 1 or spec.direct):
         return "a grouped kernel shares no weights, and its consumers copy no activations"
+    if spec.shared_weights and spec.format.bits != 8:
+        return "wgmma reads no codes of 4 bits from shared memory"
     if spec.multicast > 1 and spec.split_k > 1:
         return "a cluster either splits k or shares an operand"
     if spec.multicast_lhs > 1 and spec.multicast_rhs > 1:

@@ -56,12 +56,17 @@ struct Fragments {
     static constexpr u32 kSteps = 4 / kChunks;
 
     u32 step[4][4];
+    u64 weights;  // descriptor of the record, where wgmma reads it from shared memory
     // Factors of the thread's two rows: for sums of codes times activations, for sums of activations.
     float low_scale[kChunks], high_scale[kChunks];
     float low_offset[kChunks], high_offset[kChunks];
 
     // Loads and decodes the codes.
     __device__ __forceinline__ void load(u32 record, const Position& position) {
+        if constexpr (Config::kSharedWeights) {
+            weights = k_major_descriptor(record);
+            return;
+        }
         Config::Codec::template load<kChunks>(step, record, record + Layout::kZeros, position);
         // Else int8's decode comes between the multiplies, which ptxas then fences one by one (C7519). Where groups are
         // promoted, that is no slower: the promotion comes there too.
@@ -69,6 +74,7 @@ struct Fragments {
     }
 
     __device__ __forceinline__ void fence() {
+        if constexpr (Config::kSharedWeights) return;
 #pragma unroll
         for (u32 s = 0; s < 4; ++s) register_fence(step[s]);
     }
@@ -152,7 +158,9 @@ struct Multiplier {
             const u32 step = chunk * kSteps + s;
             const bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
             const u64 tokens = descriptor + half * (kTokens * kSwizzledRow >> 4) + step * 2;
-            if (factor == 0) {
+            if constexpr (Config::kSharedWeights) {
+                Wgmma::issue(partial[unit % kInFlight], fragments.weights + step * 2, tokens, accumulate);
+            } else if (factor == 0) {
                 Wgmma::issue(partial[unit % kInFlight], fragments.step[step], tokens, accumulate);
             } else {
                 Wgmma::issue(partial[unit % kInFlight], ones, tokens, accumulate);

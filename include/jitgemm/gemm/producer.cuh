@@ -30,13 +30,20 @@ __device__ __forceinline__ void load_weights(const Args& args, const Shared<Conf
         // A strip past the end is computed from the last one and clipped by the store.
         u32 strip = min(tile.first_row / kStripRows + i, last_strip);
         const u8* source = tile.records() + (u64(strip) * k_blocks + block) * Record<Config>::kBytes;
-        u32 destination = shared.record(stage, i, 0);
-        if constexpr (Config::kMulticastRhs > 1) {
-            u32 own = bytes / Config::kMulticastRhs;
-            bulk_load_multicast(destination + rank * own, source + rank * own, own, shared.full(stage),
-                                (1 << Config::kMulticastRhs) - 1, policy);
+        auto copy = [&](u32 destination, const u8* source, u32 bytes) {
+            if constexpr (Config::kMulticastRhs > 1) {
+                u32 own = bytes / Config::kMulticastRhs;
+                bulk_load_multicast(destination + rank * own, source + rank * own, own, shared.full(stage),
+                                    (1 << Config::kMulticastRhs) - 1, policy);
+            } else {
+                bulk_load(destination, source, bytes, shared.full(stage), policy);
+            }
+        };
+        if constexpr (Shared<Config>::kRecord == Record<Config>::kBytes || Config::kWarpgroupsK == 1) {
+            copy(shared.record(stage, i, 0), source, bytes);
         } else {
-            bulk_load(destination, source, bytes, shared.full(stage), policy);
+            for (u32 j = 0; j < blocks; ++j)
+                copy(shared.record(stage, i, j), source + j * Record<Config>::kBytes, Record<Config>::kBytes);
         }
     }
 }

@@ -3,7 +3,7 @@
 //
 //     1024-aligned   lhs      [stages][warpgroups_k][block_m][128 B]       activations, 128-byte swizzle
 //                    out      [reducers][slice][64 columns]                rows of 128 B a token, 128-byte swizzle
-//     64-aligned     records  [stages][warpgroups_n][warpgroups_k][record]
+//     64-aligned     records  [stages][warpgroups_n][warpgroups_k][record]  1024-aligned where wgmma reads them
 //                    slots    [reducers][warpgroups_k - 1][span / 8][128 threads][4] fp32 sums of the CTA's other
 //                             warpgroups along k and, for each reducer behind them, [split_k - 1][slice / 8][128][4] of
 //                             the other CTAs
@@ -39,7 +39,9 @@ struct Shared {
     static constexpr u32 kLhsTile = Config::kBlockM * kSwizzledRow;
     static constexpr u32 kLhsStage = Config::kWarpgroupsK * kLhsTile;
     static constexpr u32 kOutPanel = Config::kSliceTokens * kStripRows * real_bytes(Config::kOutType);
-    static constexpr u32 kRecordColumn = Config::kWarpgroupsK * Record<Config>::kBytes;
+    static constexpr u32 kRecord =
+        Config::kSharedWeights ? ceil_div(Record<Config>::kBytes, 1024) * 1024 : Record<Config>::kBytes;
+    static constexpr u32 kRecordColumn = Config::kWarpgroupsK * kRecord;
     static constexpr u32 kRecordStage = Config::kWarpgroupsN * kRecordColumn;
     static constexpr u32 kSlot = Config::kSliceTokens * kStripRows * 4;
     static constexpr u32 kSpanSlot = kSpanTokens * kStripRows * 4;
@@ -63,7 +65,7 @@ struct Shared {
     static constexpr u32 kTable = kBarriers + kBarrierCount * 8;
     static constexpr u32 kTableRow = Config::kExperts * 4;
     static constexpr u32 kBytes = kTable + 3 * kTableRow;
-    static_assert(kRecords % 64 == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0,
+    static_assert(kRecords % (Config::kSharedWeights ? 1024 : 128) == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0,
                   "misaligned shared memory");
 
     u32 base;
@@ -73,7 +75,7 @@ struct Shared {
     }
     __device__ __forceinline__ u32 out(u32 reducer) const { return base + kOut + reducer * kOutPanel; }
     __device__ __forceinline__ u32 record(u32 stage, u32 along_n, u32 along_k) const {
-        return base + kRecords + stage * kRecordStage + along_n * kRecordColumn + along_k * Record<Config>::kBytes;
+        return base + kRecords + stage * kRecordStage + along_n * kRecordColumn + along_k * kRecord;
     }
     __device__ __forceinline__ static u32 warpgroup_of(u32 along_k, u32 along_n) {
         return along_k * Config::kWarpgroupsN + along_n;
