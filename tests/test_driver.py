@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import gc
 import re
 import struct
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,10 @@ from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import device_of
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
+from jitgemm.weight import settled
 
 driver = pytest.importorskip("jitgemm.runtime.driver", reason="needs cuda.bindings")
+gemm_call = pytest.importorskip("jitgemm.gemm.call")
 gemms = pytest.importorskip("jitgemm.gemm.plan")
 kernels = pytest.importorskip("jitgemm.runtime.kernels")
 quantizers = pytest.importorskip("jitgemm.activations.plan")
@@ -232,8 +235,81 @@ def test_a_weight_that_is_not_settled_is_read_after_the_kernel_before(monkeypatc
     plan.launch(*operands)
     operands.weight.settle()
     plan.launch(*operands)
-    plan.launch(*operands._replace(weight=operands.weight.packed))  # as the op passes it
-    assert [dependent for dependent, _ in launches] == [False, True, False]
+    assert [dependent for dependent, _ in launches] == [False, True]
+
+
+def test_records_in_an_inference_tensor_are_read_after_the_kernel_before(monkeypatch):
+    launches = without_driver(monkeypatch)
+    operands = gemm_operands()
+    tensors = [getattr(operands.weight, name) for name in ("blocks", "channel_scale", "row_sum", "permutation")]
+    with torch.inference_mode():
+        weight = operands.weight.with_tensors(tensors[0].clone(), *tensors[1:])
+    for each in (weight, weight.packed):
+        gemms.Plan(operands).launch(*operands._replace(weight=each))
+    assert [dependent for dependent, _ in launches] == [False, False]
+
+
+def launched_by_op(launches, operands) -> bool:
+    """Whether the op's GEMM is launched dependently."""
+    x, x_scale, x_zero, weight, out, bias = operands
+    parts = weight.blocks, weight.channel_scale, weight.row_sum
+    of_op = gemm_call._operands(x, x_scale, x_zero, *parts, out, bias, weight.n, weight.k, weight.format.name)
+    gemms.Plan(of_op).launch(*of_op)
+    return launches[-1][0]
+
+
+def test_an_op_launches_dependently_behind_the_records_that_a_weight_settled(monkeypatch):
+    launches = without_driver(monkeypatch)
+    operands = gemm_operands()
+    weight = operands.weight
+    assert launched_by_op(launches, operands)
+    weight.blocks.add_(0)
+    assert not launched_by_op(launches, operands)
+    weight.settle()
+    assert launched_by_op(launches, operands)
+    # Of the weight the tensor is what counts: it outlives the object, and another object may settle it.
+    again = operands._replace(weight=weight.packed)
+    del operands, weight
+    assert launched_by_op(launches, again)
+
+
+@pytest.mark.parametrize("way", ["clone", "view", "detach", "data"])
+def test_an_op_waits_for_records_that_no_weight_settled(monkeypatch, way):
+    launches = without_driver(monkeypatch)
+    operands = gemm_operands()
+    blocks = operands.weight.blocks
+    if way == "data":  # other memory, under a version that stays
+        blocks.data = blocks.clone()
+        other = blocks
+    else:
+        other = {"clone": blocks.clone, "view": lambda: blocks.view_as(blocks), "detach": blocks.detach}[way]()
+    packed = operands.weight.packed._replace(blocks=other)
+    assert not launched_by_op(launches, operands._replace(weight=packed))
+
+
+def test_an_address_that_a_settled_weight_had_says_nothing(monkeypatch):
+    launches = without_driver(monkeypatch)
+    operands = gemm_operands()
+    packed, storage = operands.weight.packed, operands.weight.blocks.untyped_storage()
+    address = packed.blocks.data_ptr()
+    shape = packed.blocks.shape
+    operands = operands._replace(weight=None)
+    packed = packed._replace(blocks=None)
+    gc.collect()
+    assert all(each().data_ptr() != address for each, _ in settled._noted.values())  # gone with its tensor
+    other = torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)  # as the allocator might give it again
+    assert other.data_ptr() == address
+    assert not launched_by_op(launches, operands._replace(weight=packed._replace(blocks=other)))
+
+
+def test_an_op_s_expert_is_settled_as_its_whole_is(monkeypatch):
+    launches = without_driver(monkeypatch)
+    operands = gemm_operands(affine=False)
+    whole = type(operands.weight).stacked(2, lambda e: operands.weight)
+    expert = operands._replace(weight=whole[1])
+    assert launched_by_op(launches, expert)
+    whole.blocks.add_(0)
+    assert not launched_by_op(launches, expert)
 
 
 def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch):

@@ -107,7 +107,9 @@ class Plan(PreparedLaunch):
             out.data_ptr(),
             self.number,
         )
-        settled = weight.settled_at == (records, blocks._version)
+        settled_at = weight.settled_at
+        # In this order: inference tensors, which are never settled, have no version to ask for.
+        settled = settled_at is not None and settled_at == (records, blocks._version)
         if not self.run(addresses, settled):
             self.run(addresses, settled, Operands(x, x_scale, x_zero, weight, out, bias).tensors)
 

@@ -17,6 +17,7 @@ from jitgemm.dtypes import DTYPES, REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
 from jitgemm.tensors import check_int, check_tensor, describe, dtype_name
 from jitgemm.weight import layout
+from jitgemm.weight.settled import SettledAt, note_settled, noted_settled
 
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 INTEGERS = (torch.uint8, *_SIGNED, torch.uint16, torch.uint32, torch.uint64)
@@ -76,10 +77,7 @@ def count_experts(blocks: torch.Tensor) -> int | None:
 
 
 class PackedWeight(NamedTuple):
-    """A packed weight's tensors and what they hold, unchecked; the attributes are `Weight`'s.
-
-    It is never settled: a compiler may have put the weight's writer right before the call, in a tensor of its own.
-    """
+    """A packed weight's tensors and what they hold, unchecked; the attributes are `Weight`'s."""
 
     blocks: torch.Tensor
     channel_scale: torch.Tensor | None
@@ -89,8 +87,9 @@ class PackedWeight(NamedTuple):
     format: WeightFormat
 
     @property
-    def settled_at(self) -> None:
-        return None
+    def settled_at(self) -> SettledAt | None:
+        """Where a `Weight` settled these very records, if one did."""
+        return noted_settled(self.blocks)
 
     @property
     def experts(self) -> int | None:
@@ -251,7 +250,7 @@ class Weight:
     plan_key: int = field(init=False)
     bits: ClassVar[int] = 0
     layer: ClassVar[str] = ""
-    settled_at: tuple[int, int] | None = field(init=False, default=None)
+    settled_at: SettledAt | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if (version := self.layout_version) != layout.LAYOUT_VERSION:
@@ -290,6 +289,7 @@ class Weight:
                 torch.cuda.current_stream(self.device).synchronize()
             settled_at = (self.blocks.data_ptr(), self.blocks._version)
         object.__setattr__(self, "settled_at", settled_at)
+        note_settled(self.blocks, settled_at)
         return settled_at is not None
 
     @property
@@ -441,6 +441,7 @@ class Weight:
         part = self.packed.expert(e)
         settled_at = (part.blocks.data_ptr(), part.blocks._version) if self.settled else None
         views = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
+        note_settled(part.blocks, settled_at)
         # Not through the constructor, which would wait for the stream.
         expert = object.__new__(type(self))
         expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key, settled_at=settled_at)

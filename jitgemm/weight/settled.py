@@ -1,0 +1,34 @@
+"""Which tensors hold a settled weight: what a `torch.library` op, which is given tensors alone, can know of its weight.
+
+An op's tensor is settled if it is the very object that a `Weight` settled, still at that address and not written since,
+by its version counter: the rule of an eager call. That is sound under a compiler. What it makes of a weight (a clone, a
+view, a functionalised write, an input copied for a CUDA graph) is another object; and AOTAutograd moves the versions of
+the inputs that a graph writes before the graph runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+SettledAt = tuple[int, int]
+"""Address and version."""
+
+_noted: dict[int, tuple[weakref.ref[torch.Tensor], SettledAt]] = {}
+"""By `id`. An entry goes with its tensor: an address that another weight had says nothing."""
+
+
+def note_settled(blocks: torch.Tensor, settled_at: SettledAt | None) -> None:
+    """Remembers where a weight's records were settled; None forgets it."""
+    key = id(blocks)
+    if settled_at is None:
+        _noted.pop(key, None)
+    else:
+        _noted[key] = weakref.ref(blocks, lambda _: _noted.pop(key, None)), settled_at
+
+
+def noted_settled(blocks: torch.Tensor) -> SettledAt | None:
+    """Where this very tensor was settled last, if it was."""
+    found = _noted.get(id(blocks))
+    return found[1] if found is not None and found[0]() is blocks else None
