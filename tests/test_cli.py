@@ -305,6 +305,26 @@ def test_formats_are_those_of_pack_w4(lhs, group_size, zero_point, k, options, c
     assert common.weight_format(codes, lhs, group_size, zero_point, "bf16", False, k) == weight.format
 
 
+def test_weights_of_8_bits_are_those_of_pack_w8(run):
+    import torch
+
+    import jitgemm
+    from jitgemm.kernel.spec import KernelSpec
+
+    weight = jitgemm.pack_w8(torch.zeros(8, 256, dtype=torch.int8), torch.ones(8, 2), group_size=128)
+    for codes in common.Codes:
+        assert common.weight_format(codes, "s8", 128, False, "fp32", False, 256, 8) == weight.format
+    arguments = ["--bits", "8", "--lhs", "int8", "--scale-dtype", "fp32"]
+    label = run("explain", "64", "4096", "7168", *arguments, "--json").json["chosen"]
+    assert KernelSpec.from_label(label).format == weight.format
+    kernels = run("warmup", "--shape", "4096,7168", *arguments, "--dry-run", "--json").json["kernels"]
+    assert label in [kernel["label"] for kernel in kernels]
+    assert len({kernel["key"] for kernel in kernels}) == len(kernels)
+    for wrong in (["--zero-point"], ["--offset"], ["--bits", "5"]):
+        done = run("explain", "64", "4096", "7168", *arguments, *wrong)
+        assert done.code == 2 and "--bits: expected 4, or 8 without --zero-point and --offset, got" in done.stderr
+
+
 def test_weights_with_zero_points_have_one_order_of_codes(run):
     def keys(codes: str) -> set[str]:
         done = run("warmup", *LAYER, "--zero-point", "--codes", codes, "--dry-run", "--json")
@@ -720,7 +740,8 @@ def test_explain_json_names_the_whole_problem(run):
     problem = run("explain", "9", "256", "512", "--device", "h200", *options).json["problem"]
     assert problem == {
         "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
-        "codes": "e4m3", "offset": True, "out": "fp16", "batch_invariant": True, "experts": 0,
+        "codes": "e4m3", "offset": True, "bits": 4, "out": "fp16", "batch_invariant": True, "experts": 0,
+            "lhs_group": 0,
     }  # fmt: skip
 
 

@@ -54,6 +54,12 @@ CODES_HELP = (
 )
 OUT_HELP = "Type of the result."
 Scale = Annotated[RealType, typer.Option("--scale-dtype", help="Type of the weights' scales in the checkpoint.")]
+Bits = Annotated[
+    int,
+    typer.Option(
+        "--bits", metavar="4|8", help="Bits of a weight. With 8 it has the activations' type, and --codes says nothing."
+    ),
+]
 Offset = Annotated[
     bool,
     typer.Option(
@@ -160,18 +166,20 @@ def note(message: str) -> None:
 
 
 def weight_format(
-    codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int
+    codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int, bits: int = 4
 ) -> WeightFormat:
     """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8.
 
     Raises:
-        ValueError: offsets per channel.
+        ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits.
     """
+    if bits not in (4, 8) or (bits == 8 and (zero_point or offset)):
+        raise ValueError(f"--bits: expected 4, or 8 without --zero-point and --offset, got {bits}")
     group = weight_group(group_size, k)
     if offset and not group:
         raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
-    order = "any" if codes is Codes.any else tuned_codes(lhs, group, zero_point, k)
-    return WeightFormat(group, zero_point, scale_type, order, offset)
+    order = lhs if bits == 8 else "any" if codes is Codes.any else tuned_codes(lhs, group, zero_point, k)
+    return WeightFormat(group, zero_point, scale_type, order, offset, bits)
 
 
 def parse_group_size(text: str) -> int:

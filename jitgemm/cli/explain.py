@@ -24,6 +24,7 @@ def explain(
     group_size: Annotated[str, typer.Option("--group-size", metavar="G", help=common.GROUP_HELP)] = "128",
     zero_point: Annotated[bool, typer.Option("--zero-point", help=common.ZERO_HELP)] = False,
     offset: common.Offset = False,
+    bits: common.Bits = 4,
     scale_dtype: common.Scale = common.RealType.bf16,
     codes: Annotated[common.Codes, typer.Option("--codes", help=common.CODES_HELP)] = common.Codes.any,
     out: Annotated[common.RealType, typer.Option("--out", help=common.OUT_HELP)] = common.RealType.bf16,
@@ -54,6 +55,7 @@ def explain(
       jitgemm explain 16 4096 4096 --codes tuned --out fp32
       jitgemm explain 4096 28672 8192 --lhs int8 --group-size channel --device h20
       jitgemm explain 1 4096 14336 --json --top 1
+      jitgemm explain 512 7168 2048 --bits 8 --scale-dtype fp32
       jitgemm explain 32 1536 2048 --experts 128 --top-k 8 --codes tuned
 
     \b
@@ -63,7 +65,7 @@ def explain(
     """
     target = pick_device(device)
     kind, group = lhs.kernel_type, common.parse_group_size(group_size)
-    format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k)
+    format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits)
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(m * top_k, n, k, kind, format, out.value, batch_invariant, experts or 0)

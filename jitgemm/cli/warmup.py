@@ -96,6 +96,7 @@ class Wanted:
     group_size: int
     zero_point: bool
     offset: bool
+    bits: int
     scale_type: str
     outs: Sequence[str]
     batch_invariant: bool
@@ -114,15 +115,19 @@ class Wanted:
             else:
                 yield quantize_spec(layer.k, x, lhs, **dict.fromkeys(variants, True))
         orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
+        orders = [common.Codes.tuned] if self.bits == 8 else orders
         for lhs, codes, out, (n, k) in product(self.lhs_types, orders, self.outs, shapes):
-            format = common.weight_format(codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k)
+            format = common.weight_format(
+                codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k, self.bits
+            )
             yield from kernels_for(
                 n, k, lhs, format, device, rows, out=out, batch_invariant=self.batch_invariant, experts=experts
             )
 
     def describe(self) -> str:
         """What is not every warm-up's, for people."""
-        weights = f"groups of {self.group_size}" if self.group_size else "scales per channel"
+        weights = "8-bit weights, " if self.bits == 8 else ""
+        weights += f"groups of {self.group_size}" if self.group_size else "scales per channel"
         weights += " with zero points" if self.zero_point else ""
         names = {choice.kernel_type: choice.value for choice in common.Lhs}
         activations = " and ".join(names[lhs] for lhs in self.lhs_types)
@@ -205,6 +210,7 @@ def warmup(
         typer.Option("--zero-point/--no-zero-point", help=common.ZERO_HELP, show_default=_FROM_CONFIG.format("no")),
     ] = None,
     offset: common.Offset = False,
+    bits: common.Bits = 4,
     scale_dtype: common.Scale = common.RealType.bf16,
     codes: Annotated[
         CodesSet,
@@ -259,6 +265,7 @@ def warmup(
       jitgemm warmup --model Qwen3-30B-A3B/config.json --ep 4 --form fused
       jitgemm warmup --model config.json --codes tuned --out fp16
       jitgemm warmup --model config.json --lhs int8 --quantizer bf16+affine
+      jitgemm warmup --shape 7168,2048 --bits 8 --scale-dtype fp32
       jitgemm warmup --model config.json --check && echo warm
 
     \b
@@ -290,6 +297,7 @@ def warmup(
             group_size=group,
             zero_point=said.zero_point if zero_point is None else zero_point,
             offset=offset,
+            bits=bits,
             scale_type=scale_dtype.value,
             outs=outs,
             batch_invariant=batch_invariant,
