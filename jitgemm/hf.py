@@ -1,4 +1,4 @@
-"""transformers' from_pretrained into `W4A8Linear` and `W4A8Experts`: a config and a quantizer registered as "jitgemm".
+"""transformers' from_pretrained into the layers of jitgemm.nn: a config and a quantizer registered as "jitgemm".
 
     import jitgemm.hf
     AutoModelForCausalLM.from_pretrained(folder, config=jitgemm.hf.config(folder))              # a quantised checkpoint
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.nn.experts import W4A8Experts
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.experts import PackedExperts
+from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.load import fill, made, planned, value_of, warn_of
 from jitgemm.nn.plan import Plan
-from jitgemm.nn.quantize import choose, quantised, warn_of_experts
+from jitgemm.nn.quantize import check_options, choose, quantised, warn_of_experts
 from jitgemm.nn.read import check_activation
 from jitgemm.nn.read_experts import Experts
 from jitgemm.nn.report import Report
@@ -80,10 +80,11 @@ class JitGemmConfig(QuantizationConfigMixin):
     """How to quantise a model in floats while it is loaded; `jitgemm.hf.config` makes one for quantised checkpoints.
 
     Args:
-        bits: 4.
-        group_size, symmetric: as in `quantize_w4`.
-        scale_dtype: "bfloat16", "float16" or "float32".
+        bits: 4, or 8 for a scale per row of int8 or e4m3, as `activation` says.
+        group_size, symmetric: of 4 bits, as in `quantize_w4`.
+        scale_dtype: of 4 bits: "bfloat16", "float16" or "float32".
         activation: "e4m3", "int8" or "int8_affine"; None for e4m3, or for what a quantised checkpoint says.
+        lm_head: as in `quantize_`.
         modules_to_not_convert: patterns (`fnmatch`) of modules that stay, beside those that `quantize_` leaves alone.
         strict, allow_missing, format: as in `jitgemm.nn.load_`.
 
@@ -102,10 +103,10 @@ class JitGemmConfig(QuantizationConfigMixin):
         strict: bool = True,
         allow_missing: Iterable[str] = (),
         format: str | None = None,
+        lm_head: str | None = None,
         quant_method: str = NAME,
     ):
-        if bits != 4:
-            raise ValueError(f"bits: expected 4, got {bits!r}")
+        check_options(bits, lm_head)
         if scale_dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"scale_dtype: expected 'bfloat16', 'float16' or 'float32', got {scale_dtype!r}")
         if activation is not None:
@@ -118,7 +119,7 @@ class JitGemmConfig(QuantizationConfigMixin):
                 raise ValueError(f"{name}: expected a list of patterns, got {patterns!r}")
         self.quant_method = quant_method
         self.bits, self.group_size, self.activation = bits, group_size, activation
-        self.symmetric, self.scale_dtype = symmetric, scale_dtype
+        self.symmetric, self.scale_dtype, self.lm_head = symmetric, scale_dtype, lm_head
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.strict, self.allow_missing, self.format = strict, list(allow_missing), format
 
@@ -128,9 +129,13 @@ class JitGemmConfig(QuantizationConfigMixin):
 
     @property
     def quantising(self) -> dict[str, Any]:
-        """Options of `quantize_`."""
+        """Options of `quantised`."""
+        activation = self.activation or "e4m3"
+        if self.bits == 8:
+            return {"bits": 8, "activation": activation}
         return {
-            "activation": self.activation or "e4m3",
+            "bits": 4,
+            "activation": activation,
             "group_size": self.group_size,
             "symmetric": self.symmetric,
             "scale_dtype": getattr(torch, self.scale_dtype),
@@ -227,8 +232,11 @@ class JitGemmQuantizer(HfQuantizer):
                 [*said.allow_missing, *computed],
                 said.strict,
             )
+            self._origins: dict[str, dict[str, str]] = {}  # names in the checkpoint of what is quantised
+            self._head = plan.replaceable.head if said.lm_head is not None else None
             self._chosen = {} if self.pre_quantized else self._choose(plan)
-        self._plan, self._untied = plan, any(plan.replaceable.shared(name) for name in plan.layers)
+        self._plan = plan
+        self._untied = any(plan.replaceable.shared(name) for name in (*plan.layers, *self._chosen))
         self._held: dict[str, Placeholder] = {}
         for name, places in _to_hold(plan, self._chosen).items():
             placeholder = Placeholder(model.get_submodule(name), self._size(name), device)
@@ -243,12 +251,16 @@ class JitGemmQuantizer(HfQuantizer):
 
     def _choose(self, plan: Plan) -> dict[str, list[str]]:
         """What to quantise: what `quantize_` would, as far as the checkpoint has it and nobody leaves it out."""
-        chosen, skipped = choose(plan.model, plan.replaceable, None)
+        chosen, skipped = choose(plan.model, plan.replaceable, None, self.quantization_config.lm_head)
         for name in [name for name in chosen if name not in plan.layers]:
+            tensors = _tensors(plan.model.get_submodule(name))
+            found = {child: _named(plan, chosen[name], child, tensor) for child, tensor in tensors.items()}
             if self.quantization_config.leaves(name):
                 skipped[name] = "left out by modules_to_not_convert"
-            elif not all(_named(plan, chosen[name], child) for child in _tensors(plan.model.get_submodule(name))):
+            elif None in found.values():
                 skipped[name] = "not in the checkpoint"
+            else:
+                self._origins[name] = found
         plan.skipped |= skipped | plan.replaceable.others()
         return {name: places for name, places in chosen.items() if name not in skipped and name not in plan.layers}
 
@@ -261,7 +273,8 @@ class JitGemmQuantizer(HfQuantizer):
             return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
         tensors = _tensors(plan.model.get_submodule(name)).values()
         if name in self._chosen:
-            return sum(tensor.numel() * 5 // 8 for tensor in tensors)
+            eighths = 9 if self.quantization_config.bits == 8 or name == self._head else 5
+            return sum(tensor.numel() * eighths // 8 for tensor in tensors)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _ties_without(self, modules: Collection[str]) -> dict[str, str]:
@@ -274,15 +287,17 @@ class JitGemmQuantizer(HfQuantizer):
         plan, replaceable = self._plan, self._plan.replaceable
         layers = {name: replaceable.places[name] for name in (*plan.layers, *self._chosen)}
 
-        def make(name: str, old: Placeholder) -> W4A8Linear | W4A8Experts:
+        def make(name: str, old: Placeholder) -> PackedLinear | PackedExperts:
             module, device = old.vacate()
             if name in plan.layers:
                 return made(plan, name, module, device)
             for place in layers[name]:
                 del self._held[place]  # with which the module goes
             for child, tensor in _tensors(module).items():
-                value = value_of(plan, _named(plan, layers[name], child), device, tensor.dtype).to(tensor.dtype)
+                value = value_of(plan, self._origins[name][child], device, tensor.dtype).to(tensor.dtype)
                 setattr(module, child, torch.nn.Parameter(value, requires_grad=False))
+            if name == self._head:
+                return quantised(module, None, 8, activation=self.quantization_config.lm_head)
             return quantised(module, replaceable.forms.get(name), **self.quantization_config.quantising)
 
         replaced = {place for places in layers.values() for place in places}
@@ -308,7 +323,7 @@ class JitGemmQuantizer(HfQuantizer):
         self.report = Report([name for name in replaceable.places if name in layers], plan.skipped, plan.ignored)
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
-        del self._plan, self._held, self._chosen
+        del self._plan, self._held, self._chosen, self._origins
 
 
 def _check_whole(model: PreTrainedModel) -> None:
@@ -337,9 +352,10 @@ def _to_hold(plan: Plan, chosen: Mapping[str, list[str]]) -> dict[str, list[str]
     return held
 
 
-def _named(plan: Plan, places: Iterable[str], child: str) -> str | None:
-    """The name under which the checkpoint has a tensor of a module that stands at these places."""
-    return next((f"{place}.{child}" for place in places if f"{place}.{child}" in plan.tensors), None)
+def _named(plan: Plan, places: Iterable[str], child: str, tensor: torch.Tensor) -> str | None:
+    """The name under which the checkpoint has a tensor of a module that stands at these places, or one tied to it."""
+    tied = [name for name, other in plan.model.named_parameters(remove_duplicate=False) if other is tensor]
+    return next((name for name in [*(f"{place}.{child}" for place in places), *tied] if name in plan.tensors), None)
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import builders
 import torch
 
 from jitgemm.checkpoint import Checkpoint
-from jitgemm.nn import W4A8Experts, W4A8Linear
+from jitgemm.nn import PackedExperts, PackedLinear
 
 
 class Block(torch.nn.Module):
@@ -45,7 +45,7 @@ IDS = torch.arange(10).view(2, 5)
 
 
 def quantised_names(model: torch.nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, (W4A8Linear, W4A8Experts))]
+    return [name for name, module in model.named_modules() if isinstance(module, (PackedLinear, PackedExperts))]
 
 
 def same_state(a: torch.nn.Module, b: torch.nn.Module) -> bool:

@@ -17,8 +17,8 @@ from small_models import same_state
 
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
-from jitgemm.gemm.call import gemm_w4a8_nt
-from jitgemm.nn import W4A8Linear, fuse_, load_, unfuse_
+from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
+from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse_, load_, unfuse_
 from jitgemm.nn.fused import FusedMLP, FusedNorm, Run, Slice
 from jitgemm.nn.read import CODES
 from jitgemm.nn.warm import _kernels
@@ -85,8 +85,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def merged(layers: list[W4A8Linear]) -> W4A8Linear:
     """One layer of the rows of all, packed anew. On a GPU other rows may make another kernel, which sums otherwise."""
     first, parts = layers[0], [layer.weight.unpack() for layer in layers]
-    q, scale = (torch.cat([part[i] for part in parts]) for i in (0, 1))
-    bias = None if first.bias is None else torch.cat([layer.bias for layer in layers])
+    q, scale = (torch.cat([part[i].view(torch.uint8) if i == 0 else part[i] for part in parts]) for i in (0, 1))
+    q, bias = q.view(parts[0][0].dtype), None if first.bias is None else torch.cat([layer.bias for layer in layers])
+    if first.weight.bits == 8:
+        return W8A8Linear(jitgemm.pack_w8(q, scale), bias, activation=first.activation)
     weight = jitgemm.pack_w4(q, scale, group_size=first.weight.group_size, lhs_dtype=CODES[first.activation])
     return W4A8Linear(weight, bias, activation=first.activation)
 
@@ -96,7 +98,8 @@ def gemms(lhs: tuple, layers: list[W4A8Linear], shape: torch.Size) -> torch.Tens
     out = torch.empty((lhs[0].shape[0], sum(layer.out_features for layer in layers)), dtype=torch.bfloat16)
     out, start = out.to(lhs[0].device), 0
     for layer in layers:
-        gemm_w4a8_nt(lhs, layer.weight, out[:, start : start + layer.out_features], bias=layer.bias)
+        gemm = gemm_w4a8_nt if layer.weight.bits == 4 else gemm_w8a8_nt
+        gemm(lhs, layer.weight, out[:, start : start + layer.out_features], bias=layer.bias)
         start += layer.out_features
     return out.view(*shape[:-1], -1)
 
@@ -298,6 +301,32 @@ def test_codes_that_the_merged_order_does_not_hold_are_refused():
     assert builders.same_bits(logits(model), exact)
 
 
+@pytest.mark.parametrize("activation", ["int8", "e4m3"])
+def test_layers_of_8_bits_are_merged_and_come_back(activation):
+    model = build("Qwen2")
+    jitgemm.nn.quantize_(model, bits=8, activation=activation)
+    before = copy.deepcopy(model)
+    report = fuse_(model)
+    assert report.fused["model.layers.0.input_layernorm"] == "RMSNorm, quantiser and q_proj + k_proj + v_proj"
+    assert_by_hand(model, before)
+    assert_by_hand(pickle.loads(pickle.dumps(model)), before)
+    state = model.state_dict()
+    assert all(builders.same_bits(state[name], value) for name, value in before.state_dict().items())
+    unfuse_(model)
+    assert same_state(model, before) and type(model.get_submodule(f"model.layers.0.{Q}")) is W8A8Linear
+
+
+def test_widths_that_differ_share_the_quantiser():
+    model = quantised()
+    for number, block in enumerate(build().model.layers):
+        model.set_submodule(
+            f"model.layers.{number}.{V}", W8A8Linear.from_linear(block.get_submodule(V), activation="int8")
+        )
+    before = copy.deepcopy(model)
+    assert fuse_(model).fused["model.layers.0.input_layernorm"] == "RMSNorm, quantiser and q_proj + k_proj, v_proj"
+    assert_by_hand(model, before)
+
+
 def test_formats_that_differ_share_the_quantiser():
     model = quantised()
     set_layer(model, V, group_size=64)
@@ -483,8 +512,8 @@ def test_unfuse_goes_back_bit_for_bit(family):
     assert builders.same_bits(logits(model), exact)
     for name, module in model.named_modules():
         assert type(module) is type(modules[name])
-        assert isinstance(module, W4A8Linear) or module is modules[name]
-        if isinstance(module, W4A8Linear):
+        assert isinstance(module, PackedLinear) or module is modules[name]
+        if isinstance(module, PackedLinear):
             assert module.blocks.untyped_storage().nbytes() == module.blocks.nbytes
     assert "front" not in vars(model.model.layers[0].mlp.down_proj)
     assert unfuse_(model) == []
@@ -655,7 +684,7 @@ def test_warmup_knows_the_merged_kernels():
 def test_what_is_no_model_is_refused():
     with pytest.raises(TypeError, match="model: expected a torch.nn.Module, got str"):
         fuse_("model")
-    with pytest.raises(ValueError, match="model: expected a module that holds W4A8Linears, got a W4A8Linear"):
+    with pytest.raises(ValueError, match="model: expected a module that holds packed Linears, got a W4A8Linear"):
         fuse_(W4A8Linear.empty(64, 64))
 
 
@@ -695,6 +724,16 @@ def test_parts_called_by_themselves_say_what_they_take():
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Phi3"])
 def test_a_fused_model_is_the_calls_by_hand_on_a_gpu(family, activation):
     model = quantised(family, activation, device="cuda")
+    before = copy.deepcopy(model)
+    fuse_(model)
+    assert_by_hand(model, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["int8", "e4m3"])
+def test_a_fused_model_of_8_bits_is_the_calls_by_hand_on_a_gpu(activation):
+    model = build("Llama", "cuda")
+    jitgemm.nn.quantize_(model, bits=8, activation=activation)
     before = copy.deepcopy(model)
     fuse_(model)
     assert_by_hand(model, before)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from small_models import config as stored_config
 from small_models import quantised_names, same_state, stored
 
-from jitgemm.nn import W4A8Experts, W4A8Linear, load_, quantize_
+from jitgemm.nn import PackedExperts, W4A8Linear, W8A8Linear, load_, quantize_
 
 transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("jitgemm.hf")
@@ -175,7 +175,7 @@ def test_a_checkpoint_becomes_the_model_that_load_makes(tmp_path, name, format):
         model = loaded(tmp_path)
     assert_same(model, by_load_(tmp_path))
     assert model.hf_quantizer.report == quantised_names(model)
-    has_experts = any(isinstance(module, W4A8Experts) for module in model.modules())
+    has_experts = any(isinstance(module, PackedExperts) for module in model.modules())
     assert has_experts == (name != "llama" and int(transformers.__version__.split(".")[0]) > 4)
 
 
@@ -335,7 +335,8 @@ def test_a_checkpoint_in_floats_is_told_apart(tmp_path):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"bits": 8}, "bits: expected 4, got 8"),
+        ({"bits": 6}, "bits: expected 4 or 8, got 6"),
+        ({"lm_head": "fp8"}, "lm_head: expected None or one of e4m3"),
         ({"activation": "fp8"}, "activation: expected one of e4m3"),
         ({"scale_dtype": "fp8"}, "scale_dtype: expected"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list"),
@@ -360,6 +361,20 @@ def test_floats_are_quantised_as_quantize_does(tmp_path, name):
     expected = build(name)
     quantize_(expected, **options)
     assert_same(model, expected)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["llama", "tied llama", "qwen3-moe"])
+def test_floats_are_quantised_with_an_8_bit_head(tmp_path, name, bits):
+    floats(tmp_path, name)
+    how = hf.JitGemmConfig(bits=bits, lm_head="int8", activation="int8")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.bfloat16)
+    expected = build(name)
+    quantize_(expected, bits=bits, lm_head="int8", activation="int8")
+    assert type(model.lm_head) is W8A8Linear and not model.config.tie_word_embeddings
+    assert_same(model, expected)
+    model.save_pretrained(tmp_path / "packed")
+    assert_same(loaded(tmp_path / "packed"), model)
 
 
 def test_modules_to_not_convert_stay_in_floats(tmp_path):

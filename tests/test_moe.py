@@ -304,7 +304,7 @@ DENSE = CASE.parts2[0].packed
         (TypeError, "x: expected bfloat16, float16 or float32, got float64", {"x": torch.zeros(9, 64).double()}),
         (ValueError, "x: expected shape [rows, 64], got [9, 32]", {"x": torch.zeros(9, 32)}),
         (ValueError, "x: expected a row stride that is a multiple of 4 elements", {"x": torch.zeros(9, 66)[:, :64]}),
-        (TypeError, "w13: expected a W4Weight of experts, got Tensor", {"w13": torch.zeros(5, 8, 64)}),
+        (TypeError, "w13: expected a W4Weight or W8Weight of experts, got Tensor", {"w13": torch.zeros(5, 8, 64)}),
         (ValueError, "w2: expected a weight of experts, got a dense one", {"w2": DENSE}),
         (ValueError, "w13: expected n = 192, twice the k of w2, got 72", {"w13": CASE.arguments[2]}),
         (ValueError, "w2: expected 5 experts, as w13 has, got 2", {"w2": Case(experts=2).arguments[2]}),

@@ -20,13 +20,14 @@ import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_spec
 from jitgemm.errors import CompileError
-from jitgemm.nn import ACTIVATIONS, W4A8Linear
+from jitgemm.nn import ACTIVATIONS, PackedLinear, W4A8Linear, W8A8Linear
 from jitgemm.nn.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.quantize import quantize_w4
-from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.packed import W4Weight, W8Weight
+from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 K, N = 256, 72
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,6 +54,14 @@ def offset_weight(seed: int = 6) -> W4Weight:
     return pack_w4(parts.q, parts.scale, offset=parts.scale * 0.7, group_size=32)
 
 
+def permuted_w8(seed: int = 7) -> W8Weight:
+    g = builders.generator(seed)
+    q = torch.randint(-128, 128, (N, K), generator=g, dtype=torch.int8)
+    weight = pack_w8(q, torch.rand((N, K // 64), generator=g).bfloat16() / 99)
+    permutation = torch.randperm(K, generator=g).int()
+    return weight.with_tensors(weight.blocks, weight.channel_scale, weight.row_sum, permutation)
+
+
 MAKERS = {
     **{a: functools.partial(W4A8Linear.from_linear, linear(), activation=a) for a in ACTIVATIONS},
     "zero points": lambda: W4A8Linear.from_linear(linear(bias=False), group_size=32, symmetric=False),
@@ -61,12 +70,15 @@ MAKERS = {
     "permutation": lambda: W4A8Linear.from_weight(permuted_weight(), activation="int8_affine"),
     "offset": lambda: W4A8Linear.from_weight(offset_weight(), builders.bias(1, N), activation="int8"),
     "static": lambda: W4A8Linear.from_weight(permuted_weight(), input_scale=torch.tensor([0.01])),
+    **{f"w8 {a}": functools.partial(W8A8Linear.from_linear, linear(), activation=a) for a in ACTIVATIONS},
+    "w8 block": lambda: W8A8Linear.from_linear(linear(bias=False), block=128),
+    "w8 static": lambda: W8A8Linear.from_weight(permuted_w8(), input_scale=torch.tensor([0.01]), activation="int8"),
 }
 """One of every kind of buffers."""
 
 
 @functools.cache
-def prototype(kind: str) -> W4A8Linear:
+def prototype(kind: str) -> PackedLinear:
     return MAKERS[kind]()
 
 
@@ -107,7 +119,8 @@ def by_hand(layer: W4A8Linear, x: torch.Tensor) -> torch.Tensor:
         permutation=layer.weight.permutation,
     )
     out = torch.empty(x.shape[0], layer.out_features, dtype=x.dtype)
-    jitgemm.gemm_w4a8_nt(lhs, layer.weight, out, bias=layer.bias)
+    gemm = {4: jitgemm.gemm_w4a8_nt, 8: jitgemm.gemm_w8a8_nt}[layer.weight.bits]
+    gemm(lhs, layer.weight, out, bias=layer.bias)
     return out
 
 
@@ -248,6 +261,18 @@ def test_from_linear_packs_for_its_activations(activation, order):
     assert layer.weight.format.codes == order
 
 
+@pytest.mark.parametrize("activation, block", [("e4m3", None), ("e4m3", 128), ("int8", None), ("int8_affine", None)])
+def test_8_bits_are_quantised_with_quantize_w8_and_close_to_the_linear(activation, block):
+    source = linear()
+    layer = W8A8Linear.from_linear(source, activation=activation, block=block)
+    expected = quantize_w8(source.weight, CODES[activation], block=block)
+    assert builders.same_bits(layer.blocks, expected.blocks) and layer.weight.format == expected.format
+    x = inputs(2, 64, K, dtype=torch.float32)
+    with torch.no_grad():
+        exact = source(x)
+    assert float((layer(x) - exact).norm() / exact.norm()) < (0.045 if activation == "e4m3" else 0.012)
+
+
 def test_from_weight_copies_nothing():
     weight = permuted_weight()
     layer = W4A8Linear.from_weight(weight)
@@ -297,11 +322,19 @@ def test_repr_says_what_the_layer_is():
             ValueError,
             "weight: expected one packed for e4m3 or for any activations, got one for int8",
         ),
+        ((permuted_w8(),), {"activation": "int8"}, TypeError, "weight: expected a W4Weight, got W8Weight"),
     ],
 )
 def test_wrong_arguments_of_from_weight_are_named(arguments, options, error, text):
     with pytest.raises(error, match=re.escape(text)):
         W4A8Linear.from_weight(*arguments, **options)
+
+
+def test_an_8_bit_weight_meets_activations_of_its_type():
+    with pytest.raises(ValueError, match="weight: expected one packed for e4m3, got one for int8"):
+        W8A8Linear.from_weight(permuted_w8())
+    with pytest.raises(TypeError, match="weight: expected a W8Weight, got W4Weight"):
+        W8A8Linear.from_weight(permuted_weight())
 
 
 def test_wrong_arguments_of_from_linear_are_named():
@@ -368,21 +401,21 @@ def test_to_empty_and_share_memory():
     assert same_layer(layer, expected)
 
 
-def emptied(layer: W4A8Linear, device: str | None = None) -> W4A8Linear:
-    """`W4A8Linear.empty` for a state dict of this layer."""
+def emptied(layer: PackedLinear, device: str | None = None) -> PackedLinear:
+    """`empty` of its class for a state dict of this layer."""
     weight = layer.weight
-    return W4A8Linear.empty(
+    of_four = {"symmetric": not weight.format.zero_point, "offset": weight.format.offset} if weight.bits == 4 else {}
+    return type(layer).empty(
         layer.in_features,
         layer.out_features,
         bias=False if layer.bias is None else layer.bias.dtype,
         activation=layer.activation,
         group_size=weight.group_size,
-        symmetric=not weight.format.zero_point,
         scale_dtype=weight.scale_dtype,
-        offset=weight.format.offset,
         permutation=weight.permutation is not None,
         input_scale=layer.input_scale is not None,
         device=device,
+        **of_four,
     )
 
 
@@ -404,7 +437,8 @@ def test_a_state_dict_is_assigned_to_a_layer_on_the_meta_device(layer):
 def test_safetensors_round_trip(layer, tmp_path):
     save_file(layer.state_dict(prefix="a.b."), tmp_path / "layer.safetensors")
     tensors = load_file(tmp_path / "layer.safetensors")
-    other = W4A8Linear.from_state_dict(tensors, "a.b.")
+    other = type(layer).from_state_dict(tensors, "a.b.")
+    assert type(PackedLinear.from_state_dict(tensors, "a.b.")) is type(layer)
     assert same_layer(layer, other) and bound(other)
     third = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"b": emptied(layer)})})
     third.load_state_dict(tensors)
@@ -599,7 +633,7 @@ def test_what_does_not_compile_is_an_error_after_the_rest(own_cache, monkeypatch
 
 
 def test_warmup_says_that_a_model_without_layers_needs_no_kernels(own_cache):
-    with pytest.warns(UserWarning, match="warmup: the model holds no W4A8Linear"):
+    with pytest.warns(UserWarning, match="warmup: the model holds no layer of jitgemm.nn"):
         assert warmup(Model(), 16) == []
 
 

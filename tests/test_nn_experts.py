@@ -17,13 +17,15 @@ import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.reference import gated
 from jitgemm.moe.kernel import layer_specs
-from jitgemm.nn import ACTIVATIONS, Gate, W4A8Experts, W4A8Linear, load_, warm
+from jitgemm.nn import ACTIVATIONS, Gate, PackedExperts, PackedLinear, W4A8Experts, W8A8Experts, load_, warm
+from jitgemm.nn.experts import packed_experts
 from jitgemm.nn.gate import gate_of
 from jitgemm.nn.read import CODES
 from jitgemm.nn.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 E, HIDDEN, INTER, TOKENS, TOP_K = 4, 64, 96, 9, 2
 SILU = Gate()
@@ -91,6 +93,35 @@ def test_forward_is_what_the_definition_says(name, activation):
     out = layer(x, ids, weights)
     assert out.shape == x.shape and out.dtype == x.dtype
     assert close(out, by_definition(layer, x, ids, weights))
+
+
+def experts_of_8_bits(activation: str, w13: int = 8, w2: int = 8, gate: Gate = SILU) -> PackedExperts:
+    """Of these widths, and a scale for each row."""
+    g = builders.generator(5)
+
+    def made(bits: int, n: int, k: int):
+        w = torch.randn((E, n, k), generator=g) / k**0.5
+        dtype = CODES[activation]
+        return quantize_w8(w, dtype) if bits == 8 else quantize_w4(w, 32, lhs_dtype=dtype, clip_steps=0)
+
+    return packed_experts(made(w13, 2 * INTER, HIDDEN), made(w2, HIDDEN, INTER), gate=gate, activation=activation)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    "widths, kind", [((8, 8), W8A8Experts), ((4, 8), PackedExperts), ((8, 4), PackedExperts), ((4, 4), W4A8Experts)]
+)
+def test_experts_of_either_width_compute_the_definition(widths, kind, activation):
+    layer = experts_of_8_bits(activation, *widths)
+    arguments = routed()
+    expected = layer(*arguments)
+    assert type(layer) is kind and close(expected, by_definition(layer, *arguments))
+    again = PackedExperts.from_state_dict(layer.state_dict(prefix="a."), "a.")
+    for other in (again, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is kind and same_state(other, layer) and torch.equal(other(*arguments), expected)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(*arguments), expected)
+    torch._dynamo.reset()
 
 
 def test_tokens_keep_their_leading_dimensions_and_ids_outside_are_skipped():
@@ -321,7 +352,7 @@ def same_weights(model: torch.nn.Module, dense: torch.nn.Module) -> bool:
     """Whether the experts are those of `dense`, bit for bit."""
     pairs = [(model.get_submodule(name), module) for name, module in experts_of(dense).items()]
     return len(pairs) > 0 and all(
-        isinstance(ours, W4A8Experts)
+        isinstance(ours, PackedExperts)
         and torch.equal(ours.w13.weight.dequantize(), module.gate_up_proj)
         and torch.equal(ours.w2.weight.dequantize(), module.down_proj)
         for ours, module in pairs
@@ -332,7 +363,7 @@ def fill(dense: torch.nn.Module, model: torch.nn.Module, names: list[str]) -> No
     """Puts the weights that these layers of the model stand for into another that has Linears and experts there."""
     for name in names:
         ours, module = model.get_submodule(name), dense.get_submodule(name)
-        if isinstance(ours, W4A8Linear):
+        if isinstance(ours, PackedLinear):
             module.weight.data = ours.weight.dequantize()
             continue
         for part, parameter in ((ours.w13, module.gate_up_proj), (ours.w2, module.down_proj)):
@@ -366,6 +397,16 @@ def test_quantised_experts_are_what_quantize_w4_makes_of_each(name):
     expected = jitgemm.quantize_w4(w, 32, symmetric=False, clip_steps=0).dequantize()
     assert torch.equal(layer.w13.weight[2].dequantize(), expected)
     assert (layer.w2.bias is None) == (bias is None) and (bias is None or torch.equal(layer.w2.bias, bias))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_quantising_experts_to_8_bits(name):
+    model, dense = build(name), build(name)
+    stacked = list(experts_of(model))
+    report = jitgemm.nn.quantize_(model, bits=8, activation="int8")
+    assert all(type(model.get_submodule(each)) is W8A8Experts for each in stacked)
+    fill(dense, model, report)
+    assert alike(logits(model), logits(dense))
 
 
 def test_a_filter_chooses_experts_and_unfit_ones_are_named():
@@ -736,7 +777,7 @@ def test_the_warm_ups_rows_are_those_of_all_choices(monkeypatch):
     layer = experts()
     for top_k, rows in ((None, 4 * 100), (2, 200)):
         layer.top_k = top_k
-        with pytest.warns(UserWarning, match="holds no W4A8Linear or W4A8Experts"):
+        with pytest.warns(UserWarning, match="holds no layer of jitgemm.nn"):
             assert warmup(layer, 100, dtype=torch.float16, device="h200") == []
         assert [each[0] for each in asked] == [rows, rows] and asked[0][1]["experts"] == E
         asked.clear()

@@ -17,6 +17,7 @@ from test_nn_experts import (
     build,
     close,
     experts,
+    experts_of_8_bits,
     file_of,
     logits,
     routed,
@@ -44,6 +45,15 @@ def test_the_gpu_gives_the_cpus_results(name, activation, dtype):
         out = copy.deepcopy(layer).cuda()(*on_gpu(arguments))
         assert out.is_cuda and out.dtype == dtype
         assert close(out.cpu(), layer(*arguments), 0.02)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("widths", [(8, 8), (4, 8), (8, 4)])
+def test_the_gpu_gives_the_cpus_results_of_8_bits(widths, activation):
+    layer = experts_of_8_bits(activation, *widths)
+    for tokens in (1, 9, 300):
+        arguments = routed(tokens, tokens, dtype=torch.bfloat16)
+        assert close(copy.deepcopy(layer).cuda()(*on_gpu(arguments)).cpu(), layer(*arguments), 0.02)
 
 
 def test_moves_and_state_dicts_cross_devices():

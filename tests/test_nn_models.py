@@ -29,7 +29,7 @@ from small_models import (
 
 import jitgemm.nn
 from jitgemm.checkpoint import Checkpoint
-from jitgemm.nn import W4A8Linear, load_
+from jitgemm.nn import W4A8Linear, W8A8Linear, load_
 from jitgemm.nn.read import activations
 
 quantize = functools.partial(jitgemm.nn.quantize_, clip_steps=0)
@@ -50,6 +50,48 @@ def test_quantize_swaps_the_linears_that_fit_but_the_head():
     with torch.no_grad():
         after = model(IDS)[0]
     assert 0 < float((after - before).norm() / before.norm()) < 0.1
+
+
+@pytest.mark.parametrize("activation, at_most", [("e4m3", 0.05), ("int8", 0.02)])
+def test_quantize_to_8_bits(activation, at_most):
+    model = Model()
+    expected = {name: W8A8Linear.from_linear(model.get_submodule(name), activation=activation) for name in BLOCKS}
+    with torch.no_grad():
+        before = model(IDS)[0]
+    assert jitgemm.nn.quantize_(model, bits=8, activation=activation) == BLOCKS
+    assert all(same_state(model.get_submodule(name), expected[name]) for name in BLOCKS)
+    with torch.no_grad():
+        assert 0 < float((model(IDS)[0] - before).norm() / before.norm()) < at_most
+    with pytest.warns(UserWarning, match="converted no layer"):
+        again = jitgemm.nn.quantize_(model, lambda name, _: name in BLOCKS, bits=8)
+    assert again.skipped[BLOCKS[0]] == "is a W8A8Linear already"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lm_head", ["int8", "e4m3"])
+def test_the_head_is_quantised_to_8_bits_where_asked_for(lm_head, tied):
+    model = Model(tied)
+    table = model.embed.weight.clone()
+    expected = W8A8Linear.from_linear(model.lm_head, activation=lm_head)
+    assert quantize(model, lambda *_: False, lm_head=lm_head) == ["lm_head"]
+    assert same_state(model.lm_head, expected) and torch.equal(model.embed.weight, table)
+    assert quantize(model, group_size=32) == BLOCKS  # and again, for the others
+    both = Model(tied)
+    assert quantize(both, group_size=32, lm_head=lm_head) == [*BLOCKS, "lm_head"]
+    assert same_state(both, model)
+
+
+def test_widths_and_heads_that_there_are_not_are_named():
+    model = Model()
+    with pytest.raises(ValueError, match="bits: expected 4 or 8, got 6"):
+        jitgemm.nn.quantize_(model, bits=6)
+    with pytest.raises(ValueError, match="lm_head: expected None or one of e4m3, int8, int8_affine, got 'fp8'"):
+        jitgemm.nn.quantize_(model, lm_head="fp8")
+    with pytest.raises(ValueError, match="lm_head: expected a model whose output embedding is a Linear, found none"):
+        jitgemm.nn.quantize_(Block(), lm_head="int8")
+    quantize(model, lm_head="int8")
+    with pytest.raises(ValueError, match="lm_head: lm_head: is a W8A8Linear already"):
+        quantize(model, lm_head="int8")
 
 
 def test_a_filter_chooses():

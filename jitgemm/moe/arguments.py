@@ -17,7 +17,8 @@ from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, describe, differ, dtype_name, known
-from jitgemm.weight.packed import PackedWeight, W4Weight, check_packed
+from jitgemm.weight.packed import PackedWeight, check_packed
+from jitgemm.weight.packed import Weight as AnyWeight
 
 ROUTE_POINTERS = (
     Pointer("ids", "topk_ids", 4),
@@ -44,7 +45,7 @@ COMBINE_POINTERS = (
 )
 """What a launch has addresses of, in the order of `CombineArgs` in include/jitgemm/moe/combine.cuh."""
 
-Weight = W4Weight | PackedWeight
+Weight = AnyWeight | PackedWeight
 
 
 class Routing(NamedTuple):
@@ -167,8 +168,8 @@ def check_weights(w13: Any, w2: Any) -> int:
     """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together."""
     counts = []
     for name, weight in (("w13", w13), ("w2", w2)):
-        if not isinstance(weight, (W4Weight, PackedWeight)):
-            raise TypeError(f"{name}: expected a W4Weight of experts, got {type(weight).__name__}")
+        if not isinstance(weight, Weight):
+            raise TypeError(f"{name}: expected a W4Weight or W8Weight of experts, got {type(weight).__name__}")
         counts.append(check_packed(weight, f"{name}.", experts=True) or 0)
         if counts[-1] > MAX_EXPERTS:
             raise ValueError(f"{name}: expected at most {MAX_EXPERTS} experts, got {counts[-1]}")

@@ -17,14 +17,15 @@ from jitgemm.activations.call import quantize
 from jitgemm.activations.kernel import Gate
 from jitgemm.dtypes import LHS_TYPES, torch_dtype
 from jitgemm.gemm.arguments import Lhs
-from jitgemm.gemm.grouped import m_grouped_gemm_w4a8_nt_contiguous
+from jitgemm.gemm.grouped import contiguous
 from jitgemm.kernel.formats import ceil_div, format_named
 from jitgemm.moe.arguments import Layer, Weight, check_arguments, check_out, check_weights, make_gate
 from jitgemm.moe.route import combine, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_flag, check_tensor
-from jitgemm.weight.packed import PackedWeight, W4Weight
+from jitgemm.weight.packed import PackedWeight
+from jitgemm.weight.packed import Weight as AnyWeight
 
 _ALLOCATION = 512
 """PyTorch's caching allocator hands out multiples of so many bytes."""
@@ -32,8 +33,8 @@ _ALLOCATION = 512
 
 def fused_experts(
     x: torch.Tensor,
-    w13: W4Weight,
-    w2: W4Weight,
+    w13: AnyWeight,
+    w2: AnyWeight,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     *,
@@ -71,8 +72,8 @@ def fused_experts(
 
     Args:
         x: bfloat16, float16 or float32 [tokens, k], stride 1 along k, rows a multiple of 16 bytes apart; aligned so.
-        w13: E experts [2 * inter, k], gate and up projections, E at most 1024.
-        w2: E experts [n, inter].
+        w13: W4Weight or W8Weight of E experts [2 * inter, k], gate and up projections, E at most 1024.
+        w2: the same, [n, inter]; the widths may differ.
         topk_ids: int32 or int64 [tokens, top_k], contiguous: experts of each token. A choice that is none of 0..E-1 is
             skipped.
         topk_weights: float32, bfloat16 or float16 [tokens, top_k], contiguous.
@@ -119,8 +120,8 @@ def fused_experts(
 
 def fused_experts_reference(
     x: torch.Tensor,
-    w13: W4Weight,
-    w2: W4Weight,
+    w13: AnyWeight,
+    w2: AnyWeight,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     *,
@@ -147,7 +148,7 @@ def fused_experts_reference(
 
 
 def fused_experts_workspace_bytes(
-    tokens: int, top_k: int, w13: W4Weight, w2: W4Weight, *, dtype: torch.dtype = torch.bfloat16, affine: bool = False
+    tokens: int, top_k: int, w13: AnyWeight, w2: AnyWeight, *, dtype: torch.dtype = torch.bfloat16, affine: bool = False
 ) -> int:
     """Bytes of device memory that a call of `fused_experts` takes beside its arguments and its result.
 
@@ -232,14 +233,9 @@ def _launch(layer: Layer, out: torch.Tensor) -> None:
     memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
     hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
     lhs = _lhs(quantised)
-    m_grouped_gemm_w4a8_nt_contiguous(
-        lhs, w13, hidden, offsets, bias=bias13, row_index=row_index, expected_m=expected_m,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
+    contiguous(AnyWeight, lhs, w13, hidden, offsets, bias13, row_index, expected_m, batch_invariant)
     lhs = _lhs(quantize(tokens._replace(x=hidden, gate=gate, row_count=offsets[-1:])))
-    m_grouped_gemm_w4a8_nt_contiguous(
-        lhs, w2, rows, offsets, bias=bias2, expected_m=expected_m, batch_invariant=batch_invariant
-    )
+    contiguous(AnyWeight, lhs, w2, rows, offsets, bias2, None, expected_m, batch_invariant)
     combine(rows, inverse, topk_weights, out, addend=addend)
 
 

@@ -1,4 +1,4 @@
-"""Layers: a Linear, and a layer's experts, with 4-bit weights and 8-bit activations, and what puts them into a model.
+"""Layers: a Linear, and a layer's experts, with 4- or 8-bit weights and 8-bit activations, and what puts them into a model.
 
 In three lines::
 
@@ -11,9 +11,9 @@ In three lines::
 from __future__ import annotations
 
 from jitgemm.activations.kernel import Gate
-from jitgemm.nn.experts import W4A8Experts
+from jitgemm.nn.experts import PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.fuse import fuse_, unfuse_
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.linear import PackedLinear, W4A8Linear, W8A8Linear
 from jitgemm.nn.load import load_
 from jitgemm.nn.quantize import quantize_
 from jitgemm.nn.read import ACTIVATIONS
@@ -24,9 +24,13 @@ __all__ = [
     "ACTIVATIONS",
     "FusionReport",
     "Gate",
+    "PackedExperts",
+    "PackedLinear",
     "Report",
     "W4A8Experts",
     "W4A8Linear",
+    "W8A8Experts",
+    "W8A8Linear",
     "fuse_",
     "load_",
     "quantize_",

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.nn.experts import W4A8Experts
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.experts import PackedExperts
+from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.stacked import Form, form_of, unfit_type
 from jitgemm.tensors import TYPE_NAMES, dtype_name, one_of
 
@@ -44,7 +44,7 @@ _UNKNOWN = f"{STACKED} of an unknown kind, which stay in their type"
 MIN_STACKED = 32  # smaller matrices in 3-D parameters are no experts
 
 
-PACKED = (W4A8Linear, W4A8Experts)
+PACKED = (PackedLinear, PackedExperts)
 
 
 class Replaceable:
@@ -53,6 +53,7 @@ class Replaceable:
     Attributes:
         places: {first name: all names at which the module stands}.
         forms: {first name: how it holds its experts} of those that are experts.
+        head: first name of the output embedding, None where it is no such module.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -64,7 +65,7 @@ class Replaceable:
         for name, module in model.named_modules(remove_duplicate=False):
             if module not in forms:
                 forms[module] = form_of(module)
-            if isinstance(module, (torch.nn.Linear, W4A8Linear)) or isinstance(forms[module], Form):
+            if isinstance(module, (torch.nn.Linear, PackedLinear)) or isinstance(forms[module], Form):
                 names.setdefault(module, []).append(name)
         # No modules are kept: originals are to be freed one by one.
         self.places = {same[0]: same for same in names.values()}
@@ -72,12 +73,13 @@ class Replaceable:
         self._model = model
         self._owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
         output = getattr(model, "get_output_embeddings", lambda: None)()
-        self._output = names.get(output, [None])[0]
+        found = [name for name in self.places if name.rpartition(".")[2] == "lm_head"]
+        self.head: str | None = names[output][0] if output in names else found[0] if found else None
 
     def cannot(self, name: str) -> str | None:
-        """Why no W4A8Linear can stand for this Linear: something other than torch.nn.Linear's call uses its weight."""
+        """Why no packed layer can stand for this Linear: something other than torch.nn.Linear's call uses its weight."""
         linear = self._model.get_submodule(name)
-        if isinstance(linear, W4A8Linear) or name in self.forms:
+        if isinstance(linear, PackedLinear) or name in self.forms:
             return None
         if type(linear).forward is not torch.nn.Linear.forward:
             return f"{type(linear).__name__} has a forward of its own"
@@ -99,7 +101,7 @@ class Replaceable:
         linear = self._model.get_submodule(name)
         if name in self.forms:
             return self.unfit(name)
-        if name.rpartition(".")[2] == "lm_head" or name == self._output:
+        if name.rpartition(".")[2] == "lm_head" or name == self.head:
             return "output embedding"
         if self.shared(name):
             return "shares its weight with another module"
@@ -113,7 +115,7 @@ class Replaceable:
         return name not in self.forms and self._owners[id(self._model.get_submodule(name).weight)] > 1
 
     def unfit(self, name: str) -> str | None:
-        """Why a module has no 4-bit form, whatever its values."""
+        """Why a module has no packed form, whatever its values."""
         linear = self._model.get_submodule(name)
         if name in self.forms:
             return self.forms[name].unfit or unfit_type(linear)

@@ -1,13 +1,13 @@
-"""W4A8Experts: the experts of one layer of a mixture, their weights in 4 bits, tokens quantised to 8 bits.
+"""The experts of one layer of a mixture, their weights in 4 or 8 bits, tokens quantised to 8 bits.
 
-A layer over the call `jitgemm.fused_experts`; knows no kernels.
+Layers over the call `jitgemm.fused_experts`; they know no kernels.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,21 +18,22 @@ from jitgemm.nn.gate import decoded, encoded
 from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import CODES, state_dict_parts
 from jitgemm.tensors import check_dtype
-from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 
 
-class W4A8Experts(torch.nn.Module):
+class PackedExperts(torch.nn.Module):
     """The routed experts of a layer: out[t] = sum over i of topk_weights[t, i] * expert topk_ids[t, i] of x[t].
 
+    `W4A8Experts` and `W8A8Experts` hold weights of one width; this class itself holds w13 of one and w2 of the other.
     An expert computes w2 · gate(w13 · x), with biases where it has them. Replaces the experts module of a transformers
     model, whose three arguments it takes; the router is not part of it. For inference: there is no gradient.
 
     `state_dict()` holds `gate` (fp64 [4] on the CPU: the numbers of `Gate`, compared when a state dict is loaded), and
-    under `w13.` and `w2.` the buffers that `W4A8Linear` lists, each with the experts in front. They are moved by
+    under `w13.` and `w2.` the buffers that `PackedLinear` lists, each with the experts in front. They are moved by
     `.to(device)`, but never converted to another type, whatever the model is.
 
     Attributes:
-        w13, w2: modules with `weight` (a `W4Weight` of E experts), `bias` ([E, n] or None) and the buffers above.
+        w13, w2: modules with `weight` (a `Weight` of E experts), `bias` ([E, n] or None) and the buffers above.
         gate: what stands between the GEMMs, see `Gate`.
         num_experts, hidden_dim, intermediate_dim: E, hidden and inter.
         top_k: experts of a token, or None; `warmup` asks, the call takes any number.
@@ -41,11 +42,13 @@ class W4A8Experts(torch.nn.Module):
     """
 
     batch_invariant = False
+    kind: ClassVar[type[Weight]] = Weight
+    """The class of its weights."""
 
     def __init__(
         self,
-        w13: W4Weight,
-        w2: W4Weight,
+        w13: Weight,
+        w2: Weight,
         bias13: torch.Tensor | None = None,
         bias2: torch.Tensor | None = None,
         *,
@@ -68,8 +71,8 @@ class W4A8Experts(torch.nn.Module):
         """
         super().__init__()
         for name, weight in (("w13", w13), ("w2", w2)):
-            if not isinstance(weight, W4Weight):
-                raise TypeError(f"{name}: expected a W4Weight, got {type(weight).__name__}")
+            if not isinstance(weight, self.kind):
+                raise TypeError(f"{name}: expected a {self.kind.__name__}, got {type(weight).__name__}")
             if weight.experts is None:
                 raise ValueError(f"{name}: expected a weight of several experts, got {weight!r}")
             if weight.permutation is not None:
@@ -87,8 +90,10 @@ class W4A8Experts(torch.nn.Module):
         self.w2 = Packed(w2, bias2, activation=activation)
 
     @classmethod
-    def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> W4A8Experts:
+    def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> PackedExperts:
         """The layer whose `state_dict(prefix=prefix)` is among `tensors`; memory is shared with them.
+
+        Of `PackedExperts` itself: of the class that its weights have.
 
         Raises:
             ValueError: a tensor is missing, or has the wrong shape or type.
@@ -99,7 +104,8 @@ class W4A8Experts(torch.nn.Module):
         w13, w2 = (state_dict_parts(tensors, f"{prefix}{name}.") for name in ("w13", "w2"))
         if w13.activation != w2.activation:
             raise ValueError(f"state dict: {prefix}: expected one activation, got {w13.activation} and {w2.activation}")
-        return cls(w13.weight, w2.weight, w13.bias, w2.bias, gate=gate, activation=w13.activation)
+        make = packed_experts if cls is PackedExperts else cls
+        return make(w13.weight, w2.weight, w13.bias, w2.bias, gate=gate, activation=w13.activation)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -122,7 +128,7 @@ class W4A8Experts(torch.nn.Module):
         check_dtype("hidden_states", hidden_states.dtype, REAL_TYPES)
         if hidden_states.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                "hidden_states: expected a tensor that does not require grad, since W4A8Experts has no gradient, got "
+                "hidden_states: expected a tensor that does not require grad, since packed weights have no gradient, got "
                 "one that does; run under torch.no_grad() or torch.inference_mode()"
             )
         device_type = hidden_states.device.type
@@ -174,3 +180,21 @@ class W4A8Experts(torch.nn.Module):
             error_msgs.append(f"{prefix}gate: expected {self.gate}, got {found.tolist()}")
         rest = {name: tensor for name, tensor in state_dict.items() if name != prefix + "gate"}
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+
+class W4A8Experts(PackedExperts):
+    """Experts whose weights have 4 bits."""
+
+    kind = W4Weight
+
+
+class W8A8Experts(PackedExperts):
+    """Experts whose weights have 8 bits, of the activations' type."""
+
+    kind = W8Weight
+
+
+def packed_experts(w13: Weight, w2: Weight, *biases: torch.Tensor | None, **options: Any) -> PackedExperts:
+    """A layer of the class for weights of these widths; arguments and errors are the constructor's."""
+    kinds: dict[tuple[int, int], type[PackedExperts]] = {(4, 4): W4A8Experts, (8, 8): W8A8Experts}
+    return kinds.get((w13.bits, w2.bits), PackedExperts)(w13, w2, *biases, **options)

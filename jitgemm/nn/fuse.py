@@ -20,13 +20,13 @@ from collections.abc import Sequence
 import torch
 
 from jitgemm.nn.fused import FUSED, FusedMLP, FusedNorm, Joint, Slice, quantised_alike
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason
 from jitgemm.nn.trial import MLP, Block, Call, Columns, Gated, Joined, calls_of, lists, norm_of, untouchable
 
 
 def fuse_(model: torch.nn.Module) -> FusionReport:
-    """Fuses what stands around the `W4A8Linear`s of a model, in place; after `quantize_` or `load_`, for inference.
+    """Fuses what stands around the packed Linears of a model, in place; after `quantize_` or `load_`, for inference.
 
     - RMSNorm, the quantiser behind it and the projections that read the norm: their input is quantised once, and
       Linears whose formats and biases are of one kind are one GEMM. Norms that multiply by 1 + weight, as Gemma's, do
@@ -42,7 +42,7 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
     not. A fused norm returns projections, so what hooks it sees these.
 
     Args:
-        model: holds `W4A8Linear`s in blocks, elements of a ModuleList such as decoder layers of transformers. A block
+        model: holds packed Linears in blocks, elements of a ModuleList such as decoder layers of transformers. A block
             is run as the model's own forward calls it, given `inputs_embeds`, or else with one tensor.
 
     Returns:
@@ -51,12 +51,12 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
 
     Raises:
         TypeError: model is no module.
-        ValueError: model is a `W4A8Linear` itself.
+        ValueError: model is a packed Linear itself.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, W4A8Linear):
-        raise ValueError("model: expected a module that holds W4A8Linears, got a W4A8Linear")
+    if isinstance(model, PackedLinear):
+        raise ValueError(f"model: expected a module that holds packed Linears, got a {type(model).__name__}")
     report = FusionReport()
     with torch.inference_mode(False), torch.no_grad():
         for owner, owner_name, list_name, blocks in lists(model):
@@ -74,7 +74,7 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
     report.sort(key=lambda name: order[name])
     if not report:
         reasons = "; skipped:\n" + "\n".join(by_reason(report.skipped)) if report.skipped else ""
-        warnings.warn(f"fuse_ fused nothing: it finds W4A8Linears in blocks of a ModuleList{reasons}", stacklevel=2)
+        warnings.warn(f"fuse_ fused nothing: it finds packed Linears in blocks of a ModuleList{reasons}", stacklevel=2)
     return report
 
 

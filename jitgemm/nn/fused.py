@@ -13,16 +13,17 @@ from typing import Any
 import torch
 
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
-from jitgemm.nn.linear import W4A8Linear, as_rows, result_type
+from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows, result_type
+from jitgemm.nn.packed import in_any_order
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.weight import layout
-from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.packed import Weight
 
 _VIEWS = ("blocks", "channel_scale", "row_sum", "bias", "permutation", "input_scale")
 ADVICE = "call jitgemm.nn.unfuse_(model) first"
 
 
-class Slice(W4A8Linear):
+class Slice(PackedLinear):
     """A Linear whose GEMM a joint runs: forward takes what that gave, and returns this Linear's columns of it.
 
     Attributes:
@@ -32,7 +33,7 @@ class Slice(W4A8Linear):
 
     front = None
 
-    def __init__(self, linear: W4A8Linear, start: int, width: int):
+    def __init__(self, linear: PackedLinear, start: int, width: int):
         input_scale = linear.input_scale
         super().__init__(linear.weight, linear.bias, activation=linear.activation, input_scale=input_scale)
         self.batch_invariant, self.start, self.width = linear.batch_invariant, start, width
@@ -49,7 +50,7 @@ class Slice(W4A8Linear):
             )
         return x[..., self.start : self.start + self.out_features]
 
-    def original(self) -> W4A8Linear:
+    def original(self) -> PackedLinear:
         """The Linear, with tensors of its own."""
         weight = self.weight
         tensors = [None if x is None else x.clone() for x in (weight.blocks, weight.channel_scale, weight.row_sum)]
@@ -57,9 +58,10 @@ class Slice(W4A8Linear):
             layout.reorder_codes(tensors[0][None], weight.format.codes, self.codes)
         format = replace(weight.format, codes=self.codes)
         sizes = (weight.n, weight.k, weight.group_size, format)
-        weight = W4Weight(*tensors[:2], *sizes, row_sum=tensors[2], permutation=_clone(weight.permutation))
-        linear = W4A8Linear(weight, _clone(self.bias), activation=self.activation, input_scale=_clone(self.input_scale))
-        if self.batch_invariant != W4A8Linear.batch_invariant:
+        weight = type(weight)(*tensors[:2], *sizes, row_sum=tensors[2], permutation=_clone(weight.permutation))
+        kind, input_scale = LINEARS[weight.bits], _clone(self.input_scale)
+        linear = kind(weight, _clone(self.bias), activation=self.activation, input_scale=input_scale)
+        if self.batch_invariant != PackedLinear.batch_invariant:
             linear.batch_invariant = self.batch_invariant
         linear.named(self._weight.layer)
         return linear.train(self.training)
@@ -91,7 +93,7 @@ class Slice(W4A8Linear):
             error_msgs.append(f"{prefix}blocks: expected assign=False for a fused layer, got True; or {ADVICE}")
             return
         if prefix + "blocks" in state_dict and self._what_is_wrong(state_dict, prefix) is None:
-            codes, mine = W4Weight.from_state_dict(state_dict, prefix).format.codes, self.weight.format.codes
+            codes, mine = Weight.from_state_dict(state_dict, prefix).format.codes, self.weight.format.codes
             if codes != mine != "any":
                 error_msgs.append(f"{prefix}meta: expected codes in the order {mine!r}, got {codes!r}; {ADVICE}")
                 return
@@ -105,14 +107,14 @@ class Slice(W4A8Linear):
         )
 
 
-class Run(W4A8Linear):
+class Run(PackedLinear):
     """Linears that read one input as one GEMM. Its tensors are theirs, and in a state dict theirs alone.
 
     Attributes:
         slices: what stands for the Linears; their buffers are views of the run's.
     """
 
-    def __init__(self, linears: Sequence[W4A8Linear], start: int, width: int):
+    def __init__(self, linears: Sequence[PackedLinear], start: int, width: int):
         first = linears[0]
         bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
         weight = _stacked([linear.weight for linear in linears])
@@ -168,10 +170,10 @@ class Joint(torch.nn.Module):
         in_features, width: columns of input and output.
     """
 
-    def __init__(self, linears: Sequence[W4A8Linear]):
+    def __init__(self, linears: Sequence[PackedLinear]):
         super().__init__()
         self.in_features, self.width = linears[0].in_features, sum(linear.out_features for linear in linears)
-        runs: list[list[W4A8Linear]] = []
+        runs: list[list[PackedLinear]] = []
         for linear in linears:
             # A weight's rows come in strips: another's can only stand below a whole one.
             if runs and _kind(runs[-1][0]) == _kind(linear) and runs[-1][-1].out_features % STRIP_ROWS == 0:
@@ -211,7 +213,7 @@ class FusedNorm(torch.nn.Module):
     another tensor: 1 + weight in fp32 for Gemma's.
     """
 
-    def __init__(self, norm: torch.nn.Module, eps: float, one_plus: bool, linears: Sequence[W4A8Linear]):
+    def __init__(self, norm: torch.nn.Module, eps: float, one_plus: bool, linears: Sequence[PackedLinear]):
         super().__init__()
         self.weight, self.eps, self.one_plus = norm.weight, eps, one_plus
         self.register_buffer("gain", None, persistent=False)
@@ -261,7 +263,7 @@ class FusedMLP(torch.nn.Module):
     front, which holds gate and up from column `start` on.
     """
 
-    def __init__(self, mlp: torch.nn.Module, down: str, start: int, width: int, linears: Sequence[W4A8Linear] = ()):
+    def __init__(self, mlp: torch.nn.Module, down: str, start: int, width: int, linears: Sequence[PackedLinear] = ()):
         super().__init__()
         self._modules.update(mlp._modules)
         self.down_name, self.start, self.width = down, start, width
@@ -271,7 +273,7 @@ class FusedMLP(torch.nn.Module):
         self.training = mlp.training
 
     @property
-    def _down(self) -> W4A8Linear:
+    def _down(self) -> PackedLinear:
         return self._modules[self.down_name]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -301,7 +303,7 @@ class FusedMLP(torch.nn.Module):
 FUSED = (FusedNorm, FusedMLP, Slice)
 
 
-def quantised_alike(linears: Sequence[W4A8Linear]) -> str | None:
+def quantised_alike(linears: Sequence[PackedLinear]) -> str | None:
     """Why one quantised input cannot serve all of these, or None."""
     first = linears[0]
     for other in linears[1:]:
@@ -316,14 +318,14 @@ def quantised_alike(linears: Sequence[W4A8Linear]) -> str | None:
     return None
 
 
-def _kind(linear: W4A8Linear) -> tuple[Any, ...]:
+def _kind(linear: PackedLinear) -> tuple[Any, ...]:
     """What must agree for one GEMM; the order of the codes may differ, as "any" holds all."""
     weight, bias = linear.weight, linear.bias
-    format = replace(weight.format, codes="any")
-    return format, weight.row_sum is None, None if bias is None else bias.dtype, linear.batch_invariant
+    bias_dtype = None if bias is None else bias.dtype
+    return in_any_order(weight.format), weight.row_sum is None, bias_dtype, linear.batch_invariant
 
 
-def _stacked(weights: Sequence[W4Weight]) -> W4Weight:
+def _stacked(weights: Sequence[Weight]) -> Weight:
     """The weights one below the other, in the order of codes that all have, or else in "any"."""
     first = weights[0]
     if len(weights) == 1:
@@ -342,13 +344,13 @@ def _stacked(weights: Sequence[W4Weight]) -> W4Weight:
         row_sum = None if first.row_sum is None else torch.cat([weight.row_sum for weight in weights])
         n, format = sum(weight.n for weight in weights), replace(first.format, codes=codes)
         sizes = (n, first.k, first.group_size, format)
-        return W4Weight(blocks, channel_scale, *sizes, row_sum=row_sum, permutation=first.permutation)
+        return type(first)(blocks, channel_scale, *sizes, row_sum=row_sum, permutation=first.permutation)
 
 
 def _meta(part: Slice, codes: str) -> torch.Tensor:
     """`meta` of the slice's weight with its codes in this order."""
     weight = part.weight
-    other = object.__new__(W4Weight)
+    other = object.__new__(type(weight))
     other.__dict__.update(weight.__dict__, format=replace(weight.format, codes=codes))
     return other.state_dict()["meta"]
 

@@ -1,13 +1,13 @@
-"""W4A8Linear: y = x · weightᵀ + bias, the weight in 4 bits, x quantised to 8 bits on the way in.
+"""W4A8Linear and W8A8Linear: y = x · weightᵀ + bias, the weight in 4 or 8 bits, x quantised to 8 bits on the way in.
 
-A layer over the calls `quantize_activations` and `gemm_w4a8_nt`; knows no kernels.
+Layers over the calls `quantize_activations` and `gemm_w4a8_nt` or `gemm_w8a8_nt`; they know no kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -15,20 +15,21 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.call import gemm_w4a8_nt
-from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
+from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.packed import Packed
-from jitgemm.nn.read import CODES, check_activation, layer_of, read, state_dict_parts
+from jitgemm.nn.read import CODES, Parts, check_activation, layer_of, read, state_dict_parts
 from jitgemm.runtime.checks import ALIGNMENT
-from jitgemm.tensors import check_dtype
-from jitgemm.weight.quantize import quantize_w4
-from jitgemm.weight.packed import W4Weight, check_packed, weight_format
+from jitgemm.tensors import TYPE_NAMES, check_dtype
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed, weight_format
+from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 
-class W4A8Linear(Packed):
-    """A linear layer with a packed 4-bit weight and activations quantised to 8 bits, for inference.
+class PackedLinear(Packed):
+    """A linear layer with a packed weight and activations quantised to 8 bits, for inference; see its subclasses.
 
-    Made by `from_linear`, `from_weight`, `from_checkpoint` or `from_state_dict`; `empty` makes one to load into.
+    Made by `from_linear`, `from_weight`, `from_checkpoint` or `from_state_dict`; `empty` makes one to load into. Of this
+    class, `from_checkpoint` and `from_state_dict` make a layer of the width that they find.
 
     Input: bf16, fp16 or fp32 [..., in_features]; output: [..., out_features] in the input's dtype, or in autocast's.
     Every token (row) is quantised with a scale of its own, or with `input_scale` if there is one. There is no gradient:
@@ -37,9 +38,9 @@ class W4A8Linear(Packed):
     Buffers, all in `state_dict()`; moved by `.to(device)`, but never converted to another type, whatever the model is:
 
     ==================  =========================================================================================
-    `blocks`            uint8, the packed weight: see `W4Weight`
+    `blocks`            uint8, the packed weight: see `Weight`
     `channel_scale`     scales, per channel only
-    `row_sum`           fp32, row sums of the weight, for zero points of activations
+    `row_sum`           fp32, row sums of the weight, for zero points of activations; not of e4m3 weights
     `permutation`       int32 [in_features], act-order only: the quantiser gathers its input by it
     `meta`              int64 on the CPU: sizes and format of the weight, compared when a state dict is loaded
     `activation_type`   int64 [1] on the CPU: number of `activation` in ACTIVATIONS, compared too
@@ -59,7 +60,7 @@ class W4A8Linear(Packed):
 
     def __init__(
         self,
-        weight: W4Weight,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         *,
         activation: str = "e4m3",
@@ -68,7 +69,7 @@ class W4A8Linear(Packed):
         """A layer over a packed weight; no tensor is copied.
 
         Args:
-            weight: [n, k], packed.
+            weight: [n, k], packed; 8-bit weights meet activations of their own type.
             bias: bf16, fp16 or fp32 [n] or None; fp16 is widened to fp32.
             activation: "e4m3", "int8" or "int8_affine".
             input_scale: None for a scale per token, or fp32 of one element: the static scale of all inputs. Not with
@@ -86,39 +87,24 @@ class W4A8Linear(Packed):
     @classmethod
     def from_weight(
         cls,
-        weight: W4Weight,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         *,
         activation: str = "e4m3",
         input_scale: torch.Tensor | None = None,
-    ) -> W4A8Linear:
+    ) -> Self:
         """A layer over a packed weight; arguments and errors are the constructor's."""
         return cls(weight, bias, activation=activation, input_scale=input_scale)
 
     @classmethod
-    def from_linear(
+    def _from_linear(
         cls,
         linear: torch.nn.Linear,
-        *,
-        activation: str = "e4m3",
-        group_size: int = 128,
-        symmetric: bool = True,
-        scale_dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str | int | None = None,
-        **options: Any,
-    ) -> W4A8Linear:
-        """A layer whose weight is `linear`'s, quantised by `quantize_w4`.
-
-        Args:
-            linear: out_features a multiple of 8, in_features a multiple of 32; left as it is.
-            activation: "e4m3", "int8" or "int8_affine".
-            group_size, symmetric, scale_dtype, options: as in `quantize_w4`; a group_size of in_features or more is per
-                channel.
-            device: where to quantise and keep the weight; None for where it is.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or the weight has no 4-bit form; see `quantize_w4`.
-        """
+        activation: str,
+        device: torch.device | str | int | None,
+        quantise: Callable[..., Weight],
+    ) -> Self:
+        """A layer whose weight is quantise(linear.weight, lhs_dtype=...)."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
         check_activation(activation)
@@ -129,9 +115,7 @@ class W4A8Linear(Packed):
             bias = None if linear.bias is None else linear.bias.detach()
             if device is not None:
                 w, bias = w.to(device), None if bias is None else bias.to(device)
-            weight = quantize_w4(
-                w, group_size, symmetric=symmetric, scale_dtype=scale_dtype, lhs_dtype=CODES[activation], **options
-            )
+            weight = quantise(w, lhs_dtype=CODES[activation])
             return cls(weight, None if bias is None else bias.clone(), activation=activation)
 
     @classmethod
@@ -144,7 +128,7 @@ class W4A8Linear(Packed):
         device: torch.device | str | int | None = None,
         format: str | None = None,
         config: Mapping[str, Any] | None = None,
-    ) -> W4A8Linear:
+    ) -> Self:
         """A layer read from a quantised checkpoint, bit-exact; only its own tensors are read.
 
         Args:
@@ -163,10 +147,13 @@ class W4A8Linear(Packed):
             check_activation(activation)
         checkpoint = opened(source, config)
         layer = layer_of(checkpoint, prefix, activation, format)
-        return cls(**read(checkpoint, layer, target_device(device))._asdict())
+        if cls.kind.bits not in (0, layer.bits):
+            kind = LINEARS[layer.bits].__name__
+            raise ValueError(f"prefix: expected a layer of {cls.kind.bits} bits, got {prefix!r}, which is a {kind}'s")
+        return cls.of_parts(read(checkpoint, layer, target_device(device)))
 
     @classmethod
-    def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> W4A8Linear:
+    def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Self:
         """The layer whose `state_dict(prefix=prefix)` is among `tensors`, such as a safetensors file's.
 
         Nothing else need be known of the layer; memory is shared with `tensors`.
@@ -174,48 +161,42 @@ class W4A8Linear(Packed):
         Raises:
             ValueError: a tensor is missing, or has the wrong shape or type.
         """
-        return cls(**state_dict_parts(tensors, prefix)._asdict())
+        return cls.of_parts(state_dict_parts(tensors, prefix))
 
     @classmethod
-    def empty(
-        cls,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool | torch.dtype = False,
-        activation: str = "e4m3",
-        group_size: int = 128,
-        symmetric: bool = True,
-        scale_dtype: torch.dtype = torch.bfloat16,
-        offset: bool = False,
-        permutation: bool = False,
-        input_scale: bool = False,
-        device: torch.device | str | int | None = None,
-    ) -> W4A8Linear:
-        """A layer without values, to load a state dict into; the arguments say which tensors that one has.
+    def of_parts(cls, parts: Parts) -> Self:
+        """The layer of these parts; of `PackedLinear` itself: of the class for the weight's width."""
+        kind: Any = LINEARS[parts.weight.bits] if cls is PackedLinear else cls
+        return kind(**parts._asdict())
 
-        Args:
-            bias: whether there is one, bf16; or its dtype, torch.bfloat16 or torch.float32.
-            offset, permutation, input_scale: whether the weight has float offsets or act-order, and the input a static
-                scale.
-            device: "meta" is possible, for `load_state_dict(…, assign=True)`.
-        """
-        scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
+    @classmethod
+    def _empty(
+        cls,
+        k: int,
+        n: int,
+        group_size: int,
+        fmt: WeightFormat,
+        scale_dtype: torch.dtype,
+        bias: bool | torch.dtype,
+        activation: str,
+        permutation: bool,
+        input_scale: bool,
+        device: torch.device | str | int | None,
+    ) -> Self:
+        """A layer without values, of this format."""
         bias_dtype = torch.bfloat16 if bias is True else bias
         if bias_dtype not in (False, torch.bfloat16, torch.float32):
             raise TypeError(f"bias: expected a bool, torch.bfloat16 or torch.float32, got {bias!r}")
-        n, k = out_features, in_features
-        fmt = weight_format(k, group_size, not symmetric, scale_type, offset=offset)
         strips = ceil_div(n, STRIP_ROWS)
         empty = partial(torch.empty, device=device)
-        weight = W4Weight(
+        weight = cls.kind(
             empty((strips, ceil_div(k, BLOCK_K), fmt.record_bytes), dtype=torch.uint8),
             None if fmt.group_size else empty(STRIP_ROWS * strips, dtype=scale_dtype),
             n,
             k,
             group_size,
             fmt,
-            row_sum=empty(STRIP_ROWS * strips, dtype=torch.float32),
+            row_sum=empty(STRIP_ROWS * strips, dtype=torch.float32) if fmt.bits == 4 or fmt.codes == "s8" else None,
             # A permutation even before it is loaded: what reads it never reaches beyond the input.
             permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
         )
@@ -256,7 +237,9 @@ class W4A8Linear(Packed):
 
     def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         """out [m, out_features] from what `quantise` gave."""
-        gemm_w4a8_nt(lhs, self.weight, out, bias=self._buffers["bias"], batch_invariant=self.batch_invariant)
+        weight = self.weight
+        gemm = gemm_w4a8_nt if weight.bits == 4 else gemm_w8a8_nt
+        gemm(lhs, weight, out, bias=self._buffers["bias"], batch_invariant=self.batch_invariant)
 
     def extra_repr(self) -> str:
         fmt = self._weight.format
@@ -269,6 +252,121 @@ class W4A8Linear(Packed):
         return ", ".join(parts)
 
 
+class W4A8Linear(PackedLinear):
+    """A linear layer with a packed 4-bit weight and activations quantised to 8 bits; see `PackedLinear`."""
+
+    kind = W4Weight
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        *,
+        activation: str = "e4m3",
+        group_size: int = 128,
+        device: torch.device | str | int | None = None,
+        **options: Any,
+    ) -> W4A8Linear:
+        """A layer whose weight is `linear`'s, quantised by `quantize_w4`.
+
+        Args:
+            linear: out_features a multiple of 8, in_features a multiple of 32; left as it is.
+            activation: "e4m3", "int8" or "int8_affine".
+            group_size, options: as in `quantize_w4` (symmetric, scale_dtype, ...); a group_size of in_features or more
+                is per channel.
+            device: where to quantise and keep the weight; None for where it is.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or the weight has no 4-bit form; see `quantize_w4`.
+        """
+        return cls._from_linear(linear, activation, device, partial(quantize_w4, group_size=group_size, **options))
+
+    @classmethod
+    def empty(
+        cls,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool | torch.dtype = False,
+        activation: str = "e4m3",
+        group_size: int = 128,
+        symmetric: bool = True,
+        scale_dtype: torch.dtype = torch.bfloat16,
+        offset: bool = False,
+        permutation: bool = False,
+        input_scale: bool = False,
+        device: torch.device | str | int | None = None,
+    ) -> W4A8Linear:
+        """A layer without values, to load a state dict into; the arguments say which tensors that one has.
+
+        Args:
+            bias: whether there is one, bf16; or its dtype, torch.bfloat16 or torch.float32.
+            offset, permutation, input_scale: whether the weight has float offsets or act-order, and the input a static
+                scale.
+            device: "meta" is possible, for `load_state_dict(…, assign=True)`.
+        """
+        scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
+        fmt = weight_format(in_features, group_size, not symmetric, scale_type, offset=offset)
+        sizes = in_features, out_features, group_size, fmt
+        return cls._empty(*sizes, scale_dtype, bias, activation, permutation, input_scale, device)
+
+
+class W8A8Linear(PackedLinear):
+    """A linear layer with a packed 8-bit weight and activations quantised to its type; see `PackedLinear`.
+
+    `activation` is "e4m3" for weights of e4m3, "int8" or "int8_affine" for those of int8.
+    """
+
+    kind = W8Weight
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        *,
+        activation: str = "e4m3",
+        block: int | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> W8A8Linear:
+        """A layer whose weight is `linear`'s, quantised by `quantize_w8`.
+
+        Args:
+            linear: out_features a multiple of 8, in_features a multiple of 32; left as it is.
+            activation: "e4m3", "int8" or "int8_affine"; the weight is of this type.
+            block: None for a scale per row, 128 for one per block of 128 x 128.
+            device: where to quantise and keep the weight; None for where it is.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, or the weight has no 8-bit form; see `quantize_w8`.
+        """
+        return cls._from_linear(linear, activation, device, partial(quantize_w8, block=block))
+
+    @classmethod
+    def empty(
+        cls,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool | torch.dtype = False,
+        activation: str = "e4m3",
+        group_size: int | None = None,
+        scale_dtype: torch.dtype = torch.float32,
+        permutation: bool = False,
+        input_scale: bool = False,
+        device: torch.device | str | int | None = None,
+    ) -> W8A8Linear:
+        """As `W4A8Linear.empty`; group_size None is per channel."""
+        group_size = in_features if group_size is None else group_size
+        scale_type, codes = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), CODES[check_activation(activation)]
+        fmt = weight_format(in_features, group_size, False, scale_type, TYPE_NAMES[codes], bits=8)
+        sizes = in_features, out_features, group_size, fmt
+        return cls._empty(*sizes, scale_dtype, bias, activation, permutation, input_scale, device)
+
+
+LINEARS: dict[int, type[PackedLinear]] = {each.kind.bits: each for each in (W4A8Linear, W8A8Linear)}
+"""The layer's class by the width of its weight."""
+
+
 def as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
     """x [..., columns] in two dimensions, as the quantiser takes it. Raises TypeError or ValueError for any other x."""
     if x.shape[-1:] != (columns,):
@@ -276,7 +374,7 @@ def as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
     check_dtype("x", x.dtype, REAL_TYPES)
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "x: expected a tensor that does not require grad, since W4A8Linear has no gradient, got one that does; "
+            "x: expected a tensor that does not require grad, since a packed weight has no gradient, got one that does; "
             "run under torch.no_grad() or torch.inference_mode()"
         )
     rows = x.reshape(-1, columns)

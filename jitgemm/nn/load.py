@@ -11,9 +11,9 @@ import torch
 from jitgemm.checkpoint.files import Checkpoint, Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.nn.choose import Filter, Replaceable
-from jitgemm.nn.experts import W4A8Experts
+from jitgemm.nn.experts import PackedExperts
 from jitgemm.nn.fused import ADVICE, FUSED
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.names import in_names_of
 from jitgemm.nn.plan import LEFT_OUT, Plan
 from jitgemm.nn.read import Layer, check_activation, read, read_dense
@@ -35,17 +35,18 @@ def load_(
     config: Mapping[str, Any] | None = None,
     format: str | None = None,
 ) -> Report:
-    """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s, all else is copied.
+    """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s and `W8A8Linear`s, all else is
+    copied.
 
-    Experts that the model stacks in two parameters, as transformers 5 does, become a `W4A8Experts`; the checkpoint
+    Experts that the model stacks in two parameters, as transformers 5 does, become a `W4A8Experts` or `W8A8Experts`; the checkpoint
     names each expert's projections (docs/formats.md). Experts in floats are stacked; routers stay what they are.
 
     A model from transformers is made by `AutoModelForCausalLM.from_config(config)`; what it holds before does not
-    matter. The names in the checkpoint are the model's, or those that transformers renames. `W4A8Linear`s that the
+    matter. The names in the checkpoint are the model's, or those that transformers renames. Packed layers that the
     model has already are loaded again. Also reads what `safetensors.torch.save_file` or `save_model` wrote of a model
     that was quantised here.
 
-    A quantised layer that no `W4A8Linear` can stand for (see `quantize_`), that the filter leaves out, whose n is no
+    A quantised layer that no packed one can stand for (see `quantize_`), that the filter leaves out, whose n is no
     multiple of 8 or whose k is none of 32, stays what it is and gets the dequantised weight; quantised embeddings too.
 
     Two names of one tied tensor that differ in the file are untied in the model.
@@ -117,11 +118,11 @@ def warn_of(report: Report, call: str, where: str, instead: str) -> None:
 
 
 def _carry_out(plan: Plan, target: torch.device | None) -> None:
-    def make(name: str, old: torch.nn.Module) -> W4A8Linear | W4A8Experts:
+    def make(name: str, old: torch.nn.Module) -> PackedLinear | PackedExperts:
         if isinstance(plan.layers[name], Experts):
-            tensor = old.w13.blocks if isinstance(old, W4A8Experts) else getattr(old, PARAMETERS[0])
+            tensor = old.w13.blocks if isinstance(old, PackedExperts) else getattr(old, PARAMETERS[0])
         else:
-            tensor = old.blocks if isinstance(old, W4A8Linear) else old.weight
+            tensor = old.blocks if isinstance(old, PackedLinear) else old.weight
         return made(plan, name, old, target or _device(tensor))
 
     tied = any(plan.replaceable.shared(name) for name in plan.layers)
@@ -133,7 +134,7 @@ def _carry_out(plan: Plan, target: torch.device | None) -> None:
         plan.model.to(target)
 
 
-def made(plan: Plan, name: str, old: torch.nn.Module, device: torch.device) -> W4A8Linear | W4A8Experts:
+def made(plan: Plan, name: str, old: torch.nn.Module, device: torch.device) -> PackedLinear | PackedExperts:
     """The layer of that name, with its data. Raises ValueError for data that does not fit the old module."""
     layer = plan.layers[name]
     if isinstance(layer, Experts):
@@ -141,7 +142,7 @@ def made(plan: Plan, name: str, old: torch.nn.Module, device: torch.device) -> W
     parts = read(plan.checkpoint, layer, device)
     if parts.weight.k != old.in_features:
         raise ValueError(f"{name}: expected k = {old.in_features}, got {parts.weight.k}")
-    return W4A8Linear(parts.weight, parts.bias, activation=parts.activation, input_scale=parts.input_scale)
+    return PackedLinear.of_parts(parts)
 
 
 def value_of(plan: Plan, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

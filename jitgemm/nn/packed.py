@@ -1,46 +1,50 @@
-"""Packed: what W4A8Linear and W4A8Experts are made of, a packed weight whose tensors are a module's buffers.
+"""Packed: what the layers are made of, a packed weight whose tensors are a module's buffers.
 
-PyTorch replaces, moves, loads and copies buffers; the `W4Weight` is made anew over them. Knows no calls.
+PyTorch replaces, moves, loads and copies buffers; the `Weight` is made anew over them. Knows no calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.nn.read import ACTIVATIONS, check_activation
-from jitgemm.tensors import check_dtype, describe, dtype_name
-from jitgemm.weight.packed import W4Weight
+from jitgemm.kernel.formats import WeightFormat
+from jitgemm.nn.read import ACTIVATIONS, CODES, check_activation
+from jitgemm.tensors import TYPE_NAMES, check_dtype, describe, dtype_name
+from jitgemm.weight.packed import Weight
 
-_WEIGHT_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")  # as `W4Weight` and its state dict call them
+_WEIGHT_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")  # as `Weight` and its state dict call them
 _ON_CPU = ("meta", "activation_type")  # describe the module, take no part in the call
 
 
 class Packed(torch.nn.Module):
     """A packed weight, dense or of several experts, with its bias and the kind of activations that it meets.
 
-    Its buffers are those that `W4A8Linear` lists. They are moved by `.to(device)`, but never converted to another type,
-    whatever the model is.
+    Its buffers are those that `PackedLinear` lists. They are moved by `.to(device)`, but never converted to another
+    type, whatever the model is.
 
     Attributes:
         activation: "e4m3", "int8" or "int8_affine".
     """
 
+    kind: ClassVar[type[Weight]] = Weight
+    """The class of its weight."""
+
     def __init__(
         self,
-        weight: W4Weight,
+        weight: Weight,
         bias: torch.Tensor | None = None,
         *,
         activation: str = "e4m3",
         input_scale: torch.Tensor | None = None,
     ):
         super().__init__()
-        if not isinstance(weight, W4Weight):
-            raise TypeError(f"weight: expected a W4Weight, got {type(weight).__name__}")
+        if not isinstance(weight, self.kind):
+            raise TypeError(f"weight: expected a {self.kind.__name__}, got {type(weight).__name__}")
         self.activation = check_activation(activation)
         _check_codes(weight, activation)
         self._weight = weight
@@ -54,7 +58,7 @@ class Packed(torch.nn.Module):
             self.register_buffer(name, tensor)
 
     @property
-    def weight(self) -> W4Weight:
+    def weight(self) -> Weight:
         """The packed weight; its tensors are the layer's buffers."""
         # Buffers first: a compiler then takes the tensors for the module's own, of fixed sizes and addresses.
         tensors = [self._buffers[name] for name in _WEIGHT_TENSORS]
@@ -70,14 +74,14 @@ class Packed(torch.nn.Module):
 
     # ---- buffers that are replaced, moved, loaded, copied ------------------------------------------------------------
 
-    def _bind(self) -> W4Weight:
+    def _bind(self) -> Weight:
         """Makes the weight anew over the buffers as they are now, which checks and settles it."""
         self._weight = self._weight.with_tensors(*(self._buffers[name] for name in _WEIGHT_TENSORS))
         return self._weight
 
     def _bind_described(self) -> None:
         """The same, from what `meta` says of the buffers."""
-        self._weight = W4Weight.from_state_dict({name: x for name, x in self._buffers.items() if x is not None})
+        self._weight = self.kind.from_state_dict({name: x for name, x in self._buffers.items() if x is not None})
         for name in _WEIGHT_TENSORS:
             self._buffers[name] = getattr(self._weight, name)  # a misaligned one was copied
 
@@ -115,13 +119,13 @@ class Packed(torch.nn.Module):
         """Why these tensors are not this layer's, so that nothing is copied or converted that should not be."""
         if prefix + "blocks" in state_dict and prefix + "meta" in state_dict:
             try:
-                other = W4Weight.from_state_dict(state_dict, prefix)
+                other = self.kind.from_state_dict(state_dict, prefix)
             except (TypeError, ValueError) as error:
                 return str(error)
             mine = self._weight
             # The order of codes may differ: it depends on their values, and takes the same room.
-            formats = (replace(weight.format, codes="any") for weight in (mine, other))
-            if mine.shape != other.shape or mine.group_size != other.group_size or len(set(formats)) > 1:
+            formats = {in_any_order(weight.format) for weight in (mine, other)}
+            if mine.shape != other.shape or mine.group_size != other.group_size or len(formats) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
         number = state_dict.get(prefix + "activation_type")
         if number is not None and number.tolist() != self.activation_type.tolist():
@@ -150,6 +154,11 @@ class Packed(torch.nn.Module):
         self._bind_described()
 
 
+def in_any_order(format: WeightFormat) -> WeightFormat:
+    """The format of the same weight with its 4-bit codes in the order that holds all; 8-bit ones have one order."""
+    return replace(format, codes="any") if format.bits == 4 else format
+
+
 def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """fn(tensor) with the dtype kept: `model.half()` and its like convert floats and leave integers alone."""
     bits = tensor.view(torch.uint8)
@@ -166,11 +175,12 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _check_codes(weight: W4Weight, activation: str) -> None:
-    codes, needed = weight.format.codes, "e4m3" if activation == "e4m3" else "s8"
+def _check_codes(weight: Weight, activation: str) -> None:
+    codes, needed = weight.format.codes, TYPE_NAMES[CODES[activation]]
     if codes not in ("any", needed):
         other = "e4m3" if codes == "e4m3" else "int8"
-        raise ValueError(f"weight: expected one packed for {activation} or for any activations, got one for {other}")
+        either = " or for any activations" if weight.bits == 4 else ""
+        raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {other}")
     if activation == "int8_affine" and weight.row_sum is None:
         raise ValueError("weight: expected row sums, which int8_affine needs, got a weight without; pack it again")
 
@@ -196,7 +206,7 @@ def _check_input_scale(input_scale: torch.Tensor | None, activation: str, device
     return input_scale.detach().reshape(1)
 
 
-def _check_bias(bias: torch.Tensor | None, weight: W4Weight) -> torch.Tensor | None:
+def _check_bias(bias: torch.Tensor | None, weight: Weight) -> torch.Tensor | None:
     """As the GEMM takes it: fp16 widened to fp32, which is exact."""
     _check_given("bias", bias, weight.device)
     if bias is None:

@@ -11,7 +11,7 @@ import torch
 
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.choose import PACKED, Filter, Replaceable
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.read import Layer, is_quantised, layer_of, packable
 from jitgemm.nn.read_experts import Experts, Stacked, check_packable, experts_of
 from jitgemm.nn.report import some
@@ -112,7 +112,7 @@ class Plan:
         if chosen and packable(layer):
             self.layers[name] = layer
             self.ignored |= layer.unused
-        elif isinstance(module, W4A8Linear):
+        elif isinstance(module, PackedLinear):
             self.left[prefix] = self.skipped[name] = "left out by the filter"
         else:
             if chosen:
@@ -174,7 +174,7 @@ class Plan:
             if packed is not None:  # one that is not loaded again: all of it is missing
                 module = modules[packed]
                 name = packed + ".weight"
-                tensor = module.blocks if isinstance(module, W4A8Linear) else module.w13.blocks
+                tensor = module.blocks if isinstance(module, PackedLinear) else module.w13.blocks
             if name not in state:
                 state[name] = tensor
                 groups.setdefault(id(tensor), []).append(name)

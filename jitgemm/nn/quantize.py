@@ -8,18 +8,27 @@ from typing import Any
 import torch
 
 from jitgemm.nn.choose import PACKED, STACKED, Filter, Replaceable
-from jitgemm.nn.experts import W4A8Experts
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.experts import PackedExperts
+from jitgemm.nn.linear import LINEARS, PackedLinear
+from jitgemm.nn.read import ACTIVATIONS
 from jitgemm.nn.report import Report, by_reason, warn_if_nothing
 from jitgemm.nn.stacked import PARAMETERS, Form, quantised_experts
 from jitgemm.nn.swap import describe_to_transformers, put_layers
 
 
-def quantize_(model: torch.nn.Module, filter: Filter | None = None, **options: Any) -> Report:
-    """Replaces the Linears of a model by `W4A8Linear`s, in place, one at a time; each original is freed as it goes.
+def quantize_(
+    model: torch.nn.Module,
+    filter: Filter | None = None,
+    *,
+    bits: int = 4,
+    lm_head: str | None = None,
+    **options: Any,
+) -> Report:
+    """Replaces the Linears of a model by `W4A8Linear`s, or `W8A8Linear`s, in place, one at a time; each original is
+    freed as it goes.
 
-    The experts of a layer that transformers 5 stacks in two parameters become a `W4A8Experts`. Where there is a Linear
-    for each expert, each becomes a `W4A8Linear`.
+    The experts of a layer that transformers 5 stacks in two parameters become a `W4A8Experts` or `W8A8Experts`. Where
+    there is a Linear for each expert, each becomes a layer.
 
     A Linear is left alone whatever the filter says where something other than torch.nn.Linear's own call uses its
     weight: a subclass with a forward of its own, a forward replaced on the object (accelerate), or a parent that reads
@@ -32,30 +41,37 @@ def quantize_(model: torch.nn.Module, filter: Filter | None = None, **options: A
         model: any module that holds torch.nn.Linear modules. A Linear that stands at several places is quantised once;
             its forward hooks go to its layer.
         filter: filter(name, module) -> whether to replace it, a Linear or a module of stacked experts; one that is
-            chosen and has no 4-bit form is an error. None: all but the output embedding (`lm_head`, or what
+            chosen and has no packed form is an error. None: all but the output embedding (`lm_head`, or what
             `model.get_output_embeddings()` returns), Linears that share their weight with another module, routers of
-            mixtures of experts (`gate`, `router`, ...), and those without a 4-bit form: out_features no multiple of 8,
+            mixtures of experts (`gate`, `router`, ...), and those without a packed form: out_features no multiple of 8,
             in_features none of 32, or a weight that is not bf16, fp16 or fp32.
-        options: as in `W4A8Linear.from_linear`: activation, group_size, symmetric, scale_dtype, device, ....
+        bits: of the weights, 4 or 8.
+        lm_head: "e4m3", "int8" or "int8_affine": the output embedding becomes a `W8A8Linear` with these activations,
+            whatever the filter says; where it is tied to the input's, that one stays as it is. None: it is like others.
+        options: as in `W4A8Linear.from_linear`: activation, group_size, symmetric, scale_dtype, device, ...; or as in
+            `W8A8Linear.from_linear`: activation, block, device.
 
     Returns:
         The names of the replaced modules, in the model's order, as a list that also says what was skipped and why.
-        Warns where nothing was replaced, and of stacked experts that no `W4A8Experts` can stand for.
+        Warns where nothing was replaced, and of stacked experts that no packed ones can stand for.
 
     Raises:
         ValueError, TypeError: model is a Linear itself, an option is wrong, or a chosen Linear cannot be quantised; the
             message names it. What sizes and dtypes show is found before anything is replaced. Where a value is wrong,
             as a NaN is, the Linears before it have been replaced.
     """
+    check_options(bits, lm_head)
     found = Replaceable(model)
-    chosen, skipped = choose(model, found, filter)
+    chosen, skipped = choose(model, found, filter, lm_head)
     for name in chosen:
         if getattr(model.get_submodule(name), PARAMETERS[0] if name in found.forms else "weight").is_meta:
             raise ValueError(f"{name}: expected a weight with data, got one on the meta device")
     untied = any(found.shared(name) for name in chosen)
 
-    def make(name: str, module: torch.nn.Module) -> W4A8Linear | W4A8Experts:
-        return quantised(module, found.forms.get(name), **options)
+    def make(name: str, module: torch.nn.Module) -> PackedLinear | PackedExperts:
+        if lm_head is not None and name == found.head:
+            return quantised(module, None, 8, activation=lm_head, device=options.get("device"))
+        return quantised(module, found.forms.get(name), bits, **options)
 
     report = Report(chosen, skipped | found.others())
     put_layers(model, chosen, make, "quantising")
@@ -67,18 +83,24 @@ def quantize_(model: torch.nn.Module, filter: Filter | None = None, **options: A
 
 
 def choose(
-    model: torch.nn.Module, found: Replaceable, filter: Filter | None
+    model: torch.nn.Module, found: Replaceable, filter: Filter | None, lm_head: str | None = None
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """({name: all its places} of the modules to quantise, {name: why not} of the others), from sizes and types.
 
     Raises:
-        ValueError: the filter chose a module that has no 4-bit form.
+        ValueError: the filter chose a module that has no packed form, or there is no head to quantise as lm_head says.
     """
+    if lm_head is not None and found.head is None:
+        raise ValueError("lm_head: expected a model whose output embedding is a Linear, found none")
     chosen, skipped = {}, {}
     for name, places in found.places.items():
         module = model.get_submodule(name)
         reason = f"is a {type(module).__name__} already" if isinstance(module, PACKED) else found.cannot(name)
-        if reason is None and filter is None:
+        if lm_head is not None and name == found.head:
+            problem = reason or found.unfit(name)
+            if problem is not None:
+                raise ValueError(f"lm_head: {name}: {problem}")
+        elif reason is None and filter is None:
             reason = found.should_not(name)
         elif reason is None and not filter(name, module):
             reason = "left out by the filter"
@@ -93,9 +115,18 @@ def choose(
     return chosen, skipped
 
 
-def quantised(module: torch.nn.Module, form: Form | None, **options: Any) -> W4A8Linear | W4A8Experts:
-    """The layer for a Linear, or for stacked experts of that form."""
-    return W4A8Linear.from_linear(module, **options) if form is None else quantised_experts(module, form, **options)
+def check_options(bits: int, lm_head: str | None) -> None:
+    if bits not in LINEARS:
+        raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
+    if lm_head is not None and lm_head not in ACTIVATIONS:
+        raise ValueError(f"lm_head: expected None or one of {', '.join(ACTIVATIONS)}, got {lm_head!r}")
+
+
+def quantised(module: torch.nn.Module, form: Form | None, bits: int, **options: Any) -> PackedLinear | PackedExperts:
+    """The layer of so many bits for a Linear, or for stacked experts of that form."""
+    if form is None:
+        return LINEARS[bits].from_linear(module, **options)
+    return quantised_experts(module, form, bits=bits, **options)
 
 
 def warn_of_experts(model: torch.nn.Module, report: Report, call: str) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
-from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.packed import Weight
 
 ACTIVATIONS = ("e4m3", "int8", "int8_affine")
 """How a layer quantises its input: fp8 e4m3, int8, or int8 with a zero point per token. Append only: files hold the
@@ -28,9 +28,9 @@ _ON_CPU = ("meta", "activation_type")
 
 
 class Parts(NamedTuple):
-    """What a `W4A8Linear`, or a projection of a `W4A8Experts`, is made of; see their constructors."""
+    """What a `PackedLinear`, or a projection of a `PackedExperts`, is made of; see their constructors."""
 
-    weight: W4Weight
+    weight: Weight
     bias: torch.Tensor | None
     activation: str
     input_scale: torch.Tensor | None
@@ -46,9 +46,10 @@ class Layer:
         n, k, group_size: its sizes; k and group_size are None where only the data tells.
         activation: "e4m3", "int8" or "int8_affine".
         static: whether its input scale is used.
-        header: how it is read; None for the state dict of a `W4A8Linear`.
+        bits: of its weight's codes, 4 or 8.
+        header: how it is read; None for the state dict of a `PackedLinear`.
         unused: {full name: reason} of its tensors that the layer makes no use of.
-        experts: how many a packed weight holds; None for one of a `W4A8Linear`, and for all others.
+        experts: how many a packed weight holds; None for one of a `PackedLinear`, and for all others.
     """
 
     prefix: str
@@ -58,6 +59,7 @@ class Layer:
     group_size: int | None
     activation: str
     static: bool = False
+    bits: int = 4
     header: LayerHeader | None = None
     unused: Mapping[str, str] = field(default_factory=dict)
     experts: int | None = None
@@ -98,7 +100,7 @@ def layer_of(
         format, expert: as `jitgemm.load` takes them.
 
     Raises:
-        ValueError: the layer cannot be read exactly, or has activations that a `W4A8Linear` does not.
+        ValueError: the layer cannot be read exactly, or has activations that a `PackedLinear` does not.
     """
     names = checkpoint.layer(prefix)
     with errors_that_name(checkpoint, prefix):
@@ -126,7 +128,7 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
         if "input_scale" in named:
             unused[named["input_scale"]] = f"static input scale, calibrated for {said}"
     sizes = header.sizes
-    return Layer(header.prefix, header.names, sizes.n, sizes.k, sizes.group_size, chosen, static, header, unused)
+    return Layer(header.prefix, header.names, sizes.n, sizes.k, sizes.group_size, chosen, static, 4, header, unused)
 
 
 def read(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> Parts:
@@ -165,7 +167,7 @@ def state_dict_parts(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> P
     Raises:
         ValueError: a tensor is missing, or has the wrong shape, type or value.
     """
-    weight = W4Weight.from_state_dict(tensors, prefix)
+    weight = Weight.from_state_dict(tensors, prefix)
     name = prefix + "activation_type"
     number = tensors[name].tolist() if name in tensors else None
     if not isinstance(number, list) or len(number) != 1 or not 0 <= number[0] < len(ACTIVATIONS):
@@ -191,7 +193,7 @@ def _packed_layer(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str],
         raise ValueError(f"activation: expected {found.activation}, as the layer was saved, got {activation}")
     weight = found.weight
     size = (weight.n, weight.k, weight.group_size)
-    return Layer(prefix, names, *size, found.activation, experts=weight.experts)
+    return Layer(prefix, names, *size, found.activation, bits=weight.bits, experts=weight.experts)
 
 
 def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | None, bool]:
@@ -202,7 +204,7 @@ def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | No
         wanted: what the caller wants instead, or None.
 
     Raises:
-        ValueError: a `W4A8Linear` has no such activations, and `wanted` does not replace them.
+        ValueError: a layer has no such activations, and `wanted` does not replace them.
     """
     inputs = scheme.get("input_activations")
     if not inputs or inputs.get("num_bits", 8) == 16:

@@ -5,7 +5,7 @@
     experts.E.gate_proj, up_proj, down_proj     or w1, w3, w2: a layer for each projection of each expert, in any format
     experts.gate_up_proj, experts.down_proj     tensors with the experts in front; also w13_weight and w2_weight, and
                                                 names with _ instead of . behind the projection's
-    experts.w13.blocks, experts.w2.blocks, ...  what a `W4A8Experts` saves
+    experts.w13.blocks, experts.w2.blocks, ...  what a `PackedExperts` saves
 
 `experts_of` looks at config and headers alone, `read_experts` then reads the data.
 """
@@ -20,7 +20,7 @@ import torch
 from jitgemm.checkpoint.canonical import CanonicalWeight, check_order, concat, pack_experts
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import errors_that_name, read_header
-from jitgemm.nn.experts import W4A8Experts
+from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.gate import decoded, interleaved
 from jitgemm.nn.read import CODES, Layer, is_quantised, layer_of, packable
 from jitgemm.nn.stacked import BIASES, PARAMETERS, Form
@@ -76,7 +76,7 @@ class Experts:
     Attributes:
         prefix: the module's name in the checkpoint.
         form: how the module holds them; `gate.order` as the checkpoint's rows stand.
-        projections: of w13 and w2; None for the state dict of a `W4A8Experts`.
+        projections: of w13 and w2; None for the state dict of a `PackedExperts`.
         activation: "e4m3", "int8" or "int8_affine".
         quantised: False where the file has them in floats, each by itself.
         names: full names of all their tensors.
@@ -93,7 +93,7 @@ class Experts:
 
     @property
     def packable(self) -> bool:
-        """Whether a `W4A8Experts` can hold them."""
+        """Whether a `PackedExperts` can hold them."""
         if self.projections is None:
             return True
         return self.quantised and all(packable(layer) for p in self.projections for each in p.layers for layer in each)
@@ -154,7 +154,7 @@ def check_packable(checkpoint: Checkpoint, experts: Experts) -> None:
                 check_order(projection.canonical(checkpoint, 0, torch.device("cpu")), 0)
 
 
-def read_experts(checkpoint: Checkpoint, experts: Experts, device: torch.device) -> W4A8Experts:
+def read_experts(checkpoint: Checkpoint, experts: Experts, device: torch.device) -> PackedExperts:
     """The experts' data. In memory are the packed weights and one expert.
 
     Raises:
@@ -168,7 +168,7 @@ def read_experts(checkpoint: Checkpoint, experts: Experts, device: torch.device)
             name.removeprefix(start): checkpoint.read(name, cpu if name.endswith(on_cpu) else device)
             for name in experts.names
         }
-        layer = W4A8Experts.from_state_dict(tensors)
+        layer = PackedExperts.from_state_dict(tensors)
         layer.top_k = experts.form.top_k
         return layer
     weights, biases = [], []
@@ -186,7 +186,7 @@ def read_experts(checkpoint: Checkpoint, experts: Experts, device: torch.device)
         beside = None if projection.bias is None else checkpoint.read(projection.bias, device)
         biases.append(torch.stack([bias[e] for e in sorted(bias)]) if bias else beside)
     form = experts.form
-    return W4A8Experts(*weights, *biases, gate=form.gate, activation=experts.activation, top_k=form.top_k)
+    return packed_experts(*weights, *biases, gate=form.gate, activation=experts.activation, top_k=form.top_k)
 
 
 def _ours(checkpoint: Checkpoint, prefix: str, form: Form, activation: str | None) -> Experts:

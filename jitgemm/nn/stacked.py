@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from jitgemm.activations.kernel import Gate
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.nn.experts import W4A8Experts
+from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.gate import gate_of
 from jitgemm.nn.read import CODES, check_activation
 from jitgemm.tensors import TYPE_NAMES
-from jitgemm.weight.quantize import quantize_w4
-from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 PARAMETERS = ("gate_up_proj", "down_proj")
 """What transformers calls w13 and w2; their biases have _bias behind."""
@@ -67,7 +68,7 @@ class Form:
 
 def form_of(module: torch.nn.Module) -> Form | str | None:
     """How a module stacks experts, or why that cannot be told; None for a module that does not stack any."""
-    if isinstance(module, W4A8Experts):
+    if isinstance(module, PackedExperts):
         sizes = (module.num_experts, module.hidden_dim, module.intermediate_dim)
         return Form(*sizes, False, module.w13.bias is not None, module.gate, module.top_k)
     parameters = {name: p for name, p in module._parameters.items() if p is not None}
@@ -105,43 +106,38 @@ def quantised_experts(
     module: torch.nn.Module,
     form: Form,
     *,
+    bits: int = 4,
     activation: str = "e4m3",
-    group_size: int = 128,
-    symmetric: bool = True,
-    scale_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | int | None = None,
     **options: Any,
-) -> W4A8Experts:
-    """A layer whose weights are the module's, quantised by `quantize_w4`, which see for the options.
+) -> PackedExperts:
+    """A layer whose weights are the module's, quantised by `quantize_w4` or `quantize_w8`, which see for the options.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or a weight has no 4-bit form.
+        TypeError, ValueError: an argument is wrong, or a weight has no such form.
     """
     check_activation(activation)
+    kind: type[Weight] = W8Weight
+    quantise: Any = partial(quantize_w8, **options)
+    if bits == 4:
+        kind, quantise = W4Weight, partial(quantize_w4, **({"group_size": 128} | options))
 
-    def quantised(name: str) -> W4Weight:
+    def quantised(name: str) -> Weight:
         """One expert at a time, which is all that goes to the device."""
         w = form.rows(getattr(module, name).detach())
 
-        def make(e: int) -> W4Weight:
+        def make(e: int) -> Weight:
             try:
-                return quantize_w4(
-                    w[e] if device is None else w[e].to(device),
-                    group_size,
-                    symmetric=symmetric,
-                    scale_dtype=scale_dtype,
-                    lhs_dtype=CODES[activation],
-                    **options,
-                )
+                return quantise(w[e] if device is None else w[e].to(device), lhs_dtype=CODES[activation])
             except ValueError as error:
                 raise ValueError(f"{name}[{e}]: {error}") from error
 
-        return W4Weight.stacked(form.experts, make)
+        return kind.stacked(form.experts, make)
 
     with torch.no_grad():
         weights = [quantised(name) for name in PARAMETERS]
         biases = [getattr(module, name).detach().to(weights[0].device, copy=True) for name in BIASES[: 2 * form.bias]]
-    return W4A8Experts(*weights, *biases, gate=form.gate, activation=activation, top_k=form.top_k)
+    return packed_experts(*weights, *biases, gate=form.gate, activation=activation, top_k=form.top_k)
 
 
 def unfit_type(module: torch.nn.Module) -> str | None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.experts import W4A8Experts
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.experts import PackedExperts
+from jitgemm.nn.linear import PackedLinear
 
 HOOKS = (
     "_forward_hooks",
@@ -25,7 +25,7 @@ _SAVED_BY = {"saved_by": "jitgemm", "read_with": "config=jitgemm.hf.config(folde
 def put_layers(
     model: torch.nn.Module,
     places: Mapping[str, list[str]],
-    make: Callable[[str, torch.nn.Module], W4A8Linear | W4A8Experts],
+    make: Callable[[str, torch.nn.Module], PackedLinear | PackedExperts],
     doing: str,
 ) -> None:
     """Puts make(name, module) at all places of each module; a module's hooks and training mode go to its layer.

@@ -1,4 +1,4 @@
-"""What a block of a model computes around its `W4A8Linear`s, found by running it on a few tokens with stubs for them.
+"""What a block of a model computes around its packed Linears, found by running it on a few tokens with stubs for them.
 
 A stub mixes the columns of its input. Who reads which tensor is recorded; `Block.check` runs the block again with
 modules replaced and compares what comes out. The model itself is not touched: a skeleton of its modules runs, over its
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.nn.experts import W4A8Experts
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.experts import PackedExperts
+from jitgemm.nn.linear import PackedLinear
 from jitgemm.tensors import TYPE_NAMES
 
 _SCALES = (0.5, 3.0, 12.0)
@@ -47,7 +47,7 @@ class Call:
 
 
 def lists(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str, dict[str, torch.nn.Module]]]:
-    """The outermost ModuleLists whose elements hold `W4A8Linear`s: owner, its name, the list's, blocks by number."""
+    """The outermost ModuleLists whose elements hold packed Linears: owner, its name, the list's, blocks by number."""
     inside: list[str] = []
     for name, module in list(model.named_modules()):
         if not isinstance(module, torch.nn.ModuleList) or any(name.startswith(each) for each in inside):
@@ -55,7 +55,7 @@ def lists(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str, d
         blocks = {
             number: block
             for number, block in module.named_children()
-            if not isinstance(block, W4A8Linear) and any(isinstance(m, W4A8Linear) for m in block.modules())
+            if not isinstance(block, PackedLinear) and any(isinstance(m, PackedLinear) for m in block.modules())
         }
         if blocks:
             inside.append(f"{name}.")
@@ -72,7 +72,7 @@ def calls_of(owner: torch.nn.Module, blocks: dict[str, torch.nn.Module]) -> dict
     recorders = {number: _Recorder() for number in blocks}
     put: dict[torch.nn.Module, torch.nn.Module] = {block: recorders[number] for number, block in blocks.items()}
     for module in owner.modules():
-        if isinstance(module, (W4A8Linear, W4A8Experts)):
+        if isinstance(module, (PackedLinear, PackedExperts)):
             put[module] = Mix(module)
     try:
         _skeleton(owner, put)(inputs_embeds=_tokens(next(iter(blocks.values()))), use_cache=False)
@@ -105,7 +105,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def _tokens(block: torch.nn.Module) -> torch.Tensor:
     """Random tokens [1, 3, hidden] in type and width of the outermost norm that a Linear can read, on its device."""
-    linears = [m for m in block.modules() if isinstance(m, W4A8Linear)]
+    linears = [m for m in block.modules() if isinstance(m, PackedLinear)]
     widths = {linear.in_features for linear in linears}
     weights = [(name.count("."), m._parameters.get("weight")) for name, m in block.named_modules()]
     norms = [(depth, w) for depth, w in weights if w is not None and w.dim() == 1 and w.shape[0] in widths]
@@ -131,13 +131,13 @@ class Mix(torch.nn.Module):
     def __init__(self, layer: torch.nn.Module, seed: int = 0):
         super().__init__()
         self.layer, self.seed = (layer,), seed
-        if isinstance(layer, W4A8Linear):
+        if isinstance(layer, PackedLinear):
             self.in_features, self.out_features = layer.in_features, layer.out_features
             self.weight, self.bias = layer.weight, None
 
     def forward(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
         layer = self.layer[0]
-        if not isinstance(layer, W4A8Linear):
+        if not isinstance(layer, PackedLinear):
             return x
         columns = torch.arange(layer.out_features, device=x.device)
         turn = (columns * (2 * self.seed + 1) + 7 * self.seed + columns // layer.in_features) % layer.in_features
@@ -270,7 +270,7 @@ class Block:
             places.setdefault(module, []).append(name)
         self.names = {module: names[0] for module, names in places.items() if len(names) == 1}
         for i, (name, module) in enumerate(self.module.named_modules()):
-            if isinstance(module, (W4A8Linear, W4A8Experts)):
+            if isinstance(module, (PackedLinear, PackedExperts)):
                 self.stubs[name] = Mix(module, i)
         calls: dict[torch.nn.Module, list[Call]] = {}
         self.output = self.run({}, calls)
@@ -303,9 +303,9 @@ class Block:
         ours, others = [], []
         for name, call in self.calls.items():
             module = self.module.get_submodule(name)
-            if isinstance(module, W4A8Linear) and call.one is tensor:
+            if isinstance(module, PackedLinear) and call.one is tensor:
                 ours.append(name)
-            elif call.given(tensor) and (isinstance(module, (W4A8Linear, W4A8Experts)) or not module._modules):
+            elif call.given(tensor) and (isinstance(module, (PackedLinear, PackedExperts)) or not module._modules):
                 others.append(name)
         order = list(self.stubs)
         return sorted(ours, key=order.index), others
@@ -315,7 +315,7 @@ class Block:
         for down in [name for name in self.stubs if name in self.calls]:
             name, module = down.rpartition(".")[0], self.module.get_submodule(down)
             parent, whole = self.module.get_submodule(name), self.calls.get(name)
-            if not isinstance(module, W4A8Linear) or whole is None or not name:
+            if not isinstance(module, PackedLinear) or whole is None or not name:
                 continue
             near = [each for each in self.stubs if each != down and each.rpartition(".")[0] == name]
             near = [each for each in near if each in self.calls and self.calls[each].one is not None]
@@ -345,7 +345,7 @@ class Block:
 
     def _n(self, name: str) -> int:
         module = self.module.get_submodule(name)
-        return module.out_features if isinstance(module, W4A8Linear) else 0
+        return module.out_features if isinstance(module, PackedLinear) else 0
 
 
 def untouchable(block: Block, *names: str) -> str | None:
@@ -367,7 +367,7 @@ def norm_of(module: torch.nn.Module) -> tuple[float, bool] | str | None:
     Found by trying, in fp32, on tokens of which some are so small that eps shows.
     """
     weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or module._modules or isinstance(module, W4A8Linear):
+    if weight is None or weight.dim() != 1 or module._modules or isinstance(module, PackedLinear):
         return None
     kind = f"{type(module).__name__} is no RMSNorm with one weight and a fixed eps"
     eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)

@@ -22,8 +22,8 @@ from jitgemm.kernel import render
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
-from jitgemm.nn.experts import W4A8Experts
-from jitgemm.nn.linear import W4A8Linear
+from jitgemm.nn.experts import PackedExperts
+from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.read import CODES
 from jitgemm.runtime.device import device_of, pick_device
 from jitgemm.select.choose import kernels_for
@@ -43,7 +43,7 @@ def warmup(
     device: str | None = None,
     jobs: int | None = None,
 ) -> list[str]:
-    """Compiles every kernel that the `W4A8Linear`s and `W4A8Experts` of a model can need, for up to max_m tokens.
+    """Compiles every kernel that the packed layers of a model can need, for up to max_m tokens.
 
     For experts that is every routing; where a layer's `top_k` is None, up to 16 experts of a token.
 
@@ -80,9 +80,7 @@ def warmup(
             on_gpu[spec, index] = key
     found = {key: process_cache.lookup(key) for key in needed}
     if not needed:
-        warnings.warn(
-            "warmup: the model holds no W4A8Linear or W4A8Experts, so there is nothing to compile", stacklevel=2
-        )
+        warnings.warn("warmup: the model holds no layer of jitgemm.nn, so there is nothing to compile", stacklevel=2)
     missing = {key: needed[key] for key, entry in found.items() if entry is None or entry.path is None}
     results = dict(zip(missing, _compile(list(missing.values()), jobs or default_threads())))
     failed = {key: result for key, result in results.items() if isinstance(result, JitGemmError)}
@@ -121,9 +119,9 @@ def _kernels(
     """(spec, index of the GPU or None) of every kernel, layers of one kind once."""
     seen = set()
     for layer in model.modules():
-        if isinstance(layer, W4A8Linear) and layer.front is not None:
+        if isinstance(layer, PackedLinear) and layer.front is not None:
             where, kind, specs = layer.weight.device, _linear_kind(layer), _linear_specs
-        elif isinstance(layer, W4A8Experts):
+        elif isinstance(layer, PackedExperts):
             where, kind, specs = layer.w13.weight.device, _experts_kind(layer), _experts_specs
         else:
             continue
@@ -137,14 +135,14 @@ def _kernels(
                 yield replace(spec, debug=True) if settings.debug() and isinstance(spec, KernelSpec) else spec, index
 
 
-def _linear_kind(layer: W4A8Linear) -> Hashable:
+def _linear_kind(layer: PackedLinear) -> Hashable:
     weight = layer.weight
     static, permuted = layer.input_scale is not None, weight.permutation is not None
     front = tuple(layer.front or {})
     return weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted, front
 
 
-def _linear_specs(layer: W4A8Linear, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
+def _linear_specs(layer: PackedLinear, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
     weight, lhs, affine = layer.weight, TYPE_NAMES[CODES[layer.activation]], layer.activation == "int8_affine"
     static, permuted = layer.input_scale is not None, weight.permutation is not None
     yield quantize_spec(weight.k, x, lhs, affine=affine, static=static, permuted=permuted, **(layer.front or {}))
@@ -153,12 +151,12 @@ def _linear_specs(layer: W4A8Linear, x: str, figures: DeviceSpec, max_m: int) ->
     )
 
 
-def _experts_kind(layer: W4A8Experts) -> Hashable:
+def _experts_kind(layer: PackedExperts) -> Hashable:
     weights = tuple((part.weight.shape, part.weight.format) for part in (layer.w13, layer.w2))
     return weights, layer.activation, layer.batch_invariant, layer.gate, layer.top_k
 
 
-def _experts_specs(layer: W4A8Experts, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
+def _experts_specs(layer: PackedExperts, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
     lhs, affine = TYPE_NAMES[CODES[layer.activation]], layer.activation == "int8_affine"
     yield from layer_specs(layer.hidden_dim, layer.intermediate_dim, x, lhs, layer.gate, affine=affine)
     experts = layer.num_experts
