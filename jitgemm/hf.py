@@ -232,7 +232,7 @@ class JitGemmQuantizer(HfQuantizer):
                 [*said.allow_missing, *computed],
                 said.strict,
             )
-            self._origins: dict[str, dict[str, str]] = {}  # names in the checkpoint of what is quantised
+            self._origins: dict[str, dict[str, str | None]] = {}  # names in the checkpoint of what is quantised
             self._head = plan.replaceable.head if said.lm_head is not None else None
             self._chosen = {} if self.pre_quantized else self._choose(plan)
         self._plan = plan
@@ -259,8 +259,7 @@ class JitGemmQuantizer(HfQuantizer):
                 skipped[name] = "left out by modules_to_not_convert"
             elif None in found.values():
                 skipped[name] = "not in the checkpoint"
-            else:
-                self._origins[name] = found
+            self._origins[name] = found
         plan.skipped |= skipped | plan.replaceable.others()
         return {name: places for name, places in chosen.items() if name not in skipped and name not in plan.layers}
 
