@@ -225,13 +225,12 @@ class Bench:
 
     def __init__(self, fmt: Format, source: Any, max_m: int):
         import torch
-        from benchmark_lib.data import quantise_rows
-        from benchmark_lib.ours import LHS_DTYPES, weight_of
+        from benchmark_lib.ours import lhs_of, weight_of
 
         self.fmt, self.source = fmt, source
         self.weight = weight_of(fmt, source)
         self.weights: list[Any] = []
-        self.lhs = quantise_rows(source.activations(max_m), LHS_DTYPES[fmt.lhs])
+        self.lhs = lhs_of(fmt, source.activations(max_m))
         self.out = torch.empty(max_m, source.n, dtype=torch.bfloat16, device=source.device)
 
     def __enter__(self) -> Bench:

@@ -31,7 +31,7 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select import model
 from jitgemm.select.choose import band_end, candidates, choose
 from jitgemm.select.devices import DEVICES, DeviceSpec, device_spec
-from jitgemm.select.shapes import illegal
+from jitgemm.select.shapes import MIN_STAGES, illegal, most_stages
 
 if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
@@ -56,6 +56,9 @@ FORMATS = {
     "int8_g128z": ("s8", WeightFormat(128, True, "bf16")),
     "e4m3_g64": ("e4m3", WeightFormat(64, False, "bf16")),
     "int8_g64": ("s8", WeightFormat(64, False, "bf16", "s8")),
+    "w8_e4m3_ch": ("e4m3", WeightFormat(0, False, "fp32", "e4m3", bits=8)),
+    "w8_int8_ch": ("s8", WeightFormat(0, False, "fp32", "s8", bits=8)),
+    "w8_e4m3_block": ("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8)),
 }
 SHAPES = (
     (4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4608, 4096), (2112, 7168), (2048, 7168), (7168, 512),
@@ -95,13 +98,23 @@ def random_layers(count: int, seed: int, held: bool = True) -> list[tuple[str, i
 
 
 def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelSpec]:
-    """The `count` kernels that the model likes best, and the best of each of `count` families."""
+    """The `count` kernels that the model likes best, and the best of each of `count` families.
+
+    With 8-bit weights each of them in both ways: weights in registers and in shared memory.
+    """
     ranked = [candidate.kernel for candidate in candidates(problem, device)]
     families: dict[tuple, KernelSpec] = {}
     for kernel in ranked:
         shape = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_lhs, kernel.multicast_rhs)
         families.setdefault((*shape, kernel.ctas_per_sm, kernel.halves, kernel.scatter), kernel)
-    return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
+    found = ranked[:count] + list(families.values())[:count]
+    if problem.format.bits == 8:
+        shared = [replace(kernel, shared_weights=True, stages=MIN_STAGES) for kernel in found]
+        found += [
+            replace(kernel, stages=min(other.stages, most_stages(kernel, device)))
+            for kernel, other in zip(shared, found)
+        ]
+    return list(dict.fromkeys(found))
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -110,7 +123,7 @@ Timings = dict[Cell, dict[KernelSpec, float]]
 """Microseconds of one call, by problem and kernel."""
 FIELDS = (
     "block_m", "block_n", "stages", "halves", "warpgroups_k", "split_k", "scatter", "multicast_lhs", "multicast_rhs",
-    "ctas_per_sm", "direct",
+    "ctas_per_sm", "direct", "shared_weights",
 )  # fmt: skip
 """Of a kernel, as the file lists them; its other fields follow from the problem."""
 
@@ -268,13 +281,11 @@ class Bench:
     def __init__(self, name: str, n: int, k: int, *experts: int):
         from benchmark_lib.data import DISTINCT
 
-        import jitgemm
-
         self.lhs, self.n, self.k = FORMATS[name][0], n, k
         self.experts = Experts(*experts) if experts else None
         if self.experts is not None:
             packed = [self._packed(name) for _ in range(min(self.experts.count, DISTINCT))]
-            self.weights = [jitgemm.W4Weight.stacked(self.experts.count, lambda e: packed[e % len(packed)])]
+            self.weights = [type(packed[0]).stacked(self.experts.count, lambda e: packed[e % len(packed)])]
         else:
             weight = self._packed(name)
             copies = max(2, math.ceil(COPY_BYTES / weight.nbytes))
@@ -286,6 +297,9 @@ class Bench:
         import jitgemm
 
         (_, fmt), n, k = FORMATS[name], self.n, self.k
+        if fmt.bits == 8:
+            dtype = torch.int8 if self.lhs == "s8" else torch.float8_e4m3fn
+            return jitgemm.quantize_w8(torch.randn(n, k, device="cuda"), dtype, block=fmt.group_size or None)
         low, high = (0, 16) if fmt.zero_point else (-7, 8)
         q = torch.randint(low, high, (n, k), device="cuda", dtype=torch.int8)
         groups = -(-k // fmt.group_size) if fmt.group_size else 1

@@ -140,6 +140,7 @@ def test_wrong_numbers_of_tokens_are_refused(text):
         Format("s8", 64, True, batch_invariant=True),
         Format("s8", 0, any_codes=True),
         Format("e4m3", 256, batch_invariant=True, any_codes=True),
+        Format("s8", 128, bits=8, lhs_blocks=True, batch_invariant=True),
     ],
     ids=lambda fmt: fmt.name,
 )
@@ -156,19 +157,42 @@ def test_a_formats_name_ends_in_its_codes_and_then_its_invariance():
 
 def test_different_formats_have_different_names():
     formats = [
-        Format(lhs, group, zero, invariant, any_codes)
+        Format(lhs, group, zero, invariant, any_codes, lhs_blocks=blocks)
         for lhs in ("e4m3", "s8")
         for group in (0, 32, 128)
         for zero in (False, True)
         for invariant in (False, True)
         for any_codes in (False, True)
+        for blocks in (False, True)
+    ]
+    formats += [
+        Format(lhs, group, bits=8, lhs_blocks=blocks, batch_invariant=invariant)
+        for lhs in ("e4m3", "s8")
+        for group in (0, 128)
+        for blocks in (False, True)
+        for invariant in (False, True)
     ]
     assert len({fmt.name for fmt in formats}) == len(formats)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["e4m3", "bf16_g128", "e4m3_g48", "int8_g128_fast", "", "e4m3_g128_bi_any", "e4m3_g128_any_any", "e4m3_g128_", "z"],
+    [
+        "e4m3",
+        "bf16_g128",
+        "e4m3_g48",
+        "int8_g128_fast",
+        "",
+        "e4m3_g128_bi_any",
+        "e4m3_g128_any_any",
+        "e4m3_g128_",
+        "z",
+        "w8_e4m3_g32",
+        "w8_int8_block_any",
+        "w8_int8_chz",
+        "e4m3_block",
+        "e4m3_g128_bi_b128",
+    ],
 )
 def test_an_unknown_format_is_refused_with_what_is_known(text):
     with pytest.raises(ValueError, match="g32, g64, g128, g256, ch"):
@@ -568,7 +592,10 @@ def test_a_batch_invariant_format_calls_for_it():
     assert switches("e4m3_g128") == switches("e4m3_g128_any") == {}
 
 
-@pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g128_any", "int8_ch_bi", "int8_g32z", "e4m3_ch_any_bi"])
+@pytest.mark.parametrize(
+    "name",
+    ["e4m3_g128", "e4m3_g128_any", "int8_ch_bi", "int8_g32z", "e4m3_ch_any_bi", "w8_int8_ch", "w8_e4m3_block_b128"],
+)
 def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypatch):
     import torch
     from benchmark_lib.data import Source
@@ -591,7 +618,22 @@ def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypa
     assert set(compiled) == {kernel_label(fmt, weight, m) for m in ms}
 
 
-@pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g128_any_bi", "e4m3_g64z", "int8_g32", "int8_ch", "int8_ch_any"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "e4m3_g128",
+        "e4m3_g128_any_bi",
+        "e4m3_g64z",
+        "int8_g32",
+        "int8_ch",
+        "int8_ch_any",
+        "e4m3_g64_b128",
+        "w8_e4m3_ch",
+        "w8_int8_ch",
+        "w8_e4m3_block",
+        "w8_int8_block_b128",
+    ],
+)
 def test_our_results_pass_both_checks_and_wrong_ones_do_not(name):
     import torch
     from benchmark_lib.checks import check

@@ -183,3 +183,17 @@ def test_the_command_reports_regret_for_both_parts():
     done = CliRunner().invoke(sweep.app, ["regret", str(H200), "--worst", "3"])
     assert done.exit_code == 0, done.output
     assert "fitted" in done.output and "held out" in done.output
+
+
+@pytest.mark.parametrize("m", [8, 512])
+@pytest.mark.parametrize("name", ["w8_e4m3_ch", "w8_int8_ch", "w8_e4m3_block"])
+def test_kernels_for_8_bit_weights_come_with_weights_in_registers_and_in_shared_memory(name, m, tmp_path):
+    device = Sweep.read(H200).device
+    kernels = sweep.kernels_of(sweep.problem_of((name, 4096, 4096, m)), device, 4)
+    assert all(illegal(kernel, device) is None for kernel in kernels)
+    shared = [kernel for kernel in kernels if kernel.shared_weights]
+    assert 2 * len(shared) == len(kernels) > 6
+    timings = {(name, 4096, 4096, m): {kernel: 1.0 + i for i, kernel in enumerate(kernels)}}
+    swept = Sweep("NVIDIA H200", "h200", "2026-01-01", timings)
+    swept.write(tmp_path / "w8.json")
+    assert Sweep.read(tmp_path / "w8.json") == swept

@@ -241,6 +241,8 @@ class Format:
         batch_invariant: a row gets the same bits whatever m is.
         any_codes: codes in the order that both types of activations decode and that holds all sixteen of them, instead
             of the one that decodes fastest (`lhs_dtype` of `pack_w4`).
+        bits: of the weight; 8 bits have fp32 scales, per row or with group_size 128 per block of 128 x 128.
+        lhs_blocks: activations have a scale per token and 128 k.
     """
 
     lhs: str
@@ -248,28 +250,38 @@ class Format:
     zero_point: bool = False
     batch_invariant: bool = False
     any_codes: bool = False
+    bits: int = 4
+    lhs_blocks: bool = False
 
     @property
     def name(self) -> str:
-        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi."""
-        group = f"g{self.group_size}" if self.group_size else "ch"
-        lhs = "int8" if self.lhs == "s8" else self.lhs
-        switches = ("_any" if self.any_codes else "") + ("_bi" if self.batch_invariant else "")
+        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, w8_e4m3_block_b128."""
+        group = "ch" if not self.group_size else f"g{self.group_size}" if self.bits == 4 else "block"
+        lhs = ("w8_" if self.bits == 8 else "") + ("int8" if self.lhs == "s8" else self.lhs)
+        given = (self.any_codes, self.lhs_blocks, self.batch_invariant)
+        switches = "".join(f"_{switch}" for switch, on in zip(SWITCHES, given) if on)
         return f"{lhs}_{group}{'z' if self.zero_point else ''}{switches}"
 
     def problem(self, m: int, n: int, k: int) -> Problem:
-        """What the selector is asked for this GEMM; the benchmark's weights have bf16 scales and no code -8."""
-        group = weight_group(self.group_size, k)
-        codes = "any" if self.any_codes else tuned_codes(self.lhs, group, self.zero_point, k)
-        weight = WeightFormat(group, self.zero_point, "bf16", codes)
-        return Problem(m, n, k, self.lhs, weight, batch_invariant=self.batch_invariant)
+        """What the selector is asked for this GEMM; the benchmark's 4-bit weights have bf16 scales and no code -8."""
+        group, lhs_group = weight_group(self.group_size, k), 128 if self.lhs_blocks else 0
+        if self.bits == 8:
+            weight = WeightFormat(group, False, "fp32", self.lhs, bits=8)
+        else:
+            codes = "any" if self.any_codes else tuned_codes(self.lhs, group, self.zero_point, k)
+            weight = WeightFormat(group, self.zero_point, "bf16", codes)
+        return Problem(m, n, k, self.lhs, weight, batch_invariant=self.batch_invariant, lhs_group=lhs_group)
 
     def weight_bytes(self, n: int, k: int) -> float:
-        """Bytes of codes, 16-bit scales and zero points; padding of tiles is not counted."""
+        """Bytes of codes, scales and zero points; padding of tiles, and copies of a block's scale, are not counted."""
+        if self.bits == 8:
+            return n * k + 4 * (ceil_div(n, 128) * ceil_div(k, 128) if self.group_size else n)
         groups = ceil_div(k, self.group_size) if self.group_size else 1
         return n * k / 2 + n * groups * (3 if self.zero_point else 2)
 
 
+SWITCHES = ("any", "b128", "bi")
+"""What may follow in a format's name, in this order: `any_codes`, `lhs_blocks`, `batch_invariant`."""
 DEFAULT_FORMATS = (
     Format("e4m3", 128),
     Format("s8", 128),
@@ -284,27 +296,36 @@ MORE_FORMATS = (
     Format("s8", 32),
     Format("s8", 64),
     Format("s8", 128, True),
+    Format("e4m3", 0, bits=8),
+    Format("s8", 0, bits=8),
+    Format("e4m3", 128, bits=8),
+    Format("e4m3", 128, bits=8, lhs_blocks=True),
+    Format("e4m3", 128, lhs_blocks=True),
 )
 
 
 def parse_format(text: str) -> Format:
-    """A format from its name, such as e4m3_g128, fp8_g64z, int8_ch, e4m3_g128_any or e4m3_g128_bi.
+    """A format from its name, such as e4m3_g128, fp8_g64z, int8_ch, e4m3_g128_any, e4m3_g128_bi or w8_e4m3_block.
 
     Raises:
         ValueError: says what a name is made of.
     """
-    lhs, _, rest = text.strip().lower().partition("_")
+    name = text.strip().lower()
+    bits = 8 if name.startswith("w8_") else 4
+    lhs, _, rest = name.removeprefix("w8_").partition("_")
     group, *switches = rest.split("_")
-    zero_point = group.endswith("z")
-    group = group.removesuffix("z")
+    zero_point = group.endswith("z") and bits == 4
+    group = group.removesuffix("z") if zero_point else group
     types = {"e4m3": "e4m3", "fp8": "e4m3", "int8": "s8", "s8": "s8"}
-    sizes = {f"g{size}": size for size in GROUP_SIZES} | {"ch": 0}
-    if lhs not in types or group not in sizes or switches not in ([], ["any"], ["bi"], ["any", "bi"]):
+    sizes = {f"g{size}": size for size in GROUP_SIZES} | {"ch": 0} if bits == 4 else {"ch": 0, "block": 128}
+    known = [switch for switch in SWITCHES if switch in switches and (bits == 4 or switch != "any")]
+    if lhs not in types or group not in sizes or switches != known:
         raise ValueError(
-            f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of {', '.join(sizes)}, then z for zero "
-            f"points, _any for codes of any activations and _bi for batch-invariant, such as int8_g64z; got {text!r}"
+            f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of g32, g64, g128, g256, ch, then z for "
+            f"zero points, _any for codes of any activations, _b128 for activations' scales per 128 k and _bi for "
+            f"batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit weights; got {text!r}"
         )
-    return Format(types[lhs], sizes[group], zero_point, "bi" in switches, "any" in switches)
+    return Format(types[lhs], sizes[group], zero_point, "bi" in switches, "any" in switches, bits, "b128" in switches)
 
 
 def parse_ms(text: str) -> tuple[int, ...]:

@@ -137,6 +137,14 @@ def quantise_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return (y.round_().clamp_(-127, 127) if dtype == torch.int8 else y.clamp_(-448, 448)).to(dtype), scale
 
 
+def quantise_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale per row and 128 columns: x / scale, and scale fp32 [rows, ceil(columns / 128)], column-major."""
+    rows, columns = x.shape
+    padded = torch.nn.functional.pad(x, (0, -columns % 128)).reshape(-1, 128)
+    y, scale = quantise_rows(padded, dtype)
+    return y.view(rows, -1)[:, :columns].contiguous(), scale.view(rows, -1).T.contiguous().T
+
+
 def quantise_groups(
     weight: torch.Tensor, group_size: int, zero_point: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -107,11 +107,10 @@ def _layers(fmt: Format, source: Any, m: int) -> list[Any]:
 
     from jitgemm.gemm.arguments import Operands
 
-    from .data import quantise_rows
-    from .ours import LHS_DTYPES, weight_of
+    from .ours import lhs_of, weight_of
 
     first = weight_of(fmt, source)
-    pairs = [quantise_rows(source.activations(m, i), LHS_DTYPES[fmt.lhs]) for i in range(2)]
+    pairs = [lhs_of(fmt, source.activations(m, i)) for i in range(2)]
     outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(2)]
     weights = [first] + [copy.deepcopy(first) for _ in range(LAYERS - 1)]
     return [Operands(*pairs[i % 2], None, weight, outs[i % 2], None) for i, weight in enumerate(weights)]

@@ -19,7 +19,7 @@ import jitgemm
 from .cells import Format
 from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
 from .data import GroupedSource, quantise_rows
-from .ours import LHS_DTYPES, error_over_bound, kernel_label, ours, weight_of
+from .ours import error_over_bound, kernel_label, lhs_of, ours, weight_of
 
 Start = Callable[[int, int], Run]
 
@@ -63,18 +63,17 @@ def _out(source: GroupedSource, tokens: int) -> torch.Tensor:
 
 def _load(fmt: Format, source: GroupedSource, copies: int | None) -> Start:
     packed = [weight_of(fmt, each) for each in source.distinct]
-    first = jitgemm.W4Weight.stacked(source.experts.count, lambda index: packed[index % len(packed)])
+    first = type(packed[0]).stacked(source.experts.count, lambda index: packed[index % len(packed)])
     weights = [first] + [copy.deepcopy(first) for _ in range(source.copies(first.nbytes, copies) - 1)]
     experts = source.experts
 
     def start(tokens: int, buffers: int) -> Run:
         expected_m = tokens * experts.top_k / experts.of
         switches = {"batch_invariant": fmt.batch_invariant, "expected_m": expected_m}
-        lhs, out = quantise_rows(source.activations(tokens), LHS_DTYPES[fmt.lhs]), _out(source, tokens)
+        lhs, out = lhs_of(fmt, source.activations(tokens)), _out(source, tokens)
+        gemm = getattr(jitgemm, f"m_grouped_gemm_w{fmt.bits}a8_bf16_nt_contiguous")
         calls = [
-            partial(
-                jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous, lhs, weights[i % len(weights)], out, offsets, **switches
-            )
+            partial(gemm, lhs, weights[i % len(weights)], out, offsets, **switches)
             for i, offsets in enumerate(source.offsets(tokens))
         ]
 

@@ -14,36 +14,49 @@ from jitgemm.kernel.formats import Problem
 from jitgemm.select.choose import choose
 
 from .cells import Format
-from .contestant import CHANNEL, EXACT, Contestant, Refused, Run
-from .data import Source, quantise_groups, quantise_rows
+from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
+from .data import Source, quantise_blocks, quantise_groups, quantise_rows
 
 LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
 
 
 def ours(fmt: Format) -> Contestant:
     group = f"group {fmt.group_size}" if fmt.group_size else "per channel"
+    weights = "int4"
+    if fmt.bits == 8:
+        weights, group = "8-bit weights", "blocks of 128 x 128" if fmt.group_size else "per channel"
     zero = ", zero points" if fmt.zero_point else ""
     invariant = ", batch-invariant" if fmt.batch_invariant else ""
     codes = ", codes of any activations" if fmt.any_codes else ""
-    label = f"jitgemm int4 x {'int8' if fmt.lhs == 's8' else 'e4m3'}, {group}{zero}{codes}{invariant}"
-    return Contestant(fmt.name, label, EXACT if fmt.group_size else CHANNEL, True, "jitgemm", None, partial(_load, fmt))
+    blocks = ", activations per token and 128 k" if fmt.lhs_blocks else ""
+    label = f"jitgemm {weights} x {'int8' if fmt.lhs == 's8' else 'e4m3'}, {group}{zero}{codes}{blocks}{invariant}"
+    kind = WIDER if fmt.bits == 8 else EXACT if fmt.group_size else CHANNEL
+    return Contestant(fmt.name, label, kind, True, "jitgemm", None, partial(_load, fmt))
 
 
-def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight:
+def lhs_of(fmt: Format, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (quantise_blocks if fmt.lhs_blocks else quantise_rows)(x, LHS_DTYPES[fmt.lhs])
+
+
+def weight_of(fmt: Format, source: Source) -> jitgemm.W4Weight | jitgemm.W8Weight:
     if fmt.group_size and source.k <= fmt.group_size:
         raise Refused(f"k = {source.k} is one group of {fmt.group_size}: that is per channel")
+    if fmt.bits == 8:
+        return jitgemm.quantize_w8(source.weight, LHS_DTYPES[fmt.lhs], block=fmt.group_size or None)
     q, scale, zero = quantise_groups(source.weight, fmt.group_size, fmt.zero_point)
     lhs_dtype = None if fmt.any_codes else LHS_DTYPES[fmt.lhs]
     return jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or source.k, lhs_dtype=lhs_dtype)
 
 
-def kernel_label(fmt: Format, weight: jitgemm.W4Weight, m: int) -> str:
+def kernel_label(fmt: Format, weight: jitgemm.W4Weight | jitgemm.W8Weight, m: int) -> str:
     """What the selector chooses here, for m rows."""
     from jitgemm.runtime.device import device_of
 
     device = device_of(torch.cuda.current_device())
     experts = weight.experts or 0
-    problem = Problem(m, weight.n, weight.k, fmt.lhs, weight.format, "bf16", fmt.batch_invariant, experts)
+    problem = Problem(
+        m, weight.n, weight.k, fmt.lhs, weight.format, "bf16", fmt.batch_invariant, experts, 128 * fmt.lhs_blocks
+    )
     return choose(problem, device).label
 
 
@@ -53,11 +66,11 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
     switches = {"batch_invariant": True} if fmt.batch_invariant else {}
 
     def start(m: int, buffers: int) -> Run:
-        lhs = [quantise_rows(source.activations(m, i), LHS_DTYPES[fmt.lhs]) for i in range(buffers)]
+        lhs = [lhs_of(fmt, source.activations(m, i)) for i in range(buffers)]
         outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(buffers)]
+        gemm = jitgemm.gemm_w8a8_bf16_nt if fmt.bits == 8 else jitgemm.gemm_w4a8_bf16_nt
         calls = [
-            partial(jitgemm.gemm_w4a8_bf16_nt, lhs[i % buffers], weight, outs[i % buffers], **switches)
-            for i, weight in enumerate(weights)
+            partial(gemm, lhs[i % buffers], weight, outs[i % buffers], **switches) for i, weight in enumerate(weights)
         ]
         return Run(
             calls=calls,
@@ -72,7 +85,9 @@ def _load(fmt: Format, source: Source, copies: int | None) -> Callable[[int, int
     return start
 
 
-def error_over_bound(out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight, rows: torch.Tensor) -> float:
+def error_over_bound(
+    out: torch.Tensor, lhs: tuple, weight: jitgemm.W4Weight | jitgemm.W8Weight, rows: torch.Tensor
+) -> float:
     """The largest error over what is allowed, on some rows of the output; infinite where a NaN was left standing."""
     x, x_scale = lhs
     # Rows are taken from the bytes: indexing e4m3 is not implemented everywhere.

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from .contestant import WIDER, Contestant, Refused, Run
-from .data import Source, quantise_rows
+from .data import Source, quantise_blocks, quantise_rows
 
 
 def torch_peers() -> list[Contestant]:
@@ -16,6 +16,7 @@ def torch_peers() -> list[Contestant]:
         ("bf16", "torch.mm bf16", _bf16),
         ("fp8row", "torch._scaled_mm e4m3, row-wise scales", partial(_fp8, True)),
         ("fp8ten", "torch._scaled_mm e4m3, per-tensor scales", partial(_fp8, False)),
+        ("fp8block", "torch._scaled_mm e4m3, 128 x 128 blocks of weights, 1 x 128 of activations", _fp8_blocks),
         ("int8mm", "torch._int_mm (int32 out, no scales)", _int8),
     )
     return [Contestant(name, label, WIDER, False, "torch", None, load) for name, label, load in table]
@@ -79,6 +80,36 @@ def _fp8(by_row: bool, source: Source, copies: int | None) -> Callable[[int, int
             )
             for i, weight in enumerate(weights)
         ]
+        return Run(
+            calls=calls,
+            rows=lambda rows: outs[0][rows].float(),
+            bytes=1.0 * source.n * source.k + m * source.k + 2.0 * m * source.n,
+            poison=lambda: [out.fill_(torch.nan) for out in outs],
+        )
+
+    return start
+
+
+def _fp8_blocks(source: Source, copies: int | None) -> Callable[[int, int], Run]:
+    """Where torch and its cuBLAS have them; else the call itself refuses."""
+    if source.n % 128 or source.k % 128:
+        raise Refused("_scaled_mm: n and k must be multiples of 128")
+    blocks = source.weight.view(source.n // 128, 128, -1, 128).transpose(1, 2).reshape(-1, 128 * 128)
+    codes, scale = quantise_rows(blocks, torch.float8_e4m3fn)
+    codes = codes.view(source.n // 128, -1, 128, 128).transpose(1, 2).reshape(source.n, source.k)
+    weights = [weight.t() for weight in _clones(codes, source, copies)]
+    scale_b = scale.view(source.n // 128, -1).t()
+
+    def start(m: int, buffers: int) -> Run:
+        pairs = [quantise_blocks(source.activations(m, i), torch.float8_e4m3fn) for i in range(buffers)]
+        outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(buffers)]
+        calls = [
+            partial(
+                torch._scaled_mm, pairs[i % buffers][0], weight, scale_a=pairs[i % buffers][1], scale_b=scale_b,
+                out_dtype=torch.bfloat16, out=outs[i % buffers],
+            )
+            for i, weight in enumerate(weights)
+        ]  # fmt: skip
         return Run(
             calls=calls,
             rows=lambda rows: outs[0][rows].float(),
