@@ -7,6 +7,7 @@ kernels. Exits 1 on a wrong result. Needs a Hopper GPU.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,10 +27,11 @@ from jitgemm.kernel.formats import WeightFormat  # noqa: E402
 from jitgemm.kernel.spec import KernelSpec  # noqa: E402
 from jitgemm.runtime.device import device_of  # noqa: E402
 from jitgemm.select.shapes import legal_kernels  # noqa: E402
-from jitgemm.weight.packed import W4Weight  # noqa: E402
 
 # What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
 G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")
+E4M3_8, S8_8 = (builders.PER_CHANNEL, False, "fp32", "e4m3", False, 8), (128, False, "fp32", "s8", False, 8)
+SHARED = {"shared_weights": True}
 LHS, RHS, BLOCKS = {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"lhs_group": 128}
 CASES = [
     ("plain", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "e4m3", (5, 72, 544)),
@@ -50,6 +52,11 @@ CASES = [
     ("zero points", {"block_m": 16, "warpgroups": 2}, G32Z, "e4m3", (21, 136, 544)),
     ("zero points, per channel", {"warpgroups_n": 3}, (builders.PER_CHANNEL, True, "bf16"), "s8", (150, 200, 544)),
     ("several tiles a CTA", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "s8", (40, 3272, 288)),
+    ("8 bits", {"block_m": 8, "warpgroups_k": 2, "split_k": 2}, E4M3_8, "e4m3", (5, 72, 1056)),
+    ("8 bits, halves", {"halves": 2, **RHS}, S8_8, "s8", (200, 392, 544)),
+    ("8 bits in shared memory", {"block_m": 32, "warpgroups_k": 4, "split_k": 1, **SHARED}, S8_8, "s8", (40, 136, 1056)),
+    ("8 bits in shared memory, multicast", {"halves": 2, **RHS, **SHARED}, E4M3_8, "e4m3", (200, 392, 544)),
+    ("8 bits, block scales", {"block_m": 48, "split_k": 1, **BLOCKS}, S8_8, "s8", (100, 17160, 288)),
     ("block scales, copied by threads", {"block_m": 16, "warpgroups_k": 2, "split_k": 2, "ctas_per_sm": 2, **BLOCKS},
      G128, "e4m3", (13, 136, 1056)),
     ("block scales, k over warpgroups", {"block_m": 32, "warpgroups_k": 4, "split_k": 1, **BLOCKS}, G128, "s8",
@@ -67,6 +74,8 @@ GROUPED = [
     ("grouped, parts of tiles", {"block_m": 128, "halves": 1}, G128, "s8", (130, 0, 33, 256, 71), (200, 544), False),
     ("grouped, block scales", {"block_m": 24, **BLOCKS}, G128, "e4m3", (3, 0, 9, 50), (136, 1056), False),
     ("grouped, gathered, block scales", {"block_m": 64, **BLOCKS}, G128, "s8", (5, 0, 40, 17), (200, 544), True),
+    ("grouped, 8 bits", {"block_m": 24}, S8_8, "s8", (3, 0, 9, 50), (136, 1056), False),
+    ("grouped, 8 bits in shared memory", {"block_m": 64, **SHARED}, S8_8, "s8", (5, 0, 40, 17), (200, 544), True),
     ("grouped, two CTAs an SM", {"block_m": 8, "ctas_per_sm": 2}, CHANNEL, "e4m3", (2,) * 40, (136, 544), False),
 ]  # fmt: skip
 
@@ -83,6 +92,8 @@ LAYERS = {
 def first(wanted: dict[str, object], lhs: str, format: WeightFormat, experts: int = 0) -> KernelSpec:
     """The first legal kernel with these properties; StopIteration when there is none any more."""
     kernels = legal_kernels(lhs, format, device_of(0), experts=experts, lhs_group=wanted.get("lhs_group", 0))
+    if "shared_weights" in wanted:  # of which the selector knows none
+        kernels = tuple(replace(spec, shared_weights=True, stages=max(3, spec.stages - 2)) for spec in kernels)
     return next(spec for spec in kernels if all(getattr(spec, name) == value for name, value in wanted.items()))
 
 
@@ -95,7 +106,13 @@ def grouped(  # type: ignore[no-untyped-def]
 ) -> bool:
     """Whether a grouped GEMM of these sizes is right, and leaves the rows before and behind alone."""
     (n, k), rows = sizes, sum(counts) + 4
-    weight = W4Weight.stacked(len(counts), lambda e: builders.weight_parts(e, n, k, format.group_size).packed)
+    weights = [
+        builders.weight_parts(
+            e, n, k, format.group_size, scale_type=format.scale_type, codes=format.codes, bits=format.bits
+        ).packed
+        for e in range(len(counts))
+    ]
+    weight = type(weights[0]).stacked(len(weights), weights.__getitem__)
     lhs, bias = activations(wanted, rows, k, lhs_type), torch.stack([builders.bias(e, n) for e in range(len(counts))])
     index = torch.randint(rows, (rows,), dtype=torch.int32) if gathers else None
     offsets = torch.tensor([2, *counts]).cumsum(0).int()
@@ -119,9 +136,9 @@ def main() -> int:
     wrong = 0
     for name, wanted, format, lhs_type, (m, n, k) in CASES:
         spec = first(wanted, lhs_type, WeightFormat(*format))
-        group_size, zero_point, scale_type, *rest = format
+        group_size, zero_point, scale_type, codes, offset, bits = (*format, *("any", False, 4)[len(format) - 3 :])
         weight = builders.weight_parts(
-            1, n, k, group_size, zero_point=zero_point, scale_type=scale_type, offset=rest[1:] == [True]
+            1, n, k, group_size, zero_point=zero_point, scale_type=scale_type, offset=offset, codes=codes, bits=bits
         ).packed
         lhs, bias = activations(wanted, m, k, lhs_type), builders.bias(3, n, torch.float32)
         ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
