@@ -271,7 +271,7 @@ def test_without_a_gpu_the_default_device_is_the_cpu():
         ({"tp_size": 2, "tp_rank": 2, "tp_dim": "n"}, ValueError, "tp_rank, tp_size: expected 0 <= rank < size"),
         ({"tp_size": 4, "tp_dim": "k"}, ValueError, "multiple of the group size 128, got 256 / 4 = 64"),
         ({"config": 3}, TypeError, "config: expected a mapping, got int"),
-        ({"prefix": "model.embed_tokens"}, ValueError, "layer 'model.embed_tokens' is of no 4-bit format known here"),
+        ({"prefix": "model.embed_tokens"}, ValueError, "layer 'model.embed_tokens' is of no format known here"),
     ],
 )
 def test_wrong_arguments_are_named(kwargs, error, message):

@@ -15,7 +15,8 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.packed import W4Weight, dequantize_groups
+from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight, dequantize_groups
 
 _MIN_K = 32  # what pack_w4 asks k to be a multiple of
 _MIN_N = 8  # and n
@@ -35,11 +36,15 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a layer, as far as headers tell: n, k, and the columns of a group. None where only values tell."""
+    """Sizes of a layer, as far as headers tell: n, k, and the columns of a group. None where only values tell.
+
+    codes: the type of 8-bit codes, torch.int8 or torch.float8_e4m3fn; None for 4 bits.
+    """
 
     n: int
     k: int | None
     group_size: int | None = None
+    codes: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -76,10 +81,11 @@ class Format:
 
 @dataclass(frozen=True, eq=False)
 class CanonicalWeight:
-    """A linear layer's 4-bit weight before packing: weight(row, col) = (q - zero) * scale + offset, by group.
+    """A linear layer's weight before packing: weight(row, col) = (q - zero) * scale + offset, by group.
 
     Attributes:
-        q: int8 [n, k] of -8..7 without zero points, uint8 [n, k] of 0..15 with them.
+        q: int8 [n, k] of -8..7 without zero points, uint8 [n, k] of 0..15 with them; of 8 bits int8 or float8_e4m3fn,
+            without zero points and offsets.
         scale: fp32, bf16 or fp16 [n, G], G = ceil(k / group_size), or [n, 1] per channel; as the checkpoint has it.
         zero: integers 0..16 [n, G], or None.
         offset: [n, G] in scale's dtype, added after scaling (a float zero point), or None.
@@ -87,6 +93,7 @@ class CanonicalWeight:
         permutation: int32 [k] or None. Column j of q is column permutation[j] of the layer's input (activation order).
         input_scale: the checkpoint's static activation scale for the whole tensor, fp32 [1], or None.
         bias: float [n] or None.
+        bits: 4 or 8.
     """
 
     q: torch.Tensor
@@ -97,11 +104,17 @@ class CanonicalWeight:
     permutation: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    bits: int = 4
 
     def __post_init__(self) -> None:
-        expected = torch.int8 if self.zero is None else torch.uint8
-        if self.q.dim() != 2 or self.q.dtype != expected:
-            raise ValueError(f"q: expected {dtype_name(expected)} [n, k], got {describe(self.q)}")
+        expected = (torch.int8,) if self.zero is None else (torch.uint8,)
+        if self.bits == 8:
+            expected = (torch.int8, torch.float8_e4m3fn)
+            if self.zero is not None or self.offset is not None:
+                raise ValueError("zero, offset: expected none with 8 bits, got one")
+        if self.q.dim() != 2 or self.q.dtype not in expected:
+            names = " or ".join(map(dtype_name, expected))
+            raise ValueError(f"q: expected {names} [n, k], got {describe(self.q)}")
         if self.group_size < 1:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
         groups = 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size)
@@ -222,11 +235,12 @@ class CanonicalWeight:
         zero = torch.full(self.scale.shape, 8, dtype=torch.uint8, device=self.q.device)
         return replace(self, q=(self.q + 8).view(torch.uint8), zero=zero)
 
-    def pack(self, lhs_dtype: torch.dtype | None = None) -> W4Weight:
+    def pack(self, lhs_dtype: torch.dtype | None = None) -> Weight:
         """Packs for the kernel, on q's device. Group sizes that the kernel lacks are repeated as smaller ones.
 
         Args:
-            lhs_dtype: as `pack_w4` takes it: the only activations that the weight will meet, or None.
+            lhs_dtype: as `pack_w4` takes it: the only activations that the weight will meet, or None. Those of 8-bit
+                weights are of their own type.
 
         Raises:
             ValueError: sizes that the kernel cannot have, or codes or zero points out of range.
@@ -249,6 +263,14 @@ class CanonicalWeight:
         if size != self.group_size:
             groups = torch.arange(ceil_div(self.k, size), device=self.q.device) * size // min(self.group_size, self.k)
             parameters = self.parameters(lambda values: values[:, groups])
+        if self.bits == 8:
+            if lhs_dtype not in (None, self.q.dtype):
+                expected, got = dtype_name(self.q.dtype), dtype_name(lhs_dtype)
+                raise ValueError(f"lhs_dtype: expected None or {expected}, the type of the 8-bit weight, got {got}")
+            weight = pack_w8(self.q, parameters["scale"], group_size=min(size, self.k))
+            if self.permutation is None:
+                return weight
+            return weight.with_tensors(weight.blocks, weight.channel_scale, weight.row_sum, self.permutation)
         return pack_w4(
             self.q, **parameters, permutation=self.permutation, group_size=size, k=self.k, lhs_dtype=lhs_dtype
         )
@@ -263,16 +285,18 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
         ValueError: the layers differ in something that one weight has once: k, group size, scale dtype, offsets,
             permutation, input scale.
     """
-    if any(w.zero is not None for w in weights):
-        weights = [w.with_zero_points() for w in weights]
-    first = weights[0]
-    if len(weights) == 1:
-        return first
 
     def only(name: str, values: list[Any]) -> None:
         if any(value != values[0] for value in values):
             raise ValueError(f"prefix: layers to be joined along n must have one {name}, got {values}")
 
+    only("width", [w.bits for w in weights])
+    if any(w.zero is not None for w in weights):
+        weights = [w.with_zero_points() for w in weights]
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    only("type of codes", [dtype_name(w.q.dtype) for w in weights])
     only("k", [w.k for w in weights])
     only("group size", [min(w.group_size, w.k) for w in weights])
     only("scale dtype", [dtype_name(w.scale.dtype) for w in weights])
@@ -300,7 +324,9 @@ class _Mixed(Exception):
     """Some experts have zero points, and one that was packed has none."""
 
 
-def pack_experts(count: int, read: Callable[[int], CanonicalWeight], lhs_dtype: torch.dtype | None = None) -> W4Weight:
+def pack_experts(
+    count: int, read: Callable[[int], CanonicalWeight], lhs_dtype: torch.dtype | None = None, bits: int = 4
+) -> Weight:
     """One packed weight of several experts, read and packed one by one: the memory of the weight and of one expert.
 
     Experts without zero points beside some with them get them.
@@ -309,13 +335,14 @@ def pack_experts(count: int, read: Callable[[int], CanonicalWeight], lhs_dtype: 
         count: how many experts.
         read: gives expert 0, 1, ... before packing; it may be called twice for each.
         lhs_dtype: as in `CanonicalWeight.pack`.
+        bits: of all experts' codes.
 
     Raises:
         ValueError: an expert has an activation order, which its quantised input cannot have beside the others', or
             the experts differ in sizes or format; the message names the expert.
     """
 
-    def make(e: int) -> W4Weight:
+    def make(e: int) -> Weight:
         weight = read(e)
         check_order(weight, e)
         weight = weight.with_zero_points() if unsigned else weight
@@ -324,10 +351,11 @@ def pack_experts(count: int, read: Callable[[int], CanonicalWeight], lhs_dtype: 
             raise _Mixed
         return weight.pack(lhs_dtype)
 
+    kind: type[Weight] = W4Weight if bits == 4 else W8Weight
     for unsigned in (False, True):
         kinds: set[bool] = set()
         try:
-            return W4Weight.stacked(count, make)
+            return kind.stacked(count, make)
         except _Mixed:
             continue
     raise AssertionError("with zero points everywhere no expert differs")
@@ -350,21 +378,27 @@ def check_known(tensors: Mapping[str, torch.Tensor], known: Sequence[str]) -> No
 
 
 def check_values(weight: CanonicalWeight) -> None:
-    """Raises ValueError for scales and offsets that are no finite numbers, and for an input scale that is not positive.
+    """Raises ValueError for scales, offsets and codes that are no finite numbers, and for an input scale that is not
+    positive.
 
     Scales of 0 are legal: a group of zeros has one.
     """
-    for name in ("scale", "offset", "input_scale"):
+    for name in ("scale", "offset", "input_scale", *(("q",) if weight.q.is_floating_point() else ())):
         values = getattr(weight, name)
         if values is None:
             continue
-        wrong = ~values.isfinite()
+        wrong = (values.view(torch.uint8) & 0x7F) == 0x7F if name == "q" else ~values.isfinite()
         if name == "input_scale":
             wrong |= values <= 0
         if bool(wrong.any()):
             at = wrong.nonzero()[0].tolist()
             wanted = "a positive, finite number" if name == "input_scale" else "finite numbers"
             raise ValueError(f"{name}: expected {wanted}, got {float(values[tuple(at)])} at {at}")
+
+
+def by_block(scale: torch.Tensor, rows: int, n: int) -> torch.Tensor:
+    """A scale for each block of so many rows as one for each of n rows: [ceil(n / rows), G] -> [n, G]."""
+    return scale.repeat_interleave(rows, 0)[:n]
 
 
 def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:

@@ -1,11 +1,14 @@
-"""compressed-tensors (llm-compressor, vLLM): `pack-quantized` and `int-quantized` with 4-bit integer weights.
+"""compressed-tensors (llm-compressor, vLLM): integer weights of 4 and 8 bits, and float-quantized FP8.
 
 ::
 
     weight_packed      int32 [n, ceil(k / 8)]  pack-quantized: q + 8, eight along k to a word, the low nibble first
-    weight             int8 [n, k]             int-quantized: q, -8..7
+                       int32 [n, ceil(k / 4)]  of 8 bits: q + 128, four to a word, the low byte first
+    weight             int8 [n, k]             int-quantized: q, -8..7, or of 8 bits
+                       float8_e4m3fn [n, k]    float-quantized: q
     weight_shape       [2]                     pack-quantized: n, k
     weight_scale       [n, G], [n, 1], [1]     strategy group, channel, tensor
+                       [ceil(n / B), G]        strategy block: B rows and k / G columns share a scale
     weight_zero_point  int32 [ceil(n / 8), G]  pack-quantized: zero + 8, eight along n to a word
                        int8 [n, G]             int-quantized, and pack-quantized before release 0.9.4: zero
     weight_g_idx       int32 [k]               group of each column of the input; -1: columns stand in order
@@ -14,7 +17,7 @@
 
     weight = (q - zero) * scale
 
-Checked against compressed-tensors 0.10.2 and 0.20.0. The latter no longer knows `weight_g_idx` (activation order
+Weights of 8 bits need a config that says so, and have no zero points other than 0. Checked against compressed-tensors 0.10.2 and 0.20.0. The latter no longer knows `weight_g_idx` (activation order
 "group" is gone), but files with it are many. The scheme's activations change no weight, and are the layer's business.
 Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had.
 Knows no files: tensors and config come from the caller.
@@ -31,12 +34,23 @@ import torch
 
 from jitgemm.checkpoint.affine import INT8, check_codes, check_shape, check_single, measure, setting
 from jitgemm.checkpoint.bits import minus_8, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order, check_known
+from jitgemm.checkpoint.canonical import (
+    CanonicalWeight,
+    Format,
+    Sizes,
+    TensorInfo,
+    activation_order,
+    by_block,
+    check_known,
+)
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
 _METHOD = "compressed-tensors"
-_SUPPORTED = ("pack-quantized", "int-quantized", "naive-quantized")
+_E4M3 = torch.float8_e4m3fn
+_SUPPORTED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_CODES = {(4, "int"): None, (8, "int"): torch.int8, (8, "float"): _E4M3}
+"""By num_bits and type: that of 8-bit codes, None for 4 bits."""
 _TENSORS = ("weight_scale", "weight_zero_point", "weight_g_idx")
 _ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 
@@ -49,7 +63,7 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     plain = names.get("weight")
     return (
         plain is not None
-        and plain.dtype == torch.int8
+        and (plain.dtype == torch.int8 or (config is not None and "weights" in config and plain.dtype == _E4M3))
         and "weight_scale" in names
         and not {"weight_scale_2", "qweight"} & set(names)
     )
@@ -57,12 +71,21 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     weights = _check_config(config)
-    codes = ("weight_packed", "weight_shape") if "weight_packed" in tensors else ("weight",)
-    check_known(tensors, codes + _TENSORS + _ACTIVATIONS)
-    n, k = _size_of_codes(tensors)
-    groups = _groups("weight_scale", tensors["weight_scale"], n)
-    size = _group_size(weights, k, groups)
-    if "weight_zero_point" in tensors:
+    packed = "weight_packed" in tensors
+    check_known(tensors, (("weight_packed", "weight_shape") if packed else ("weight",)) + _TENSORS + _ACTIVATIONS)
+    codes = _codes_of(weights)
+    n, k = _size_of_codes(tensors, codes)
+    if weights.get("strategy") == "block":
+        rows, size = _block(weights)
+        check_shape("weight_scale", tensors["weight_scale"], ceil_div(n, rows), ceil_div(k, size))
+        groups = ceil_div(k, size)
+    else:
+        groups = _groups("weight_scale", tensors["weight_scale"], n)
+        size = _group_size(weights, k, groups)
+    if codes is not None:
+        if weights.get("symmetric") is False:
+            raise ValueError("weights: expected symmetric: true with num_bits 8, got false")
+    elif "weight_zero_point" in tensors:
         zero = tensors["weight_zero_point"]
         if zero.dtype not in (torch.int32, torch.int8):
             raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {describe(zero)}")
@@ -79,13 +102,14 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
         check_shape("weight_g_idx", tensors["weight_g_idx"], k)
     if "input_scale" in tensors:
         check_single("input_scale", tensors["input_scale"])
-    return Sizes(n, k, size)
+    return Sizes(n, k, size, codes)
 
 
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
     sizes = _sizes(tensors, config)
-    q = _codes(tensors, sizes.k)
-    zero = _zero_point(tensors, _check_config(config), sizes.n)
+    weights = _check_config(config)
+    q = _codes(tensors, sizes)
+    zero = _zero_point(tensors, weights, sizes)
     permutation = None
     # -1 is the library's mark for an order that calibration never set.
     if "weight_g_idx" in tensors and not bool((tensors["weight_g_idx"] == -1).any()):
@@ -94,41 +118,65 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
         q = q[:, permutation.long()]
     return CanonicalWeight(
         q=q if zero is None else (q + 8).view(torch.uint8),
-        scale=_by_row(tensors["weight_scale"], sizes.n),
+        scale=_by_row(tensors["weight_scale"], weights, sizes.n),
         zero=zero,
         group_size=sizes.group_size,
         permutation=permutation,
         input_scale=_input_scale(tensors),
+        bits=4 if sizes.codes is None else 8,
     )
 
 
-def _size_of_codes(tensors: Mapping[str, Any]) -> tuple[int, int]:
+def _codes_of(weights: Mapping[str, Any]) -> torch.dtype | None:
+    """The type of 8-bit codes; None for 4 bits."""
+    return _CODES[weights.get("num_bits", 8), weights.get("type", "int")] if weights else None
+
+
+def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    block = weights.get("block_structure")
+    block = [int(each) for each in block.split("x")] if isinstance(block, str) else block
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+        raise ValueError(f"block_structure: expected two positive integers, got {weights.get('block_structure')!r}")
+    return block[0], block[1]
+
+
+def _size_of_codes(tensors: Mapping[str, Any], codes: torch.dtype | None) -> tuple[int, int]:
     """n, k; k rounded up to a word where `weight_shape` is a header."""
     if "weight_packed" not in tensors:
-        size = measure(tensors, {"weight": (INT8, "n", "k")})
+        size = measure(tensors, {"weight": (INT8 if codes is None else (codes,), "n", "k")})
         return size["n"], size["k"]
+    per_word = 8 if codes is None else 4
     packed = tensors["weight_packed"]
     if packed.dtype != torch.int32 or packed.dim() != 2:
         raise ValueError(
-            f"weight_packed: expected int32 [n, ceil(k / 8)] of 4-bit integers, got {describe(packed)}"
+            f"weight_packed: expected int32 [n, ceil(k / {per_word})] of {32 // per_word}-bit integers, got "
+            + describe(packed)
             + (" (fp4 is not supported)" if packed.dtype == torch.uint8 else "")
         )
+    if codes == _E4M3:
+        raise ValueError("weight_packed: expected the tensor weight for type 'float', got a packed one")
     n, words = packed.shape
     shape = tensors.get("weight_shape")
     if not isinstance(shape, torch.Tensor):
-        return n, 8 * words
+        return n, per_word * words
     shape = shape.tolist()
-    if len(shape) != 2 or shape[0] != n or ceil_div(shape[1], 8) != words:
-        raise ValueError(f"weight_packed: expected [n, ceil(k / 8)] for weight_shape {shape}, got {list(packed.shape)}")
+    if len(shape) != 2 or shape[0] != n or ceil_div(shape[1], per_word) != words:
+        got = list(packed.shape)
+        raise ValueError(f"weight_packed: expected [n, ceil(k / {per_word})] for weight_shape {shape}, got {got}")
     return n, shape[1]
 
 
-def _codes(tensors: Mapping[str, torch.Tensor], k: int) -> torch.Tensor:
-    """int8 [n, k], -8..7."""
+def _codes(tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """[n, k]: int8 of -8..7, or 8-bit codes."""
     if "weight_packed" in tensors:
-        return minus_8(unpack_nibbles(tensors["weight_packed"], 1))[:, :k]
+        packed = tensors["weight_packed"]
+        if sizes.codes is not None:
+            return (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)[:, : sizes.k]
+        return minus_8(unpack_nibbles(packed, 1))[:, : sizes.k]
     q = tensors["weight"]
-    check_codes("weight", q, -8, 7, " in int-quantized int8")
+    if sizes.codes is None:
+        check_codes("weight", q, -8, 7, " in int-quantized int8; num_bits 8 in a config says that there are more,")
     return q
 
 
@@ -142,8 +190,10 @@ def _groups(name: str, values: torch.Tensor | TensorInfo, n: int) -> int:
     return shape[1]
 
 
-def _by_row(values: torch.Tensor, n: int) -> torch.Tensor:
-    """[n, G]; a value for the whole tensor becomes one for each row."""
+def _by_row(values: torch.Tensor, weights: Mapping[str, Any], n: int) -> torch.Tensor:
+    """[n, G]; a value for the whole tensor, or a block, becomes one for each row."""
+    if weights.get("strategy") == "block":
+        return by_block(values, _block(weights)[0], n)
     return values.reshape(1, 1).expand(n, 1) if values.numel() == 1 else values.reshape(n, -1)
 
 
@@ -160,12 +210,16 @@ def _group_size(weights: Mapping[str, Any], k: int, groups: int) -> int:
     return size
 
 
-def _zero_point(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any], n: int) -> torch.Tensor | None:
+def _zero_point(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any], sizes: Sizes) -> torch.Tensor | None:
     """uint8 [n, G], 0..15, or None."""
     if "weight_zero_point" not in tensors:
         return None
-    zero = tensors["weight_zero_point"]
-    zero = minus_8(unpack_nibbles(zero, 0))[:n] if zero.dtype == torch.int32 else _by_row(zero, n)
+    zero, n = tensors["weight_zero_point"], sizes.n
+    if sizes.codes is not None:
+        if zero.dtype == torch.int32 or bool(zero.float().any()):
+            raise ValueError("weight_zero_point: expected zeros with num_bits 8, got others, or packed ones")
+        return None
+    zero = minus_8(unpack_nibbles(zero, 0))[:n] if zero.dtype == torch.int32 else _by_row(zero, {}, n)
     if not bool(zero.any()):
         return None
     if weights.get("symmetric"):
@@ -245,10 +299,13 @@ def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if format is not None and format not in _SUPPORTED and format != "mixed-precision":
         raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")
     bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
-    if weights and (bits, type_) != (4, "int"):
-        raise ValueError(f"weights: expected num_bits 4 and type 'int', got {bits} and {type_!r}")
-    if weights.get("strategy") not in (None, "group", "channel", "tensor"):
-        raise ValueError(f"weights: expected strategy group, channel or tensor, got {weights['strategy']!r}")
+    if weights and (bits, type_) not in _CODES:
+        raise ValueError(
+            f"weights: expected num_bits 4 or 8 and type 'int', or 8 and 'float', got {bits} and {type_!r}"
+        )
+    known = ("group", "channel", "tensor", *(("block",) if bits == 8 else ()))
+    if weights.get("strategy") not in (None, *known):
+        raise ValueError(f"weights: expected strategy {', '.join(known)}, got {weights['strategy']!r}")
     return weights
 
 

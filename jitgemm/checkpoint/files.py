@@ -32,7 +32,7 @@ _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
     "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16,
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
 
@@ -121,7 +121,7 @@ class Checkpoint:
             raise ValueError(f"source: expected {name!r} in {found}, as the index says, found none") from None
         kind = header.get_dtype()
         if kind not in _DTYPES:
-            raise ValueError(f"{name}: expected a dtype that a 4-bit layer can have, got safetensors' {kind}")
+            raise ValueError(f"{name}: expected a dtype that a quantised layer can have, got safetensors' {kind}")
         return TensorInfo(tuple(header.get_shape()), _DTYPES[kind])
 
     def read(self, name: str, device: torch.device, expert: int | None = None) -> torch.Tensor:

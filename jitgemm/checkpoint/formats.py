@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jitgemm.checkpoint import autoround, awq, bitblas, compressed_tensors, executorch, gptq, qserve, torchao, w4afp8
+from jitgemm.checkpoint import autoround, awq, bitblas, compressed_tensors, executorch, gptq, qserve, torchao
+from jitgemm.checkpoint import w4afp8, w8a8
 from jitgemm.checkpoint.canonical import Format, TensorInfo
 from jitgemm.tensors import describe
 
 FORMATS: tuple[Format, ...] = tuple(
-    module.FORMAT for module in (compressed_tensors, w4afp8, gptq, awq, torchao, qserve, executorch, bitblas)
+    module.FORMAT for module in (compressed_tensors, w4afp8, w8a8, gptq, awq, torchao, qserve, executorch, bitblas)
 )
 
 
@@ -50,7 +51,7 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
     if not found:
         method = (config or {}).get("quant_method")
         raise ValueError(
-            f"format: {layer} is of no 4-bit format known here ({', '.join(f.name for f in FORMATS)}); it has "
+            f"format: {layer} is of no format known here ({', '.join(f.name for f in FORMATS)}); it has "
             f"{listed or 'no tensors'}" + (f", and quant_method is {method!r}" if method else "")
         )
     raise ValueError(

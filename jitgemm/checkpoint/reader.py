@@ -1,4 +1,4 @@
-"""`jitgemm.load`: a layer of a checkpoint as a `W4Weight`. Knows no kernels."""
+"""`jitgemm.load`: a layer of a checkpoint as a `W4Weight` or `W8Weight`. Knows no kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_values, concat
 from jitgemm.checkpoint.files import Checkpoint, Source, opened
-from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.packed import Weight
 
 
 class _Found(dict[str, Any]):
@@ -56,8 +56,8 @@ def load(
     format: str | None = None,
     config: Mapping[str, Any] | None = None,
     lhs_dtype: torch.dtype | None = None,
-) -> W4Weight:
-    """Reads a linear layer of a 4-bit checkpoint and packs it for the kernel. Exact, or an error.
+) -> Weight:
+    """Reads a quantised linear layer of a checkpoint and packs it for the kernel. Exact, or an error.
 
     The formats and their layouts are listed in docs/formats.md. The layer's bias and static activation scale, where it
     has them, come from `read_layer`.
@@ -74,10 +74,11 @@ def load(
         expert: for tensors that stack experts along their first dimension, which one.
         format: a format's name, where names and config do not tell (see `jitgemm.checkpoint.formats.FORMATS`).
         config: config.json or its quantization_config, as a mapping; default: the one beside the files.
-        lhs_dtype: as `pack_w4` takes it: the only activations that the weight will meet, or None.
+        lhs_dtype: as `pack_w4` takes it: the only activations that the weight will meet, or None. An 8-bit weight meets
+            those of its own type.
 
     Returns:
-        The packed weight. With activation order, `permutation` says which input columns its columns are.
+        The packed weight: a `W4Weight`, or a `W8Weight` for a layer of 8 bits. With activation order, `permutation` says which input columns its columns are.
 
     Raises:
         FileNotFoundError: source is not there.

@@ -22,6 +22,8 @@ number."""
 CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int8_affine": torch.int8}
 """Kinds of activations, and the type that holds them."""
 
+_OWN = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
+"""The kind of activations that 8-bit codes meet where nothing else is said."""
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
 _ON_CPU = ("meta", "activation_type")
@@ -116,19 +118,24 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
     unused = {}
     if "output_scale" in named:
         unused[named["output_scale"]] = "scale of output activations, which are not quantised"
+    own = _OWN.get(header.sizes.codes)
     if "input_activations" not in scheme:  # a format that says nothing: its static scales are those of e4m3
-        said, static = "e4m3", "input_scale" in named
+        said, static = own or "e4m3", "input_scale" in named
     elif static and "input_scale" not in named and activation in (None, said):
         raise ValueError("input_scale: expected the static scale that the config names, found none")
     elif not static and "input_scale" in named:
         unused[named["input_scale"]] = "static input scale, where the config says none or dynamic"
-    chosen = activation or said or "e4m3"
+    chosen = activation or said or own or "e4m3"
+    if own is not None and CODES[chosen] != CODES[own]:
+        why = "" if activation else ", as the config says; activation=... replaces that"
+        raise ValueError(f"activation: expected {own} activations, as the 8-bit weight is {own}, got {chosen}{why}")
     if static and chosen != said:
         static = False
         if "input_scale" in named:
             unused[named["input_scale"]] = f"static input scale, calibrated for {said}"
     sizes = header.sizes
-    return Layer(header.prefix, header.names, sizes.n, sizes.k, sizes.group_size, chosen, static, 4, header, unused)
+    bits = 4 if sizes.codes is None else 8
+    return Layer(header.prefix, header.names, sizes.n, sizes.k, sizes.group_size, chosen, static, bits, header, unused)
 
 
 def read(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> Parts:

@@ -47,6 +47,12 @@ class Projection:
     stacked: bool = False
     bias: str | None = None
 
+    @property
+    def bits(self) -> int:
+        """Of its weights' codes; 0 where they are floats."""
+        first = self.layers[0][0]
+        return 0 if isinstance(first, str) else first.bits
+
     def canonical(self, checkpoint: Checkpoint, e: int, device: torch.device) -> CanonicalWeight:
         """Expert e before packing, without a static input scale."""
         parts, expert = (self.layers[0], e) if self.stacked else (self.layers[e], None)
@@ -182,7 +188,7 @@ def read_experts(checkpoint: Checkpoint, experts: Experts, device: torch.device)
             return weight
 
         with errors_that_name(checkpoint, experts.prefix):
-            weights.append(pack_experts(experts.form.experts, read, CODES[experts.activation]))
+            weights.append(pack_experts(experts.form.experts, read, CODES[experts.activation], projection.bits))
         beside = None if projection.bias is None else checkpoint.read(projection.bias, device)
         biases.append(torch.stack([bias[e] for e in sorted(bias)]) if bias else beside)
     form = experts.form
@@ -275,6 +281,11 @@ def _checked(checkpoint: Checkpoint, prefix: str, form: Form, projections: list[
                     raise ValueError(
                         f"{layer.prefix}: expected groups of {like.group_size}, as {like.prefix} has, got "
                         f"{layer.group_size}: the experts of a layer share one format"
+                    )
+                if layer.bits != like.bits:
+                    raise ValueError(
+                        f"{layer.prefix}: expected {like.bits} bits, as {like.prefix} has, got {layer.bits}: the "
+                        "experts of a layer share one format"
                     )
                 if layer.activation != first.activation:
                     raise ValueError(

@@ -1,0 +1,85 @@
+"""8-bit weights in names of their own: DeepSeek's FP8 and INT8 in blocks, and FP8 or INT8 with a scale a row or a tensor.
+
+::
+
+    weight            float8_e4m3fn or int8 [n, k]
+    weight_scale_inv  [ceil(n / B), ceil(k / B')], a scale for each block of B x B' (not its inverse, whatever the name
+                      says), as config's weight_block_size says: 128 x 128
+    weight_scale      [n], [n, 1] or one element: without weight_scale_inv
+    input_scale       one element: static activations, of activation_scheme "static"
+
+    weight = q * scale
+
+DeepSeek-V3 and transformers' FineGrainedFP8 (quant_method "fp8"), vLLM's and AutoFP8's per-tensor FP8 ("fp8"), SGLang's
+"blockwise_int8", "w8a8_int8" and "w8a8_fp8", and the FP8 layers of W4AFP8 checkpoints. Scales in e8m0 are read as the
+same powers of two in fp32. Read from vLLM's fp8.py and SGLang's fp8.py, blockwise_int8.py and w8a8_*.py. With
+compressed-tensors' config the same tensors are that format's. Knows no files: tensors come from the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.affine import check_shape, check_single, setting
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, by_block, check_known
+from jitgemm.kernel.formats import ceil_div
+from jitgemm.tensors import describe
+
+CODES = (torch.float8_e4m3fn, torch.int8)
+_BLOCK = (128, 128)
+
+
+def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    weight, scale = names.get("weight"), names.get("weight_scale_inv")
+    method = setting(config, "quant_method", default="")
+    if weight is None or weight.dtype not in CODES or len(weight.shape) != 2:
+        return False
+    if method == "compressed-tensors" or "config_groups" in (config or {}):
+        return False
+    if scale is not None:  # beside int8 with its own number of rows it is w4afp8's
+        return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1]
+    return "weight_scale" in names and (weight.dtype != torch.int8 or method == "w8a8_int8")
+
+
+def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
+    blocks = "weight_scale_inv" in tensors
+    check_known(tensors, ("weight", "weight_scale_inv" if blocks else "weight_scale", "input_scale"))
+    weight = tensors["weight"]
+    if weight.dtype not in CODES or weight.dim() != 2:
+        raise ValueError(f"weight: expected float8_e4m3fn or int8 [n, k], got {describe(weight)}")
+    n, k = weight.shape
+    if blocks:
+        rows, columns = _block(config)
+        check_shape("weight_scale_inv", tensors["weight_scale_inv"], ceil_div(n, rows), ceil_div(k, columns))
+    else:
+        columns, scale = k, tensors["weight_scale"]
+        if tuple(scale.shape) not in ((n,), (n, 1)):
+            check_single("weight_scale", scale)
+    if "input_scale" in tensors:
+        check_single("input_scale", tensors["input_scale"])
+    return Sizes(n, k, columns, weight.dtype)
+
+
+def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    sizes = _sizes(tensors, config)
+    if "weight_scale_inv" in tensors:
+        scale = by_block(tensors["weight_scale_inv"], _block(config)[0], sizes.n)
+    else:
+        scale = tensors["weight_scale"].reshape(-1, 1).expand(sizes.n, 1)
+    scale = scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
+    static = tensors["input_scale"].reshape(1).float() if "input_scale" in tensors else None
+    return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, input_scale=static, bits=8)
+
+
+def _block(config: Mapping[str, Any] | None) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    block = setting(config, "weight_block_size", default=_BLOCK)
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(b, int) and b > 0 for b in block):
+        raise ValueError(f"weight_block_size: expected two positive integers, got {block!r}")
+    return block[0], block[1]
+
+
+FORMAT = Format(name="w8a8", detect=_detect, sizes=_sizes, read=_read)

@@ -1,0 +1,380 @@
+"""Checkpoints of 8-bit layers: FP8 and INT8 as compressed-tensors, DeepSeek, vLLM and SGLang store them, and mixtures."""
+
+from __future__ import annotations
+
+import re
+
+import builders
+import checkpoints
+import layers
+import pytest
+import torch
+from small_models import BLOCKS, Model, checkpoint_tensors, quantised_names, same_state
+
+import jitgemm.nn
+from jitgemm.checkpoint.reader import load, read_layer
+from jitgemm.kernel.formats import ceil_div
+from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, load_
+from jitgemm.weight.packed import W8Weight
+
+E4M3 = torch.float8_e4m3fn
+LAYER = layers.PREFIX
+
+
+def codes(seed: int, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Every finite value of the type."""
+    bits = torch.randint(0, 256, (n, k), generator=builders.generator(seed), dtype=torch.uint8)
+    return (torch.where((bits & 0x7F) == 0x7F, 0x38, bits) if dtype == E4M3 else bits).to(torch.uint8).view(dtype)
+
+
+def scales(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return ((torch.rand(shape, generator=builders.generator(seed)) + 0.5) * 0.01).to(dtype)
+
+
+def over(scale: torch.Tensor, n: int, k: int, rows: int, columns: int) -> torch.Tensor:
+    """A scale for each block of rows x columns, for every weight."""
+    return scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+
+
+def assert_holds(folder, q: torch.Tensor, scale: torch.Tensor, layer: str = LAYER) -> W8Weight:
+    """That the packed weight has these codes, bit for bit, and these scales for every weight."""
+    weight = load(folder, layer, device="cpu")
+    assert isinstance(weight, W8Weight)
+    found, by_group, zero = weight.unpack()
+    size = weight.group_size
+    assert zero is None and builders.same_bits(found, q)
+    assert torch.equal(over(by_group, *q.shape, 1, size).double(), scale.double())
+    expected = q.float() * scale.float()
+    assert torch.equal(weight.dequantize(), expected)
+    assert torch.equal(read_layer(folder, layer, device="cpu").dequantize(), expected)
+    return weight
+
+
+def inputs(kind: str, *, dynamic: bool = True, strategy: str = "token", **more) -> dict:
+    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": dynamic} | more
+
+
+def scheme(kind: str, strategy: str, format: str, activations: dict | None = None, bits: int = 8, **more) -> dict:
+    """compressed-tensors' config of one group."""
+    weights = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy} | more
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+
+
+# ---- compressed-tensors ----------------------------------------------------------------------------------------------
+
+STRATEGIES = {
+    "channel": ({}, lambda n, k: (n, 1), lambda n, k: (1, k)),
+    "tensor": ({}, lambda n, k: (1,), lambda n, k: (n, k)),
+    "group": ({"group_size": 128}, lambda n, k: (n, k // 128), lambda n, k: (1, 128)),
+    "block": ({"block_structure": [128, 128]}, lambda n, k: (ceil_div(n, 128), ceil_div(k, 128)), lambda n, k: (128, 128)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind, codes_type", [("float", E4M3), ("int", torch.int8)])
+def test_compressed_tensors_of_8_bits_hold_the_file_s_weight(tmp_path, kind, codes_type, strategy, dtype):
+    n, k = (200, 416) if strategy == "block" else (200, 384)
+    more, shape, block = STRATEGIES[strategy]
+    q, scale = codes(1, n, k, codes_type), scales(2, *shape(n, k), dtype=dtype)
+    told = scheme(kind, strategy, f"{kind}-quantized", inputs(kind), **more)
+    folder = checkpoints.save(tmp_path, {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": scale}, told, shards=2)
+    every = over(scale.reshape(scale.shape[0], -1), n, k, *block(n, k))
+    weight = assert_holds(folder, q, every)
+    assert weight.scale_dtype == dtype
+    layer = PackedLinear.from_checkpoint(folder, LAYER, device="cpu")
+    assert type(layer) is W8A8Linear and layer.activation == ("e4m3" if kind == "float" else "int8")
+
+
+def test_packed_words_of_8_bits_hold_the_file_s_weight(tmp_path):
+    q, scale = codes(3, 64, 320, torch.int8), scales(4, 64, 10, dtype=torch.float16)
+    words = (q.to(torch.int64) + 128).view(64, 80, 4)
+    words = (words << torch.tensor([0, 8, 16, 24])).sum(2).to(torch.int32)
+    tensors = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([64, 320])}
+    told = scheme("int", "group", "pack-quantized", None, group_size=32)
+    folder = checkpoints.save(tmp_path, {f"{LAYER}.{name}": tensor for name, tensor in tensors.items()}, told)
+    assert_holds(folder, q, over(scale, 64, 320, 1, 32))
+    assert PackedLinear.from_checkpoint(folder, LAYER, device="cpu").activation == "int8"
+
+
+LIBRARY = [
+    ("float-quantized", "float", "channel", inputs("float")),
+    ("float-quantized", "float", "tensor", inputs("float", dynamic=False, strategy="tensor")),
+    ("float-quantized", "float", "block", None),
+    ("int-quantized", "int", "channel", inputs("int")),
+    ("int-quantized", "int", "tensor", inputs("int", dynamic=False, strategy="tensor")),
+    ("pack-quantized", "int", "channel", None),
+]
+
+
+@pytest.mark.parametrize("format, kind, strategy, activations", LIBRARY, ids=str)
+def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
+    tmp_path, format, kind, strategy, activations
+):
+    library = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.compressors import BaseCompressor, ModelCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False))
+    args = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True}
+    args |= {"block_structure": [128, 128]} if strategy == "block" else {}
+    group = library.QuantizationScheme(
+        targets=["Linear"],
+        weights=library.QuantizationArgs(**args),
+        input_activations=None if activations is None else library.QuantizationArgs(**activations),
+    )
+    library.apply_quantization_config(model, library.QuantizationConfig(config_groups={"group_0": group}))
+    linear = model[0]
+    rows, columns = {"channel": (1, 256), "tensor": (128, 256), "block": (128, 128)}[strategy]
+    blocks = linear.weight.detach().view(128 // rows, rows, 256 // columns, columns).transpose(1, 2).flatten(2)
+    scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), linear.quantization_scheme.weights)
+    linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))
+    if hasattr(linear, "input_scale"):
+        linear.input_scale.data.fill_(0.0625)
+    compressor = ModelCompressor.from_pretrained_model(model, format)
+    compressor.compress_model(model)
+    folder = checkpoints.save(tmp_path, model.state_dict())
+    compressor.update_config(str(folder))
+    state = {key: tensor.detach() for key, tensor in linear.state_dict().items()}
+    expected = BaseCompressor.get_value_from_registry(format).decompress(state, linear.quantization_scheme)["weight"]
+    weight = load(folder, "0", device="cpu")
+    assert isinstance(weight, W8Weight) and torch.equal(weight.dequantize(), expected)
+    layer = PackedLinear.from_checkpoint(folder, "0", device="cpu")
+    static = activations is not None and not activations["dynamic"]
+    assert layer.activation == ("e4m3" if kind == "float" else "int8") and (layer.input_scale is not None) == static
+
+
+# ---- w8a8: other tools' ----------------------------------------------------------------------------------------------
+
+DEEPSEEK = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    "told, codes_type", [(DEEPSEEK, E4M3), ({"quant_method": "w4afp8"}, E4M3), (None, E4M3), (DEEPSEEK, torch.int8)],
+    ids=["deepseek", "w4afp8", "no config", "int8"],
+)  # fmt: skip
+@pytest.mark.parametrize("n, k", [(256, 384), (200, 416), (64, 32)])
+def test_blocks_of_128_by_128(tmp_path, told, codes_type, n, k):
+    q, scale = codes(5, n, k, codes_type), scales(6, ceil_div(n, 128), ceil_div(k, 128))
+    folder = checkpoints.save(tmp_path, {f"{LAYER}.weight": q, f"{LAYER}.weight_scale_inv": scale}, told)
+    assert_holds(folder, q, over(scale, n, k, 128, 128))
+    layer = PackedLinear.from_checkpoint(folder, LAYER, device="cpu")
+    assert layer.activation == ("e4m3" if codes_type == E4M3 else "int8") and layer.input_scale is None
+
+
+def test_blocks_of_other_sizes_and_powers_of_two(tmp_path):
+    q, exponents = codes(7, 72, 256, E4M3), torch.randint(100, 140, (2, 4), dtype=torch.uint8)
+    told = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    scale = exponents.view(torch.float8_e8m0fnu)
+    folder = checkpoints.save(tmp_path, {f"{LAYER}.weight": q, f"{LAYER}.weight_scale_inv": scale}, told)
+    assert_holds(folder, q, over(torch.exp2(exponents.float() - 127), 72, 256, 64, 64))
+
+
+@pytest.mark.parametrize("method, codes_type", [("fp8", E4M3), ("w8a8_fp8", E4M3), ("w8a8_int8", torch.int8)])
+@pytest.mark.parametrize("shape", [(), (1,), (40,), (40, 1)])
+def test_a_scale_for_each_row_or_the_tensor(tmp_path, method, codes_type, shape):
+    q, scale = codes(8, 40, 96, codes_type), scales(9, *shape)
+    tensors = {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": scale}
+    folder = checkpoints.save(tmp_path, tensors, {"quant_method": method})
+    assert_holds(folder, q, scale.reshape(-1, 1).expand(40, 96))
+    static = checkpoints.save(tmp_path / "static", tensors | {f"{LAYER}.input_scale": torch.tensor(0.5)})
+    if codes_type == E4M3:  # its kind of activations follows from the weight
+        layer = PackedLinear.from_checkpoint(static, LAYER, device="cpu")
+        assert layer.activation == "e4m3" and layer.input_scale.tolist() == [0.5]
+
+
+def test_no_two_formats_detect_8_bits():
+    fp8, blocks, rows = (
+        codes(1, 256, 256, E4M3),
+        {"weight_scale_inv": torch.ones(2, 2)},
+        {"weight_scale": torch.ones(256, 1)},
+    )
+    compressed = scheme("float", "channel", "float-quantized")
+    for tensors, told, expected in (
+        ({"weight": fp8} | blocks, None, ["w8a8"]),
+        ({"weight": fp8} | blocks, {"quant_method": "w4afp8"}, ["w8a8"]),
+        ({"weight": fp8} | rows, None, ["w8a8"]),
+        ({"weight": fp8} | rows, {}, ["w8a8"]),
+        ({"weight": fp8} | rows, {"quant_method": "fp8"}, ["w8a8"]),
+        ({"weight": fp8} | rows, compressed, ["compressed-tensors"]),
+        ({"weight": fp8} | rows, {"config_groups": compressed["config_groups"]}, ["compressed-tensors"]),
+        ({"weight": fp8.view(torch.int8)} | rows, None, ["compressed-tensors"]),
+        ({"weight": fp8.view(torch.int8)} | rows, {"quant_method": "w8a8_int8"}, ["w8a8"]),
+        ({"weight": fp8.view(torch.int8)} | blocks, None, ["w8a8"]),
+        ({"weight": fp8.view(torch.int8), "weight_scale_inv": torch.ones(256, 4)}, None, ["w4afp8"]),
+    ):
+        assert layers.detecting(tensors, told) == expected
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refused(tensors, told=None, **options) -> str:
+    tensors = {f"{LAYER}.{name}": tensor for name, tensor in tensors.items()}
+    with pytest.raises(ValueError) as error:
+        PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=told, **options)
+    return str(error.value)
+
+
+FP8 = {"weight": codes(1, 16, 256, E4M3), "weight_scale": torch.ones(16, 1)}
+INT8 = {"weight": codes(1, 16, 256, torch.int8), "weight_scale": torch.ones(16, 1)}
+OF_FP8, OF_INT8 = (scheme(kind, "channel", f"{kind}-quantized", inputs(kind)) for kind in ("float", "int"))
+
+
+def changed(told: dict, **weights) -> dict:
+    group = told["config_groups"]["group_0"]
+    return told | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
+
+
+@pytest.mark.parametrize(
+    "tensors, told, message",
+    [
+        (INT8, OF_FP8, "weight: expected float8_e4m3fn [n, k], got int8 [16, 256]"),
+        (FP8, OF_INT8, "weight: expected int8 [n, k], got float8_e4m3fn [16, 256]"),
+        (INT8, changed(OF_INT8, symmetric=False), "weights: expected symmetric: true with num_bits 8, got false"),
+        (
+            INT8 | {"weight_zero_point": torch.ones((16, 1), dtype=torch.int8)},
+            OF_INT8,
+            "weight_zero_point: expected zeros with num_bits 8",
+        ),
+        (FP8, changed(OF_FP8, strategy="block", block_structure=[128]), "block_structure: expected two positive"),
+        (
+            FP8,
+            changed(OF_FP8, strategy="block", block_structure=[128, 128]),
+            "weight_scale: expected shape [1, 2], got [16, 1]",
+        ),
+        (
+            FP8,
+            scheme("float", "channel", "float-quantized", inputs("int")),
+            "activation: expected e4m3 activations, as the 8-bit weight is e4m3, got int8, as the config says",
+        ),
+        (INT8, None, "num_bits 8 in a config says that there are more"),
+        ({"weight": FP8["weight"], "weight_scale_inv": torch.ones(2, 2)}, DEEPSEEK, "weight_scale_inv: expected shape [1, 2]"),
+        ({"weight": FP8["weight"], "weight_scale": torch.ones(15)}, None, "weight_scale: expected one element"),
+        (
+            {"weight": FP8["weight"], "weight_scale_inv": torch.ones(1, 2)},
+            DEEPSEEK | {"weight_block_size": 128},
+            "weight_block_size: expected two positive integers, got 128",
+        ),
+        (FP8 | {"input_scale_ub": torch.ones(1)}, None, "input_scale_ub: expected only"),
+        ({"weight": torch.full((16, 256), float("nan")).to(E4M3), "weight_scale": torch.ones(16)}, None, "q: expected finite"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named(tensors, told, message):
+    assert message in refused(tensors, told)
+
+
+def test_activations_of_another_type_are_named():
+    message = "activation: expected e4m3 activations, as the 8-bit weight is e4m3, got int8 (layer"
+    assert message in refused(FP8, OF_FP8, activation="int8")
+    tensors = {f"{LAYER}.{name}": tensor for name, tensor in INT8.items()}
+    said = scheme("int", "channel", "int-quantized", inputs("float"))
+    layer = PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=said, activation="int8_affine")
+    assert layer.activation == "int8_affine"
+    with pytest.raises(ValueError, match="prefix: expected a layer of 4 bits, got .*, which is a W8A8Linear's"):
+        W4A8Linear.from_checkpoint(tensors, LAYER, device="cpu", config=OF_INT8)
+
+
+# ---- cutting and joining ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim, size", [("n", 5), ("k", 3)])
+def test_ranks_together_hold_the_layer_in_blocks(dim, size):
+    q, scale = codes(1, 200, 384, E4M3), scales(2, 2, 3)
+    tensors = {"weight": q, "weight_scale_inv": scale}
+    parts = [
+        load(tensors, "", device="cpu", tp_dim=dim, tp_rank=rank, tp_size=size).dequantize() for rank in range(size)
+    ]
+    whole = torch.cat(parts, 0 if dim == "n" else 1)
+    assert torch.equal(whole, q.float() * over(scale, 200, 384, 128, 128))
+
+
+def test_layers_of_one_kind_are_joined_and_others_named():
+    def layer(name: str, n: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {f"{name}.weight": codes(n, n, 256, dtype), f"{name}.weight_scale_inv": scales(n, ceil_div(n, 128), 2)}
+
+    tensors = layer("q", 200, E4M3) | layer("k", 136, E4M3) | layer("v", 136, torch.int8)
+    joined = load(tensors, ["q", "k"], device="cpu")
+    assert torch.equal(
+        joined.dequantize(), torch.cat([load(tensors, name, device="cpu").dequantize() for name in "qk"])
+    )
+    with pytest.raises(ValueError, match="must have one type of codes, got .'float8_e4m3fn', 'int8'."):
+        load(tensors, ["q", "v"], device="cpu")
+    tensors |= {"u.weight": torch.zeros((8, 128), dtype=torch.int8), "u.weight_scale_inv": torch.ones(8, 2)}
+    with pytest.raises(ValueError, match="must have one width, got .8, 4."):
+        load(tensors, ["q", "u"], device="cpu")
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def eight(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """As compressed-tensors stores FP8 with a scale per row, and what that stands for."""
+    scale = weight.abs().amax(1, keepdim=True).float() / 448
+    q = (weight / scale).to(E4M3)
+    return {"weight": q, "weight_scale": scale}, q.float() * scale
+
+
+def mixed() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:
+    """`up` in 4 bits, block 0's `down` in 8, block 1's in floats: tensors, what they stand for, config."""
+    tensors, dense = checkpoint_tensors(Model(), "blocks.0.up", "blocks.1.up")
+    stored, dense["blocks.0.down.weight"] = eight(tensors.pop("blocks.0.down.weight"))
+    tensors |= {f"blocks.0.down.{name}": tensor for name, tensor in stored.items()}
+    groups = {
+        name: scheme(kind, "channel", format, inputs("float"), bits)["config_groups"]["group_0"] | {"targets": [target]}
+        for name, kind, format, bits, target in (
+            ("a", "int", "int-quantized", 4, "re:.*up"), ("b", "float", "float-quantized", 8, "re:.*down"),
+        )
+    }  # fmt: skip
+    told = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    return tensors, dense, told | {"ignore": ["blocks.1.down", "odd", "lm_head"]}
+
+
+def test_a_mixed_checkpoint_loads_whole(tmp_path):
+    tensors, dense, told = mixed()
+    model, expected = Model(), Model()
+    folder = checkpoints.save(tmp_path, tensors, told)
+    report = load_(model, folder)
+    assert report == ["blocks.0.up", "blocks.0.down", "blocks.1.up"] == quantised_names(model)
+    assert report.skipped == {} and report.ignored == {}
+    kinds = [type(model.get_submodule(name)) for name in BLOCKS]
+    assert kinds == [W4A8Linear, W8A8Linear, W4A8Linear, torch.nn.Linear]
+    for name in report:
+        assert torch.equal(model.get_submodule(name).weight.dequantize(), dense[f"{name}.weight"])
+    expected.load_state_dict(dense)
+    with torch.no_grad():
+        found, exact = model(torch.arange(10)[None])[0], expected(torch.arange(10)[None])[0]
+    assert float((found - exact).norm() / exact.norm()) < 0.03
+    again = Model()
+    assert load_(again, model.state_dict()) == report and same_state(again, model)  # and from what it saves
+    assert load_(model, folder) == report and same_state(again, model)  # and once more into the same layers
+    plain = Model()
+    with pytest.warns(UserWarning, match="converted no layer"):
+        load_(plain, folder, filter=lambda *_: False)
+    assert torch.equal(plain.blocks[0].down.weight, dense["blocks.0.down.weight"])
+
+
+def test_a_layer_is_not_loaded_over_one_of_another_width_by_load_state_dict():
+    four, wide = (torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)) for _ in range(2))
+    jitgemm.nn.quantize_(four, clip_steps=0)
+    jitgemm.nn.quantize_(wide, bits=8)
+    with pytest.raises(RuntimeError, match="expected a packed W4 weight, got another tensor"):
+        four.load_state_dict(wide.state_dict())
+    assert load_(four, wide.state_dict()) == ["0"] and type(four[0]) is W8A8Linear
+
+
+def test_an_8_bit_head_beside_tied_embeddings():
+    """A file may hold the head in 8 bits although the model ties it."""
+    model = Model(tied=True)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    stored, _ = eight(tensors.pop("lm_head.weight"))
+    tensors |= {f"lm_head.{name}": tensor for name, tensor in stored.items()}
+    assert load_(model, tensors) == ["lm_head"] and type(model.lm_head) is W8A8Linear
+    assert torch.equal(model.embed.weight, tensors["embed.weight"])
+
+
+def test_names_are_told_in_the_order_of_formats():
+    message = refused({"weight": torch.zeros((8, 32), dtype=torch.int16)})
+    assert re.search(r"is of no format known here \(compressed-tensors, w4afp8, w8a8, gptq", message)
