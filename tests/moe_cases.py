@@ -89,10 +89,12 @@ def choices(seed: int, tokens: int, top_k: int, experts: int, kind: str = "unifo
     return torch.rand((tokens, experts), generator=g).argsort(1)[:, :top_k].contiguous()
 
 
-def dequantized(values: torch.Tensor, mode: str) -> torch.Tensor:
+def dequantized(values: torch.Tensor, mode: str, scheme: str = "token") -> torch.Tensor:
     """fp32 [rows, k] -> what their codes stand for, fp64."""
     dtype, affine = MODES[mode]
-    q, scale, *zero = quantize_activations(values, dtype, affine=affine)
+    q, scale, *zero = quantize_activations(values, dtype, affine=affine, scheme=scheme)
+    if scheme == "block":
+        return q.double() * scale.double().repeat_interleave(128, 1)[:, : q.shape[1]]
     return (q.double() - (zero[0].double()[:, None] if affine else 0)) * scale.double()[:, None]
 
 
@@ -108,7 +110,7 @@ def by_definition(case: Case, **changes: Any) -> torch.Tensor:
     )
     addend = options.get("addend")
     out = torch.zeros(x.shape[0], case.n).double() if addend is None else addend.double().clone()
-    tokens = dequantized(x.float(), case.mode)
+    tokens = dequantized(x.float(), case.mode, options.get("scheme", "token"))
     for t in range(x.shape[0]):
         for choice, weight in zip(ids[t].tolist(), weights[t].tolist()):
             if expert_map is not None:
@@ -132,6 +134,6 @@ def by_definition(case: Case, **changes: Any) -> torch.Tensor:
             else:
                 kind = "tanh" if activation == "gelu_tanh" else "none"
                 y = torch.nn.functional.gelu(gate, approximate=kind) * up
-            result = w2[choice] @ dequantized(y.float()[None], case.mode)[0] + bias2[choice]
+            result = w2[choice] @ dequantized(y.float()[None], case.mode, options.get("scheme", "token"))[0] + bias2[choice]
             out[t] += weight * result.to(x.dtype).double()
     return out

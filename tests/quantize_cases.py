@@ -87,5 +87,7 @@ def assert_close(results: tuple, expected: tuple, *, rare: float = 2e-3) -> None
         moved = step > 0
         assert float(moved.float().mean()) <= 0.05 or int(moved.sum()) <= 1
     steps = (code_steps(results[0]) - code_steps(expected[0])).abs()
+    if scale.dim() == 2:  # by block
+        moved = moved.repeat_interleave(128, 1)[:, : steps.shape[1]]
     assert int(steps[~moved].max()) <= 1 and int(steps.max()) <= 2
     assert int((steps[~moved] > 0).sum()) <= max(2, rare * steps.numel())

@@ -9,18 +9,24 @@ import builders
 import pytest
 import torch
 from builders import PER_CHANNEL, same_bits
+from moe_cases import Case
+from quantize_cases import X_DTYPES, assert_close, assert_same_bits, parameters
+from quantize_cases import activations as values
 from test_gemm_gpu import Guarded, assert_right
 from test_grouped import weight_of_experts
 from test_grouped_gpu import assert_right as assert_groups_right
 from test_grouped_gpu import guarded, offsets_of
 
 import jitgemm
+from jitgemm.activations.arguments import Inputs
+from jitgemm.activations.call import quantize
 from jitgemm.gemm.arguments import Operands
 from jitgemm.gemm.grouped_plan import GroupedPlan
 from jitgemm.gemm.groups import Groups
 from jitgemm.gemm.plan import Plan
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.moe.route import route_and_quantize
 from jitgemm.select.choose import candidates, choose
 from jitgemm.select.devices import device_spec
 from jitgemm.select.shapes import legal_kernels
@@ -258,3 +264,108 @@ def test_long_int8_rows_per_channel():
     out = torch.empty(3, n, device="cuda")
     jitgemm.gemm_w4a8_nt(lhs, weight, out)
     assert_right(out, lhs, weight, has_rms=False)
+
+
+# ---- quantising -----------------------------------------------------------------------------------------------------
+
+
+def quantized(x: torch.Tensor, dtype: torch.dtype, **arguments) -> tuple[tuple, tuple]:
+    """(GPU's results, CPU's); the GPU's written between guards, scales by column."""
+    m, k = x.shape[0], x.shape[1] // (2 if arguments.get("silu_mul") else 1)
+    blocks = -(-k // 128)
+    q = torch.full((m + 2, k + 48), 0x5B, dtype=torch.uint8, device="cuda")
+    scale = torch.full((blocks + 2, m + 7), 91.0, device="cuda")
+    out = q[1:-1, 16 : 16 + k].view(dtype), scale[1:-1, 3 : 3 + m].T
+    jitgemm.quantize_activations(x, dtype, scheme="block", out=out, **arguments)
+    results = tuple(each.clone() for each in out)
+    q[1:-1, 16 : 16 + k], scale[1:-1, 3 : 3 + m] = 0x5B, 91.0
+    assert bool((q == 0x5B).all() and (scale == 91.0).all()), "the kernel wrote beside its results"
+    on_cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    return results, jitgemm.quantize_activations(x.cpu(), dtype, scheme="block", **on_cpu)
+
+
+KS = (32, 96, 160, 256, 1024, 1056, 4128, 7168, 16416, 32768, 32800, 65536)
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES.values(), ids=str)
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("k", KS)
+def test_codes_and_scales_are_the_cpu_s_bits(k, x_dtype, dtype):
+    x = values(k, 37 if k <= 4128 else 9, k, x_dtype, "cuda")
+    x[-1, k // 2] = float("nan")
+    assert_same_bits(*quantized(x, dtype))
+    if k <= 32768:
+        assert_same_bits(*quantized(x, dtype, permutation=parameters(k, k, "cuda")["permutation"]))
+
+
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES.values(), ids=str)
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("k", KS)
+def test_gates_and_norms(k, permuted, dtype):
+    if permuted and k > 32768:
+        pytest.skip("longer than a permuted row may be")
+    more = parameters(k, k, "cuda")
+    order = {"permutation": more["permutation"]} if permuted else {}
+    draw = torch.Generator("cuda").manual_seed(k)
+    for x_dtype in X_DTYPES:
+        x = torch.randn(9, 2 * k, generator=draw, device="cuda").to(x_dtype)
+        assert_close(*quantized(x, dtype, silu_mul=True, **order))
+        assert_close(*quantized(x[:, :k].contiguous(), dtype, rms_norm=more["rms_norm"], **order))
+
+
+@pytest.mark.parametrize("m", [1, 2, 9, 1000, 5000])
+def test_any_number_of_rows(m):
+    for k in (512, 2048):
+        assert_same_bits(*quantized(values(m, m, k, device="cuda"), torch.float8_e4m3fn))
+    x = values(m, m, 512, device="cuda")
+    q, scale = jitgemm.quantize_activations(x, torch.int8, scheme="block")
+    assert scale.stride() == (1, -(-m // 4) * 4)
+    assert_same_bits((q, scale), jitgemm.quantize_activations(x.cpu(), torch.int8, scheme="block"))
+
+
+def test_a_quantiser_and_a_gemm_in_a_graph():
+    n, k = 264, 4096
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    x, out = torch.randn(24, k, device="cuda").bfloat16(), torch.empty(24, n, dtype=torch.bfloat16, device="cuda")
+
+    def layer():
+        lhs = jitgemm.quantize_activations(x, torch.float8_e4m3fn, scheme="block")
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out)
+        return lhs
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            lhs = layer()
+    for seed in range(5):
+        x.copy_(torch.randn(24, k, generator=builders.generator(seed)))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_right(out, lhs, weight, has_rms=False)
+
+
+# ---- experts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [32, 2048, 7168, 16416])
+@pytest.mark.parametrize("tokens", [1, 9, 257])
+def test_routing_and_quantising_at_once_are_both(tokens, k):
+    ids = torch.randint(0, 64, (tokens, 8), generator=builders.generator(k)).cuda()
+    x = values(1, tokens, k, device="cuda")
+    inputs = Inputs(x, torch.float8_e4m3fn, False, False, None, None, None, None, 0.0, None, block=True)
+    _, outputs = route_and_quantize(inputs, ids, 64, None)
+    assert_same_bits(outputs[:2], quantize(inputs)[:2])
+
+
+@pytest.mark.parametrize("mode", ["e4m3", "s8"])
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+def test_the_layer_is_the_reference(tokens, mode):
+    case = Case(
+        tokens=tokens, top_k=3, experts=7, k=544, inter=416, n=264, mode=mode, group_size=128, dtype=torch.bfloat16,
+        scale=1.0, device="cuda", options={"scheme": "block"},
+    )  # fmt: skip
+    expected = jitgemm.fused_experts_reference(*case.arguments, **case.options).double()
+    for _ in range(3):
+        out = jitgemm.fused_experts(*case.arguments, **case.options)
+        assert float((out.double() - expected).norm()) <= 0.02 * float(expected.norm())

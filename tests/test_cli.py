@@ -727,6 +727,14 @@ def test_explain_agrees_with_what_warmup_compiles(run, options):
     assert chosen in {kernel["label"] for kernel in kernels}
 
 
+def test_a_warm_up_of_block_quantisers_compiles_gemms_that_take_their_scales(run):
+    chosen = run("explain", "9", "256", "256", "--device", "h200", "--json", "--block-scales").json["chosen"]
+    assert "-b128-" in chosen
+    kernels = run("warmup", *LAYER, "--dry-run", "--json", "--quantizer", "bf16+block").json["kernels"]
+    assert chosen in {kernel["label"] for kernel in kernels}
+    assert "quantize-bf16-e4m3-block-v1r8" in {kernel["label"] for kernel in kernels}
+
+
 def test_explain_predicts_less_for_codes_of_one_type_of_activations(run):
     def us(*options: str) -> float:
         argv = ("explain", "256", "8192", "8192", "--device", "h200", "--json", *options)
@@ -741,7 +749,7 @@ def test_explain_json_names_the_whole_problem(run):
     assert problem == {
         "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
         "codes": "e4m3", "offset": True, "bits": 4, "out": "fp16", "batch_invariant": True, "experts": 0,
-            "lhs_group": 0,
+        "lhs_group": 0,
     }  # fmt: skip
 
 

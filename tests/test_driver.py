@@ -339,6 +339,8 @@ def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeyp
         "norm_weight_type": DTYPES["bf16"].number,
         "gate_limit": float("inf"),
         "gate_alpha": 1.0,
+        "scale_row_stride": 0,
+        "scale_block_stride": 0,
     }
     assert [tensor.data_ptr() for tensor in inputs.tensors(outputs)[:8]] == list(fields.values())[:8]
 

@@ -4,6 +4,8 @@
 //   scale = max(range of y / range of the codes, 2^-126),  or as given
 //   q = round(y * (1 / scale)) + zero                                       to nearest even, saturated
 //
+// A row has one scale, or one for every 128 codes (kBlocks), which are those of 16 threads side by side.
+//
 // Every product, quotient and rounding outside of act() and the sum of squares is one IEEE operation in a fixed order,
 // and so the same bits as in jitgemm/activations/reference.py: hence __fmul_rn and its like, which nothing contracts.
 //
@@ -23,7 +25,7 @@ namespace jitgemm {
 struct QuantizeArgs {
     const u8* x;               // [m][k], or [m][2k] of gates and ups
     u8* q;                     // [m][k]
-    float* scale;              // [m]
+    float* scale;              // [m]; kBlocks: [m][blocks of 128 k] with the strides below
     i32* zero;                 // [m], affine only
     const float* given_scale;  // one element, static only
     const i32* given_zero;     // one element, static affine only
@@ -37,8 +39,10 @@ struct QuantizeArgs {
     i32 norm_weight_type;
     float gate_limit;  // limited only: gates are at most that, ups at most so far from 0
     float gate_alpha;  // kSwigluOai only
+    u64 scale_row_stride;  // kBlocks only, in elements
+    u64 scale_block_stride;
 };
-static_assert(sizeof(QuantizeArgs) == 112, "jitgemm/activations/plan.py packs this struct");
+static_assert(sizeof(QuantizeArgs) == 128, "jitgemm/activations/plan.py packs this struct");
 
 // What act() is, and where gates and ups lie: GATES and ORDERS of jitgemm/activations/kernel.py.
 enum GateKind : i32 { kUngated, kSilu, kGelu, kGeluTanh, kSwigluOai };
@@ -46,6 +50,7 @@ enum GateOrder : i32 { kGateUp, kUpGate, kInterleaved };
 
 constexpr u32 kVector = 8;          // values of a vector
 constexpr u32 kMaxWarps = 32;       // of a CTA
+constexpr u32 kBlockVectors = 16;   // that share a scale, kBlocks only
 constexpr u32 kAllLanes = 0xffffffffu;
 constexpr u32 kInfinity = 0x7f800000u;
 constexpr float kMinScale = 1.17549435e-38f;  // 2^-126: its reciprocal is finite, and 0 / scale is 0
@@ -204,7 +209,8 @@ struct Range {
     u32 low = 0;         // affine: largest -y, at least 0
     float squares = 0;   // RMSNorm: sum of x^2
 
-    __device__ __forceinline__ void include(const Held<Config>& y) {
+    template <class Values>
+    __device__ __forceinline__ void include(const Values& y) {
         constexpr bool kPairs = sizeof(y.words) == 16;
         if constexpr (kPairs && !Config::kAffine) {
             u32 pair = y.words[0] & 0x7fff7fffu;
@@ -225,6 +231,13 @@ struct Range {
 #pragma unroll
             for (u32 i = 0; i < kVector; ++i) high = max(high, __float_as_uint(y.value(i)) & 0x7fffffffu);
         }
+    }
+
+    // Combines the lanes of a block; all of them get the result. The whole warp calls this.
+    __device__ __forceinline__ void combine_block() {
+#pragma unroll
+        for (u32 distance = kBlockVectors / 2; distance > 0; distance /= 2)
+            high = max(high, __shfl_xor_sync(kAllLanes, high, distance));
     }
 
     // Combines the lanes of a warp; all of them get the result.
@@ -369,7 +382,8 @@ struct Quantizer {
         return min(max(to_integer(exact), -128), 127);
     }
 
-    __device__ __forceinline__ uint2 codes(const Held<Config>& y) const {
+    template <class Values>
+    __device__ __forceinline__ uint2 codes(const Values& y) const {
         float scaled[kVector];
 #pragma unroll
         for (u32 i = 0; i < kVector; ++i) {
@@ -556,11 +570,88 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, War
     }
 }
 
+// Rows with a scale for each block of 128 codes. Only RMSNorm and a permutation make a row's threads wait for one
+// another; permuted rows lie in shared memory as values, since a block's codes come from anywhere in the row.
+template <class Config>
+__device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, WarpRanges (&slots)[2], float* values,
+                                                u32 block, u32 blocks) {
+    constexpr bool kHeld = Config::kVectors > 0;  // the threads hold the row
+    constexpr u32 kVectors = kHeld ? Config::kVectors : Config::kPermuted ? 1 : 2;
+    const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = kVectors * blockDim.x;
+    auto mine = [](u32 first, u32 i) { return first + threadIdx.x + i * blockDim.x; };
+    u32 parity = 0;
+    for (u32 row = block * Config::kRows + threadIdx.y; row < m; row += blocks * Config::kRows, parity ^= 1) {
+        Range<Config> range;
+        Held<Config> y[kVectors];
+        auto read = [&](u32 first) {
+            Input<Config> input[kVectors];
+#pragma unroll
+            for (u32 i = 0; i < kVectors; ++i) {
+                if (mine(first, i) < vectors) input[i] = load<Config>(args, row, mine(first, i));
+            }
+#pragma unroll
+            for (u32 i = 0; i < kVectors; ++i) {
+                if (mine(first, i) < vectors) y[i] = transform(args, input[i], mine(first, i), range);
+            }
+        };
+        auto keep = [&](u32 first) {
+#pragma unroll
+            for (u32 i = 0; i < kVectors * kVector; ++i) {
+                const u32 vector = mine(first, i / kVector);
+                if (vector < vectors) values[vector * kVector + i % kVector] = y[i / kVector].value(i % kVector);
+            }
+        };
+        float squares = 0;
+        // One vector of a block; the whole warp calls this.
+        auto write = [&](const auto& of, u32 vector) {
+            Range<Config> part;
+            if (vector < vectors) part.include(of);
+            part.combine_block();
+            part.squares = squares;
+            if (vector >= vectors) return;
+            const Quantizer<Config> quantizer(args, part);
+            store_codes(args.q + row * args.q_row_bytes, vector, quantizer.codes(of));
+            const u64 at = row * args.scale_row_stride + vector / kBlockVectors * args.scale_block_stride;
+            if (vector % kBlockVectors == 0) args.scale[at] = quantizer.scale;
+        };
+        if constexpr (Config::kRmsNorm) {
+            for (u32 first = 0; first < vectors; first += step) {
+                read(first);
+                if constexpr (Config::kPermuted) keep(first);
+            }
+            combine_threads(range, slots[parity]);
+            squares = range.squares;
+        }
+        if constexpr (!Config::kPermuted) {
+            for (u32 first = 0; first < vectors; first += step) {
+                if constexpr (!(Config::kRmsNorm && kHeld)) read(first);
+#pragma unroll
+                for (u32 i = 0; i < kVectors; ++i) write(y[i], mine(first, i));
+            }
+        } else {
+            for (u32 first = 0; !Config::kRmsNorm && first < vectors; first += step) {
+                read(first);
+                keep(first);
+            }
+            sync_row<Config>();
+            for (u32 first = 0; first < vectors; first += blockDim.x) {
+                Vector<kFp32> of;
+                const u32 vector = mine(first, 0);
+#pragma unroll
+                for (u32 j = 0; vector < vectors && j < kVector; ++j)
+                    of.words[j] = __float_as_uint(values[args.permutation[vector * kVector + j]]);
+                write(of, vector);
+            }
+            sync_row<Config>();
+        }
+    }
+}
+
 // The part of CTA `block` of `blocks`.
 template <class Config>
 __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, u32 block, u32 blocks) {
     __shared__ WarpRanges slots[2];
-    extern __shared__ __align__(16) u8 permuted[];  // [kRows][k], permuted only
+    extern __shared__ __align__(16) u8 permuted[];  // [kRows][k] codes, or values with kBlocks; permuted only
 
     // First of all, so that a GEMM behind this kernel fetches its weights meanwhile; it waits for the end of this grid,
     // and so, because every thread here waits too, for the end of those before.
@@ -568,7 +659,10 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, u32 bloc
     wait_for_previous_grid();
 
     u8* const row_of_codes = permuted + threadIdx.y * args.k;
-    if constexpr (Config::kVectors > 0) {
+    if constexpr (Config::kBlocks) {
+        float* const values = reinterpret_cast<float*>(permuted) + threadIdx.y * args.k;
+        quantize_blocks<Config>(args, slots, values, block, blocks);
+    } else if constexpr (Config::kVectors > 0) {
         quantize_held_rows<Config>(args, slots, row_of_codes, block, blocks);
     } else {
         quantize_long_rows<Config>(args, slots, row_of_codes, block, blocks);

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from jitgemm.activations.kernel import MAX_K, MAX_PERMUTED_K, Gate
+from jitgemm.activations.kernel import Gate, most_k
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name
 
@@ -30,15 +31,16 @@ POINTERS = (
 """What a launch has addresses of, in the order of `QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""q [m, k], scale [m], and zero [m] if affine."""
+"""q [m, k], scale [m], or [m, ceil(k / 128)] by block, and zero [m] if affine."""
 
 
 class Inputs(NamedTuple):
-    """All of a call but where to write, x as rows; but for the last, in the order of the op's arguments.
+    """All of a call but where to write, x as rows; but for row_count, in the order of the op's arguments.
 
     Attributes:
         gate: for `silu_mul`, `SILU_MUL`.
         row_count: with a gate: int32, one element: rows from there on are left alone. None: there are none such.
+        block: a scale for every `LHS_GROUP` codes.
     """
 
     x: torch.Tensor
@@ -52,6 +54,7 @@ class Inputs(NamedTuple):
     eps: float
     permutation: torch.Tensor | None
     row_count: torch.Tensor | None = None
+    block: bool = False
 
     @property
     def k(self) -> int:
@@ -64,6 +67,9 @@ class Inputs(NamedTuple):
         m, device = x.shape[0], x.device
         q = torch.empty((m, self.k), dtype=self.dtype, device=device)
         scale = torch.empty(m, dtype=torch.float32, device=device)
+        if self.block:  # by column, as DeepGEMM has them
+            shape = m, ceil_div(self.k, LHS_GROUP)
+            scale = torch.empty_strided(shape, (1, 4 * ceil_div(m, 4)), dtype=torch.float32, device=device)
         return q, scale, torch.empty(m, dtype=torch.int32, device=device) if self.affine else None
 
     def tensors(self, outputs: Outputs) -> tuple[torch.Tensor | None, ...]:
@@ -88,11 +94,13 @@ def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def check_arguments(inputs: Inputs) -> None:
     """Raises TypeError or ValueError unless the inputs fit together; looks at no values."""
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block = inputs
     check_flag("affine", affine)
     check_dtype("dtype", dtype, LHS_TYPES)
     if affine and dtype != torch.int8:
         raise ValueError(f"affine: expected dtype int8, got {dtype_name(dtype)}, which has no zero point")
+    if affine and block:
+        raise ValueError("affine: expected False for scheme 'block', got True")
     check_plain("x", x)
     check_dtype("x", x.dtype, REAL_TYPES)
     if x.device.type not in ("cuda", "cpu"):
@@ -100,7 +108,7 @@ def check_arguments(inputs: Inputs) -> None:
     check_rows("x", x, may_overlap=True)
     if gate and x.shape[1] % 64:
         raise ValueError(f"x: expected 2k columns with silu_mul, k a multiple of 32, got {x.shape[1]}")
-    k, limit = inputs.k, MAX_K if permutation is None else MAX_PERMUTED_K
+    k, limit = inputs.k, most_k(permutation is not None, block)
     if k < 32 or k % 32 or k > limit:
         suffix = "" if permutation is None else " with a permutation"
         raise ValueError(f"x: expected k to be a multiple of 32 from 32 to {limit}{suffix}, got {k}")
@@ -133,7 +141,9 @@ def check_arguments(inputs: Inputs) -> None:
         raise ValueError(f"eps: expected a finite number that is not negative, got {eps}")
 
 
-def check_out(out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, silu_mul: bool) -> Outputs:
+def check_out(
+    out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, silu_mul: bool, block: bool = False
+) -> Outputs:
     """The call's `out`, as rows, for x of any number of dimensions but 0."""
     expected = "(q, scale, zero)" if affine else "(q, scale)"
     if not isinstance(out, (tuple, list)) or len(out) != (3 if affine else 2):
@@ -155,6 +165,8 @@ def check_out(out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, si
         raise ValueError(f"out[0]: expected shape {list(shape)}, got {list(q.shape)}")
     rows = as_rows("out[0]", q)
     check_rows("out[0]", rows)
+    if block:
+        return rows, _check_block_scale(out[1], (*lead, ceil_div(shape[-1], LHS_GROUP))), None
     for i, tensor in enumerate(out[1:], 1):
         if (differ(tensor.shape, lead) and differ(tensor.shape, (*lead, 1))) or not tensor.is_contiguous():
             raise ValueError(
@@ -162,3 +174,15 @@ def check_out(out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, si
                 f"{list(tensor.shape)} with strides {tuple(tensor.stride())}"
             )
     return rows, out[1].view(-1), out[2].view(-1) if affine else None
+
+
+def _check_block_scale(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The scales to write to as rows, of any strides without overlap."""
+    if differ(scale.shape, shape):
+        raise ValueError(f"out[1]: expected shape {list(shape)}, got {list(scale.shape)}")
+    rows = as_rows("out[1]", scale)
+    (m, blocks), (down, across) = rows.shape, rows.stride()
+    apart = (m < 2 or down > 0) and (blocks < 2 or across > 0)
+    if not (apart and (m < 2 or blocks < 2 or down >= blocks * across or across >= m * down)):
+        raise ValueError(f"out[1]: expected elements that do not overlap, got strides {tuple(scale.stride())}")
+    return rows

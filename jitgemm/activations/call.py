@@ -19,7 +19,7 @@ from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_flag, check_tensor
 
-SCHEMES = ("token", "tensor")
+SCHEMES = ("token", "tensor", "block")
 
 
 def quantize_activations(
@@ -49,6 +49,9 @@ def quantize_activations(
         zero[i]  = what stands for 0: -128 - low / scale or 127 - high / scale, chosen as ExecuTorch does
         q[i, j]  = round(y[i, p(j)] * (1 / scale[i])) + zero[i]  p = permutation; saturated at +-448, at -128 and 127
 
+    With scheme "block" scale[i, b] is that of the 128 codes q[i, 128 b] to q[i, 128 b + 127], the last block's of fewer
+    maybe, and of the values of y that they stand for; what is said of rows below holds for blocks then.
+
     All in fp32, each operation rounded to nearest even; codes too. The CPU gives the same bits, but for `silu_mul`
     (y within 2^-17 |y| + 2^-120) and `rms_norm` (y within 2^-17 |y| for k up to 2^16), whose codes may differ where y
     is as close to a tie. A row's result does not depend on the other rows, nor on m.
@@ -61,10 +64,11 @@ def quantize_activations(
     Args:
         x: bfloat16, float16 or float32 [..., k], with silu_mul [..., 2k] with gate first; stride 1 along k, rows one
             stride apart, which is a multiple of 16 bytes; 16-byte aligned. k is a multiple of 32, at most 2^20, with a
-            permutation 2^17. A row is read once if k is at most 32768 (16-bit x without silu_mul and rms_norm), 8192
-            (fp32 with silu_mul) or 16384 (otherwise); longer ones are read again from the L2.
+            permutation 2^17, by block 2^15. A row is read once if k is at most 32768 (16-bit x without silu_mul and
+            rms_norm), 8192 (fp32 with silu_mul) or 16384 (otherwise); longer ones are read again from the L2.
         dtype: float8_e4m3fn or int8.
-        scheme: "token", a scale for each row, or "tensor", the scale that is given.
+        scheme: "token", a scale for each row, "tensor", the scale that is given, or "block", one for each row and 128
+            codes; not affine.
         affine: int8 with a zero point.
         scale: "tensor": fp32, one element, positive.
         zero: "tensor" and affine: int32, one element, -128..127.
@@ -74,13 +78,14 @@ def quantize_activations(
         permutation: int32 [k], contiguous, 16-byte aligned; each of 0..k-1 once, which is not checked. A weight's
             `permutation`.
         out: (q, scale) or (q, scale, zero) to write to and return, shaped as below; q may have a row stride that is a
-            multiple of 16 bytes.
+            multiple of 16 bytes, and block scales any strides.
 
     All on one device. On CUDA: compute capability 9.0.
 
     Returns:
         (q, scale), or (q, scale, zero) if affine: the `lhs` of a GEMM. q is [..., k] of dtype, scale fp32 [...] and
-        zero int32 [...], for "tensor" too, where they are what was given but for NaN.
+        zero int32 [...], for "tensor" too, where they are what was given but for NaN. By block scale is
+        [..., ceil(k / 128)], column-major: rows side by side, columns m elements apart, rounded up to 4.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
@@ -95,8 +100,11 @@ def quantize_activations(
     if type(silu_mul) is not bool:
         check_flag("silu_mul", silu_mul)
     gate = SILU_MUL if silu_mul else None
-    inputs = Inputs(rows, dtype, scheme == "tensor", affine, scale, zero, gate, rms_norm, eps, permutation)
-    outputs = None if out is None else check_out(out, x, dtype, affine, silu_mul)
+    block = scheme == "block"
+    inputs = Inputs(
+        rows, dtype, scheme == "tensor", affine, scale, zero, gate, rms_norm, eps, permutation, block=block
+    )
+    outputs = None if out is None else check_out(out, x, dtype, affine, silu_mul, block)
     if torch.compiler.is_compiling() or traced(x, x):
         written = _call_op(inputs, outputs)
     else:
@@ -106,19 +114,19 @@ def quantize_activations(
     results: tuple[Any, ...] = written if affine else written[:2]
     if x.dim() != 2:  # results of rows, as x's shape has them
         lead = x.shape[:-1]
-        return results[0].view(*lead, results[0].shape[1]), *(each.view(lead) for each in results[1:])
+        return tuple(each.view((*lead, *each.shape[1:])) for each in results)
     return results
 
 
 def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
     """The call, directly or by its op, into `outputs`, which are checked, or new ones."""
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block = inputs
     # What decides legality and kernel; the rest of the tensors `Memory.find_plan` compares.
     key = (
         x.shape, dtype, static, affine, gate, eps, scale is None, zero is None, rms_norm is None,
-        permutation is None, row_count is None, outputs is None,
+        permutation is None, row_count is None, outputs is None, block,
     )  # fmt: skip
-    tensors = [x] if outputs is None else [x, outputs[0]]
+    tensors = [x] if outputs is None else [x, *outputs[: 1 + block]]  # other scales have one layout
     tensors += [tensor for tensor in (scale, zero, rms_norm, permutation, row_count) if tensor is not None]
     try:
         plan = thread.memory.find_plan(key, tensors)
@@ -163,9 +171,9 @@ def _call_op(inputs: Inputs, outputs: Outputs | None) -> Outputs:
         if getattr(inputs, name) is not None:
             check_tensor(name, getattr(inputs, name))
     check_dtype("dtype", inputs.dtype, LHS_TYPES)
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _ = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block = inputs
     results = torch.ops.jitgemm.quantize_activations(
-        x, dtype, static, affine, scale, zero, gate is not None, rms_norm, float(eps), permutation
+        x, dtype, static, affine, scale, zero, gate is not None, rms_norm, float(eps), permutation, block
     )
     if outputs is None:
         return results
@@ -175,8 +183,12 @@ def _call_op(inputs: Inputs, outputs: Outputs | None) -> Outputs:
     return outputs
 
 
+_INPUTS = 10
+"""Arguments of the op that `Inputs` has before row_count; block follows, where it is given."""
+
+
 def _inputs(*arguments: Any) -> Inputs:
-    inputs = Inputs(*arguments)
+    inputs = Inputs(*arguments[:_INPUTS], None, *arguments[_INPUTS:])
     return inputs._replace(gate=SILU_MUL if inputs.gate else None)
 
 
@@ -198,7 +210,8 @@ def _without_none(outputs: Outputs) -> tuple[torch.Tensor, ...]:
 
 define_op(
     "quantize_activations(Tensor x, ScalarType dtype, bool static, bool affine, Tensor? scale, Tensor? zero, "
-    "bool silu_mul, Tensor? rms_norm, float eps, Tensor? permutation) -> (Tensor, Tensor, Tensor)",
+    "bool silu_mul, Tensor? rms_norm, float eps, Tensor? permutation, bool block=False) "
+    "-> (Tensor, Tensor, Tensor)",
     _op,
     _fake_op,
 )

@@ -81,6 +81,7 @@ class QuantizeSpec:
         vectors: vectors of `VECTOR` values that a thread holds; 0 where rows are read twice.
         rows: rows that a CTA works on at once, one warp each; 1 where a row has the whole CTA.
         sources_held: a thread reads its part of the permutation once for all rows.
+        block: a scale for every `LHS_GROUP` codes.
     """
 
     x: str
@@ -95,6 +96,7 @@ class QuantizeSpec:
     permuted: bool = False
     rows: int = 1
     sources_held: bool = False
+    block: bool = False
 
     @property
     def label(self) -> str:
@@ -105,7 +107,7 @@ class QuantizeSpec:
             parts.append(self.gate.replace("_", "") + "mul")
             parts += [self.order.replace("_", "")] if self.order != "gate_up" else []
             parts += ["limited"] if self.limited else []
-        parts += [name.replace("_", "") for name in ("rms_norm", "permuted") if getattr(self, name)]
+        parts += [name.replace("_", "") for name in ("rms_norm", "permuted", "block") if getattr(self, name)]
         parts.append(f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}")
         return "-".join(parts)
 
@@ -124,6 +126,7 @@ def quantize_spec(
     gate: Gate | None = None,
     rms_norm: bool = False,
     permuted: bool = False,
+    block: bool = False,
 ) -> QuantizeSpec:
     """The kernel for rows of k codes, the only one whatever m is.
 
@@ -147,13 +150,24 @@ def quantize_spec(
         raise ValueError("gate: expected no rms_norm beside it")
     if gate and (gate.kind not in GATES or gate.order not in ORDERS):
         raise ValueError(f"gate: expected a kind of {tuple(GATES)} and an order of {tuple(ORDERS)}, got {gate}")
-    limit = MAX_PERMUTED_K if permuted else MAX_K
+    if block and (static or affine):
+        raise ValueError("block: expected neither a static scale nor a zero point beside it")
+    limit = most_k(permuted, block)
     if not 32 <= k <= limit or k % 32:
         raise ValueError(f"k: expected a multiple of 32 of at most {limit}, got {k}")
 
-    vectors, rows, sources_held = _shape(k, x, gate is not None, rms_norm, permuted)
+    vectors, rows, sources_held = _shape(k, x, gate is not None, rms_norm, permuted and not block)
+    if permuted and block and rows == 1:
+        vectors = 0  # in shared memory
     kind, order, limited = (gate.kind, gate.order, gate.limit != math.inf) if gate else ("", "gate_up", False)
-    return QuantizeSpec(x, q, vectors, affine, static, kind, order, limited, rms_norm, permuted, rows, sources_held)
+    return QuantizeSpec(
+        x, q, vectors, affine, static, kind, order, limited, rms_norm, permuted, rows, sources_held, block
+    )
+
+
+def most_k(permuted: bool, block: bool) -> int:
+    """The largest k of such a quantiser: a permuted row lies in shared memory, as fp32 values where it has blocks."""
+    return MAX_PERMUTED_K // (4 if block else 1) if permuted else MAX_K
 
 
 def _shape(k: int, x: str, gated: bool, rms_norm: bool, permuted: bool) -> tuple[int, int, bool]:
@@ -181,8 +195,8 @@ def block_dims(spec: QuantizeSpec, k: int) -> tuple[int, int]:
 
 
 def smem_bytes(spec: QuantizeSpec, k: int) -> int:
-    """Dynamic shared memory of a CTA in bytes: a row of codes for each of its rows, on their way to be permuted."""
-    return spec.rows * k if spec.permuted else 0
+    """Dynamic shared memory of a CTA in bytes: its rows' codes on their way to be permuted, or values of blocks."""
+    return spec.rows * k * (4 if spec.block else 1) if spec.permuted else 0
 
 
 def render_config(spec: QuantizeSpec) -> str:
@@ -200,6 +214,7 @@ def render_config(spec: QuantizeSpec) -> str:
         "u32 kVectors": spec.vectors,
         "u32 kRows": spec.rows,
         "bool kSourcesHeld": spec.sources_held,
+        "bool kBlocks": spec.block,
     }
     texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in constants.items()}
     lines = "\n".join(f"    static constexpr {name} = {text};" for name, text in texts.items())
@@ -229,7 +244,7 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     """A quantiser as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
 
-    variants = [name for name in ("affine", "static", "rms_norm", "permuted") if getattr(spec, name)]
+    variants = [name for name in ("affine", "static", "rms_norm", "permuted", "block") if getattr(spec, name)]
     variants += ["silu_mul"] if spec.gate else []
     command = f"--lhs {'int8' if spec.q == 's8' else 'fp8'} --quantizer {'+'.join([spec.x, *variants])}"
     named = (spec.gate or "silu", spec.order, spec.limited) == ("silu", "gate_up", False)

@@ -23,7 +23,7 @@ from jitgemm.tensors import TYPE_NAMES
 
 ARGUMENTS = ArgumentBlock(
     POINTERS, x_row_bytes="Q", q_row_bytes="Q", m="I", k="I", eps="f", norm_weight_type="i", gate_limit="f",
-    gate_alpha="f",
+    gate_alpha="f", scale_row_stride="Q", scale_block_stride="Q",
 )  # fmt: skip
 """`QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
@@ -45,7 +45,7 @@ class QuantizePlan(PreparedLaunch):
     __slots__ = ("spec",)
 
     def __init__(self, inputs: Inputs, outputs: Outputs):
-        x, q, norm, gate = inputs.x, outputs[0], inputs.rms_norm, inputs.gate or SILU_MUL
+        x, q, scale, norm, gate = inputs.x, *outputs[:2], inputs.rms_norm, inputs.gate or SILU_MUL
         m, k, device = x.shape[0], inputs.k, x.get_device()
         spec = self.spec = quantize_spec(
             k,
@@ -56,6 +56,7 @@ class QuantizePlan(PreparedLaunch):
             gate=inputs.gate,
             rms_norm=norm is not None,
             permuted=inputs.permutation is not None,
+            block=inputs.block,
         )
         kernel = KERNELS.load(spec, device)
         threads, rows = block_dims(spec, k)
@@ -75,6 +76,8 @@ class QuantizePlan(PreparedLaunch):
                 "norm_weight_type": 0 if norm is None else DTYPES[TYPE_NAMES[norm.dtype]].number,
                 "gate_limit": gate.limit,
                 "gate_alpha": gate.alpha,
+                "scale_row_stride": scale.stride(0) if inputs.block else 0,
+                "scale_block_stride": scale.stride(1) if inputs.block else 0,
             },
             grid=min(ceil_div(m, rows), resident * device_of(device).num_sms),
             threads=(threads, rows),
@@ -83,7 +86,7 @@ class QuantizePlan(PreparedLaunch):
 
     def launch(self, inputs: Inputs, outputs: Outputs) -> None:
         """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
-        x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation, row_count = inputs
+        x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation, row_count, _ = inputs
         q, scale, zero = outputs
         addresses = (
             x.data_ptr(),

@@ -12,6 +12,7 @@ import torch
 
 from jitgemm.activations.arguments import Inputs, Outputs
 from jitgemm.activations.kernel import Gate
+from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 
 MIN_SCALE = 2.0**-126
 """Smallest scale: the smallest normal fp32, whose reciprocal is finite."""
@@ -20,12 +21,14 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 def quantize_reference(inputs: Inputs) -> Outputs:
     """`jitgemm.quantize_activations` in plain PyTorch, for checked inputs; all rows, whatever `row_count` says."""
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _ = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block = inputs
     y = x.float() if gate is None else gated(x.float(), gate)
     norm = None
     if rms_norm is not None:
         norm = _norm(y, eps)
         y = y * rms_norm.float()
+    if block:
+        return _quantize_blocks(y if permutation is None else y[:, permutation.long()], norm, dtype)
 
     nonfinite = torch.full((x.shape[0],), float("nan"), device=x.device)
     high = (y if affine else y.abs()).amax(dim=1).clamp(min=0)
@@ -48,6 +51,19 @@ def quantize_reference(inputs: Inputs) -> Outputs:
     if permutation is not None:
         q = q.view(torch.int8)[:, permutation.long()].view(dtype)
     return q, row_scale, row_zero
+
+
+def _quantize_blocks(y: torch.Tensor, norm: torch.Tensor | None, dtype: torch.dtype) -> Outputs:
+    """A scale for every `LHS_GROUP` codes; y as permuted, norm one factor a row."""
+    m, k = y.shape
+    blocks = ceil_div(k, LHS_GROUP)
+    y = torch.nn.functional.pad(y, (0, blocks * LHS_GROUP - k)).view(m * blocks, LHS_GROUP)
+    rows = Inputs(y, dtype, False, False, None, None, None, None, 0.0, None)
+    if norm is not None:
+        # After the largest is known, as the kernel does; rounding keeps the order of numbers.
+        rows = rows._replace(x=y * norm.repeat_interleave(blocks)[:, None])
+    q, scale, _ = quantize_reference(rows)
+    return q.view(torch.int8).view(m, -1)[:, :k].contiguous().view(dtype), scale.view(m, blocks), None
 
 
 def gated(x: torch.Tensor, gate: Gate) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from jitgemm.cli import common
-from jitgemm.kernel.formats import Problem
+from jitgemm.kernel.formats import LHS_GROUP, Problem
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import pick_device
 from jitgemm.select import loads
@@ -29,6 +29,9 @@ def explain(
     codes: Annotated[common.Codes, typer.Option("--codes", help=common.CODES_HELP)] = common.Codes.any,
     out: Annotated[common.RealType, typer.Option("--out", help=common.OUT_HELP)] = common.RealType.bf16,
     batch_invariant: common.BatchInvariant = False,
+    block_scales: Annotated[
+        bool, typer.Option("--block-scales", help="Activations with a scale per token and 128 k, not one per token.")
+    ] = False,
     experts: Annotated[
         Optional[int],
         typer.Option(
@@ -68,7 +71,10 @@ def explain(
     format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits)
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
-    problem = Problem(m * top_k, n, k, kind, format, out.value, batch_invariant, experts or 0)
+    problem = Problem(
+        m * top_k, n, k, kind, format, out.value, batch_invariant, experts or 0,
+        LHS_GROUP if block_scales else 0,
+    )  # fmt: skip
     ranked = candidates(problem, target)
     if not ranked:
         raise ValueError(f"no kernel fits {target.name}")

@@ -38,7 +38,7 @@ from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
-from jitgemm.kernel.formats import GROUP_SIZES
+from jitgemm.kernel.formats import GROUP_SIZES, LHS_GROUP
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
@@ -48,8 +48,8 @@ from jitgemm.select.devices import DeviceSpec
 
 _FROM_CONFIG = "what --model's quantization_config says, else {}"
 
-QUANTIZER_VARIANTS = ("affine", "static", "silu_mul", "rms_norm", "permuted")
-"""What a quantiser may do besides; keyword arguments of `quantize_spec`."""
+QUANTIZER_VARIANTS = ("affine", "static", "silu_mul", "rms_norm", "permuted", "block")
+"""What a quantiser may do besides; keyword arguments of `quantize_spec`. For "block", GEMMs take such scales, too."""
 
 
 Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
@@ -110,19 +110,21 @@ class Wanted:
             experts, rows = layer.experts, self.max_m * layer.top_k
         for lhs, (x, variants) in product(self.lhs_types, self.quantizers):
             if isinstance(layer, ExpertLayer):
-                affine = "affine" in variants
-                yield from layer_specs(layer.hidden, layer.inter, x, lhs, layer.gate, affine=affine)
+                flags = {name: name in variants for name in ("affine", "block")}
+                yield from layer_specs(layer.hidden, layer.inter, x, lhs, layer.gate, **flags)
             else:
                 yield quantize_spec(layer.k, x, lhs, **dict.fromkeys(variants, True))
         orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
         orders = [common.Codes.tuned] if self.bits == 8 else orders
-        for lhs, codes, out, (n, k) in product(self.lhs_types, orders, self.outs, shapes):
+        groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in self.quantizers} or {0: None}
+        for lhs, codes, out, (n, k), group in product(self.lhs_types, orders, self.outs, shapes, groups):
             format = common.weight_format(
                 codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k, self.bits
             )
             yield from kernels_for(
-                n, k, lhs, format, device, rows, out=out, batch_invariant=self.batch_invariant, experts=experts
-            )
+                n, k, lhs, format, device, rows, out=out, batch_invariant=self.batch_invariant, experts=experts,
+                lhs_group=group,
+            )  # fmt: skip
 
     def describe(self) -> str:
         """What is not every warm-up's, for people."""

@@ -178,5 +178,7 @@ def _warmup(spec: KernelSpec) -> str:
         flags += ["--codes", "any" if fmt.codes == "any" else "tuned"]
     if spec.out != "bf16":
         flags += ["--out", spec.out]
+    if spec.lhs_group:
+        flags += ["--quantizer", f"{spec.out}+block"]
     # Batch invariance is the call's, not the kernel's.
     return f"jitgemm warmup --shape N,K {' '.join(flags)} [--batch-invariant]"

@@ -64,7 +64,7 @@ class Routing(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """All of a call but where to write."""
+    """All of a call but where to write. `block`: tokens are quantised with a scale for every 128 k."""
 
     x: torch.Tensor
     w13: Weight
@@ -79,6 +79,7 @@ class Layer(NamedTuple):
     bias2: torch.Tensor | None
     addend: torch.Tensor | None
     batch_invariant: bool
+    block: bool = False
 
     @property
     def experts(self) -> int:
@@ -182,11 +183,13 @@ def check_weights(w13: Any, w2: Any) -> int:
 
 def check_arguments(layer: Layer) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
-    x, w13, w2, topk_ids, topk_weights, _, lhs_dtype, affine, expert_map, bias13, bias2, addend, _ = layer
+    x, w13, w2, topk_ids, topk_weights, _, lhs_dtype, affine, expert_map, bias13, bias2, addend, _, block = layer
     experts = check_weights(w13, w2)
     lhs_type = check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
     if affine and lhs_type != "s8":
         raise ValueError(f"affine: expected lhs_dtype int8, got {dtype_name(lhs_dtype)}, which has no zero point")
+    if affine and block:
+        raise ValueError("affine: expected False for scheme 'block', got True")
     for name, weight in (("w13", w13), ("w2", w2)):
         if weight.format.codes not in ("any", lhs_type):
             raise TypeError(

@@ -18,7 +18,7 @@ from jitgemm.activations.kernel import Gate
 from jitgemm.dtypes import LHS_TYPES, torch_dtype
 from jitgemm.gemm.arguments import Lhs
 from jitgemm.gemm.grouped import contiguous
-from jitgemm.kernel.formats import ceil_div, format_named
+from jitgemm.kernel.formats import LHS_GROUP, ceil_div, format_named
 from jitgemm.moe.arguments import Layer, Weight, check_arguments, check_out, check_weights, make_gate
 from jitgemm.moe.route import combine, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, traced
@@ -44,6 +44,7 @@ def fused_experts(
     alpha: float = 1.702,
     lhs_dtype: torch.dtype | None = None,
     affine: bool = False,
+    scheme: str = "token",
     expert_map: torch.Tensor | None = None,
     bias13: torch.Tensor | None = None,
     bias2: torch.Tensor | None = None,
@@ -59,7 +60,7 @@ def fused_experts(
         y[t, i] = w2[e] · Q(act(g, u)) + bias2[e]                               e the expert that topk_ids[t, i] means
         (g, u)  = w13[e] · Q(x[t]) + bias13[e]
 
-    Q quantises to 8 bits, a scale for each row, as `quantize_activations`. Both products are rounded to x's type, act
+    Q quantises to 8 bits, a scale for each row, or for each row and 128 k, as `quantize_activations`. Both products are rounded to x's type, act
     is fp32 and not rounded, the sum is fp32, in the order of i, and rounded once. The same bits in every run.
 
     ::
@@ -83,6 +84,7 @@ def fused_experts(
         alpha: of swiglu_oai.
         lhs_dtype: float8_e4m3fn or int8, what Q makes; None for what w13 was packed for, e4m3 if for both.
         affine: int8 with zero points.
+        scheme: "token", a scale for each row, or "block", one for each row and 128 k; not affine.
         expert_map: int32 [global experts], at most 8192, for expert parallelism: topk_ids count the experts of all
             ranks, and expert_map holds this rank's number of each, or -1 to skip its choices.
         bias13, bias2: bfloat16 or float32 [E, 2 * inter] and [E, n], contiguous, or None.
@@ -107,7 +109,7 @@ def fused_experts(
     check_flag("batch_invariant", batch_invariant)
     layer = _layer(
         x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
-        bias13, bias2, addend, batch_invariant,
+        bias13, bias2, addend, batch_invariant, _by_block(scheme),
     )  # fmt: skip
     if torch.compiler.is_compiling() or traced(x, x if out is None else out):
         result = _call_op(layer)
@@ -131,6 +133,7 @@ def fused_experts_reference(
     alpha: float = 1.702,
     lhs_dtype: torch.dtype | None = None,
     affine: bool = False,
+    scheme: str = "token",
     expert_map: torch.Tensor | None = None,
     bias13: torch.Tensor | None = None,
     bias2: torch.Tensor | None = None,
@@ -141,14 +144,21 @@ def fused_experts_reference(
 
     layer = _layer(
         x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
-        bias13, bias2, addend, False,
+        bias13, bias2, addend, False, _by_block(scheme),
     )  # fmt: skip
     check_arguments(layer)
     return layer_reference(layer)
 
 
 def fused_experts_workspace_bytes(
-    tokens: int, top_k: int, w13: AnyWeight, w2: AnyWeight, *, dtype: torch.dtype = torch.bfloat16, affine: bool = False
+    tokens: int,
+    top_k: int,
+    w13: AnyWeight,
+    w2: AnyWeight,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    affine: bool = False,
+    scheme: str = "token",
 ) -> int:
     """Bytes of device memory that a call of `fused_experts` takes beside its arguments and its result.
 
@@ -157,20 +167,31 @@ def fused_experts_workspace_bytes(
 
         b * m * max(2 * inter, n) + m * inter + tokens * k + 4 * (3 * m + tokens + E + 1), more 4 * (m + tokens) affine
 
-    each of these tensors rounded up to 512 bytes.
+    each of these tensors rounded up to 512 bytes. By block, a token has a scale for every 128 k, and m a scale for every
+    128 of inter, both m and tokens rounded up to 4.
 
     Args:
         tokens, top_k: shape of topk_ids.
         w13, w2: as for `fused_experts`.
         dtype: of x.
-        affine: as for `fused_experts`.
+        affine, scheme: as for `fused_experts`.
     """
     experts = check_weights(w13, w2)
     m = tokens * top_k
     parts = [4 * (experts + 1), 4 * m, 4 * m]  # routing
-    parts += [tokens * w13.k, m * w2.k] + [4 * tokens, 4 * m] * (2 if affine else 1)  # codes, scales and zero points
+    parts += [tokens * w13.k, m * w2.k]  # codes
+    if _by_block(scheme):
+        parts += [16 * ceil_div(rows, 4) * ceil_div(k, LHS_GROUP) for rows, k in ((tokens, w13.k), (m, w2.k))]
+    else:
+        parts += [4 * tokens, 4 * m] * (2 if affine else 1)  # scales and zero points
     parts.append(m * max(w13.n, w2.n) * dtype.itemsize)
     return sum(_ALLOCATION * ceil_div(part, _ALLOCATION) for part in parts)
+
+
+def _by_block(scheme: str) -> bool:
+    if scheme not in ("token", "block"):
+        raise ValueError(f"scheme: expected one of ('token', 'block'), got {scheme!r}")
+    return scheme == "block"
 
 
 def _layer(
@@ -191,13 +212,13 @@ def _layer(
 
 def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
     """The call, directly or by its op."""
-    x, w13, w2, _, _, gate, lhs_dtype, affine, expert_map, bias13, bias2, addend, batch_invariant = layer
+    x, w13, w2, _, _, gate, lhs_dtype, affine, expert_map, bias13, bias2, addend, batch_invariant, block = layer
     check_tensor("x", x)
     tensors = layer.tensors if out is None else [*layer.tensors, out]
     try:
         key = (
             "experts", w13.plan_key, w2.plan_key, gate, lhs_dtype, affine, expert_map is None, bias13 is None,
-            bias2 is None, addend is None, batch_invariant, out is None,
+            bias2 is None, addend is None, batch_invariant, block, out is None,
         )  # fmt: skip
         checked = thread.memory.find_plan(key, tensors)
     except (AttributeError, TypeError):  # not what it should be: the checks say what
@@ -223,12 +244,13 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
 def _launch(layer: Layer, out: torch.Tensor) -> None:
     w13: Any
     w2: Any
-    x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, expert_map, bias13, bias2, addend, batch_invariant = layer
+    x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, expert_map, bias13, bias2, addend = layer[:12]
+    batch_invariant, block = layer[12:]
     choices = topk_ids.numel()
     everywhere = layer.experts if expert_map is None else expert_map.numel()
     expected_m = choices / everywhere
 
-    tokens = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None)
+    tokens = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None, block=block)
     (offsets, row_index, inverse), quantised = route_and_quantize(tokens, topk_ids, layer.experts, expert_map)
     memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
     hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
@@ -284,7 +306,8 @@ define_op(
     "fused_experts(Tensor x, Tensor blocks13, Tensor? channel_scale13, Tensor? row_sum13, int n13, int k13, "
     "str format13, Tensor blocks2, Tensor? channel_scale2, Tensor? row_sum2, int n2, int k2, str format2, "
     "Tensor topk_ids, Tensor topk_weights, str activation, str order, float? limit, float alpha, ScalarType lhs_dtype, "
-    "bool affine, Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant) -> Tensor",
+    "bool affine, Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant, "
+    "bool block=False) -> Tensor",
     _op,
     _fake_op,
 )

@@ -69,16 +69,16 @@ def route_spec(choices: int) -> RouteSpec:
     return RouteSpec(1 if choices <= ONE_CTA_CHOICES else CLUSTER)
 
 
-def front_spec(choices: int, k: int, x: str, q: str, affine: bool) -> FrontSpec | None:
+def front_spec(choices: int, k: int, x: str, q: str, affine: bool, block: bool = False) -> FrontSpec | None:
     """The kernel that routes so many choices and quantises tokens of k values; None where two kernels are needed."""
     vectors = next((count for count in (1, 2, 4) if k <= count * FRONT_THREADS * _VECTOR), 0)
     if choices > ONE_CTA_CHOICES or not vectors:
         return None
-    return FrontSpec(QuantizeSpec(x, q, vectors, affine))
+    return FrontSpec(QuantizeSpec(x, q, vectors, affine, block=block))
 
 
 def layer_specs(
-    k: int, inter: int, x: str, q: str, gate: Gate, *, affine: bool = False
+    k: int, inter: int, x: str, q: str, gate: Gate, *, affine: bool = False, block: bool = False
 ) -> tuple[RouteSpec | FrontSpec | CombineSpec | QuantizeSpec, ...]:
     """Every kernel of a layer beside its GEMMs, whatever the numbers of tokens, choices and experts are.
 
@@ -86,13 +86,13 @@ def layer_specs(
         k, inter: of w13 and w2.
         x: name of x's type.
         q: name of `lhs_dtype`.
-        gate, affine: as the call has them.
+        gate, affine, block: as the call has them.
     """
     return (
-        front_spec(1, k, x, q, affine) or RouteSpec(1),
+        front_spec(1, k, x, q, affine, block) or RouteSpec(1),
         RouteSpec(CLUSTER),
-        quantize_spec(k, x, q, affine=affine),
-        quantize_spec(inter, x, q, affine=affine, gate=gate),
+        quantize_spec(k, x, q, affine=affine, block=block),
+        quantize_spec(inter, x, q, affine=affine, block=block, gate=gate),
         CombineSpec(x, x),
     )
 

@@ -8,6 +8,7 @@ from jitgemm.activations.arguments import Outputs
 from jitgemm.activations.kernel import QuantizeSpec
 from jitgemm.activations.plan import KERNELS as QUANTIZERS
 from jitgemm.dtypes import DTYPES
+from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, ROUTE_POINTERS, Routing
 from jitgemm.moe.kernel import (
     COMBINE_NAME,
@@ -39,7 +40,7 @@ ROUTE_ARGUMENTS = ArgumentBlock(
 """`RouteArgs` in include/jitgemm/moe/route.cuh."""
 FRONT_ARGUMENTS = ArgumentBlock(
     FRONT_POINTERS, x_row_bytes="Q", choices="I", top_k="I", experts="I", global_experts="I", run="I", id_bytes="I",
-    m="I", k="I",
+    m="I", k="I", scale_block_stride="Q",
 )  # fmt: skip
 """`FrontArgs` in include/jitgemm/moe/front.cuh."""
 COMBINE_ARGUMENTS = ArgumentBlock(
@@ -106,6 +107,7 @@ class FrontPlan(PreparedLaunch):
         values, smem = _route_values(topk_ids, experts, expert_map, FRONT_THREADS, 1)
         # One row's stride is never walked, and torch may report any value for it.
         values |= {"x_row_bytes": x.stride(0) * x.element_size() if m > 1 else 0, "m": m, "k": k}
+        values["scale_block_stride"] = 4 * ceil_div(m, 4)  # as Inputs.new_outputs() lays them out
         kernel = FRONTS.load(spec, x.get_device())
         # A CTA for each token beside the one that routes: there are few tokens.
         super().__init__(kernel, FRONT_ARGUMENTS, values, grid=1 + m, threads=(FRONT_THREADS, 1), smem_bytes=smem)

@@ -18,12 +18,13 @@ def layer_reference(layer: Layer) -> torch.Tensor:
     Both GEMMs, gate and combination in fp64. Rounded to x's type: what each GEMM returns, and the result; to fp32: what
     is quantised.
     """
-    x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, expert_map, bias13, bias2, addend, _ = layer
+    x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, expert_map, bias13, bias2, addend, _, block = layer
     offsets, row_index, inverse = route_reference(topk_ids, layer.experts, expert_map)
     live = int(offsets[-1])
 
     def quantize(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = quantize_reference(Inputs(values, dtype, False, affine, None, None, None, None, 0.0, None))
+        inputs = Inputs(values, dtype, False, affine, None, None, None, None, 0.0, None, block=block)
+        results = quantize_reference(inputs)
         return tuple(result for result in results if result is not None)
 
     def multiply(lhs: tuple[torch.Tensor, ...], weight, bias) -> torch.Tensor:  # type: ignore[no-untyped-def]

@@ -56,10 +56,10 @@ def route_and_quantize(
     """`route`, and `quantize` of tokens by row; of few tokens in one launch. For checked tensors.
 
     Args:
-        inputs: x [tokens, k], at least one token; dtype and affine. The rest is what says nothing.
+        inputs: x [tokens, k], at least one token; dtype, affine and block. The rest is what says nothing.
     """
     x, dtype, _, affine = inputs[:4]
-    spec = front_spec(topk_ids.numel(), x.shape[1], TYPE_NAMES[x.dtype], TYPE_NAMES[dtype], affine)
+    spec = front_spec(topk_ids.numel(), x.shape[1], TYPE_NAMES[x.dtype], TYPE_NAMES[dtype], affine, inputs.block)
     if spec is None or not x.is_cuda:
         return route(topk_ids, experts, expert_map=expert_map), quantize(inputs)
     tensors = [x, topk_ids] if expert_map is None else [x, topk_ids, expert_map]

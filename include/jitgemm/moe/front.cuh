@@ -21,8 +21,9 @@ struct FrontArgs {
     u32 run;
     u32 id_bytes;
     u32 m, k;
+    u64 scale_block_stride;
 };
-static_assert(sizeof(FrontArgs) == 112, "jitgemm/moe/plan.py packs this struct");
+static_assert(sizeof(FrontArgs) == 120, "jitgemm/moe/plan.py packs this struct");
 
 template <class Config>
 __device__ __forceinline__ void route_and_quantize(const FrontArgs& args) {
@@ -36,6 +37,7 @@ __device__ __forceinline__ void route_and_quantize(const FrontArgs& args) {
         tokens.x = args.x, tokens.q = args.q, tokens.scale = args.scale, tokens.zero = args.zero;
         tokens.x_row_bytes = args.x_row_bytes, tokens.q_row_bytes = args.k;
         tokens.m = args.m, tokens.k = args.k;
+        tokens.scale_row_stride = 1, tokens.scale_block_stride = args.scale_block_stride;
         quantize_rows<Config>(tokens, blockIdx.x - 1, gridDim.x - 1);
     }
 }
