@@ -19,6 +19,7 @@ from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.jit.nvrtc import SERIALISED, compile_cubin
+from jitgemm.jit.sass import MULTIPLY, code_sections, instructions
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, format_named
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
@@ -419,3 +420,5 @@ def test_kernels_build_without_spills_and_serialised_multiplies(lhs, group_size,
     assert source.spec == spec.to_dict() and "--bits 8" in source.warmup
     built = compile_cubin(source.source, source.headers, source.options, name=source.label)
     assert built.spill_bytes <= 16 and not SERIALISED.search(built.log), spec.label
+    code = instructions(built.cubin, *code_sections(built.cubin)[0])
+    assert any(each.opcode in MULTIPLY for each in code)

@@ -23,14 +23,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-VERSION = 3
+VERSION = 4
 """Part of a kernel's cache key: raise it whenever `apply_yields` makes other bytes of the same cubin and `Yields`."""
 
 EM_CUDA, SM_90 = 190, 90
 """What an ELF header calls a GPU's machine code, and Hopper."""
 
-MULTIPLY = frozenset({0xDF1, 0xDF3})
-"""Opcodes of wgmma with A in registers, for int8 and e4m3: they neither yield nor end a run."""
+MULTIPLY = frozenset({0xDF1, 0xDF3, 0x9F1, 0x9F3})
+"""Opcodes of wgmma for int8 and e4m3, with A in registers and in shared memory: they neither yield nor end a run."""
 FFMA = 0x223
 I2FP = 0x245
 LDS = 0x984
