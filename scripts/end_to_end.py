@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""From a checkpoint to tokens: a Llama through jitgemm, compared and timed. `python scripts/end_to_end.py --help`."""
+"""A Llama end to end: from a checkpoint to logits, and tokens a second. `python scripts/end_to_end.py --help`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -30,35 +30,47 @@ from jitgemm.cli import common
 from jitgemm.nn import W4A8Linear
 from jitgemm.nn.read import CODES
 
+from benchmark_lib.llama import CONTESTANTS, MOST_DIFFERENT, USUAL, ModelSizes, empty_model, time_llama
+
 PRESETS = {"fp8": "W4AFP8", "int8": "W4A8"}
 """compressed-tensors' names for 4-bit weights with a scale per token."""
 FORMATS = ("int-quantized", "pack-quantized")
 LAYER_LIMIT = 2.2e-3
 """Largest relative RMS error of a layer's output: rounding it to bf16 alone takes 1.7e-3."""
-ROUNDS = 3
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
 
-class MissingLibrary(Exception):
-    """A library that this script needs and the package does not."""
+Hidden = Annotated[int, typer.Option("--hidden", min=32, help="Hidden size.")]
+Intermediate = Annotated[int, typer.Option("--intermediate", min=32, help="Width of the MLP.")]
+Heads = Annotated[int, typer.Option("--heads", min=1, help="Attention heads.")]
+KvHeads = Annotated[int, typer.Option("--kv-heads", min=1, help="Key and value heads.")]
+GroupSize = Annotated[int, typer.Option("--group-size", help="Values of k that share a scale.")]
+Device = Annotated[
+    Optional[str],
+    typer.Option("--device", metavar="cuda|cpu", help="Where to run.", show_default="cuda, else cpu"),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of the weights and the tokens.")]
+
+
+@app.callback()
+def end_to_end() -> None:
+    """A Llama with W4A8 layers, end to end: what it computes, out of a checkpoint, and how fast it is."""
 
 
 @app.command()
 @common.guarded
-def end_to_end(
+def check(
     layers: Annotated[int, typer.Option("--layers", min=1, help="Decoder layers; the real model has 32.")] = 4,
-    hidden: Annotated[int, typer.Option("--hidden", min=32, help="Hidden size.")] = 4096,
-    intermediate: Annotated[int, typer.Option("--intermediate", min=32, help="Width of the MLP.")] = 14336,
-    heads: Annotated[int, typer.Option("--heads", min=1, help="Attention heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option("--kv-heads", min=1, help="Key and value heads.")] = 8,
+    hidden: Hidden = 4096,
+    intermediate: Intermediate = 14336,
+    heads: Heads = 32,
+    kv_heads: KvHeads = 8,
     vocab: Annotated[
         Optional[int],
-        typer.Option(
-            "--vocab", min=8, help="Size of the vocabulary.", show_default="128256 * layers / 32: lm_head's real share"
-        ),
+        typer.Option("--vocab", min=8, help="Size of the vocabulary.", show_default="128256 * layers / 32"),
     ] = None,
     activation: Annotated[
         Optional[list[str]],
@@ -69,21 +81,16 @@ def end_to_end(
     format: Annotated[
         str, typer.Option("--format", metavar="|".join(FORMATS), help="How compressed-tensors stores the codes.")
     ] = FORMATS[0],
-    group_size: Annotated[int, typer.Option("--group-size", help="Values of k that share a scale.")] = 128,
+    group_size: GroupSize = 128,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens whose logits are compared.")] = 256,
-    batch: Annotated[str, typer.Option("--batch", metavar="LIST", help="Sequences decoded at once.")] = "1,16,64",
-    context: Annotated[int, typer.Option("--context", min=1, help="Tokens in the cache when decoding starts.")] = 512,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Tokens decoded for each sequence.")] = 64,
-    device: Annotated[
-        Optional[str], typer.Option("--device", metavar="cuda|cpu", help="Where to run.", show_default="cuda, else cpu")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the weights and the tokens.")] = 0,
+    device: Device = None,
+    seed: Seed = 0,
     keep: Annotated[
         Optional[Path], typer.Option("--keep", metavar="FOLDER", help="Write the checkpoints here and leave them.")
     ] = None,
     as_json: common.Json = False,
 ) -> None:
-    """Quantise a Llama-style model to W4A8, save it, load it through jitgemm, compare its logits, time its decoding.
+    """Quantise a Llama-style model to W4A8, save it, load it through jitgemm and compare its logits.
 
     The model comes from transformers: Llama-3-8B's layers, fewer of them, with random weights. compressed-tensors
     quantises it (a scale per group, round to nearest) and writes config.json and safetensors as for vLLM; the weights
@@ -97,18 +104,10 @@ def end_to_end(
     jitgemm must be at least as close as bf16 torch, and each of its layers, on its own input, within 2.2e-3 (RMS).
 
     \b
-    Decoding: one token a step for each sequence, greedily, from a filled cache; on a GPU one CUDA graph is replayed.
-      bf16         torch.nn.Linear on the dequantised weights
-      fp8          torch._scaled_mm, scales per row and per token, activations through jitgemm's quantiser
-      jitgemm ...  4-bit weights, the checkpoint's activations
-    Embedding, attention, norms and lm_head are the same bf16 modules for all.
-
-    \b
     Examples:
-      python scripts/end_to_end.py
-      python scripts/end_to_end.py --layers 32 --batch 1,8,32 --context 2048 --json > llama.json
-      python scripts/end_to_end.py --device cpu --layers 1 --hidden 256 --intermediate 512 --heads 4 --kv-heads 2 \\
-          --vocab 512 --tokens 16 --batch 1 --context 4 --steps 2
+      python scripts/end_to_end.py check
+      python scripts/end_to_end.py check --device cpu --layers 1 --hidden 256 --intermediate 512 --heads 4 \\
+          --kv-heads 2 --vocab 512 --tokens 16
 
     \b
     Exit codes:
@@ -117,83 +116,136 @@ def end_to_end(
       2  wrong arguments, or a library is missing
       3  a kernel could not be compiled or run
     """
-    try:
-        libraries = _libraries()
-    except MissingLibrary as error:
-        common.fail(str(error), common.USAGE)
-        return
+    versions = _libraries("transformers", "safetensors", "compressed-tensors")
     chosen = list(dict.fromkeys(activation or PRESETS))
     for name in chosen:
         if name not in PRESETS:
             raise ValueError(f"--activation: expected {' or '.join(PRESETS)}, got {name!r}")
     if format not in FORMATS:
         raise ValueError(f"--format: expected {' or '.join(FORMATS)}, got {format!r}")
-    batches = _parse_batches(batch)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: expected a CUDA device for {device!r}, torch finds none")
+    device = _device(device)
     vocab = vocab or max(512, 128256 * layers // 32 // 64 * 64)
-    sizes = ModelSizes(layers, hidden, intermediate, heads, kv_heads, vocab, max(tokens, context + steps + 8))
+    sizes = ModelSizes(layers, hidden, intermediate, heads, kv_heads, vocab, tokens)
     sizes.check(group_size)
 
     with contextlib.ExitStack() as stack:
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jitgemm-")))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_third_party_noise())
-        document = _run(sizes, chosen, format, group_size, tokens, batches, context, steps, device, seed, folder)
-    document["versions"] = libraries
+        document = _about(sizes, group_size, device, versions)
+        document["checkpoints"] = _checkpoints(sizes, chosen, format, group_size, tokens, device, seed, folder)
     if as_json:
         common.print_json(document)
     else:
-        _print(document)
+        _print_check(document)
     if not all(checkpoint["agrees"] for checkpoint in document["checkpoints"]):
         raise typer.Exit(common.FOUND)
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """A Llama model's sizes."""
+@app.command()
+@common.guarded
+def speed(
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Decoder layers.")] = 32,
+    hidden: Hidden = 4096,
+    intermediate: Intermediate = 14336,
+    heads: Heads = 32,
+    kv_heads: KvHeads = 8,
+    vocab: Annotated[int, typer.Option("--vocab", min=8, help="Size of the vocabulary.")] = 128256,
+    contestant: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--contestant", metavar="|".join(CONTESTANTS), help="May be repeated.", show_default=", ".join(USUAL)
+        ),
+    ] = None,
+    group_size: GroupSize = 128,
+    batch: Annotated[str, typer.Option("--batch", metavar="LIST", help="Sequences decoded at once.")] = "1,16,64",
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens in the cache when decoding starts.")] = 256,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Tokens decoded for each sequence.")] = 64,
+    prefill: Annotated[int, typer.Option("--prefill", min=0, help="Tokens of a prompt; 0 for none.")] = 2048,
+    backend: Annotated[
+        Optional[str],
+        typer.Option("--backend", help="torch.compile's, or none.", show_default="inductor; none on a CPU"),
+    ] = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: common.Json = False,
+) -> None:
+    """Time a whole Llama-3-8B with random weights: decoding from a static cache, and a prompt.
 
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    positions: int
+    One token a step for each sequence, greedily; on a GPU one CUDA graph is replayed a step. All blocks are compiled by
+    torch.compile, as one function that serves all layers; attention is SDPA. Embedding, attention and lm_head are the
+    same in all, in bf16.
 
-    def check(self, group_size: int) -> None:
-        if self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
-            raise ValueError(
-                f"--heads: expected an even head size and a multiple of --kv-heads, got hidden {self.hidden}, heads "
-                f"{self.heads}, kv-heads {self.kv_heads}"
-            )
-        for name, size in (("--hidden", self.hidden), ("--intermediate", self.intermediate)):
-            if group_size < 1 or size % group_size:
-                raise ValueError(f"{name}: expected a multiple of --group-size {group_size}, got {size}")
+    \b
+      bf16         torch.nn.Linear
+      fp8          torch._scaled_mm, scales per row and per token; the compiler fuses the quantiser
+      e4m3, int8   W4A8Linear, groups of --group-size, after jitgemm.nn.fuse_
+      ...-plain    the same without fuse_
 
-    def config(self) -> Any:
-        from transformers import LlamaConfig
+    The logits of a compiled step are compared with those of the same modules uncompiled, as a guard against nonsense:
+    within 30 %, as both round to bf16, elsewhere, and random weights pass on what that changes.
 
-        return LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            vocab_size=self.vocab,
-            max_position_embeddings=self.positions,
-            rms_norm_eps=1e-5,
-            rope_theta=500000.0,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
+    \b
+    Examples:
+      python scripts/end_to_end.py speed --json > llama.json
+      python scripts/end_to_end.py speed --contestant bf16 --contestant e4m3 --contestant e4m3-plain --batch 1
+      python scripts/end_to_end.py speed --device cpu --layers 2 --hidden 256 --intermediate 512 --heads 4 \\
+          --kv-heads 2 --vocab 512 --batch 1 --context 4 --steps 2 --prefill 8
+
+    \b
+    Exit codes:
+      0  logits agree
+      1  they do not
+      2  wrong arguments, or a library is missing
+      3  a kernel could not be compiled or run
+    """
+    versions = _libraries("transformers")
+    names = list(dict.fromkeys(contestant or USUAL))
+    for name in names:
+        if name not in CONTESTANTS:
+            raise ValueError(f"--contestant: expected one of {', '.join(CONTESTANTS)}, got {name!r}")
+    batches = _parse_batches(batch)
+    device = _device(device)
+    if backend is None:
+        backend = "none" if torch.device(device).type == "cpu" else "inductor"
+    sizes = ModelSizes(layers, hidden, intermediate, heads, kv_heads, vocab, max(prefill, context + steps))
+    sizes.check(group_size)
+    start = time.monotonic()
+    with torch.no_grad(), _third_party_noise():
+        document = _about(sizes, group_size, device, versions)
+        document |= {"context": context, "steps": steps, "prefill": prefill, "backend": backend}
+        document["rows"] = time_llama(
+            sizes, names, batches, context, steps, prefill, group_size, None if backend == "none" else backend, device,
+            seed, lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),
+        )  # fmt: skip
+    document["seconds"] = round(time.monotonic() - start, 1)
+    if as_json:
+        common.print_json(document)
+    else:
+        _print_speed(document)
+    if not all(row["difference"] <= MOST_DIFFERENT for row in document["rows"]):
+        raise typer.Exit(common.FOUND)
 
 
-def _run(  # type: ignore[no-untyped-def]
-    sizes, chosen, format, group_size, tokens, batches, context, steps, device, seed, folder
-) -> dict[str, Any]:
-    contestants: dict[str, dict[str, torch.nn.Module]] = {}
+def _about(sizes: ModelSizes, group_size: int, device: str, versions: dict[str, str]) -> dict[str, Any]:
+    gpu = torch.device(device).type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else "cpu",
+        "model": asdict(sizes) | {"group_size": group_size},
+        "versions": versions,
+    }
+
+
+def _checkpoints(
+    sizes: ModelSizes,
+    chosen: list[str],
+    format: str,
+    group_size: int,
+    tokens: int,
+    device: str,
+    seed: int,
+    folder: Path,
+) -> list[dict[str, Any]]:
     checkpoints = []
     for name in chosen:
         path = folder / f"llama-{PRESETS[name].lower()}"
@@ -219,36 +271,10 @@ def _run(  # type: ignore[no-untyped-def]
                 "agrees": not differ and compared["agrees"],
             }
         )
-        contestants.setdefault("bf16", plain)
-        contestants[f"jitgemm {name}"] = ours
-    eight = {n: Fp8Linear(linear) for n, linear in contestants["bf16"].items()}
-    contestants = {"bf16": contestants.pop("bf16"), "fp8": eight, **contestants}
-    rows = time_decoding(model, contestants, batches, context, steps, device, seed)
-    return {
-        "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu",
-        "model": asdict(sizes) | {"group_size": group_size},
-        "checkpoints": checkpoints,
-        "decode": rows,
-        "context": context,
-        "steps": steps,
-    }
+    return checkpoints
 
 
 # ---- the checkpoint --------------------------------------------------------------------------------------------------
-
-
-def empty_model(sizes: ModelSizes, device: str, seed: int) -> Any:
-    """A model with random bf16 weights."""
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # not .to(bfloat16), which would round the rotary frequencies
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(sizes.config()).eval()
-    finally:
-        torch.set_default_dtype(before)
 
 
 def write_checkpoint(
@@ -368,155 +394,29 @@ def compare_logits(model: Any, ours: dict, plain: dict, tokens: int, vocab: int,
     return numbers | {"agrees": closer and worst[worst_layer] <= LAYER_LIMIT}
 
 
-# ---- decoding --------------------------------------------------------------------------------------------------------
-
-
-class Fp8Linear(torch.nn.Module):
-    """torch._scaled_mm with a scale per row of the weight and per token."""
-
-    def __init__(self, linear: torch.nn.Linear):
-        super().__init__()
-        self.scale = (linear.weight.abs().amax(1).float() / 448)[None, :]
-        codes = (linear.weight.float() / self.scale.t()).clamp_(-448, 448)
-        self.codes = codes.to(torch.float8_e4m3fn)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, scale = quantize_activations(x.reshape(-1, x.shape[-1]), torch.float8_e4m3fn)
-        # use_fast_accum: sums stay in the tensor cores, the faster setting and the one vLLM runs with.
-        options = {"out_dtype": x.dtype, "use_fast_accum": q.is_cuda}
-        out = torch._scaled_mm(q, self.codes.t(), scale_a=scale[:, None], scale_b=self.scale, **options)
-        return out.view(*x.shape[:-1], -1)
-
-
-class Decoder:
-    """Greedy decoding from a filled static cache, one token a step for each sequence; on a GPU as a CUDA graph."""
-
-    def __init__(self, model: Any, batch: int, context: int, steps: int, device: str, seed: int):
-        from transformers import StaticCache
-
-        self.model, self.context, self.steps = model, context, steps
-        length = context + steps + 8
-        ids = torch.randint(0, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(seed))
-        # Newer versions of transformers need the first two only, and ignore the rest.
-        self.cache = StaticCache(
-            config=model.config, max_cache_len=length, max_batch_size=batch, device=device, dtype=model.dtype
-        )
-        self.slots = torch.arange(length, device=device)
-        self.position = torch.tensor([context], device=device)
-        model(input_ids=ids.to(device), past_key_values=self.cache, cache_position=self.slots[:context], use_cache=True)
-        self.ids = ids[:, -1:].to(device).contiguous()
-        self.batch = batch
-        self.run = self.step
-        self.graph = None
-        if torch.device(device).type == "cuda":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):
-                    self.step()
-            torch.cuda.current_stream().wait_stream(stream)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.step()
-            self.run = self.graph.replay
-
-    def step(self) -> None:
-        # An explicit mask: nothing of it depends on values that the host would have to look at.
-        mask = (self.slots <= self.position).expand(self.batch, 1, 1, -1)
-        logits = self.model(
-            input_ids=self.ids,
-            attention_mask=mask,
-            position_ids=self.position.expand(self.batch, 1),
-            past_key_values=self.cache,
-            cache_position=self.position,
-            use_cache=True,
-        ).logits
-        self.ids.copy_(logits[:, -1].argmax(-1, keepdim=True))
-        self.position.add_(1)
-
-    def rewind(self) -> None:
-        """Back to where the prompt ended."""
-        self.position.fill_(self.context)
-        for layer in getattr(self.cache, "layers", ()):
-            if hasattr(layer, "cumulative_length"):  # newer versions of transformers count by themselves
-                layer.cumulative_length.fill_(self.context)
-
-    def seconds_a_step(self) -> float:
-        """The best of some rounds of all steps."""
-        best = float("inf")
-        for _ in range(ROUNDS):
-            self.rewind()
-            if self.graph is None:
-                start = time.perf_counter()
-                for _ in range(self.steps):
-                    self.run()
-                best = min(best, (time.perf_counter() - start) / self.steps)
-                continue
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(self.steps):
-                self.run()
-            end.record()
-            end.synchronize()
-            best = min(best, begin.elapsed_time(end) * 1e-3 / self.steps)
-        return best
-
-
-def time_decoding(
-    model: Any,
-    contestants: dict[str, dict[str, Any]],
-    batches: list[int],
-    context: int,
-    steps: int,
-    device: str,
-    seed: int,
-) -> list[dict[str, Any]]:
-    """Every contestant's layers in the same model, for each number of sequences."""
-    if device.startswith("cuda"):
-        for layers in contestants.values():
-            use(model, layers)
-            jitgemm.nn.warmup(model, max(batches) * context)
-    rows: list[dict[str, Any]] = []
-    for batch in batches:
-        base = None
-        for name, layers in contestants.items():
-            use(model, layers)
-            common.note(f"decoding {batch} sequences: {name}")
-            seconds = Decoder(model, batch, context, steps, device, seed).seconds_a_step()
-            base = base or seconds
-            rows.append(
-                {
-                    "batch": batch,
-                    "layers": name,
-                    "us_per_step": seconds * 1e6,
-                    "tokens_per_s": batch / seconds,
-                    "times_bf16": base / seconds,
-                }
-            )
-    return rows
-
-
 # ---- in and out ------------------------------------------------------------------------------------------------------
 
 
-def _libraries() -> dict[str, str]:
-    """Versions of what is needed beside the package."""
+def _libraries(*packages: str) -> dict[str, str]:
+    """Versions of torch and of what is needed beside the package."""
     missing = []
     versions = {}
-    for module, package in (
-        ("torch", "torch"),
-        ("transformers", "transformers"),
-        ("safetensors", "safetensors"),
-        ("compressed_tensors", "compressed-tensors"),
-    ):
+    for package in ("torch", *packages):
         try:
-            importlib.import_module(module)
+            importlib.import_module(package.replace("-", "_"))
             versions[package] = importlib.metadata.version(package)
         except ImportError:
             missing.append(package)
     if missing:
-        raise MissingLibrary(f"end_to_end.py needs {', '.join(missing)}: pip install {' '.join(missing)}")
+        raise ValueError(f"end_to_end.py needs {', '.join(missing)}: pip install {' '.join(missing)}")
     return versions
+
+
+def _device(device: str | None) -> str:
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: expected a CUDA device for {device!r}, torch finds none")
+    return device
 
 
 @contextlib.contextmanager
@@ -551,13 +451,17 @@ def _parse_batches(text: str) -> list[int]:
     return list(dict.fromkeys(batches))
 
 
-def _print(document: dict[str, Any]) -> None:
-    out = common.out()
+def _print_model(document: dict[str, Any]) -> None:
     model = document["model"]
-    out.print(
+    common.out().print(
         f"Llama, {model['layers']} layers, hidden {model['hidden']}, MLP {model['intermediate']}, vocabulary "
         f"{model['vocab']}, groups of {model['group_size']}, on {document['device']}\n"
     )
+
+
+def _print_check(document: dict[str, Any]) -> None:
+    out = common.out()
+    _print_model(document)
     rows = []
     for checkpoint in document["checkpoints"]:
         logits = checkpoint["logits"]
@@ -575,12 +479,30 @@ def _print(document: dict[str, Any]) -> None:
         )
     columns = ("checkpoint", "equal weights", "jitgemm", "bf16 torch", "top-1", "bf16's top-1", "worst layer", "agrees")
     out.print(common.table(columns, rows, left=("checkpoint",)))
-    out.print("Relative error of the logits against the exact model, and how often the likeliest token is the same.\n")
+    out.print("Relative error of the logits against the exact model, and how often the likeliest token is the same.")
+
+
+def _print_speed(document: dict[str, Any]) -> None:
+    out = common.out()
+    _print_model(document)
+    others = [name for name in USUAL[:2] if f"times_{name}" in document["rows"][0]]
     rows = [
-        (r["batch"], r["layers"], f"{r['us_per_step']:.0f}", f"{r['tokens_per_s']:.0f}", f"{r['times_bf16']:.2f}")
-        for r in document["decode"]
+        (
+            row["kind"],
+            row["sequences"],
+            row["contestant"],
+            f"{row['us']:.0f}",
+            f"{row['tokens_per_s']:.0f}",
+            *(f"{row[f'times_{name}']:.2f}" for name in others),
+            f"{row['difference']:.1e}",
+        )
+        for row in document["rows"]
     ]
-    out.print(common.table(("batch", "layers", "us a step", "tokens/s", "x bf16"), rows, left=("layers",)))
+    columns = ("", "sequences", "Linears", "us a step", "tokens/s", *(f"x {name}" for name in others), "difference")
+    out.print(common.table(columns, rows, left=("", "Linears")))
+    out.print(
+        f"{document['context']} tokens of context, a prompt of {document['prefill']}; {document['seconds']:.0f} s."
+    )
     if document["device"] == "cpu":
         out.print("On the CPU jitgemm runs its exact reference: these times say nothing.")
 

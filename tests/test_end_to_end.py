@@ -1,7 +1,8 @@
-"""scripts/end_to_end.py, tiny and on the CPU: the whole way, its decoder, its arguments and exit codes."""
+"""scripts/end_to_end.py, tiny and on the CPU: the way from a checkpoint, the forward that is timed, arguments and exit codes."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -17,25 +19,31 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = (
-    "--device cpu --layers 1 --hidden 64 --intermediate 128 --heads 2 --kv-heads 1 --vocab 96 --group-size 32 "
-    "--tokens 8 --batch 1,2 --context 3 --steps 2"
-).split()
+SIZES = "--device cpu --hidden 64 --intermediate 128 --heads 2 --kv-heads 1 --vocab 96 --group-size 32".split()
+CHECK = ["check", *SIZES, "--layers", "1", "--tokens", "8"]
+SPEED = ["speed", *SIZES, "--layers", "2", "--batch", "1,2", "--context", "3", "--steps", "2", "--prefill", "8"]
 
 
 @pytest.fixture(scope="module")
 def script():
+    sys.path.insert(0, str(ROOT / "scripts"))
     spec = importlib.util.spec_from_file_location("end_to_end", ROOT / "scripts" / "end_to_end.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["end_to_end"] = module  # where dataclasses look for annotations
     spec.loader.exec_module(module)
     yield module
     del sys.modules["end_to_end"]
+    sys.path.remove(str(ROOT / "scripts"))
 
 
 @pytest.fixture
-def libraries():
-    for name in ("transformers", "safetensors", "compressed_tensors"):
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def libraries(transformers):
+    for name in ("safetensors", "compressed_tensors"):
         pytest.importorskip(name)
 
 
@@ -45,7 +53,7 @@ def run(script, *arguments: str):
 
 @pytest.mark.parametrize("format", ["int-quantized", "pack-quantized"])
 def test_the_whole_way(script, libraries, format, tmp_path):
-    result = run(script, *TINY, "--format", format, "--keep", str(tmp_path), "--json")
+    result = run(script, *CHECK, "--format", format, "--keep", str(tmp_path), "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert [c["activations"] for c in document["checkpoints"]] == ["fp8", "int8"]
@@ -55,24 +63,20 @@ def test_the_whole_way(script, libraries, format, tmp_path):
         assert logits["error_jitgemm"] <= logits["error_bf16_torch"] and logits["error_bf16_torch"] > 0
         assert 0 < logits["worst_layer_error"] < 2.2e-3
         assert checkpoint["agrees"]
-    rows = [(row["batch"], row["layers"]) for row in document["decode"]]
-    assert rows == [(b, name) for b in (1, 2) for name in ("bf16", "fp8", "jitgemm fp8", "jitgemm int8")]
-    for row in document["decode"]:
-        assert row["tokens_per_s"] == pytest.approx(row["batch"] * 1e6 / row["us_per_step"])
     config = json.loads((tmp_path / "llama-w4afp8" / "config.json").read_text())["quantization_config"]
     assert config["format"] == format and config["quant_method"] == "compressed-tensors"
 
 
 def test_a_table_for_people(script, libraries):
-    result = run(script, *TINY, "--activation", "int8", "--batch", "1")
+    result = run(script, *CHECK, "--activation", "int8")
     assert result.exit_code == 0, result.output
     assert re.search(r"W4 int8 +7 of 7 .* yes", result.stdout)
-    assert re.search(r"1  jitgemm int8 ", result.stdout) and "jitgemm fp8" not in result.stdout
+    assert "W4 fp8" not in result.stdout
 
 
 def test_a_layer_beyond_the_limit_exits_with_1(script, libraries, monkeypatch):
     monkeypatch.setattr(script, "LAYER_LIMIT", 1e-6)
-    result = run(script, *TINY, "--activation", "int8", "--batch", "1", "--json")
+    result = run(script, *CHECK, "--activation", "int8", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["checkpoints"][0]["agrees"] is False
 
@@ -86,49 +90,126 @@ def test_a_weight_that_differs_exits_with_1(script, libraries, monkeypatch):
         return linears
 
     monkeypatch.setattr(script, "dequantised_linears", changed)
-    result = run(script, *TINY, "--activation", "fp8", "--batch", "1", "--json")
+    result = run(script, *CHECK, "--activation", "fp8", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["checkpoints"][0]["weights_that_differ"] == ["model.layers.0.mlp.up_proj"]
 
 
+def test_every_contestant_is_timed_in_decoding_and_with_a_prompt(script, transformers):
+    result = run(script, *SPEED, "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    rows = [(row["contestant"], row["kind"], row["sequences"]) for row in document["rows"]]
+    kinds = [("decode", 1), ("decode", 2), ("prefill", 1)]
+    assert rows == [(name, *kind) for name in ("bf16", "fp8", "e4m3", "int8") for kind in kinds]
+    base = {(row["kind"], row["sequences"]): row["us"] for row in document["rows"] if row["contestant"] == "bf16"}
+    for row in document["rows"]:
+        tokens = row["sequences"] * (8 if row["kind"] == "prefill" else 1)
+        assert row["tokens_per_s"] == pytest.approx(tokens * 1e6 / row["us"])
+        assert row["times_bf16"] == pytest.approx(base[row["kind"], row["sequences"]] / row["us"])
+        assert row["difference"] == 0  # nothing is compiled on a CPU
+    assert set(document["versions"]) == {"torch", "transformers"} and document["backend"] == "none"
+
+
+def test_logits_that_a_compiler_changes_exit_with_1(script, transformers, monkeypatch):
+    def wrong(graph, inputs):
+        return lambda *arguments: [-2 * each for each in graph(*arguments)]
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(compile_with, torch.compile, wrong))
+    result = run(
+        script, *SPEED, "--contestant", "bf16", "--batch", "1", "--prefill", "0", "--backend", "eager", "--json"
+    )
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["rows"][0]["difference"] > 0.3
+
+
+def compile_with(compile, other, function, *, backend, **options):
+    return compile(function, backend=other, **options)
+
+
+def test_a_table_of_speeds_for_people(script, transformers):
+    result = run(script, *SPEED, "--contestant", "bf16", "--contestant", "int8-plain", "--batch", "2")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"decode +2  bf16 .* 1\.00", result.stdout) and re.search(r"prefill +1  int8-plain", result.stdout)
+    assert "x bf16" in result.stdout and "x fp8" not in result.stdout
+
+
+@pytest.fixture(params=["bf16", "fp8", "e4m3", "int8", "e4m3-plain"])
+def changed(request, script, transformers):
+    """A model of transformers, and the forward that is timed; one graph for each shape serves all layers."""
+    llama = sys.modules["benchmark_lib.llama"]
+    with torch.no_grad():
+        model = llama.empty_model(llama.ModelSizes(10, 64, 128, 2, 1, 96, 64), "cpu", 3)
+        llama.CONTESTANTS[request.param](model, 32)
+        torch._dynamo.reset()
+        graphs = torch._dynamo.testing.CompileCounterWithBackend("eager")
+        yield model, llama.Forward(model, 2, 16, graphs), graphs
+    torch._dynamo.reset()
+
+
+def test_the_forward_is_that_of_transformers_and_its_block_is_compiled_once(changed):
+    model, forward, graphs = changed
+    ids = torch.randint(0, 96, (2, 5), generator=torch.Generator().manual_seed(7))
+    expected = model(input_ids=ids, use_cache=False).logits[:, -1].float()
+    logits = forward(ids, torch.arange(5)).float()
+    assert float((logits - expected).norm() / expected.norm()) < 1e-2
+    assert graphs.frame_count == 3  # of ten layers
+    for position in range(5, 8):
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+        expected = model(input_ids=ids, use_cache=False).logits[:, -1].float()
+        logits = forward(ids[:, -1:].contiguous(), torch.tensor([position])).float()
+        assert float((logits - expected).norm() / expected.norm()) < 0.1  # 8-bit activations, of keys rounded elsewhere
+    assert graphs.frame_count == 6
+
+
 @torch.no_grad()
-def test_decoding_with_the_cache_is_decoding_without(script, libraries):
-    sizes = script.ModelSizes(2, 64, 128, 2, 1, 96, 64)
-    model = script.empty_model(sizes, "cpu", 3).float()  # so that ties between tokens are rare
-    decoder = script.Decoder(model, 2, 5, 4, "cpu", 7)
-    tokens = torch.randint(0, 96, (2, 5), generator=torch.Generator().manual_seed(7))
-    # The prompt's last token is fed once more: it stands in the cache, and then again at the first step.
-    tokens = torch.cat([tokens, tokens[:, -1:]], 1)
+def test_steps_decode_greedily_and_go_back(script, transformers):
+    llama = sys.modules["benchmark_lib.llama"]
+    model = llama.empty_model(llama.ModelSizes(2, 64, 128, 2, 1, 96, 64), "cpu", 3).float()  # so that ties are rare
+    prompt = torch.randint(0, 96, (2, 5), generator=torch.Generator().manual_seed(7))
+    forward = llama.Forward(model, 2, 10)
+    forward(prompt[:, :4], torch.arange(4))
+    steps = llama.Steps(forward, prompt[:, 4:], 4)
     for _ in range(2):
-        expected = tokens
-        decoder.rewind()
-        decoder.ids.copy_(tokens[:, -1:])
+        tokens = prompt
         for _ in range(4):
-            decoder.step()
-            following = model(input_ids=expected, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
-            assert torch.equal(decoder.ids, following)
-            expected = torch.cat([expected, following], 1)
+            steps.run()
+            following = model(input_ids=tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            assert torch.equal(steps.ids, following)
+            tokens = torch.cat([tokens, following], 1)
+        steps.rewind()
+
+
+@pytest.mark.gpu
+def test_compiled_steps_replay_on_a_gpu(script, transformers):
+    sizes = "--hidden 1024 --intermediate 2048 --heads 8 --kv-heads 2 --vocab 512 --layers 2".split()
+    result = run(script, "speed", *sizes, "--batch", "1,3", "--context", "40", "--prefill", "100", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert len(rows) == 12 and all(row["difference"] < 0.1 for row in rows)
 
 
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        (["--activation", "int4"], "--activation: expected fp8 or int8, got 'int4'"),
-        (["--format", "gptq"], "--format: expected int-quantized or pack-quantized, got 'gptq'"),
-        (["--batch", "1,x"], "--batch: expected positive numbers such as 1,16,64, got '1,x'"),
-        (["--batch", "0"], "--batch: expected positive numbers"),
-        (["--heads", "3"], "--heads: expected an even head size and a multiple of --kv-heads"),
-        (["--group-size", "48"], "--hidden: expected a multiple of --group-size 48, got 64"),
+        ([*CHECK, "--activation", "int4"], "--activation: expected fp8 or int8, got 'int4'"),
+        ([*CHECK, "--format", "gptq"], "--format: expected int-quantized or pack-quantized, got 'gptq'"),
+        ([*SPEED, "--contestant", "int4"], "--contestant: expected one of bf16, fp8, e4m3, int8, e4m3-plain"),
+        ([*SPEED, "--batch", "1,x"], "--batch: expected positive numbers such as 1,16,64, got '1,x'"),
+        ([*SPEED, "--batch", "0"], "--batch: expected positive numbers"),
+        ([*SPEED, "--heads", "3"], "--heads: expected an even head size and a multiple of --kv-heads"),
+        ([*CHECK, "--group-size", "48"], "--hidden: expected a multiple of --group-size 48, got 64"),
     ],
 )
 def test_wrong_arguments_exit_with_2(script, libraries, arguments, text):
-    result = run(script, *TINY, *arguments)
+    result = run(script, *arguments)
     assert result.exit_code == 2 and text in result.stderr
 
 
 def test_a_missing_library_exits_with_2_and_says_what_to_install(script, monkeypatch):
     monkeypatch.setitem(sys.modules, "compressed_tensors", None)
-    result = run(script, *TINY)
+    result = run(script, *CHECK)
     assert result.exit_code == 2
     assert re.search(r"needs .*compressed-tensors: pip install .*compressed-tensors", result.stderr)
 
@@ -136,8 +217,12 @@ def test_a_missing_library_exits_with_2_and_says_what_to_install(script, monkeyp
 def test_help_teaches(script):
     result = run(script, "--help")
     assert result.exit_code == 0
-    for text in ("python scripts/end_to_end.py", "Exit codes", "Logits", "Decoding", "--keep"):
-        assert text in result.stdout
+    assert "check" in result.stdout and "speed" in result.stdout
+    for command, texts in {"check": ("Logits", "--keep"), "speed": ("one CUDA graph", "--contestant")}.items():
+        result = run(script, command, "--help")
+        assert result.exit_code == 0
+        for text in ("python scripts/end_to_end.py " + command, "Exit codes", *texts):
+            assert text in result.stdout
 
 
 def first_example(page: str) -> str:
