@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import io
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from small_models import same_state
+from torch._dynamo.backends.common import aot_autograd
 
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
@@ -655,6 +657,35 @@ def test_inductor_computes_a_fused_block():
     with torch.no_grad():
         found = torch.compile(model, fullgraph=True)(IDS).logits
     assert float((found - exact).float().norm() / exact.float().norm()) < 0.02  # attention is Inductor's
+
+
+def operations(model: torch.nn.Module) -> collections.Counter[str]:
+    """What a compiler is given of a model to make kernels of; calls of ours by the op's name."""
+    found: collections.Counter[str] = collections.Counter()
+
+    def compiler(graph, inputs):
+        for node in graph.graph.nodes:
+            # An op that writes into an argument stands in another, which takes it.
+            op = node.args[0] if "auto_functionalized" in str(node.target) else node.target
+            found[getattr(op, "name", lambda: "")().partition("::")[2].removesuffix(".default")] += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=compiler))(IDS)
+    return found
+
+
+def test_a_compiler_is_given_the_fused_ops_and_no_norms_of_blocks():
+    """A compiler cannot merge weights, which are inputs of its graph: fuse_ before torch.compile does."""
+    model = quantised()
+    plain = operations(model)
+    fuse_(model)
+    fused, blocks = operations(model), SIZES["num_hidden_layers"]
+    names = ("quantize_activations", "gemm_w4a8_nt", "rsqrt", "silu")
+    assert [plain[name] for name in names] == [7 * blocks, 7 * blocks, 2 * blocks + 1, blocks]
+    # q, k and v are one GEMM, gate and up another; the model's last norm stays.
+    assert [fused[name] for name in names] == [4 * blocks, 4 * blocks, 1, 0]
 
 
 def test_autocast_gives_its_type():
