@@ -83,7 +83,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         bits: 4, or 8 for a scale per row of int8 or e4m3, as `activation` says.
         group_size, symmetric: of 4 bits, as in `quantize_w4`.
         scale_dtype: of 4 bits: "bfloat16", "float16" or "float32".
-        activation: "e4m3", "int8" or "int8_affine"; None for e4m3, or for what a quantised checkpoint says.
+        activation: one of `jitgemm.nn.ACTIVATIONS`; None for e4m3, or for what a quantised checkpoint says.
         lm_head: as in `quantize_`.
         modules_to_not_convert: patterns (`fnmatch`) of modules that stay, beside those that `quantize_` leaves alone.
         strict, allow_missing, format: as in `jitgemm.nn.load_`.

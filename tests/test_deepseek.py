@@ -3,6 +3,7 @@ and what is left in bf16, and experts in W4AFP8 or in FP8."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -171,12 +172,15 @@ def of_most(a: torch.Tensor, b: torch.Tensor) -> float:
 # ---- what the model is by definition ---------------------------------------------------------------------------------
 
 
-def requantised(x: torch.Tensor) -> torch.Tensor:
-    q, scale = quantize_activations(x.reshape(-1, x.shape[-1]), E4M3)
-    return (q.double() * scale.double()[:, None]).view(x.shape)
+def requantised(x: torch.Tensor, block: bool) -> torch.Tensor:
+    """In 8 bits and back, a scale per token, or per token and 128."""
+    rows = x.reshape(-1, x.shape[-1])
+    q, scale = quantize_activations(rows, E4M3, scheme="block" if block else "token")
+    scale = scale.double().view(rows.shape[0], -1).repeat_interleave(128 if block else rows.shape[1], 1)
+    return (q.double() * scale[:, : rows.shape[1]]).view(x.shape)
 
 
-def by_definition(folder: Path, dense: dict[str, torch.Tensor], exact: bool) -> torch.nn.Module:
+def by_definition(kind: str, folder: Path, dense: dict[str, torch.Tensor], exact: bool) -> torch.nn.Module:
     """transformers' own model in fp32 with the dequantised weights; exact: its inputs in 8 bits, sums in fp64."""
     config = transformers.AutoConfig.from_pretrained(folder)
     del config.quantization_config
@@ -190,7 +194,7 @@ def by_definition(folder: Path, dense: dict[str, torch.Tensor], exact: bool) -> 
         if name in dense:
             module.weight.data = dense[name]
             if exact:
-                module.forward = lambda x, w=dense[name]: (requantised(x) @ w.double().T).float()
+                module.forward = lambda x, w=dense[name]: (requantised(x, True) @ w.double().T).float()
         elif name.endswith(".experts"):
             w13, w2 = (
                 torch.stack([torch.cat([dense[f"{name}.{e}.{each}_proj"] for each in part]) for e in range(8)])
@@ -198,16 +202,22 @@ def by_definition(folder: Path, dense: dict[str, torch.Tensor], exact: bool) -> 
             )
             module.gate_up_proj.data, module.down_proj.data = w13, w2
             if exact:
-                module.forward = lambda x, ids, weights, w13=w13, w2=w2: experts(x, ids, weights, w13, w2)
+                module.forward = lambda x, ids, weights, w13=w13, w2=w2: experts(
+                    x, ids, weights, w13, w2, kind == "fp8"
+                )
     return model
 
 
-def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor):
+def experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, block: bool
+):
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t, i in ((t, i) for t in range(x.shape[0]) for i in range(ids.shape[1])):
         e = int(ids[t, i])
-        gate, up = (requantised(x[t]) @ w13[e].double().T).float().double().chunk(2)
-        out[t] += requantised((gate * torch.sigmoid(gate) * up).float()) @ w2[e].double().T * float(weights[t, i])
+        gate, up = (requantised(x[t], block) @ w13[e].double().T).float().double().chunk(2)
+        out[t] += (
+            requantised((gate * torch.sigmoid(gate) * up).float(), block) @ w2[e].double().T * float(weights[t, i])
+        )
     return out.float()
 
 
@@ -221,11 +231,12 @@ def test_it_loads_whole_with_the_files_weights(published):
     for name in quantised_names(model):
         layer = model.get_submodule(name)
         if not name.endswith("experts") or name.endswith("shared_experts"):
-            assert type(layer) is W8A8Linear and layer.activation == "e4m3"
+            assert type(layer) is W8A8Linear and layer.activation == "e4m3_block"
             assert torch.equal(layer.weight.dequantize(), dense[name])
             found.add(name)
             continue
         assert type(layer) is KINDS[kind] and layer.top_k == 2
+        assert layer.activation == {"w4afp8": "e4m3", "fp8": "e4m3_block"}[kind]
         for e in range(8):
             names = [f"{name}.{e}.{each}_proj" for each in ("gate", "up", "down")]
             assert torch.equal(layer.w13.weight[e].dequantize(), torch.cat([dense[each] for each in names[:2]]))
@@ -241,9 +252,9 @@ def test_it_loads_whole_with_the_files_weights(published):
 
 def test_its_logits_are_those_of_the_definition(published):
     """What is lost is the 8 bits of the activations: with these taken into account, roundings of fp32 are left."""
-    _, folder, dense = published
+    kind, folder, dense = published
     found = logits(loaded(folder, torch.float32))
-    exact, plain = (logits(by_definition(folder, dense, exact)) for exact in (True, False))
+    exact, plain = (logits(by_definition(kind, folder, dense, exact)) for exact in (True, False))
     assert of_most(found, exact) < 1e-6 and apart(found, exact) < 0.02
     assert 1e-3 < of_most(found, plain) < 0.2
 
@@ -270,10 +281,10 @@ def test_it_is_fused_and_warmed_up(published):
     report = jitgemm.nn.fuse_(model)
     assert report.fused["model.layers.0.input_layernorm"] == ("RMSNorm, quantiser and q_a_proj + kv_a_proj_with_mqa")
     assert "model.layers.1.mlp.shared_experts" in report.fused
-    assert of_most(logits(model), before) < 0.05
+    assert of_most(logits(model), before) < 0.2  # a code that is another one changes all behind it
     kernels = {spec for spec, _ in _kernels(model, 64, [torch.bfloat16], "h200") if isinstance(spec, KernelSpec)}
-    widths = {(spec.format.bits, spec.experts > 0) for spec in kernels}
-    assert widths == {(8, False), ({"w4afp8": 4, "fp8": 8}[kind], True)}
+    found = {(spec.format.bits, spec.lhs_group, spec.experts > 0) for spec in kernels}
+    assert found == {(8, 128, False), (4, 0, True) if kind == "w4afp8" else (8, 128, True)}
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -287,14 +298,25 @@ def test_on_a_gpu_it_gives_the_cpus_logits(published, dtype):
     assert all(tensor.is_cuda for tensor in on_gpu.parameters())
     state, mine = on_cpu.state_dict(), on_gpu.state_dict()
     assert state.keys() == mine.keys() and all(builders.same_bits(state[name], mine[name].cpu()) for name in state)
-    assert of_most(logits(on_gpu), logits(on_cpu)) < 0.03
+    seen = []
+    for name in quantised_names(on_cpu):
+        note = functools.partial(lambda name, module, given, out: seen.append((name, given, out)), name)
+        on_cpu.get_submodule(name).register_forward_hook(note)
+    expected = logits(on_cpu)
+    assert {name for name, *_ in seen} == set(quantised_names(on_cpu))
+    for name, given, out in seen:  # each layer of the same input
+        with torch.inference_mode():
+            found = on_gpu.get_submodule(name)(*(x.cuda() for x in given))
+        assert apart(found.double().cpu(), out.double()) < 0.01, name
+    # Where a value lies between two codes, another one changes all behind it.
+    assert of_most(logits(on_gpu), expected) < 0.15
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_its_logits_are_close_to_the_definition(published):
-    _, folder, dense = published
-    expected = logits(by_definition(folder, dense, exact=True))
-    assert of_most(logits(loaded(folder, torch.float32, "cuda")), expected) < 0.02
+    kind, folder, dense = published
+    expected = logits(by_definition(kind, folder, dense, exact=True))
+    assert of_most(logits(loaded(folder, torch.float32, "cuda")), expected) < 0.15
 
 
 @pytest.mark.gpu
@@ -308,4 +330,4 @@ def test_from_pretrained_on_a_gpu(published):
     assert same_state(model, expected) and torch.equal(logits(model), logits(expected))
     jitgemm.nn.fuse_(model)
     jitgemm.nn.warmup(model, max_m=64)
-    assert of_most(logits(model), logits(expected)) < 0.05
+    assert of_most(logits(model), logits(expected)) < 0.2

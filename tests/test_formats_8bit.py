@@ -101,7 +101,8 @@ def test_packed_words_of_8_bits_hold_the_file_s_weight(tmp_path):
 LIBRARY = [
     ("float-quantized", "float", "channel", inputs("float")),
     ("float-quantized", "float", "tensor", inputs("float", dynamic=False, strategy="tensor")),
-    ("float-quantized", "float", "block", None),
+    ("float-quantized", "float", "block", inputs("float", strategy="group", group_size=128)),
+    ("int-quantized", "int", "channel", inputs("int", strategy="group", group_size=128)),
     ("int-quantized", "int", "channel", inputs("int")),
     ("int-quantized", "int", "tensor", inputs("int", dynamic=False, strategy="tensor")),
     ("pack-quantized", "int", "channel", None),
@@ -143,7 +144,11 @@ def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
     assert isinstance(weight, W8Weight) and torch.equal(weight.dequantize(), expected)
     layer = PackedLinear.from_checkpoint(folder, "0", device="cpu")
     static = activations is not None and not activations["dynamic"]
-    assert layer.activation == ("e4m3" if kind == "float" else "int8") and (layer.input_scale is not None) == static
+    block = "_block" if activations is not None and activations["strategy"] == "group" else ""
+    assert (
+        layer.activation == ("e4m3" if kind == "float" else "int8") + block
+        and (layer.input_scale is not None) == static
+    )
 
 
 # ---- w8a8: other tools' ----------------------------------------------------------------------------------------------
@@ -161,7 +166,10 @@ def test_blocks_of_128_by_128(tmp_path, told, codes_type, n, k):
     folder = checkpoints.save(tmp_path, {f"{LAYER}.weight": q, f"{LAYER}.weight_scale_inv": scale}, told)
     assert_holds(folder, q, over(scale, n, k, 128, 128))
     layer = PackedLinear.from_checkpoint(folder, LAYER, device="cpu")
-    assert layer.activation == ("e4m3" if codes_type == E4M3 else "int8") and layer.input_scale is None
+    kind = "e4m3" if codes_type == E4M3 else "int8"
+    assert layer.activation == f"{kind}_block" and layer.input_scale is None
+    layer = PackedLinear.from_checkpoint(folder, LAYER, device="cpu", activation=kind)
+    assert layer.activation == kind
 
 
 def test_blocks_of_other_sizes_and_powers_of_two(tmp_path):

@@ -107,7 +107,7 @@ def gemms(lhs: tuple, layers: list[W4A8Linear], shape: torch.Size) -> torch.Tens
 
 
 def quantise(layer: W4A8Linear, x: torch.Tensor, **front) -> tuple:
-    scheme = "token" if layer.input_scale is None else "tensor"
+    scheme = "block" if layer.activation.endswith("_block") else "token" if layer.input_scale is None else "tensor"
     affine, scale = layer.activation == "int8_affine", layer.input_scale
     rows = x.reshape(-1, x.shape[-1])
     order = layer.weight.permutation
@@ -303,7 +303,7 @@ def test_codes_that_the_merged_order_does_not_hold_are_refused():
     assert builders.same_bits(logits(model), exact)
 
 
-@pytest.mark.parametrize("activation", ["int8", "e4m3"])
+@pytest.mark.parametrize("activation", ["int8", "e4m3", "e4m3_block"])
 def test_layers_of_8_bits_are_merged_and_come_back(activation):
     model = build("Qwen2")
     jitgemm.nn.quantize_(model, bits=8, activation=activation)
@@ -761,7 +761,7 @@ def test_a_fused_model_is_the_calls_by_hand_on_a_gpu(family, activation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", ["int8", "e4m3"])
+@pytest.mark.parametrize("activation", ["int8", "e4m3", "e4m3_block"])
 def test_a_fused_model_of_8_bits_is_the_calls_by_hand_on_a_gpu(activation):
     model = build("Llama", "cuda")
     jitgemm.nn.quantize_(model, bits=8, activation=activation)

@@ -58,9 +58,13 @@ def by_definition(layer: W4A8Experts, x: torch.Tensor, ids: torch.Tensor, weight
     """Token by token, in fp64 apart from the quantisers."""
 
     def gemm(rows: torch.Tensor, part, e: int) -> torch.Tensor:
-        q, scale, *zero = quantize_activations(rows, CODES[layer.activation], affine=layer.activation == "int8_affine")
+        scheme, affine = "block" if layer.activation.endswith("_block") else "token", layer.activation == "int8_affine"
+        q, scale, *zero = quantize_activations(rows, CODES[layer.activation], scheme=scheme, affine=affine)
         codes = q.double() - (zero[0].double().view(-1, 1) if zero else 0)
-        out = codes * scale.double().view(-1, 1) @ part.weight.dequantize()[e].double().T
+        scale = (
+            scale.double().repeat_interleave(128, 1)[:, : q.shape[1]] if scheme == "block" else scale.double()[:, None]
+        )
+        out = codes * scale @ part.weight.dequantize()[e].double().T
         return out if part.bias is None else out + part.bias[e].double()
 
     out = torch.zeros(x.shape, dtype=torch.float64)
@@ -158,7 +162,10 @@ def test_wrong_inputs_are_named():
         ({"w13": weight(1, INTER, HIDDEN)}, r"w13: expected n = 2 \* k of w2 = 192, got 96"),
         ({"w2": weight(1, 2 * HIDDEN, INTER)}, "w2: expected 4 experts with n = 64, got 4 with n = 128"),
         ({"bias13": torch.zeros(E, INTER)}, r"bias: expected shape \[4, 192\], got \[4, 96\]"),
-        ({"activation": "fp8"}, "activation: expected one of e4m3, int8, int8_affine, got 'fp8'"),
+        (
+            {"activation": "fp8"},
+            "activation: expected one of e4m3, int8, int8_affine, e4m3_block, int8_block, got 'fp8'",
+        ),
     ],
 )
 def test_wrong_parts_are_named(change, message):

@@ -8,7 +8,7 @@ import builders
 import pytest
 import torch
 from small_models import Block, Model, checkpoint_tensors, opened, same_state
-from test_nn import ACTIVATIONS, CODES, MAKERS, K, N, inputs, layer_of, linear
+from test_nn import ACTIVATIONS, CODES, MAKERS, K, N, inputs, layer_of, linear, scheme_of
 
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
@@ -32,7 +32,7 @@ def assert_right(out: torch.Tensor, layer: W4A8Linear, x: torch.Tensor) -> None:
     lhs = quantize_activations(
         x.cpu().reshape(-1, layer.in_features),
         CODES[layer.activation],
-        scheme="token" if layer.input_scale is None else "tensor",
+        scheme=scheme_of(layer),
         affine=layer.activation == "int8_affine",
         scale=layer.input_scale,
         permutation=layer.weight.permutation,

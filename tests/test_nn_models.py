@@ -85,7 +85,7 @@ def test_widths_and_heads_that_there_are_not_are_named():
     model = Model()
     with pytest.raises(ValueError, match="bits: expected 4 or 8, got 6"):
         jitgemm.nn.quantize_(model, bits=6)
-    with pytest.raises(ValueError, match="lm_head: expected None or one of e4m3, int8, int8_affine, got 'fp8'"):
+    with pytest.raises(ValueError, match="lm_head: expected None or one of e4m3, int8.*, got 'fp8'"):
         jitgemm.nn.quantize_(model, lm_head="fp8")
     with pytest.raises(ValueError, match="lm_head: expected a model whose output embedding is a Linear, found none"):
         jitgemm.nn.quantize_(Block(), lm_head="int8")
@@ -761,7 +761,9 @@ def test_config_and_format_are_those_of_load():
     assert model.blocks[0].up.activation == "int8"
     with pytest.raises(ValueError, match="config: expected None with an open Checkpoint"):
         load_(Model(), opened(tensors), config=config())
-    with pytest.raises(ValueError, match="activation: expected one of e4m3, int8, int8_affine, got 'fp8'"):
+    with pytest.raises(
+        ValueError, match="activation: expected one of e4m3, int8, int8_affine, e4m3_block, int8_block, got 'fp8'"
+    ):
         load_(Model(), opened(tensors), activation="fp8")
 
 

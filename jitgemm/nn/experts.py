@@ -16,7 +16,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.moe.call import fused_experts
 from jitgemm.nn.gate import decoded, encoded
 from jitgemm.nn.packed import Packed
-from jitgemm.nn.read import CODES, state_dict_parts
+from jitgemm.nn.read import BLOCK, CODES, state_dict_parts
 from jitgemm.tensors import check_dtype
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 
@@ -37,7 +37,7 @@ class PackedExperts(torch.nn.Module):
         gate: what stands between the GEMMs, see `Gate`.
         num_experts, hidden_dim, intermediate_dim: E, hidden and inter.
         top_k: experts of a token, or None; `warmup` asks, the call takes any number.
-        activation: "e4m3", "int8" or "int8_affine": how both GEMMs' inputs are quantised, a scale for every row.
+        activation: one of ACTIVATIONS: how both GEMMs' inputs are quantised, never with a static scale.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
     """
 
@@ -63,7 +63,7 @@ class PackedExperts(torch.nn.Module):
             w2: E experts of [hidden, inter].
             bias13, bias2: bf16, fp16 or fp32 [E, 2 * inter] and [E, hidden], or None; fp16 is widened to fp32.
             gate: what stands between the GEMMs, see `Gate`.
-            activation: "e4m3", "int8" or "int8_affine".
+            activation: one of ACTIVATIONS.
             top_k: experts of a token, for `warmup`; None where it is not known.
 
         Raises:
@@ -148,6 +148,7 @@ class PackedExperts(torch.nn.Module):
             bias2=self.w2.bias,
             lhs_dtype=CODES[self.activation],
             affine=self.activation == "int8_affine",
+            scheme="block" if self.activation.endswith(BLOCK) else "token",
             batch_invariant=self.batch_invariant,
         )
         return out.view(hidden_states.shape)

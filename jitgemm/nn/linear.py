@@ -18,7 +18,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.packed import Packed
-from jitgemm.nn.read import CODES, Parts, check_activation, layer_of, read, state_dict_parts
+from jitgemm.nn.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import TYPE_NAMES, check_dtype
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed, weight_format
@@ -50,7 +50,7 @@ class PackedLinear(Packed):
 
     Attributes:
         in_features, out_features: k and n.
-        activation: "e4m3", "int8" or "int8_affine".
+        activation: one of ACTIVATIONS.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
     """
 
@@ -71,9 +71,10 @@ class PackedLinear(Packed):
         Args:
             weight: [n, k], packed; 8-bit weights meet activations of their own type.
             bias: bf16, fp16 or fp32 [n] or None; fp16 is widened to fp32.
-            activation: "e4m3", "int8" or "int8_affine".
-            input_scale: None for a scale per token, or fp32 of one element: the static scale of all inputs. Not with
-                "int8_affine".
+            activation: one of ACTIVATIONS: "e4m3" or "int8", "int8_affine" (with zero points), "e4m3_block" or
+                "int8_block" (with a scale per token and 128 values).
+            input_scale: None for a scale per token, or fp32 of one element: the static scale of all inputs, of "e4m3"
+                or "int8".
 
         Raises:
             TypeError, ValueError: an argument is wrong; the message names it.
@@ -134,8 +135,9 @@ class PackedLinear(Packed):
         Args:
             source: folder or file, tensors by name or an open `jitgemm.checkpoint.Checkpoint`, as in `jitgemm.load`.
             prefix: the layer's name, such as "model.layers.0.mlp.down_proj".
-            activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says of the layer (config, or
-                torchao's metadata), or "e4m3" where it says nothing of activations.
+            activation: one of ACTIVATIONS; None for what the checkpoint says of the layer (config, or torchao's
+                metadata), or, where it says nothing of activations, "e4m3", and for 8-bit weights those of their type:
+                per token and 128 values for DeepSeek's blocks.
             device: where to; None for the current GPU, if there is one.
             format, config: as in `jitgemm.load`.
 
@@ -228,7 +230,7 @@ class PackedLinear(Packed):
         return quantize_activations(
             rows,
             CODES[self.activation],
-            scheme="token" if input_scale is None else "tensor",
+            scheme="block" if self.activation.endswith(BLOCK) else "token" if input_scale is None else "tensor",
             affine=self.activation == "int8_affine",
             scale=input_scale,
             permutation=self.weight.permutation,
@@ -271,7 +273,7 @@ class W4A8Linear(PackedLinear):
 
         Args:
             linear: out_features a multiple of 8, in_features a multiple of 32; left as it is.
-            activation: "e4m3", "int8" or "int8_affine".
+            activation: one of ACTIVATIONS.
             group_size, options: as in `quantize_w4` (symmetric, scale_dtype, ...); a group_size of in_features or more
                 is per channel.
             device: where to quantise and keep the weight; None for where it is.
@@ -314,7 +316,7 @@ class W4A8Linear(PackedLinear):
 class W8A8Linear(PackedLinear):
     """A linear layer with a packed 8-bit weight and activations quantised to its type; see `PackedLinear`.
 
-    `activation` is "e4m3" for weights of e4m3, "int8" or "int8_affine" for those of int8.
+    `activation` is "e4m3" or "e4m3_block" for weights of e4m3, one of the others for those of int8.
     """
 
     kind = W8Weight
@@ -332,7 +334,7 @@ class W8A8Linear(PackedLinear):
 
         Args:
             linear: out_features a multiple of 8, in_features a multiple of 32; left as it is.
-            activation: "e4m3", "int8" or "int8_affine"; the weight is of this type.
+            activation: one of ACTIVATIONS; the weight is of its type.
             block: None for a scale per row, 128 for one per block of 128 x 128.
             device: where to quantise and keep the weight; None for where it is.
 

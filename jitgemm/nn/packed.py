@@ -28,7 +28,7 @@ class Packed(torch.nn.Module):
     type, whatever the model is.
 
     Attributes:
-        activation: "e4m3", "int8" or "int8_affine".
+        activation: one of ACTIVATIONS.
     """
 
     kind: ClassVar[type[Weight]] = Weight
@@ -197,8 +197,8 @@ def _check_input_scale(input_scale: torch.Tensor | None, activation: str, device
     _check_given("input_scale", input_scale, device)
     if input_scale is None:
         return None
-    if activation == "int8_affine":
-        raise ValueError("input_scale: expected None with int8_affine, whose zero points are found per token")
+    if activation not in ("e4m3", "int8"):
+        raise ValueError(f"input_scale: expected None with {activation}, whose scales are found per token")
     if input_scale.dtype != torch.float32 or input_scale.numel() != 1:
         raise ValueError(f"input_scale: expected float32 of one element, got {describe(input_scale)}")
     if not input_scale.is_meta and not 0 < float(input_scale) < torch.inf:

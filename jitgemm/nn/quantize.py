@@ -46,7 +46,7 @@ def quantize_(
             mixtures of experts (`gate`, `router`, ...), and those without a packed form: out_features no multiple of 8,
             in_features none of 32, or a weight that is not bf16, fp16 or fp32.
         bits: of the weights, 4 or 8.
-        lm_head: "e4m3", "int8" or "int8_affine": the output embedding becomes a `W8A8Linear` with these activations,
+        lm_head: one of ACTIVATIONS, such as "int8": the output embedding becomes a `W8A8Linear` with these activations,
             whatever the filter says; where it is tied to the input's, that one stays as it is. None: it is like others.
         options: as in `W4A8Linear.from_linear`: activation, group_size, symmetric, scale_dtype, device, ...; or as in
             `W8A8Linear.from_linear`: activation, block, device.

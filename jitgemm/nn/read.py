@@ -13,14 +13,18 @@ import torch
 
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
+from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.weight.packed import Weight
 
-ACTIVATIONS = ("e4m3", "int8", "int8_affine")
-"""How a layer quantises its input: fp8 e4m3, int8, or int8 with a zero point per token. Append only: files hold the
-number."""
+ACTIVATIONS = ("e4m3", "int8", "int8_affine", "e4m3_block", "int8_block")
+"""How a layer quantises its input: fp8 e4m3, int8, or int8 with a zero point per token; e4m3 or int8 with a scale per
+token and 128 values. Append only: files hold the number."""
 
-CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int8_affine": torch.int8}
+CODES = {name: torch.float8_e4m3fn if name.startswith("e4m3") else torch.int8 for name in ACTIVATIONS}
 """Kinds of activations, and the type that holds them."""
+
+BLOCK = "_block"
+"""With which the kinds end that have a scale per token and 128 values."""
 
 _OWN = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 """The kind of activations that 8-bit codes meet where nothing else is said."""
@@ -46,7 +50,7 @@ class Layer:
         prefix: its name in the checkpoint.
         names: {suffix: full name} of its tensors.
         n, k, group_size: its sizes; k and group_size are None where only the data tells.
-        activation: "e4m3", "int8" or "int8_affine".
+        activation: one of ACTIVATIONS.
         static: whether its input scale is used.
         bits: of its weight's codes, 4 or 8.
         header: how it is read; None for the state dict of a `PackedLinear`.
@@ -121,6 +125,8 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
     own = _OWN.get(header.sizes.codes)
     if "input_activations" not in scheme:  # a format that says nothing: its static scales are those of e4m3
         said, static = own or "e4m3", "input_scale" in named
+        if own is not None and "weight_scale_inv" in header.names and not static:  # as DeepSeek and its engines do
+            said += BLOCK
     elif static and "input_scale" not in named and activation in (None, said):
         raise ValueError("input_scale: expected the static scale that the config names, found none")
     elif not static and "input_scale" in named:
@@ -217,12 +223,15 @@ def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | No
     if not inputs or inputs.get("num_bits", 8) == 16:
         return None, False
     dynamic = bool(inputs.get("dynamic", False))
+    grouped = dynamic and inputs.get("strategy") == "group" and inputs.get("group_size") == LHS_GROUP
+    block = BLOCK if grouped and inputs.get("symmetric", True) else ""
     problem = None
     if inputs.get("num_bits", 8) != 8:
         problem = f"num_bits 8, got {inputs['num_bits']}"
-    elif inputs.get("strategy") != ("token" if dynamic else "tensor"):
+    elif inputs.get("strategy") != ("token" if dynamic else "tensor") and not block:
         kind = "dynamic" if dynamic else "static"
-        problem = f"dynamic scales per token or a static one per tensor, got {kind} ones per {inputs.get('strategy')}"
+        found = f"{kind} ones per {inputs.get('strategy')}"
+        problem = f"dynamic scales per token, or per token and 128, or a static one per tensor, got {found}"
     elif not dynamic and not inputs.get("symmetric", True):
         problem = "static scales to be symmetric, got symmetric: false"
     if problem is not None:
@@ -230,5 +239,5 @@ def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | No
             return wanted, False
         raise ValueError(f"input_activations: expected {problem}; activation=... quantises per token instead")
     if inputs.get("type", "int") == "float":
-        return "e4m3", not dynamic
-    return "int8" if inputs.get("symmetric", True) else "int8_affine", not dynamic
+        return f"e4m3{block}", not dynamic
+    return f"int8{block}" if inputs.get("symmetric", True) else "int8_affine", not dynamic

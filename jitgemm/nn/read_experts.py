@@ -83,7 +83,7 @@ class Experts:
         prefix: the module's name in the checkpoint.
         form: how the module holds them; `gate.order` as the checkpoint's rows stand.
         projections: of w13 and w2; None for the state dict of a `PackedExperts`.
-        activation: "e4m3", "int8" or "int8_affine".
+        activation: one of ACTIVATIONS.
         quantised: False where the file has them in floats, each by itself.
         names: full names of all their tensors.
         unused: {full name: reason} of those that are not used.

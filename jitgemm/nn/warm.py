@@ -19,12 +19,13 @@ from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.kernel import render
+from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.experts import PackedExperts
 from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.read import CODES
+from jitgemm.nn.read import BLOCK, CODES
 from jitgemm.runtime.device import device_of, pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
@@ -143,12 +144,17 @@ def _linear_kind(layer: PackedLinear) -> Hashable:
 
 
 def _linear_specs(layer: PackedLinear, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
-    weight, lhs, affine = layer.weight, TYPE_NAMES[CODES[layer.activation]], layer.activation == "int8_affine"
+    weight, lhs, quantiser = layer.weight, TYPE_NAMES[CODES[layer.activation]], _quantiser(layer.activation)
     static, permuted = layer.input_scale is not None, weight.permutation is not None
-    yield quantize_spec(weight.k, x, lhs, affine=affine, static=static, permuted=permuted, **(layer.front or {}))
+    yield quantize_spec(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **(layer.front or {}))
     yield from kernels_for(
-        weight.n, weight.k, lhs, weight.format, figures, max_m, out=x, batch_invariant=layer.batch_invariant
-    )
+        weight.n, weight.k, lhs, weight.format, figures, max_m, out=x, batch_invariant=layer.batch_invariant,
+        lhs_group=LHS_GROUP if quantiser["block"] else 0,
+    )  # fmt: skip
+
+
+def _quantiser(activation: str) -> dict[str, bool]:
+    return {"affine": activation == "int8_affine", "block": activation.endswith(BLOCK)}
 
 
 def _experts_kind(layer: PackedExperts) -> Hashable:
@@ -157,14 +163,14 @@ def _experts_kind(layer: PackedExperts) -> Hashable:
 
 
 def _experts_specs(layer: PackedExperts, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
-    lhs, affine = TYPE_NAMES[CODES[layer.activation]], layer.activation == "int8_affine"
-    yield from layer_specs(layer.hidden_dim, layer.intermediate_dim, x, lhs, layer.gate, affine=affine)
+    lhs, quantiser = TYPE_NAMES[CODES[layer.activation]], _quantiser(layer.activation)
+    yield from layer_specs(layer.hidden_dim, layer.intermediate_dim, x, lhs, layer.gate, **quantiser)
     experts = layer.num_experts
     rows = max_m * (layer.top_k or min(experts, MOST_TOP_K))
     for weight in (layer.w13.weight, layer.w2.weight):
         yield from kernels_for(
             weight.n, weight.k, lhs, weight.format, figures, rows, out=x, batch_invariant=layer.batch_invariant,
-            experts=experts,
+            experts=experts, lhs_group=LHS_GROUP if quantiser["block"] else 0,
         )  # fmt: skip
 
 
