@@ -134,6 +134,8 @@ def by_definition(case: Case, **changes: Any) -> torch.Tensor:
             else:
                 kind = "tanh" if activation == "gelu_tanh" else "none"
                 y = torch.nn.functional.gelu(gate, approximate=kind) * up
-            result = w2[choice] @ dequantized(y.float()[None], case.mode, options.get("scheme", "token"))[0] + bias2[choice]
+            result = (
+                w2[choice] @ dequantized(y.float()[None], case.mode, options.get("scheme", "token"))[0] + bias2[choice]
+            )
             out[t] += weight * result.to(x.dtype).double()
     return out

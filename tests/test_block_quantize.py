@@ -53,7 +53,10 @@ def test_gates_and_norms_come_first(dtype):
     gated = torch.nn.functional.silu(x[:, :192]) * x[:, 192:384]
     for got, y in (
         (quantize(x[:, :384].contiguous(), dtype, silu_mul=True), gated),
-        (quantize(x[:5], dtype, rms_norm=norm, eps=1e-5), torch.nn.functional.rms_norm(x[:5], (K,), norm.float(), 1e-5)),
+        (
+            quantize(x[:5], dtype, rms_norm=norm, eps=1e-5),
+            torch.nn.functional.rms_norm(x[:5], (K,), norm.float(), 1e-5),
+        ),
     ):
         assert torch.allclose(got[1], quantize(y, dtype)[1], rtol=1e-4, atol=1e-37, equal_nan=True)
 

@@ -101,9 +101,7 @@ def quantize_activations(
         check_flag("silu_mul", silu_mul)
     gate = SILU_MUL if silu_mul else None
     block = scheme == "block"
-    inputs = Inputs(
-        rows, dtype, scheme == "tensor", affine, scale, zero, gate, rms_norm, eps, permutation, block=block
-    )
+    inputs = Inputs(rows, dtype, scheme == "tensor", affine, scale, zero, gate, rms_norm, eps, permutation, block=block)
     outputs = None if out is None else check_out(out, x, dtype, affine, silu_mul, block)
     if torch.compiler.is_compiling() or traced(x, x):
         written = _call_op(inputs, outputs)
@@ -126,7 +124,7 @@ def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
         x.shape, dtype, static, affine, gate, eps, scale is None, zero is None, rms_norm is None,
         permutation is None, row_count is None, outputs is None, block,
     )  # fmt: skip
-    tensors = [x] if outputs is None else [x, *outputs[: 1 + block]]  # other scales have one layout
+    tensors = [x] if outputs is None else [x, outputs[0], outputs[1]]
     tensors += [tensor for tensor in (scale, zero, rms_norm, permutation, row_count) if tensor is not None]
     try:
         plan = thread.memory.find_plan(key, tensors)
@@ -188,7 +186,8 @@ _INPUTS = 10
 
 
 def _inputs(*arguments: Any) -> Inputs:
-    inputs = Inputs(*arguments[:_INPUTS], None, *arguments[_INPUTS:])
+    given = *arguments[:_INPUTS], None, *arguments[_INPUTS:], False
+    inputs = Inputs._make(given[: len(Inputs._fields)])
     return inputs._replace(gate=SILU_MUL if inputs.gate else None)
 
 

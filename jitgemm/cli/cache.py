@@ -60,7 +60,9 @@ def describe_spec(spec: Mapping[str, Any]) -> tuple[str, str, str]:
         tile = f"{spec.get('block_m', '?')} x {spec.get('block_n', '?')}"
         return tile, f"{spec['lhs']}{'' if out == 'bf16' else f' to {out}'}", " + ".join(scales)
     if kind_of(spec) == "quantizer":
-        scales = ["tensor" if spec.get("static") else "block" if spec.get("block") else "token"] + (["zero"] if spec.get("affine") else [])
+        scales = ["tensor" if spec.get("static") else "block" if spec.get("block") else "token"] + (
+            ["zero"] if spec.get("affine") else []
+        )
         return "-", f"{spec['x']} to {spec['q']}", " + ".join(scales)
     return "?", "?", "?"
 

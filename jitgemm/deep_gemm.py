@@ -1,0 +1,156 @@
+"""DeepGEMM's calls by its names and in its order of arguments, so that its callers change an import.
+
+`a` is a pair (x, scales) of e4m3 activations [m, k] with fp32 scales [m, ceil(k / 128)] of any strides. `b` is a weight
+from `pack_w8` or `pack_w4`, or a pair (w, scales) as DeepGEMM takes it, e4m3 [n, k] with scales [ceil(n / 128),
+ceil(k / 128)] or [n, ceil(k / 128)]. A pair is packed when it first comes, into memory of its own, and remembered
+as long as the tensor w lives and neither is written to, which tensors made in inference mode do not tell. Pass a packed
+weight to hold it once, and where w is another view in each call. `d` is bfloat16, float16 or float32.
+
+Nothing has to be aligned or laid out in a certain way. `recipe`, where it is given, is what the scales' shapes say;
+`compiled_dims` and `disable_ue8m0_cast` change nothing here. Errors name `a` lhs, `b` rhs and `d` out.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
+from jitgemm.gemm.grouped import (
+    m_grouped_gemm_w4a8_nt_contiguous,
+    m_grouped_gemm_w4a8_nt_masked,
+    m_grouped_gemm_w8a8_nt_contiguous,
+    m_grouped_gemm_w8a8_nt_masked,
+    rows_of_m_indices,
+)
+from jitgemm.gemm.groups import experts_of
+from jitgemm.tensors import check_tensor
+from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Recipe = tuple[int, int, int]
+
+_RECIPES = (None, (1, 128, 128), (1, 1, 128))
+_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""w -> (what tells both tensors from others, the scales, so that nothing else gets their memory, weight)."""
+
+
+def fp8_gemm_nt(
+    a: Pair,
+    b: Pair | Weight,
+    d: torch.Tensor,
+    c: torch.Tensor | None = None,
+    recipe: Recipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """d [m, n] = a · bᵀ.
+
+    Raises:
+        ValueError: c is given: results are not added to a tensor; another recipe.
+        Else as `gemm_w8a8_nt` and `pack_w8`.
+    """
+    if c is not None:
+        raise ValueError(f"c: expected None, as results are not added to a tensor, got a {type(c).__name__}")
+    weight = _weight(b, recipe)
+    (gemm_w4a8_nt if isinstance(weight, W4Weight) else gemm_w8a8_nt)(a, weight, d)
+
+
+def gemm_fp8_fp8_bf16_nt(lhs: Pair, rhs: Pair | Weight, out: torch.Tensor) -> None:
+    """`fp8_gemm_nt` by its older name."""
+    fp8_gemm_nt(lhs, rhs, out)
+
+
+def m_grouped_fp8_gemm_nt_contiguous(
+    a: Pair,
+    b: Pair | Weight,
+    d: torch.Tensor,
+    m_indices: torch.Tensor,
+    recipe: Recipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """d[i] = a[i] · b[m_indices[i]]ᵀ; rows of index -1 are left alone, the others stand together by index.
+
+    Args:
+        b: of E experts, w [E, n, k] with scales [E, ceil(n / 128), ceil(k / 128)].
+        m_indices: int32 [M].
+
+    Raises:
+        As `m_grouped_gemm_w8a8_nt_contiguous` and `pack_w8`; ValueError for another recipe.
+    """
+    weight = _weight(b, recipe)
+    call = m_grouped_gemm_w4a8_nt_contiguous if isinstance(weight, W4Weight) else m_grouped_gemm_w8a8_nt_contiguous
+    call(a, weight, d, rows_of_m_indices(m_indices, experts_of(weight)))
+
+
+def m_grouped_fp8_gemm_nt_masked(
+    a: Pair,
+    b: Pair | Weight,
+    d: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    recipe: Recipe | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """d[e, i] = a[e, i] · b[e]ᵀ for i < masked_m[e].
+
+    Args:
+        a: x [E, max_m, k] with scales [E, max_m, ceil(k / 128)].
+        b: as for `m_grouped_fp8_gemm_nt_contiguous`.
+        d: [E, max_m, n].
+
+    Raises:
+        As `m_grouped_gemm_w8a8_nt_masked` and `pack_w8`; ValueError for another recipe.
+    """
+    weight = _weight(b, recipe)
+    call = m_grouped_gemm_w4a8_nt_masked if isinstance(weight, W4Weight) else m_grouped_gemm_w8a8_nt_masked
+    call(a, weight, d, masked_m, expected_m)
+
+
+def k_grouped_fp8_gemm_tn_contiguous(*arguments: object, **options: object) -> NoReturn:
+    """NotImplementedError: there is no GEMM for the gradients of weights."""
+    raise NotImplementedError("k_grouped_fp8_gemm_tn_contiguous: jitgemm has no GEMM for the gradients of weights")
+
+
+def get_mk_alignment_for_contiguous_layout() -> int:
+    """1: an expert's rows may start and end anywhere."""
+    return 1
+
+
+get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
+
+
+def get_mn_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
+    """x itself: scales may have any strides."""
+    return x
+
+
+get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor
+
+
+def _weight(b: object, recipe: object) -> Weight:
+    """b itself, or the weight that the pair b was packed into."""
+    if recipe is not None and (not isinstance(recipe, (tuple, list)) or tuple(recipe) not in _RECIPES):
+        raise ValueError(f"recipe: expected one of {_RECIPES}, got {recipe!r}")
+    if isinstance(b, (W4Weight, W8Weight)):
+        return b
+    if not isinstance(b, (tuple, list)) or len(b) != 2:
+        raise TypeError(f"b: expected a packed weight or a pair (w, scales), got {type(b).__name__}")
+    w, scale = (check_tensor(name, tensor) for name, tensor in zip(("b[0] (w)", "b[1] (scales)"), b))
+    state = _state(w), _state(scale)
+    known, _, weight = _packed.get(w, (None, None, None))
+    if known != state:
+        weight = pack_w8(w, scale)
+        _packed[w] = state, scale, weight
+    return weight
+
+
+def _state(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What tells whether this is the tensor and the values that were packed."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), version, tensor.shape, tensor.stride(), tensor.dtype
