@@ -126,7 +126,7 @@ def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
     """The op with the arguments that `gemm_w4a8_bf16_nt` gives it under `torch.compile`."""
     from jitgemm.gemm.call import call_op
 
-    return [partial(call_op, operands, False) for operands in _layers(fmt, source, m)]
+    return [partial(call_op, operands, False, None) for operands in _layers(fmt, source, m)]
 
 
 def _nothing(*_: Any) -> None:
