@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--routings", type=int, default=24, help="calls of a graph (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns of each graph (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results there too; - for stdout instead of the table")
+    parser.add_argument("--gather-m", type=float, help="rows an expert from which the quantiser gathers")
     arguments = parser.parse_args()
     import torch
 
@@ -137,6 +138,10 @@ def main() -> None:
         sys.exit("no Hopper GPU here: times need one")
     from benchmark_lib.results import environment
 
+    if arguments.gather_m is not None:
+        import jitgemm.moe.call
+
+        jitgemm.moe.call.GATHER_M = arguments.gather_m
     table = arguments.json != "-"
     if table:
         print(f"{torch.cuda.get_device_name()}, us, medians of {arguments.rounds * REPLAYS} replays\n")

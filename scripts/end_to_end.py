@@ -158,7 +158,6 @@ def speed(
         ),
     ] = None,
     group_size: GroupSize = 128,
-    head: Annotated[bool, typer.Option("--head8", help="lm_head in 8 bits too, in all but bf16.")] = False,
     batch: Annotated[str, typer.Option("--batch", metavar="LIST", help="Sequences decoded at once.")] = "1,16,64",
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens in the cache when decoding starts.")] = 256,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Tokens decoded for each sequence.")] = 64,
@@ -178,11 +177,10 @@ def speed(
     same in all, in bf16.
 
     \b
-      bf16           torch.nn.Linear; q, k, v and gate, up merged
-      fp8            torch._scaled_mm, scales per row and per token, merged too; the compiler fuses the quantiser
-      e4m3, int8     W4A8Linear, groups of --group-size, after jitgemm.nn.fuse_
-      ...-plain      the same without fuse_
-      w8-...         W8A8Linear, a scale per row, after jitgemm.nn.fuse_
+      bf16         torch.nn.Linear
+      fp8          torch._scaled_mm, scales per row and per token; the compiler fuses the quantiser
+      e4m3, int8   W4A8Linear, groups of --group-size, after jitgemm.nn.fuse_
+      ...-plain    the same without fuse_
 
     The logits of a compiled step are compared with those of the same modules uncompiled, as a guard against nonsense:
     within 30 %, as both round to bf16, elsewhere, and random weights pass on what that changes.
@@ -216,10 +214,9 @@ def speed(
     with torch.no_grad(), _third_party_noise():
         document = _about(sizes, group_size, device, versions)
         document |= {"context": context, "steps": steps, "prefill": prefill, "backend": backend}
-        document["head8"] = head
         document["rows"] = time_llama(
-            sizes, names, batches, context, steps, prefill, group_size, head,
-            None if backend == "none" else backend, device, seed, lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),
+            sizes, names, batches, context, steps, prefill, group_size, None if backend == "none" else backend, device,
+            seed, lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),
         )  # fmt: skip
     document["seconds"] = round(time.monotonic() - start, 1)
     if as_json:

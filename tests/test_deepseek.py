@@ -287,19 +287,6 @@ def test_it_is_fused_and_warmed_up(published):
     assert found == {(8, 128, False), (4, 0, True) if kind == "w4afp8" else (8, 128, True)}
 
 
-def test_the_command_warms_up_what_the_model_needs(published):
-    from typer.testing import CliRunner
-
-    from jitgemm.cli.app import app
-
-    _, folder, _ = published
-    needed = {spec.label for spec, _ in _kernels(loaded(folder), 64, [torch.bfloat16], "h200")}
-    options = ["--model", str(folder), "--device", "h200", "--max-m", "64", "--dry-run", "--json"]
-    done = CliRunner().invoke(app, ["warmup", *options])
-    assert done.exit_code == 0, done.output
-    assert needed <= {kernel["label"] for kernel in json.loads(done.stdout)["kernels"]}
-
-
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 

@@ -331,6 +331,7 @@ def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeyp
         "norm_weight": inputs.rms_norm.data_ptr(),
         "permutation": inputs.permutation.data_ptr(),
         "row_count": 0,
+        "row_index": 0,
         "x_row_bytes": 2 * inputs.k,
         "q_row_bytes": inputs.k,
         "m": inputs.x.shape[0],

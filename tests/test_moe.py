@@ -130,7 +130,7 @@ def test_a_nan_behind_a_limit_is_still_a_nan():
 
 def test_counted_rows_need_a_gate():
     inputs = Inputs(torch.ones(2, 64), torch.int8, False, False, None, None, None, None, 0.0, None, torch.ones(1).int())
-    with pytest.raises(ValueError, match="row_count: expected None without a gate"):
+    with pytest.raises(ValueError, match="row_count: expected None without a gate or row_index"):
         quantize(inputs)
 
 
@@ -241,7 +241,7 @@ def test_out_is_written_and_returned():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_launches_one_by_one_are_the_reference(mode, dtype):
+def test_the_launches_one_by_one_are_the_reference(monkeypatch, mode, dtype):
     """The way of CUDA tensors, each step by what it runs on the CPU."""
     g = builders.generator(3)
     expert_map = torch.tensor([4, -1, 2, 0, 1, 3, -1], dtype=torch.int32)
@@ -255,8 +255,11 @@ def test_the_launches_one_by_one_are_the_reference(mode, dtype):
     ids, (lhs_dtype, affine) = choices(4, 9, 3, 7), MODES[mode]
     gate = Gate("swiglu_oai", "interleaved", 7.0, 1.702)
     layer = Layer(x, w13, w2, ids, weights, gate, lhs_dtype, affine, expert_map, *options.values(), False)
-    out = torch.empty(9, 72, dtype=dtype)
+    out, gathered = torch.empty((2, 9, 72), dtype=dtype)
     _launch(layer, out)
+    monkeypatch.setattr("jitgemm.moe.call.GATHER_M", 1)
+    _launch(layer, gathered)
+    assert builders.same_bits(out, gathered)
     options |= {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0, "expert_map": expert_map}
     expected = fused_experts(x, w13, w2, ids, weights, lhs_dtype=lhs_dtype, affine=affine, **options)
     assert float((out - expected).double().norm() / expected.double().norm()) < (4e-3 if dtype.itemsize == 2 else 1e-3)
@@ -284,11 +287,14 @@ def test_workspace_bytes_are_documented():
     """As the formula in its docstring says, for sizes that are all multiples of 512 bytes."""
     case = Case(k=512, inter=512, n=512, experts=127)
     _, w13, w2, *_ = case.arguments
-    m = 128 * 4
+    m = 128 * 2
     expected = 2 * m * 1024 + m * 512 + 128 * 512 + 4 * (3 * m + 128 + 128)
-    assert fused_experts_workspace_bytes(128, 4, w13, w2) == expected
-    affine = fused_experts_workspace_bytes(128, 4, w13, w2, dtype=torch.float32, affine=True)
+    assert fused_experts_workspace_bytes(128, 2, w13, w2) == expected
+    affine = fused_experts_workspace_bytes(128, 2, w13, w2, dtype=torch.float32, affine=True)
     assert affine == expected + 2 * m * 1024 + 4 * (m + 128)
+    tokens, m = 4064, 127 * 128  # one quantised row for each choice
+    expected = 2 * m * 1024 + m * 512 + m * 512 + 4 * (4 * m + 128)
+    assert fused_experts_workspace_bytes(tokens, 4, w13, w2) == expected
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -444,6 +450,8 @@ GATE_SPECS = dict.fromkeys(
 FRONTS = ((2048, "bf16", "e4m3", False), (16384, "fp32", "s8", True), (7168, "fp16", "s8", False))
 SPECS = [RouteSpec(1), RouteSpec(CLUSTER)]
 SPECS += [front_spec(8, k, x, q, affine) for k, x, q, affine in FRONTS]
+SPECS += [quantize_spec(k, x, "s8", affine=True, gathered=True) for k, x in ((768, "bf16"), (7168, "fp32"))]
+SPECS += [quantize_spec(32800, "bf16", "s8", affine=True, gathered=True)]
 SPECS += [CombineSpec(row, out) for row, out in (("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "bf16"))]
 
 

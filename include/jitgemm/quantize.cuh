@@ -31,7 +31,8 @@ struct QuantizeArgs {
     const i32* given_zero;     // one element, static affine only
     const u8* norm_weight;     // [k] of norm_weight_type, RMSNorm only
     const u32* permutation;    // [k], permuted only: column j of q is column permutation[j] of y
-    const u32* row_count;      // one element: gates only: rows from there on are left alone; null: none
+    const u32* row_count;      // one element, gated or gathered only: rows from there on are left alone; null: none
+    const u32* row_index;      // [m], gathered only: row i of q is that row of x
     u64 x_row_bytes;
     u64 q_row_bytes;
     u32 m, k;
@@ -42,7 +43,7 @@ struct QuantizeArgs {
     u64 scale_row_stride;  // kBlocks only, in elements
     u64 scale_block_stride;
 };
-static_assert(sizeof(QuantizeArgs) == 128, "jitgemm/activations/plan.py packs this struct");
+static_assert(sizeof(QuantizeArgs) == 136, "jitgemm/activations/plan.py packs this struct");
 
 // What act() is, and where gates and ups lie: GATES and ORDERS of jitgemm/activations/kernel.py.
 enum GateKind : i32 { kUngated, kSilu, kGelu, kGeluTanh, kSwigluOai };
@@ -190,6 +191,7 @@ template <class Config>
 __device__ __forceinline__ Input<Config> load(const QuantizeArgs& args, u32 row, u32 vector) {
     constexpr u32 kBytes = Vector<Config::kX>::kBytes;
     constexpr bool kInPairs = kGated<Config> && Config::kOrder == kInterleaved;
+    if constexpr (Config::kGathered) row = args.row_index[row];
     const u8* source = args.x + row * args.x_row_bytes + vector * kBytes * (kInPairs ? 2 : 1);
     Input<Config> input;
     input.x[0] = load_vector<Config::kX>(source);
@@ -474,7 +476,7 @@ __device__ __forceinline__ void store_scale(const QuantizeArgs& args, u32 row, c
 // Rows to quantise.
 template <class Config>
 __device__ __forceinline__ u32 live_rows(const QuantizeArgs& args) {
-    if constexpr (!kGated<Config>) return args.m;
+    if constexpr (!kGated<Config> && !Config::kGathered) return args.m;
     return args.row_count == nullptr ? args.m : min(args.m, *args.row_count);
 }
 

@@ -27,6 +27,7 @@ POINTERS = (
     Pointer("norm_weight", "rms_norm", ALIGNMENT),
     Pointer("permutation", "permutation", ALIGNMENT),
     Pointer("row_count", "row_count", 4),
+    Pointer("row_index", "row_index", 4),
 )
 """What a launch has addresses of, in the order of `QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
@@ -35,12 +36,14 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class Inputs(NamedTuple):
-    """All of a call but where to write, x as rows; but for row_count, in the order of the op's arguments.
+    """All of a call but where to write, x as rows; but for row_count and row_index, in the order of the op's arguments.
 
     Attributes:
         gate: for `silu_mul`, `SILU_MUL`.
-        row_count: with a gate: int32, one element: rows from there on are left alone. None: there are none such.
+        row_count: with a gate or row_index: int32, one element: rows from there on are left alone. None: there are none
+            such.
         block: a scale for every `LHS_GROUP` codes.
+        row_index: int32 [m]: row i of the result is row row_index[i] of x, which is not checked. None: row i.
     """
 
     x: torch.Tensor
@@ -55,6 +58,12 @@ class Inputs(NamedTuple):
     permutation: torch.Tensor | None
     row_count: torch.Tensor | None = None
     block: bool = False
+    row_index: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the result."""
+        return self.x.shape[0] if self.row_index is None else self.row_index.shape[0]
 
     @property
     def k(self) -> int:
@@ -64,7 +73,7 @@ class Inputs(NamedTuple):
     def new_outputs(self) -> Outputs:
         """Tensors to write to."""
         x = self.x
-        m, device = x.shape[0], x.device
+        m, device = self.rows, x.device
         q = torch.empty((m, self.k), dtype=self.dtype, device=device)
         scale = torch.empty(m, dtype=torch.float32, device=device)
         if self.block:  # by column, as DeepGEMM has them
@@ -74,7 +83,7 @@ class Inputs(NamedTuple):
 
     def tensors(self, outputs: Outputs) -> tuple[torch.Tensor | None, ...]:
         """In the order of POINTERS."""
-        return self.x, *outputs, self.scale, self.zero, self.rms_norm, self.permutation, self.row_count
+        return self.x, *outputs, self.scale, self.zero, self.rms_norm, self.permutation, self.row_count, self.row_index
 
 
 def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -94,7 +103,7 @@ def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def check_arguments(inputs: Inputs) -> None:
     """Raises TypeError or ValueError unless the inputs fit together; looks at no values."""
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block, row_index = inputs
     check_flag("affine", affine)
     check_dtype("dtype", dtype, LHS_TYPES)
     if affine and dtype != torch.int8:
@@ -123,14 +132,15 @@ def check_arguments(inputs: Inputs) -> None:
             raise ValueError(f"{name}: expected None unless for {why}, got a {type(value).__name__}")
     if rms_norm is not None and gate:
         raise ValueError("rms_norm: expected None with silu_mul, got a weight")
-    if row_count is not None and not gate:
-        raise ValueError("row_count: expected None without a gate, got a tensor")
+    if row_count is not None and not gate and row_index is None:
+        raise ValueError("row_count: expected None without a gate or row_index, got a tensor")
     for name, value, types, elements in (
         ("scale", scale, ("fp32",), 1),
         ("zero", zero, ("s32",), 1),
         ("rms_norm", rms_norm, REAL_TYPES, k),
         ("permutation", permutation, ("s32",), k),
         ("row_count", row_count, ("s32",), 1),
+        ("row_index", row_index, ("s32",), inputs.rows),
     ):
         if value is not None:
             check_vector(name, value, types, elements)

@@ -118,14 +118,14 @@ def quantize_activations(
 
 def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
     """The call, directly or by its op, into `outputs`, which are checked, or new ones."""
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block, row_index = inputs
     # What decides legality and kernel; the rest of the tensors `Memory.find_plan` compares.
     key = (
         x.shape, dtype, static, affine, gate, eps, scale is None, zero is None, rms_norm is None,
-        permutation is None, row_count is None, outputs is None, block,
+        permutation is None, row_count is None, row_index is None, outputs is None, block,
     )  # fmt: skip
     tensors = [x] if outputs is None else [x, outputs[0], outputs[1]]
-    tensors += [tensor for tensor in (scale, zero, rms_norm, permutation, row_count) if tensor is not None]
+    tensors += [tensor for tensor in (scale, zero, rms_norm, permutation, row_count, row_index) if tensor is not None]
     try:
         plan = thread.memory.find_plan(key, tensors)
     except TypeError:  # nothing that can be hashed: the checks say what
@@ -135,7 +135,7 @@ def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
     if outputs is None:
         outputs = inputs.new_outputs()
     if plan is None:
-        if x.shape[0] == 0:
+        if inputs.rows == 0:
             return outputs
         check_addresses(POINTERS, inputs.tensors(outputs))
         if not x.is_cuda:
@@ -169,7 +169,7 @@ def _call_op(inputs: Inputs, outputs: Outputs | None) -> Outputs:
         if getattr(inputs, name) is not None:
             check_tensor(name, getattr(inputs, name))
     check_dtype("dtype", inputs.dtype, LHS_TYPES)
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block, _ = inputs
     results = torch.ops.jitgemm.quantize_activations(
         x, dtype, static, affine, scale, zero, gate is not None, rms_norm, float(eps), permutation, block
     )
@@ -186,8 +186,7 @@ _INPUTS = 10
 
 
 def _inputs(*arguments: Any) -> Inputs:
-    given = *arguments[:_INPUTS], None, *arguments[_INPUTS:], False
-    inputs = Inputs._make(given[: len(Inputs._fields)])
+    inputs = Inputs._make((*arguments[:_INPUTS], None, *(arguments[_INPUTS:] or (False,)), None))
     return inputs._replace(gate=SILU_MUL if inputs.gate else None)
 
 

@@ -78,6 +78,7 @@ class QuantizeSpec:
         limited: gates and ups are limited first.
         rms_norm: values are normalised first.
         permuted: columns are permuted.
+        gathered: rows are gathered.
         vectors: vectors of `VECTOR` values that a thread holds; 0 where rows are read twice.
         rows: rows that a CTA works on at once, one warp each; 1 where a row has the whole CTA.
         sources_held: a thread reads its part of the permutation once for all rows.
@@ -97,6 +98,7 @@ class QuantizeSpec:
     rows: int = 1
     sources_held: bool = False
     block: bool = False
+    gathered: bool = False
 
     @property
     def label(self) -> str:
@@ -107,7 +109,9 @@ class QuantizeSpec:
             parts.append(self.gate.replace("_", "") + "mul")
             parts += [self.order.replace("_", "")] if self.order != "gate_up" else []
             parts += ["limited"] if self.limited else []
-        parts += [name.replace("_", "") for name in ("rms_norm", "permuted", "block") if getattr(self, name)]
+        parts += [
+            name.replace("_", "") for name in ("rms_norm", "permuted", "block", "gathered") if getattr(self, name)
+        ]
         parts.append(f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}")
         return "-".join(parts)
 
@@ -127,6 +131,7 @@ def quantize_spec(
     rms_norm: bool = False,
     permuted: bool = False,
     block: bool = False,
+    gathered: bool = False,
 ) -> QuantizeSpec:
     """The kernel for rows of k codes, the only one whatever m is.
 
@@ -161,7 +166,7 @@ def quantize_spec(
         vectors = 0  # in shared memory
     kind, order, limited = (gate.kind, gate.order, gate.limit != math.inf) if gate else ("", "gate_up", False)
     return QuantizeSpec(
-        x, q, vectors, affine, static, kind, order, limited, rms_norm, permuted, rows, sources_held, block
+        x, q, vectors, affine, static, kind, order, limited, rms_norm, permuted, rows, sources_held, block, gathered
     )
 
 
@@ -211,6 +216,7 @@ def render_config(spec: QuantizeSpec) -> str:
         "bool kLimited": spec.limited,
         "bool kRmsNorm": spec.rms_norm,
         "bool kPermuted": spec.permuted,
+        "bool kGathered": spec.gathered,
         "u32 kVectors": spec.vectors,
         "u32 kRows": spec.rows,
         "bool kSourcesHeld": spec.sources_held,
@@ -247,7 +253,7 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     variants = [name for name in ("affine", "static", "rms_norm", "permuted", "block") if getattr(spec, name)]
     variants += ["silu_mul"] if spec.gate else []
     command = f"--lhs {'int8' if spec.q == 's8' else 'fp8'} --quantizer {'+'.join([spec.x, *variants])}"
-    named = (spec.gate or "silu", spec.order, spec.limited) == ("silu", "gate_up", False)
+    named = not spec.gathered and (spec.gate or "silu", spec.order, spec.limited) == ("silu", "gate_up", False)
     return KernelSource(
         spec.label,
         spec.to_dict(),

@@ -46,7 +46,7 @@ class QuantizePlan(PreparedLaunch):
 
     def __init__(self, inputs: Inputs, outputs: Outputs):
         x, q, scale, norm, gate = inputs.x, *outputs[:2], inputs.rms_norm, inputs.gate or SILU_MUL
-        m, k, device = x.shape[0], inputs.k, x.get_device()
+        m, k, device = inputs.rows, inputs.k, x.get_device()
         spec = self.spec = quantize_spec(
             k,
             TYPE_NAMES[x.dtype],
@@ -57,6 +57,7 @@ class QuantizePlan(PreparedLaunch):
             rms_norm=norm is not None,
             permuted=inputs.permutation is not None,
             block=inputs.block,
+            gathered=inputs.row_index is not None,
         )
         kernel = KERNELS.load(spec, device)
         threads, rows = block_dims(spec, k)
@@ -68,7 +69,7 @@ class QuantizePlan(PreparedLaunch):
             ARGUMENTS,
             {
                 # One row's stride is never walked, and torch may report any value for it.
-                "x_row_bytes": x.stride(0) * x.element_size() if m > 1 else 0,
+                "x_row_bytes": x.stride(0) * x.element_size() if x.shape[0] > 1 else 0,
                 "q_row_bytes": q.stride(0) if m > 1 else 0,
                 "m": m,
                 "k": k,
@@ -86,7 +87,7 @@ class QuantizePlan(PreparedLaunch):
 
     def launch(self, inputs: Inputs, outputs: Outputs) -> None:
         """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
-        x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation, row_count, _ = inputs
+        x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation, row_count, _, row_index = inputs
         q, scale, zero = outputs
         addresses = (
             x.data_ptr(),
@@ -98,6 +99,7 @@ class QuantizePlan(PreparedLaunch):
             0 if rms_norm is None else rms_norm.data_ptr(),
             0 if permutation is None else permutation.data_ptr(),
             0 if row_count is None else row_count.data_ptr(),
+            0 if row_index is None else row_index.data_ptr(),
             self.number,
         )
         if not self.run(addresses, True):

@@ -21,7 +21,8 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 def quantize_reference(inputs: Inputs) -> Outputs:
     """`jitgemm.quantize_activations` in plain PyTorch, for checked inputs; all rows, whatever `row_count` says."""
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block, row_index = inputs
+    x = x if row_index is None else x[row_index.long()]
     y = x.float() if gate is None else gated(x.float(), gate)
     norm = None
     if rms_norm is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -26,20 +25,9 @@ DENSE_MODELS = frozenset(
 )
 """model_type of decoders with q, k, v, o and gated gate, up, down projections in every layer."""
 
-LATENT_MODELS = frozenset({"deepseek_v3", "kimi_k2"})
-"""model_type of decoders with latent attention (MLA), dense layers first, and shared experts beside the routed ones."""
-
-KNOWN_MODELS = DENSE_MODELS | LATENT_MODELS | {"mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe"}
+KNOWN_MODELS = DENSE_MODELS | {"mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe"}
 """And experts: in every layer of mixtral and gpt_oss; of the others' layers some may be dense, and qwen2_moe has a
 shared expert."""
-
-_PARTS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "experts": ("experts.gate_proj", "experts.up_proj", "experts.down_proj"),
-}
-"""Layers that stand for several of a checkpoint's."""
 
 _GATES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Kinds of gates by hidden_act."""
@@ -110,16 +98,14 @@ Layer = LinearLayer | ExpertLayer
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What a quantization_config says of some layers.
+    """What a quantization_config says of all layers.
 
     Attributes:
         method: its quant_method.
         group_size: 0 for per channel.
         zero_point: weights have integer zero points.
         lhs: type of the activations, "fp8" or "int8"; None where it says nothing of them.
-        variants: what the activations' quantiser does besides: of "affine", "static", "permuted", "block".
-        bits: of the weights.
-        scale_type: of the weights' scales; None where the files alone tell.
+        variants: what the activations' quantiser does besides: of "affine", "static", "permuted".
     """
 
     method: str
@@ -127,8 +113,6 @@ class Quantization:
     zero_point: bool
     lhs: str | None = None
     variants: tuple[str, ...] = ()
-    bits: int = 4
-    scale_type: str | None = None
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -178,8 +162,7 @@ def linear_layers(
             raise ValueError(f"{name}: expected at least 1, got {ranks}")
     config = _text_config(config)
     model_type = config["model_type"]
-    latent = model_type in LATENT_MODELS
-    layers: list[Layer] = [*(_latent_attention if latent else _attention)(config, tp, group_size)]
+    layers: list[Layer] = [*_attention(config, tp, group_size)]
     depth = _size(config, "num_hidden_layers")
     if ep > 1 and model_type in DENSE_MODELS:
         raise ValueError(f"ep={ep}: expected 1 for {model_type}, which has no experts")
@@ -187,16 +170,12 @@ def linear_layers(
         layers += _mlp(config, "", "intermediate_size", tp, group_size, depth)
     elif model_type in ("mixtral", "gpt_oss"):
         layers += _experts(config, "num_local_experts", "intermediate_size", tp, ep, group_size, depth)
-    elif latent:
-        layers += _latent_moe(config, tp, ep, group_size, depth)
     else:
         layers += _qwen_moe(config, tp, ep, group_size, depth)
-    parts = {name.removeprefix("experts.") for names in _PARTS.values() for name in names} - {"down_proj"}
-    parts.add("experts.down_proj")
-    if not any(layer.name == "fused_qkv_a_proj" for layer in layers):
-        parts.discard("kv_a_proj_with_mqa")
-    dropped = {Form.both: set(), Form.fused: parts, Form.separate: set(_PARTS)}[Form(form)]
-    layers = [layer for layer in layers if not {layer.name, layer.name.rpartition(".")[2]} & dropped]
+    fused = ("qkv_proj", "gate_up_proj", "experts")
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "experts.down_proj")
+    dropped = {Form.both: (), Form.fused: parts, Form.separate: fused}[Form(form)]
+    layers = [layer for layer in layers if not {layer.name, layer.name.rpartition(".")[2]} & set(dropped)]
     for layer in layers:
         for n, k in layer.shapes if isinstance(layer, ExpertLayer) else [(layer.n, layer.k)]:
             for what, size, step in (("n", n, 8), ("k", k, 32)):
@@ -287,38 +266,6 @@ def _attention(config: Mapping[str, Any], tp: int, group_size: int) -> list[Line
     ]
 
 
-def _latent_attention(config: Mapping[str, Any], tp: int, group_size: int) -> list[LinearLayer]:
-    """Projections through low ranks, which every rank has whole, and out of them, cut by heads."""
-    hidden, depth = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
-    total = _size(config, "num_attention_heads")
-    heads, rank = _cut("num_attention_heads", total, tp), _size(config, "kv_lora_rank")
-    nope, rope, v = (_size(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    down = LinearLayer("kv_a_proj_with_mqa", rank + rope, hidden, depth)
-    layers = [LinearLayer("q_proj", heads * (nope + rope), hidden, depth), down]
-    if config.get("q_lora_rank") is not None:
-        q_rank = _size(config, "q_lora_rank")
-        layers = [
-            LinearLayer("fused_qkv_a_proj", q_rank + down.n, hidden, depth),
-            LinearLayer("q_a_proj", q_rank, hidden, depth),
-            down,
-            LinearLayer("q_b_proj", heads * (nope + rope), q_rank, depth),
-        ]
-    layers.append(LinearLayer("kv_b_proj", heads * (nope + v), rank, depth))
-    return [*layers, LinearLayer("o_proj", hidden, _cut_k("o_proj", total * v, tp, group_size), depth)]
-
-
-def _latent_moe(config: Mapping[str, Any], tp: int, ep: int, group_size: int, depth: int) -> list[Layer]:
-    dense = min(_size(config, "first_k_dense_replace") if config.get("first_k_dense_replace") else 0, depth)
-    layers: list[Layer] = []
-    if dense:
-        layers += _mlp(config, "", "intermediate_size", tp, group_size, dense)
-    if depth > dense:
-        layers += _experts(config, "n_routed_experts", "moe_intermediate_size", tp, ep, group_size, depth - dense)
-        shared = _size(config, "n_shared_experts") * _size(config, "moe_intermediate_size")
-        layers += _mlp({**config, "width": shared}, "shared_experts.", "width", tp, group_size, depth - dense)
-    return layers
-
-
 def _mlp(config: Mapping[str, Any], prefix: str, width: str, tp: int, group_size: int, count: int) -> list[LinearLayer]:
     hidden = _size(config, "hidden_size")
     part = _cut_k(f"{prefix}down_proj", _size(config, width), tp, group_size)
@@ -372,55 +319,23 @@ def _qwen_moe(config: Mapping[str, Any], tp: int, ep: int, group_size: int, dept
     return layers
 
 
-def quantization(config: Mapping[str, Any], name: str | None = None) -> tuple[Quantization, ...] | str:
-    """What the config says of quantised weights and activations, or why that cannot be told; empty: nothing.
+def quantization(config: Mapping[str, Any]) -> Quantization | str | None:
+    """What the config says of quantised weights and activations, or why that cannot be told; None: nothing.
 
-    Known are GPTQ, AWQ and AutoRound with one setting for all layers, FP8 as DeepSeek and vLLM have it, W4AFP8 and
-    compressed-tensors.
-
-    Args:
-        name: of the layers, as `linear_layers` has it; None for what it says of any. Layers of one name may differ.
+    Known are GPTQ, AWQ and AutoRound with one setting for all layers, and compressed-tensors with one group.
     """
     section = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if section is None:
-        return ()
+        return None
     try:
         method = section["quant_method"].lower().replace("_", "-")
         if method == "compressed-tensors":
-            return _compressed_tensors(section, method, _in_file(config, name))
+            return _compressed_tensors(section, method)
         if method in ("gptq", "awq", "auto-round"):
-            return (_gptq_or_awq(section, method),)
-        if method in ("fp8", "w4afp8"):
-            return _fp8(section, method, name)
+            return _gptq_or_awq(section, method)
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         return f"{problem.args[0]!r} is missing" if isinstance(problem, KeyError) else str(problem)
     return f"quant_method {section['quant_method']!r}"
-
-
-def _in_file(config: Mapping[str, Any], name: str | None) -> list[str]:
-    """What a checkpoint calls the layers of that name, as far as configs speak of it."""
-    if name is None:
-        return []
-    block, _, last = name.rpartition(".")
-    names = [f"{block}.{part}" if block else part for part in (*_PARTS.get(last, ()), last)]
-    mlp = block or last in ("experts", "gate_up_proj", "gate_proj", "up_proj", "down_proj")
-    names = [re.sub(r"^experts\.", "experts.0.", each) for each in names]
-    depth = config.get("num_hidden_layers") or (config.get("text_config") or {}).get("num_hidden_layers") or 1
-    return [f"model.layers.{i}.{'mlp' if mlp else 'self_attn'}.{each}" for i in range(depth) for each in names]
-
-
-def _fp8(section: Mapping[str, Any], method: str, name: str | None) -> tuple[Quantization, ...]:
-    """8 bits in blocks, as DeepSeek, or per tensor, as vLLM; of W4AFP8 the experts have 4."""
-    block = section.get("weight_block_size", [128, 128] if method == "w4afp8" else None)
-    static = ("static",) if section.get("activation_scheme") == "static" else ()
-    found = [Quantization(method, 0, False, "fp8", static, 8, "fp32")]
-    if block is not None:
-        found = [Quantization(method, block[1], False, "fp8", ("block",), 8, "fp32")]
-    if method == "w4afp8":
-        experts = Quantization(method, section.get("group_size", 128), False, "fp8", ("static",), 4, "fp32")
-        routed = name == "experts" or (name or "").startswith("experts.")
-        found = [*found, experts] if name is None else [experts] if routed else found
-    return tuple(found)
 
 
 def _gptq_or_awq(section: Mapping[str, Any], method: str) -> Quantization:
@@ -434,37 +349,20 @@ def _gptq_or_awq(section: Mapping[str, Any], method: str) -> Quantization:
     return Quantization(method, 0 if group_size == -1 else group_size, bool(zero_point), None, variants)
 
 
-def _compressed_tensors(section: Mapping[str, Any], method: str, names: list[str]) -> tuple[Quantization, ...]:
-    """Of the groups that may be meant by these names; of all without."""
+def _compressed_tensors(section: Mapping[str, Any], method: str) -> Quantization:
     groups = list(section["config_groups"].values())
-    if names and len(groups) > 1:
-        groups = [group for group in groups if any(_means(target, names) for target in group["targets"])]
-    if not section["config_groups"]:
-        raise ValueError("config_groups: expected one or more, found none")
-    return tuple(dict.fromkeys(_group(group, method) for group in groups))
-
-
-def _means(target: str, names: list[str]) -> bool:
-    if target.startswith("re:"):
-        return any(re.match(target.removeprefix("re:"), name) for name in names)
-    return target == "Linear" or target in names
-
-
-def _group(group: Mapping[str, Any], method: str) -> Quantization:
-    weights, inputs = group["weights"], group.get("input_activations")
-    bits, kind = weights["num_bits"], weights.get("type", "int")
-    if (bits, kind) not in ((4, "int"), (8, "int"), (8, "float")):
-        raise ValueError(f"num_bits: expected 4 or 8 of type 'int', or 8 of 'float', got {bits} of {kind!r}")
-    sizes = {"group": weights.get("group_size"), "block": (weights.get("block_structure") or (0, 0))[1]}
-    lhs, variants = (None, ()) if bits == 4 else ({"int": "int8", "float": "fp8"}[kind], ())
+    _expect("number of config_groups", len(groups), 1)
+    weights, inputs = groups[0]["weights"], groups[0].get("input_activations")
+    _expect("num_bits", weights["num_bits"], 4)
+    _expect("type", weights.get("type", "int"), "int")
+    group_size = weights["group_size"] if weights["strategy"] == "group" else 0
+    lhs, variants = None, ()
     if inputs:
         _expect("input_activations: num_bits", inputs["num_bits"], 8)
         lhs = "fp8" if inputs["type"] == "float" else "int8"
         affine, static = lhs == "int8" and inputs.get("symmetric") is False, not inputs.get("dynamic")
-        block = inputs.get("strategy") == "group"
-        variants = tuple(name for name, given in (("affine", affine), ("static", static), ("block", block)) if given)
-    zero_point = weights.get("symmetric") is False
-    return Quantization(method, sizes.get(weights["strategy"], 0), zero_point, lhs, variants, bits)
+        variants = tuple(name for name, given in (("affine", affine), ("static", static)) if given)
+    return Quantization(method, group_size, weights.get("symmetric") is False, lhs, variants)
 
 
 def _expect(name: str, value: object, expected: object) -> None:

@@ -212,14 +212,8 @@ def warmup(
         typer.Option("--zero-point/--no-zero-point", help=common.ZERO_HELP, show_default=_FROM_CONFIG.format("no")),
     ] = None,
     offset: common.Offset = False,
-    bits: Annotated[
-        Optional[int],
-        typer.Option("--bits", metavar="4|8", help=common.BITS_HELP, show_default=_FROM_CONFIG.format("4")),
-    ] = None,
-    scale_dtype: Annotated[
-        Optional[common.RealType],
-        typer.Option("--scale-dtype", help=common.SCALE_HELP, show_default=_FROM_CONFIG.format("bf16")),
-    ] = None,
+    bits: common.Bits = 4,
+    scale_dtype: common.Scale = common.RealType.bf16,
     codes: Annotated[
         CodesSet,
         typer.Option(
@@ -305,8 +299,8 @@ def warmup(
             group_size=group,
             zero_point=said.zero_point if zero_point is None else zero_point,
             offset=offset,
-            bits=said.bits if bits is None else bits,
-            scale_type=(said.scale_type or "bf16") if scale_dtype is None else scale_dtype.value,
+            bits=bits,
+            scale_type=scale_dtype.value,
             outs=outs,
             batch_invariant=batch_invariant,
             quantizers=pick_quantizers(quantizer or (), outs, said.variants),
@@ -319,21 +313,13 @@ def warmup(
     ]
     for path in model or ():
         config = read_config(path)
-        every = quantization(config)
-        if isinstance(every, str):
-            common.note(
-                f"{path}: quantization_config is not read ({every}): --lhs, --group-size and --zero-point count"
-            )
-            every = ()
-        needs = {said: wanted(said) for said in every or (default,)}
-        widest = max(each.group_size for each in needs.values())
-        described: dict[str, list[str]] = {}
-        for layer in linear_layers(config, tp, ep=ep, group_size=widest, form=form):
-            for said in quantization(config, layer.name) if every else (default,):
-                parts.append((layer, needs[said]))
-                described.setdefault(f"{path}: {said.method}: {needs[said].describe()}", []).append(layer.name)
-        for text, names in described.items() if every else ():
-            common.note(text + (f" ({', '.join(names)})" if len(described) > 1 else ""))
+        said = quantization(config)
+        needs = wanted(said if isinstance(said, Quantization) else default)
+        if isinstance(said, str):
+            common.note(f"{path}: quantization_config is not read ({said}): --lhs, --group-size and --zero-point count")
+        elif said:
+            common.note(f"{path}: {said.method}: {needs.describe()}")
+        parts += [(layer, needs) for layer in linear_layers(config, tp, ep=ep, group_size=needs.group_size, form=form)]
     layers = [layer for layer, _ in parts]
     if any(layer.name.startswith("experts") for layer in layers):
         common.note("experts: as fused_experts runs them (--form fused), or each a call of its own (--form separate)")

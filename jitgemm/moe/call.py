@@ -20,7 +20,8 @@ from jitgemm.gemm.arguments import Lhs
 from jitgemm.gemm.grouped import contiguous
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div, format_named
 from jitgemm.moe.arguments import Layer, Weight, check_arguments, check_out, check_weights, make_gate
-from jitgemm.moe.route import combine, route_and_quantize
+from jitgemm.moe.kernel import GATHER_M
+from jitgemm.moe.route import combine, route, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_flag, check_tensor
@@ -165,10 +166,11 @@ def fused_experts_workspace_bytes(
     Both GEMMs' results share their memory, as the first is gone when the second is written. With E experts of
     [2 * inter, k] and [n, inter], m = tokens * top_k, and x of b bytes an element ::
 
-        b * m * max(2 * inter, n) + m * inter + tokens * k + 4 * (3 * m + tokens + E + 1), more 4 * (m + tokens) affine
+        b * m * max(2 * inter, n) + m * inter + t * k + 4 * (3 * m + t + E + 1), more 4 * (m + t) affine
 
-    each of these tensors rounded up to 512 bytes. By block, a token has a scale for every 128 k, and m a scale for every
-    128 of inter, both m and tokens rounded up to 4.
+    each of these tensors rounded up to 512 bytes. t is tokens, or m from 4 rows an expert on; calls with an expert_map
+    may take less. By block, each of t has a scale for every 128 k, and of m one for every 128 of inter, both t and m
+    rounded up to 4.
 
     Args:
         tokens, top_k: shape of topk_ids.
@@ -179,11 +181,12 @@ def fused_experts_workspace_bytes(
     experts = check_weights(w13, w2)
     m = tokens * top_k
     parts = [4 * (experts + 1), 4 * m, 4 * m]  # routing
-    parts += [tokens * w13.k, m * w2.k]  # codes
+    t = m if m / experts >= GATHER_M else tokens
+    parts += [t * w13.k, m * w2.k]  # codes
     if _by_block(scheme):
-        parts += [16 * ceil_div(rows, 4) * ceil_div(k, LHS_GROUP) for rows, k in ((tokens, w13.k), (m, w2.k))]
+        parts += [16 * ceil_div(rows, 4) * ceil_div(k, LHS_GROUP) for rows, k in ((t, w13.k), (m, w2.k))]
     else:
-        parts += [4 * tokens, 4 * m] * (2 if affine else 1)  # scales and zero points
+        parts += [4 * t, 4 * m] * (2 if affine else 1)  # scales and zero points
     parts.append(m * max(w13.n, w2.n) * dtype.itemsize)
     return sum(_ALLOCATION * ceil_div(part, _ALLOCATION) for part in parts)
 
@@ -251,11 +254,16 @@ def _launch(layer: Layer, out: torch.Tensor) -> None:
     expected_m = choices / everywhere
 
     tokens = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None, block=block)
-    (offsets, row_index, inverse), quantised = route_and_quantize(tokens, topk_ids, layer.experts, expert_map)
+    gather: torch.Tensor | None  # by the GEMM
+    if expected_m >= GATHER_M:
+        offsets, row_index, inverse = route(topk_ids, layer.experts, expert_map=expert_map)
+        quantised, gather = quantize(tokens._replace(row_count=offsets[-1:], row_index=row_index)), None
+    else:
+        (offsets, gather, inverse), quantised = route_and_quantize(tokens, topk_ids, layer.experts, expert_map)
     memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
     hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
     lhs = _lhs(quantised)
-    contiguous(AnyWeight, lhs, w13, hidden, offsets, bias13, row_index, expected_m, batch_invariant)
+    contiguous(AnyWeight, lhs, w13, hidden, offsets, bias13, gather, expected_m, batch_invariant)
     lhs = _lhs(quantize(tokens._replace(x=hidden, gate=gate, row_count=offsets[-1:])))
     contiguous(AnyWeight, lhs, w2, rows, offsets, bias2, None, expected_m, batch_invariant)
     combine(rows, inverse, topk_weights, out, addend=addend)

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import jitgemm.nn
-from jitgemm.nn import PackedLinear
+from jitgemm.nn import W4A8Linear
 
 ROUNDS = 3
 SLOTS = 64
@@ -108,54 +108,36 @@ def _quantised(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
-def bf16(model: Any, group_size: int, head: bool) -> None:
-    """torch.nn.Linear, those that read one input merged, as engines do."""
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        attention.qkv = _merged([attention.q_proj, attention.k_proj, attention.v_proj])
-        mlp.gate_up = _merged([mlp.gate_proj, mlp.up_proj])
+def bf16(model: Any, group_size: int) -> None:
+    """torch.nn.Linear."""
 
 
-def _merged(linears: Sequence[torch.nn.Linear]) -> torch.nn.Linear:
-    """One Linear of the rows of all, whose weights become views of it."""
-    weight = torch.cat([linear.weight for linear in linears])
-    merged = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    merged.weight = torch.nn.Parameter(weight, requires_grad=False)
-    for linear, part in zip(linears, weight.split([linear.out_features for linear in linears])):
-        linear.weight = torch.nn.Parameter(part, requires_grad=False)
-    return merged
-
-
-def fp8(model: Any, group_size: int, head: bool) -> None:
-    """torch._scaled_mm, a scale per row and per token; merged too."""
-    bf16(model, group_size, head)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear) and (head or name != "lm_head"):
+def fp8(model: Any, group_size: int) -> None:
+    """torch._scaled_mm, a scale per row and per token."""
+    for name, module in list(model.model.named_modules()):
+        if isinstance(module, torch.nn.Linear):
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Fp8Linear(module))
+            setattr(model.model.get_submodule(parent), child, Fp8Linear(module))
 
 
-def ours(activation: str, fused: bool, bits: int = 4) -> Callable[[Any, int, bool], None]:
-    def change(model: Any, group_size: int, head: bool) -> None:
-        options = {"group_size": group_size, "clip_steps": 0} if bits == 4 else {"bits": bits}
-        jitgemm.nn.quantize_(model, activation=activation, lm_head=activation if head else None, **options)
+def ours(activation: str, fused: bool) -> Callable[[Any, int], None]:
+    def change(model: Any, group_size: int) -> None:
+        jitgemm.nn.quantize_(model, activation=activation, group_size=group_size, clip_steps=0)
         if fused and len(jitgemm.nn.fuse_(model)) != 3 * len(model.model.layers):
             raise RuntimeError("fuse_: expected both norms and the MLP of each block to be fused")
 
     return change
 
 
-CONTESTANTS: dict[str, Callable[[Any, int, bool], None]] = {
+CONTESTANTS: dict[str, Callable[[Any, int], None]] = {
     "bf16": bf16,
     "fp8": fp8,
     "e4m3": ours("e4m3", True),
     "int8": ours("int8", True),
     "e4m3-plain": ours("e4m3", False),
     "int8-plain": ours("int8", False),
-    "w8-e4m3": ours("e4m3", True, 8),
-    "w8-int8": ours("int8", True, 8),
 }
-"""By name: what makes a bf16 model another one, in place, given the group size and whether lm_head has 8 bits."""
+"""By name: what makes a bf16 model another one, in place."""
 USUAL = ("bf16", "fp8", "e4m3", "int8")
 
 
@@ -179,13 +161,10 @@ def block(  # type: ignore[no-untyped-def]
     batch, tokens, _ = hidden.shape
     kv_heads, size = keys.shape[1], keys.shape[3]
     x = layer.input_layernorm(hidden)
-    if hasattr(attention, "qkv"):
-        columns = attention.qkv(x).view(batch, tokens, -1, size)
-        parts = columns.split([columns.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
-    else:
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
-        parts = [projection(x).view(batch, tokens, -1, size) for projection in projections]
-    q, k, v = (part.transpose(1, 2) for part in parts)
+    q, k, v = (
+        projection(x).view(batch, tokens, -1, size).transpose(1, 2)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
     q, k = rotated(q, rotary), rotated(k, rotary)
     keys.index_copy_(2, positions, k)
     values.index_copy_(2, positions, v)
@@ -197,11 +176,7 @@ def block(  # type: ignore[no-untyped-def]
         out = scaled_dot_product_attention(shared, keys, values, attn_mask=mask.expand(-1, *shared.shape[1:3], -1))
         out = out.reshape(q.shape)
     hidden = hidden + attention.o_proj(out.transpose(1, 2).reshape(batch, tokens, -1))
-    x, mlp = layer.post_attention_layernorm(hidden), layer.mlp
-    if not hasattr(mlp, "gate_up"):
-        return hidden + mlp(x)
-    gate, up = mlp.gate_up(x).chunk(2, -1)
-    return hidden + mlp.down_proj(mlp.act_fn(gate) * up)
+    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
 
 def first(model, ids, positions, slots) -> tuple[Any, ...]:  # type: ignore[no-untyped-def]
@@ -231,7 +206,7 @@ class Forward:
 
     def __init__(self, model: Any, batch: int, length: int, backend: str | None = None):
         self.model = model
-        config, device = model.config, model.device
+        config, device = model.config, model.lm_head.weight.device
         self.slots = torch.arange(-(-length // SLOTS) * SLOTS, device=device)
         shape = batch, config.num_key_value_heads, len(self.slots), config.hidden_size // config.num_attention_heads
         self.caches = [
@@ -329,7 +304,6 @@ def time_llama(
     steps: int,
     prefill: int,
     group_size: int,
-    head: bool,
     backend: str | None,
     device: str,
     seed: int,
@@ -351,8 +325,8 @@ def time_llama(
     for name in names:
         say(f"{name}: making the model")
         model = copy.deepcopy(base)
-        CONTESTANTS[name](model, group_size, head)
-        if device.startswith("cuda") and any(isinstance(module, PackedLinear) for module in model.modules()):
+        CONTESTANTS[name](model, group_size)
+        if device.startswith("cuda") and any(isinstance(module, W4A8Linear) for module in model.modules()):
             jitgemm.nn.warmup(model, max(b * tokens for b, tokens, _, _ in prompts))
         torch._dynamo.reset()  # a function is compiled for a few kinds of arguments at most
         for (batch, tokens, position, count), ids in zip(prompts, inputs):
