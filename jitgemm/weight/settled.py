@@ -25,7 +25,8 @@ def note_settled(blocks: torch.Tensor, settled_at: SettledAt | None) -> None:
     if settled_at is None:
         _noted.pop(key, None)
     else:
-        _noted[key] = weakref.ref(blocks, lambda _: _noted.pop(key, None)), settled_at
+        forget = _noted.pop  # bound: at the interpreter's end a tensor may outlive this module's names
+        _noted[key] = weakref.ref(blocks, lambda _: forget(key, None)), settled_at
 
 
 def noted_settled(blocks: torch.Tensor) -> SettledAt | None:
