@@ -21,7 +21,7 @@ FLOORS = (
     ("gemm",),
     ("moe",),
     ("nn", "cli"),
-    ("hf", "deep_gemm"),
+    ("hf", "deep_gemm", "vllm"),
 )
 """From the ground up; a room imports from lower floors and from itself, never from a neighbour."""
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -134,24 +134,30 @@ class PackedExperts(torch.nn.Module):
         device_type = hidden_states.device.type
         if device_type != "meta" and torch.is_autocast_enabled(device_type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(device_type))
-        out = fused_experts(
-            hidden_states.reshape(-1, self.hidden_dim),
+        rows = hidden_states.reshape(-1, self.hidden_dim)
+        return self.run(rows, top_k_index, top_k_weights).view(hidden_states.shape)
+
+    def run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The call itself, of rows [tokens, hidden]; options: of `fused_experts`, such as expert_map and out."""
+        gate = self.gate
+        return fused_experts(
+            rows.contiguous(),
             self.w13.weight,
             self.w2.weight,
-            top_k_index.contiguous(),
-            top_k_weights.contiguous(),
-            activation=self.gate.kind,
-            order=self.gate.order,
-            alpha=self.gate.alpha,
-            limit=None if self.gate.limit == math.inf else self.gate.limit,
+            ids.contiguous(),
+            weights.contiguous(),
+            activation=gate.kind,
+            order=gate.order,
+            alpha=gate.alpha,
+            limit=None if gate.limit == math.inf else gate.limit,
             bias13=self.w13.bias,
             bias2=self.w2.bias,
             lhs_dtype=CODES[self.activation],
             affine=self.activation == "int8_affine",
             scheme="block" if self.activation.endswith(BLOCK) else "token",
             batch_invariant=self.batch_invariant,
+            **options,
         )
-        return out.view(hidden_states.shape)
 
     def extra_repr(self) -> str:
         gate = self.gate

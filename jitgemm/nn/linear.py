@@ -238,11 +238,12 @@ class PackedLinear(Packed):
             **front,
         )
 
-    def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        """out [m, out_features] from what `quantise` gave."""
+    def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """out [m, out_features] from what `quantise` gave; bias: bf16 or fp32, instead of the layer's."""
         weight = self.weight
         gemm = gemm_w4a8_nt if weight.bits == 4 else gemm_w8a8_nt
-        gemm(lhs, weight, out, bias=self._buffers["bias"], batch_invariant=self.batch_invariant)
+        bias = self._buffers["bias"] if bias is None else bias
+        gemm(lhs, weight, out, bias=bias, batch_invariant=self.batch_invariant)
 
     def extra_repr(self) -> str:
         fmt = self._weight.format

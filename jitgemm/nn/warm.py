@@ -11,7 +11,7 @@ import torch
 from jitgemm import settings
 from jitgemm.activations.kernel import QuantizeSpec, quantize_spec
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.errors import CompileError, JitGemmError
+from jitgemm.errors import CacheMissError, CompileError, JitGemmError
 from jitgemm.gemm import plan as gemms
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads
@@ -43,6 +43,7 @@ def warmup(
     dtype: torch.dtype | None = None,
     device: str | None = None,
     jobs: int | None = None,
+    build: bool = True,
 ) -> list[str]:
     """Compiles every kernel that the packed layers of a model can need, for up to max_m tokens.
 
@@ -59,12 +60,14 @@ def warmup(
         device: for layers on the CPU, the GPU to compile for, as `jitgemm warmup --device` takes it; None: the one at
             hand, else h200.
         jobs: threads; None: one for each CPU that the process may use.
+        build: False to compile nothing, only to load.
 
     Returns:
         Labels of the kernels that had to be compiled, in the order of the layers.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
+        CacheMissError: build is False, and the cache lacks a kernel.
         CompileError: a kernel did not compile; the others are compiled and loaded.
     """
     if max_m < 1:
@@ -83,6 +86,9 @@ def warmup(
     if not needed:
         warnings.warn("warmup: the model holds no layer of jitgemm.nn, so there is nothing to compile", stacklevel=2)
     missing = {key: needed[key] for key, entry in found.items() if entry is None or entry.path is None}
+    if missing and not build:
+        first = next(iter(missing.values())).label
+        raise CacheMissError(f"{len(missing)} kernels are not in the cache, such as {first}; jitgemm warmup makes them")
     results = dict(zip(missing, _compile(list(missing.values()), jobs or default_threads())))
     failed = {key: result for key, result in results.items() if isinstance(result, JitGemmError)}
     built = [result for result in results.values() if not isinstance(result, JitGemmError)]

@@ -1,0 +1,17 @@
+"""vLLM's plug-in: `vllm serve MODEL --quantization jitgemm`, found by the entry point of the installed package.
+
+    config   which layers are quantised, and how: the quantisation config that vLLM asks
+    layouts  the tensors that a layer of each checkpoint format has, and how ranks cut them
+    linear   the method of vLLM's linears
+    experts  the method of vLLM's fused experts
+    warm     kernels, once the last layer is packed
+
+vLLM is imported when it calls `register`, its layers when it builds a model.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Registers the quantisation config "jitgemm"; vLLM calls it in each of its processes, before anything else."""
+    import jitgemm.vllm.config  # noqa: F401  its class registers itself, once

@@ -1,0 +1,267 @@
+"""The quantisation config "jitgemm" of vLLM: which layers are quantised, how, and who serves those that jitgemm cannot.
+
+A checkpoint's own config and the headers of its files decide; what jitgemm has no reader for is left to vLLM's own
+config of that checkpoint, with a warning. Imports no layers of vLLM before a model is built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.autoround import translated
+from jitgemm.nn.choose import ROUTERS
+from jitgemm.nn.read import check_activation
+from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
+from jitgemm.vllm.warm import Warmer
+
+NAME = "jitgemm"
+logger = init_logger("vllm." + __name__)
+
+_OPTIONS = {"activation": None, "bits": 4, "group_size": 128, "symmetric": True, "ignore": ()}
+"""What a user may say, and what it is otherwise."""
+_LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers")
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_FLOATS = (*_DTYPES, "F64")
+_SCALES = ("weight_scale", "scales", "weight_scale_inv")
+
+
+@register_quantization_config(NAME)
+class JitGemmConfig(QuantizationConfig):
+    """What `--quantization jitgemm` means for a model.
+
+    Args:
+        checkpoint: the quantization_config of a quantised checkpoint; None for a model in floats, whose linears and
+            experts are quantised while it is loaded.
+        options: a mapping with any of
+
+            - activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says, or e4m3;
+            - of a model in floats: bits (4, or 8 with a scale per row), group_size (-1 or k and more: per channel) and
+              symmetric, as `quantize_w4` takes them; ignore, names, parts of names or "re:" and an expression of layers
+              that stay.
+
+    Raises:
+        ValueError: an option is not known or wrong.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
+        super().__init__()
+        self.checkpoint = checkpoint
+        self.options: dict[str, Any] = dict(_OPTIONS)
+        self._set(options or {})
+        self.warmer = Warmer()
+        self._theirs: QuantizationConfig | None = None
+        self._mappers: list[Any] = []
+        self._model: tuple[Any, ...] = ("",)
+        self._headers: dict[str, dict[str, str]] = {}  # {layer: {suffix: safetensors' dtype}}
+        self._in_file: dict[str, str] = {}  # what the files call the layers that vLLM renames
+
+    def _set(self, options: Mapping[str, Any]) -> None:
+        unknown = set(options) - set(_OPTIONS)
+        if unknown:
+            raise ValueError(f"jitgemm: expected the options {', '.join(_OPTIONS)}, got {', '.join(sorted(unknown))}")
+        self.options |= options
+        if self.options["activation"] is not None:
+            check_activation(self.options["activation"])
+        if self.options["bits"] not in (4, 8):
+            raise ValueError(f"bits: expected 4 or 8, got {self.options['bits']!r}")
+        if isinstance(self.options["ignore"], str):
+            raise ValueError(f"ignore: expected a list, got {self.options['ignore']!r}")
+
+    # ---- what vLLM asks of a config ----------------------------------------------------------------------------------
+
+    def get_name(self) -> str:
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 90
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> JitGemmConfig:
+        """From a model's quantization_config: that of a checkpoint, or {"quant_method": "jitgemm", options}.
+
+        The latter may hold the former under "checkpoint".
+        """
+        if config.get("quant_method") != NAME:
+            return cls(config)
+        said = {name: value for name, value in config.items() if name != "quant_method"}
+        return cls(said.pop("checkpoint", None), said)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Takes over any checkpoint for whose model the user asked for jitgemm, and no other."""
+        return NAME if user_quant == NAME else None
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Options from --hf-overrides '{"jitgemm": {...}}', and the headers of the checkpoint's files."""
+        self._set(getattr(hf_config, NAME, None) or {})
+        self._model = (model_name, hf_config, revision)
+        from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+        try:
+            found = get_safetensors_params_metadata(model_name, revision=revision)
+        except (OSError, ValueError) as error:
+            logger.warning("jitgemm: no headers of %s (%s): its config alone decides", model_name, error)
+            return
+        for name, info in found.items():
+            layer, _, suffix = name.rpartition(".")
+            self._headers.setdefault(layer, {})[suffix] = str(info.get("dtype"))
+        self._in_file = {layer: layer for layer in self._headers}
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        self._mappers.append(hf_to_vllm_mapper)
+        self._in_file = hf_to_vllm_mapper.apply_dict(self._in_file)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a linear or of fused experts; of attention and the like, what the checkpoint's own config has.
+
+        Raises:
+            ValueError: some of the layers that vLLM joins here are quantised and others are not, or differently.
+        """
+        from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+        from jitgemm.vllm.experts import JitGemmMoEMethod
+        from jitgemm.vllm.linear import JitGemmLinearMethod
+
+        if not isinstance(layer, (LinearBase, RoutedExperts)):
+            theirs = None if self.checkpoint is None or _is_embedding(layer) else self._checkpoints_own()
+            return None if theirs is None else theirs.get_quant_method(layer, prefix)
+        experts = isinstance(layer, RoutedExperts)
+
+        def unquantised() -> QuantizeMethodBase:
+            return UnquantizedFusedMoEMethod(layer.moe_config) if experts else UnquantizedLinearMethod()
+
+        names = self._experts_names(prefix) if experts else self._names(prefix)
+        quantised = {name: self._quantised(name, layer) for name in names}
+        if len(set(quantised.values())) > 1:
+            raise ValueError(f"{prefix}: expected all or none of its layers to be quantised, got {quantised}")
+        if not quantised[names[0]]:
+            return unquantised()
+        try:
+            make: Any = JitGemmMoEMethod if experts else JitGemmLinearMethod
+            return make.of(self, layer, names)
+        except Unsupported as reason:
+            theirs = self._checkpoints_own()
+            if theirs is None and self.checkpoint is not None:
+                raise ValueError(f"{prefix}: {reason}") from reason
+            logger.warning_once("jitgemm: vLLM's own kernels serve layers such as %s: %s", prefix, str(reason))
+            return unquantised() if theirs is None else theirs.get_quant_method(layer, prefix)
+
+    # ---- what the methods ask ----------------------------------------------------------------------------------------
+
+    def layout(self, names: Iterable[str], k: int, dtype: torch.dtype, experts: bool = False) -> Layout:
+        """How layers that vLLM joins, or those of an expert, are stored; k: columns on all ranks.
+
+        Raises:
+            Unsupported: jitgemm has no reader for them.
+            ValueError: their configs differ.
+        """
+        if self.checkpoint is None:
+            return floats(dtype)
+        found = []
+        for name in names:
+            config, header = self.config_of(name), self._headers.get(name, {})
+            codes = header.get("weight", "" if experts else "F8_E4M3")
+            found.append(layout_of(config, k, self._scale_dtype(header, dtype), codes))
+        if any(each != found[0] for each in found):
+            raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
+        return found[0]
+
+    def activation(self, layout: Layout) -> str | None:
+        """What the user wants a layer's input quantised to, if its weight can meet it; None: as the checkpoint says."""
+        wanted = self.options["activation"]
+        return wanted if wanted is None or wanted.startswith(layout.codes) else None
+
+    # ---- names and rules ---------------------------------------------------------------------------------------------
+
+    def _names(self, prefix: str) -> list[str]:
+        """What the files call the layers that vLLM joins into one."""
+        above, dot, last = prefix.rpartition(".")
+        parts = [above + dot + part for part in self.packed_modules_mapping.get(last, ())]
+        for names in (parts, [prefix]):
+            if any(name in self._in_file for name in names):
+                return [self._in_file.get(name, name) for name in names]
+        return parts or [prefix]
+
+    def _experts_names(self, prefix: str) -> list[str]:
+        """One expert's layers."""
+        start = prefix.removesuffix(".routed_experts") + ".0."
+        found = [name for vllms, name in self._in_file.items() if vllms.startswith(start)]
+        return found or [start + name for name in ("gate_proj", "up_proj", "down_proj")]
+
+    def _quantised(self, name: str, layer: torch.nn.Module) -> bool:
+        """Whether a layer is quantised in the checkpoint, or is to be where nothing is."""
+        if self.checkpoint is None:
+            sizes = getattr(layer, "output_size", 0), getattr(layer, "input_size", 0)
+            router = set(name.split(".")[-2:]) & set(ROUTERS) and sizes[0] < sizes[1]
+            return not router and not _named(name, self.options["ignore"])
+        if name in self._headers:
+            found = self._headers[name]
+            return bool(set(found) - {"weight", "bias"}) or found.get("weight") not in _FLOATS
+        rules = [rule for key in _LEFT_OUT for rule in self.checkpoint.get(key) or ()]
+        skipped = (rule[2:] for rule in self.checkpoint.get("dynamic") or () if rule.startswith("-:"))
+        return not _named(name, rules) and not any(re.match(rule, name) for rule in skipped)
+
+    def config_of(self, name: str) -> Mapping[str, Any]:
+        """What the checkpoint's config says of a layer. Raises Unsupported for a layer that it refuses."""
+        config = translated(self.checkpoint, name) or {}
+        format = next((each for each in formats.FORMATS if each.name == config.get("quant_method")), None)
+        found = config if format is None else formats.config_of_layer(format, config, name) or {}
+        if "refusal" in found:
+            raise Unsupported(found["refusal"])
+        return found
+
+    @staticmethod
+    def _scale_dtype(header: Mapping[str, str], dtype: torch.dtype) -> torch.dtype:
+        """The type in which the files hold a layer's scales; where no header tells, that of the model."""
+        said = next((header[suffix] for suffix in _SCALES if suffix in header), "")
+        return _DTYPES.get(said, dtype)
+
+    def _checkpoints_own(self) -> QuantizationConfig | None:
+        """vLLM's config of the checkpoint, if it has one."""
+        if self._theirs is None and self.checkpoint is not None:
+            try:
+                kind = get_quantization_config(self.checkpoint.get("quant_method", ""))
+            except ValueError:
+                return None
+            self._theirs = kind.from_config(dict(self.checkpoint))
+            self._theirs.maybe_update_config(*self._model)
+            for mapper in self._mappers:
+                self._theirs.apply_vllm_mapper(mapper)
+        if self._theirs is not None:
+            self._theirs.packed_modules_mapping = self.packed_modules_mapping
+        return self._theirs
+
+
+def _named(name: str, rules: Iterable[str]) -> bool:
+    """Whether a rule means a layer: its name, an expression behind "re:", or whole parts of its name."""
+    for rule in rules:
+        if rule.startswith("re:"):
+            if re.match(rule[3:], name):
+                return True
+        elif f".{rule}." in f".{name}.":
+            return True
+    return False
+
+
+def _is_embedding(layer: torch.nn.Module) -> bool:
+    """An embedding or output layer, which stays in its type."""
+    return hasattr(layer, "num_embeddings")

@@ -1,0 +1,263 @@
+"""The method of vLLM's fused experts: the checkpoint's tensors with the experts in front, packed once all are loaded.
+
+vLLM routes; `jitgemm.fused_experts` does the rest, for the experts of this rank. Modular kernels, which exchange tokens
+between data-parallel ranks, take the same call in the standard format.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEActivationFormat,
+    FusedMoEExpertsModular,
+    FusedMoEMethodBase,
+)
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.utils import set_weight_attrs
+
+from jitgemm.activations.kernel import Gate
+from jitgemm.checkpoint.canonical import pack_experts
+from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.reader import layer_header, read_header
+from jitgemm.nn.experts import PackedExperts, packed_experts
+from jitgemm.nn.read import CODES, layer_of
+from jitgemm.vllm.layouts import Layout, TensorLayout, Unsupported
+from jitgemm.vllm.linear import CHILD, put, quantise_while_loading, quantised, read_parts, taken, unloaded
+
+_GATES = {
+    "silu": ("silu", "gate_up"),
+    "gelu": ("gelu", "gate_up"),
+    "gelu_tanh": ("gelu_tanh", "gate_up"),
+    "swigluoai": ("swiglu_oai", "interleaved"),
+    "swigluoai_uninterleave": ("swiglu_oai", "gate_up"),
+}
+"""vLLM's MoEActivation: jitgemm's kind and order."""
+
+
+class JitGemmMoEMethod(FusedMoEMethodBase):
+    """Experts with packed weights, tokens quantised to 8 bits before each of the two GEMMs.
+
+    Attributes:
+        config: the model's `JitGemmConfig`.
+        names: what the checkpoint calls the layers of its first expert; the first speaks for all.
+        layout: how they are stored.
+    """
+
+    def __init__(self, config: Any, moe: Any, names: list[str], layout: Layout):
+        super().__init__(moe)
+        self.config, self.names, self.layout = config, names, layout
+
+    @classmethod
+    def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
+        """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
+        moe = layer.moe_config
+        hidden, inter = moe.hidden_dim, moe.intermediate_size_per_partition
+        layout = config.layout(names, max(hidden, moe.intermediate_size), layer.params_dtype, True)
+        if moe.activation.value not in _GATES:
+            raise Unsupported(f"expected an activation of {', '.join(_GATES)}, got {moe.activation.value}")
+        layout.check_cut([inter, inter], hidden, not layout.ordered)  # experts share their quantised input
+        layout.check_cut([hidden], inter, inter == moe.intermediate_size)
+        if moe.has_bias:
+            raise Unsupported("expected experts without biases, got some with")
+        return cls(config, moe, names, layout)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        online = self.layout.format is None
+        for part, n, k, parts in (
+            ("w13", 2 * intermediate_size_per_partition, hidden_size, 2),
+            ("w2", hidden_size, intermediate_size_per_partition, 1),
+        ):
+            sizes = self.layout.sizes(n, k, parts)
+            for name, each in self.layout.tensors.items():
+                with torch.device("meta") if online else nullcontext():
+                    data = unloaded(name, _of_expert(name, each, part), sizes)
+                data = data.expand(num_experts, *data.shape).clone()
+                param = torch.nn.Parameter(data, requires_grad=False)
+                layer.register_parameter(f"{part}_{name}", param)
+                transposed = (each.axis("k", "G", "1") or 0) < (each.axis("n") or 0)
+                set_weight_attrs(
+                    param, extra_weight_attrs | {"is_transposed": transposed, "quant_method": self.layout.scheme}
+                )
+        self.config.warmer.expect(layer, params_dtype)
+        if online:
+            quantise_while_loading(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        names = [f"{part}_{name}" for part in ("w13", "w2") for name in self.layout.tensors]
+        tensors = taken(layer, names)
+        if tensors is None:
+            return
+        inter = layer.intermediate_size_per_partition
+        w13, activation = self._packed(tensors, "w13", [inter, inter])
+        w2, _ = self._packed(tensors, "w2", [layer.hidden_size])
+        module = packed_experts(w13, w2, gate=self._gate(layer), activation=activation, top_k=layer.top_k)
+        module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        put(layer, module)
+        self.config.warmer.packed(layer, getattr(layer, CHILD))
+
+    def _packed(self, tensors: dict[str, torch.Tensor], part: str, widths: list[int]) -> tuple[Any, str]:
+        """w13 or w2 of all experts, and what it multiplies; widths: rows of the layers that it joins."""
+        mine = {
+            suffix: tensors.pop(f"{part}_{suffix}") for suffix in self.layout.tensors
+        }  # w13's go before w2's are read
+        activation = self.config.activation(self.layout)
+        if self.layout.format is None:
+            activation = activation or "e4m3"
+            return quantised(mine["weight"], activation, self.config.options), activation
+        first, name = next(iter(mine.values())), self.names[0]
+
+        def checkpoint(e: int) -> Checkpoint:
+            found = read_parts({suffix: tensor[e] for suffix, tensor in mine.items()}, self.layout, widths)
+            return Checkpoint({f"{name}.{suffix}": tensor for suffix, tensor in found.items()}, self.config.checkpoint)
+
+        def read(e: int) -> Any:
+            opened = checkpoint(e)
+            return read_header(opened, layer_header(opened, name, format=self.layout.format), first.device)
+
+        layer = layer_of(checkpoint(0), name, activation, self.layout.format)  # static scales go unused
+        return pack_experts(first.shape[0], read, CODES[layer.activation], layer.bits), layer.activation
+
+    def _gate(self, layer: torch.nn.Module) -> Gate:
+        kind, order = _GATES[layer.activation.value]
+        limit, alpha = (getattr(layer, name, None) for name in ("swiglu_limit", "swiglu_alpha"))
+        default = 1.702 if kind == "swiglu_oai" else 1.0
+        return Gate(kind, order, math.inf if limit is None else limit, default if alpha is None else alpha)
+
+    def select_gemm_impl(self, prepare_finalize: Any, layer: torch.nn.Module) -> Any:
+        """The experts of a modular kernel. Raises ValueError for one that hands over tokens sorted by expert."""
+        if prepare_finalize.activation_format != FusedMoEActivationFormat.Standard:
+            raise ValueError(
+                "all2all_backend: expected one that hands over tokens as they are, such as allgather_reducescatter or "
+                f"deepep_high_throughput, got {type(prepare_finalize).__name__}"
+            )
+        module = getattr(layer, CHILD)
+        for part in ("w13", "w2"):  # vLLM hands them back to the experts, which have them
+            layer.register_buffer(f"{part}_weight", getattr(module, part).blocks, persistent=False)
+        return JitGemmExperts(module, self.moe, self.moe_quant_config)
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
+        """What a modular kernel is told: nothing is quantised before the experts."""
+        from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+
+        return FUSED_MOE_UNQUANTIZED_CONFIG
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if layer.apply_router_weight_on_input:
+            x, topk_weights = _weighted(x, topk_weights)
+        return getattr(layer, CHILD).run(x, topk_ids, topk_weights, expert_map=layer.expert_map)
+
+
+class JitGemmExperts(FusedMoEExpertsModular):
+    """The experts of a layer as a modular kernel of vLLM: tokens in the standard format, weighed and summed."""
+
+    def __init__(self, module: PackedExperts, moe_config: Any, quant_config: Any):
+        super().__init__(moe_config, quant_config)
+        self.module = module
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.Standard
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation.value in _GATES
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not moe_parallel_config.use_batched_activation_format
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
+        return TopKWeightAndReduceNoOP()
+
+    def moe_problem_size(
+        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[int, int, int, int, int]:
+        module = self.module
+        return module.num_experts, a1.shape[0], module.w13.weight.n, module.hidden_dim, topk_ids.shape[1]
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (M, K)  # what is in between comes from PyTorch's allocator
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        if apply_router_weight_on_input:  # which vLLM has done
+            topk_weights = torch.ones_like(topk_weights)
+        self.module.run(hidden_states, topk_ids, topk_weights, expert_map=expert_map, out=output)
+
+
+def _weighted(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens times their weight, which then is 1. Raises ValueError for more than one expert of a token."""
+    if topk_weights.shape[1] != 1:
+        raise ValueError(
+            f"topk_weights: expected one expert of a token to weigh the input, got {topk_weights.shape[1]}"
+        )
+    return x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+
+
+def _of_expert(name: str, layout: TensorLayout, part: str) -> TensorLayout:
+    """vLLM loads one number of an expert's input scale, and one of w2's scale of the whole weight."""
+    single = layout.dims == ("parts",) and (name == "input_scale" or part == "w2")
+    return TensorLayout(layout.dtype, ()) if single else layout

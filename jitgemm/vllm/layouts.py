@@ -1,0 +1,221 @@
+"""The tensors of a linear layer in each checkpoint format, as vLLM's parameters need them: dtypes and dimensions.
+
+A dimension is a number or one of these words, divided by what a word of packed codes or a block with one scale holds::
+
+    n       rows of the weight, cut by column-parallel layers and joined by merged ones
+    k       columns, cut by row-parallel layers
+    G       groups of k, cut with it
+    parts   layers that are joined, such as q, k and v: a number for each
+
+What the codes mean is the business of `jitgemm.checkpoint`, which reads what vLLM has cut and joined. Knows no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.affine import setting
+from jitgemm.kernel.formats import ceil_div
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128
+
+
+class Unsupported(ValueError):
+    """jitgemm has no kernel or no reader for what a layer's config describes."""
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """A tensor: its type, and a word for each dimension, see above."""
+
+    dtype: torch.dtype
+    dims: tuple[str, ...]
+
+    def axis(self, *letters: str) -> int | None:
+        """Which dimension counts one of these."""
+        return next((i for i, dim in enumerate(self.dims) if dim.partition(" / ")[0] in letters), None)
+
+    @property
+    def packed(self) -> tuple[int, int] | None:
+        """(dimension, values to a word) of packed codes."""
+        found = [(i, int(dim.partition(" / ")[2])) for i, dim in enumerate(self.dims) if " / " in dim]
+        return found[0] if found and not self.dtype.is_floating_point else None
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        def length(dim: str) -> int:
+            letter, _, per_word = dim.partition(" / ")
+            return ceil_div(int(letter) if letter.isdigit() else sizes[letter], int(per_word or 1))
+
+        return tuple(map(length, self.dims))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a layer is stored.
+
+    Attributes:
+        format: name of the reader in `jitgemm.checkpoint.formats`; None for floats, which are quantised when loaded.
+        tensors: by what stands behind the layer's name.
+        group_size: columns of k with a scale; 0 where there is one for a row, or for the whole weight.
+        scheme: "group", "channel", "tensor" or "block", as vLLM calls what a scale belongs to.
+        codes: "e4m3" or "int8", which activations must be too, where the weight has 8 bits; "" for 4 bits and floats.
+        ordered: columns may be in activation order.
+    """
+
+    format: str | None
+    tensors: Mapping[str, TensorLayout] = field(default_factory=dict)
+    group_size: int = 0
+    scheme: str = "channel"
+    codes: str = ""
+    ordered: bool = False
+
+    def sizes(self, n: int, k: int, parts: int = 1) -> dict[str, int]:
+        """The number behind each word."""
+        return {"n": n, "k": k, "G": ceil_div(k, self.group_size or k), "parts": parts}
+
+    def check_cut(self, widths: Sequence[int], k: int, whole: bool) -> None:
+        """Raises Unsupported for joined layers of so many rows, and columns on each rank, that no weight can hold.
+
+        Args:
+            whole: the rank has all columns.
+        """
+        n = sum(widths)
+        if n % 8 or k % 32:
+            raise Unsupported(f"expected rows in multiples of 8 and columns of 32 on each rank, got {n} and {k}")
+        if self.group_size and k % self.group_size and not whole:
+            raise Unsupported(f"expected whole groups of {self.group_size} columns on each rank, got {k} columns")
+        if self.scheme == "block" and any(width % BLOCK for width in widths[:-1]):
+            raise Unsupported(f"expected joined layers to have whole blocks of {BLOCK} rows on each rank, got {widths}")
+        if self.ordered and not whole:
+            raise Unsupported("expected no activation order (g_idx) where ranks have parts of the columns, got one")
+
+
+def floats(dtype: torch.dtype) -> Layout:
+    """A layer of no format: its weight, in the model's type."""
+    return Layout(None, {"weight": TensorLayout(dtype, ("n", "k"))})
+
+
+def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str) -> Layout:
+    """The layout that a layer's config describes.
+
+    Args:
+        config: what the model's quantization_config says of the layer, as `formats.config_of_layer` tells it.
+        k: columns of the whole layer, of all ranks.
+        scale: type of the scales.
+        codes: safetensors' type of the weight, if its header is known, for checkpoints of several formats.
+
+    Raises:
+        Unsupported: there is no reader for such a layer.
+    """
+    method = config.get("quant_method")
+    if method == "w4afp8" and codes == "F8_E4M3":
+        method = "fp8"
+    if method not in _METHODS:
+        raise Unsupported(f"quant_method: expected one of {', '.join(_METHODS)}, got {method!r}")
+    return _METHODS[method](config, k, scale)
+
+
+def _compressed_tensors(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
+    weights, format = config.get("weights") or {}, config.get("format")
+    kind = bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
+    packed = format == "pack-quantized"
+    if kind not in _KINDS or not (packed and type_ == "int" or format in ("naive-quantized", f"{type_}-quantized")):
+        raise Unsupported(f"weights: expected integers of 4 or 8 bits or 8-bit floats, got {kind} in format {format!r}")
+    strategy, size = weights.get("strategy") or "group", weights.get("group_size")
+    if strategy == "block" and weights.get("block_structure") != [BLOCK, BLOCK]:
+        raise Unsupported(f"block_structure: expected {[BLOCK, BLOCK]}, got {weights.get('block_structure')}")
+    group_size = {"block": BLOCK, "group": size if size and 0 < size < k else 0}.get(strategy, 0)
+    groups = "G" if group_size else "1"
+    if packed:
+        tensors = {"weight_packed": TensorLayout(torch.int32, ("n", f"k / {32 // bits}"))}
+        tensors["weight_shape"] = TensorLayout(torch.int64, ("2",))
+    else:
+        tensors = {"weight": TensorLayout(torch.int8 if type_ == "int" else E4M3, ("n", "k"))}
+    tensors["weight_scale"] = TensorLayout(scale, _SCALES.get(strategy, ("n", groups)))
+    if not weights.get("symmetric", True):
+        if strategy not in ("group", "channel"):
+            raise Unsupported(f"strategy: expected group or channel with zero points, got {strategy}")
+        zero = (torch.int32, (f"n / {32 // bits}", groups)) if packed else (torch.int8, ("n", groups))
+        tensors["weight_zero_point"] = TensorLayout(*zero)
+    ordered = weights.get("actorder") in (True, "group")
+    if ordered:
+        tensors["weight_g_idx"] = TensorLayout(torch.int32, ("k",))
+    inputs = config.get("input_activations") or {}
+    if inputs and not inputs.get("dynamic", False):
+        tensors["input_scale"] = _INPUT
+    return Layout("compressed-tensors", tensors, group_size, strategy, _KINDS[kind], ordered and bool(group_size))
+
+
+def _gptq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
+    _check_bits(config, "bits", "wbits")
+    tensors, group_size = _words(config, k, scale, ("k / 8", "n"), "group_size")
+    tensors["g_idx"] = TensorLayout(torch.int32, ("k",))
+    return Layout("gptq", tensors, group_size, _scheme(group_size), ordered=bool(config.get("desc_act") and group_size))
+
+
+def _awq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
+    _check_bits(config, "bits", "w_bit")
+    version = str(setting(config, "version", "format", default="gemm")).lower()
+    if version not in ("gemm", "exllama", "exllamav2", "ipex"):
+        raise Unsupported(f"version: expected gemm, got {version!r}")
+    tensors, group_size = _words(config, k, scale, ("k", "n / 8"), "group_size", "q_group_size")
+    return Layout("awq", tensors, group_size, _scheme(group_size))
+
+
+def _words(config: Any, k: int, scale: torch.dtype, codes: tuple[str, str], *names: str) -> tuple[dict[str, Any], int]:
+    """What GPTQ and AWQ have in common: (tensors, group size)."""
+    size = setting(config, *names, default=-1)
+    group_size = size if 0 < size < k else 0
+    groups = "G" if group_size else "1"
+    return {
+        "qweight": TensorLayout(torch.int32, codes),
+        "qzeros": TensorLayout(torch.int32, (groups, "n / 8")),
+        "scales": TensorLayout(scale, (groups, "n")),
+    }, group_size
+
+
+def _w4afp8(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
+    tensors = {
+        "weight": TensorLayout(torch.int8, ("n", "k / 2")),
+        "weight_scale_inv": TensorLayout(scale, ("n", "G")),
+        "input_scale": _INPUT,
+    }
+    return Layout("w4afp8", tensors, config.get("group_size") or BLOCK, "group")
+
+
+def _w8a8(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
+    method, block = config["quant_method"], config.get("weight_block_size")
+    codes = "int8" if "int8" in method else "e4m3"
+    if method in ("blockwise_int8", "w4afp8"):
+        block = block or [BLOCK, BLOCK]
+    if block not in (None, [BLOCK, BLOCK]):
+        raise Unsupported(f"weight_block_size: expected {[BLOCK, BLOCK]}, got {block}")
+    scheme = "block" if block else "tensor" if method == "fp8" else "channel"
+    tensors = {"weight": TensorLayout(E4M3 if codes == "e4m3" else torch.int8, ("n", "k"))}
+    tensors["weight_scale_inv" if block else "weight_scale"] = TensorLayout(scale, _SCALES.get(scheme, ("n", "1")))
+    if config.get("activation_scheme") == "static":
+        tensors["input_scale"] = _INPUT
+    return Layout("w8a8", tensors, BLOCK if block else 0, scheme, codes)
+
+
+_METHODS = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "w4afp8": _w4afp8} | dict.fromkeys(
+    ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8"), _w8a8
+)
+_KINDS = {(4, "int"): "", (8, "int"): "int8", (8, "float"): "e4m3"}
+_INPUT = TensorLayout(torch.float32, ("parts",))
+_SCALES: dict[str, tuple[str, ...]] = {"tensor": ("parts",), "block": (f"n / {BLOCK}", f"k / {BLOCK}")}
+
+
+def _scheme(group_size: int) -> str:
+    return "group" if group_size else "channel"
+
+
+def _check_bits(config: Mapping[str, Any], *names: str) -> None:
+    bits = setting(config, *names, default=4)
+    if bits != 4:
+        raise Unsupported(f"{names[0]}: expected 4, got {bits}")

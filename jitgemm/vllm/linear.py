@@ -1,0 +1,201 @@
+"""The method of vLLM's linears: the checkpoint's tensors as vLLM's parameters, packed once all are loaded.
+
+vLLM cuts and joins the tensors (tensor parallelism, q, k and v, gate and up); `jitgemm.checkpoint` reads the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.model_executor import parameter as parameters
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+
+from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows
+from jitgemm.nn.read import CODES, layer_of, read
+from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout
+from jitgemm.weight.quantize import quantize_w4, quantize_w8
+
+CHILD = "jitgemm"
+"""What a layer calls the module of its packed weight."""
+
+
+def one_order(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader of the group of each column, which layers that are joined must have in common."""
+
+    @wraps(load)
+    def checked(param: Any, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> Any:
+        before = param.data.clone() if getattr(param, "has_order", False) else None
+        result = load(param, loaded_weight, *shard, **shards)
+        if before is not None and not torch.equal(before, param.data):
+            raise ValueError("g_idx: expected one activation order of layers that vLLM joins, got several")
+        param.has_order = True
+        return result
+
+    return checked
+
+
+def parameter(name: str, layout: TensorLayout, sizes: Mapping[str, int], loader: Callable[..., Any]) -> Any:
+    """An empty parameter of the class that cuts and joins such a tensor."""
+    axes = {"output_dim": layout.axis("n"), "input_dim": layout.axis("k", "G")}
+    kind: Any
+    given: dict[str, Any] = {axis: dim for axis, dim in axes.items() if dim is not None}
+    if name.endswith("g_idx"):
+        kind, loader = parameters.RowvLLMParameter, one_order(loader)
+    elif layout.packed is not None:
+        given["packed_dim"], given["packed_factor"] = layout.packed
+        kind = parameters.PackedvLLMParameter if "input_dim" in given else parameters.PackedColumnParameter
+    elif len(given) == 2:
+        block, group = parameters.BlockQuantScaleParameter, parameters.GroupQuantScaleParameter
+        scale = block if " / " in layout.dims[0] else group if "G" in layout.dims else None
+        kind = scale or parameters.ModelWeightParameter
+    elif given:
+        kind = parameters.ChannelQuantScaleParameter
+    else:
+        kind = parameters.PerTensorScaleParameter if "parts" in layout.dims else parameters.BasevLLMParameter
+    return kind(data=unloaded(name, layout, sizes), weight_loader=loader, **given)
+
+
+def unloaded(name: str, layout: TensorLayout, sizes: Mapping[str, int]) -> torch.Tensor:
+    """A tensor to load into; those that files may lack say that they were not loaded, or what their lack means."""
+    if name.endswith("input_scale"):
+        return torch.full(layout.shape(sizes), torch.nan, dtype=layout.dtype)
+    if name.endswith("g_idx"):
+        return (torch.arange(sizes["k"]) * sizes["G"] // sizes["k"]).to(layout.dtype)
+    return torch.empty(layout.shape(sizes), dtype=layout.dtype)
+
+
+def read_parts(tensors: dict[str, torch.Tensor], layout: Layout, widths: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+    """What vLLM loaded, as the reader takes it: one layer of the joined rows.
+
+    Args:
+        widths: rows of each layer that was joined; empty for one.
+    """
+    found = {suffix: tensor for suffix, tensor in tensors.items() if suffix != "weight_shape"}  # the whole layer's
+    for suffix, tensor in tensors.items():
+        if suffix.endswith("g_idx"):
+            found[suffix] = tensor - tensor.min()  # a rank's columns in order begin with a later group
+        elif suffix == "input_scale":
+            if bool(tensor.isnan().any()):
+                del found[suffix]
+            else:
+                found[suffix] = tensor.max().reshape(1)
+        elif layout.tensors[suffix].dims == ("parts",):
+            rows = torch.tensor(widths, device=tensor.device)
+            found[suffix] = tensor.reshape(-1).repeat_interleave(rows)[:, None]
+    return found
+
+
+@register_weight_loader_v2_supported_method
+class JitGemmLinearMethod(LinearMethodBase):
+    """A linear with a packed weight, activations quantised to 8 bits on the way in.
+
+    Attributes:
+        config: the model's `JitGemmConfig`.
+        names: what the checkpoint calls the layers that are joined; the first speaks for all.
+        layout: how they are stored.
+    """
+
+    def __init__(self, config: Any, names: list[str], layout: Layout):
+        self.config, self.names, self.layout = config, names, layout
+
+    @classmethod
+    def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmLinearMethod:
+        """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
+        k = getattr(layer, "input_size_per_partition", layer.input_size)
+        layout = config.layout(names, layer.input_size, layer.params_dtype)
+        layout.check_cut(layer.output_partition_sizes, k, k == layer.input_size)
+        return cls(config, names, layout)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        parts = len(output_partition_sizes)
+        sizes = self.layout.sizes(sum(output_partition_sizes), input_size_per_partition, parts)
+        online = self.layout.format is None
+        loader = extra_weight_attrs["weight_loader"]
+        with torch.device("meta") if online else nullcontext():
+            for name, each in self.layout.tensors.items():
+                layer.register_parameter(name, parameter(name, each, sizes, loader))
+        if self.layout.scheme == "block":
+            layer.weight_block_size = [BLOCK, BLOCK]  # vLLM's loaders ask
+        self.config.warmer.expect(layer, params_dtype)
+        if online:
+            quantise_while_loading(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        tensors = taken(layer, self.layout.tensors)
+        if tensors is not None:
+            module = self._packed(tensors, layer.output_partition_sizes)
+            module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+            put(layer, module)
+            self.config.warmer.packed(layer, getattr(layer, CHILD))
+
+    def _packed(self, tensors: dict[str, torch.Tensor], widths: Sequence[int]) -> PackedLinear:
+        activation = self.config.activation(self.layout)
+        if self.layout.format is None:
+            activation = activation or "e4m3"
+            weight = quantised(tensors["weight"], activation, self.config.options)
+            return LINEARS[weight.bits](weight, activation=activation)
+        found = read_parts(tensors, self.layout, widths)
+        named = {f"{self.names[0]}.{suffix}": tensor for suffix, tensor in found.items()}
+        checkpoint = Checkpoint(named, self.config.checkpoint)
+        layer = layer_of(checkpoint, self.names[0], activation, self.layout.format)
+        return LINEARS[layer.bits](**read(checkpoint, layer, next(iter(found.values())).device)._asdict())
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        module = getattr(layer, CHILD)
+        rows = as_rows(x, module.in_features)
+        out = torch.empty((rows.shape[0], module.out_features), dtype=x.dtype, device=x.device)
+        if bias is not None and bias.dtype == torch.float16:
+            bias = bias.float()
+        module.multiply(module.quantise(rows), out, bias)
+        return out.view(*x.shape[:-1], module.out_features)
+
+
+def quantised(weight: torch.Tensor, activation: str, options: Mapping[str, Any]) -> Any:
+    """A weight in floats, packed as the user's options say."""
+    if options["bits"] == 8:
+        return quantize_w8(weight, CODES[activation])
+    k = weight.shape[-1]
+    group_size = options["group_size"] if 0 < options["group_size"] < k else k
+    symmetric, codes = options["symmetric"], CODES[activation]
+    return quantize_w4(weight, group_size, symmetric=symmetric, lhs_dtype=codes)
+
+
+def quantise_while_loading(layer: torch.nn.Module) -> None:
+    """Has vLLM pack a layer as soon as its weights are read: a model in floats never is on the GPU as a whole."""
+    from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+
+    initialize_online_processing(layer)
+
+
+def taken(layer: torch.nn.Module, names: Sequence[str] | Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+    """A layer's parameters, which it no longer has; None where they were taken before."""
+    if any(name not in layer._parameters for name in names):
+        return None
+    found = {name: layer._parameters[name].data for name in names}
+    for name in names:
+        delattr(layer, name)
+    return found
+
+
+def put(layer: torch.nn.Module, module: torch.nn.Module) -> None:
+    """Gives a layer its packed weights; if it has some, into the same memory, which CUDA graphs hold."""
+    old = layer._modules.get(CHILD)
+    if old is None:
+        layer.add_module(CHILD, module)
+    else:
+        old.load_state_dict(module.state_dict())

@@ -1,0 +1,104 @@
+"""Writes down the signatures of vLLM that jitgemm.vllm overrides and calls; its tests' stand-ins are made from them.
+
+    PYTHONPATH=FOLDER_WITH_VLLM VLLM_TARGET_DEVICE=cpu python scripts/vllm_signatures.py tests/vllm_signatures.json
+
+A wheel unpacked without its libraries will do; scripts/vllm_contract.sh makes such a folder.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+LAYERS = "vllm.model_executor.layers."
+BASES = (
+    LAYERS + "quantization.base_config:QuantizeMethodBase",
+    LAYERS + "quantization.base_config:QuantizationConfig",
+    LAYERS + "linear:LinearMethodBase",
+    LAYERS + "fused_moe:FusedMoEMethodBase",
+    LAYERS + "fused_moe:FusedMoEExpertsModular",
+)
+"""What the plug-in derives from: all methods are written down."""
+CLASSES = {
+    "vllm.model_executor.parameter": (
+        "BasevLLMParameter", "PackedvLLMParameter", "PackedColumnParameter", "ModelWeightParameter",
+        "GroupQuantScaleParameter", "ChannelQuantScaleParameter", "PerTensorScaleParameter", "RowvLLMParameter",
+        "BlockQuantScaleParameter",
+    ),
+    LAYERS + "linear": (
+        "UnquantizedLinearMethod", "ReplicatedLinear", "ColumnParallelLinear", "MergedColumnParallelLinear",
+        "QKVParallelLinear", "RowParallelLinear",
+    ),
+    LAYERS + "fused_moe": ("UnquantizedFusedMoEMethod", "RoutedExperts"),
+}  # fmt: skip
+"""What it makes, or is made for: constructors and loaders are written down."""
+METHODS = ("__init__", "weight_loader", "weight_loader_v2")
+FUNCTIONS = (
+    LAYERS + "quantization:register_quantization_config",
+    LAYERS + "quantization:get_quantization_config",
+    LAYERS + "linear:register_weight_loader_v2_supported_method",
+    "vllm.model_executor.utils:set_weight_attrs",
+    "vllm.model_executor.model_loader.reload.layerwise:initialize_online_processing",
+    "vllm.transformers_utils.config:get_safetensors_params_metadata",
+    "vllm.config:get_current_vllm_config_or_none",
+    "vllm.logger:init_logger",
+)
+
+
+def found(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def parameters(function: Any) -> str:
+    """As between the brackets of its definition; every default is None."""
+    shown, kinds = [], inspect.Parameter
+    for each in inspect.signature(function).parameters.values():
+        if each.kind == kinds.KEYWORD_ONLY and not any(name.startswith("*") for name in shown):
+            shown.append("*")
+        star = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}.get(each.kind, "")
+        shown.append(star + each.name + ("" if each.default is each.empty else "=None"))
+    return ", ".join(shown)
+
+
+def described(owner: type, name: str) -> str:
+    """Such as "abstract staticmethod()" or "method(self, layer)"."""
+    raw = inspect.getattr_static(owner, name)
+    kind = next((kind for kind in (staticmethod, classmethod, property) if isinstance(raw, kind)), None)
+    function = raw.fget if isinstance(raw, property) else raw.__func__ if kind else raw
+    abstract = "abstract " if getattr(raw, "__isabstractmethod__", False) else ""
+    return f"{abstract}{kind.__name__ if kind else 'method'}({parameters(function)})"
+
+
+def methods(owner: type) -> dict[str, str]:
+    """All methods that it has from vLLM."""
+    ours = [name for each in owner.__mro__ if each.__module__.startswith("vllm") for name in vars(each)]
+    names = [name for name in dict.fromkeys(ours) if name == "__init__" or not name.startswith("__")]
+    kinds = (staticmethod, classmethod, property)
+    static = {name: inspect.getattr_static(owner, name) for name in names}
+    return {
+        n: described(owner, n) for n in sorted(static) if inspect.isfunction(static[n]) or isinstance(static[n], kinds)
+    }
+
+
+def signatures() -> dict[str, Any]:
+    classes = {f"{module}:{name}": found(f"{module}:{name}") for module, names in CLASSES.items() for name in names}
+    return {
+        "vllm": version("vllm"),
+        "bases": {path: methods(found(path)) for path in BASES},
+        "classes": {
+            path: {name: described(owner, name) for name in METHODS if inspect.isfunction(getattr(owner, name, None))}
+            for path, owner in classes.items()
+        },
+        "functions": {path: parameters(found(path)) for path in FUNCTIONS},
+    }
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], "w", encoding="utf-8") as file:
+        json.dump(signatures(), file, indent=1)
+        file.write("\n")

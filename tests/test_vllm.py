@@ -1,0 +1,667 @@
+"""jitgemm.vllm: its config, linears and experts, through vLLM's loaders on every rank, against the dequantised model.
+
+Without vLLM the layers and loaders are vllm_standin's; scripts/vllm_contract.sh runs the same tests on the real ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import dequantized, words
+from vllm_layers import REAL, experts, rank
+
+import jitgemm
+import jitgemm.vllm
+from jitgemm.errors import CacheMissError
+from jitgemm.nn import W4A8Linear, warmup
+
+jitgemm.vllm.register()
+
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod  # noqa: E402
+from vllm.model_executor.layers.linear import (  # noqa: E402
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.quantization import get_quantization_config  # noqa: E402
+
+from jitgemm.vllm import config as configs  # noqa: E402
+from jitgemm.vllm import warm  # noqa: E402
+from jitgemm.vllm.config import JitGemmConfig  # noqa: E402
+from jitgemm.vllm.experts import JitGemmExperts, JitGemmMoEMethod  # noqa: E402
+from jitgemm.vllm.linear import JitGemmLinearMethod  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+SIGNATURES = json.loads((ROOT / "tests" / "vllm_signatures.json").read_text())
+BF16 = torch.bfloat16
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+TWO = [(0, 2), (1, 2)]
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def scheme(strategy="group", size=32, symmetric=True, inputs=None, format="pack-quantized", actorder=None, **more):
+    weights = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": strategy, "group_size": size}
+    group = {"targets": ["Linear"], "weights": weights | {"actorder": actorder} | more, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+
+
+STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+E4M3 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+CONFIGS = {
+    "packed": scheme(),
+    "packed-asymmetric": scheme(symmetric=False),
+    "packed-channel": scheme("channel", None),
+    "packed-tensor": scheme("tensor", None),
+    "packed-static": scheme(inputs=STATIC),
+    "packed-int8": scheme(inputs=INT8),
+    "int-quantized": scheme(format="int-quantized"),
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+    "gptq-channel": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+    "w4afp8": {"quant_method": "w4afp8", "group_size": 32},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
+    "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "float-quantized": scheme("channel", None, format="float-quantized", num_bits=8, type="float", inputs=E4M3),
+    "int8-quantized": scheme("channel", None, format="int-quantized", num_bits=8, inputs=INT8),
+}
+EIGHT = ("fp8", "fp8-blocks", "float-quantized", "int8-quantized")
+LINEAR = [name for name in CONFIGS if name != "w4afp8"]  # whose linears are FP8
+
+
+def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A layer as its format stores it, {suffix: tensor}, and the weight that it stands for."""
+    torch.manual_seed(seed)
+    method = config["quant_method"]
+    ct = method == "compressed-tensors"
+    group = config["config_groups"]["group_0"] if ct else {}
+    weights = group.get("weights", {})
+    if method == "fp8" or weights.get("num_bits") == 8:
+        return stored_8(config, weights, n, k, seed)
+    strategy = weights.get("strategy", "group")
+    size = weights.get("group_size") if ct else config["group_size"]
+    groups = k // size if strategy == "group" and size and size > 0 else 1
+    q = torch.randint(-8, 8, (n, k), dtype=torch.int8)
+    scale = (torch.rand(1 if strategy == "tensor" else n, groups) + 0.5).to(BF16) / 64
+    asymmetric = method == "awq" or config.get("sym") is False or weights.get("symmetric") is False
+    zero = torch.randint(-7, 8, (n, groups), dtype=torch.int8) if asymmetric else None
+    dense = dequantized(q, scale.expand(n, groups), zero)
+    zeros = torch.full((n, groups), 8) if zero is None else zero.long() + 8
+    if method == "gptq":
+        order = torch.arange(k, dtype=torch.int32) * groups // k
+        qzeros = words((zeros - 1).T, 1)
+        return {"qweight": words(q.T + 8, 0), "qzeros": qzeros, "scales": scale.T, "g_idx": order}, dense
+    if method == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        codes, qzeros = (words(each.T, 1, order=order) for each in (q + 8, zeros))
+        return {"qweight": codes, "qzeros": qzeros, "scales": scale.T}, dense
+    if method == "w4afp8":
+        return {"weight": words(q, 1, torch.int8), "weight_scale_inv": scale}, dense
+    found = {"weight_scale": scale.reshape(1) if strategy == "tensor" else scale}
+    if config["format"] == "pack-quantized":
+        found |= {"weight_packed": words(q.long() + 8, 1), "weight_shape": torch.tensor([n, k])}
+        found |= {} if zero is None else {"weight_zero_point": words(zeros, 0)}
+    else:
+        found |= {"weight": q} | ({} if zero is None else {"weight_zero_point": zero})
+    return found | static(seed if group.get("input_activations") is STATIC else None), dense
+
+
+def stored_8(config, weights, n, k, seed):
+    q = torch.randint(-127, 128, (n, k), dtype=torch.int8) if weights.get("type") == "int" else None
+    q = torch.randn(n, k).to(torch.float8_e4m3fn) if q is None else q
+    if "weight_block_size" in config:
+        scale = (torch.rand(-(-n // 128), -(-k // 128)) + 0.5).to(BF16).float()
+        by_row = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+        return {"weight": q, "weight_scale_inv": scale}, q.double() * by_row.double()
+    scale = (torch.rand(n if weights else 1, 1) + 0.5).to(BF16)
+    found = {"weight": q, "weight_scale": scale if weights else scale.reshape(())}
+    return found | static(None if weights else seed), q.double() * scale.double()
+
+
+def static(seed):
+    return {} if seed is None else {"input_scale": torch.tensor([0.01 * (seed + 1)])}
+
+
+def made(config: dict | None, options: dict | None = None) -> JitGemmConfig:
+    found = JitGemmConfig(config, options)
+    found.packed_modules_mapping = FUSED
+    return found
+
+
+def gate_up(config, k, width, options=None):
+    """gate and up, joined."""
+    found = config if isinstance(config, JitGemmConfig) else made(config, options)
+    return MergedColumnParallelLinear(
+        k, [width, width], bias=False, params_dtype=BF16, quant_config=found, prefix="m.gate_up_proj"
+    )
+
+
+def row(config, k, n, bias=False, prefix="m.o_proj"):
+    """A row-parallel layer."""
+    found = config if isinstance(config, JitGemmConfig) else made(config)
+    return RowParallelLinear(k, n, bias=bias, params_dtype=BF16, quant_config=found, prefix=prefix)
+
+
+def load(layer, tensors: dict[str, torch.Tensor], *shard) -> None:
+    for suffix, tensor in tensors.items():
+        param = dict(layer.named_parameters())[suffix]
+        param.weight_loader(param, tensor, *shard)
+
+
+def process(layer):
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer.jitgemm
+
+
+def dense_of(module) -> torch.Tensor:
+    """The weight that a module holds, exactly."""
+    return module.weight.dequantize().double()
+
+
+# ---- the contract ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ours", [JitGemmConfig, JitGemmLinearMethod, JitGemmMoEMethod, JitGemmExperts])
+def test_what_is_overridden_has_vllms_signature(ours):
+    path = next(p for p in SIGNATURES["bases"] for each in ours.__mro__[1:2] if p.endswith(f":{each.__name__}"))
+    checked = 0
+    for name, described in SIGNATURES["bases"][path].items():
+        head, _, rest = described.partition("(")
+        assert "abstract" not in head or name in vars(ours), f"{name} is abstract in vLLM"
+        if name not in vars(ours) or name == "__init__":
+            continue
+        theirs = [part.partition("=")[0] for part in rest[:-1].split(", ") if part]
+        raw = vars(ours)[name]
+        function = raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw)
+        assert [
+            str(p).partition(":")[0].partition("=")[0].strip() for p in inspect.signature(function).parameters.values()
+        ] == theirs, name
+        checked += 1
+    assert checked >= 3
+
+
+@pytest.mark.skipif(not REAL, reason="needs vLLM: scripts/vllm_contract.sh runs it")
+def test_the_signatures_are_those_of_the_vllm_that_is_installed():
+    import sys
+
+    sys.path.append(str(ROOT / "scripts"))
+    from vllm_signatures import signatures
+
+    found = signatures()
+    for part in ("bases", "classes", "functions"):
+        for path, described in SIGNATURES[part].items():
+            assert found[part][path] == described, path
+
+
+def test_vllm_finds_the_plug_in_by_its_entry_point():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["jitgemm"].partition(":")
+    register = getattr(import_module(module), name)
+    register()
+    register()
+    assert get_quantization_config("jitgemm") is JitGemmConfig
+
+
+# ---- the config ------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_taken_over_when_asked_and_only_then():
+    take = JitGemmConfig.override_quantization_method
+    assert [take(CONFIGS["gptq"], user, hf_config=None) for user in ("jitgemm", "gptq", None)] == [
+        "jitgemm",
+        None,
+        None,
+    ]
+
+
+def test_options_come_from_the_quantization_config_and_from_hf_overrides():
+    config = JitGemmConfig.from_config({"quant_method": "jitgemm", "activation": "int8", "group_size": 64})
+    assert (config.checkpoint, config.options["activation"], config.options["group_size"]) == (None, "int8", 64)
+    config.maybe_update_config("nowhere", hf_config=SimpleNamespace(jitgemm={"activation": "e4m3"}))
+    assert (config.options["activation"], config.options["group_size"]) == ("e4m3", 64)
+    nested = JitGemmConfig.from_config({"quant_method": "jitgemm", "checkpoint": CONFIGS["gptq"]})
+    assert nested.checkpoint == CONFIGS["gptq"] == JitGemmConfig.from_config(CONFIGS["gptq"]).checkpoint
+
+
+def test_a_config_travels_to_vllms_workers():
+    config = pickle.loads(pickle.dumps(made(CONFIGS["gptq"], {"activation": "int8"})))
+    assert (config.checkpoint, config.options["activation"]) == (CONFIGS["gptq"], "int8")
+    assert kind(config, "model.a") is JitGemmLinearMethod
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [({"bit": 4}, "options activation, bits"), ({"bits": 3}, "bits: expected 4 or 8, got 3"),
+     ({"activation": "fp4"}, "activation: expected one of"), ({"ignore": "lm_head"}, "ignore: expected a list")],
+)  # fmt: skip
+def test_an_option_that_is_wrong_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        JitGemmConfig(None, options)
+
+
+def kind(config, prefix, n=64, k=64):
+    with rank():
+        layer = ReplicatedLinear(k, n, bias=False, params_dtype=BF16, quant_config=config, prefix=prefix)
+    return type(layer.quant_method)
+
+
+def test_layers_that_the_config_leaves_out_stay():
+    ct = made(CONFIGS["packed"] | {"ignore": ["lm_head", "re:.*gate$"]})
+    assert kind(ct, "model.layers.0.mlp.gate") is UnquantizedLinearMethod
+    assert kind(ct, "model.layers.0.mlp.gate_proj") is JitGemmLinearMethod
+    awq = made(CONFIGS["awq"] | {"modules_to_not_convert": ["visual"]})
+    assert kind(awq, "visual.blocks.0.proj") is UnquantizedLinearMethod
+    assert kind(awq, "visually.proj") is JitGemmLinearMethod
+    gptq = made(CONFIGS["gptq"] | {"dynamic": {"-:.*o_proj": {}}})
+    assert kind(gptq, "model.layers.0.self_attn.o_proj") is UnquantizedLinearMethod
+
+
+def test_of_a_model_in_floats_routers_ignored_layers_and_odd_sizes_stay():
+    config = made(None, {"ignore": ["vision", "re:.*head"]})
+    assert kind(config, "model.layers.0.mlp.up_proj") is JitGemmLinearMethod
+    assert kind(config, "model.layers.0.mlp.gate", n=8) is UnquantizedLinearMethod
+    assert kind(config, "vision.layers.0.up_proj") is UnquantizedLinearMethod
+    assert kind(config, "lm_head") is UnquantizedLinearMethod
+    assert kind(config, "model.layers.0.mlp.up_proj", k=40) is UnquantizedLinearMethod
+
+
+def headers(monkeypatch, config, tensors):
+    """The config, told of the files' headers."""
+    found = {name: {"dtype": dtype, "shape": []} for name, dtype in tensors.items()}
+    module = import_module("vllm.transformers_utils.config")
+    monkeypatch.setattr(module, "get_safetensors_params_metadata", lambda model, *, revision=None: found)
+    config.maybe_update_config("folder", hf_config=SimpleNamespace())
+    return config
+
+
+def test_headers_of_the_files_say_what_is_quantised_and_how_exact_scales_are(monkeypatch):
+    names = {"model.a.qweight": "I32", "model.a.scales": "F32", "model.b.weight": "BF16", "model.b.bias": "BF16"}
+    config = headers(monkeypatch, made(CONFIGS["gptq"]), names)
+    assert kind(config, "model.b") is UnquantizedLinearMethod
+    with rank():
+        layer = ReplicatedLinear(64, 64, bias=False, params_dtype=BF16, quant_config=config, prefix="model.a")
+    tensors, dense = stored(CONFIGS["gptq"], 64, 64)
+    exact = torch.rand(2, 64)  # no bf16 holds these
+    load(layer, tensors | {"scales": exact})
+    q = dense / tensors["scales"].T.double().repeat_interleave(32, 1)
+    expected = q * exact.T.double().repeat_interleave(32, 1)
+    assert (dense_of(process(layer)) - expected).abs().max() < 1e-6
+    assert layer.jitgemm.weight.format.scale_type == "fp32"
+
+
+def test_linears_of_a_w4afp8_checkpoint_are_fp8_in_blocks(monkeypatch):
+    names = {"m.o_proj.weight": "F8_E4M3", "m.o_proj.weight_scale_inv": "F32"}
+    tensors, dense = stored(CONFIGS["fp8-blocks"], 128, 128)
+    for config in (headers(monkeypatch, made(CONFIGS["w4afp8"]), names), made(CONFIGS["w4afp8"])):
+        with rank():
+            layer = row(config, 128, 128)
+            load(layer, tensors)
+        assert process(layer).weight.bits == 8 and torch.equal(dense_of(layer.jitgemm), dense)
+
+
+def test_names_that_a_model_changes_are_found_in_the_files(monkeypatch):
+    names = {
+        "lm.layers.0.q_proj.qweight": "I32",
+        "lm.layers.0.k_proj.qweight": "I32",
+        "lm.layers.0.v_proj.qweight": "I32",
+    }
+    config = headers(monkeypatch, made(CONFIGS["gptq"]), names | {"lm.layers.0.o_proj.weight": "BF16"})
+    config.apply_vllm_mapper(
+        SimpleNamespace(apply_dict=lambda d: {n.replace("lm.", "model."): v for n, v in d.items()})
+    )
+    assert kind(config, "model.layers.0.o_proj") is UnquantizedLinearMethod
+    with rank():
+        layer = QKVParallelLinear(
+            64, 32, 2, 2, bias=False, params_dtype=BF16, quant_config=config, prefix="model.layers.0.qkv_proj"
+        )
+    assert layer.quant_method.names == [f"lm.layers.0.{part}_proj" for part in "qkv"]
+
+
+def test_layers_that_are_joined_but_quantised_differently_are_an_error():
+    config = made(CONFIGS["packed"] | {"ignore": ["model.gate_proj"]})
+    with rank(), pytest.raises(ValueError, match="model.gate_up_proj: expected all or none .*'model.gate_proj': False"):
+        MergedColumnParallelLinear(
+            64, [64, 64], bias=False, params_dtype=BF16, quant_config=config, prefix="model.gate_up_proj"
+        )
+
+
+def test_what_jitgemm_cannot_read_is_left_to_vllms_own_config(monkeypatch):
+    theirs = SimpleNamespace(
+        get_quant_method=lambda layer, prefix: UnquantizedLinearMethod(), packed_modules_mapping={},
+        maybe_update_config=lambda *args: None, apply_vllm_mapper=lambda mapper: None,
+    )  # fmt: skip
+    own = SimpleNamespace(from_config=lambda config: theirs)
+    monkeypatch.setattr(configs, "get_quantization_config", lambda name: own)
+    config = made(CONFIGS["gptq"] | {"bits": 8})
+    assert kind(config, "model.a") is UnquantizedLinearMethod
+    assert theirs.packed_modules_mapping is config.packed_modules_mapping
+
+
+# ---- linears ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("place", [(0, 1), *TWO])
+def test_joined_columns_hold_the_ranks_rows_of_each_part(name, place):
+    parts = [stored(CONFIGS[name], 256, 64, seed) for seed in (1, 2)]
+    with rank(*place):
+        layer = gate_up(CONFIGS[name], 64, 256)
+        for part, (tensors, _) in enumerate(parts):
+            load(layer, tensors, part)
+    module = process(layer)
+    rows = slice(256 * place[0] // place[1], 256 * (place[0] + 1) // place[1])
+    assert torch.equal(dense_of(module), torch.cat([dense[rows] for _, dense in parts]))
+    assert not list(layer.parameters()) and module.weight.bits == (8 if name in EIGHT else 4)
+    if name in ("packed-static", "fp8"):
+        assert module.input_scale.tolist() == pytest.approx([0.03])  # the largest of both
+    block = name == "fp8-blocks"
+    assert module.activation == ("e4m3_block" if block else "int8" if "int8" in name else "e4m3")
+
+
+@pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "gptq", "awq"])
+@pytest.mark.parametrize("place", [(0, 1), *TWO, (3, 4)])
+def test_q_k_and_v_hold_the_ranks_heads(name, place):
+    parts = {
+        each: stored(CONFIGS[name], rows, 64, seed)
+        for seed, (each, rows) in enumerate((("q", 256), ("k", 128), ("v", 128)))
+    }
+    with rank(*place):
+        layer = QKVParallelLinear(
+            64, 64, 4, 2, bias=False, params_dtype=BF16, quant_config=made(CONFIGS[name]), prefix="m.qkv_proj"
+        )
+        for each, (tensors, _) in parts.items():
+            load(layer, tensors, each)
+    number, size = place
+    heads = 4 // size
+    kv = max(1, 2 // size)
+    first = number * 2 // size
+    q = parts["q"][1][number * heads * 64 : (number + 1) * heads * 64]
+    others = [parts[each][1][first * 64 : (first + kv) * 64] for each in "kv"]
+    assert torch.equal(dense_of(process(layer)), torch.cat([q, *others]))
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_ranks_columns_of_a_row_parallel_layer_add_up(name):
+    tensors, dense = stored(CONFIGS[name], 64, 256)
+    x, total = torch.randn(5, 256) / 4, torch.zeros(5, 64, dtype=torch.float64)
+    for number, size in TWO:
+        with rank(number, size):
+            layer = row(CONFIGS[name], 256, 64, prefix="m.down_proj")
+            load(layer, tensors)
+        module = process(layer)
+        columns = slice(128 * number, 128 * (number + 1))
+        assert torch.equal(dense_of(module), dense[:, columns])
+        total += layer.quant_method.apply(layer, x[:, columns].to(BF16)).double()
+    expected = x.to(BF16).double() @ dense.T
+    assert (total - expected).norm() < 0.05 * expected.norm()
+
+
+def test_a_layer_computes_what_w4a8linear_does_with_bias_and_any_leading_sizes():
+    tensors, _ = stored(CONFIGS["packed"], 64, 64)
+    with rank():
+        layer = row(CONFIGS["packed"], 64, 64, bias=True)
+        load(layer, tensors)
+    bias = torch.randn(64, dtype=BF16)
+    own = W4A8Linear(process(layer).weight, bias)
+    x = torch.randn(2, 3, 64, dtype=BF16)
+    apply = layer.quant_method.apply
+    assert torch.equal(apply(layer, x, bias), own(x)) and apply(layer, x).shape == (2, 3, 64)
+    half = x.to(torch.float16)
+    assert torch.equal(apply(layer, half, bias.half()), W4A8Linear(own.weight, bias.half())(half))
+
+
+def test_a_layer_traces_into_one_graph_for_any_number_of_tokens():
+    tensors, _ = stored(CONFIGS["packed"], 64, 64)
+    with rank():
+        layer = row(CONFIGS["packed"], 64, 64)
+        load(layer, tensors)
+    process(layer)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: layer.quant_method.apply(layer, x), fullgraph=True, dynamic=True, backend=count)
+    for m in (7, 2, 64):
+        x = torch.randn(m, 64, dtype=BF16)
+        assert torch.equal(compiled(x), layer.quant_method.apply(layer, x))
+    assert len(graphs) == 1
+
+
+def in_order(k, size, shuffled):
+    order = torch.arange(k) // size
+    return (order[torch.randperm(k)] if shuffled else order).to(torch.int32)
+
+
+def test_an_activation_order_is_kept_by_column_parallel_layers():
+    config = CONFIGS["gptq"] | {"desc_act": True}
+    tensors, dense = stored(config, 64, 64)
+    order = in_order(64, 32, True)
+    tensors["g_idx"] = order
+    q = dense / (tensors["scales"].T.double()[:, torch.arange(64) // 32])
+    dense = q * tensors["scales"].T.double()[:, order.long()]
+    for place in TWO:
+        with rank(*place):
+            layer = gate_up(config, 64, 64)
+            for part in (0, 1):
+                load(layer, tensors, part)
+        weight = process(layer).weight
+        mine = dense[32 * place[0] : 32 * (place[0] + 1)]
+        found = torch.empty(64, 64, dtype=torch.float64)
+        found[:, weight.permutation.long()] = weight.dequantize().double()
+        assert torch.equal(found, torch.cat([mine, mine]))
+
+
+def test_joined_layers_with_different_activation_orders_are_an_error():
+    config = CONFIGS["gptq"] | {"desc_act": True}
+    tensors, _ = stored(config, 64, 64)
+    with rank():
+        layer = gate_up(config, 64, 64)
+        load(layer, tensors | {"g_idx": in_order(64, 32, True)}, 0)
+        with pytest.raises(ValueError, match="expected one activation order"):
+            load(layer, tensors | {"g_idx": in_order(64, 32, True)}, 1)
+
+
+@pytest.mark.parametrize("config, sizes, reason", [
+    (CONFIGS["packed"], (64, 72), "multiples of 8"),
+    (CONFIGS["gptq"] | {"group_size": 128}, (64, 256), "whole groups of 128"),
+    (CONFIGS["gptq"] | {"desc_act": True}, (64, 128), "no activation order"),
+])  # fmt: skip
+def test_a_layer_that_cannot_be_cut_so_is_left_to_vllm_or_an_error(monkeypatch, config, sizes, reason):
+    def none(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(configs, "get_quantization_config", none)
+    n, k = sizes
+    with rank(0, 4), pytest.raises(ValueError, match=f"m.down_proj: .*{reason}"):
+        row(config, k, n, prefix="m.down_proj")
+
+
+@pytest.mark.parametrize("bits, activation", [(4, None), (4, "int8"), (8, "e4m3"), (8, "int8")])
+def test_a_layer_in_floats_is_quantised_while_it_is_loaded(bits, activation):
+    weights = [torch.randn(64, 64, dtype=BF16) for _ in range(2)]
+    with rank():
+        layer = gate_up(None, 64, 64, {"bits": bits, "activation": activation, "group_size": 32})
+        for part, weight in enumerate(weights):
+            load(layer, {"weight": weight}, part)
+        layer.quant_method.process_weights_after_loading(layer)
+    expected = torch.cat(weights).double()
+    assert (dense_of(layer.jitgemm) - expected).norm() < (0.12 if bits == 4 else 0.03) * expected.norm()
+    assert layer.jitgemm.activation == (activation or "e4m3") and not list(layer.parameters())
+
+
+def test_weights_that_are_loaded_again_go_to_the_same_memory():
+    with rank():
+        layer = row(CONFIGS["packed"], 64, 64)
+    names = dict(layer.named_parameters())
+    load(layer, stored(CONFIGS["packed"], 64, 64, 1)[0])
+    address = process(layer).blocks.data_ptr()
+    for name, param in names.items():
+        layer.register_parameter(name, param)
+    tensors, dense = stored(CONFIGS["packed"], 64, 64, 2)
+    load(layer, tensors)
+    assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(layer.jitgemm), dense)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+SHARDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def load_experts(layer, name, tensors):
+    """As vLLM's models do: each tensor of each expert, by the parameter's name."""
+    params = dict(layer.named_parameters())
+    for (expert, proj), found in tensors.items():
+        for suffix, tensor in found.items():
+            part = "w2" if proj == "down_proj" else "w13"
+            param, full = params[f"{part}_{suffix}"], f"{name}.{part}_{suffix}"
+            param.weight_loader(param, tensor, full, shard_id=SHARDS[proj], expert_id=expert)
+
+
+def expert_tensors(config, count, hidden, inter):
+    found, dense = {}, {}
+    for expert in range(count):
+        for number, proj in enumerate(SHARDS):
+            n, k = (hidden, inter) if proj == "down_proj" else (inter, hidden)
+            found[expert, proj], dense[expert, proj] = stored(config, n, k, 10 * expert + number)
+    return found, dense
+
+
+def mixture(x, ids, weights, dense, gate=torch.nn.functional.silu):
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for i in range(ids.shape[1]):
+            w1, w3, w2 = (dense[int(ids[t, i]), proj] for proj in SHARDS)
+            y = x[t].double()
+            out[t] += weights[t, i].double() * (w2 @ (gate(w1 @ y) * (w3 @ y)))
+    return out
+
+
+def routed(count, tokens=6, top_k=2):
+    torch.manual_seed(5)
+    ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)]).to(torch.int32)
+    return torch.randn(tokens, 64, dtype=BF16), ids, torch.rand(tokens, top_k)
+
+
+def applied(layer, x, ids, weights):
+    return layer.quant_method.apply(layer, x, weights, ids, None, None)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("split", ["whole", "tp", "ep"])
+def test_experts_of_all_ranks_add_up_to_the_dequantised_mixture(name, split):
+    inter = 256 if name == "fp8-blocks" else 64
+    tensors, dense = expert_tensors(CONFIGS[name], 4, 64, inter)
+    x, ids, weights = routed(4)
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for place in [(0, 1)] if split == "whole" else TWO:
+        options = {} if split == "whole" else {split: place}
+        with rank():
+            layer = experts(made(CONFIGS[name]), "m.mlp.experts", (4, 64, inter), 2, **options)
+            load_experts(layer, "m.mlp.experts", tensors)
+            layer.quant_method.process_weights_after_loading(layer)
+        assert not list(layer.parameters())
+        if split == "ep":
+            first = layer.jitgemm.w2.weight.dequantize()[0].double()
+            assert torch.equal(first, dense[2 * place[0], "down_proj"])
+        total += applied(layer, x, ids, weights).double()
+    expected = mixture(x, ids, weights, dense)
+    assert (total - expected).norm() < 0.06 * expected.norm()
+
+
+def test_experts_in_floats_are_quantised_while_they_are_loaded():
+    tensors = {(e, proj): {"weight": torch.randn(64, 64, dtype=BF16) / 8} for e in range(2) for proj in SHARDS}
+    with rank():
+        layer = experts(made(None, {"group_size": 32}), "m.mlp.experts", (2, 64, 64), 1)
+        load_experts(layer, "m.mlp.experts", tensors)
+        layer.quant_method.process_weights_after_loading(layer)
+    x, ids, weights = routed(2, top_k=1)
+    expected = mixture(x, ids, weights, {name: found["weight"].double() for name, found in tensors.items()})
+    assert (applied(layer, x, ids, weights).double() - expected).norm() < 0.25 * expected.norm()
+
+
+def test_a_router_weight_on_the_input_is_applied_once():
+    tensors, dense = expert_tensors(CONFIGS["packed"], 2, 64, 64)
+    with rank():
+        layer = experts(made(CONFIGS["packed"]), "m.experts", (2, 64, 64), 1, apply_router_weight_on_input=True)
+        load_experts(layer, "m.experts", tensors)
+        layer.quant_method.process_weights_after_loading(layer)
+    x, ids, weights = routed(2, top_k=1)
+    expected = mixture(x * weights.to(BF16), ids, torch.ones_like(weights), dense)
+    assert (applied(layer, x, ids, weights).double() - expected).norm() < 0.06 * expected.norm()
+
+
+def test_a_modular_kernel_gets_the_same_results_into_its_output():
+    tensors, _ = expert_tensors(CONFIGS["packed"], 4, 64, 64)
+    with rank():
+        layer = experts(made(CONFIGS["packed"]), "m.experts", (4, 64, 64), 2, ep=(1, 2))
+        load_experts(layer, "m.experts", tensors)
+        layer.quant_method.process_weights_after_loading(layer)
+    from vllm.model_executor.layers.fused_moe import FusedMoEActivationFormat as Format
+
+    method = layer.quant_method
+    method.moe_quant_config = method.get_fused_moe_quant_config(layer)
+    with pytest.raises(ValueError, match="all2all_backend"):
+        method.select_gemm_impl(SimpleNamespace(activation_format=Format.BatchedExperts), layer)
+    kernel = method.select_gemm_impl(SimpleNamespace(activation_format=Format.Standard), layer)
+    x, ids, weights = routed(4)
+    assert kernel.moe_problem_size(x, layer.w13_weight, layer.w2_weight, ids) == (2, 6, 128, 64, 2)
+    out = torch.empty(kernel.workspace_shapes(6, 128, 64, 2, 4, 2, None, layer.activation)[2], dtype=BF16)
+    kernel.apply(
+        out, x, layer.w13_weight, layer.w2_weight, weights, ids, layer.activation, 4, layer.expert_map, None, None,
+        torch.empty(0), torch.empty(0), None, False,
+    )  # fmt: skip
+    assert torch.equal(out, applied(layer, x, ids, weights))
+
+
+def test_experts_that_jitgemm_has_no_kernel_for_stay_in_their_type(monkeypatch):
+    if REAL:  # it looks for kernels of a GPU
+        owner = import_module(UnquantizedFusedMoEMethod.__module__)
+        monkeypatch.setattr(owner, "select_unquantized_moe_backend", lambda moe_config: (None, None))
+    with rank():
+        for options in ({"activation": "relu2"}, {"has_bias": True}):
+            layer = experts(made(None), "m.experts", (2, 64, 64), 1, **options)
+            assert isinstance(layer.quant_method, UnquantizedFusedMoEMethod)
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_compiled_once_when_the_last_layer_is_packed(monkeypatch):
+    calls = []
+    monkeypatch.setattr(warm, "warmup", lambda modules, tokens, **options: calls.append((len(modules), options)) or [])
+    monkeypatch.setattr(warm, "on_gpu", lambda modules: True)
+    monkeypatch.setenv("JITGEMM_JIT", "off")
+    config = made(CONFIGS["packed"])
+    with rank():
+        layers = [row(config, 64, 64, prefix=f"m.{i}.o_proj") for i in range(3)]
+        for layer in layers:
+            load(layer, stored(CONFIGS["packed"], 64, 64)[0])
+    del layers[2], layer  # a layer that no model keeps is not waited for
+    process(layers[0])
+    assert calls == []
+    process(layers[1])
+    assert calls == [(2, {"dtype": BF16, "build": False})]
+
+
+@pytest.mark.skipif(REAL, reason="needs NVRTC, which vLLM's environment may lack")
+def test_without_compiling_a_missing_kernel_is_named_before_anything_is_served(monkeypatch, tmp_path):
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
+    q = torch.randint(-8, 8, (64, 128), dtype=torch.int8)
+    module = torch.nn.ModuleList([W4A8Linear(jitgemm.pack_w4(q, torch.ones(64, 1), group_size=128))])
+    with pytest.raises(CacheMissError, match="kernels are not in the cache, such as .*jitgemm warmup"):
+        warmup(module, 16, device="h200", build=False)
+    assert not list(tmp_path.rglob("*.cubin"))

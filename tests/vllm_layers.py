@@ -1,0 +1,94 @@
+"""vLLM's layers for tests, on any rank without a process group: the real package's where it is, else the stand-in's."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+REAL = importlib.util.find_spec("vllm") is not None
+if not REAL:
+    import vllm_standin
+
+    vllm_standin.install()
+
+
+@contextmanager
+def rank(number: int = 0, size: int = 1):
+    """Layers that are made and loaded inside are those of a rank of tensor parallelism."""
+    import pytest
+
+    with pytest.MonkeyPatch.context() as patch:
+        if REAL:
+            from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+
+            for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.parameter"):
+                patch.setattr(f"{module}.get_tensor_model_parallel_rank", lambda: number)
+                patch.setattr(f"{module}.get_tensor_model_parallel_world_size", lambda: size)
+            with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+                yield
+        else:
+            patch.setattr(vllm_standin.RANK, "rank", number)
+            patch.setattr(vllm_standin.RANK, "size", size)
+            yield
+
+
+@dataclass
+class ExpertMap:
+    """Which experts a rank of expert parallelism has: of `count`, an equal share in their order."""
+
+    count: int
+    number: int = 0
+    size: int = 1
+    placement_strategy: str = "linear"
+    expert_mask: Any = None
+    routing_tables: Any = None
+
+    @property
+    def local_num_experts(self) -> int:
+        return self.count // self.size
+
+    def map_global_to_local(self, expert: int) -> int:
+        local = expert - self.number * self.local_num_experts
+        return local if 0 <= local < self.local_num_experts else -1
+
+    @property
+    def expert_map(self) -> torch.Tensor | None:
+        if self.size == 1:
+            return None
+        return torch.tensor([self.map_global_to_local(e) for e in range(self.count)], dtype=torch.int32)
+
+
+def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **options: Any) -> torch.nn.Module:
+    """Fused experts of (experts, hidden, inter); options: tp and ep = (rank, size), activation, others."""
+    from vllm.model_executor.layers.fused_moe import MoEActivation, RoutedExperts
+
+    count, hidden, inter = sizes
+    (tp_rank, tp_size), (ep_rank, ep_size) = options.pop("tp", (0, 1)), options.pop("ep", (0, 1))
+    activation, has_bias = options.pop("activation", "silu"), options.pop("has_bias", False)
+    manager = ExpertMap(count, ep_rank, ep_size)
+    said = dict(
+        num_experts=count, experts_per_token=top_k, hidden_dim=hidden, intermediate_size=inter,
+        num_local_experts=manager.local_num_experts, activation=MoEActivation(activation), has_bias=has_bias,
+    )  # fmt: skip
+    if REAL:
+        from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+        ranks = dict(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank, dp_size=1, dp_rank=0)
+        place = FusedMoEParallelConfig(
+            **ranks,
+            use_ep=ep_size > 1,
+            pcp_size=1, pcp_rank=0, sp_size=1, all2all_backend="allgather_reducescatter", enable_eplb=False,
+        )  # fmt: skip
+        moe: Any = FusedMoEConfig(
+            **said, moe_parallel_config=place, num_logical_experts=count, device="cpu", in_dtype=torch.bfloat16,
+            routing_method=RoutingMethodType.Default,
+        )  # fmt: skip
+    else:
+        place = SimpleNamespace(tp_rank=tp_rank)
+        moe = SimpleNamespace(**said, moe_parallel_config=place, intermediate_size_per_partition=inter // tp_size)
+    return RoutedExperts(name, torch.bfloat16, moe, config, expert_map_manager=manager, **options)

@@ -1,0 +1,308 @@
+"""A stand-in for vLLM where it is not installed: what jitgemm.vllm derives from and calls, and layers that use it.
+
+The base classes are made from the signatures in vllm_signatures.json (scripts/vllm_signatures.py): a method that vLLM
+lacks cannot be called, an abstract one must be there. Parameters and layers are written here, as little of them as
+cutting and joining a layer's tensors takes. The tests that use it also run against the real package
+(scripts/vllm_contract.sh), which shows that both do the same.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import json
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+LAYERS = "vllm.model_executor.layers."
+SIGNATURES = json.loads((Path(__file__).parent / "vllm_signatures.json").read_text())
+RANK = SimpleNamespace(rank=0, size=1)
+"""This process's place among the ranks of tensor parallelism; tests set it."""
+
+
+def base(path: str, *parents: type) -> type:
+    """A class with vLLM's methods, none of which does anything but refuse."""
+    members: dict[str, Any] = {}
+    for name, described in SIGNATURES["bases"][path].items():
+        if any(hasattr(parent, name) for parent in parents) and name != "__init__" and "abstract" not in described:
+            continue
+        head, _, rest = described.partition("(")
+        scope: dict[str, Any] = {}
+        refusal = "pass" if name == "__init__" or name in _QUIET else f"raise NotImplementedError('{name}')"
+        exec(f"def {name}({rest[:-1]}): {refusal}", scope)
+        kind = {"staticmethod": staticmethod, "classmethod": classmethod, "property": property}.get(head.split()[-1])
+        function = abc.abstractmethod(scope[name]) if "abstract" in head else scope[name]
+        members[name] = kind(function) if kind else function
+    return abc.ABCMeta(path.partition(":")[2], parents, members)
+
+
+_QUIET = ("apply_vllm_mapper", "maybe_update_config", "process_weights_after_loading", "override_quantization_method")
+
+
+class Parameter(torch.nn.Parameter):
+    def __new__(cls, data: torch.Tensor, **_: Any):
+        return super().__new__(cls, data, requires_grad=False)
+
+    def __init__(self, data, weight_loader, output_dim=None, input_dim=None, packed_dim=None, packed_factor=1):
+        self.weight_loader, self.output_dim, self.input_dim = weight_loader, output_dim, input_dim
+        self.packed_dim, self.packed_factor = packed_dim, packed_factor
+
+    def rows(self, count: int) -> int:
+        if type(self).__name__ == "BlockQuantScaleParameter":
+            return -(-count // 128)
+        return count // self.packed_factor if self.packed_dim == self.output_dim else count
+
+    def fill(self, loaded, start=0, count=None, part=None, rank=None):
+        """Rows start.. of this parameter from a rank's part of a loaded tensor."""
+        if self.output_dim is None:
+            assert self.data.shape == loaded.shape
+            self.data.copy_(loaded)
+            return
+        count = self.data.shape[self.output_dim] if count is None else self.rows(count)
+        mine = self.data.narrow(self.output_dim, self.rows(start), count)
+        mine.copy_(loaded.narrow(self.output_dim, (RANK.rank if rank is None else rank) * count, count))
+
+    def fill_columns(self, loaded):
+        if self.input_dim is not None:
+            count = self.data.shape[self.input_dim]
+            loaded = loaded.narrow(self.input_dim, RANK.rank * count, count)
+        assert self.data.shape == loaded.shape
+        self.data.copy_(loaded)
+
+
+class PerTensorScaleParameter(Parameter):
+    def fill(self, loaded, start=0, count=None, part=None, rank=None):
+        self.data[... if part is None else part] = loaded.reshape(())
+
+    def fill_columns(self, loaded):
+        self.fill(loaded)
+
+
+class LinearBase(torch.nn.Module):
+    def __init__(self, input_size, output_size, columns, widths, bias, params_dtype, quant_config, prefix):
+        super().__init__()
+        self.input_size, self.output_size = input_size, output_size
+        self.input_size_per_partition, self.output_partition_sizes = columns, widths
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.quant_method = quant_config.get_quant_method(self, prefix)
+        second = type(self.quant_method).__name__ in SUPPORTED and hasattr(self, "weight_loader_v2")
+        self.quant_method.create_weights(
+            self, columns, widths, input_size, output_size, self.params_dtype,
+            weight_loader=self.weight_loader_v2 if second else self.weight_loader,
+        )  # fmt: skip
+        self.bias = torch.nn.Parameter(torch.zeros(sum(widths), dtype=self.params_dtype), False) if bias else None
+
+    def weight_loader(self, param, loaded_weight):
+        raise AssertionError("the first loader, which knows no parameter classes")
+
+
+class ReplicatedLinear(LinearBase):
+    def __init__(self, input_size, output_size, bias=True, params_dtype=None, quant_config=None, prefix=""):
+        super().__init__(input_size, output_size, input_size, [output_size], bias, params_dtype, quant_config, prefix)
+
+    def weight_loader(self, param, loaded_weight):
+        param.data.copy_(loaded_weight.reshape(param.shape))
+
+
+class MergedColumnParallelLinear(LinearBase):
+    def __init__(self, input_size, output_sizes, bias=True, params_dtype=None, quant_config=None, prefix=""):
+        widths = [size // RANK.size for size in output_sizes]
+        sizes = input_size, sum(output_sizes), input_size
+        super().__init__(*sizes, widths, bias, params_dtype, quant_config, prefix)
+
+    def weight_loader_v2(self, param, loaded_weight, loaded_shard_id=None):
+        part = loaded_shard_id or 0
+        param.fill(loaded_weight, sum(self.output_partition_sizes[:part]), self.output_partition_sizes[part], part)
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    def __init__(self, input_size, output_size, **options):
+        super().__init__(input_size, [output_size], **options)
+
+
+class QKVParallelLinear(LinearBase):
+    def __init__(
+        self, hidden_size, head_size, total_num_heads, total_num_kv_heads, bias=True, params_dtype=None,
+        quant_config=None, prefix="",
+    ):  # fmt: skip
+        heads, kv = total_num_heads // RANK.size, max(1, total_num_kv_heads // RANK.size)
+        self._kv_rank = RANK.rank * total_num_kv_heads // RANK.size
+        widths = [heads * head_size, kv * head_size, kv * head_size]
+        sizes = hidden_size, sum(widths) * RANK.size, hidden_size
+        super().__init__(*sizes, widths, bias, params_dtype, quant_config, prefix)
+
+    def weight_loader_v2(self, param, loaded_weight, loaded_shard_id=None):
+        part = "qkv".index(loaded_shard_id)
+        start, count = sum(self.output_partition_sizes[:part]), self.output_partition_sizes[part]
+        param.fill(loaded_weight, start, count, part, self._kv_rank if part else None)
+
+
+class RowParallelLinear(LinearBase):
+    def __init__(self, input_size, output_size, bias=True, params_dtype=None, quant_config=None, prefix=""):
+        sizes = input_size, output_size, input_size // RANK.size
+        super().__init__(*sizes, [output_size], bias, params_dtype, quant_config, prefix)
+
+    def weight_loader_v2(self, param, loaded_weight):
+        param.fill_columns(loaded_weight)
+
+
+SUPPORTED: list[str] = []
+
+
+class RoutedExperts(torch.nn.Module):
+    """Loads an expert's tensor into its place by the name and the attributes of the parameter."""
+
+    def __init__(
+        self, layer_name, params_dtype, moe_config, quant_config, expert_map_manager,
+        apply_router_weight_on_input=False, swiglu_limit=None, swiglu_alpha=None,
+    ):  # fmt: skip
+        super().__init__()
+        self.moe_config, self.params_dtype, self.hidden_size = moe_config, params_dtype, moe_config.hidden_dim
+        self.intermediate_size_per_partition = moe_config.intermediate_size_per_partition
+        self.activation, self.top_k = moe_config.activation, moe_config.experts_per_token
+        self.apply_router_weight_on_input = apply_router_weight_on_input
+        self.swiglu_limit, self.swiglu_alpha = swiglu_limit, swiglu_alpha
+        self._manager, self.expert_map = expert_map_manager, expert_map_manager.expert_map
+        self.quant_method = quant_config.get_quant_method(self, layer_name)
+        self.quant_method.create_weights(
+            layer=self, num_experts=moe_config.num_local_experts, hidden_size=self.hidden_size,
+            intermediate_size_per_partition=self.intermediate_size_per_partition, params_dtype=params_dtype,
+            weight_loader=self.weight_loader, global_num_experts=moe_config.num_experts,
+        )  # fmt: skip
+
+    def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
+        expert = self._manager.map_global_to_local(expert_id)
+        if expert == -1:
+            return False
+        mine = param.data[expert]
+        single = mine.dim() == 0 or "weight_shape" in weight_name
+        if single or param.quant_method == "tensor" and "scale" in weight_name:
+            where = () if shard_id == "w2" or single else (0 if shard_id == "w1" else 1,)
+            param.data[(expert, *where)] = loaded_weight.reshape(mine.shape) if single else loaded_weight.reshape(())
+            return True
+        dim = int((shard_id == "w2") != param.is_transposed)
+        whole = (
+            shard_id == "w2" and param.quant_method == "channel" and ("scale" in weight_name or "zero" in weight_name)
+        )
+        if "g_idx" in weight_name:
+            dim, whole = 0, shard_id != "w2"
+        if not whole:
+            if shard_id != "w2":
+                half = mine.shape[dim] // 2
+                mine = mine.narrow(dim, half if shard_id == "w3" else 0, half)
+            count = mine.shape[dim]
+            loaded_weight = loaded_weight.narrow(dim, self.moe_config.moe_parallel_config.tp_rank * count, count)
+        mine.copy_(loaded_weight)
+        return True
+
+
+class MoEActivation(enum.Enum):
+    SILU = "silu"
+    RELU2 = "relu2"
+    SWIGLUOAI = "swigluoai"
+
+
+class Unquantized:
+    """What stays in its type, for linears and experts."""
+
+    def __init__(self, moe=None):
+        self.moe = moe
+
+    def create_weights(self, layer, *args, **kwargs):
+        pass
+
+
+def install() -> None:
+    """Puts the stand-in where `import vllm` finds it."""
+    configs: dict[str, type] = {}
+    method = base(LAYERS + "quantization.base_config:QuantizeMethodBase")
+    linear_method = base(LAYERS + "linear:LinearMethodBase", method)
+    moe_method = base(LAYERS + "fused_moe:FusedMoEMethodBase", method)
+    moe_method.__init__ = lambda self, moe: setattr(self, "moe", moe)
+    experts = base(LAYERS + "fused_moe:FusedMoEExpertsModular")
+    config = base(LAYERS + "quantization.base_config:QuantizationConfig")
+    config.__init__ = lambda self: setattr(self, "packed_modules_mapping", {})
+
+    def register(quantization):
+        return lambda cls: configs.setdefault(quantization, cls) and cls
+
+    def get(quantization):
+        if quantization not in configs:
+            raise ValueError(quantization)
+        return configs[quantization]
+
+    def supported(cls):
+        SUPPORTED.append(cls.__name__)
+        return cls
+
+    def attributes(weight, weight_attrs):
+        for name, value in weight_attrs.items():
+            setattr(weight, name, value)
+
+    def online(layer):
+        """Weights come into being at once here, and are packed with all others."""
+        for name, param in list(layer._parameters.items()):
+            made = torch.nn.Parameter(torch.empty(param.shape, dtype=param.dtype), requires_grad=False)
+            made.__class__, made.__dict__ = type(param), dict(param.__dict__)
+            layer._parameters[name] = made
+
+    def logger(name):
+        found = logging.getLogger(name)
+        found.warning_once = found.warning
+        return found
+
+    kinds = {"PerTensorScaleParameter": PerTensorScaleParameter}
+    for path in SIGNATURES["classes"]:
+        module, _, name = path.partition(":")
+        if module.endswith("parameter"):
+            kinds.setdefault(name, type(name, (Parameter,), {}))
+    unquantized = {name: type(name, (Unquantized,), {}) for name in ("Linear", "FusedMoE")}
+    linears = (
+        LinearBase, ReplicatedLinear, ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear,
+        RowParallelLinear,
+    )  # fmt: skip
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": f"{SIGNATURES['vllm']}, a stand-in"},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+        "vllm.logger": {"init_logger": logger},
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
+        "vllm.transformers_utils.config": {"get_safetensors_params_metadata": lambda model, *, revision=None: {}},
+        "vllm.model_executor.utils": {"set_weight_attrs": attributes},
+        "vllm.model_executor.parameter": kinds,
+        "vllm.model_executor.model_loader.reload.layerwise": {"initialize_online_processing": online},
+        LAYERS + "quantization": {"register_quantization_config": register, "get_quantization_config": get},
+        LAYERS + "quantization.base_config": {"QuantizationConfig": config, "QuantizeMethodBase": method},
+        LAYERS + "linear": {
+            **{kind.__name__: kind for kind in linears},
+            "LinearMethodBase": linear_method,
+            "UnquantizedLinearMethod": unquantized["Linear"],
+            "register_weight_loader_v2_supported_method": supported,
+        },
+        LAYERS + "fused_moe": {
+            "FusedMoEActivationFormat": enum.Enum("FusedMoEActivationFormat", ("Standard", "BatchedExperts")),
+            "FusedMoEExpertsModular": experts,
+            "FusedMoEMethodBase": moe_method,
+            "MoEActivation": MoEActivation,
+            "RoutedExperts": RoutedExperts,
+            "UnquantizedFusedMoEMethod": unquantized["FusedMoE"],
+        },
+        LAYERS + "fused_moe.config": {"FUSED_MOE_UNQUANTIZED_CONFIG": object()},
+        LAYERS + "fused_moe.topk_weight_and_reduce": {
+            "TopKWeightAndReduceNoOP": type("TopKWeightAndReduceNoOP", (), {})
+        },
+    }
+    for name, members in modules.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            path = ".".join(parts[:depth])
+            module = sys.modules.setdefault(path, ModuleType(path))
+            module.__path__ = []
+            if depth > 1:
+                setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], module)
+        for member, value in members.items():
+            setattr(sys.modules[name], member, value)
