@@ -107,6 +107,11 @@ class JitGemmConfig(QuantizationConfigMixin):
         quant_method: str = NAME,
     ):
         check_options(bits, lm_head)
+        if bits == 8 and (group_size, symmetric, scale_dtype) != (128, True, "bfloat16"):
+            raise ValueError(
+                "group_size, symmetric, scale_dtype: expected none with bits=8, a scale per row in fp32, got "
+                f"{group_size}, {symmetric}, {scale_dtype!r}"
+            )
         if scale_dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"scale_dtype: expected 'bfloat16', 'float16' or 'float32', got {scale_dtype!r}")
         if activation is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints of 8-bit layers: FP8 and INT8 as compressed-tensors, DeepSeek, vLLM and SGLang store them, and mixtures."""
+"""Checkpoints of 8-bit layers: FP8 and INT8 as compressed-tensors, DeepSeek, vLLM and SGLang have them, and mixtures."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ STRATEGIES = {
     "channel": ({}, lambda n, k: (n, 1), lambda n, k: (1, k)),
     "tensor": ({}, lambda n, k: (1,), lambda n, k: (n, k)),
     "group": ({"group_size": 128}, lambda n, k: (n, k // 128), lambda n, k: (1, 128)),
-    "block": ({"block_structure": [128, 128]}, lambda n, k: (ceil_div(n, 128), ceil_div(k, 128)), lambda n, k: (128, 128)),
+    "block": (
+        {"block_structure": [128, 128]}, lambda n, k: (ceil_div(n, 128), ceil_div(k, 128)), lambda n, k: (128, 128),
+    ),
 }  # fmt: skip
 
 
@@ -206,6 +208,7 @@ def test_no_two_formats_detect_8_bits():
         ({"weight": fp8} | rows, None, ["w8a8"]),
         ({"weight": fp8} | rows, {}, ["w8a8"]),
         ({"weight": fp8} | rows, {"quant_method": "fp8"}, ["w8a8"]),
+        ({"weight": fp8} | rows, {"quant_method": "modelopt", "config_groups": {}}, ["w8a8"]),
         ({"weight": fp8} | rows, compressed, ["compressed-tensors"]),
         ({"weight": fp8} | rows, {"config_groups": compressed["config_groups"]}, ["compressed-tensors"]),
         ({"weight": fp8.view(torch.int8)} | rows, None, ["compressed-tensors"]),
@@ -259,7 +262,11 @@ def changed(told: dict, **weights) -> dict:
             "activation: expected e4m3 activations, as the 8-bit weight is e4m3, got int8, as the config says",
         ),
         (INT8, None, "num_bits 8 in a config says that there are more"),
-        ({"weight": FP8["weight"], "weight_scale_inv": torch.ones(2, 2)}, DEEPSEEK, "weight_scale_inv: expected shape [1, 2]"),
+        (
+            {"weight": FP8["weight"], "weight_scale_inv": torch.ones(2, 2)},
+            DEEPSEEK,
+            "weight_scale_inv: expected shape [1, 2]",
+        ),
         ({"weight": FP8["weight"], "weight_scale": torch.ones(15)}, None, "weight_scale: expected one element"),
         (
             {"weight": FP8["weight"], "weight_scale_inv": torch.ones(1, 2)},
@@ -267,7 +274,11 @@ def changed(told: dict, **weights) -> dict:
             "weight_block_size: expected two positive integers, got 128",
         ),
         (FP8 | {"input_scale_ub": torch.ones(1)}, None, "input_scale_ub: expected only"),
-        ({"weight": torch.full((16, 256), float("nan")).to(E4M3), "weight_scale": torch.ones(16)}, None, "q: expected finite"),
+        (
+            {"weight": torch.full((16, 256), float("nan")).to(E4M3), "weight_scale": torch.ones(16)},
+            None,
+            "q: expected finite",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(tensors, told, message):

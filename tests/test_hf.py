@@ -336,6 +336,7 @@ def test_a_checkpoint_in_floats_is_told_apart(tmp_path):
     "wrong, message",
     [
         ({"bits": 6}, "bits: expected 4 or 8, got 6"),
+        ({"bits": 8, "group_size": 64}, "group_size, symmetric, scale_dtype: expected none with bits=8"),
         ({"lm_head": "fp8"}, "lm_head: expected None or one of e4m3"),
         ({"activation": "fp8"}, "activation: expected one of e4m3"),
         ({"scale_dtype": "fp8"}, "scale_dtype: expected"),

@@ -315,9 +315,11 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
         bias = torch.cat([w.q.new_zeros(w.n, dtype=dtype) if w.bias is None else w.bias for w in weights])
     joined = {
         name: None if getattr(first, name) is None else torch.cat([getattr(w, name) for w in weights])
-        for name in ("q", "scale", "zero", "offset")
+        for name in ("scale", "zero", "offset")
     }
-    return replace(first, **joined, bias=bias)
+    # As bytes: PyTorch does not join 8-bit floats everywhere.
+    q = torch.cat([w.q.view(torch.uint8) for w in weights]).view(first.q.dtype)
+    return replace(first, q=q, **joined, bias=bias)
 
 
 class _Mixed(Exception):

@@ -17,8 +17,9 @@
 
     weight = (q - zero) * scale
 
-Weights of 8 bits need a config that says so, and have no zero points other than 0. Checked against compressed-tensors 0.10.2 and 0.20.0. The latter no longer knows `weight_g_idx` (activation order
-"group" is gone), but files with it are many. The scheme's activations change no weight, and are the layer's business.
+Weights of 8 bits need a config that says so, and have no zero points other than 0. Checked against compressed-tensors
+0.10.2 and 0.20.0, 8 bits against the latter alone. That one no longer knows `weight_g_idx` (activation order "group" is
+gone), but files with it are many. The scheme's activations change no weight, and are the layer's business.
 Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had.
 Knows no files: tensors and config come from the caller.
 """

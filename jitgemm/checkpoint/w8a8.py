@@ -1,4 +1,4 @@
-"""8-bit weights in names of their own: DeepSeek's FP8 and INT8 in blocks, and FP8 or INT8 with a scale a row or a tensor.
+"""8-bit weights: DeepSeek's FP8 and SGLang's INT8 in blocks, and FP8 or INT8 with a scale for each row or the tensor.
 
 ::
 
@@ -10,10 +10,10 @@
 
     weight = q * scale
 
-DeepSeek-V3 and transformers' FineGrainedFP8 (quant_method "fp8"), vLLM's and AutoFP8's per-tensor FP8 ("fp8"), SGLang's
-"blockwise_int8", "w8a8_int8" and "w8a8_fp8", and the FP8 layers of W4AFP8 checkpoints. Scales in e8m0 are read as the
-same powers of two in fp32. Read from vLLM's fp8.py and SGLang's fp8.py, blockwise_int8.py and w8a8_*.py. With
-compressed-tensors' config the same tensors are that format's. Knows no files: tensors come from the caller.
+DeepSeek-V3 and vLLM's per-tensor FP8 (quant_method "fp8"), SGLang's "blockwise_int8", "w8a8_int8" and "w8a8_fp8",
+ModelOpt's FP8, and the FP8 layers of W4AFP8 checkpoints. Scales in e8m0 are read as the same powers of two in fp32.
+Read from vLLM's fp8.py and SGLang's w4afp8.py, blockwise_int8.py and w8a8_int8.py. With compressed-tensors' config the
+same tensors are that format's. Knows no files: tensors come from the caller.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     method = setting(config, "quant_method", default="")
     if weight is None or weight.dtype not in CODES or len(weight.shape) != 2:
         return False
-    if method == "compressed-tensors" or "config_groups" in (config or {}):
+    if method == "compressed-tensors" or (not method and "config_groups" in (config or {})):
         return False
     if scale is not None:  # beside int8 with its own number of rows it is w4afp8's
         return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1]
@@ -65,11 +65,10 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
 
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
     sizes = _sizes(tensors, config)
-    if "weight_scale_inv" in tensors:
-        scale = by_block(tensors["weight_scale_inv"], _block(config)[0], sizes.n)
-    else:
-        scale = tensors["weight_scale"].reshape(-1, 1).expand(sizes.n, 1)
+    blocks = "weight_scale_inv" in tensors
+    scale = tensors["weight_scale_inv" if blocks else "weight_scale"]
     scale = scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
+    scale = by_block(scale, _block(config)[0], sizes.n) if blocks else scale.reshape(-1, 1).expand(sizes.n, 1)
     static = tensors["input_scale"].reshape(1).float() if "input_scale" in tensors else None
     return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, input_scale=static, bits=8)
 

@@ -1,4 +1,4 @@
-"""Layers: a Linear, and a layer's experts, with 4- or 8-bit weights and 8-bit activations, and what puts them into a model.
+"""Layers: a Linear, and a layer's experts, with weights of 4 or 8 bits and 8-bit activations; putting them into models.
 
 In three lines::
 

@@ -77,7 +77,7 @@ class Replaceable:
         self.head: str | None = names[output][0] if output in names else found[0] if found else None
 
     def cannot(self, name: str) -> str | None:
-        """Why no packed layer can stand for this Linear: something other than torch.nn.Linear's call uses its weight."""
+        """Why no packed layer can stand for a Linear: something other than torch.nn.Linear's call uses its weight."""
         linear = self._model.get_submodule(name)
         if isinstance(linear, PackedLinear) or name in self.forms:
             return None

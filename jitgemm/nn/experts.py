@@ -128,8 +128,8 @@ class PackedExperts(torch.nn.Module):
         check_dtype("hidden_states", hidden_states.dtype, REAL_TYPES)
         if hidden_states.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                "hidden_states: expected a tensor that does not require grad, since packed weights have no gradient, got "
-                "one that does; run under torch.no_grad() or torch.inference_mode()"
+                "hidden_states: expected a tensor that does not require grad, since packed weights have no gradient, "
+                "got one that does; run under torch.no_grad() or torch.inference_mode()"
             )
         device_type = hidden_states.device.type
         if device_type != "meta" and torch.is_autocast_enabled(device_type):

@@ -28,8 +28,8 @@ from jitgemm.weight.quantize import quantize_w4, quantize_w8
 class PackedLinear(Packed):
     """A linear layer with a packed weight and activations quantised to 8 bits, for inference; see its subclasses.
 
-    Made by `from_linear`, `from_weight`, `from_checkpoint` or `from_state_dict`; `empty` makes one to load into. Of this
-    class, `from_checkpoint` and `from_state_dict` make a layer of the width that they find.
+    Made by `from_linear`, `from_weight`, `from_checkpoint` or `from_state_dict`; `empty` makes one to load into. Of
+    this class, `from_checkpoint` and `from_state_dict` make a layer of the width that they find.
 
     Input: bf16, fp16 or fp32 [..., in_features]; output: [..., out_features] in the input's dtype, or in autocast's.
     Every token (row) is quantised with a scale of its own, or with `input_scale` if there is one. There is no gradient:
@@ -378,8 +378,8 @@ def as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
     check_dtype("x", x.dtype, REAL_TYPES)
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "x: expected a tensor that does not require grad, since a packed weight has no gradient, got one that does; "
-            "run under torch.no_grad() or torch.inference_mode()"
+            "x: expected a tensor that does not require grad, since a packed weight has no gradient, got one that "
+            "does; run under torch.no_grad() or torch.inference_mode()"
         )
     rows = x if x.dim() == 2 else x.reshape(-1, columns)
     if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % ALIGNMENT:

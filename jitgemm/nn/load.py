@@ -35,11 +35,12 @@ def load_(
     config: Mapping[str, Any] | None = None,
     format: str | None = None,
 ) -> Report:
-    """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s and `W8A8Linear`s, all else is
-    copied.
+    """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s and `W8A8Linear`s, all else
+    is copied.
 
-    Experts that the model stacks in two parameters, as transformers 5 does, become a `W4A8Experts` or `W8A8Experts`; the checkpoint
-    names each expert's projections (docs/formats.md). Experts in floats are stacked; routers stay what they are.
+    Experts that the model stacks in two parameters, as transformers 5 does, become a `W4A8Experts` or `W8A8Experts`; the
+    checkpoint names each expert's projections (docs/formats.md). Experts in floats are stacked; routers stay what they
+    are.
 
     A model from transformers is made by `AutoModelForCausalLM.from_config(config)`; what it holds before does not
     matter. The names in the checkpoint are the model's, or those that transformers renames. Packed layers that the
