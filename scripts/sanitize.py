@@ -92,8 +92,9 @@ LAYERS = {
 def first(wanted: dict[str, object], lhs: str, format: WeightFormat, experts: int = 0) -> KernelSpec:
     """The first legal kernel with these properties; StopIteration when there is none any more."""
     kernels = legal_kernels(lhs, format, device_of(0), experts=experts, lhs_group=wanted.get("lhs_group", 0))
-    if "shared_weights" in wanted:  # of which the selector knows none
-        kernels = tuple(replace(spec, shared_weights=True, stages=max(3, spec.stages - 2)) for spec in kernels)
+    if format.bits == 8:  # of which the selector knows one way for a tile
+        shared = bool(wanted.get("shared_weights"))
+        kernels = tuple(replace(spec, shared_weights=shared, stages=max(3, spec.stages - 2)) for spec in kernels)
     return next(spec for spec in kernels if all(getattr(spec, name) == value for name, value in wanted.items()))
 
 

@@ -109,12 +109,12 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
         families.setdefault((*shape, kernel.ctas_per_sm, kernel.halves, kernel.scatter), kernel)
     found = ranked[:count] + list(families.values())[:count]
     if problem.format.bits == 8:
-        shared = [replace(kernel, shared_weights=True, stages=MIN_STAGES) for kernel in found]
+        others = [replace(kernel, shared_weights=not kernel.shared_weights, stages=MIN_STAGES) for kernel in found]
         found += [
-            replace(kernel, stages=min(other.stages, most_stages(kernel, device)))
-            for kernel, other in zip(shared, found)
+            replace(other, stages=min(kernel.stages, most_stages(other, device)))
+            for other, kernel in zip(others, found)
         ]
-    return list(dict.fromkeys(found))
+    return [kernel for kernel in dict.fromkeys(found) if illegal(kernel, device) is None]
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

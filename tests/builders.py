@@ -35,6 +35,12 @@ def two_thirds(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(value for _, value in drawn) for drawn in numbered if sum(number for number, _ in drawn) % 3]
 
 
+def third(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """A third of the product, in which every value occurs with every third one of another at least."""
+    numbered = itertools.product(*(list(enumerate(each)) for each in values))
+    return [tuple(value for _, value in drawn) for drawn in numbered if sum(number for number, _ in drawn) % 3 == 0]
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -220,4 +226,4 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have one dtype, one shape and the same bits: NaNs equal themselves, -0.0 is not 0.0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -42,8 +42,11 @@ def assert_right(out: torch.Tensor, layer: W4A8Linear, x: torch.Tensor) -> None:
     assert bool((error <= bound).all()), f"worst error / bound: {float((error / bound).max()):.3f}"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("m", [1, 17, 300])
+@pytest.mark.parametrize(
+    "m, dtype",
+    [(1, torch.bfloat16), (17, torch.bfloat16), (17, torch.float16), (300, torch.float32)],
+    ids=str,
+)
 def test_the_layer_on_the_gpu_is_within_the_error_bound(pair, dtype, m):
     on_cpu, on_gpu = pair
     x = inputs(m, m, K, dtype=dtype)
@@ -66,7 +69,7 @@ def test_state_dicts_cross_devices(pair):
     on_gpu.load_state_dict(on_cpu.state_dict())
     assert on_gpu.weight.settled
     assert builders.same_bits(on_gpu(inputs(1, 5, K).cuda()), expected)
-    fresh = W4A8Linear.from_state_dict({name: tensor.cuda() for name, tensor in on_cpu.state_dict().items()})
+    fresh = type(on_cpu).from_state_dict({name: tensor.cuda() for name, tensor in on_cpu.state_dict().items()})
     assert builders.same_bits(fresh(inputs(1, 5, K).cuda()), expected)
 
 

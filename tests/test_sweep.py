@@ -192,7 +192,7 @@ def test_kernels_for_8_bit_weights_come_with_weights_in_registers_and_in_shared_
     kernels = sweep.kernels_of(sweep.problem_of((name, 4096, 4096, m)), device, 4)
     assert all(illegal(kernel, device) is None for kernel in kernels)
     shared = [kernel for kernel in kernels if kernel.shared_weights]
-    assert 2 * len(shared) == len(kernels) > 6
+    assert len(kernels) > 6 and 0.4 < len(shared) / len(kernels) < 0.6
     timings = {(name, 4096, 4096, m): {kernel: 1.0 + i for i, kernel in enumerate(kernels)}}
     swept = Sweep("NVIDIA H200", "h200", "2026-01-01", timings)
     swept.write(tmp_path / "w8.json")

@@ -397,7 +397,7 @@ def format_of(lhs: str, group_size: int, scale_type: str = "fp32") -> WeightForm
 @pytest.mark.parametrize("group_size", [0, *GROUP_SIZES])
 def test_labels_tell_kernels_for_8_bits(lhs, group_size):
     kernels = legal_kernels(lhs, format_of(lhs, group_size), H200)
-    kernels += tuple(replace(spec, shared_weights=True) for spec in kernels)
+    kernels += tuple(replace(spec, shared_weights=not spec.shared_weights) for spec in kernels)
     assert len({spec.label for spec in kernels}) == len(kernels) > 100
     for spec in kernels:
         assert spec.label.startswith(f"{lhs}w8-") and KernelSpec.from_label(spec.label) == spec

@@ -103,7 +103,7 @@ def weight(n: int, k: int, codes: str, group: int = PER_CHANNEL, scale: str = "f
 
 def size_cases() -> list[Case]:
     """Sizes at, just below and just above what tiles and records are made of."""
-    sizes = itertools.product((32, 96, 4128), (1, 7, 63, 64, 65, 129, 1000, 4097), LHS_TYPES, (8, 72, 4104))
+    sizes = builders.third((32, 96, 4128), (1, 7, 63, 64, 65, 129, 1000, 4097), LHS_TYPES, (8, 72, 4104))
     return [
         Case(m, n, k, lhs, (PER_CHANNEL, 128)[number % 2], strided=number % 3 > 0)
         for number, (k, m, lhs, n) in enumerate(sizes)
@@ -114,7 +114,7 @@ def size_cases() -> list[Case]:
 def form_cases() -> list[Case]:
     draw = random.Random(5)
     cases = []
-    for group, scale, lhs, m in itertools.product((*GROUPS, BLOCK), REAL_TYPES, LHS_TYPES, (1, 17, 130, 600)):
+    for group, scale, lhs, m in builders.third((*GROUPS, BLOCK), REAL_TYPES, LHS_TYPES, (1, 17, 130, 600)):
         cases.append(
             Case(
                 m,
@@ -136,8 +136,10 @@ def form_cases() -> list[Case]:
 SIZES, FORMS = size_cases(), form_cases()
 MODELS = [
     Case(m, n, k, lhs, group)
-    for (n, k), lhs, group in itertools.product(((2112, 7168), (7168, 2048), (4096, 4096)), LHS_TYPES, (PER_CHANNEL, BLOCK))
-    for m in (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 8192)
+    for (n, k), lhs, group, m in builders.third(
+        ((2112, 7168), (7168, 2048), (4096, 4096)), LHS_TYPES, (PER_CHANNEL, BLOCK),
+        (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 2048, 8192),
+    )
     if m < 2048 or n == 4096
 ]  # fmt: skip
 """DeepSeek's and Llama's layers, from decode to prefill."""
@@ -151,10 +153,11 @@ def both_ways(problem: Problem, count: int = 6) -> list[KernelSpec]:
     found = []
     for spec in random.Random(6).sample(legal, count):
         spec = for_k(spec, problem.k)
-        shared = replace(spec, shared_weights=True)
-        while shared.stages > 3 and illegal(shared, figures):
-            shared = replace(shared, stages=shared.stages - 1)
-        found += [each for each in (spec, shared) if illegal(each, figures) is None]
+        for shared in (False, True):
+            way = replace(spec, shared_weights=shared)
+            while way.stages > 3 and illegal(way, figures):
+                way = replace(way, stages=way.stages - 1)
+            found += [way] if illegal(way, figures) is None else []
     return found
 
 
