@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import dequantized, words
-from vllm_layers import REAL, experts, rank
+from vllm_layers import REAL, experts, hide, rank, show
 
 import jitgemm
 import jitgemm.vllm
@@ -41,11 +41,19 @@ from jitgemm.vllm.config import JitGemmConfig  # noqa: E402
 from jitgemm.vllm.experts import JitGemmExperts, JitGemmMoEMethod  # noqa: E402
 from jitgemm.vllm.linear import JitGemmLinearMethod  # noqa: E402
 
+hide()
 ROOT = Path(__file__).resolve().parent.parent
 SIGNATURES = json.loads((ROOT / "tests" / "vllm_signatures.json").read_text())
 BF16 = torch.bfloat16
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 TWO = [(0, 2), (1, 2)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_is_there():
+    show()
+    yield
+    hide()
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,10 +12,22 @@ from typing import Any
 import torch
 
 REAL = importlib.util.find_spec("vllm") is not None
+STANDIN = {}
 if not REAL:
     import vllm_standin
 
-    vllm_standin.install()
+    STANDIN = vllm_standin.install()
+
+
+def show() -> None:
+    """Puts the stand-in, if it is used, where imports find it: what imports this module has it so."""
+    sys.modules.update(STANDIN)
+
+
+def hide() -> None:
+    """Takes it away, for tests of others."""
+    for name in STANDIN:
+        sys.modules.pop(name, None)
 
 
 @contextmanager

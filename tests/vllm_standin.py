@@ -217,8 +217,8 @@ class Unquantized:
         pass
 
 
-def install() -> None:
-    """Puts the stand-in where `import vllm` finds it."""
+def install() -> dict[str, ModuleType]:
+    """Puts the stand-in where `import vllm` finds it. Returns its modules, to be taken away again."""
     configs: dict[str, type] = {}
     method = base(LAYERS + "quantization.base_config:QuantizeMethodBase")
     linear_method = base(LAYERS + "linear:LinearMethodBase", method)
@@ -296,13 +296,15 @@ def install() -> None:
             "TopKWeightAndReduceNoOP": type("TopKWeightAndReduceNoOP", (), {})
         },
     }
+    made: dict[str, ModuleType] = {}
     for name, members in modules.items():
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
             path = ".".join(parts[:depth])
             module = sys.modules.setdefault(path, ModuleType(path))
-            module.__path__ = []
+            module.__path__, made[path] = [], module
             if depth > 1:
                 setattr(sys.modules[".".join(parts[: depth - 1])], parts[depth - 1], module)
         for member, value in members.items():
             setattr(sys.modules[name], member, value)
+    return made

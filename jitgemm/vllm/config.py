@@ -239,13 +239,16 @@ class JitGemmConfig(QuantizationConfig):
         """vLLM's config of the checkpoint, if it has one."""
         if self._theirs is None and self.checkpoint is not None:
             try:
-                kind = get_quantization_config(self.checkpoint.get("quant_method", ""))
-            except ValueError:
+                found = get_quantization_config(self.checkpoint.get("quant_method", "")).from_config(
+                    dict(self.checkpoint)
+                )
+                found.maybe_update_config(*self._model)
+            except Exception as error:  # whatever it asserts or does not know, jitgemm may
+                logger.warning_once("jitgemm: vLLM's own config refuses this checkpoint: %s", repr(error))
                 return None
-            self._theirs = kind.from_config(dict(self.checkpoint))
-            self._theirs.maybe_update_config(*self._model)
             for mapper in self._mappers:
-                self._theirs.apply_vllm_mapper(mapper)
+                found.apply_vllm_mapper(mapper)
+            self._theirs = found
         if self._theirs is not None:
             self._theirs.packed_modules_mapping = self.packed_modules_mapping
         return self._theirs

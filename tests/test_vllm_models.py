@@ -1,0 +1,168 @@
+"""Whole models in the real vLLM, without a GPU: its config, its model classes and its loaders, one process, one rank.
+
+Needs vLLM on its CPU platform; scripts/vllm_contract.sh makes such an environment.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: scripts/vllm_contract.sh runs it")
+transformers = pytest.importorskip("transformers")
+
+from safetensors.torch import save_file  # noqa: E402
+from test_vllm import CONFIGS, scheme, stored  # noqa: E402
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.model_loader import get_model  # noqa: E402
+
+import jitgemm.vllm  # noqa: E402
+
+jitgemm.vllm.register()
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+EXPERTS, INTER = 4, 256
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks(tmp_path_factory):
+    """A process group of this process alone."""
+    from vllm.config import DeviceConfig, VllmConfig
+    from vllm.distributed import cleanup_dist_env_and_memory, ensure_model_parallel_initialized
+    from vllm.distributed import init_distributed_environment
+
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        file = tmp_path_factory.mktemp("ranks") / "store"
+        init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+    yield
+    cleanup_dist_env_and_memory()
+
+
+def config_of(mixture: bool):
+    if mixture:
+        return transformers.Qwen3MoeConfig(
+            **SIZES, num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=INTER
+        )
+    return transformers.LlamaConfig(**SIZES)
+
+
+def layers_of(model):
+    """{name: (n, k)} of the linears of a decoder layer, experts one by one as files have them."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        layer, hidden = name.removesuffix(".weight"), SIZES["hidden_size"]
+        if name.endswith("experts.gate_up_proj"):
+            above = name.removesuffix("gate_up_proj")
+            for e in range(EXPERTS):
+                found |= {f"{above}{e}.{part}_proj": (INTER, hidden) for part in ("gate", "up")}
+                found[f"{above}{e}.down_proj"] = (hidden, INTER)
+        elif layer.endswith("_proj") and tensor.dim() == 2:
+            found[layer] = tuple(tensor.shape)
+    return found
+
+
+def save(folder, quantization, mixture, format_of=lambda layer: None):
+    """A checkpoint; format_of: the config by which a layer is stored, None for the model's."""
+    config = config_of(mixture)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
+    tensors = {name: t for name, t in model.state_dict().items() if not name.endswith("_proj.weight")}
+    tensors = {name: t.clone() for name, t in tensors.items() if ".experts." not in name}
+    dense = {}
+    for number, (layer, size) in enumerate(layers_of(model).items()):
+        if quantization is None:
+            found = {"weight": torch.randn(size, dtype=torch.bfloat16) / 16}
+            dense[layer] = found["weight"].double()
+        else:
+            found, dense[layer] = stored(format_of(layer) or quantization, *size, seed=number)
+        tensors |= {f"{layer}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if quantization is not None:
+        config.quantization_config = quantization
+    config.save_pretrained(folder)
+    return dense
+
+
+def loaded(folder, **options):
+    args = EngineArgs(
+        model=str(folder),
+        quantization="jitgemm",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        **options,
+    )
+    config = args.create_engine_config()
+    with set_current_vllm_config(config):
+        return get_model(vllm_config=config)
+
+
+def check(model, dense, exact=True):
+    """Every packed layer holds the weights of the layers that it joins."""
+    seen = set()
+    for name, module in model.named_modules():
+        if not hasattr(module, "jitgemm"):
+            continue
+        packed, above = module.jitgemm, name.rpartition(".")[0] + "."
+        if hasattr(packed, "w13"):
+            start = name.removesuffix("routed_experts")
+            for e in range(EXPERTS):
+                each = {part: f"{start}{e}.{part}_proj" for part in ("gate", "up", "down")}
+                pairs = [
+                    (packed.w13.weight[e], torch.cat([dense[each["gate"]], dense[each["up"]]])),
+                    (packed.w2.weight[e], dense[each["down"]]),
+                ]
+                seen |= set(each.values())
+                for weight, expected in pairs:
+                    same(weight, expected, exact)
+            continue
+        parts = [above + part for part in JOINED.get(name.rpartition(".")[2], (name.rpartition(".")[2],))]
+        seen |= set(parts)
+        same(packed.weight, torch.cat([dense[part] for part in parts]), exact)
+    assert seen == set(dense)
+
+
+def same(weight, expected, exact):
+    found = weight.dequantize().double()
+    assert torch.equal(found, expected) if exact else (found - expected).norm() < 0.12 * expected.norm()
+
+
+@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "int-quantized", "gptq", "awq", "fp8-blocks"])
+def test_a_checkpoint_is_loaded_bit_for_bit(tmp_path, name, mixture):
+    quantization = CONFIGS[name] | ({"ignore": ["lm_head"]} if "config_groups" in CONFIGS[name] else {})
+    dense = save(tmp_path, quantization, mixture)
+    check(loaded(tmp_path), dense)
+
+
+@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_in_floats_is_quantised_layer_by_layer(tmp_path, bits, mixture):
+    dense = save(tmp_path, None, mixture)
+    model = loaded(tmp_path, hf_overrides={"jitgemm": {"bits": bits, "activation": "int8", "group_size": 64}})
+    check(model, dense, exact=False)
+    kinds = {
+        (m.jitgemm.activation, next(m.jitgemm.buffers()).device.type) for m in model.modules() if hasattr(m, "jitgemm")
+    }
+    assert kinds == {("int8", "cpu")}
+
+
+def test_layers_of_a_mixed_checkpoint_keep_their_own_formats(tmp_path):
+    four, eight = scheme(), scheme("channel", None, format="float-quantized", num_bits=8, type="float")
+    groups = {
+        "four": four["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"], "format": "pack-quantized"},
+        "eight": eight["config_groups"]["group_0"] | {"targets": ["re:.*attn.*"], "format": "float-quantized"},
+    }
+    quantization = four | {"format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head"]}
+    dense = save(tmp_path, quantization, False, lambda layer: eight if "attn" in layer else four)
+    model = loaded(tmp_path)
+    check(model, dense)
+    layer = model.model.layers[0]
+    assert [m.jitgemm.weight.bits for m in (layer.self_attn.qkv_proj, layer.mlp.down_proj)] == [8, 4]
