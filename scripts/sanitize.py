@@ -76,6 +76,8 @@ GROUPED = [
     ("grouped, gathered, block scales", {"block_m": 64, **BLOCKS}, G128, "s8", (5, 0, 40, 17), (200, 544), True),
     ("grouped, 8 bits", {"block_m": 24}, S8_8, "s8", (3, 0, 9, 50), (136, 1056), False),
     ("grouped, 8 bits in shared memory", {"block_m": 64, **SHARED}, S8_8, "s8", (5, 0, 40, 17), (200, 544), True),
+    ("grouped, activations shared", {"block_m": 80, **LHS}, G128, "e4m3", (130, 0, 33, 71), (328, 544), False),
+    ("grouped, gathered and shared", {"block_m": 80, **LHS}, CHANNEL, "s8", (90, 0, 33, 71), (328, 544), True),
     ("grouped, two CTAs an SM", {"block_m": 8, "ctas_per_sm": 2}, CHANNEL, "e4m3", (2,) * 40, (136, 544), False),
 ]  # fmt: skip
 
