@@ -169,7 +169,7 @@ def check_weights(w13: Any, w2: Any) -> int:
     """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together."""
     counts = []
     for name, weight in (("w13", w13), ("w2", w2)):
-        if not isinstance(weight, Weight):
+        if not isinstance(weight, (AnyWeight, PackedWeight)):
             raise TypeError(f"{name}: expected a W4Weight or W8Weight of experts, got {type(weight).__name__}")
         counts.append(check_packed(weight, f"{name}.", experts=True) or 0)
         if counts[-1] > MAX_EXPERTS:
