@@ -1,8 +1,9 @@
 """Writes down the signatures of vLLM that jitgemm.vllm overrides and calls; its tests' stand-ins are made from them.
 
-    PYTHONPATH=FOLDER_WITH_VLLM VLLM_TARGET_DEVICE=cpu python scripts/vllm_signatures.py tests/vllm_signatures.json
+    VLLM_TARGET_DEVICE=cpu .venv-vllm-0.24.0/bin/python scripts/vllm_signatures.py tests/vllm_signatures.json
 
-A wheel unpacked without its libraries will do; scripts/vllm_contract.sh makes such a folder.
+The file has those of several versions; only the one that is imported is written anew. scripts/vllm_contract.sh makes
+such environments.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 LAYERS = "vllm.model_executor.layers."
@@ -88,7 +90,6 @@ def methods(owner: type) -> dict[str, str]:
 def signatures() -> dict[str, Any]:
     classes = {f"{module}:{name}": found(f"{module}:{name}") for module, names in CLASSES.items() for name in names}
     return {
-        "vllm": version("vllm"),
         "bases": {path: methods(found(path)) for path in BASES},
         "classes": {
             path: {name: described(owner, name) for name in METHODS if inspect.isfunction(getattr(owner, name, None))}
@@ -99,6 +100,7 @@ def signatures() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        json.dump(signatures(), file, indent=1)
-        file.write("\n")
+    path = Path(sys.argv[1])
+    versions = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    versions[version("vllm").partition("+")[0]] = signatures()
+    path.write_text(json.dumps(dict(sorted(versions.items())), indent=1) + "\n", encoding="utf-8")

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 LAYERS = "vllm.model_executor.layers."
-SIGNATURES = json.loads((Path(__file__).parent / "vllm_signatures.json").read_text())
+VERSIONS = json.loads((Path(__file__).parent / "vllm_signatures.json").read_text())
+SIGNATURES = VERSIONS["0.24.0"]
 RANK = SimpleNamespace(rank=0, size=1)
 """This process's place among the ranks of tensor parallelism; tests set it."""
 
@@ -267,7 +268,7 @@ def install() -> dict[str, ModuleType]:
         RowParallelLinear,
     )  # fmt: skip
     modules: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": f"{SIGNATURES['vllm']}, a stand-in"},
+        "vllm": {"__version__": "0.24.0, a stand-in"},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.logger": {"init_logger": logger},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: None},

@@ -129,6 +129,18 @@ class JitGemmConfig(QuantizationConfig):
         self._mappers.append(hf_to_vllm_mapper)
         self._in_file = hf_to_vllm_mapper.apply_dict(self._in_file)
 
+    def get_cache_scale_mapper(self) -> Any:
+        """How the scales of a quantised cache are called, which is the checkpoint's own business."""
+        theirs = self._checkpoints_own()
+        return super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        """Drops no tensor; vLLM's own drops activation orders (0.33)."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return WeightsMapper()
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a linear or of fused experts; of attention and the like, what the checkpoint's own config has.
 

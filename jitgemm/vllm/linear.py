@@ -136,6 +136,9 @@ class JitGemmLinearMethod(LinearMethodBase):
             quantise_while_loading(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        orders = [each for name, each in layer._parameters.items() if name.endswith("g_idx")]
+        if self.layout.ordered and not all(getattr(each, "has_order", False) for each in orders):
+            raise ValueError(f"g_idx: expected the activation order of {self.names[0]}, as its config says, found none")
         tensors = taken(layer, self.layout.tensors)
         if tensors is not None:
             module = self._packed(tensors, layer.output_partition_sizes)
