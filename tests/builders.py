@@ -226,4 +226,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have one dtype, one shape and the same bits: NaNs equal themselves, -0.0 is not 0.0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    # Of strides of its own: a dimension of size 1 may have any.
+    a, b = (torch.empty(each.numel(), dtype=each.dtype, device=each.device).copy_(each.flatten()) for each in (a, b))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
