@@ -79,6 +79,7 @@ CONFIGS = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "gptq-channel": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+    "auto-round": {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
     "w4afp8": {"quant_method": "w4afp8", "group_size": 32},
     "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
     "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -107,7 +108,7 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     zero = torch.randint(-7, 8, (n, groups), dtype=torch.int8) if asymmetric else None
     dense = dequantized(q, scale.expand(n, groups), zero)
     zeros = torch.full((n, groups), 8) if zero is None else zero.long() + 8
-    if method == "gptq":
+    if method in ("gptq", "auto-round"):
         order = torch.arange(k, dtype=torch.int32) * groups // k
         qzeros = words((zeros - 1).T, 1)
         return {"qweight": words(q.T + 8, 0), "qzeros": qzeros, "scales": scale.T, "g_idx": order}, dense
@@ -251,7 +252,8 @@ def test_a_config_travels_to_vllms_workers():
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"bit": 4}, "options activation, bits"), ({"bits": 3}, "bits: expected 4 or 8, got 3"),
+    [({"bit": 4}, "options activation, lm_head"), ({"bits": 3}, "bits: expected 4 or 8, got 3"),
+     ({"lm_head": "fp8"}, "lm_head: expected e4m3, int8 or None"),
      ({"activation": "fp4"}, "activation: expected one of"), ({"ignore": "lm_head"}, "ignore: expected a list")],
 )  # fmt: skip
 def test_an_option_that_is_wrong_is_named(options, message):

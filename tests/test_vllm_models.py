@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: scripts/vllm_contract.sh runs it")
 transformers = pytest.importorskip("transformers")
 
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from test_vllm import CONFIGS, scheme, stored  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
@@ -68,14 +68,17 @@ def layers_of(model):
     return found
 
 
-def save(folder, quantization, mixture, format_of=lambda layer: None, change=dict):
+def save(folder, quantization, mixture, format_of=lambda layer: None, change=dict, tied=False):
     """A checkpoint; format_of: the config by which a layer is stored, None for the model's; change: the tensors."""
     config = config_of(mixture)
+    config.tie_word_embeddings = tied
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     config.architectures = [type(model).__name__]
     tensors = {name: t for name, t in model.state_dict().items() if not name.endswith("_proj.weight")}
     tensors = {name: t.clone() for name, t in tensors.items() if ".experts." not in name}
+    if tied:
+        del tensors["lm_head.weight"]
     dense = {}
     for number, (layer, size) in enumerate(layers_of(model).items()):
         if quantization is None:
@@ -121,7 +124,7 @@ def check(model, dense, exact=True):
     """Every packed layer holds the weights of the layers that it joins."""
     seen = set()
     for name, module in model.named_modules():
-        if not hasattr(module, "jitgemm"):
+        if not hasattr(module, "jitgemm") or name == "lm_head":
             continue
         packed, above = module.jitgemm, name.rpartition(".")[0] + "."
         if hasattr(packed, "w13"):
@@ -165,6 +168,22 @@ def test_a_model_in_floats_is_quantised_layer_by_layer(tmp_path, bits, mixture):
         (m.jitgemm.activation, next(m.jitgemm.buffers()).device.type) for m in model.modules() if hasattr(m, "jitgemm")
     }
     assert kinds == {("int8", "cpu")}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_output_layer_is_quantised_on_request(tmp_path, tied):
+    save(tmp_path, CONFIGS["packed"] | {"ignore": ["lm_head"]}, False, tied=tied)
+    model = loaded(tmp_path, hf_overrides={"jitgemm": {"lm_head": "int8"}})
+    embedding = model.model.embed_tokens.weight.double()
+    file = load_file(tmp_path / "model.safetensors")
+    expected = (embedding if tied else file["lm_head.weight"].double())[:96]
+    head = model.lm_head.jitgemm
+    found = head.weight.dequantize()[:96].double()
+    assert head.weight.bits == 8 and (found - expected).norm() < 0.01 * expected.norm()
+    x = torch.randn(3, SIZES["hidden_size"], dtype=torch.bfloat16)
+    logits = model.lm_head.quant_method.apply(model.lm_head, x)[:, :96].double()
+    wanted = x.double() @ expected.T
+    assert (logits - wanted).norm() < 0.02 * wanted.norm()
 
 
 def test_layers_of_a_mixed_checkpoint_keep_their_own_formats(tmp_path):

@@ -25,7 +25,7 @@ from jitgemm.vllm.warm import Warmer
 NAME = "jitgemm"
 logger = init_logger("vllm." + __name__)
 
-_OPTIONS = {"activation": None, "bits": 4, "group_size": 128, "symmetric": True, "ignore": ()}
+_OPTIONS = {"activation": None, "lm_head": None, "bits": 4, "group_size": 128, "symmetric": True, "ignore": ()}
 """What a user may say, and what it is otherwise."""
 _LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers")
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -43,6 +43,7 @@ class JitGemmConfig(QuantizationConfig):
         options: a mapping with any of
 
             - activation: "e4m3", "int8" or "int8_affine"; None for what the checkpoint says, or e4m3;
+            - lm_head: "e4m3" or "int8": the output layer in 8 bits, a scale per row; None leaves it in its type;
             - of a model in floats: bits (4, or 8 with a scale per row), group_size (-1 or k and more: per channel) and
               symmetric, as `quantize_w4` takes them; ignore, names, parts of names or "re:" and an expression of layers
               that stay.
@@ -70,6 +71,8 @@ class JitGemmConfig(QuantizationConfig):
         self.options |= options
         if self.options["activation"] is not None:
             check_activation(self.options["activation"])
+        if self.options["lm_head"] not in (None, "e4m3", "int8"):
+            raise ValueError(f"lm_head: expected e4m3, int8 or None, got {self.options['lm_head']!r}")
         if self.options["bits"] not in (4, 8):
             raise ValueError(f"bits: expected 4 or 8, got {self.options['bits']!r}")
         if isinstance(self.options["ignore"], str):
@@ -151,10 +154,13 @@ class JitGemmConfig(QuantizationConfig):
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
         from jitgemm.vllm.experts import JitGemmMoEMethod
-        from jitgemm.vllm.linear import JitGemmLinearMethod
+        from jitgemm.vllm.linear import JitGemmHeadMethod, JitGemmLinearMethod
 
+        if hasattr(layer, "num_embeddings"):  # which stays in its type, but for
+            head = self.options["lm_head"] is not None and type(layer).__name__ == "ParallelLMHead"
+            return JitGemmHeadMethod(self, layer) if head else None
         if not isinstance(layer, (LinearBase, RoutedExperts)):
-            theirs = None if self.checkpoint is None or _is_embedding(layer) else self._checkpoints_own()
+            theirs = self._checkpoints_own()
             return None if theirs is None else theirs.get_quant_method(layer, prefix)
         experts = isinstance(layer, RoutedExperts)
 
@@ -275,8 +281,3 @@ def _named(name: str, rules: Iterable[str]) -> bool:
         elif f".{rule}." in f".{name}.":
             return True
     return False
-
-
-def _is_embedding(layer: torch.nn.Module) -> bool:
-    """An embedding or output layer, which stays in its type."""
-    return hasattr(layer, "num_embeddings")

@@ -51,6 +51,7 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
     def __init__(self, config: Any, moe: Any, names: list[str], layout: Layout):
         super().__init__(moe)
         self.config, self.names, self.layout = config, names, layout
+        self.uses_meta_device = layout.format is None
 
     @classmethod
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
@@ -75,14 +76,13 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        online = self.layout.format is None
         for part, n, k, parts in (
             ("w13", 2 * intermediate_size_per_partition, hidden_size, 2),
             ("w2", hidden_size, intermediate_size_per_partition, 1),
         ):
             sizes = self.layout.sizes(n, k, parts)
             for name, each in self.layout.tensors.items():
-                with torch.device("meta") if online else nullcontext():
+                with torch.device("meta") if self.uses_meta_device else nullcontext():
                     data = unloaded(name, _of_expert(name, each, part), sizes)
                 data = data.expand(num_experts, *data.shape).clone()
                 param = torch.nn.Parameter(data, requires_grad=False)
@@ -92,7 +92,7 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
                     param, extra_weight_attrs | {"is_transposed": transposed, "quant_method": self.layout.scheme}
                 )
         self.config.warmer.expect(layer, params_dtype)
-        if online:
+        if self.uses_meta_device:
             quantise_while_loading(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows
 from jitgemm.nn.read import CODES, layer_of, read
-from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout
+from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, floats
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 CHILD = "jitgemm"
@@ -103,6 +103,7 @@ class JitGemmLinearMethod(LinearMethodBase):
 
     def __init__(self, config: Any, names: list[str], layout: Layout):
         self.config, self.names, self.layout = config, names, layout
+        self.uses_meta_device = layout.format is None
 
     @classmethod
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmLinearMethod:
@@ -124,15 +125,14 @@ class JitGemmLinearMethod(LinearMethodBase):
     ) -> None:
         parts = len(output_partition_sizes)
         sizes = self.layout.sizes(sum(output_partition_sizes), input_size_per_partition, parts)
-        online = self.layout.format is None
         loader = extra_weight_attrs["weight_loader"]
-        with torch.device("meta") if online else nullcontext():
+        with torch.device("meta") if self.uses_meta_device else nullcontext():
             for name, each in self.layout.tensors.items():
                 layer.register_parameter(name, parameter(name, each, sizes, loader))
         if self.layout.scheme == "block":
             layer.weight_block_size = [BLOCK, BLOCK]  # vLLM's loaders ask
         self.config.warmer.expect(layer, params_dtype)
-        if online:
+        if self.uses_meta_device:
             quantise_while_loading(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -141,7 +141,7 @@ class JitGemmLinearMethod(LinearMethodBase):
             raise ValueError(f"g_idx: expected the activation order of {self.names[0]}, as its config says, found none")
         tensors = taken(layer, self.layout.tensors)
         if tensors is not None:
-            module = self._packed(tensors, layer.output_partition_sizes)
+            module = self._packed(tensors, getattr(layer, "output_partition_sizes", ()))
             module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
             put(layer, module)
             self.config.warmer.packed(layer, getattr(layer, CHILD))
@@ -166,6 +166,22 @@ class JitGemmLinearMethod(LinearMethodBase):
             bias = bias.float()
         module.multiply(module.quantise(rows), out, bias)
         return out.view(*x.shape[:-1], module.out_features)
+
+
+class JitGemmHeadMethod(JitGemmLinearMethod):
+    """The output layer in 8 bits, quantised once it is loaded; a tied embedding keeps its own weight."""
+
+    def __init__(self, config: Any, layer: torch.nn.Module):
+        super().__init__(config, [], floats(torch.get_default_dtype()))
+        self.uses_meta_device = False
+
+    def _packed(self, tensors: dict[str, torch.Tensor], widths: Sequence[int]) -> PackedLinear:
+        activation = self.config.options["lm_head"]
+        return LINEARS[8](quantize_w8(tensors["weight"], CODES[activation]), activation=activation)
+
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+        layer.weight = embed_tokens.weight
+        return layer
 
 
 def quantised(weight: torch.Tensor, activation: str, options: Mapping[str, Any]) -> Any:

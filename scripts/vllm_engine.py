@@ -1,0 +1,253 @@
+"""vLLM's engine with and without jitgemm, on real GPUs: how fast it is, and whether what it says is right.
+
+    python scripts/vllm_engine.py speed MODEL QUANT OUT.jsonl       one engine, weights of real sizes and no meaning
+    python scripts/vllm_engine.py logprobs KIND OUT.jsonl [--tp 2]  small checkpoints with real weights, all engines
+
+MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
+own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16) with options or without, such as
+'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). KIND: dense or moe. Run each engine in a process
+of its own. The plug-in is found from this checkout, installed or not. Experts get uniform routing: with weights of no
+meaning routers route alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS: dict[str, dict[str, Any]] = {
+    "llama8b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "qwen3-30b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "head_dim": 128,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+        "attention_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+    },
+}  # fmt: skip
+E4M3 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def compressed(inputs: dict[str, Any] | None, group: int = 128) -> dict[str, Any]:
+    """A compressed-tensors config of 4 bits in groups."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme}, "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }  # fmt: skip
+
+
+def engine_of(quant: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """(quantization_config of the model, arguments of the engine)."""
+    if quant == "bf16":
+        return None, {}
+    if quant.startswith("jitgemm") and quant != "jitgemm-w4a8":
+        options = quant.partition(":")[2]
+        return {"quant_method": "jitgemm", **json.loads(options or "{}")}, {}
+    if quant == "humming":
+        os.environ["VLLM_HUMMING_INPUT_QUANT_CONFIG"] = '{"a_dtype": "float8e4m3"}'
+        return compressed(None), {"quantization": "humming"}
+    if quant.endswith("w4a8"):
+        return compressed(E4M3), {"quantization": "jitgemm"} if quant.startswith("jitgemm") else {}
+    return None, {"quantization": quant}
+
+
+def find_plug_in() -> None:
+    """Makes vLLM's processes find the entry point, where the package is not installed but lies here."""
+    from importlib.metadata import entry_points
+
+    if "jitgemm" in {each.name for each in entry_points(group="vllm.general_plugins")}:
+        return
+    folder = Path(tempfile.mkdtemp()) / "jitgemm-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: jitgemm\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text("[vllm.general_plugins]\njitgemm = jitgemm.vllm:register\n")
+    paths = [str(folder.parent), str(ROOT)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    sys.path[:0] = paths
+
+
+def report(out: str, row: dict[str, Any]) -> None:
+    print("RESULT", json.dumps(row), flush=True)
+    with open(out, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
+def speed(model: str, quant: str, out: str) -> None:
+    """Start-up, µs a decode step at 1, 16 and 64 sequences, prefill tokens/s."""
+    os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    said, arguments = engine_of(quant)
+    config = MODELS[model] | ({} if said is None else {"quantization_config": said})
+    config["num_hidden_layers"] = int(os.environ.get("LAYERS", config["num_hidden_layers"]))
+    folder = tempfile.mkdtemp()
+    Path(folder, "config.json").write_text(json.dumps(config))
+
+    from vllm import LLM, SamplingParams
+
+    start = time.time()
+    llm = LLM(
+        model=folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=4096, gpu_memory_utilization=0.8,
+        enable_prefix_caching=False, max_num_batched_tokens=8192, max_num_seqs=128, disable_log_stats=True,
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}, **arguments,
+    )  # fmt: skip
+    row: dict[str, Any] = {"model": model, "quant": quant, "start_s": round(time.time() - start, 1)}
+
+    def seconds(sequences: int, tokens: int, made: int) -> float:
+        ids = [[3 + (i * 7919 + j * 104729) % 30000 for j in range(tokens)] for i in range(sequences)]
+        prompts = [{"prompt_token_ids": each} for each in ids]
+        how = SamplingParams(temperature=0, max_tokens=made, ignore_eos=True, detokenize=False)
+        begin = time.time()
+        llm.generate(prompts, how, use_tqdm=False)
+        return time.time() - begin
+
+    seconds(2, 128, 8)
+    for sequences in (1, 16, 64):
+        seconds(sequences, 128, 3)
+        first = min(seconds(sequences, 128, 1) for _ in range(4))
+        whole = min(seconds(sequences, 128, 129) for _ in range(3))
+        row[f"step_us_{sequences}"] = round((whole - first) / 128 * 1e6)
+    row["prefill_tokens_s"] = round(8 * 2048 / min(seconds(8, 2048, 1) for _ in range(3)))
+    report(out, row)
+
+
+# ---- logprobs --------------------------------------------------------------------------------------------------------
+
+
+def small(kind: str, folder: Path) -> None:
+    """Two checkpoints of one small random model: its linears in 4 bits, and the same values in bf16."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    from jitgemm.checkpoint.bits import pack_nibbles
+
+    sizes = {
+        "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 4096, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "moe":
+        more = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+        config: Any = transformers.Qwen3MoeConfig(**sizes, **more)
+    else:
+        config = transformers.LlamaConfig(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    packed, plain = {}, {}
+    for name, tensor in one_by_one(model.state_dict()):
+        tensor = tensor.clone()
+        if "_proj" not in name:
+            packed[name] = plain[name] = tensor
+            continue
+        groups = tensor.float().unflatten(1, (-1, 128))
+        scale = (groups.abs().amax(2) / 7).bfloat16()
+        q = (groups / scale[..., None].float()).round().clamp(-8, 7).flatten(1).to(torch.int8)
+        layer = name.removesuffix(".weight")
+        plain[name] = (q.float() * scale.float().repeat_interleave(128, 1)).bfloat16()
+        packed |= {f"{layer}.weight_packed": pack_nibbles(q + 8, 1), f"{layer}.weight_scale": scale}
+        packed[f"{layer}.weight_shape"] = torch.tensor(q.shape)
+    config.architectures = [type(model).__name__]
+    for part, tensors in (("packed", packed), ("plain", plain)):
+        (folder / part).mkdir()
+        save_file(
+            {n: t.contiguous() for n, t in tensors.items()}, folder / part / "model.safetensors", {"format": "pt"}
+        )
+        config.quantization_config = compressed(E4M3)
+        if part == "plain":
+            del config.quantization_config
+        config.save_pretrained(folder / part)
+
+
+def one_by_one(tensors: dict[str, Any]) -> Any:
+    """A state dict with each expert's projections under names of their own, as checkpoints have them."""
+    for name, tensor in tensors.items():
+        above, _, last = name.rpartition(".")
+        if last not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for e, expert in enumerate(tensor):
+            if last == "down_proj":
+                yield f"{above}.{e}.down_proj.weight", expert
+            else:
+                yield from zip((f"{above}.{e}.{part}_proj.weight" for part in ("gate", "up")), expert.chunk(2))
+
+
+def logprobs(kind: str, out: str, tp: int) -> None:
+    """Each engine's logprobs of the same tokens, next to those of the same weights in bf16."""
+    import subprocess
+
+    folder = Path(tempfile.mkdtemp())
+    small(kind, folder)
+    engines = {
+        "bf16": ("plain", {}, False),
+        "vllm": ("packed", {}, False),
+        "jitgemm": ("packed", {"quantization": "jitgemm"}, False),
+        "jitgemm-eager": ("packed", {"quantization": "jitgemm"}, True),
+    }  # fmt: skip
+    found: dict[str, list[float]] = {}
+    for name, (part, arguments, eager) in engines.items():
+        given = {"model": str(folder / part), "tensor_parallel_size": tp, "enforce_eager": eager, **arguments}
+        command = [sys.executable, __file__, "one", json.dumps(given), str(folder / name)]
+        done = subprocess.run(command)
+        if done.returncode == 0:
+            found[name] = json.loads((folder / name).read_text())
+        else:
+            report(out, {"kind": kind, "tp": tp, "engine": name, "failed": done.returncode})
+    for name, values in found.items():
+        apart = [abs(a - b) for a, b in zip(values, found["bf16"])]
+        row = {"kind": kind, "tp": tp, "engine": name, "mean_apart": sum(apart) / len(apart), "most_apart": max(apart)}
+        if name == "jitgemm-eager" and "jitgemm" in found:
+            row["equal_to_compiled"] = values == found["jitgemm"]
+        report(out, row)
+
+
+def one(arguments: str, out: str) -> None:
+    """Logprobs of every token of some prompts, as JSON."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        skip_tokenizer_init=True, max_model_len=1024, gpu_memory_utilization=0.5, enable_prefix_caching=False,
+        disable_log_stats=True, **json.loads(arguments),
+    )  # fmt: skip
+    prompts = [{"prompt_token_ids": [3 + (i * 7919 + j * 104729) % 4000 for j in range(64 + 50 * i)]} for i in range(8)]
+    how = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    values = []
+    for prompt, answer in zip(prompts, llm.generate(prompts, how, use_tqdm=False)):
+        ids = prompt["prompt_token_ids"]
+        values += [each[ids[i]].logprob for i, each in enumerate(answer.prompt_logprobs) if each is not None]
+    Path(out).write_text(json.dumps(values))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, arguments in (
+        ("speed", ("model", "quant", "out")), ("logprobs", ("kind", "out")), ("one", ("arguments", "out"))
+    ):  # fmt: skip
+        command = commands.add_parser(name)
+        for argument in arguments:
+            command.add_argument(argument)
+    commands.choices["logprobs"].add_argument("--tp", type=int, default=1)
+    given = vars(parser.parse_args())
+    find_plug_in()
+    globals()[given.pop("command")](**given)
+
+
+if __name__ == "__main__":
+    main()
