@@ -5,9 +5,9 @@
 
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
 own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16) with options or without, such as
-'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). KIND: dense or moe. Run each engine in a process
-of its own. The plug-in is found from this checkout, installed or not. Experts get uniform routing: with weights of no
-meaning routers route alike.
+'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). KIND: dense or moe. Run each engine in a
+process of its own. The plug-in is found from this checkout, installed or not. Experts get uniform routing: with
+weights of no meaning routers route alike.
 """
 
 from __future__ import annotations

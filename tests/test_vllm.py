@@ -5,9 +5,11 @@ Without vLLM the layers and loaders are vllm_standin's; scripts/vllm_contract.sh
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import pickle
+import time
 import tomllib
 from importlib import import_module, metadata
 from pathlib import Path
@@ -20,7 +22,7 @@ from vllm_layers import REAL, experts, hide, rank, show
 
 import jitgemm
 import jitgemm.vllm
-from jitgemm.errors import CacheMissError
+from jitgemm.errors import CacheMissError, CompileError
 from jitgemm.nn import W4A8Linear, warmup
 
 jitgemm.vllm.register()
@@ -485,6 +487,29 @@ def test_joined_layers_with_different_activation_orders_are_an_error():
             load(layer, tensors | {"g_idx": in_order(64, 32, True)}, 1)
 
 
+@pytest.mark.parametrize("form", ["linear", "experts"])
+def test_scales_that_the_models_type_cannot_hold_are_an_error_without_headers(form):
+    tensors, _ = stored(CONFIGS["gptq"], 64, 64)
+    tensors["scales"] = torch.rand(2, 64)
+    with rank(), pytest.raises(ValueError, match="scale: expected numbers that torch.bfloat16 holds.*torch.float32"):
+        if form == "linear":
+            load(row(CONFIGS["gptq"], 64, 64), tensors)
+        else:
+            layer = experts(made(CONFIGS["gptq"]), "m.experts", (2, 64, 64), 1)
+            load_experts(layer, "m.experts", {(0, "down_proj"): tensors})
+
+
+def test_an_activation_order_that_is_not_loaded_is_an_error():
+    config = CONFIGS["gptq"] | {"desc_act": True}
+    tensors, _ = stored(config, 64, 64)
+    del tensors["g_idx"]
+    with rank():
+        layer = row(config, 64, 64)
+        load(layer, tensors)
+    with pytest.raises(ValueError, match="g_idx: expected the activation order of m.o_proj"):
+        process(layer)
+
+
 @pytest.mark.parametrize("config, sizes, reason", [
     (CONFIGS["packed"], (64, 72), "multiples of 8"),
     (CONFIGS["gptq"] | {"group_size": 128}, (64, 256), "whole groups of 128"),
@@ -650,21 +675,46 @@ def test_experts_that_jitgemm_has_no_kernel_for_stay_in_their_type(monkeypatch):
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def test_kernels_are_compiled_once_when_the_last_layer_is_packed(monkeypatch):
+def test_kernels_of_every_kind_are_compiled_before_the_last_layer_is_packed(monkeypatch):
     calls = []
-    monkeypatch.setattr(warm, "warmup", lambda modules, tokens, **options: calls.append((len(modules), options)) or [])
-    monkeypatch.setattr(warm, "on_gpu", lambda modules: True)
+
+    def compiled(modules, tokens, **options):
+        time.sleep(0.2)
+        calls.append((sorted(module.out_features for module in modules), options))
+        return ["a kernel"]
+
+    monkeypatch.setattr(warm, "warmup", compiled)
+    monkeypatch.setattr(warm, "on_gpu", lambda module: True)
     monkeypatch.setenv("JITGEMM_JIT", "off")
     config = made(CONFIGS["packed"])
+    asymmetric = made(CONFIGS["packed-asymmetric"])
+    asymmetric.warmer = config.warmer
     with rank():
-        layers = [row(config, 64, 64, prefix=f"m.{i}.o_proj") for i in range(3)]
+        layers = [row(config, 64, n, prefix=f"m.{i}.o_proj") for i, n in enumerate((64, 64, 128))]
+        layers += [row(asymmetric, 64, 64, prefix="m.3.o_proj"), row(config, 64, 64, prefix="m.4.o_proj")]
         for layer in layers:
-            load(layer, stored(CONFIGS["packed"], 64, 64)[0])
-    del layers[2], layer  # a layer that no model keeps is not waited for
-    process(layers[0])
-    assert calls == []
-    process(layers[1])
-    assert calls == [(2, {"dtype": BF16, "build": False})]
+            load(layer, stored(layer.quant_method.config.checkpoint, layer.output_size, 64)[0])
+    del layers[-1], layer  # a layer that no model keeps is not waited for
+    gc.collect()
+    for layer in layers[:3]:
+        process(layer)
+    assert sum((found for found, _ in calls), []) in ([], [64])  # packing goes on meanwhile
+    process(layers[3])
+    assert sorted(sum((found for found, _ in calls), [])) == [64, 64, 128]  # one with zero points
+    assert all(options == {"dtype": BF16, "build": False} for _, options in calls)
+
+
+def test_a_kernel_that_does_not_compile_stops_the_start(monkeypatch):
+    def fails(modules, tokens, **options):
+        raise CompileError("nvrtc says no")
+
+    monkeypatch.setattr(warm, "warmup", fails)
+    monkeypatch.setattr(warm, "on_gpu", lambda module: True)
+    with rank():
+        layer = row(CONFIGS["packed"], 64, 64)
+        load(layer, stored(CONFIGS["packed"], 64, 64)[0])
+    with pytest.raises(CompileError, match="nvrtc says no"):
+        process(layer)
 
 
 @pytest.mark.skipif(REAL, reason="needs NVRTC, which vLLM's environment may lack")

@@ -198,7 +198,7 @@ class JitGemmConfig(QuantizationConfig):
         for name in names:
             config, header = self.config_of(name), self._headers.get(name, {})
             codes = header.get("weight", "" if experts else "F8_E4M3")
-            found.append(layout_of(config, k, self._scale_dtype(header, dtype), codes))
+            found.append(layout_of(config, k, _scale_dtype(header, config, dtype), codes))
         if any(each != found[0] for each in found):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
         return found[0]
@@ -247,12 +247,6 @@ class JitGemmConfig(QuantizationConfig):
             raise Unsupported(found["refusal"])
         return found
 
-    @staticmethod
-    def _scale_dtype(header: Mapping[str, str], dtype: torch.dtype) -> torch.dtype:
-        """The type in which the files hold a layer's scales; where no header tells, that of the model."""
-        said = next((header[suffix] for suffix in _SCALES if suffix in header), "")
-        return _DTYPES.get(said, dtype)
-
     def _checkpoints_own(self) -> QuantizationConfig | None:
         """vLLM's config of the checkpoint, if it has one."""
         if self._theirs is None and self.checkpoint is not None:
@@ -281,3 +275,10 @@ def _named(name: str, rules: Iterable[str]) -> bool:
         elif f".{rule}." in f".{name}.":
             return True
     return False
+
+
+def _scale_dtype(header: Mapping[str, str], config: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """The type in which the files hold a layer's scales; where no header tells, what such files mostly have."""
+    said = next((header[suffix] for suffix in _SCALES if suffix in header), "")
+    floats = config.get("quant_method") not in ("compressed-tensors", "gptq", "awq")
+    return _DTYPES.get(said, torch.float32 if floats else dtype)

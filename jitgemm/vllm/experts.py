@@ -27,7 +27,7 @@ from jitgemm.checkpoint.reader import layer_header, read_header
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.read import CODES, layer_of
 from jitgemm.vllm.layouts import Layout, TensorLayout, Unsupported
-from jitgemm.vllm.linear import CHILD, put, quantise_while_loading, quantised, read_parts, taken, unloaded
+from jitgemm.vllm.linear import CHILD, exact, put, quantise_while_loading, quantised, read_parts, taken, unloaded
 
 _GATES = {
     "silu": ("silu", "gate_up"),
@@ -76,6 +76,7 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        load = extra_weight_attrs["weight_loader"]
         for part, n, k, parts in (
             ("w13", 2 * intermediate_size_per_partition, hidden_size, 2),
             ("w2", hidden_size, intermediate_size_per_partition, 1),
@@ -88,9 +89,9 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
                 param = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(f"{part}_{name}", param)
                 transposed = (each.axis("k", "G", "1") or 0) < (each.axis("n") or 0)
-                set_weight_attrs(
-                    param, extra_weight_attrs | {"is_transposed": transposed, "quant_method": self.layout.scheme}
-                )
+                said = {"is_transposed": transposed, "quant_method": self.layout.scheme}
+                said["weight_loader"] = exact(load) if "scale" in name else load
+                set_weight_attrs(param, extra_weight_attrs | said)
         self.config.warmer.expect(layer, params_dtype)
         if self.uses_meta_device:
             quantise_while_loading(layer)

@@ -40,11 +40,25 @@ def one_order(load: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def exact(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader of scales that rather fails than rounds them."""
+
+    @wraps(load)
+    def checked(param: Any, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> Any:
+        kind, given = param.dtype, loaded_weight.dtype
+        if kind != given and not torch.equal(loaded_weight.to(kind).float(), loaded_weight.float()):
+            raise ValueError(f"scale: expected numbers that {kind} holds, as no header told their type, got {given}")
+        return load(param, loaded_weight, *shard, **shards)
+
+    return checked
+
+
 def parameter(name: str, layout: TensorLayout, sizes: Mapping[str, int], loader: Callable[..., Any]) -> Any:
     """An empty parameter of the class that cuts and joins such a tensor."""
     axes = {"output_dim": layout.axis("n"), "input_dim": layout.axis("k", "G")}
     kind: Any
     given: dict[str, Any] = {axis: dim for axis, dim in axes.items() if dim is not None}
+    loader = exact(loader) if "scale" in name else loader
     if name.endswith("g_idx"):
         kind, loader = parameters.RowvLLMParameter, one_order(loader)
     elif layout.packed is not None:

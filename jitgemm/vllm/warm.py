@@ -1,11 +1,12 @@
-"""Kernels for every number of tokens that vLLM may send, compiled and loaded when a model's last layer is packed.
+"""Kernels for every number of tokens that vLLM may send, compiled and loaded while a model's layers are packed.
 
-All at once, in threads and under one progress bar; before the profile run, and before a CUDA graph is captured.
+In threads and under a progress bar; what packs the last layer waits for them. That is before the profile run, and before
+a CUDA graph is captured.
 """
 
 from __future__ import annotations
 
-import gc
+from concurrent.futures import Future, ThreadPoolExecutor
 from weakref import WeakSet
 
 import torch
@@ -13,20 +14,24 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 
 from jitgemm import settings
+from jitgemm.nn.packed import Packed
 from jitgemm.nn.warm import warmup
 
 logger = init_logger("vllm." + __name__)
 
 
 class Warmer:
-    """Layers of a model that are not packed yet, and packed ones whose kernels are not compiled.
+    """Layers of a model that are not packed yet, and the kinds of layers whose kernels are being compiled.
 
     A layer that is dropped before it is packed is not waited for.
     """
 
     def __init__(self) -> None:
         self._waiting: WeakSet[torch.nn.Module] = WeakSet()
-        self._packed: list[torch.nn.Module] = []
+        self._kinds: set[str] = set()
+        self._new: list[torch.nn.Module] = []
+        self._jobs: list[Future[list[str]]] = []
+        self._thread = ThreadPoolExecutor(1, "jitgemm")
         self._dtype: torch.dtype = torch.bfloat16
         self.tokens = 1
 
@@ -44,25 +49,37 @@ class Warmer:
         self._waiting.add(layer)
 
     def packed(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
-        """A layer's weights are in `module`; after the last one the kernels of all are compiled and loaded.
+        """A layer's weights are in `module`. After the last one all kernels are loaded.
 
         Raises:
             CacheMissError: JITGEMM_JIT=off, and the cache lacks a kernel.
             CompileError: a kernel did not compile.
         """
         self._waiting.discard(layer)
-        self._packed.append(module)
-        if 0 < len(self._waiting) <= 4:
-            gc.collect()  # of a dropped layer, which its own loaders hold
-        if self._waiting:
+        if on_gpu(module) and (kind := kind_of(module)) not in self._kinds:
+            self._kinds.add(kind)
+            self._new.append(module)
+            self._jobs.append(self._thread.submit(self._warm))
+        if self._waiting or not self._jobs:
             return
-        modules = torch.nn.ModuleList(self._packed)
-        self._packed = []
-        if on_gpu(modules):
-            built = warmup(modules, self.tokens, dtype=self._dtype, build=settings.jit_mode() != "off")
-            logger.info("jitgemm: %d kernels compiled for up to %d tokens", len(built), self.tokens)
+        jobs, self._jobs = self._jobs, []
+        built = sum(len(job.result()) for job in jobs)
+        logger.info("jitgemm: kernels for up to %d tokens are loaded, %d of them compiled", self.tokens, built)
+
+    def _warm(self) -> list[str]:
+        """All kinds that have come up by now at once, as more kernels keep more threads busy."""
+        modules, self._new = self._new, []
+        if not modules:
+            return []
+        build = settings.jit_mode() != "off"
+        return warmup(torch.nn.ModuleList(modules), self.tokens, dtype=self._dtype, build=build)
 
 
-def on_gpu(modules: torch.nn.Module) -> bool:
-    """Whether the weights of some layers are on a GPU."""
-    return any(buffer.is_cuda for buffer in modules.buffers())
+def on_gpu(module: torch.nn.Module) -> bool:
+    """Whether a layer's weights are on a GPU."""
+    return any(buffer.is_cuda for buffer in module.buffers())
+
+
+def kind_of(module: torch.nn.Module) -> str:
+    """What tells layers apart that need different kernels."""
+    return " ".join([str(module), *(str(each.weight.format) for each in module.modules() if isinstance(each, Packed))])
