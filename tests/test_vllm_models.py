@@ -1,9 +1,11 @@
-"""Whole models in the real vLLM, without a GPU: its config, its model classes and its loaders, one process, one rank.
+"""Whole models in the real vLLM, without a GPU: its config, its model classes and its loaders, on one rank and two.
 
 Needs vLLM on its CPU platform; scripts/vllm_contract.sh makes such an environment.
 """
 
 from __future__ import annotations
+
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -23,26 +25,32 @@ jitgemm.vllm.register()
 
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64,
+    "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64,
 }  # fmt: skip
 EXPERTS, INTER = 4, 256
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ranks(tmp_path_factory):
-    """A process group of this process alone."""
-    from vllm.config import DeviceConfig, VllmConfig
+@contextmanager
+def process_group(file, rank=0, size=1):
+    """A process group of gloo; this process is one rank of it."""
+    from vllm.config import DeviceConfig, ParallelConfig, VllmConfig
     from vllm.distributed import cleanup_dist_env_and_memory, ensure_model_parallel_initialized
     from vllm.distributed import init_distributed_environment
 
-    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+    config = VllmConfig(device_config=DeviceConfig("cpu"), parallel_config=ParallelConfig(tensor_parallel_size=size))
+    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(config):
         patch.setattr(torch.accelerator, "empty_cache", lambda: None, raising=False)  # torch 2.13 has none on the CPU
-        file = tmp_path_factory.mktemp("ranks") / "store"
-        init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
+        init_distributed_environment(size, rank, f"file://{file}", rank, "gloo")
+        ensure_model_parallel_initialized(size, 1)
         yield
     cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    with process_group(tmp_path_factory.mktemp("ranks") / "store"):
+        yield
 
 
 def config_of(mixture: bool):
@@ -108,7 +116,7 @@ def loaded(folder, **options):
         return get_model(vllm_config=config)
 
 
-def test_an_activation_order_survives_vllms_loaders(tmp_path):
+def test_an_activation_order_survives_vllms_loaders(alone, tmp_path):
     quantization = CONFIGS["gptq"] | {"desc_act": True}
     order = torch.randperm(SIZES["hidden_size"], generator=torch.Generator().manual_seed(3)).to(torch.int32) // 32
 
@@ -152,7 +160,7 @@ def same(weight, expected, exact):
 
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
 @pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "int-quantized", "gptq", "awq", "fp8-blocks"])
-def test_a_checkpoint_is_loaded_bit_for_bit(tmp_path, name, mixture):
+def test_a_checkpoint_is_loaded_bit_for_bit(alone, tmp_path, name, mixture):
     quantization = CONFIGS[name] | ({"ignore": ["lm_head"]} if "config_groups" in CONFIGS[name] else {})
     dense = save(tmp_path, quantization, mixture)
     check(loaded(tmp_path), dense)
@@ -160,7 +168,7 @@ def test_a_checkpoint_is_loaded_bit_for_bit(tmp_path, name, mixture):
 
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_model_in_floats_is_quantised_layer_by_layer(tmp_path, bits, mixture):
+def test_a_model_in_floats_is_quantised_layer_by_layer(alone, tmp_path, bits, mixture):
     dense = save(tmp_path, None, mixture)
     model = loaded(tmp_path, hf_overrides={"jitgemm": {"bits": bits, "activation": "int8", "group_size": 64}})
     check(model, dense, exact=False)
@@ -171,7 +179,7 @@ def test_a_model_in_floats_is_quantised_layer_by_layer(tmp_path, bits, mixture):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_output_layer_is_quantised_on_request(tmp_path, tied):
+def test_the_output_layer_is_quantised_on_request(alone, tmp_path, tied):
     save(tmp_path, CONFIGS["packed"] | {"ignore": ["lm_head"]}, False, tied=tied)
     model = loaded(tmp_path, hf_overrides={"jitgemm": {"lm_head": "int8"}})
     embedding = model.model.embed_tokens.weight.double()
@@ -186,7 +194,7 @@ def test_the_output_layer_is_quantised_on_request(tmp_path, tied):
     assert (logits - wanted).norm() < 0.02 * wanted.norm()
 
 
-def test_layers_of_a_mixed_checkpoint_keep_their_own_formats(tmp_path):
+def test_layers_of_a_mixed_checkpoint_keep_their_own_formats(alone, tmp_path):
     four, eight = scheme(), scheme("channel", None, format="float-quantized", num_bits=8, type="float")
     groups = {
         "four": four["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"], "format": "pack-quantized"},
@@ -198,3 +206,49 @@ def test_layers_of_a_mixed_checkpoint_keep_their_own_formats(tmp_path):
     check(model, dense)
     layer = model.model.layers[0]
     assert [m.jitgemm.weight.bits for m in (layer.self_attn.qkv_proj, layer.mlp.down_proj)] == [8, 4]
+
+
+def rank_of_two(rank, folder, options):
+    """In a process of its own: what this rank holds, as files."""
+    with process_group(folder / "store", rank, 2):
+        model = loaded(folder, tensor_parallel_size=2, **options)
+        modules = {name: m.jitgemm for name, m in model.named_modules() if hasattr(m, "jitgemm")}
+        found = {}
+        for name, module in modules.items():
+            parts = {"": module} if hasattr(module, "weight") else {".w13": module.w13, ".w2": module.w2}
+            found |= {name + part: each.weight.dequantize() for part, each in parts.items()}
+        torch.save(found, folder / f"rank{rank}")
+
+
+@pytest.mark.parametrize("split", ["llama", "qwen3-moe", "qwen3-moe-ep"])
+@pytest.mark.parametrize("name", ["packed", "fp8-blocks"])
+def test_two_ranks_hold_the_whole_between_them(tmp_path, name, split):
+    quantization = CONFIGS[name] | ({"ignore": ["lm_head"]} if "config_groups" in CONFIGS[name] else {})
+    dense = save(tmp_path, quantization, split != "llama")
+    options = {"enable_expert_parallel": True} if split.endswith("ep") else {}
+    torch.multiprocessing.spawn(rank_of_two, (tmp_path, options), 2)
+    ranks = [torch.load(tmp_path / f"rank{number}") for number in range(2)]
+    assert ranks[0].keys() == ranks[1].keys()
+    for layer in ranks[0]:
+        found = [rank[layer].double() for rank in ranks]
+        above, _, last = layer.rpartition(".")
+        if last in ("w13", "w2"):
+            start = above.removesuffix("routed_experts")
+            whole = []
+            for e in range(EXPERTS):
+                gate, up, down = (dense[f"{start}{e}.{part}_proj"] for part in ("gate", "up", "down"))
+                whole.append(torch.cat([gate, up]) if last == "w13" else down)
+            expected = torch.stack(whole)
+            if split.endswith("ep"):
+                joined = torch.cat(found)
+            elif last == "w2":
+                joined = torch.cat(found, 2)
+            else:
+                joined = torch.cat([half for part in zip(*(each.chunk(2, 1) for each in found)) for half in part], 1)
+        elif last in JOINED:
+            expected = torch.cat([dense[f"{above}.{part}"] for part in JOINED[last]])
+            widths = [len(dense[f"{above}.{part}"]) // 2 for part in JOINED[last]]
+            joined = torch.cat([half for part in zip(*(each.split(widths) for each in found)) for half in part])
+        else:
+            expected, joined = dense[layer], torch.cat(found, 1)
+        assert torch.equal(joined, expected), layer
