@@ -639,7 +639,7 @@ def test_a_router_weight_on_the_input_is_applied_once():
     assert (applied(layer, x, ids, weights).double() - expected).norm() < 0.06 * expected.norm()
 
 
-def test_a_modular_kernel_gets_the_same_results_into_its_output():
+def test_a_modular_kernel_gets_the_same_results_into_its_output(monkeypatch):
     tensors, _ = expert_tensors(CONFIGS["packed"], 4, 64, 64)
     with rank():
         layer = experts(made(CONFIGS["packed"]), "m.experts", (4, 64, 64), 2, ep=(1, 2))
@@ -660,6 +660,21 @@ def test_a_modular_kernel_gets_the_same_results_into_its_output():
         torch.empty(0), torch.empty(0), None, False,
     )  # fmt: skip
     assert torch.equal(out, applied(layer, x, ids, weights))
+    if not REAL:
+        return
+    from vllm.model_executor.layers.fused_moe.all2all_utils import make_moe_prepare_and_finalize_no_dp_ep
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None, raising=False)
+    init_workspace_manager(torch.device("cpu"))
+    prepare = make_moe_prepare_and_finalize_no_dp_ep(False)
+    whole = FusedMoEKernel(prepare, method.select_gemm_impl(prepare, layer))
+    given = {"hidden_states": x, "w1": layer.w13_weight, "w2": layer.w2_weight, "activation": layer.activation}
+    given |= {"topk_weights": weights, "topk_ids": ids, "global_num_experts": 4, "expert_map": layer.expert_map}
+    shared = {"shared_experts": None, "shared_experts_input": None}
+    with rank():
+        assert torch.equal(whole.apply(**given, apply_router_weight_on_input=False, **shared), out)
 
 
 def test_experts_that_jitgemm_has_no_kernel_for_stay_in_their_type(monkeypatch):
