@@ -100,7 +100,17 @@ def floats_folder(name: str) -> None:
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(name)
 
 
+def divided_mlp() -> dict[str, object]:
+    """A gated MLP and its input, in a group of one process."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mlp = torch.nn.ModuleDict({name: torch.nn.Linear(128, 128) for name in ("gate", "up", "down")})
+    mlp.forward = lambda x: mlp["down"](torch.nn.functional.silu(mlp["gate"](x)) * mlp["up"](x))
+    return {"mlp": mlp, "x": torch.randn(3, 128)}
+
+
 REPLACED = {
+    'init_device_mesh("cuda"': 'init_device_mesh("cpu"',
     'device="cuda"': 'device="cpu"',
     'device_map="cuda"': 'device_map="cpu"',
     "n, k, m = 4096, 14336, 16": "n, k, m = 72, 256, 3",
@@ -115,7 +125,7 @@ NAMED = {
 }
 """What makes the folder that a sample names."""
 
-GIVEN = {"q13": mixture, "rank": lambda: {"rank": 1, "jitgemm": jitgemm}}
+GIVEN = {"q13": mixture, "parallelize_module": divided_mlp, "rank": lambda: {"rank": 1, "jitgemm": jitgemm}}
 """What a sample with this name in it is given, as global names."""
 
 CANNOT_RUN: dict[str, str] = {}

@@ -37,6 +37,7 @@ class Slice(PackedLinear):
         input_scale = linear.input_scale
         super().__init__(linear.weight, linear.bias, activation=linear.activation, input_scale=input_scale)
         self.batch_invariant, self.start, self.width = linear.batch_invariant, start, width
+        self.split = linear.split
         self.codes = linear.weight.format.codes
         self.named(linear.weight.layer)
         self.train(linear.training)
@@ -63,6 +64,7 @@ class Slice(PackedLinear):
         linear = kind(weight, _clone(self.bias), activation=self.activation, input_scale=input_scale)
         if self.batch_invariant != PackedLinear.batch_invariant:
             linear.batch_invariant = self.batch_invariant
+        linear.split = self.split
         linear.named(self._weight.layer)
         return linear.train(self.training)
 

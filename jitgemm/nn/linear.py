@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -23,6 +23,9 @@ from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import TYPE_NAMES, check_dtype
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed, weight_format
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
+
+if TYPE_CHECKING:
+    from jitgemm.nn.split import Split
 
 
 class PackedLinear(Packed):
@@ -49,12 +52,14 @@ class PackedLinear(Packed):
     ==================  =========================================================================================
 
     Attributes:
-        in_features, out_features: k and n.
+        in_features, out_features: k and n, those of this rank's part where the layer is divided among ranks.
         activation: one of ACTIVATIONS.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
+        split: how the layer is divided among ranks; None for a whole one. See `jitgemm.nn.parallel`.
     """
 
     batch_invariant = False
+    split: Split | None = None
     front: Mapping[str, Any] | None = {}
     """What the layer's quantiser computes first, as `quantize_spec` has it; None where the layer runs no kernels."""
 
@@ -219,15 +224,21 @@ class PackedLinear(Packed):
         Raises:
             TypeError, ValueError: x has the wrong dtype, size or device, or requires grad.
         """
+        split = self.split
+        if split is not None:
+            x = split.enter(x)
         rows, dtype = as_rows(x, self.in_features), result_type(x)
         out = torch.empty((rows.shape[0], self.out_features), dtype=dtype, device=x.device)
         # A call of PyTorch's that changes nothing takes half a microsecond.
         self.multiply(self.quantise(rows if rows.dtype is dtype else rows.to(dtype)), out)
-        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+        out = out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+        return out if split is None else split.leave(out)
 
     def quantise(self, rows: torch.Tensor, **front: Any) -> tuple[torch.Tensor, ...]:
         """rows [m, in_features] as the GEMM takes them; front: what `quantize_activations` computes of them first."""
         input_scale = self._buffers["input_scale"]
+        if self.split is not None and self.split.agreed:
+            return self.split.quantise(rows, CODES[self.activation], self._buffers["permutation"], **front)
         return quantize_activations(
             rows,
             CODES[self.activation],
@@ -239,11 +250,16 @@ class PackedLinear(Packed):
         )
 
     def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """out [m, out_features] from what `quantise` gave; bias: bf16 or fp32, instead of the layer's."""
+        """out [m, out_features] from what `quantise` gave; bias: bf16 or fp32, instead of the layer's.
+
+        Of a layer divided along k: summed over the ranks, where all of them want it.
+        """
         weight = self.weight
         gemm = gemm_w4a8_nt if weight.bits == 4 else gemm_w8a8_nt
         bias = self._buffers["bias"] if bias is None else bias
         gemm(lhs, weight, out, bias=bias, batch_invariant=self.batch_invariant)
+        if self.split is not None and self.split.sums:
+            self.split.sum(out)
 
     def extra_repr(self) -> str:
         fmt = self._weight.format
@@ -253,6 +269,7 @@ class PackedLinear(Packed):
         parts += ["zero points"] if fmt.zero_point else []
         parts += ["permutation"] if self.permutation is not None else []
         parts += ["static input scale"] if self.input_scale is not None else []
+        parts += [f"1 of {self.split.mesh.size()} parts along {self.split.dim}"] if self.split is not None else []
         return ", ".join(parts)
 
 

@@ -358,6 +358,9 @@ def untouchable(block: Block, *names: str) -> str | None:
             return f"{name} has hooks, which would see other tensors"
         if "forward" in vars(module):
             return f"the forward of {name} was replaced"
+        split = getattr(module, "split", None) if isinstance(module, PackedLinear) else None
+        if split is not None and not split.plain:
+            return f"{name} changes the layout of its input or output, or agrees with other ranks on scales"
     return None
 
 

@@ -1,0 +1,107 @@
+"""Split: a layer whose weight is divided among ranks, and what that asks of its input and its output.
+
+Knows `torch.distributed` and tensors; no layers. What divides a layer is `parallel.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
+
+from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.reference import LARGEST, MIN_SCALE
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one layer is divided among the ranks of a mesh.
+
+    Attributes:
+        dim: "n", each rank has rows of the weight and gives columns of the output; or "k", each rank has columns of the
+            weight, takes columns of the input and gives a part of the sum.
+        mesh: of one dimension.
+        group: its process group.
+        input_layout, output_layout: of plain tensors that go in, and of what comes out.
+        local_output: whether a plain tensor comes out, or a DTensor.
+        agreed: whether a token's scale is that of its whole row, found by an all-reduce.
+    """
+
+    dim: str
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    input_layout: Placement
+    output_layout: Placement
+    local_output: bool = True
+    agreed: bool = False
+
+    @property
+    def wanted(self) -> Placement:
+        """The layout of the input that the layer multiplies."""
+        return Replicate() if self.dim == "n" else Shard(-1)
+
+    @property
+    def sums(self) -> bool:
+        """Whether the GEMM's output is summed in place, as an output on all ranks needs it."""
+        return self.dim == "k" and self.output_layout == Replicate()
+
+    @property
+    def plain(self) -> bool:
+        """Whether plain tensors go in and come out without a change of layout."""
+        given = Shard(-1) if self.dim == "n" else Replicate()
+        return (
+            self.input_layout == self.wanted and self.output_layout == given and self.local_output and not self.agreed
+        )
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's input of the layer's, a plain tensor."""
+        if not isinstance(x, DTensor):
+            if self.input_layout == self.wanted:
+                return x
+            x = DTensor.from_local(x, self.mesh, [self.input_layout], run_check=False)
+        return x.redistribute(self.mesh, [self.wanted]).to_local()
+
+    def sum(self, out: torch.Tensor) -> None:
+        """out = the sum of all ranks' out, rounded to its type at every addition."""
+        dist.all_reduce(out, group=self.group)
+
+    def leave(self, y: torch.Tensor) -> torch.Tensor:
+        """The layer's output as its layout says."""
+        if self.sums:
+            now: Placement = Replicate()
+        else:
+            now = Shard(-1) if self.dim == "n" else Partial()
+        if self.local_output and self.output_layout == now:
+            return y
+        distributed = DTensor.from_local(y, self.mesh, [now], run_check=False)
+        distributed = distributed.redistribute(self.mesh, [self.output_layout])
+        return distributed.to_local() if self.local_output else distributed
+
+    def quantise(
+        self, rows: torch.Tensor, dtype: torch.dtype, permutation: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """rows [m, this rank's k] as `quantize_activations` gives them of the whole rows, bit for bit.
+
+        All ranks exchange the largest value of every row, and each codes its columns by what the whole row's scale is.
+        """
+        y = rows.float()
+        largest = y.abs().amax(1)
+        largest = torch.where(largest.isfinite(), largest, torch.inf)  # a maximum need not pass a NaN on
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        # By a tensor: CUDA multiplies by the rounded reciprocal of a number.
+        scale = (largest / torch.full_like(largest, LARGEST[dtype])).clamp(min=MIN_SCALE)
+        scale = torch.where(largest.isfinite(), scale, torch.nan)
+        scaled = y * (1 / scale)[:, None]
+        q, _ = quantize_activations(scaled, dtype, scheme="tensor", scale=scale.new_ones(1), permutation=permutation)
+        return q, scale
+
+    def __deepcopy__(self, memo: Any) -> Split:
+        return self  # a mesh and its processes have no copies
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "split: expected no pickle of a layer divided among ranks, as it holds a process group; save state_dict()"
+        )

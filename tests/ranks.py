@@ -1,0 +1,78 @@
+"""Two processes that run the same function: gloo on the CPU, NCCL where each has a GPU of its own."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD = 2
+LIMIT_S = 60
+"""After which a rank that does not answer counts as hung."""
+
+
+def _serve(rank: int, folder: str, backend: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD,
+        timeout=datetime.timedelta(seconds=LIMIT_S), device_id=None if device.type == "cpu" else device,
+    )  # fmt: skip
+    mesh = dist.device_mesh.init_device_mesh(device.type, (WORLD,), mesh_dim_names=("tp",))
+    while (job := pipe.recv()) is not None:
+        run, arguments = job
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                pipe.send((run(mesh, *arguments), None))
+        except BaseException:  # noqa: BLE001 - told to the test
+            pipe.send((None, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def two_ranks(folder: Path, backend: str = "gloo") -> Iterator[Callable[..., list[Any]]]:
+    """run(function, *arguments): what function(mesh, *arguments) returned on rank 0 and on rank 1.
+
+    The function is one of a module; what it returns goes through pickle. A failure on any rank is raised.
+    """
+    context = mp.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(WORLD):
+        mine, theirs = context.Pipe()
+        processes.append(context.Process(target=_serve, args=(rank, str(folder), backend, theirs), daemon=True))
+        processes[-1].start()
+        pipes.append(mine)
+
+    def run(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        for pipe in pipes:
+            pipe.send((function, arguments))
+        answers = []
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(LIMIT_S):
+                raise TimeoutError(f"rank {rank} did not answer within {LIMIT_S} s")
+            answers.append(pipe.recv())
+        for rank, (_, error) in enumerate(answers):
+            if error is not None:
+                raise AssertionError(f"rank {rank}: {error}")
+        return [result for result, _ in answers]
+
+    try:
+        yield run
+        for pipe in pipes:
+            pipe.send(None)
+        for process in processes:
+            process.join(30)
+    finally:
+        for process in processes:
+            process.kill()

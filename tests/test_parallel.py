@@ -1,0 +1,354 @@
+"""Layers divided among ranks: two processes with gloo on the CPU; with NCCL where there are two GPUs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import builders
+import pytest
+import ranks
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import jitgemm.nn
+from jitgemm.checkpoint.canonical import CanonicalWeight
+from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear
+from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel, part_of_weight
+from jitgemm.nn.read import CODES
+from jitgemm.weight.pack import pack_w4
+
+N, K, M = 128, 512, 5
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    with ranks.two_ranks(tmp_path_factory.mktemp("ranks")) as run:
+        yield run
+
+
+def linear(n: int = N, k: int = K, bias: bool = True) -> torch.nn.Linear:
+    torch.manual_seed(n + k)
+    return torch.nn.Linear(k, n, bias=bias)
+
+
+def parts(n: int, k: int, group_size: int, **more) -> builders.WeightParts:
+    return builders.weight_parts(n + k, n, k, group_size, **more)
+
+
+def permuted(n: int = N, k: int = K, within: int = 1) -> PackedLinear:
+    """Act-order whose columns stay within as many equal parts of k."""
+    given = parts(n, k, 64, zero_point=True)
+    g = builders.generator(3)
+    permutation = torch.cat([torch.randperm(k // within, generator=g) + i * k // within for i in range(within)])
+    return W4A8Linear(pack_w4(given.q, given.scale, given.zero, permutation=permutation, group_size=64, k=k))
+
+
+def offset(n: int = N, k: int = K) -> PackedLinear:
+    given = parts(n, k, 32)
+    weight = pack_w4(given.q, given.scale, offset=given.scale * 0.7, group_size=32)
+    return W4A8Linear(weight, torch.randn(n, generator=builders.generator(1)), activation="int8")
+
+
+quantised = functools.partial(W4A8Linear.from_linear, clip_steps=0)
+LAYERS = {
+    "e4m3, groups of 128": lambda: quantised(linear()),
+    "int8, groups of 256": lambda: quantised(linear(k=1024), activation="int8", group_size=256),
+    "int8, per channel": lambda: quantised(linear(), activation="int8", group_size=K),
+    "zero points, affine": lambda: quantised(linear(), activation="int8_affine", group_size=32, symmetric=False),
+    "offsets": offset,
+    "by block": lambda: quantised(linear(), activation="int8_block"),
+    "static": lambda: W4A8Linear(quantised(linear()).weight, linear().bias.detach(), input_scale=torch.tensor([0.02])),
+    "8 bits": lambda: W8A8Linear.from_linear(linear()),
+    "8 bits, int8 by block": lambda: W8A8Linear.from_linear(linear(256), activation="int8_block", block=128),
+    "rows within strips": lambda: quantised(linear(n=144), activation="int8"),
+    "columns within records": lambda: quantised(linear(k=320), activation="int8", group_size=32),
+    "a group a rank": lambda: quantised(linear(k=256), activation="e4m3", group_size=128),
+    "no bias": lambda: quantised(linear(bias=False)),
+}
+
+
+def x_of(layer: PackedLinear, dtype: torch.dtype = torch.bfloat16, *lead: int) -> torch.Tensor:
+    x = torch.randn((*(lead or (M,)), layer.in_features), generator=builders.generator(9))
+    return (x * torch.logspace(-1, 1, layer.in_features)).to(dtype)  # a rank's largest value is not the row's
+
+
+def columns_of(x: torch.Tensor, rank: int) -> torch.Tensor:
+    return x.chunk(ranks.WORLD, -1)[rank]
+
+
+def apart(layer: PackedLinear, rank: int) -> PackedLinear:
+    """The rank's part along k as a layer of its own, from codes and scales."""
+    weight = layer.weight
+    q, scale, zero = weight.unpack()
+    whole = CanonicalWeight(
+        q, scale, zero, weight.unpack_offset(), weight.group_size, weight.permutation, bits=weight.bits
+    )
+    weight = whole.shard("k", rank, ranks.WORLD).pack(CODES[layer.activation])
+    bias = layer.bias if rank == 0 else None
+    return type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale)
+
+
+# ---- what runs on every rank -----------------------------------------------------------------------------------------
+
+
+def colwise(mesh, name: str) -> tuple:
+    layer = LAYERS[name]()
+    x = x_of(layer)
+    expected = layer(x)
+    parallelize_module(layer, mesh, ColwiseParallel())
+    assert layer.split.plain and layer.out_features == expected.shape[1] // 2
+    assert builders.same_bits(layer(x), columns_of(expected, mesh.get_local_rank()))
+    return layer.weight.nbytes, layer(x[None]).shape
+
+
+def rowwise(mesh, name: str, dtype: torch.dtype) -> torch.Tensor:
+    layer = LAYERS[name]()
+    x = x_of(layer, dtype)
+    whole, each = layer(x), [apart(layer, rank)(columns_of(x, rank)) for rank in range(ranks.WORLD)]
+    parallelize_module(layer, mesh, RowwiseParallel())
+    out = layer(columns_of(x, mesh.get_local_rank()))
+    assert (layer.bias is None) == (mesh.get_local_rank() == 1 or name == "no bias")
+    assert builders.same_bits(out, each[0] + each[1])
+    # Codes of other scales: the activations' own error, twice at most.
+    assert (out.float() - whole.float()).norm() < 0.06 * whole.float().norm()
+    return out
+
+
+def agreed(mesh, name: str) -> None:
+    layer = LAYERS[name]()
+    x = x_of(layer, torch.float32)
+    x[1], x[2, 3], x[3, -3] = 0, torch.nan, torch.inf
+    whole, (q, scale, *_) = layer(x), layer.quantise(x)
+    rank = mesh.get_local_rank()
+    parallelize_module(layer, mesh, RowwiseParallel(agree_scales=True))
+    mine, shared, *_ = layer.quantise(columns_of(x, rank).contiguous())
+    rows = [0, 1, 4]
+    if layer.split.agreed:
+        assert builders.same_bits(shared, scale)
+        assert builders.same_bits(mine.view(torch.int8)[rows], columns_of(q.view(torch.int8), rank)[rows])
+    out = layer(columns_of(x, rank))
+    torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-4 * float(whole[0].abs().max()), equal_nan=True)
+    assert out[2].isnan().all() or layer.input_scale is not None
+
+
+def layouts(mesh) -> None:
+    rank = mesh.get_local_rank()
+    whole = quantised(linear(), activation="int8")
+    x = x_of(whole, torch.bfloat16, 2, 4)
+    tokens = x.chunk(2, 1)[rank]
+    expected = whole(x)
+
+    def divided(style):
+        return parallelize_module(copy.deepcopy(whole), mesh, style)
+
+    gathered = divided(ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()))
+    assert not gathered.split.plain
+    assert builders.same_bits(gathered(tokens), expected)
+    given = DTensor.from_local(tokens, mesh, [Shard(1)])
+    out = divided(ColwiseParallel(use_local_output=False))(given)
+    assert (
+        isinstance(out, DTensor) and out.placements == (Shard(2),) and builders.same_bits(out.full_tensor(), expected)
+    )
+
+    summed = divided(RowwiseParallel())(columns_of(x, rank))
+    for input_layout, local in ((Replicate(), x), (Shard(1), tokens), (Shard(-1), columns_of(x, rank))):
+        for placement, part in ((Shard(1), summed.chunk(2, 1)[rank]), (Replicate(), summed)):
+            layer = divided(RowwiseParallel(input_layouts=input_layout, output_layouts=placement))
+            assert builders.same_bits(layer(local), part)
+    layer = divided(RowwiseParallel(use_local_output=False))
+    out = layer(DTensor.from_local(x, mesh, [Replicate()]))
+    assert out.placements == (Replicate(),) and builders.same_bits(out.to_local(), summed)
+
+
+def refused(mesh) -> list[str]:
+    cases = [
+        (quantised(linear(n=72)), ColwiseParallel()),
+        (quantised(linear(k=384)), RowwiseParallel()),
+        (permuted(), RowwiseParallel()),
+        (quantised(linear(), activation="int8_affine"), RowwiseParallel(agree_scales=True)),
+        (quantised(linear(k=448), activation="int8_block", group_size=32), RowwiseParallel(agree_scales=True)),
+    ]
+    messages = []
+    for layer, style in cases:
+        layer.named("model.up")
+        before, x = copy.deepcopy(layer), x_of(layer)
+        with pytest.raises(ValueError) as error:
+            parallelize_module(layer, mesh, style)
+        messages.append(str(error.value))
+        assert builders.same_bits(layer(x), before(x))  # as it was
+    layer = parallelize_module(quantised(linear()), mesh, ColwiseParallel())
+    with pytest.raises(ValueError) as error:
+        parallelize_module(layer, mesh, ColwiseParallel())
+    return [*messages, str(error.value)]
+
+
+class MLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = linear(K, N, False), linear(K, N, False), linear(N, K)
+        torch.nn.init.normal_(self.up.weight)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = torch.nn.RMSNorm(N, eps=1e-6), MLP()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = torch.nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+PLAN = {
+    "layers.*.mlp.gate": ColwiseParallel,
+    "layers.*.mlp.up": ColwiseParallel,
+    "layers.*.mlp.down": RowwiseParallel,
+}
+
+
+def divided_model(mesh, **options) -> Model:
+    model = Model()
+    jitgemm.nn.quantize_(model, activation="int8", clip_steps=0, **options)
+    return parallelize_module(model, mesh, {name: style() for name, style in PLAN.items()})
+
+
+def a_model(mesh) -> torch.Tensor:
+    whole = Model()
+    x = torch.randn(3, N, generator=builders.generator(2))
+    jitgemm.nn.quantize_(whole, activation="int8", clip_steps=0)
+    expected = whole(x)
+    model = divided_model(mesh)
+    out = model(x)
+    assert (out - expected).norm() < 0.03 * expected.norm()
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert builders.same_bits(compiled(x), out)
+
+    report = jitgemm.nn.fuse_(model)
+    assert [name for name in report if name.endswith("mlp")] == ["layers.0.mlp", "layers.1.mlp"]
+    fused = model(x)
+    assert (fused - out).norm() < 0.02 * out.norm()
+    jitgemm.nn.unfuse_(model)
+    assert builders.same_bits(model(x), out)
+
+    state = model.state_dict()
+    other = divided_model(mesh)
+    for buffer in other.buffers():
+        if buffer.dtype == torch.uint8:
+            buffer.zero_()
+    assert not builders.same_bits(other(x), out)
+    other.load_state_dict(state)
+    assert builders.same_bits(other(x), out)
+
+    mixed = divided_model(mesh, filter=lambda name, module: not name.startswith("layers.1"))
+    assert isinstance(mixed.layers[1].mlp.down, torch.nn.Linear)  # which goes to PyTorch's styles
+    assert (mixed(x) - expected).norm() < 0.3 * expected.norm()  # codes of 4 bits make the difference
+    return out
+
+
+def layouts_are_not_fused(mesh) -> dict[str, str]:
+    model = Model()
+    jitgemm.nn.quantize_(model, activation="int8", clip_steps=0)
+    plan = {name: style() for name, style in PLAN.items()} | {"layers.*.mlp.down": RowwiseParallel(agree_scales=True)}
+    parallelize_module(model, mesh, plan)
+    return jitgemm.nn.fuse_(model).skipped
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_columns_of_the_output_are_the_whole_layers(both, name):
+    results = both(colwise, name)
+    assert results[0][1][-1] * 2 == LAYERS[name]().out_features
+    assert results[0][0] < LAYERS[name]().weight.nbytes  # and memory is given back
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_parts_of_k_sum_up_to_the_same_on_every_rank(both, name, dtype):
+    first, second = both(rowwise, name, dtype)
+    assert builders.same_bits(first, second)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "affine" not in name and "records" not in name])
+def test_agreed_scales_are_the_whole_rows(both, name):
+    both(agreed, name)
+
+
+def test_layouts_of_inputs_and_outputs(both):
+    both(layouts)
+
+
+def test_what_cannot_be_divided_is_refused_by_name(both):
+    first, second = both(refused)
+    assert len(first) == len(second) == 6
+    for message, words in zip(
+        first,
+        (
+            "model.up: tp_size: expected n / tp_size to be a multiple of 8, got 72 / 2 = 36",
+            "model.up: tp_size: expected k / tp_size to be a multiple of the group size 128, got 384 / 2 = 192",
+            "model.up: tp_dim: activation order cannot be cut along k here",
+            "model.up: agree_scales: expected symmetric activations",
+            "model.up: agree_scales: expected a multiple of 128 columns a rank",
+            "W4A8Linear: expected a whole layer, got one that is divided along n already",
+        ),
+    ):
+        assert message.startswith(words)
+
+
+def test_a_model_runs_compiled_fused_and_from_its_state(both):
+    first, second = both(a_model)
+    assert builders.same_bits(first, second)
+
+
+def test_what_changes_layouts_is_not_fused(both):
+    skipped, _ = both(layouts_are_not_fused)
+    assert "agrees with other ranks on scales" in skipped["layers.0.mlp"]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name != "static"])
+@pytest.mark.parametrize("dim", ["n", "k"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_part_is_the_same_codes_and_scales(name, dim, world):
+    """Cut between records and within them: what is unpacked is what was cut."""
+    layer = LAYERS[name]()
+    weight, row_sum = layer.weight, layer.weight.row_sum
+    dense = weight.dequantize()
+    size = dense.shape[0 if dim == "n" else 1] // world
+    for rank in range(world):
+        part = part_of_weight(weight, dim, rank, world, CODES[layer.activation])
+        expected = dense.narrow(0 if dim == "n" else 1, rank * size, size)
+        assert torch.equal(part.dequantize(), expected)
+        assert (part.row_sum is None) == (row_sum is None)
+        if row_sum is not None:
+            sums = expected.double().sum(1)
+            assert (part.row_sum[: part.n] - sums).abs().max() < 1e-5
+        assert part.blocks.untyped_storage().nbytes() == part.blocks.nbytes or world == 1
+
+
+def test_act_order_within_a_ranks_columns_is_divided():
+    layer = permuted(within=2)
+    columns = torch.empty(N, K)
+    columns[:, layer.weight.permutation.long()] = layer.weight.dequantize()
+    for rank in range(2):
+        part = part_of_weight(layer.weight, "k", rank, 2, torch.float8_e4m3fn)
+        found = torch.empty(N, K // 2)
+        found[:, part.permutation.long()] = part.dequantize()
+        assert torch.equal(found, columns[:, rank * K // 2 : (rank + 1) * K // 2])
