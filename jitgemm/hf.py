@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,9 @@ try:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
     raise ImportError(f"jitgemm.hf needs transformers 4.57 or newer: pip install transformers ({error})") from error
+
+if TYPE_CHECKING:
+    from jitgemm.nn.parallel import Division
 
 __all__ = ["JitGemmConfig", "config"]
 
@@ -200,9 +203,10 @@ class JitGemmQuantizer(HfQuantizer):
     is_trainable = False
     is_compileable = True
     report: Report | None = None
+    _divided = False
 
     def is_serializable(self, **_: Any) -> bool:
-        return True
+        return not self._divided  # each rank holds a part
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Refuses offloading: a packed weight is used where it lies."""
@@ -218,7 +222,7 @@ class JitGemmQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
-        _check_whole(model)
+        _check_parallel(model)
         said: JitGemmConfig = self.quantization_config
         device = torch.empty(0).device  # meta where transformers makes room for buffers after loading, else the CPU
         checkpoint = Checkpoint(checkpoint_files or _folder(model.config))
@@ -287,22 +291,27 @@ class JitGemmQuantizer(HfQuantizer):
     # ---- after -------------------------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        _check_whole(model)
         plan, replaceable = self._plan, self._plan.replaceable
+        division = _division(model, plan)
+        self._divided = division is not None
         layers = {name: replaceable.places[name] for name in (*plan.layers, *self._chosen)}
 
         def make(name: str, old: Placeholder) -> PackedLinear | PackedExperts:
             module, device = old.vacate()
             if name in plan.layers:
-                return made(plan, name, module, device)
+                return made(plan, name, module, device, division)
             for place in layers[name]:
                 del self._held[place]  # with which the module goes
             for child, tensor in _tensors(module).items():
                 value = value_of(plan, self._origins[name][child], device, tensor.dtype).to(tensor.dtype)
                 setattr(module, child, torch.nn.Parameter(value, requires_grad=False))
+            form, options = replaceable.forms.get(name), self.quantization_config.quantising
             if name == self._head:
-                return quantised(module, None, 8, activation=self.quantization_config.lm_head)
-            return quantised(module, replaceable.forms.get(name), **self.quantization_config.quantising)
+                form, options = None, {"bits": 8, "activation": self.quantization_config.lm_head}
+            layer = quantised(module, form, **options)
+            if division is not None:
+                division.divide(name, layer)
+            return layer
 
         replaced = {place for places in layers.values() for place in places}
         devices = {}
@@ -316,9 +325,13 @@ class JitGemmQuantizer(HfQuantizer):
             name
             for name, origin in plan.tensors.items()
             if name in state
+            and _owner(name) not in replaced
             and (not isinstance(origin, str) or name in plan.untied or not hasattr(state[name], "_is_hf_initialized"))
         ]
         fill(plan, rest, lambda name, tensor: devices[_owner(name)])
+        for place in devices if division is not None else ():
+            if isinstance(module := model.get_submodule(place), torch.nn.Linear):
+                division.divide(place, module)
         model._keys_to_ignore_on_load_unexpected = self._unexpected
         if hasattr(model, "all_tied_weights_keys"):
             model.all_tied_weights_keys = self._ties_without(replaced | {_owner(name) for name in plan.untied})
@@ -330,13 +343,36 @@ class JitGemmQuantizer(HfQuantizer):
         del self._plan, self._held, self._chosen, self._origins
 
 
-def _check_whole(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model that transformers cuts among ranks."""
-    if (getattr(model, "_tp_size", None) or 1) > 1 or getattr(model.config, "distributed_config", None) is not None:
+def _check_parallel(model: PreTrainedModel) -> None:
+    """Raises ValueError for what of transformers' parallel plans layers of jitgemm.nn do not take part in."""
+    told = getattr(model.config, "distributed_config", None)
+    if told is not None and not hasattr(PreTrainedModel, "_mesh_manager"):
         raise ValueError(
-            "tp_plan, distributed_config: expected none, as transformers cannot cut layers of jitgemm.nn; "
-            "jitgemm.load(..., tp_dim=..., tp_rank=..., tp_size=...) reads parts of layers"
+            "tp_plan, distributed_config: expected none with this version of transformers, whose plans divide no layers "
+            "of jitgemm.nn; update it, or call jitgemm.nn.load_(model, folder, tp=mesh)"
         )
+    for name in ("dp_size", "pp_size", "ep_size"):
+        size = (told.get(name) if isinstance(told, Mapping) else getattr(told, name, None)) or 1
+        if size > 1:
+            raise ValueError(f"distributed_config: expected {name} = 1, as jitgemm.nn knows tp_size only, got {size}")
+
+
+def _division(model: PreTrainedModel, plan: Plan) -> Division | None:
+    """How transformers divides the model among ranks; None for a whole one."""
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return None
+    from jitgemm.nn.parallel import Division  # half a second of torch.distributed
+
+    experts = next((name for name, layer in plan.layers.items() if isinstance(layer, Experts)), None)
+    summed = {"all_reduce", "moe_identity_expert"} & set(model.tp_plan.values())
+    if experts is not None and summed:
+        raise ValueError(
+            f"tp_plan: expected no sum over the ranks around {experts}, whose packed experts are whole on each, got "
+            f"{', '.join(sorted(summed))}; leave the experts out with modules_to_not_convert"
+        )
+    division = Division(model._mesh_manager.get_mesh("tp"), model.tp_plan)
+    division.check(model, plan.layers)
+    return division
 
 
 def _to_hold(plan: Plan, chosen: Mapping[str, list[str]]) -> dict[str, list[str]]:

@@ -111,6 +111,7 @@ def divided_mlp() -> dict[str, object]:
 
 REPLACED = {
     'init_device_mesh("cuda"': 'init_device_mesh("cpu"',
+    "DistributedConfig(tp_size=2)": "DistributedConfig(tp_size=1)",
     'device="cuda"': 'device="cpu"',
     'device_map="cuda"': 'device_map="cpu"',
     "n, k, m = 4096, 14336, 16": "n, k, m = 72, 256, 3",
@@ -125,7 +126,7 @@ NAMED = {
 }
 """What makes the folder that a sample names."""
 
-GIVEN = {"q13": mixture, "parallelize_module": divided_mlp, "rank": lambda: {"rank": 1, "jitgemm": jitgemm}}
+GIVEN = {"q13": mixture, "init_device_mesh": divided_mlp, "rank": lambda: {"rank": 1, "jitgemm": jitgemm}}
 """What a sample with this name in it is given, as global names."""
 
 CANNOT_RUN: dict[str, str] = {}

@@ -9,13 +9,17 @@ import builders
 import pytest
 import ranks
 import torch
+from safetensors.torch import save_file
+from small_models import checkpoint_tensors
+from small_models import config as stored_config
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
 from jitgemm.checkpoint.canonical import CanonicalWeight
-from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear
-from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel, part_of_weight
+from jitgemm.nn import PackedExperts, PackedLinear, W4A8Linear, W8A8Linear
+from jitgemm.nn.cut import part_of_weight
+from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
 from jitgemm.nn.read import CODES
 from jitgemm.weight.pack import pack_w4
 
@@ -352,3 +356,218 @@ def test_act_order_within_a_ranks_columns_is_divided():
         found = torch.empty(N, K // 2)
         found[:, part.permutation.long()] = part.dequantize()
         assert torch.equal(found, columns[:, rank * K // 2 : (rank + 1) * K // 2])
+
+
+# ---- whole models ----------------------------------------------------------------------------------------------------
+
+LLAMA = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 96, "max_position_embeddings": 64, "eos_token_id": None,
+    "attention_bias": True,
+}  # fmt: skip
+TOKENS = torch.arange(1, 13)[None]
+NEAR = 0.08
+"""Of the logits' norm: codes of 8 bits by other scales, in two layers."""
+
+
+def llama(name: str = "Llama", **sizes):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    told = getattr(transformers, f"{name}Config")(**LLAMA | sizes)
+    model = transformers.AutoModelForCausalLM.from_config(told, dtype=torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)  # one that was added twice would show
+    return model
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("floats"))
+    llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> str:
+    """The same in compressed-tensors, but for one MLP's Linears, which are in floats."""
+    folder = tmp_path_factory.mktemp("stored")
+    model = llama()
+    names = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    names = [name for name in names if name != "lm_head" and "layers.1.mlp" not in name]
+    tensors, _ = checkpoint_tensors(model, *names)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    said = stored_config()
+    said["ignore"] = ["lm_head", "re:.*layers.1.mlp.*"]
+    model.config.quantization_config = said
+    model.config.save_pretrained(folder)
+    return str(folder)
+
+
+def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a.float() - b.float()).norm() < NEAR * b.float().norm())
+
+
+def loaded(mesh, folder: str) -> torch.Tensor:
+    whole, model = llama(), llama()
+    jitgemm.nn.load_(whole, folder)
+    report = jitgemm.nn.load_(model, folder, tp=mesh)
+    assert "model.layers.0.self_attn.q_proj" in report
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[1].mlp
+    assert attention.q_proj.weight.shape == (128, 256) and attention.o_proj.weight.shape == (256, 128)
+    assert (attention.o_proj.bias is None) == (mesh.get_local_rank() == 1)
+    assert mlp.up_proj.weight.placements == (Shard(0),)  # PyTorch's own style
+    rank = mesh.get_local_rank()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        x = torch.randn(3, 256).bfloat16()
+        expected = columns_of(getattr(whole.model.layers[0].self_attn, name)(x), rank)
+        assert builders.same_bits(getattr(attention, name)(x), expected)
+    logits = model(TOKENS).logits
+    assert near(logits, whole(TOKENS).logits)
+    steps = model.generate(
+        TOKENS, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True
+    )
+    assert builders.same_bits(steps, model.generate(TOKENS, max_new_tokens=4, do_sample=False))
+
+    agreeing = llama()
+    plan = {"*.[qkv]_proj": "colwise", "*layers.0*.gate_proj": "colwise", "*layers.0*.up_proj": "colwise"}
+    plan |= {"*.o_proj": RowwiseParallel(agree_scales=True), "*layers.0*.down_proj": RowwiseParallel(agree_scales=True)}
+    jitgemm.nn.load_(agreeing, folder, tp=mesh, tp_plan=plan)
+    expected = whole(TOKENS).logits.float()
+    found = agreeing(TOKENS).logits.float()
+    assert (
+        found - expected
+    ).norm() < 0.03 * expected.norm()  # codes are the same, but where a bf16 was rounded otherwise
+    jitgemm.nn.fuse_(model)
+    assert near(model(TOKENS).logits, logits)
+    return logits
+
+
+def refusals_of_load(mesh, folder: str) -> list[str]:
+    messages = []
+    for model, options in (
+        (llama(), {"tp_plan": {"*.q_proj": "packed_colwise"}}),
+        (llama(), {"tp_plan": {"*.nothing": "colwise"}}),
+        (Model(), {}),
+        (llama(), {"tp": None, "tp_plan": {"*.q_proj": "colwise"}}),
+        (llama(), {"tp": "cpu"}),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            jitgemm.nn.load_(model, folder, **{"tp": mesh} | options)
+        messages.append(str(error.value))
+        assert not any(isinstance(module, PackedLinear) for module in model.modules())
+    return messages
+
+
+def from_pretrained(mesh, folder: str, quantising: bool) -> torch.Tensor:
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    import jitgemm.hf
+
+    def load(**more):
+        auto = transformers.AutoModelForCausalLM
+        if quantising:
+            told = jitgemm.hf.JitGemmConfig(activation="int8")
+            return auto.from_pretrained(folder, quantization_config=told, dtype=torch.bfloat16, **more)
+        return auto.from_pretrained(folder, config=jitgemm.hf.config(folder), dtype=torch.bfloat16, **more)
+
+    whole = load()
+    model = load(distributed_config=DistributedConfig(tp_size=ranks.WORLD, tp_plan="auto"))
+    attention = model.model.layers[0].self_attn
+    assert isinstance(attention.q_proj, PackedLinear) and attention.q_proj.weight.shape == (128, 256)
+    assert (attention.o_proj.bias is None) == (mesh.get_local_rank() == 1)
+    logits = model(TOKENS).logits
+    assert near(logits, whole(TOKENS).logits)
+    steps = model.generate(
+        TOKENS, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True
+    )
+    assert builders.same_bits(steps, model.generate(TOKENS, max_new_tokens=4, do_sample=False))
+    with pytest.raises(ValueError):
+        model.save_pretrained("nowhere")
+    return logits
+
+
+def mixture(mesh, folder: str) -> torch.Tensor:
+    """Experts are whole on every rank, through load_ and through transformers' plan."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    import jitgemm.hf
+
+    auto, options = transformers.AutoModelForCausalLM, {"config": jitgemm.hf.config(folder), "dtype": torch.bfloat16}
+    whole = auto.from_pretrained(folder, **options)
+    model = llama("Qwen3Moe", **MIXTURE)
+    jitgemm.nn.load_(model, folder, tp=mesh)
+    logits = model(TOKENS).logits
+    assert near(logits, whole(TOKENS).logits)
+    options["config"] = jitgemm.hf.config(folder)
+    model = auto.from_pretrained(folder, **options, distributed_config=DistributedConfig(tp_size=ranks.WORLD))
+    assert isinstance(model.model.layers[0].mlp.experts, PackedExperts)
+    assert model.model.layers[0].self_attn.q_proj.split is not None
+    assert builders.same_bits(model(TOKENS).logits, logits)
+    return logits
+
+
+def packed(mesh, folder: str) -> None:
+    """A checkpoint of packed layers is cut too."""
+    whole, expected, found = llama(), llama(), llama()
+    jitgemm.nn.load_(whole, folder)
+    jitgemm.nn.load_(expected, folder, tp=mesh)
+    jitgemm.nn.load_(found, whole.state_dict(), tp=mesh)
+    x, y = expected.state_dict(), found.state_dict()
+    assert x.keys() == y.keys()
+    for name, tensor in x.items():
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in (tensor, y[name])]
+        assert builders.same_bits(*local), name
+
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "attention_bias": False}
+
+
+@pytest.fixture(scope="module")
+def stored_mixture(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("mixture")
+    model = llama("Qwen3Moe", **MIXTURE)
+    jitgemm.nn.quantize_(model, clip_steps=0)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_experts_are_whole_on_every_rank(both, stored_mixture):
+    first, second = both(mixture, stored_mixture)
+    assert builders.same_bits(first, second)
+
+
+def test_packed_layers_of_a_checkpoint_are_cut(both, stored):
+    both(packed, stored)
+
+
+def test_load_gives_each_rank_its_part(both, stored):
+    first, second = both(loaded, stored)
+    assert builders.same_bits(first, second)
+
+
+def test_plans_that_load_refuses(both, stored):
+    messages, _ = both(refusals_of_load, stored)
+    for message, words in zip(
+        messages,
+        (
+            "tp_plan: expected a style",
+            "tp_plan: expected patterns",
+            "tp_plan: expected {",
+            "tp_plan: expected None",
+            "tp: exp",
+        ),
+        strict=True,
+    ):
+        assert message.startswith(words)
+
+
+@pytest.mark.parametrize("quantising", [False, True], ids=["a checkpoint", "from floats"])
+def test_transformers_divides_the_model_by_its_own_plan(both, stored, floats, quantising):
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers.PreTrainedModel, "_mesh_manager"):
+        pytest.skip("needs transformers with a mesh manager")
+    first, second = both(from_pretrained, floats if quantising else stored, quantising)
+    assert builders.same_bits(first, second)

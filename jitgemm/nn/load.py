@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,11 @@ from jitgemm.nn.report import Report, by_reason, warn_if_nothing
 from jitgemm.nn.stacked import PARAMETERS
 from jitgemm.nn.swap import describe_to_transformers, put_layers
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from jitgemm.nn.parallel import Division, Style
+
 
 def load_(
     model: torch.nn.Module,
@@ -34,6 +39,8 @@ def load_(
     allow_missing: Collection[str] = (),
     config: Mapping[str, Any] | None = None,
     format: str | None = None,
+    tp: DeviceMesh | None = None,
+    tp_plan: Mapping[str, str | Style] | None = None,
 ) -> Report:
     """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s and `W8A8Linear`s, all else
     is copied.
@@ -65,6 +72,10 @@ def load_(
         allow_missing: patterns (`fnmatch`) of the model's tensors that the checkpoint need not fill: they keep what
             they hold. All others must be filled, whatever `strict` says.
         config, format: as in `jitgemm.load`.
+        tp: a mesh of one dimension: every rank of it calls `load_`, and gets its part of each Linear that tp_plan
+            names, see docs/parallel.md. Experts and embeddings are whole on every rank.
+        tp_plan: {pattern (`fnmatch`) of modules: a style of `jitgemm.nn.parallel`, or its name: "colwise", "rowwise",
+            "colwise_gather_output", "rowwise_split_input"}; None: the model's own, which models of transformers have.
 
     Returns:
         The names of the layers loaded, in the model's order, as a list that also says what was skipped, dequantised and
@@ -76,8 +87,17 @@ def load_(
             Where a value is wrong, as a NaN scale is, layers before it have been loaded; load again to mend that.
     """
     target = None if device is None else target_device(device)
+    if tp is None and tp_plan is not None:
+        raise ValueError("tp_plan: expected None without tp, a mesh, got a plan")
+    division = None
+    if tp is not None:
+        from jitgemm.nn.parallel import division_of  # half a second of torch.distributed
+
+        division = division_of(model, tp, tp_plan)
     plan = planned(model, opened(source, config), filter, activation, format, allow_missing, strict)
-    _carry_out(plan, target)
+    if division is not None:
+        division.check(model, plan.layers)
+    _carry_out(plan, target, division)
     report = Report(plan.layers, plan.skipped, plan.ignored)
     warn_of(report, "load_", f"of {plan.checkpoint.where}", "quantize_")
     return report
@@ -118,13 +138,13 @@ def warn_of(report: Report, call: str, where: str, instead: str) -> None:
         warnings.warn(f"{call}: {len(slower)} quantised layers are dequantised:\n{lines}", stacklevel=3)
 
 
-def _carry_out(plan: Plan, target: torch.device | None) -> None:
+def _carry_out(plan: Plan, target: torch.device | None, division: Division | None) -> None:
     def make(name: str, old: torch.nn.Module) -> PackedLinear | PackedExperts:
         if isinstance(plan.layers[name], Experts):
             tensor = old.w13.blocks if isinstance(old, PackedExperts) else getattr(old, PARAMETERS[0])
         else:
             tensor = old.blocks if isinstance(old, PackedLinear) else old.weight
-        return made(plan, name, old, target or _device(tensor))
+        return made(plan, name, old, target or _device(tensor), division)
 
     tied = any(plan.replaceable.shared(name) for name in plan.layers)
     put_layers(plan.model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
@@ -133,17 +153,34 @@ def _carry_out(plan: Plan, target: torch.device | None) -> None:
         describe_to_transformers(plan.model, bool(tied or plan.untied))
     if target is not None:
         plan.model.to(target)
+    if division is not None:
+        for name, module in list(plan.model.named_modules()):
+            if isinstance(module, torch.nn.Linear):
+                division.divide(name, module)
+        if hasattr(plan.model, "_tp_size"):  # by which transformers sizes static caches
+            plan.model._tp_size = division.mesh.size()
 
 
-def made(plan: Plan, name: str, old: torch.nn.Module, device: torch.device) -> PackedLinear | PackedExperts:
-    """The layer of that name, with its data. Raises ValueError for data that does not fit the old module."""
+def made(
+    plan: Plan, name: str, old: torch.nn.Module, device: torch.device, division: Division | None = None
+) -> PackedLinear | PackedExperts:
+    """The layer of that name, with its data, or a rank's part of it.
+
+    Raises:
+        ValueError: data that does not fit the old module, or cannot be divided.
+    """
     layer = plan.layers[name]
     if isinstance(layer, Experts):
         return read_experts(plan.checkpoint, layer, device)
-    parts = read(plan.checkpoint, layer, device)
-    if parts.weight.k != old.in_features:
-        raise ValueError(f"{name}: expected k = {old.in_features}, got {parts.weight.k}")
-    return PackedLinear.of_parts(parts)
+    cut = None if division is None else division.cut(name)
+    parts = read(plan.checkpoint, layer, device, cut)
+    k = parts.weight.k * (cut.world if cut is not None and cut.dim == "k" else 1)
+    if k != old.in_features:
+        raise ValueError(f"{name}: expected k = {old.in_features}, got {k}")
+    new = PackedLinear.of_parts(parts)
+    if division is not None:
+        division.mark(new, name)
+    return new
 
 
 def value_of(plan: Plan, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -9,20 +9,25 @@ plan serves a model with both.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DeviceMesh, Placement
+from torch.distributed.tensor import DeviceMesh, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
+from torch.distributed.tensor.parallel import parallelize_module
 
-from jitgemm.checkpoint.canonical import CanonicalWeight
-from jitgemm.kernel.formats import BLOCK_K, LHS_GROUP, STRIP_ROWS
+from jitgemm.kernel.formats import LHS_GROUP
+from jitgemm.nn.cut import Cut, part_of_bias, part_of_weight
+from jitgemm.nn.experts import PackedExperts
 from jitgemm.nn.fused import ADVICE, Run, Slice
 from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.read import BLOCK, CODES
+from jitgemm.nn.read import BLOCK, CODES, Layer
 from jitgemm.nn.split import Split
-from jitgemm.weight.pack import row_sums
-from jitgemm.weight.packed import PackedWeight, Weight
 
 __all__ = ["ColwiseParallel", "RowwiseParallel"]
 
@@ -31,7 +36,7 @@ class ColwiseParallel(_Colwise):
     """Each rank computes out_features / ranks columns of the output, from the whole input.
 
     The rank's columns are those of the whole layer bit for bit, where the same kernel computes both: always on the CPU,
-    on a GPU with `batch_invariant` or where the selector picks alike. The bias is divided like the rows.
+    on a GPU where the selector picks alike. The bias is divided like the rows.
 
     Args:
         input_layouts: layout of a plain input: None for Replicate(), or Shard(dim), which is gathered.
@@ -42,10 +47,13 @@ class ColwiseParallel(_Colwise):
     A DTensor as input is brought into the layout that the layer needs.
     """
 
+    dim = "n"
+    agree_scales = False
+
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedLinear):
             return super()._apply(module, device_mesh)
-        return _divide(module, "n", device_mesh, self.input_layouts, self.output_layouts, self.use_local_output)
+        return _divide(module, self, device_mesh)
 
 
 class RowwiseParallel(_Rowwise):
@@ -68,6 +76,8 @@ class RowwiseParallel(_Rowwise):
     without packing it again. A permutation (act-order) must keep each rank's columns among themselves.
     """
 
+    dim = "k"
+
     def __init__(
         self,
         *,
@@ -82,19 +92,13 @@ class RowwiseParallel(_Rowwise):
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedLinear):
             return super()._apply(module, device_mesh)
-        layouts = self.input_layouts, self.output_layouts, self.use_local_output
-        return _divide(module, "k", device_mesh, *layouts, agree_scales=self.agree_scales)
+        return _divide(module, self, device_mesh)
 
 
-def _divide(
-    layer: PackedLinear,
-    dim: str,
-    mesh: DeviceMesh,
-    input_layouts: tuple[Placement, ...],
-    output_layouts: tuple[Placement, ...],
-    local_output: bool,
-    agree_scales: bool = False,
-) -> PackedLinear:
+Style = ColwiseParallel | RowwiseParallel
+
+
+def _divide(layer: PackedLinear, style: Style, mesh: DeviceMesh) -> PackedLinear:
     """Makes the layer this rank's part of it, in place."""
     name = layer.weight.layer or type(layer).__name__
     if isinstance(layer, (Slice, Run)):
@@ -102,16 +106,22 @@ def _divide(
     if layer.split is not None:
         raise ValueError(f"{name}: expected a whole layer, got one that is divided along {layer.split.dim} already")
     try:
-        rank, world = rank_of(mesh)
-        part = part_of_weight(layer.weight, dim, rank, world, CODES[layer.activation])
-        split = Split(
-            dim, mesh, mesh.get_group(), input_layouts[0], output_layouts[0], local_output,
-            agree_scales and agrees(layer, part.k),
-        )  # fmt: skip
+        cut = Cut(style.dim, *rank_of(mesh))
+        weight = part_of_weight(layer.weight, *cut, CODES[layer.activation])
+        split = split_of(layer, weight.k, style, mesh)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    put_part(layer, part, part_of_bias(layer.bias, dim, rank, world), split)
+    bias = part_of_bias(layer.bias, *cut)
+    part = type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale)
+    layer._buffers, layer._weight = part._buffers, part._weight
+    layer.in_features, layer.out_features, layer.split = weight.k, weight.n, split
     return layer
+
+
+def split_of(layer: PackedLinear, k: int, style: Style, mesh: DeviceMesh) -> Split:
+    """What divides a layer as the style says; k: columns of a rank. Raises ValueError for scales that cannot agree."""
+    layouts = style.input_layouts[0], style.output_layouts[0], style.use_local_output
+    return Split(style.dim, mesh, mesh.get_group(), *layouts, style.agree_scales and _exchanges(layer, k))
 
 
 def rank_of(mesh: DeviceMesh) -> tuple[int, int]:
@@ -121,7 +131,7 @@ def rank_of(mesh: DeviceMesh) -> tuple[int, int]:
     return mesh.get_local_rank(), mesh.size()
 
 
-def agrees(layer: PackedLinear, k: int) -> bool:
+def _exchanges(layer: PackedLinear, k: int) -> bool:
     """Whether ranks have to exchange maxima for scales of the whole row; k: of a rank."""
     if layer.activation == "int8_affine":
         raise ValueError("agree_scales: expected symmetric activations, got int8_affine, whose zero points differ too")
@@ -132,56 +142,109 @@ def agrees(layer: PackedLinear, k: int) -> bool:
     return not layer.activation.endswith(BLOCK) and layer.input_scale is None
 
 
-def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: torch.dtype) -> Weight:
-    """A rank's part of a weight, exactly, in memory of its own; see `CanonicalWeight.shard`.
+# ---- a model's plan --------------------------------------------------------------------------------------------------
 
-    Records are sliced where the cut falls between them; otherwise the weight is unpacked, cut and packed.
+STYLES: dict[str, Callable[[], Style]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+"""Styles by the names that transformers' plans give them."""
+
+WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""Names for a layer that is whole on every rank, as far as inference goes."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a whole model is divided.
+
+    Attributes:
+        mesh: of one dimension.
+        rules: {pattern (`fnmatch`) of names: a style, or its name}; the first that fits a name holds.
     """
-    if weight.experts is not None:
-        raise ValueError(f"weight: expected a dense one, got one of {weight.experts} experts")
-    n, k, fmt = weight.n, weight.k, weight.format
-    if dim == "n" and n % (world * STRIP_ROWS) == 0:
-        n //= world
-        rows = slice(rank * n, (rank + 1) * n)
-        blocks = weight.blocks[rows.start // STRIP_ROWS : rows.stop // STRIP_ROWS].clone()
-        channel_scale, row_sum = (
-            None if each is None else each[rows].clone() for each in (weight.channel_scale, weight.row_sum)
-        )
-        part = type(weight)(
-            blocks, channel_scale, n, k, weight.group_size, fmt, row_sum=row_sum, permutation=weight.permutation
-        )
-    elif dim == "k" and _between_records(weight, world):
-        k //= world
-        blocks = weight.blocks[:, rank * k // BLOCK_K : (rank + 1) * k // BLOCK_K].contiguous()
-        row_sum = weight.row_sum
-        if row_sum is not None:
-            row_sum = row_sums(PackedWeight(blocks, weight.channel_scale, None, n, k, fmt))
-        part = type(weight)(blocks, weight.channel_scale, n, k, fmt.group_size or k, fmt, row_sum=row_sum)
-    else:
-        q, scale, zero = weight.unpack()
-        permutation, offset = weight.permutation, weight.unpack_offset()
-        whole = CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, bits=weight.bits)
-        part = whole.shard(dim, rank, world).pack(lhs_dtype)
-    part.named(weight.layer)
-    return part
+
+    mesh: DeviceMesh
+    rules: Mapping[str, str | Style]
+
+    def style(self, name: str) -> Style | None:
+        """Of the Linear of that name; None for one that is whole on every rank."""
+        style = next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
+        if style is None or style in WHOLE:
+            return None
+        if isinstance(style, str) and style in STYLES:
+            style = STYLES[style]()
+        if not isinstance(style, Style):
+            expected = ", ".join((*STYLES, *WHOLE))
+            raise ValueError(f"tp_plan: expected a style, or one of {expected}, got {style!r} for {name}")
+        return style
+
+    def check(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
+        """Raises ValueError for what headers show that cannot be divided so; layers: of the plan of `load_`, by name."""
+        _, world = rank_of(self.mesh)
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                self.style(name)
+        for name, layer in layers.items():
+            style = self.style(name) if isinstance(layer, Layer) else None
+            if style is None:
+                continue
+            size, multiple = (layer.n, 8) if style.dim == "n" else (layer.k or 0, 32)
+            if style.dim == "k" and layer.group_size and layer.group_size < size:
+                multiple = math.lcm(multiple, layer.group_size)
+            if size % (world * multiple):
+                raise ValueError(
+                    f"{name}: expected {style.dim} = {size} to be a multiple of {world} ranks * {multiple}; give it "
+                    "another style in tp_plan, with those that share its heads or columns"
+                )
+        heads = getattr(getattr(model, "config", None), "num_key_value_heads", None)
+        cut = [rule for pattern, rule in self.rules.items() if pattern.endswith("k_proj") and rule == "colwise"]
+        if isinstance(heads, int) and cut and heads % world:
+            raise ValueError(f"tp: expected ranks that divide num_key_value_heads = {heads}, got {world}")
+
+    def cut(self, name: str) -> Cut | None:
+        style = self.style(name)
+        return None if style is None else Cut(style.dim, *rank_of(self.mesh))
+
+    def mark(self, layer: PackedLinear, name: str) -> None:
+        """Says of a layer that was cut when it was read how it is divided."""
+        style = self.style(name)
+        if style is not None:
+            layer.split = split_of(layer, layer.in_features, style, self.mesh)
+
+    def divide(self, name: str, module: torch.nn.Module) -> None:
+        """Divides a whole layer, packed or not; a Linear in floats stays whole where that gives the same output."""
+        style = self.style(name)
+        if style is None or isinstance(module, PackedExperts):
+            return
+        if not isinstance(module, PackedLinear):
+            whole = style.output_layouts if style.dim == "n" else style.input_layouts
+            if whole == (Replicate(),):
+                return
+        parallelize_module(module, self.mesh, style, src_data_rank=None)
 
 
-def _between_records(weight: Weight, world: int) -> bool:
-    """Whether each rank's part along k is whole records, in the weight's own format."""
-    group_size = weight.format.group_size
-    whole = weight.k % (world * max(BLOCK_K, group_size)) == 0
-    return whole and weight.permutation is None and weight.k // world > group_size
+def division_of(model: torch.nn.Module, mesh: DeviceMesh, rules: Mapping[str, str | Style] | None) -> Division:
+    """A model's division, by its own plan where rules is None.
 
-
-def part_of_bias(bias: torch.Tensor | None, dim: str, rank: int, world: int) -> torch.Tensor | None:
-    """Rows of it, or along k all of it for rank 0."""
-    if bias is None or dim == "k":
-        return bias if rank == 0 else None
-    return bias.chunk(world)[rank].clone()
-
-
-def put_part(layer: PackedLinear, weight: Weight, bias: torch.Tensor | None, split: Split) -> None:
-    """Makes the layer one over this weight and bias."""
-    part = type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale)
-    layer._buffers, layer._weight = part._buffers, part._weight
-    layer.in_features, layer.out_features, layer.split = weight.k, weight.n, split
+    Raises:
+        TypeError, ValueError: no mesh, no plan, or a rule that fits nothing.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"tp: expected a DeviceMesh, got {type(mesh).__name__}")
+    rank_of(mesh)
+    if rules is None:
+        rules = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+        if not rules:
+            raise ValueError(
+                "tp_plan: expected {pattern of names: style}, as the model has no plan of its own, got None"
+            )
+        return Division(mesh, rules)
+    names = [name for name, _ in model.named_modules()]
+    for pattern in rules:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"tp_plan: expected patterns of the model's modules, got {pattern!r}, which fits none")
+    return Division(mesh, rules)

@@ -14,6 +14,7 @@ import torch
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
 from jitgemm.kernel.formats import LHS_GROUP
+from jitgemm.nn.cut import Cut, part_of_bias, part_of_weight
 from jitgemm.weight.packed import Weight
 
 ACTIVATIONS = ("e4m3", "int8", "int8_affine", "e4m3_block", "int8_block")
@@ -144,8 +145,8 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
     return Layer(header.prefix, header.names, sizes.n, sizes.k, sizes.group_size, chosen, static, bits, header, unused)
 
 
-def read(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> Parts:
-    """The layer's data.
+def read(checkpoint: Checkpoint, layer: Layer, device: torch.device, cut: Cut | None = None) -> Parts:
+    """The layer's data, or a rank's part of it.
 
     Raises:
         ValueError: a value is out of range.
@@ -156,8 +157,13 @@ def read(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> Parts:
                 suffix: checkpoint.read(name, _CPU if suffix in _ON_CPU else device)
                 for suffix, name in layer.names.items()
             }
-            return state_dict_parts(tensors)
+            parts = state_dict_parts(tensors)
+            if cut is None:
+                return parts
+            part = part_of_weight(parts.weight, *cut, CODES[parts.activation])
+            return parts._replace(weight=part, bias=part_of_bias(parts.bias, *cut))
         weight = read_header(checkpoint, layer.header, device)
+        weight = weight if cut is None else weight.shard(*cut)
         packed = weight.pack(CODES[layer.activation])
     return Parts(packed, weight.bias, layer.activation, weight.input_scale if layer.static else None)
 
