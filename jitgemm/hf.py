@@ -348,8 +348,8 @@ def _check_parallel(model: PreTrainedModel) -> None:
     told = getattr(model.config, "distributed_config", None)
     if told is not None and not hasattr(PreTrainedModel, "_mesh_manager"):
         raise ValueError(
-            "tp_plan, distributed_config: expected none with this version of transformers, whose plans divide no layers "
-            "of jitgemm.nn; update it, or call jitgemm.nn.load_(model, folder, tp=mesh)"
+            "tp_plan, distributed_config: expected none with this transformers, whose plans divide no layers of "
+            "jitgemm.nn; update it, or call jitgemm.nn.load_(model, folder, tp=mesh)"
         )
     for name in ("dp_size", "pp_size", "ep_size"):
         size = (told.get(name) if isinstance(told, Mapping) else getattr(told, name, None)) or 1

@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,18 @@ def two_ranks(folder: Path, backend: str = "gloo") -> Iterator[Callable[..., lis
     def run(function: Callable[..., Any], *arguments: Any) -> list[Any]:
         for pipe in pipes:
             pipe.send((function, arguments))
-        answers = []
-        for rank, pipe in enumerate(pipes):
-            if not pipe.poll(LIMIT_S):
-                raise TimeoutError(f"rank {rank} did not answer within {LIMIT_S} s")
-            answers.append(pipe.recv())
-        for rank, (_, error) in enumerate(answers):
-            if error is not None:
-                raise AssertionError(f"rank {rank}: {error}")
-        return [result for result, _ in answers]
+        answers: dict[int, Any] = {}
+        while len(answers) < WORLD:
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
+            ready = connection.wait(waiting, LIMIT_S)
+            if not ready:
+                raise TimeoutError(f"ranks did not answer within {LIMIT_S} s; those that did: {answers}")
+            for pipe in ready:
+                answers[pipes.index(pipe)] = pipe.recv()
+        errors = [f"rank {rank}: {error}" for rank, (_, error) in sorted(answers.items()) if error is not None]
+        if errors:
+            raise AssertionError("\n".join(errors))
+        return [answers[rank][0] for rank in range(WORLD)]
 
     try:
         yield run

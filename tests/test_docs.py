@@ -100,13 +100,17 @@ def floats_folder(name: str) -> None:
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(name)
 
 
-def divided_mlp() -> dict[str, object]:
-    """A gated MLP and its input, in a group of one process."""
+def divided() -> dict[str, object]:
+    """A gated MLP, experts and their input, in a group of one process."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     mlp = torch.nn.ModuleDict({name: torch.nn.Linear(128, 128) for name in ("gate", "up", "down")})
     mlp.forward = lambda x: mlp["down"](torch.nn.functional.silu(mlp["gate"](x)) * mlp["up"](x))
-    return {"mlp": mlp, "x": torch.randn(3, 128)}
+    codes = torch.randint(-8, 8, (4, 256, 128), dtype=torch.int8)
+    w13, w2 = (jitgemm.pack_w4(q, torch.full((4, len(q[0]), 1), 0.01), group_size=128) for q in (codes, codes[:, :128]))
+    block = torch.nn.ModuleDict({"experts": jitgemm.nn.W4A8Experts(w13, w2)})
+    ids, weights = torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.rand(3, 2)
+    return {"mlp": mlp, "x": torch.randn(3, 128), "block": block, "ids": ids, "weights": weights}
 
 
 REPLACED = {
@@ -126,7 +130,7 @@ NAMED = {
 }
 """What makes the folder that a sample names."""
 
-GIVEN = {"q13": mixture, "init_device_mesh": divided_mlp, "rank": lambda: {"rank": 1, "jitgemm": jitgemm}}
+GIVEN = {"q13": mixture, "init_device_mesh": divided, "rank": lambda: {"rank": 1, "jitgemm": jitgemm}}
 """What a sample with this name in it is given, as global names."""
 
 CANNOT_RUN: dict[str, str] = {}

@@ -12,16 +12,18 @@ import torch
 from safetensors.torch import save_file
 from small_models import checkpoint_tensors
 from small_models import config as stored_config
+from test_nn_experts import experts, routed
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
 from jitgemm.checkpoint.canonical import CanonicalWeight
-from jitgemm.nn import PackedExperts, PackedLinear, W4A8Linear, W8A8Linear
+from jitgemm.nn import ACTIVATIONS, PackedExperts, PackedLinear, W4A8Linear, W8A8Experts, W8A8Linear
 from jitgemm.nn.cut import part_of_weight
-from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
+from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from jitgemm.nn.read import CODES
 from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.quantize import quantize_w8
 
 N, K, M = 128, 512, 5
 
@@ -274,6 +276,50 @@ def layouts_are_not_fused(mesh) -> dict[str, str]:
     return jitgemm.nn.fuse_(model).skipped
 
 
+EXPERTS = [*ACTIVATIONS, "8 bits"]
+
+
+def of_rank(rank: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    x, ids, weights = routed(seed=5 + rank, tokens=tokens, dtype=dtype)
+    ids[:2, 0], ids[3] = -1, 7  # a choice that is skipped, and a token without any
+    ids[4] = torch.tensor([0, 1])  # one whose experts are all rank 0's
+    return x, ids, weights
+
+
+def layer_of_experts(kind: str) -> PackedExperts:
+    if kind != "8 bits":
+        return experts(activation=kind, bias=True)
+    made = [torch.randn((4, *shape), generator=builders.generator(2)) / 8 for shape in ((192, 64), (64, 96))]
+    return W8A8Experts(*(quantize_w8(weight, lhs_dtype=torch.int8) for weight in made), activation="int8")
+
+
+def divided_experts(mesh, kind: str, dtype: torch.dtype) -> None:
+    layer, rank = layer_of_experts(kind), mesh.get_local_rank()
+    whole, size = copy.deepcopy(layer), layer.w13.weight.nbytes
+    parallelize_module(layer, mesh, ExpertParallel(input_layouts=Shard(0)))
+    assert layer.num_experts == 2 and layer.w13.weight.nbytes == size // 2
+    error = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
+    for counts in ((9, 6), (24, 5), (5, 0)):
+        tokens = counts[rank]
+        given = [each[:tokens] for each in of_rank(rank, max(tokens, 5), dtype)]
+        expected, out = whole(*given), layer(*given)
+        assert out.shape == expected.shape and out.dtype == dtype
+        if tokens:
+            assert (out - expected).abs().max() <= error * expected.abs().max()
+            assert not out[3].any()
+    same = copy.deepcopy(whole)
+    parallelize_module(same, mesh, ExpertParallel())
+    given = of_rank(0, 9, dtype)
+    expected = whole(*given)
+    assert (same(*given) - expected).abs().max() <= error * expected.abs().max()
+    for module, style, words in (
+        (layer, ExpertParallel(), "expected all experts, got 2 of a rank"),
+        (copy.deepcopy(whole), ExpertParallel(input_layouts=Shard(1)), "expected Replicate"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            parallelize_module(module, mesh, style)
+
+
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +340,12 @@ def test_parts_of_k_sum_up_to_the_same_on_every_rank(both, name, dtype):
 @pytest.mark.parametrize("name", [name for name in LAYERS if "affine" not in name and "records" not in name])
 def test_agreed_scales_are_the_whole_rows(both, name):
     both(agreed, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_of_two_ranks_are_the_layer(both, kind, dtype):
+    both(divided_experts, kind, dtype)
 
 
 def test_layouts_of_inputs_and_outputs(both):
@@ -501,6 +553,17 @@ def mixture(mesh, folder: str) -> torch.Tensor:
     jitgemm.nn.load_(model, folder, tp=mesh)
     logits = model(TOKENS).logits
     assert near(logits, whole(TOKENS).logits)
+    divided = llama("Qwen3Moe", **MIXTURE)
+    plan = dict(divided.tp_plan) | {"*.mlp.experts": ExpertParallel()}
+    plan = {"*.mlp.experts": ExpertParallel()} | {name: rule for name, rule in plan.items() if "experts" not in name}
+    plan = {
+        name: rule
+        for name, rule in plan.items()
+        if not name.endswith(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))
+    }
+    jitgemm.nn.load_(divided, folder, tp=mesh, tp_plan=plan)
+    assert divided.model.layers[0].mlp.experts.num_experts == 2
+    assert near(divided(TOKENS).logits, logits)
     options["config"] = jitgemm.hf.config(folder)
     model = auto.from_pretrained(folder, **options, distributed_config=DistributedConfig(tp_size=ranks.WORLD))
     assert isinstance(model.model.layers[0].mlp.experts, PackedExperts)

@@ -8,11 +8,12 @@ import builders
 import pytest
 import ranks
 import torch
-from test_parallel import LAYERS, PLAN, Model, apart, columns_of, x_of
+from test_parallel import EXPERTS, LAYERS, PLAN, Model, apart, columns_of, layer_of_experts, of_rank, x_of
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
-from jitgemm.nn.parallel import ColwiseParallel, RowwiseParallel
+from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 
 pytestmark = pytest.mark.gpu
 
@@ -95,6 +96,24 @@ def a_model(mesh) -> torch.Tensor:
     compiled = torch.compile(model, fullgraph=True)
     assert (compiled(x) - fused).norm() < 0.02 * fused.norm()
     return fused.cpu()
+
+
+def divided_experts(mesh, kind: str) -> None:
+    whole, rank = layer_of_experts(kind).cuda(), mesh.get_local_rank()
+    layer = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel(input_layouts=Shard(0)))
+    for counts in ((9, 6), (200, 5), (5, 0)):
+        tokens = counts[rank]
+        given = [each[:tokens].cuda() for each in of_rank(rank, max(tokens, 5), torch.bfloat16)]
+        expected, out = whole(*given), layer(*given)
+        assert out.shape == expected.shape and (not tokens or near(out, expected))
+    layer = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel())
+    given = [each.cuda() for each in of_rank(0, 9, torch.bfloat16)]
+    assert near(layer(*given), whole(*given))
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_divided_experts(both, kind):
+    both(divided_experts, kind)
 
 
 @pytest.mark.parametrize("name", LAYERS)

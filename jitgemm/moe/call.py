@@ -19,12 +19,12 @@ from jitgemm.dtypes import LHS_TYPES, torch_dtype
 from jitgemm.gemm.arguments import Lhs
 from jitgemm.gemm.grouped import contiguous
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div, format_named
-from jitgemm.moe.arguments import Layer, Weight, check_arguments, check_out, check_weights, make_gate
+from jitgemm.moe.arguments import Layer, Routing, Weight, check_arguments, check_out, check_weights, make_gate
 from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
-from jitgemm.tensors import check_dtype, check_flag, check_tensor
+from jitgemm.tensors import check_dtype, check_flag, check_tensor, take_rows
 from jitgemm.weight.packed import PackedWeight
 from jitgemm.weight.packed import Weight as AnyWeight
 
@@ -245,27 +245,47 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def _launch(layer: Layer, out: torch.Tensor) -> None:
-    w13: Any
-    w2: Any
-    x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, expert_map, bias13, bias2, addend = layer[:12]
-    batch_invariant, block = layer[12:]
-    choices = topk_ids.numel()
+    x, _, _, topk_ids, _, _, dtype, affine, expert_map = layer[:9]
     everywhere = layer.experts if expert_map is None else expert_map.numel()
-    expected_m = choices / everywhere
+    expected_m = topk_ids.numel() / everywhere
 
-    tokens = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None, block=block)
+    tokens = Inputs(x, dtype, False, affine, None, None, None, None, 0.0, None, block=layer.block)
     gather: torch.Tensor | None  # by the GEMM
     if expected_m >= GATHER_M:
         offsets, row_index, inverse = route(topk_ids, layer.experts, expert_map=expert_map)
         quantised, gather = quantize(tokens._replace(row_count=offsets[-1:], row_index=row_index)), None
     else:
         (offsets, gather, inverse), quantised = route_and_quantize(tokens, topk_ids, layer.experts, expert_map)
+    _multiply(layer, _lhs(quantised), Routing(offsets, gather, inverse), expected_m, out)
+
+
+def run_quantised(layer: Layer, lhs: Lhs, expected_m: float, out: torch.Tensor) -> None:
+    """The layer of tokens that are quantised, as other ranks send them; checks no more than its calls do.
+
+    Args:
+        layer: with an x of the results' type and as many rows as there are tokens, which is not read; at least one.
+        lhs: the tokens, [tokens, k].
+        expected_m: rows of an expert.
+    """
+    routing = route(layer.topk_ids, layer.experts)
+    if expected_m >= GATHER_M:  # indices behind the last row say nothing
+        rows = routing.row_index.long().clamp(0, layer.x.shape[0] - 1)
+        lhs, routing = tuple(take_rows(part, rows) for part in lhs), routing._replace(row_index=None)
+    _multiply(layer, lhs, routing, expected_m, out)
+
+
+def _multiply(layer: Layer, lhs: Lhs, routing: Routing, expected_m: float, out: torch.Tensor) -> None:
+    """Both GEMMs, what is between them and the sum; routing.row_index: by which the first GEMM gathers, or None."""
+    w13: Any
+    w2: Any
+    x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, _, bias13, bias2, addend, batch_invariant, block = layer
+    offsets, gather, inverse = routing
+    choices = topk_ids.numel()
     memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
     hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
-    lhs = _lhs(quantised)
     contiguous(AnyWeight, lhs, w13, hidden, offsets, bias13, gather, expected_m, batch_invariant)
-    lhs = _lhs(quantize(tokens._replace(x=hidden, gate=gate, row_count=offsets[-1:])))
-    contiguous(AnyWeight, lhs, w2, rows, offsets, bias2, None, expected_m, batch_invariant)
+    made = Inputs(hidden, dtype, False, affine, None, None, gate, None, 0.0, None, offsets[-1:], block)
+    contiguous(AnyWeight, _lhs(quantize(made)), w2, rows, offsets, bias2, None, expected_m, batch_invariant)
     combine(rows, inverse, topk_weights, out, addend=addend)
 
 

@@ -66,3 +66,13 @@ def part_of_bias(bias: torch.Tensor | None, dim: str, rank: int, world: int) -> 
     if bias is None or dim == "k":
         return bias if rank == 0 else None
     return bias.chunk(world)[rank].clone()
+
+
+def part_of_experts(weight: Weight, experts: slice) -> Weight:
+    """Some experts of a weight, in memory of their own."""
+    tensors = weight.blocks, weight.channel_scale, weight.row_sum
+    blocks, channel_scale, row_sum = (None if each is None else each[experts].clone() for each in tensors)
+    sizes = weight.n, weight.k, weight.group_size
+    part = type(weight)(blocks, channel_scale, *sizes, weight.format, row_sum=row_sum)
+    part.named(weight.layer)
+    return part

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from jitgemm.activations.kernel import SILU_MUL, Gate
 from jitgemm.dtypes import REAL_TYPES
+from jitgemm.moe.arguments import Layer
 from jitgemm.moe.call import fused_experts
 from jitgemm.nn.gate import decoded, encoded
 from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import BLOCK, CODES, state_dict_parts
 from jitgemm.tensors import check_dtype
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+
+if TYPE_CHECKING:
+    from jitgemm.nn.exchange import ExpertSplit
 
 
 class PackedExperts(torch.nn.Module):
@@ -39,9 +43,11 @@ class PackedExperts(torch.nn.Module):
         top_k: experts of a token, or None; `warmup` asks, the call takes any number.
         activation: one of ACTIVATIONS: how both GEMMs' inputs are quantised, never with a static scale.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
+        split: which experts this rank has; None for all. See `jitgemm.nn.parallel.ExpertParallel`.
     """
 
     batch_invariant = False
+    split: ExpertSplit | None = None
     kind: ClassVar[type[Weight]] = Weight
     """The class of its weights."""
 
@@ -139,6 +145,37 @@ class PackedExperts(torch.nn.Module):
 
     def run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
         """The call itself, of rows [tokens, hidden]; options: of `fused_experts`, such as expert_map and out."""
+        if self.split is not None:
+            return self._run_divided(rows, ids, weights, **options)
+        return self._run(rows, ids, weights, **options)
+
+    def _run_divided(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        split, gate = self.split, self.gate
+        if not split.exchanges:
+            out = self._run(rows, ids, weights, expert_map=split.expert_map(rows.device))
+            split.sum(out)
+            return out
+        weight13, weight2, by_block = self.w13.weight, self.w2.weight, self.activation.endswith(BLOCK)
+        return split.exchange(
+            Layer(
+                rows.contiguous(),
+                weight13,
+                weight2,
+                ids,
+                weights,
+                gate,
+                CODES[self.activation],
+                self.activation == "int8_affine",
+                None,
+                self.w13.bias,
+                self.w2.bias,
+                None,
+                self.batch_invariant,
+                by_block,
+            )  # fmt: skip
+        )
+
+    def _run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
         gate = self.gate
         return fused_experts(
             rows.contiguous(),

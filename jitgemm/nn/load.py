@@ -73,7 +73,7 @@ def load_(
             they hold. All others must be filled, whatever `strict` says.
         config, format: as in `jitgemm.load`.
         tp: a mesh of one dimension: every rank of it calls `load_`, and gets its part of each Linear that tp_plan
-            names, see docs/parallel.md. Experts and embeddings are whole on every rank.
+            names, see docs/parallel.md. Embeddings are whole on every rank, and experts but for `ExpertParallel`.
         tp_plan: {pattern (`fnmatch`) of modules: a style of `jitgemm.nn.parallel`, or its name: "colwise", "rowwise",
             "colwise_gather_output", "rowwise_split_input"}; None: the model's own, which models of transformers have.
 
@@ -171,7 +171,10 @@ def made(
     """
     layer = plan.layers[name]
     if isinstance(layer, Experts):
-        return read_experts(plan.checkpoint, layer, device)
+        experts = read_experts(plan.checkpoint, layer, device)
+        if division is not None:
+            division.divide(name, experts)
+        return experts
     cut = None if division is None else division.cut(name)
     parts = read(plan.checkpoint, layer, device, cut)
     k = parts.weight.k * (cut.world if cut is not None and cut.dim == "k" else 1)

@@ -16,20 +16,23 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DeviceMesh, Placement, Replicate
+from torch.distributed.tensor import DeviceMesh, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from jitgemm.kernel.formats import LHS_GROUP
-from jitgemm.nn.cut import Cut, part_of_bias, part_of_weight
+from jitgemm.nn.cut import Cut, part_of_bias, part_of_experts, part_of_weight
+from jitgemm.nn.exchange import ExpertSplit
 from jitgemm.nn.experts import PackedExperts
 from jitgemm.nn.fused import ADVICE, Run, Slice
 from jitgemm.nn.linear import PackedLinear
+from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import BLOCK, CODES, Layer
 from jitgemm.nn.split import Split
 
-__all__ = ["ColwiseParallel", "RowwiseParallel"]
+__all__ = ["ColwiseParallel", "ExpertParallel", "RowwiseParallel"]
 
 
 class ColwiseParallel(_Colwise):
@@ -93,6 +96,50 @@ class RowwiseParallel(_Rowwise):
         if not isinstance(module, PackedLinear):
             return super()._apply(module, device_mesh)
         return _divide(module, self, device_mesh)
+
+
+class ExpertParallel(ParallelStyle):
+    """Each rank holds num_experts / ranks whole experts of a `W4A8Experts` or `W8A8Experts`.
+
+    A rank's experts sum their results of a token as the whole layer does and round them to the input's type; then the
+    ranks' results are summed.
+
+    Args:
+        input_layouts: None for Replicate(): all ranks have the same tokens, each computes what its experts make of
+            them, and an all-reduce sums that, rounding at each addition. Or Shard(0): every rank has tokens of its own,
+            any number, which travel by `all_to_all_single` to the ranks of their experts, once each, as 8-bit codes
+            with their scales, and come back in the input's type; the sum is in fp32, in the order of ranks. That waits for
+            the device once a call, so no CUDA graph captures it, and no compiler traces it.
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None):
+        super().__init__()
+        self.input_layouts = input_layouts or Replicate()
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if not isinstance(module, PackedExperts):
+            raise TypeError(f"module: expected W4A8Experts or W8A8Experts, got {type(module).__name__}")
+        if self.input_layouts not in (Replicate(), Shard(0)):
+            raise ValueError(f"input_layouts: expected Replicate() or Shard(0), got {self.input_layouts}")
+        name = module.w13.weight.layer.removesuffix(".w13") or type(module).__name__
+        rank, world = rank_of(device_mesh)
+        if module.split is not None:
+            raise ValueError(f"{name}: expected all experts, got {module.num_experts} of a rank")
+        if module.num_experts % world:
+            raise ValueError(f"{name}: expected experts that {world} ranks share alike, got {module.num_experts}")
+        count = module.num_experts // world
+        mine = slice(rank * count, (rank + 1) * count)
+        for part in (module.w13, module.w2):
+            bias = part.bias
+            new = Packed(
+                part_of_experts(part.weight, mine),
+                None if bias is None else bias[mine].clone(),
+                activation=part.activation,
+            )
+            part._buffers, part._weight = new._buffers, new._weight
+        module.num_experts = count
+        module.split = ExpertSplit(device_mesh.get_group(), rank, world, count, self.input_layouts == Shard(0))
+        return module
 
 
 Style = ColwiseParallel | RowwiseParallel
@@ -170,9 +217,12 @@ class Division:
     mesh: DeviceMesh
     rules: Mapping[str, str | Style]
 
+    def _rule(self, name: str) -> Any:
+        return next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
+
     def style(self, name: str) -> Style | None:
         """Of the Linear of that name; None for one that is whole on every rank."""
-        style = next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
+        style = self._rule(name)
         if style is None or style in WHOLE:
             return None
         if isinstance(style, str) and style in STYLES:
@@ -183,7 +233,7 @@ class Division:
         return style
 
     def check(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
-        """Raises ValueError for what headers show that cannot be divided so; layers: of the plan of `load_`, by name."""
+        """Raises ValueError for what headers show that cannot be divided so; layers: of `load_`'s plan, by name."""
         _, world = rank_of(self.mesh)
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear):
@@ -217,8 +267,12 @@ class Division:
 
     def divide(self, name: str, module: torch.nn.Module) -> None:
         """Divides a whole layer, packed or not; a Linear in floats stays whole where that gives the same output."""
+        if isinstance(module, PackedExperts):
+            if isinstance(expert_style := self._rule(name), ExpertParallel):
+                parallelize_module(module, self.mesh, expert_style, src_data_rank=None)
+            return
         style = self.style(name)
-        if style is None or isinstance(module, PackedExperts):
+        if style is None:
             return
         if not isinstance(module, PackedLinear):
             whole = style.output_layouts if style.dim == "n" else style.input_layouts
