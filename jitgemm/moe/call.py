@@ -16,10 +16,10 @@ from jitgemm.activations.arguments import Inputs, Outputs
 from jitgemm.activations.call import quantize
 from jitgemm.activations.kernel import Gate
 from jitgemm.dtypes import LHS_TYPES, torch_dtype
-from jitgemm.gemm.arguments import Lhs
+from jitgemm.gemm.arguments import Lhs, split_lhs
 from jitgemm.gemm.grouped import contiguous
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div, format_named
-from jitgemm.moe.arguments import Layer, Routing, Weight, check_arguments, check_out, check_weights, make_gate
+from jitgemm.moe.arguments import Layer, Weight, check_arguments, check_out, check_weights, make_gate
 from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
 from jitgemm.runtime.dispatch import define_op, traced
@@ -256,7 +256,7 @@ def _launch(layer: Layer, out: torch.Tensor) -> None:
         quantised, gather = quantize(tokens._replace(row_count=offsets[-1:], row_index=row_index)), None
     else:
         (offsets, gather, inverse), quantised = route_and_quantize(tokens, topk_ids, layer.experts, expert_map)
-    _multiply(layer, _lhs(quantised), Routing(offsets, gather, inverse), expected_m, out)
+    _multiply(layer, _lhs(quantised), offsets, inverse, gather, expected_m, out)
 
 
 def run_quantised(layer: Layer, lhs: Lhs, expected_m: float, out: torch.Tensor) -> None:
@@ -267,19 +267,28 @@ def run_quantised(layer: Layer, lhs: Lhs, expected_m: float, out: torch.Tensor) 
         lhs: the tokens, [tokens, k].
         expected_m: rows of an expert.
     """
-    routing = route(layer.topk_ids, layer.experts)
+    offsets, row_index, inverse = route(layer.topk_ids, layer.experts)
+    gather: torch.Tensor | None = row_index
     if expected_m >= GATHER_M:  # indices behind the last row say nothing
-        rows = routing.row_index.long().clamp(0, layer.x.shape[0] - 1)
-        lhs, routing = tuple(take_rows(part, rows) for part in lhs), routing._replace(row_index=None)
-    _multiply(layer, lhs, routing, expected_m, out)
+        rows = row_index.long().clamp(0, layer.x.shape[0] - 1)
+        x, scale, zero = split_lhs(lhs)
+        lhs, gather = _lhs((take_rows(x, rows), scale[rows], None if zero is None else zero[rows])), None
+    _multiply(layer, lhs, offsets, inverse, gather, expected_m, out)
 
 
-def _multiply(layer: Layer, lhs: Lhs, routing: Routing, expected_m: float, out: torch.Tensor) -> None:
-    """Both GEMMs, what is between them and the sum; routing.row_index: by which the first GEMM gathers, or None."""
+def _multiply(
+    layer: Layer,
+    lhs: Lhs,
+    offsets: torch.Tensor,
+    inverse: torch.Tensor,
+    gather: torch.Tensor | None,
+    expected_m: float,
+    out: torch.Tensor,
+) -> None:
+    """Both GEMMs, what is between them and the sum; gather: by which the first GEMM takes rows of lhs, or None."""
     w13: Any
     w2: Any
     x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, _, bias13, bias2, addend, batch_invariant, block = layer
-    offsets, gather, inverse = routing
     choices = topk_ids.numel()
     memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
     hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))

@@ -108,8 +108,8 @@ class ExpertParallel(ParallelStyle):
         input_layouts: None for Replicate(): all ranks have the same tokens, each computes what its experts make of
             them, and an all-reduce sums that, rounding at each addition. Or Shard(0): every rank has tokens of its own,
             any number, which travel by `all_to_all_single` to the ranks of their experts, once each, as 8-bit codes
-            with their scales, and come back in the input's type; the sum is in fp32, in the order of ranks. That waits for
-            the device once a call, so no CUDA graph captures it, and no compiler traces it.
+            with their scales, and come back in the input's type; the sum is in fp32, in the order of ranks. That waits
+            for the device once a call, so no CUDA graph captures it, and no compiler traces it.
     """
 
     def __init__(self, *, input_layouts: Placement | None = None):
