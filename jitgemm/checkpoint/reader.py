@@ -78,8 +78,8 @@ def load(
             those of its own type.
 
     Returns:
-        The packed weight: a `W4Weight`, or a `W8Weight` for a layer of 8 bits. With activation order, `permutation` says
-        which input columns its columns are.
+        The packed weight: a `W4Weight`, or a `W8Weight` for a layer of 8 bits. With activation order, `permutation`
+        says which input columns its columns are.
 
     Raises:
         FileNotFoundError: source is not there.

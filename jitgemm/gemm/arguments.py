@@ -193,6 +193,6 @@ def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> No
     if differ(x_scale.shape, (*rows, ceil_div(k, LHS_GROUP))):
         per_token = f"{list(rows)}" if len(rows) > 1 else f"{list(rows)}, {[*rows, 1]}"
         raise ValueError(
-            f"{X_SCALE}: expected shape {per_token} or one element, or {[*rows, ceil_div(k, LHS_GROUP)]} for a scale per "
-            f"token and {LHS_GROUP} k, got {list(x_scale.shape)}"
+            f"{X_SCALE}: expected shape {per_token} or one element, or {[*rows, ceil_div(k, LHS_GROUP)]} for a scale "
+            f"per token and {LHS_GROUP} k, got {list(x_scale.shape)}"
         )

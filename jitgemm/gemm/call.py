@@ -61,8 +61,9 @@ def gemm_w4a8_nt(
     With a scale per token and 128 k, part's sums go over the k of one such block b and of one group, and are multiplied
     by x_scale[i, b] there::
 
-        out[i, j] = sum over parts of (scale[j, g] * x_scale[i, b]) * (sum over their k of x[i, k] * (q[j, k] - zero[j, g]))
-                    + bias[j]                           and offset[j, g] * x_scale[i, b] * (sum over their k of x[i, k])
+        out[i, j] = bias[j] + sum over parts of
+                    (scale[j, g] * x_scale[i, b]) * (sum over their k of x[i, k] * (q[j, k] - zero[j, g]))
+                    and offset[j, g] * x_scale[i, b] * (sum over their k of x[i, k])
 
     The product of the two scales is rounded to fp32 first, and multiplied and added up with the run's sum in one step.
 

@@ -23,8 +23,8 @@ MAX_ROWS = 2**31 - 1
 TABLE_SIZES = (64, 256, 1024)
 """Experts that a grouped kernel's table holds, one size a kernel."""
 MAX_INT8_CHANNEL_K = 2**20 - 32
-"""Largest k of int8 per channel with 4-bit weights: its sums stay in int32, where k products of up to 128 * 16 must fit;
-codes in the order for int8 have a limit of their own (`MAX_CHANNEL_K_S8`)."""
+"""Largest k of int8 per channel with 4-bit weights: its sums stay in int32, where k products of up to 128 * 16 must
+fit; codes in the order for int8 have a limit of their own (`MAX_CHANNEL_K_S8`)."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -71,7 +71,7 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """One text for all of it, such as "g128-bf16", "channel-fp32-z" or "w8-g128-fp32-s8"; `format_named` reads it."""
+        """One text for all of it, such as "g128-bf16", "channel-fp32-z", "w8-g128-fp32-s8"; `format_named` reads it."""
         # Found by comparing: a compiler that traces this may know the group size as a symbol only.
         group = [name for size, name in _GROUP_NAMES.items() if size == self.group_size][0]
         parts = [*(["w8"] if self.bits == 8 else []), group, self.scale_type]
@@ -81,7 +81,7 @@ class WeightFormat:
 
     @property
     def max_int8_k(self) -> int:
-        """Largest k of int8 activations: sums per channel stay in int32, where k products of up to 128 * 128 must fit."""
+        """Largest k of int8 activations: sums per channel stay in int32, where k products up to 128 * 128 must fit."""
         if self.group_size:
             return MAX_ROWS
         return MAX_INT8_CHANNEL_K if self.bits == 4 else 2**17 - 32

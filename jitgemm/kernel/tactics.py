@@ -72,7 +72,7 @@ def fragment_sets(spec: KernelSpec) -> int:
 
 
 def multiply_widths(spec: KernelSpec) -> tuple[int, ...]:
-    """Tokens of the multiplies that a kernel has, one a loop of its own: a tile takes the narrowest that its tokens fit.
+    """Tokens of the multiplies that a kernel has, one a loop of its own: a tile takes the narrowest that it fits.
 
     A grouped GEMM's tiles end with their experts, so that most of them are not full: multiplies as wide as needed are 2
     to 12 % faster where tensor cores or conversions bind (docs/moe.md). With several factors a record, or zero points,

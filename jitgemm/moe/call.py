@@ -61,8 +61,9 @@ def fused_experts(
         y[t, i] = w2[e] · Q(act(g, u)) + bias2[e]                               e the expert that topk_ids[t, i] means
         (g, u)  = w13[e] · Q(x[t]) + bias13[e]
 
-    Q quantises to 8 bits, a scale for each row, or for each row and 128 k, as `quantize_activations`. Both products are rounded to x's type, act
-    is fp32 and not rounded, the sum is fp32, in the order of i, and rounded once. The same bits in every run.
+    Q quantises to 8 bits, a scale for each row, or for each row and 128 k, as `quantize_activations`. Both products are
+    rounded to x's type, act is fp32 and not rounded, the sum is fp32, in the order of i, and rounded once. The same
+    bits in every run.
 
     ::
 

@@ -45,8 +45,8 @@ def load_(
     """Fills a model from a quantised checkpoint: its quantised Linears become `W4A8Linear`s and `W8A8Linear`s, all else
     is copied.
 
-    Experts that the model stacks in two parameters, as transformers 5 does, become a `W4A8Experts` or `W8A8Experts`; the
-    checkpoint names each expert's projections (docs/formats.md). Experts in floats are stacked; routers stay what they
+    Experts that the model stacks in two parameters, as transformers 5 does, become a `W4A8Experts` or `W8A8Experts`;
+    the checkpoint names each expert's projections (docs/formats.md). Experts in floats are stacked; routers stay what they
     are.
 
     A model from transformers is made by `AutoModelForCausalLM.from_config(config)`; what it holds before does not

@@ -38,8 +38,8 @@ PAIRED_SPLITS = {1: (1, 2, 4, 5, 6), 2: (1, 2, 4)}
 the next kernel prefetch its weights. Clusters of three appear to put two of their own CTAs on one SM
 (docs/notes/selector.md)."""
 SHARED_WEIGHT_TOKENS = 128
-"""Most tokens of a tile whose 8-bit weights wgmma reads from shared memory: 1 to 5 % faster up to here, as nothing waits
-for fragments; up to 6 % slower for int8 with 256, where wider tiles reuse them in registers."""
+"""Most tokens of a tile whose 8-bit weights wgmma reads from shared memory: 1 to 5 % faster up to here, as nothing
+waits for fragments; up to 6 % slower for int8 with 256, where wider tiles reuse them in registers."""
 FEW_STAGE_TOKENS = 32
 FEW_STAGE_BYTES = {(4, False): 187_000, (4, True): 160_000, (1, True): 130_000}
 """Most bytes of stages that a CTA alone on its SM takes where three or four warpgroups share a tile of at most

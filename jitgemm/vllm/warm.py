@@ -1,7 +1,7 @@
 """Kernels for every number of tokens that vLLM may send, compiled and loaded while a model's layers are packed.
 
-In threads and under a progress bar; what packs the last layer waits for them. That is before the profile run, and before
-a CUDA graph is captured.
+In threads and under a progress bar; what packs the last layer waits for them. That is before the profile run, and
+before a CUDA graph is captured.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ Pure functions over torch tensors, on whatever device those are. This module kno
 it checks no arguments, and knows no checkpoint formats, kernels or streams.
 
 A weight is cut into strips of 64 rows and blocks of 128 k; one record holds one strip x block
-(`WeightFormat.record_bytes` has the picture). The 8192 bytes of 8-bit weights are 64 rows of 128 bytes with the 128-byte
-swizzle, as wgmma reads them from shared memory: chunk c of 16 bytes of row r lies at chunk c ^ (r % 8). The 4096 bytes
-of 4-bit codes stand in the order in which the 128 threads of a warpgroup want the A fragments of wgmma m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a
-thread reads two 16-byte vectors::
+(`WeightFormat.record_bytes` has the picture). The 8192 bytes of 8-bit weights are 64 rows of 128 bytes with the
+128-byte swizzle, as wgmma reads them from shared memory: chunk c of 16 bytes of row r lies at chunk c ^ (r % 8). The
+4096 bytes of 4-bit codes stand in the order in which the 128 threads of a warpgroup want the A fragments of wgmma
+m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a thread reads two 16-byte vectors::
 
     codes [half h: 2][thread t: 128][word j: 4], 32-bit little endian; word w = 4h + j, warp = t / 32, lane = t % 32
 

@@ -34,7 +34,7 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
             - [n, ceil(k / group_size)]: a scale per group of 32, 64, 128 or 256 values of k;
             - [ceil(n / 128), ceil(k / 128)]: a scale per block of 128 x 128.
 
-        group_size: only needed where scale's columns fit several: a k so small that they have the same number of groups.
+        group_size: only needed where scale's columns fit several: a k so small that they have as many groups.
 
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. Blocks become groups of 128 that

@@ -1,7 +1,7 @@
 """quantize_w4 and quantize_w8: a float weight to 4 or 8 bits, for people without a quantised checkpoint.
 
-Round to nearest; with 4 bits a search over how far each group is clipped. Plain torch, on whatever device the weight is; knows
-nothing of activations, calibration data, kernels or the packed order.
+Round to nearest; with 4 bits a search over how far each group is clipped. Plain torch, on whatever device the weight
+is; knows nothing of activations, calibration data, kernels or the packed order.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ struct ByteCodec {
     static constexpr bool kZeroPoint = false;
     static constexpr u32 kCodeBytes = kStripRows * kBlockK;
 
-    // As Int4Codec's. Chunk c of 16 k of a row lies at c ^ (row % 8), so that the record's address is a multiple of 128.
+    // As Int4Codec's. Chunk c of 16 k of a row lies at c ^ (row % 8): the record's address is a multiple of 128.
     template <u32 kChunks>
     __device__ __forceinline__ static void load(u32 (&step)[4][4], u32 record, u32, const Position& position) {
         // Matrices 0 and 1 are rows 0-7 and 8-15 at the step's first k, matrices 2 and 3 at k + 16.

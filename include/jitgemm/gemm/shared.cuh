@@ -65,7 +65,8 @@ struct Shared {
     static constexpr u32 kTable = kBarriers + kBarrierCount * 8;
     static constexpr u32 kTableRow = Config::kExperts * 4;
     static constexpr u32 kBytes = kTable + 3 * kTableRow;
-    static_assert(kRecords % (Config::kSharedWeights ? 1024 : 128) == 0 && kSlots % 64 == 0 && kScales % 16 == 0 && kBarriers % 8 == 0,
+    static_assert(kRecords % (Config::kSharedWeights ? 1024 : 128) == 0 && kSlots % 64 == 0 && kScales % 16 == 0 &&
+                      kBarriers % 8 == 0,
                   "misaligned shared memory");
 
     u32 base;
