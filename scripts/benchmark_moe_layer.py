@@ -50,7 +50,7 @@ def calls_of(model: dict[str, Any], tokens: int, weights: list[Any], lhs_dtype: 
     """For "layer" and each part, a call for each routing."""
     import torch
 
-    import jitgemm
+    import jitgemm.moe.call
     from jitgemm.activations.arguments import Inputs
     from jitgemm.activations.call import quantize
     from jitgemm.activations.kernel import SILU_MUL
@@ -73,18 +73,21 @@ def calls_of(model: dict[str, Any], tokens: int, weights: list[Any], lhs_dtype: 
         hidden, rows = (torch.empty(choices, w.n, dtype=x.dtype, device="cuda") for w in weights)
         routing = route(ids, experts, expert_map=expert_map)
         first = Inputs(x, lhs_dtype, False, False, None, None, None, None, 0.0, None)
-        second = first._replace(x=hidden, gate=SILU_MUL, row_count=routing.offsets[-1:])
-        lhs1 = quantize(first)
         options: dict[str, Any] = {"expected_m": hint}
-        gemm(lhs1[:2], w13, hidden, routing.offsets, row_index=routing.row_index, **options)
+        gather = routing.row_index
+        if hint >= jitgemm.moe.call.GATHER_M:  # the layer's quantiser gathers then
+            first, gather = first._replace(row_count=routing.offsets[-1:], row_index=gather), None
+        lhs1 = quantize(first)
+        gemm(lhs1[:2], w13, hidden, routing.offsets, row_index=gather, **options)
+        second = first._replace(x=hidden, gate=SILU_MUL, row_count=routing.offsets[-1:], row_index=None)
         lhs2 = quantize(second)
         gemm(lhs2[:2], w2, rows, routing.offsets, **options)
 
         def layer(x=x, ids=ids, topk_weights=topk_weights, out=out) -> None:
             jitgemm.fused_experts(x, w13, w2, ids, topk_weights, lhs_dtype=lhs_dtype, expert_map=expert_map, out=out)
 
-        def gemm1(lhs=lhs1, hidden=hidden, routing=routing) -> None:
-            gemm(lhs[:2], w13, hidden, routing.offsets, row_index=routing.row_index, **options)
+        def gemm1(lhs=lhs1, hidden=hidden, routing=routing, gather=gather) -> None:
+            gemm(lhs[:2], w13, hidden, routing.offsets, row_index=gather, **options)
 
         def gemm2(lhs=lhs2, rows=rows, routing=routing) -> None:
             gemm(lhs[:2], w2, rows, routing.offsets, **options)

@@ -6,7 +6,7 @@ Everything is drawn on the CPU and then moved, so that a seed means the same pro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,17 @@ SCALE_KINDS = ("plain", "negative", "tiny", "huge", "mixed")
 
 def two_thirds(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Two thirds of the product of three or more, in which every pair of values of two of them still occurs."""
-    numbered = itertools.product(*(list(enumerate(each)) for each in values))
-    return [tuple(value for _, value in drawn) for drawn in numbered if sum(number for number, _ in drawn) % 3]
+    return _by_sum_of_positions(lambda total: total % 3 > 0, *values)
 
 
 def third(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
     """A third of the product, in which every value occurs with every third one of another at least."""
+    return _by_sum_of_positions(lambda total: total % 3 == 0, *values)
+
+
+def _by_sum_of_positions(wanted: Callable[[int], bool], *values: Iterable[Any]) -> list[tuple[Any, ...]]:
     numbered = itertools.product(*(list(enumerate(each)) for each in values))
-    return [tuple(value for _, value in drawn) for drawn in numbered if sum(number for number, _ in drawn) % 3 == 0]
+    return [tuple(value for _, value in drawn) for drawn in numbered if wanted(sum(number for number, _ in drawn))]
 
 
 def generator(seed: int) -> torch.Generator:

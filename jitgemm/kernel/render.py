@@ -2,7 +2,7 @@
 
 Pure: the same spec gives the same text on every machine; knows no torch, no CUDA library, no cache. The algorithm lives
 in the headers under `include/jitgemm`. What is rendered is the part that differs from kernel to kernel: the constants,
-and the wgmma wrapper for the one shape and type the kernel uses, so that no table of a hundred wrappers has to be
+and the wgmma wrappers for the type and the few shapes the kernel uses, so that no table of a hundred wrappers has to be
 carried.
 """
 

@@ -77,6 +77,10 @@ class Packed(torch.nn.Module):
 
     # ---- buffers that are replaced, moved, loaded, copied ------------------------------------------------------------
 
+    def take(self, other: Packed) -> None:
+        """Puts another layer's tensors in the place of this one's."""
+        self._buffers, self._weight = other._buffers, other._weight
+
     def _bind(self) -> Weight:
         """Makes the weight anew over the buffers as they are now, which checks and settles it."""
         self._weight = self._weight.with_tensors(*(self._buffers[name] for name in _WEIGHT_TENSORS))

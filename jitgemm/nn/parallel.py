@@ -35,7 +35,16 @@ from jitgemm.nn.split import Split
 __all__ = ["ColwiseParallel", "ExpertParallel", "RowwiseParallel"]
 
 
-class ColwiseParallel(_Colwise):
+class _Divides(ParallelStyle):
+    """Divides packed Linears; other layers go to the style of PyTorch that the class has beside it."""
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if not isinstance(module, PackedLinear):
+            return super()._apply(module, device_mesh)  # type: ignore[safe-super]
+        return _divide(module, self, device_mesh)  # type: ignore[arg-type]
+
+
+class ColwiseParallel(_Divides, _Colwise):
     """Each rank computes out_features / ranks columns of the output, from the whole input.
 
     The rank's columns are those of the whole layer bit for bit, where the same kernel computes both: always on the CPU,
@@ -53,13 +62,8 @@ class ColwiseParallel(_Colwise):
     dim = "n"
     agree_scales = False
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        if not isinstance(module, PackedLinear):
-            return super()._apply(module, device_mesh)
-        return _divide(module, self, device_mesh)
 
-
-class RowwiseParallel(_Rowwise):
+class RowwiseParallel(_Divides, _Rowwise):
     """Each rank multiplies in_features / ranks columns of the input; the ranks' results are summed.
 
     Every rank's part is rounded to the output's type before the sum, and so is each addition: for R ranks and bf16 the
@@ -91,11 +95,6 @@ class RowwiseParallel(_Rowwise):
     ):
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self.agree_scales = agree_scales
-
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        if not isinstance(module, PackedLinear):
-            return super()._apply(module, device_mesh)
-        return _divide(module, self, device_mesh)
 
 
 class ExpertParallel(ParallelStyle):
@@ -136,7 +135,7 @@ class ExpertParallel(ParallelStyle):
                 None if bias is None else bias[mine].clone(),
                 activation=part.activation,
             )
-            part._buffers, part._weight = new._buffers, new._weight
+            part.take(new)
         module.num_experts = count
         module.split = ExpertSplit(device_mesh.get_group(), rank, world, count, self.input_layouts == Shard(0))
         return module
@@ -160,7 +159,7 @@ def _divide(layer: PackedLinear, style: Style, mesh: DeviceMesh) -> PackedLinear
         raise ValueError(f"{name}: {error}") from error
     bias = part_of_bias(layer.bias, *cut)
     part = type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale)
-    layer._buffers, layer._weight = part._buffers, part._weight
+    layer.take(part)
     layer.in_features, layer.out_features, layer.split = weight.k, weight.n, split
     return layer
 

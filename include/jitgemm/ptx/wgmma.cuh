@@ -1,5 +1,5 @@
 // Warpgroup matrix multiply: ordering instructions, the shared-memory descriptor, register fences. The multiply itself
-// is rendered for the one shape and type that a kernel needs (struct Wgmma in the rendered source).
+// is rendered for the type and the few shapes that a kernel needs (struct Wgmma in the rendered source).
 #pragma once
 #include <jitgemm/types.cuh>
 
