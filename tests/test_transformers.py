@@ -240,6 +240,31 @@ def test_experts_that_save_pretrained_names_one_by_one_are_stacked_again(tmp_pat
     assert torch.equal(logits(other), logits(model))
 
 
+ROUTED = SIZES | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
+MIMO = ROUTED | {"v_head_dim": 16, "layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}
+DEEPSEEK_V4 = ROUTED | {"q_lora_rank": 32, "qk_rope_head_dim": 16, "o_groups": 2, "o_lora_rank": 32}
+DEEPSEEK_V4 |= {"num_key_value_heads": 1, "index_n_heads": 2, "index_head_dim": 32, "mlp_layer_types": ["moe"]}
+DEEPSEEK_V4 |= {"layer_types": ["heavily_compressed_attention"]}
+
+
+@pytest.mark.parametrize("kind, sizes, head", [("MiMoV2Flash", MIMO, "lm_head"), ("DeepseekV4", DEEPSEEK_V4, "head")])
+def test_names_that_transformers_changes_within_a_module_are_found(tmp_path, kind, sizes, head):
+    """MiMo's file has self_attn.attention_sink_bias, of the model's self_attn.sinks; DeepSeek's head is quantised."""
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    model, other = (build(f"{kind}ForCausalLM", f"{kind}Config", sizes) for _ in range(2))
+    for parameter in other.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parts, dense = stored(tensors.pop(f"{head}.weight"))
+    model.lm_head.weight.data.copy_(dense)
+    tensors |= {f"{head}.{suffix}": value for suffix, value in parts.items()}
+    assert load_(other, tensors, config=stored_config()) == ["lm_head"]
+    assert torch.equal(other.lm_head.weight.dequantize(), dense)
+    found = other.state_dict()
+    assert all(torch.equal(found[name], x) for name, x in model.state_dict().items() if name != "lm_head.weight")
+
+
 def test_a_model_without_the_files_prefix_is_refused():
     model = llama()
     quantize(model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from jitgemm.checkpoint.files import Checkpoint
 
 
 def in_names_of(model: torch.nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with names that the model has no module for renamed as transformers does; itself for any other."""
+    """The checkpoint with names that the model does not have renamed as transformers does; itself for any other."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return checkpoint
@@ -26,13 +27,23 @@ def in_names_of(model: torch.nn.Module, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     rules = [rule for rule in mapping(model, add_legacy=False) if isinstance(rule, renaming)]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    tensors = model.state_dict(keep_vars=True).keys()
     renamed: dict[str, str] = {}
     for name in checkpoint.names():
-        if name.rpartition(".")[0] in known:
+        layer, _, child = name.rpartition(".")
+        if name in tensors:
             continue
-        new = name
-        for rule in rules:
-            new = rule.rename_source_key(new)[0]
+        new = _by_rules(rules, name)
+        if layer in known and new not in tensors:  # a packed layer's tensors, such as weight_scale
+            continue
+        if new == name and (weight := _by_rules(rules, f"{layer}.weight")).endswith(".weight"):
+            new = weight.removesuffix("weight") + child  # by rules that speak of weights alone
         if new != name and new not in checkpoint:
             renamed[new] = name
     return checkpoint.renamed(renamed) if renamed else checkpoint
+
+
+def _by_rules(rules: list[Any], name: str) -> str:
+    for rule in rules:
+        name = rule.rename_source_key(name)[0]
+    return name
