@@ -199,6 +199,13 @@ def test_the_layer_is_its_definition(mode):
     assert not same_bits(out, token)
 
 
+@pytest.mark.parametrize("mode", ["e4m3", "s8"])
+def test_a_layer_whose_experts_get_no_rows_gives_zeros(mode):
+    case = Case(mode=mode, options={"scheme": "block"})
+    nobody = torch.full_like(case.arguments[3], -1)
+    assert bool((jitgemm.fused_experts(*case.replaced(topk_ids=nobody), **case.options) == 0).all())
+
+
 def test_a_layer_has_no_zero_points_by_block_and_no_other_schemes():
     case = Case(mode="s8z")
     with pytest.raises(ValueError, match="affine: expected False for scheme 'block', got True"):

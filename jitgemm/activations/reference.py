@@ -64,7 +64,8 @@ def _quantize_blocks(y: torch.Tensor, norm: torch.Tensor | None, dtype: torch.dt
         # After the largest is known, as the kernel does; rounding keeps the order of numbers.
         rows = rows._replace(x=y * norm.repeat_interleave(blocks)[:, None])
     q, scale, _ = quantize_reference(rows)
-    return q.view(torch.int8).view(m, -1)[:, :k].contiguous().view(dtype), scale.view(m, blocks), None
+    q = q.view(torch.int8).view(m, blocks * LHS_GROUP)[:, :k].contiguous().view(dtype)
+    return q, scale.view(m, blocks), None
 
 
 def gated(x: torch.Tensor, gate: Gate) -> torch.Tensor:
