@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import subprocess
+import sys
 
 import builders
 import pytest
@@ -13,9 +15,10 @@ from safetensors.torch import save_file
 from small_models import checkpoint_tensors
 from small_models import config as stored_config
 from test_nn_experts import experts, routed
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+import jitgemm
 import jitgemm.nn
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.nn import ACTIVATIONS, PackedExperts, PackedLinear, W4A8Linear, W8A8Experts, W8A8Linear
@@ -408,6 +411,125 @@ def test_act_order_within_a_ranks_columns_is_divided():
         found = torch.empty(N, K // 2)
         found[:, part.permutation.long()] = part.dequantize()
         assert torch.equal(found, columns[:, rank * K // 2 : (rank + 1) * K // 2])
+
+
+# ---- DTensors through whole layers and through the ops ---------------------------------------------------------------
+
+LEAD = {"tokens": (6,), "a token": (1,), "uneven": (5,), "sequences": (2, 4), "one vector": ()}
+
+
+def on_rows(mesh, name: str) -> None:
+    layer = LAYERS[name]()
+    for lead in LEAD.values():
+        x = torch.randn((*lead, layer.in_features), generator=builders.generator(9)).bfloat16()
+        expected = layer(x)
+        for dim in range(-1, len(lead)):
+            layout = Replicate() if dim < 0 else Shard(dim)
+            out = layer(distribute_tensor(x, mesh, [layout], src_data_rank=None))
+            assert isinstance(out, DTensor) and out.placements == (layout,) and out.dtype == x.dtype
+            assert builders.same_bits(out.full_tensor(), expected)
+        # Columns and partial sums are brought together: a row's scale is of the whole row.
+        out = layer(distribute_tensor(x, mesh, [Shard(len(lead))], src_data_rank=None))
+        assert out.placements == (Replicate(),) and builders.same_bits(out.to_local(), expected)
+        mine = x if mesh.get_local_rank() else torch.zeros_like(x)
+        assert builders.same_bits(layer(DTensor.from_local(mine, mesh, [Partial()])).to_local(), expected)
+
+
+def model_on_rows(mesh) -> None:
+    """Sequences divided among ranks, through layers that are whole on each; fused, compiled, and with a divided MLP."""
+    model, x = Model(), torch.randn(2, 6, N, generator=builders.generator(2))
+    jitgemm.nn.quantize_(model, activation="int8", clip_steps=0)
+    for norm in (block.norm for block in model.layers):
+        norm.weight = torch.nn.Parameter(distribute_tensor(norm.weight, mesh, [Replicate()]), requires_grad=False)
+    sharded = distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None)
+    out = model(sharded)
+    assert out.placements == (Shard(1),)
+    assert builders.same_bits(
+        torch.compile(model, backend="aot_eager", fullgraph=True)(sharded).full_tensor(), out.full_tensor()
+    )
+    whole = Model()
+    jitgemm.nn.quantize_(whole, activation="int8", clip_steps=0)
+    assert builders.same_bits(out.full_tensor(), whole(x))
+    assert len(jitgemm.nn.fuse_(whole)) == 4
+    fused = whole(sharded)
+    assert fused.placements == (Shard(1),) and builders.same_bits(fused.full_tensor(), whole(x))
+
+    divided = divided_model(mesh)
+    jitgemm.nn.fuse_(divided)
+    norm, mlp = divided.layers[0].norm, divided.layers[0].mlp
+    assert builders.same_bits(mlp(norm(sharded)), mlp(norm(x)))
+    with pytest.raises(TypeError, match="x: expected a plain tensor, what the fused norm in front computes"):
+        mlp(sharded)
+
+
+def ops_on_rows(mesh) -> list[str]:
+    layer = LAYERS["zero points, affine"]()
+    weight, x = layer.weight, x_of(layer)
+    q, scale, zero = jitgemm.quantize_activations(x, torch.int8, affine=True)
+    expected = torch.empty(M, N)
+    jitgemm.gemm_w4a8_nt((q, scale, zero), weight, expected)
+    for layout in (Shard(0), Replicate()):
+        given = distribute_tensor(x, mesh, [layout], src_data_rank=None)
+        lhs = jitgemm.quantize_activations(given, torch.int8, affine=True)
+        for ours, whole in zip(lhs, (q, scale, zero)):
+            assert ours.placements == (layout,) and builders.same_bits(ours.full_tensor(), whole)
+        out = distribute_tensor(torch.zeros(M, N), mesh, [layout], src_data_rank=None)
+        jitgemm.gemm_w4a8_nt(lhs, weight, out)
+        assert builders.same_bits(out.full_tensor(), expected)
+        wanted = jitgemm.quantize_activations(x, torch.int8, scheme="block")[1]
+        found = jitgemm.quantize_activations(given, torch.int8, scheme="block")[1]
+        assert found.stride() == wanted.stride() and builders.same_bits(found.full_tensor(), wanted)
+
+    sharded, columns = (distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None) for dim in (0, 1))
+    lhs = jitgemm.quantize_activations(sharded, torch.int8, affine=True)
+    out = distribute_tensor(torch.zeros(M, N), mesh, [Shard(0)], src_data_rank=None)
+    messages = []
+    for call in (
+        lambda: jitgemm.quantize_activations(columns, torch.int8),
+        lambda: jitgemm.gemm_w4a8_nt(lhs, weight, torch.zeros(M, N)),
+        lambda: jitgemm.gemm_w4a8_nt((lhs[0], scale, lhs[2]), weight, out),
+        lambda: jitgemm.gemm_w4a8_nt((q, scale, zero), weight, out),
+        lambda: jitgemm.gemm_w4a8_nt(lhs, weight, out.redistribute(placements=[Replicate()])),
+        lambda: jitgemm.gemm_w4a8_nt(lhs, weight, out, bias=distribute_tensor(torch.zeros(N), mesh, [Shard(0)])),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_layers_import_dtensors_with_the_first_of_them():
+    code = (
+        "import sys, jitgemm.nn; print([name for name in sys.modules if name.startswith('torch.distributed.tensor')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_of_dtensors_through_whole_layers(both, name):
+    both(on_rows, name)
+
+
+def test_a_model_takes_sequences_divided_among_ranks(both):
+    both(model_on_rows)
+
+
+def test_ops_take_rows_and_refuse_other_layouts(both):
+    for messages in both(ops_on_rows):
+        for message, words in zip(
+            messages,
+            (
+                "x: expected placements Replicate() or Shard(0) in quantize_activations",
+                "out: expected a DTensor with (Shard(dim=0),)",
+                "x_scale: expected a DTensor",
+                "x: expected a DTensor beside others in gemm_w4a8_nt, got Tensor",
+                "out: expected a DTensor with (Shard(dim=0),)",
+                "bias: expected a plain tensor or one with Replicate() in gemm_w4a8_nt",
+            ),
+            strict=True,
+        ):
+            assert message.startswith(words), message
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
-from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows, result_type
+from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows, is_dtensor, on_parts, result_type
 from jitgemm.nn.packed import in_any_order
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.weight import layout
@@ -228,6 +228,8 @@ class FusedNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x bf16, fp16 or fp32 [..., k] -> [..., joint.width]."""
+        if is_dtensor(x):
+            return on_parts(self.forward, x, self.joint.slices[0].split)
         gain = self._buffers["gain"]
         return self.joint(x, rms_norm=self.weight.detach() if gain is None else gain, eps=self.eps)
 
@@ -281,6 +283,10 @@ class FusedMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., width], or with a joint [..., k] -> [..., out_features of down]."""
         joint, down = self._modules["joint"], self._down
+        if is_dtensor(x):
+            if joint is None and down.split is not None:
+                raise TypeError("x: expected a plain tensor, what the fused norm in front computes, got a DTensor")
+            return on_parts(self.forward, x, joint and joint.slices[0].split)
         y = x if joint is None else joint(x)
         if y.shape[-1:] != (self.width,):
             expected = f"x: expected shape [..., {self.width}], what the fused norm in front computes"

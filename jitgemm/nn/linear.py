@@ -5,6 +5,7 @@ Layers over the calls `quantize_activations` and `gemm_w4a8_nt` or `gemm_w8a8_nt
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -219,7 +220,7 @@ class PackedLinear(Packed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x bf16, fp16 or fp32 [..., in_features] -> [..., out_features] of x's dtype, on the current stream.
 
-        Under torch.autocast x is converted first, as for torch.nn.Linear.
+        Under torch.autocast x is converted first, as for torch.nn.Linear. Of a DTensor each rank computes its own rows.
 
         Raises:
             TypeError, ValueError: x has the wrong dtype, size or device, or requires grad.
@@ -227,6 +228,8 @@ class PackedLinear(Packed):
         split = self.split
         if split is not None:
             x = split.enter(x)
+        elif is_dtensor(x):
+            return on_parts(self.forward, x)
         rows, dtype = as_rows(x, self.in_features), result_type(x)
         out = torch.empty((rows.shape[0], self.out_features), dtype=dtype, device=x.device)
         # A call of PyTorch's that changes nothing takes half a microsecond.
@@ -386,6 +389,22 @@ class W8A8Linear(PackedLinear):
 
 LINEARS: dict[int, type[PackedLinear]] = {each.kind.bits: each for each in (W4A8Linear, W8A8Linear)}
 """The layer's class by the width of its weight."""
+
+
+def is_dtensor(x: torch.Tensor) -> bool:
+    """Whether x is a DTensor, whose module costs a second to import: without it there is none."""
+    if type(x) is torch.Tensor or "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
+def on_parts(forward: Callable[..., torch.Tensor], x: Any, split: Split | None = None) -> torch.Tensor:
+    """`jitgemm.nn.layouts.on_parts`, imported with the first DTensor."""
+    from jitgemm.nn import layouts
+
+    return layouts.on_parts(forward, x, split)
 
 
 def as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:

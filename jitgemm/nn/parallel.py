@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+import jitgemm.nn.layouts  # noqa: F401 - registers what the ops do with DTensors
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.nn.cut import Cut, part_of_bias, part_of_experts, part_of_weight
 from jitgemm.nn.exchange import ExpertSplit
