@@ -1,10 +1,11 @@
 """DeepGEMM's calls by its names and in its order of arguments, so that its callers change an import.
 
-`a` is a pair (x, scales) of e4m3 activations [m, k] with fp32 scales [m, ceil(k / 128)] of any strides. `b` is a weight
-from `pack_w8` or `pack_w4`, or a pair (w, scales) as DeepGEMM takes it, e4m3 [n, k] with scales [ceil(n / 128),
-ceil(k / 128)] or [n, ceil(k / 128)]. A pair is packed when it first comes, into memory of its own, and remembered
-as long as the tensor w lives and neither is written to, which tensors made in inference mode do not tell. Pass a packed
-weight to hold it once, and where w is another view in each call. `d` is bfloat16, float16 or float32.
+`a` is a pair (x, scales) of e4m3 activations [m, k] with scales per token and 128 k, fp32 [m, ceil(k / 128)] or packed
+e8m0 int32 [m, ceil(k / 512)] (docs/formats.md), of any strides. `b` is a weight from `pack_w8` or `pack_w4`, or a pair
+(w, scales) as DeepGEMM takes it, e4m3 [n, k] with scales [ceil(n / 128), ceil(k / 128)] or [n, ceil(k / 128)], or
+packed [n, ceil(k / 512)]. A pair is packed when it first comes, into memory of its own, and remembered as long as the
+tensor w lives and neither is written to, which tensors made in inference mode do not tell. Pass a packed weight to hold
+it once, and where w is another view in each call. `d` is bfloat16, float16 or float32.
 
 Nothing has to be aligned or laid out in a certain way. `recipe`, where it is given, is what the scales' shapes say;
 `compiled_dims` and `disable_ue8m0_cast` change nothing here. Errors name `a` lhs, `b` rhs and `d` out.
@@ -18,6 +19,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
+from jitgemm.gemm.e8m0 import fp32_scales
 from jitgemm.gemm.grouped import (
     m_grouped_gemm_w4a8_nt_contiguous,
     m_grouped_gemm_w4a8_nt_masked,
@@ -126,11 +128,12 @@ get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
 
 def get_mn_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
-    """x itself: scales may have any strides."""
+    """x itself: scales may have any strides, and fp32 ones need no packing."""
     return x
 
 
 get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor
+get_mn_major_tma_aligned_packed_ue8m0_tensor = get_mn_major_tma_aligned_tensor
 
 
 def _weight(b: object, recipe: object) -> Weight:
@@ -145,7 +148,7 @@ def _weight(b: object, recipe: object) -> Weight:
     state = _state(w), _state(scale)
     known, _, weight = _packed.get(w, (None, None, None))
     if known != state:
-        weight = pack_w8(w, scale)
+        weight = pack_w8(w, fp32_scales(scale, w.shape[-1]) if scale.dtype == torch.int32 else scale)
         _packed[w] = state, scale, weight
     return weight
 

@@ -37,6 +37,7 @@ DTYPES = {
         DType("fp16", "float16", 2, 2),
         DType("fp32", "float32", 4, 0),
         DType("e4m3", "float8_e4m3fn", 1),
+        DType("e8m0", "float8_e8m0fnu", 1),
         DType("s8", "int8", 1),
         DType("s32", "int32", 4),
     )

@@ -33,6 +33,7 @@ G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CH
 E4M3_8, S8_8 = (builders.PER_CHANNEL, False, "fp32", "e4m3", False, 8), (128, False, "fp32", "s8", False, 8)
 SHARED = {"shared_weights": True}
 LHS, RHS, BLOCKS = {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"lhs_group": 128}
+E8M0 = BLOCKS | {"lhs_e8m0": True}
 CASES = [
     ("plain", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "e4m3", (5, 72, 544)),
     ("k over warpgroups", {"warpgroups_k": 4, "split_k": 1}, G128, "s8", (5, 72, 544)),
@@ -63,6 +64,9 @@ CASES = [
      (40, 72, 544)),
     ("block scales, several tiles a CTA", {"block_m": 48, "split_k": 1, **BLOCKS}, G32Z, "s8", (100, 17160, 288)),
     ("block scales, multicast lhs", {"halves": 2, **LHS, **BLOCKS}, G128, "e4m3", (200, 392, 544)),
+    ("packed block scales, copied by threads", {"block_m": 16, "warpgroups_k": 2, "split_k": 2, **E8M0}, G128, "e4m3",
+     (13, 136, 1056)),
+    ("packed block scales, several tiles a CTA", {"block_m": 48, "split_k": 1, **E8M0}, G32Z, "s8", (100, 17160, 288)),
     ("block scales, multicast rhs", {"halves": 2, **RHS, **BLOCKS}, CHANNEL, "s8", (200, 200, 544)),
 ]  # fmt: skip
 
@@ -74,6 +78,7 @@ GROUPED = [
     ("grouped, parts of tiles", {"block_m": 128, "halves": 1}, G128, "s8", (130, 0, 33, 256, 71), (200, 544), False),
     ("grouped, block scales", {"block_m": 24, **BLOCKS}, G128, "e4m3", (3, 0, 9, 50), (136, 1056), False),
     ("grouped, gathered, block scales", {"block_m": 64, **BLOCKS}, G128, "s8", (5, 0, 40, 17), (200, 544), True),
+    ("grouped, gathered, packed block scales", {"block_m": 64, **E8M0}, S8_8, "s8", (5, 0, 40, 17), (200, 544), True),
     ("grouped, 8 bits", {"block_m": 24}, S8_8, "s8", (3, 0, 9, 50), (136, 1056), False),
     ("grouped, 8 bits in shared memory", {"block_m": 64, **SHARED}, S8_8, "s8", (5, 0, 40, 17), (200, 544), True),
     ("grouped, activations shared", {"block_m": 80, **LHS}, G128, "e4m3", (130, 0, 33, 71), (328, 544), False),
@@ -94,6 +99,7 @@ LAYERS = {
 def first(wanted: dict[str, object], lhs: str, format: WeightFormat, experts: int = 0) -> KernelSpec:
     """The first legal kernel with these properties; StopIteration when there is none any more."""
     kernels = legal_kernels(lhs, format, device_of(0), experts=experts, lhs_group=wanted.get("lhs_group", 0))
+    kernels = tuple(replace(spec, lhs_e8m0=bool(wanted.get("lhs_e8m0"))) for spec in kernels)
     if format.bits == 8:  # of which the selector knows one way for a tile
         shared = bool(wanted.get("shared_weights"))
         kernels = tuple(replace(spec, shared_weights=shared, stages=max(3, spec.stages - 2)) for spec in kernels)
@@ -101,7 +107,8 @@ def first(wanted: dict[str, object], lhs: str, format: WeightFormat, experts: in
 
 
 def activations(wanted: dict[str, object], m: int, k: int, lhs_type: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return (builders.block_lhs if "lhs_group" in wanted else builders.lhs)(2, m, k, lhs_type)
+    make = builders.block_lhs if "lhs_group" in wanted else builders.lhs
+    return (builders.e8m0_lhs if "lhs_e8m0" in wanted else make)(2, m, k, lhs_type)
 
 
 def grouped(  # type: ignore[no-untyped-def]

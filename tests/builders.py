@@ -185,6 +185,19 @@ def block_lhs(
     return x.to(device), x_scale.to(device)
 
 
+def e8m0_lhs(
+    seed: int, m: int, k: int, dtype: str = "e4m3", *, column_major: bool = False, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`block_lhs` with powers of two, packed as DeepGEMM packs them: x_scale int32 [m, ceil(k / 512)].
+
+    Bytes behind the last block are NaN, which no call reads.
+    """
+    x, x_scale = block_lhs(seed, m, k, dtype, device=device)
+    bits = (torch.frexp(x_scale).exponent + 127).to(torch.uint8)
+    words = torch.nn.functional.pad(bits, (0, -bits.shape[1] % 4), value=255).view(torch.int32)
+    return x, torch.nn.functional.pad(words.T.contiguous(), (0, -m % 4))[:, :m].T if column_major else words
+
+
 def affine_lhs(
     seed: int, m: int, k: int, *, mean: str = "zero", per_token: bool = True, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

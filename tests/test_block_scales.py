@@ -16,6 +16,7 @@ import jitgemm
 from jitgemm.gemm import grouped_plan
 from jitgemm.gemm import plan as gemm_plan
 from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.e8m0 import fp32_scales, pack_e8m0
 from jitgemm.gemm.groups import Groups
 from jitgemm.gemm.reference import round_fp64
 from jitgemm.kernel.formats import Problem, WeightFormat
@@ -98,6 +99,88 @@ def test_masked_groups_with_scales_of_any_strides(layout):
         assert bool((out[e, count:] == 0).all())
 
 
+# ---- powers of two ---------------------------------------------------------------------------------------------------
+
+
+def e8m0(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def unpacked(words: torch.Tensor, k: int) -> torch.Tensor:
+    return words.contiguous().view(torch.float8_e8m0fnu)[..., : -(-k // 128)].contiguous()
+
+
+def test_exponents_are_powers_of_two_and_nan():
+    x_scale = e8m0(torch.tensor([[0, 1, 127, 128], [254, 255, 100, 0]]))
+    expected = torch.tensor([[2.0**-127, 2.0**-126, 1, 2], [2.0**127, float("nan"), 2.0**-27, 2.0**-127]])
+    words = pack_e8m0(x_scale)
+    assert words.tolist() == [[-2139160320], [0x0064FFFE]] and words.data_ptr() == x_scale.data_ptr()
+    for scale in (x_scale, words, words.T.contiguous().T):
+        torch.testing.assert_close(fp32_scales(scale, 512), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("k", [128, 416, 1056, 2048])
+def test_unpacked_exponents_of_any_strides_are_packed(k):
+    blocks = -(-k // 128)
+    bits = torch.arange(3 * 2 * 20).view(3, 2, 20)
+    for part in (bits[..., :blocks], bits[..., 1 : blocks + 1], bits.permute(2, 1, 0)[:, :, :3].permute(2, 1, 0)):
+        scale = e8m0(part)
+        assert torch.equal(fp32_scales(pack_e8m0(scale), part.shape[-1] * 128), scale.float())
+    whole = e8m0(bits)[..., 4:8]
+    assert pack_e8m0(whole).data_ptr() == whole.data_ptr()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", builders.LHS_DTYPES)
+@pytest.mark.parametrize("k", [128, 416, 1056])
+def test_calls_take_exponents_packed_and_unpacked(k, dtype, bits):
+    codes = dtype if bits == 8 else "any"
+    weight, bias = builders.weight_parts(1, 72, k, codes=codes, bits=bits).packed, builders.bias(3, 72)
+    gemm = jitgemm.gemm_w4a8_bf16_nt if bits == 4 else jitgemm.gemm_w8a8_bf16_nt
+    x, words = builders.e8m0_lhs(2, 5, k, dtype)
+    exponents, results = unpacked(words, k), []
+    forms = words, words.T.contiguous().T, builders.e8m0_lhs(2, 5, k, dtype, column_major=True)[1]
+    for x_scale in (fp32_scales(words, k), *forms, exponents, exponents.T.contiguous().T):
+        results.append(torch.empty(5, 72, dtype=torch.bfloat16))
+        gemm((x, x_scale), weight, results[-1], bias=bias)
+        assert same_bits(results[-1], jitgemm.gemm_w4a8_reference((x, x_scale), weight, bias=bias))
+    assert all(same_bits(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("kind", ["packed", "packed in columns", "unpacked"])
+def test_grouped_calls_take_exponents(kind):
+    weight, counts = weight_of_experts(3, 72, 416), (2, 0, 4)
+    x, words = builders.e8m0_lhs(1, 12, 416, "s8", column_major="columns" in kind)
+    offsets, masked_m = torch.tensor([0, 2, 2, 6], dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
+    index = torch.randint(12, (12,), dtype=torch.int32)
+    results = []
+    for x_scale in (fp32_scales(words, 416), unpacked(words, 416) if kind == "unpacked" else words):
+        for rows in (None, index):
+            out = torch.zeros(12, 72, dtype=torch.bfloat16)
+            jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous((x, x_scale), weight, out, offsets, row_index=rows)
+            results.append(out)
+        lhs = x.view(3, 4, 416), x_scale.view(3, 4, -1) if x_scale.is_contiguous() else x_scale.unflatten(0, (3, 4))
+        out = torch.zeros(3, 4, 72, dtype=torch.bfloat16)
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked(lhs, weight, out, masked_m, 2)
+        results.append(out)
+    assert all(same_bits(*each) and bool(each[0].any()) for each in zip(results[:3], results[3:]))
+
+
+@pytest.mark.parametrize("form", ["packed", "unpacked"])
+def test_a_compiler_takes_exponents(form):
+    weight, (x, words) = builders.weight_parts(1, 72, 416).packed, builders.e8m0_lhs(2, 5, 416)
+    x_scale = words if form == "packed" else unpacked(words, 416)
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def gemm(x, x_scale):
+        out = x.new_empty((5, 72), dtype=torch.bfloat16)
+        jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, out)
+        return out
+
+    assert same_bits(gemm(x, x_scale), jitgemm.gemm_w4a8_reference((x, x_scale), weight))
+
+
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +193,15 @@ def test_masked_groups_with_scales_of_any_strides(layout):
         ),
         (torch.ones(4, 4), r"or \[5, 4\] for a scale per token and 128 k, got \[4, 4\]"),
         (torch.ones(1, 5, 4), r"got \[1, 5, 4\]"),
-        (torch.ones(5, 4, dtype=torch.bfloat16), r"lhs\[1\] \(x_scale\): expected float32, got bfloat16"),
+        (
+            torch.ones(5, 4, dtype=torch.int32),
+            r"expected shape \[5, 1\] for the exponents of a token and four times 128 k",
+        ),
+        (torch.ones(5).to(torch.float8_e8m0fnu), r"expected shape \[5, 4\] for a scale per token and 128 k, got \[5\]"),
+        (
+            torch.ones(5, 4, dtype=torch.bfloat16),
+            r"lhs\[1\] \(x_scale\): expected float32, int32 or float8_e8m0fnu, got bfloat16",
+        ),
     ],
 )
 def test_wrong_scales_are_named(x_scale, message):
@@ -164,6 +255,23 @@ def test_every_problem_gets_a_legal_kernel_that_promotes_each_record(
     assert found and all(spec.lhs_group == 128 for spec in found)
 
 
+@pytest.mark.parametrize("experts", [0, 60])
+def test_exponents_change_nothing_of_a_kernel_but_how_it_reads_scales(experts):
+    fmt = WeightFormat(128, False, "bf16")
+    problem = Problem(1, 4096, 4096, "e4m3", fmt, experts=experts, lhs_group=128, lhs_e8m0=True)
+    for m in (1, 24, 500, 9000):
+        of_m = replace(problem, m=m)
+        spec = choose(of_m, H200)
+        assert spec == replace(choose(replace(of_m, lhs_e8m0=False), H200), lhs_e8m0=True) and "-b128e-" in spec.label
+        assert KernelSpec.from_label(spec.label) == spec == kernel_named(spec.label, of_m, H200)
+        assert KernelSpec.from_dict(spec.to_dict()) == spec
+        assert spec in kernels_for(4096, 4096, "e4m3", fmt, H200, 9000, experts=experts, lhs_group=128, lhs_e8m0=True)
+        with pytest.raises(ValueError, match="kernel: expected one for these operands"):
+            kernel_named(spec.label, replace(of_m, lhs_e8m0=False), H200)
+    with pytest.raises(ValueError, match="lhs_e8m0: expected lhs_group 128 beside it, got 0"):
+        replace(problem, lhs_group=0)
+
+
 def test_shared_memory_holds_each_stage_s_scales_and_none_for_the_epilogue():
     spec = KernelSpec("e4m3", WeightFormat(128, False, "bf16"), 64, 128, stages=4, warpgroups_k=2)
     extra = smem_bytes(replace(spec, lhs_group=128)) - smem_bytes(spec)
@@ -185,7 +293,8 @@ def test_a_kernel_compiles(lhs, fmt):
     from jitgemm.jit.nvrtc import compile_cubin
 
     kernels = legal_kernels(lhs, WeightFormat(*fmt), H200, experts=64, lhs_group=128)
-    for spec in (kernels[0], replace(kernels[0], experts=0)):
+    dense = replace(kernels[0], experts=0)
+    for spec in (kernels[0], dense, replace(kernels[0], lhs_e8m0=True), replace(dense, lhs_e8m0=True)):
         source = kernel_source(spec)
         built = compile_cubin(source.source, source.headers, source.options, name=source.label)
         assert built.spill_bytes == 0 and not built.serialised
@@ -202,9 +311,21 @@ def test_strides_of_scales_reach_the_parameters(column_major, monkeypatch):
     plan = gemm_plan.Plan(operands)
     assert plan.spec.lhs_group == 128
     plan.launch(*operands)
-    values = unpacked(gemm_plan.ARGUMENTS, launches)
+    values = parameters(gemm_plan.ARGUMENTS, launches)
     assert (values["lhs_scale"], values["lhs_zero"]) == (x_scale.data_ptr(), 0)
     assert (values["lhs_scale_stride"], values["lhs_zero_stride"]) == ((1, 8) if column_major else (2, 1))
+
+
+def test_strides_of_packed_exponents_reach_the_parameters(monkeypatch):
+    launches = without_driver(monkeypatch)
+    x = builders.block_lhs(1, 5, K)[0]
+    x_scale = torch.zeros(5, 3, dtype=torch.int32)[:, ::3]  # K is less than 512
+    operands = gemm_operands()._replace(x=x, x_scale=x_scale, x_zero=None)
+    plan = gemm_plan.Plan(operands)
+    assert plan.spec.lhs_group == 128 and plan.spec.lhs_e8m0
+    plan.launch(*operands)
+    values = parameters(gemm_plan.ARGUMENTS, launches)
+    assert (values["lhs_scale"], values["lhs_scale_stride"]) == (x_scale.data_ptr(), 3)
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns of each expert"])
@@ -217,13 +338,13 @@ def test_every_masked_row_s_scale_is_at_its_strides(layout, monkeypatch):
     operands = Operands(x, x_scale, None, weight, torch.empty(experts * rows, N), None)
     groups = Groups(torch.zeros(experts, dtype=torch.int32), None, rows, 5)
     grouped_plan.GroupedPlan(operands, groups).launch(operands, groups)
-    values = unpacked(grouped_plan.ARGUMENTS, launches)
+    values = parameters(grouped_plan.ARGUMENTS, launches)
     for row in range(experts * rows):  # as block_scale_of() in include/jitgemm/gemm/producer.cuh
         at = row * values["lhs_scale_stride"] + row // rows * values["scale_expert_step"]
         found = [whole[(at + block * values["lhs_zero_stride"]) % 2**64] for block in range(2)]
         assert found == x_scale[row // rows, row % rows].tolist()
 
 
-def unpacked(block, launches: list) -> dict[str, int]:
+def parameters(block, launches: list) -> dict[str, int]:
     [(_, (*_, packed))] = launches
     return dict(zip(block.fields, struct.unpack("<" + "".join(block.fields.values()), packed)))

@@ -21,6 +21,7 @@ import jitgemm
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
 from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.e8m0 import fp32_scales
 from jitgemm.gemm.grouped_plan import GroupedPlan
 from jitgemm.gemm.groups import Groups
 from jitgemm.gemm.plan import Plan
@@ -175,6 +176,100 @@ def test_batch_invariant_rows():
         out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
         jitgemm.gemm_w4a8_bf16_nt((x[:m], x_scale[:m]), weight, out, batch_invariant=True)
         assert same_bits(out, whole[:m])
+
+
+# ---- powers of two ---------------------------------------------------------------------------------------------------
+
+
+def of_every_kind(m: int, k: int, column_major: bool) -> torch.Tensor:
+    """Packed exponents of which one token's are 2^-127, and another's NaN; else as `builders.e8m0_lhs`."""
+    words = builders.e8m0_lhs(2, m, k, column_major=column_major, device="cuda")[1]
+    words[m // 2] = 0
+    words[-1] = -1
+    return words
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(f"{k}{v}" for k, v in way.items()))
+@pytest.mark.parametrize("name", ["g128-e4m3", "g128-s8", "g64o", "g32z", "channel"])
+def test_packed_exponents_give_the_bits_of_fp32_scales(name, way):
+    m, n, k = 213, 456, 2080
+    lhs_type = types_of(name)[0]
+    weight = builders.weight_parts(1, n, k, **FORMATS[name], device="cuda").packed
+    found = [
+        spec for spec in legal_kernels(lhs_type, weight.format, device_spec("h200"), lhs_group=128)
+        if all(getattr(spec, field) == value for field, value in way.items())
+    ]  # fmt: skip
+    x = builders.lhs(2, m, k, lhs_type, device="cuda")[0]
+    for i, spec in enumerate(random.Random(1).sample(found, min(3, len(found)))):
+        words = of_every_kind(m, k, column_major=i % 2 == 0)
+        results = []
+        for x_scale, kernel in ((fp32_scales(words, k), spec), (words, replace(spec, lhs_e8m0=True))):
+            out = torch.empty(m, n, device="cuda").bfloat16()
+            operands = Operands(x, x_scale, None, weight, out, None)
+            results.append(run(Plan(operands, kernel), operands))
+        assert same_bits(*(result[:-1] for result in results)), spec.label
+        assert bool(results[1][-1].isnan().all() and results[1][:-1].isfinite().all())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("k", [128, 416, 544, 4128])
+@pytest.mark.parametrize("m", [1, 5, 16, 40, 63, 130, 700])
+def test_every_form_of_exponents_is_within_the_bound(m, k, bits):
+    n = 264
+    weight = builders.weight_parts(1, n, k, codes="e4m3", bits=bits, device="cuda").packed
+    gemm = jitgemm.gemm_w4a8_bf16_nt if bits == 4 else jitgemm.gemm_w8a8_bf16_nt
+    x, words = builders.e8m0_lhs(2, m, k, column_major=True, device="cuda")
+    exponents = words.contiguous().view(torch.float8_e8m0fnu)[:, : -(-k // 128)]
+    results = []
+    for x_scale in (words, words.contiguous(), exponents, exponents.contiguous()):
+        out = Guarded(m, n)
+        gemm((x, x_scale), weight, out.out)
+        out.check()
+        results.append(out.out)
+        assert same_bits(out.out, results[0])
+    assert_right(results[0], (x, words), weight, has_rms=False)
+
+
+def test_unpacked_exponents_in_a_graph():
+    m, n, k = 24, 264, 416
+    weight = builders.weight_parts(1, n, k, device="cuda").packed
+    x, words = builders.e8m0_lhs(2, m, k, device="cuda")
+    exponents, out = words.view(torch.float8_e8m0fnu)[:, :4].contiguous(), torch.empty(m, n, device="cuda").bfloat16()
+    jitgemm.gemm_w4a8_bf16_nt((x, exponents), weight, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        jitgemm.gemm_w4a8_bf16_nt((x, exponents), weight, out)
+    exponents.view(torch.uint8).sub_(3)
+    graph.replay()
+    assert_right(out, (x, exponents), weight, has_rms=False)
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("form", ["contiguous", "gathered", "masked"])
+def test_groups_take_packed_exponents(form, column_major):
+    experts, rows_of, n, k = 20, 40, 264, 1056
+    weight = weight_of_experts(experts, n, k, device="cuda", group_size=128)
+    draw = random.Random(3)
+    counts = [draw.choice((0, 1, 5, 17, rows_of)) for _ in range(experts)]
+    rows = experts * rows_of
+    x, words = builders.e8m0_lhs(1, rows, k, column_major=column_major, device="cuda")
+    results = []
+    for x_scale in (words, fp32_scales(words, k)):
+        out = torch.full((rows, n), 3.0, dtype=torch.bfloat16, device="cuda")
+        if form == "masked":
+            lhs, parts = (
+                (x.view(experts, rows_of, k), x_scale.unflatten(0, (experts, rows_of))),
+                out.view(experts, -1, n),
+            )
+            masked_m = torch.tensor(counts, dtype=torch.int32, device="cuda")
+            jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked(lhs, weight, parts, masked_m, 10)
+        else:
+            index = torch.arange(rows - 1, -1, -1, dtype=torch.int32, device="cuda") if form == "gathered" else None
+            jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(
+                (x, x_scale), weight, out, offsets_of(counts), row_index=index, expected_m=10
+            )
+        results.append(out)
+    assert same_bits(*results) and not bool((results[0] == 3).all())
 
 
 # ---- groups ---------------------------------------------------------------------------------------------------------

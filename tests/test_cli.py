@@ -735,6 +735,14 @@ def test_a_warm_up_of_block_quantisers_compiles_gemms_that_take_their_scales(run
     assert "quantize-bf16-e4m3-block-v1r8" in {kernel["label"] for kernel in kernels}
 
 
+def test_packed_exponents_have_kernels_of_their_own(run):
+    chosen = run("explain", "9", "256", "256", "--device", "h200", "--json", "--e8m0").json["chosen"]
+    assert "-b128e-" in chosen
+    kernels = run("warmup", *LAYER, "--dry-run", "--json", "--quantizer", "none", "--e8m0").json["kernels"]
+    assert chosen in {kernel["label"] for kernel in kernels}
+    assert all("-b128e-" in kernel["label"] for kernel in kernels)
+
+
 def test_explain_predicts_less_for_codes_of_one_type_of_activations(run):
     def us(*options: str) -> float:
         argv = ("explain", "256", "8192", "8192", "--device", "h200", "--json", *options)
@@ -749,7 +757,7 @@ def test_explain_json_names_the_whole_problem(run):
     assert problem == {
         "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
         "codes": "e4m3", "offset": True, "bits": 4, "out": "fp16", "batch_invariant": True, "experts": 0,
-        "lhs_group": 0,
+        "lhs_group": 0, "lhs_e8m0": False,
     }  # fmt: skip
 
 

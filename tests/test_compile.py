@@ -327,11 +327,12 @@ def test_every_field_of_a_kernel_reaches_its_source():
         "debug": True, "experts": 64, "lhs_group": 128, "shared_weights": True,
     }  # fmt: skip
     formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "codes": "e4m3", "offset": True}
-    assert other.keys() == {field.name for field in fields(KernelSpec)} - {"format"}
+    assert other.keys() == {field.name for field in fields(KernelSpec)} - {"format", "lhs_e8m0"}
     assert formats.keys() == {field.name for field in fields(WeightFormat)} - {"bits"}
     changed = [replace(base, **{name: value}) for name, value in other.items()]
     changed += [replace(base, format=replace(fmt, **{name: value})) for name, value in formats.items()]
     changed.append(replace(base, format=replace(fmt, bits=8, codes="e4m3")))
+    changed.append(replace(base, lhs_group=128, lhs_e8m0=True))
     # Not through the label in the first line alone.
     sources = {render(spec).split("\n", 1)[1] for spec in (base, *changed)}
     assert len(sources) == len(changed) + 1

@@ -12,6 +12,7 @@ from builders import same_bits
 
 import jitgemm
 from jitgemm import deep_gemm
+from jitgemm.gemm.e8m0 import fp32_scales
 
 M, N, K, E = 7, 200, 416, 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -42,6 +43,29 @@ def test_a_dense_gemm(device):
     assert_near(d, exact(a, b))
     deep_gemm.gemm_fp8_fp8_bf16_nt(a, jitgemm.pack_w8(*b), older)
     assert same_bits(d, older)
+
+
+@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_exponents_as_scales_of_both(device, column_major):
+    x, words = builders.e8m0_lhs(1, M, K, column_major=column_major, device=device)
+    w, of_w = builders.e8m0_lhs(2, N, K, column_major=column_major, device=device)
+    d = torch.empty(M, N, dtype=torch.bfloat16, device=device)
+    deep_gemm.fp8_gemm_nt((x, deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(words)), (w, of_w), d)
+    by_128 = [fp32_scales(scale, K).double().repeat_interleave(128, 1)[:, :K] for scale in (words, of_w)]
+    assert_near(d, (x.double() * by_128[0]) @ (w.double() * by_128[1]).T)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_packed_exponents_of_groups(device):
+    b, indices = pair(2, E, device=device), torch.arange(E, dtype=torch.int32, device=device).repeat_interleave(4)
+    (x, words), masked_m = builders.e8m0_lhs(1, E * 4, K, device=device), torch.full((E,), 4, device=device)
+    d, of_masked = (torch.empty(E * 4, N, dtype=torch.bfloat16, device=device) for _ in range(2))
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((x, words), b, d, indices)
+    a = x.view(E, 4, K), words.view(E, 4, 1)
+    deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, of_masked.view(E, 4, N), masked_m, 4)
+    assert_near(d, exact((a[0], fp32_scales(a[1], K)), b).flatten(0, 1))
+    assert_near(of_masked, d.double())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -106,7 +130,7 @@ def test_a_pair_is_packed_once_until_it_is_written_to_or_gone(monkeypatch):
         ("recipe: expected one of", {"recipe": (1, 1, 32)}),
         ("b: expected a packed weight or a pair", {"b": torch.zeros(N, K)}),
         (r"b\[1\] \(scales\): expected a torch.Tensor, got None", {"b": (torch.zeros(N, K), None)}),
-        (r"lhs\[1\] \(x_scale\): expected float32, got int32", {
+        (r"lhs\[1\] \(x_scale\): expected shape \[7, 1\] for the exponents of a token and four times 128 k, got \[7, 4\]", {
             "a": (torch.zeros(M, K).to(torch.float8_e4m3fn), torch.zeros(M, 4, dtype=torch.int32))}),
     ],
 )  # fmt: skip

@@ -67,6 +67,12 @@ Offset = Annotated[
         help="Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become.",
     ),
 ]
+E8m0 = Annotated[
+    bool,
+    typer.Option(
+        "--e8m0", help="GEMMs take activations with a packed power of two per token and 128 k, as DeepGEMM's."
+    ),
+]
 BatchInvariant = Annotated[
     bool,
     typer.Option("--batch-invariant", help="Calls are batch_invariant=True: a row's bits do not depend on m."),

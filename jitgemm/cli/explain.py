@@ -32,6 +32,7 @@ def explain(
     block_scales: Annotated[
         bool, typer.Option("--block-scales", help="Activations with a scale per token and 128 k, not one per token.")
     ] = False,
+    e8m0: common.E8m0 = False,
     experts: Annotated[
         Optional[int],
         typer.Option(
@@ -73,7 +74,7 @@ def explain(
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
     problem = Problem(
         m * top_k, n, k, kind, format, out.value, batch_invariant, experts or 0,
-        LHS_GROUP if block_scales else 0,
+        LHS_GROUP if block_scales or e8m0 else 0, e8m0,
     )  # fmt: skip
     ranked = candidates(problem, target)
     if not ranked:

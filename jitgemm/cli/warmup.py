@@ -100,6 +100,7 @@ class Wanted:
     scale_type: str
     outs: Sequence[str]
     batch_invariant: bool
+    e8m0: bool
     quantizers: Sequence[Quantizer]
     max_m: int
 
@@ -117,13 +118,14 @@ class Wanted:
         orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
         orders = [common.Codes.tuned] if self.bits == 8 else orders
         groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in self.quantizers} or {0: None}
+        groups = {LHS_GROUP: None} if self.e8m0 else groups
         for lhs, codes, out, (n, k), group in product(self.lhs_types, orders, self.outs, shapes, groups):
             format = common.weight_format(
                 codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k, self.bits
             )
             yield from kernels_for(
                 n, k, lhs, format, device, rows, out=out, batch_invariant=self.batch_invariant, experts=experts,
-                lhs_group=group,
+                lhs_group=group, lhs_e8m0=self.e8m0,
             )  # fmt: skip
 
     def describe(self) -> str:
@@ -227,6 +229,7 @@ def warmup(
         typer.Option("--out", help=f"{common.OUT_HELP} May be repeated.", show_default="bf16"),
     ] = None,
     batch_invariant: common.BatchInvariant = False,
+    e8m0: common.E8m0 = False,
     quantizer: Annotated[
         Optional[list[str]],
         typer.Option(
@@ -303,6 +306,7 @@ def warmup(
             scale_type=scale_dtype.value,
             outs=outs,
             batch_invariant=batch_invariant,
+            e8m0=e8m0,
             quantizers=pick_quantizers(quantizer or (), outs, said.variants),
             max_m=max_m,
         )

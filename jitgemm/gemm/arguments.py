@@ -54,6 +54,11 @@ class Operands(NamedTuple):
         return lhs_group_of(self.x_scale)
 
     @property
+    def lhs_e8m0(self) -> bool:
+        """`Problem.lhs_e8m0`, for checked operands."""
+        return self.x_scale.dtype == torch.int32
+
+    @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """In the order of POINTERS."""
         x, x_scale, x_zero, weight, out, bias = self
@@ -72,9 +77,10 @@ def split_lhs(lhs: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | N
 def lhs_group_of(x_scale: torch.Tensor) -> int:
     """k that share one of these scales of activations; 0 where a token has one for all its k.
 
-    A column for each `LHS_GROUP` tells them apart, or a third dimension, which masked calls have.
+    A column for each `LHS_GROUP` tells them apart, a third dimension, which masked calls have, or e8m0.
     """
     per_block = x_scale.dim() == 3 or (x_scale.dim() == 2 and known(x_scale.shape[1] > 1))
+    per_block = per_block or x_scale.dtype in (torch.int32, torch.float8_e8m0fnu)
     return LHS_GROUP if per_block else 0
 
 
@@ -187,12 +193,14 @@ def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None
 
 
 def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> None:
-    """One value per token and `LHS_GROUP` of k, with any strides."""
+    """One value per token and `LHS_GROUP` of k, or four of them in an int32, with any strides."""
     check_plain(X_SCALE, x_scale)
-    check_dtype(X_SCALE, x_scale.dtype, ("fp32",))
-    if differ(x_scale.shape, (*rows, ceil_div(k, LHS_GROUP))):
-        per_token = f"{list(rows)}" if len(rows) > 1 else f"{list(rows)}, {[*rows, 1]}"
+    type = check_dtype(X_SCALE, x_scale.dtype, ("fp32", "s32", "e8m0"))
+    expected = [*rows, ceil_div(k, LHS_GROUP * (4 if type == "s32" else 1))]
+    if differ(x_scale.shape, expected):
+        per_token = "" if type != "fp32" else f"{list(rows)} or one element, or "
+        per_token = per_token if len(rows) > 1 else per_token.replace(" or", f", {[*rows, 1]} or", 1)
+        of = "the exponents of a token and four times" if type == "s32" else "a scale per token and"
         raise ValueError(
-            f"{X_SCALE}: expected shape {per_token} or one element, or {[*rows, ceil_div(k, LHS_GROUP)]} for a scale "
-            f"per token and {LHS_GROUP} k, got {list(x_scale.shape)}"
+            f"{X_SCALE}: expected shape {per_token}{expected} for {of} {LHS_GROUP} k, got {list(x_scale.shape)}"
         )

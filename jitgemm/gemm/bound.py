@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from jitgemm.gemm.arguments import Lhs, lhs_group_of, split_lhs
+from jitgemm.gemm.e8m0 import with_fp32_scales
 from jitgemm.gemm.reference import gemm_w4a8_reference, integers
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
 from jitgemm.weight.packed import Weight
@@ -66,7 +67,7 @@ def gemm_w4a8_bound(
         raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {str(out_dtype)[6:]}")
     unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
     ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
-    x, x_scale, x_zero = split_lhs(lhs)
+    x, x_scale, x_zero = split_lhs(with_fp32_scales(lhs, rhs.k))
     lost = torch.empty_like(ref)
     m, k = x.shape
     run = BLOCK_K if rhs.groups == 1 else min(rhs.group_size, BLOCK_K)

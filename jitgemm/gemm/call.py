@@ -13,6 +13,7 @@ import torch
 
 from jitgemm.gemm.arguments import POINTERS, Lhs, Operands, check_arguments, check_switches, check_types
 from jitgemm.gemm.arguments import check_weight, split_lhs
+from jitgemm.gemm.e8m0 import pack_e8m0
 from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
@@ -81,8 +82,9 @@ def gemm_w4a8_nt(
     Args:
         lhs: (x, x_scale), or (x, x_scale, x_zero) for int8 with zero points. x is float8_e4m3fn or int8 [m, k], stride
             1 along k, row stride a multiple of 16 bytes, 16-byte aligned. x_scale is fp32, x_zero int32, [m], [m, 1]
-            or one element. Or x_scale is fp32 [m, ceil(k / 128)] of any strides, a scale per token and 128 k; not with
-            x_zero.
+            or one element. Or x_scale has a scale per token and 128 k, not with x_zero: fp32 [m, ceil(k / 128)], or
+            powers of two, as DeepGEMM packs them in int32 [m, ceil(k / 512)] (docs/formats.md), all of any strides.
+            Or unpacked, float8_e8m0fnu [m, ceil(k / 128)], which the call packs first unless rows are whole words.
         rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 32.
         out: bfloat16, float16 or float32 [m, n], stride 1 along n, row stride a multiple of 16 bytes, 16-byte aligned;
             may be a column slice.
@@ -191,6 +193,9 @@ def _run(  # type: ignore[no-untyped-def]
         operands = Operands(x, x_scale, x_zero, weight, out, bias)
         check_arguments(operands)
         if x.shape[0] == 0:
+            return
+        if x_scale.dtype is torch.float8_e8m0fnu:
+            _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel)
             return
         check_addresses(POINTERS, operands.tensors)
         if not x.is_cuda:

@@ -13,6 +13,7 @@ import torch
 
 from jitgemm.gemm.arguments import Lhs, Operands, check_switches, split_lhs
 from jitgemm.gemm.call import check_bf16
+from jitgemm.gemm.e8m0 import pack_e8m0
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped, experts_of
 from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.checks import check_addresses
@@ -162,7 +163,7 @@ def m_grouped_gemm_w4a8_nt_masked(
 
     Args:
         lhs: (x, x_scale), or (x, x_scale, x_zero): x [E, max_m, k], x_scale and x_zero [E, max_m] or one element, or
-            x_scale [E, max_m, ceil(k / 128)] of any strides. Else row strides as in `gemm_w4a8_nt`; an expert is max_m
+            x_scale [E, max_m, ceil(k / 128)], or packed [E, max_m, ceil(k / 512)], of any strides. Else row strides as in `gemm_w4a8_nt`; an expert is max_m
             row strides behind the one before.
         rhs: weight of E experts [E, n, k] from `pack_w4`.
         out: bfloat16, float16 or float32 [E, max_m, n], strides as x. Rows from masked_m[e] on are left alone.
@@ -300,6 +301,9 @@ def _run(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str 
         check_switches(batch_invariant, kernel)
         check_grouped(operands, groups)
         if out.shape[0] == 0 or x.shape[0] == 0:
+            return
+        if x_scale.dtype is torch.float8_e8m0fnu:
+            _run(operands._replace(x_scale=pack_e8m0(x_scale)), groups, batch_invariant, kernel)
             return
         check_addresses(GROUPED_POINTERS, (sizes, row_index, *operands.tensors))
         if not x.is_cuda:

@@ -61,7 +61,7 @@ class GroupedPlan(PreparedLaunch):
         if spec is None:
             problem = Problem(
                 groups.expected_rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], batch_invariant,
-                experts, operands.lhs_group,
+                experts, operands.lhs_group, operands.lhs_e8m0,
             )  # fmt: skip
             spec = chosen(problem, device, kernel)
         self.spec = spec = replace(spec, debug=True) if settings.debug() else spec

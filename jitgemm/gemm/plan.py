@@ -62,7 +62,7 @@ class Plan(PreparedLaunch):
         if spec is None:
             problem = Problem(
                 m, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype], batch_invariant,
-                lhs_group=operands.lhs_group,
+                lhs_group=operands.lhs_group, lhs_e8m0=operands.lhs_e8m0,
             )  # fmt: skip
             spec = chosen(problem, device, kernel)
         self.spec = spec = replace(spec, debug=True) if settings.debug() else spec

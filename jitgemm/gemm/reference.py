@@ -17,6 +17,7 @@ import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.gemm.arguments import Lhs, check_weight, lhs_group_of, split_lhs
+from jitgemm.gemm.e8m0 import with_fp32_scales
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_device
 from jitgemm.tensors import check_dtype, check_tensor, dtype_name, take_rows
@@ -40,8 +41,8 @@ def gemm_w4a8_reference(
     per token and 128 k are multiplied by it first, which is exact.
 
     Args:
-        lhs: x, float8_e4m3fn or int8 [m, k], x_scale, fp32 [m], [m, 1], one element or [m, ceil(k / 128)], and with
-            int8 perhaps x_zero, int32 of the first three shapes.
+        lhs: x, float8_e4m3fn or int8 [m, k], x_scale, fp32 [m], [m, 1], one element or [m, ceil(k / 128)], or e8m0 as
+            `gemm_w4a8_nt` takes it, and with int8 perhaps x_zero, int32 of the first three shapes.
         rhs: a weight [n, k] on the same device.
         bias: [n], any float type, or None.
         out_dtype: bfloat16, float16, float32 or float64.
@@ -52,6 +53,7 @@ def gemm_w4a8_reference(
     Raises:
         TypeError, ValueError: wrong dtype, shape or device.
     """
+    lhs = with_fp32_scales(lhs, check_weight(rhs).k)
     m = _check(lhs, rhs, bias, out_dtype)
     out = torch.empty((m, rhs.n), dtype=out_dtype, device=rhs.device)
     for rows, columns, ref in _tiles(lhs, rhs, bias):
@@ -93,7 +95,7 @@ def write_grouped_reference(  # type: ignore[no-untyped-def]
     else:
         pairs = sizes if sizes.dim() == 2 else torch.stack((sizes[:-1], sizes[1:]), 1)
         ranges = [(begin, max(begin, end)) for begin, end in pairs.tolist()]
-    tensors = [each for each in split_lhs(lhs) if each is not None]
+    tensors = with_fp32_scales(lhs, rhs.k)
     tokens = tensors[0].shape[0]
     for expert, (begin, end) in enumerate(ranges):
         if begin == end:
@@ -133,7 +135,7 @@ def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _check(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None, out_dtype: torch.dtype) -> int:
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
-    check_packed(check_weight(rhs), "rhs.", experts=False)
+    check_packed(rhs, "rhs.", experts=False)
     check_dtype("lhs[0] (x)", x.dtype, LHS_TYPES if rhs.format.bits == 4 else (rhs.format.codes,))
     if x.dim() != 2 or x.shape[1] != rhs.k:
         raise ValueError(f"lhs[0] (x): expected shape [m, {rhs.k}], got {list(x.shape)}")

@@ -145,7 +145,8 @@ class Problem:
     """One GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ, with out's type and whether a row's bits may depend on m.
 
     With `experts` a grouped one: each of the m rows is multiplied by one of so many weights [n, k]. `lhs_group` is 0
-    where a token has one scale, and `LHS_GROUP` where it has one for as many k.
+    where a token has one scale, and `LHS_GROUP` where it has one for as many k; with `lhs_e8m0` those are packed
+    exponents (`jitgemm.gemm.e8m0`).
     """
 
     m: int
@@ -157,10 +158,13 @@ class Problem:
     batch_invariant: bool = False
     experts: int = 0
     lhs_group: int = 0
+    lhs_e8m0: bool = False
 
     def __post_init__(self) -> None:
         if self.lhs_group not in (0, LHS_GROUP):
             raise ValueError(f"lhs_group: expected {LHS_GROUP}, or 0 for a scale per token, got {self.lhs_group}")
+        if self.lhs_e8m0 and not self.lhs_group:
+            raise ValueError(f"lhs_e8m0: expected lhs_group {LHS_GROUP} beside it, got {self.lhs_group}")
         if not 0 <= self.experts <= TABLE_SIZES[-1]:
             raise ValueError(f"experts: expected 1 to {TABLE_SIZES[-1]}, or 0 for a dense GEMM, got {self.experts}")
         if self.out not in REAL_TYPES:

@@ -87,6 +87,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "u32 kConsumerRegisters": spec.consumer_registers if spec.warpgroups > 1 else 0,
         "u32 kGroupSize": fmt.group_size,
         "u32 kLhsGroup": spec.lhs_group,
+        "bool kLhsE8m0": str(spec.lhs_e8m0).lower(),
         "u32 kInFlight": units_in_flight(spec),
         "u32 kFragmentSets": fragment_sets(spec),
         "bool kSharedWeights": str(spec.shared_weights).lower(),
@@ -178,7 +179,9 @@ def _warmup(spec: KernelSpec) -> str:
         flags += ["--codes", "any" if fmt.codes == "any" else "tuned"]
     if spec.out != "bf16":
         flags += ["--out", spec.out]
-    if spec.lhs_group:
+    if spec.lhs_e8m0:
+        flags += ["--quantizer", "none", "--e8m0"]
+    elif spec.lhs_group:
         flags += ["--quantizer", f"{spec.out}+block"]
     # Batch invariance is the call's, not the kernel's.
     return f"jitgemm warmup --shape N,K {' '.join(flags)} [--batch-invariant]"

@@ -43,6 +43,7 @@ class KernelSpec:
         out: type of the result.
         experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
         lhs_group: k that share a scale of activations, `LHS_GROUP`; 0 for a scale per token.
+        lhs_e8m0: those scales come as packed exponents, four k-blocks to an int32.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
 
@@ -64,6 +65,7 @@ class KernelSpec:
     debug: bool = False
     experts: int = 0
     lhs_group: int = 0
+    lhs_e8m0: bool = False
 
     @property
     def warpgroups_n(self) -> int:
@@ -120,7 +122,7 @@ class KernelSpec:
         if fmt.group_size:
             parts.append(fmt.scale_type)
         if self.lhs_group:
-            parts.append(f"b{self.lhs_group}")
+            parts.append(f"b{self.lhs_group}{'e' if self.lhs_e8m0 else ''}")
         if self.out != "bf16":
             parts.append(f"to{self.out}")
         parts.append(f"m{self.block_m}{'h' if self.halves == 2 else ''}n{self.block_n}")
@@ -167,7 +169,7 @@ class KernelSpec:
             warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
             direct=flag("direct"), shared_weights=flag("shared"), out=found["out"] or "bf16",
-            experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0),
+            experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0), lhs_e8m0=flag("e8m0"),
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,7 +187,7 @@ class KernelSpec:
 
 _LABEL = re.compile(
     r"(?P<lhs>e4m3|s8)(?P<codes>fast|w8)?-(?:channel|g(?P<group>\d+))(?P<zero>z)?(?P<offset>o)?"
-    r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128))?(?:-to(?P<out>fp32|fp16))?"
+    r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128)(?P<e8m0>e)?)?(?:-to(?P<out>fp32|fp16))?"
     r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
     r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?P<shared>-ss)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"

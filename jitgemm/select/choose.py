@@ -71,6 +71,11 @@ def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSp
                 yield spec, costs
 
 
+def _as_asked(spec: KernelSpec, problem: Problem) -> KernelSpec:
+    """The kernel with what costs nothing to choose."""
+    return replace(for_k(spec, problem.k), lhs_e8m0=problem.lhs_e8m0)
+
+
 def _rank(us: float, spec: KernelSpec) -> tuple[float, int, int, str]:
     return us, spec.block_m * spec.block_n, spec.halves, spec.label
 
@@ -84,7 +89,7 @@ def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
     problem = _at_band_end(problem)
     found = [model.candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
     found.sort(key=lambda c: _rank(c.predicted_us, c.kernel))
-    return [replace(candidate, kernel=for_k(candidate.kernel, problem.k)) for candidate in found]
+    return [replace(candidate, kernel=_as_asked(candidate.kernel, problem)) for candidate in found]
 
 
 @lru_cache(maxsize=4096)
@@ -96,7 +101,7 @@ def _choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
             best = us, spec
     if best is None:
         raise ValueError(f"device: no kernel fits {device}")
-    return for_k(best[1], problem.k)
+    return _as_asked(best[1], problem)
 
 
 def choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
@@ -114,8 +119,9 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
     spec = KernelSpec.from_label(label)
     fmt = problem.format if problem.format.group_size else replace(problem.format, scale_type="fp32")
     operands = replace(
-        spec, lhs=problem.lhs, format=fmt, out=problem.out, experts=problem.table_size, lhs_group=problem.lhs_group
-    )
+        spec, lhs=problem.lhs, format=fmt, out=problem.out, experts=problem.table_size, lhs_group=problem.lhs_group,
+        lhs_e8m0=problem.lhs_e8m0,
+    )  # fmt: skip
     if spec != operands:
         raise ValueError(f"kernel: expected one for these operands, such as {operands.label}, got {label}")
     reason = shapes.illegal(spec, device)
@@ -167,12 +173,13 @@ def kernels_for(
     batch_invariant: bool = False,
     experts: int = 0,
     lhs_group: int = 0,
+    lhs_e8m0: bool = False,
 ) -> list[KernelSpec]:
     """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once.
 
     With experts m counts the rows of all of them, and the kernels are those of every routing.
     """
-    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group)
+    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0)
     return list(dict.fromkeys(_choose(replace(layer, m=last), device) for _, last in bands(max_m, experts)))
 
 

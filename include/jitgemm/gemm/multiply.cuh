@@ -17,7 +17,7 @@ __device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const P
 
 // The tokens' scales of a record, two for every eight tokens: the first few are loaded before the sums are waited for,
 // the rest as they are needed, since registers are short.
-template <u32 kTokens, bool kUsed>
+template <u32 kTokens, bool kUsed, bool kE8m0>
 struct TokenScales {
     static constexpr u32 kAhead = smaller(kTokens / 8, 2);
     u32 address;
@@ -32,11 +32,35 @@ struct TokenScales {
     }
 };
 
+// A power of two by its exponent as bfloat16's bits: 0 stands for 2^-127, which is subnormal, and 255 for NaN.
+__device__ __forceinline__ u32 bf16_of_e8m0(u32 exponent) {
+    return exponent << 7 | (exponent - 1 >= 254 ? 0x40 : 0);
+}
+
+// Packed exponents: a token's word has those of four k-blocks. Each lane converts two tokens' of every 64, and gets
+// the others from the lanes that have them: converted where they are needed, each would be by 32 threads.
+template <u32 kTokens>
+struct TokenScales<kTokens, true, true> {
+    u32 pairs[ceil_div(kTokens, 64)];
+
+    // `first` is the address of the first token's exponent.
+    __device__ __forceinline__ explicit TokenScales(u32 first) {
+#pragma unroll
+        for (u32 i = 0; i < ceil_div(kTokens, 64); ++i) {
+            const u32 address = first + min(i * 32 + threadIdx.x % 32, kTokens / 2 - 1) * 8;
+            pairs[i] = bf16_of_e8m0(load_shared_u8(address)) | bf16_of_e8m0(load_shared_u8(address + 4)) << 16;
+        }
+    }
+    __device__ __forceinline__ float2 pair(u32 i) const {
+        const u32 both = shuffle_fours(pairs[i / 8], i % 8 * 4);
+        return {__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000)};
+    }
+};
+
 // The same with a scale for each token as well, which multiplies the row's first.
-template <int kCount, int kTotal, int kPartials, typename Partial>
+template <int kCount, int kTotal, int kPartials, typename Partial, typename Scales>
 __device__ __forceinline__ void promote(float (&acc)[kTotal], int first, const Partial (&partial)[kPartials],
-                                        float low_row, float high_row,
-                                        const TokenScales<kCount * 2, true>& tokens) {
+                                        float low_row, float high_row, const Scales& tokens) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
         const float2 token = tokens.pair(i / 4);
@@ -176,8 +200,8 @@ struct Multiplier {
     }
 
     // Waits for them, promoting each unit's sums by its factor while the next one multiplies. Sums of several records
-    // are promoted when kPromoteRecords are summed up, or at the last one; 0 is never. `tokens` is where the tokens'
-    // scales are, if they have any for the record.
+    // are promoted when kPromoteRecords are summed up, or at the last one; 0 is never. `tokens` is where the first of
+    // the tokens' scales that the lane reads is, if they have any for the record.
     __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2], Fragments<Config>& fragments,
                                            u64 descriptor, bool last, u32 tokens) {
         constexpr bool kNever = Config::kPromoteRecords == 0;
@@ -186,7 +210,7 @@ struct Multiplier {
 #pragma unroll
         for (u32 unit = 0; unit < kUnits; ++unit) {
             const u32 half = unit % kHalves, factor = unit / kHalves % kFactors, chunk = unit / kHalves / kFactors;
-            const TokenScales<kTokens, (Config::kLhsGroup > 0)> scales(tokens + half * kTokens * 4);
+            const TokenScales<kTokens, (Config::kLhsGroup > 0), Config::kLhsE8m0> scales(tokens + half * kTokens * 4);
             wgmma_wait(min(kInFlight, kUnits - unit) - 1);
             register_fence(partial[unit % kInFlight]);
             if (promote_now) {
@@ -236,6 +260,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
         (Config::kFragmentSets == 2 && Config::kSplitK == 1 && Config::kWarpgroupsK == 1) || records > 0;
 
     Multiplier<Config, kWidth> multiplier(sums);
+    [[maybe_unused]] u32 block = range.begin + position.along_k;  // of the ring's stage
     auto load = [&](Fragments<Config>& fragments, const Ring<Config::kStages>& from) {
         barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
         fragments.load(shared.record(from.stage, position.along_n, position.along_k), position);
@@ -255,8 +280,13 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
         if (load_next) load(next, next_stage(last));
         ring.advance();
         current.load_factors(shared.record(stage, position.along_n, position.along_k), position);
-        multiplier.finish(acc, current, descriptor, last,
-                          shared.block_scales(stage, position.along_k) + position.lane % 4 * 8);
+        const u32 tokens = shared.block_scales(stage, position.along_k);
+        if constexpr (Config::kLhsE8m0) {
+            multiplier.finish(acc, current, descriptor, last, tokens + block % 4);
+            block += Config::kWarpgroupsK;
+        } else {
+            multiplier.finish(acc, current, descriptor, last, tokens + position.lane % 4 * 8);
+        }
         release_stage(shared, stage, position);
     };
     if (!any) begin();

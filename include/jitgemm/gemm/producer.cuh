@@ -97,8 +97,11 @@ __device__ __forceinline__ void gather_activations(const TensorMap* row_map, con
     }
 }
 
-// Between the scales of a token's k-blocks.
-__device__ __forceinline__ u64 block_stride(const Args& args) { return args.lhs_zero_stride; }
+// From a token's scale of a k-block to that of another, `step` blocks on. Packed exponents are four to a word.
+template <typename Config>
+__device__ __forceinline__ u64 scale_step(const Args& args, u32 block, u32 step) {
+    return (Config::kLhsE8m0 ? (block + step) / 4 - block / 4 : step) * args.lhs_zero_stride;
+}
 
 // Where the first scale of a row's activations is.
 template <typename Config>
@@ -120,9 +123,9 @@ __device__ __forceinline__ void load_block_scales(const Shared<Config>& shared, 
         for (u32 first = 0; first < Config::kBlockM; first += 32) {
             const u32 row = first + lane;
             const float* source = block_scale_of(tile, min(tile.first_token + row, tile.end_token() - 1));
-            source += block * block_stride(args);
+            source += scale_step<Config>(args, 0, block);
 #pragma unroll
-            for (u32 i = 0; i < Config::kWarpgroupsK; ++i, source += block_stride(args))
+            for (u32 i = 0; i < Config::kWarpgroupsK; source += scale_step<Config>(args, block + i, 1), ++i)
                 copy_4(i < blocks && row < Config::kBlockM, shared.block_scales(stage, i) + row * 4, source, source,
                        true);
         }
@@ -225,7 +228,7 @@ struct ActivationCopies {
                       ((chunk(position) ^ token(position) % 8) * 16);
         if constexpr (kScales) {
             const u32 of = min(tile.first_token + position.thread, tile.end_token() - 1);
-            scale = block_scale_of(tile, of) + (tile.range.begin + position.along_k) * block_stride(args);
+            scale = block_scale_of(tile, of) + scale_step<Config>(args, 0, tile.range.begin + position.along_k);
         }
     }
 
@@ -256,7 +259,7 @@ struct ActivationCopies {
             if constexpr (kScales) {
                 const bool wanted = position.along_n == 0 && position.thread < Config::kBlockM;
                 copy_4(wanted, shared.block_scales(stage, position.along_k) + position.thread * 4, scale, scale, true);
-                scale += Config::kWarpgroupsK * block_stride(args);
+                scale += scale_step<Config>(args, block, Config::kWarpgroupsK);
             }
             source += Config::kWarpgroupsK * kBlockK;
             destination += Shared<Config>::kLhsStage;

@@ -8,6 +8,7 @@
 //                             warpgroups along k and, for each reducer behind them, [split_k - 1][slice / 8][128][4] of
 //                             the other CTAs
 //                    blocks   [stages][warpgroups_k][block_m] fp32         scales per token and 128 k (kLhsGroup), or
+//                             words of packed exponents (kLhsE8m0), or
 //                    scales   [reducers][slice] fp32                       per-token scales
 //                    terms    [reducers][3][64] fp32                       scale, bias and sum of each row of n
 //                    barriers full[stages] empty[stages]

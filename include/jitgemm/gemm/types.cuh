@@ -17,13 +17,14 @@ struct Args {
     const u8* lhs;              // activations, as lhs_map has them
     const u8* records;          // packed weight, [strips][k_blocks][record_bytes]
     const void* channel_scale;  // [strips * 64] of channel_scale_type; read by per-channel kernels only
-    const float* lhs_scale;     // one value every lhs_scale_stride elements; stride 0 is one scale for all tokens
+    const float* lhs_scale;     // one value every lhs_scale_stride elements; stride 0 is one scale for all tokens;
+                                // kLhsE8m0: words of the exponents of four k-blocks, the first in the lowest byte
     const void* bias;           // [n] of bias_type, or null
     const i32* lhs_zero;        // zero points of activations, or null
     const float* row_sum;       // [strips * 64] sums of weights; read where there are zero points
     u64 lhs_stride;             // bytes between tokens
     u64 lhs_scale_stride;
-    u64 lhs_zero_stride;  // kLhsGroup: of a token's scales, one for every 128 k, as there are no zero points
+    u64 lhs_zero_stride;  // kLhsGroup: of a token's scales, or words of them, as there are no zero points
     u32 m, n, k;
     i32 channel_scale_type;
     i32 bias_type;

@@ -120,6 +120,14 @@ __device__ __forceinline__ void store_matrix_x2(u32 row, u32 a, u32 b) {
 // Orders this thread's ordinary writes to shared memory before later reads by the copy engine.
 __device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The value of lane `first` + lane % 4 of the warp, `first` a multiple of 4: the mask of segments, 3, keeps the low bits
+// of the lane's own number (PTX ISA, shfl.sync).
+__device__ __forceinline__ u32 shuffle_fours(u32 value, u32 first) {
+    u32 found;
+    asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x31F, 0xFFFFFFFF;" : "=r"(found) : "r"(value), "r"(first));
+    return found;
+}
+
 // ---- copies from global to shared memory ----------------------------------------------------------------------------
 
 // Copies 16 bytes where `wanted`, or writes zeros, and reads nothing, where not `inside`. Without a branch: behind one,
