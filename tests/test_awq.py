@@ -101,6 +101,7 @@ def test_gemv_without_a_group_size_is_refused():
     [
         ({"qzeros": None}, r"qzeros: expected int32 \[G, n / 8\], found none"),
         ({"scales": torch.ones(3, 32).half()}, r"qzeros: expected shape \[3, 4\], got \[4, 4\]"),
+        ({"pre_quant_scale": torch.ones(256)}, r"pre_quant_scale: expected only qweight, scales, qzeros and bias"),
         ({"qweight": torch.zeros(256, 4, dtype=torch.int16)}, r"qweight: expected int32 .*, got int16"),
     ],
 )

@@ -375,6 +375,16 @@ def test_a_mixed_checkpoint_loads_whole(tmp_path):
     assert torch.equal(plain.blocks[0].down.weight, dense["blocks.0.down.weight"])
 
 
+def test_scales_of_the_kv_cache_beside_8_bit_layers_are_ignored_by_name():
+    """As ModelOpt's FP8 checkpoints have them."""
+    model = torch.nn.ModuleDict({"k_proj": torch.nn.Linear(64, 32, bias=False)})
+    stored, dense = eight(torch.randn(32, 64))
+    tensors = {f"attn.k_proj.{name}": tensor for name, tensor in (stored | {"k_scale": torch.ones(1)}).items()}
+    report = load_(torch.nn.ModuleDict({"attn": model}), tensors, config={"quant_method": "modelopt"})
+    assert report == ["attn.k_proj"] and list(report.ignored) == ["attn.k_proj.k_scale"]
+    assert torch.equal(model["k_proj"].weight.dequantize(), dense)
+
+
 def test_a_layer_is_not_loaded_over_one_of_another_width_by_load_state_dict():
     four, wide = (torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)) for _ in range(2))
     jitgemm.nn.quantize_(four, clip_steps=0)

@@ -79,6 +79,10 @@ def test_g_idx_may_be_absent():
     tensors = packed(layer, minus_one=False)
     del tensors["g_idx"]
     layers.assert_exactly(read(tensors, V2), layer.weight)
+    with pytest.raises(
+        ValueError, match="g_idx: expected the columns' groups, as the config says desc_act, found none"
+    ):
+        read(tensors, V2 | {"desc_act": True})
 
 
 def test_the_permutation_gathers_each_group_in_the_order_of_its_columns():
@@ -180,6 +184,7 @@ def test_a_missing_tensor_is_named(name):
         ),
         ("qzeros", torch.zeros((4, 3), dtype=torch.int32), r"qzeros: expected shape \[4, 4\], got \[4, 3\]"),
         ("g_idx", torch.zeros(128, dtype=torch.int32), r"g_idx: expected shape \[256\], got \[128\]"),
+        ("lora_A", torch.zeros((256, 8)), r"lora_A: expected only qweight, scales, qzeros, g_idx and bias, got also"),
     ],
 )
 def test_a_tensor_of_another_form_is_refused(name, tensor, message):

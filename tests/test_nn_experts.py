@@ -668,6 +668,7 @@ def test_activation_orders_are_refused_and_can_be_dequantised():
             r"every expert of model.layers.0.mlp.experts, found none of 1 layers: .*experts.3.up_proj",
         ),
         ({"4.up_proj": (96, 64)}, "found no place for model.layers.0.mlp.experts.4.up_proj"),
+        ({"scale": "beside"}, "found no place for model.layers.0.mlp.experts.scale;"),
         ({"1.up_proj": (64, 64)}, r"experts.1.up_proj: expected n, k = \[96, 64\], got \[64, 64\]"),
         ({"1.down_proj": (64, 64)}, r"experts.1.down_proj: expected n, k = \[64, 96\], got \[64, 64\]"),
         ({"2.gate_proj": "floats"}, "experts.2.gate_proj: expected quantised, as .*experts.0.gate_proj is, got floats"),
@@ -686,6 +687,8 @@ def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change
         tensors[f"{name}.weight"] = torch.zeros(INTER, HIDDEN)
     elif what == "bias":
         tensors[f"{name}.bias"] = torch.zeros(INTER)
+    elif what == "beside":
+        tensors[name] = torch.ones(4)
     elif isinstance(what, int):
         rows = quantised(torch.randn(INTER, HIDDEN), group_size=what)
         tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in w4afp8(*rows).items()}

@@ -137,6 +137,7 @@ def test_detected_and_taken_for_nothing_else(config):
         ),
         ({"s1_scales": torch.ones(64)}, None, r"s1_scales: expected float16 \[n\], got float32"),
         ({}, {"group_size": 64}, r"s2_scales: expected 4 groups for k = 256 and group_size 64, got 2"),
+        ({"smooth_scale": torch.ones(256)}, None, r"smooth_scale: expected only qweight, s1_scales, .* got also"),
         ({}, {"wbits": 8}, r"bits: expected 4, got 8"),
     ],
 )

@@ -28,7 +28,7 @@ import torch
 
 from jitgemm.checkpoint.affine import FLOATS, INT32, check_setting, fits, group_size_of, integer_zero, measure, setting
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
 from jitgemm.kernel.formats import ceil_div
 
 _GEMM = ("gemm", "exllama", "exllamav2", "ipex")
@@ -48,6 +48,7 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
     if version not in (*_GEMM, "gemv"):
         raise ValueError(f"version: expected gemm or gemv, got {version!r}, whose order of the codes is not read here")
     check_setting(config, 4, "bits", "w_bit")
+    check_known(tensors, tuple(_LAYOUT_GEMM))
     given = setting(config, "group_size", "q_group_size")
     if version != "gemv":
         size = measure(tensors, _LAYOUT_GEMM)

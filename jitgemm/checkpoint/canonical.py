@@ -372,9 +372,13 @@ def check_order(weight: CanonicalWeight, expert: int) -> None:
         )
 
 
+KV_CACHE_SCALES = frozenset({"k_scale", "v_scale"})
+"""What ModelOpt puts beside k_proj and v_proj; says nothing of their weights."""
+
+
 def check_known(tensors: Mapping[str, torch.Tensor], known: Sequence[str]) -> None:
     """Raises ValueError for a tensor that is not among `known`: what it means for the weight is not known either."""
-    unknown = sorted(set(tensors) - set(known) - {"bias"})
+    unknown = sorted(set(tensors) - set(known) - {"bias"} - KV_CACHE_SCALES)
     if unknown:
         raise ValueError(f"{unknown[0]}: expected only {', '.join(known)} and bias, got also {', '.join(unknown)}")
 

@@ -40,7 +40,7 @@ from jitgemm.checkpoint.affine import (
     setting,
 )
 from jitgemm.checkpoint.bits import unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order, check_known
 
 _VERSIONS = ("gptq", "gptq_v2")
 _ONE_IN_EACH = 0x11111111
@@ -56,9 +56,12 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     _check_config(config)
+    check_known(tensors, (*_LAYOUT, "g_idx"))
     size = measure(tensors, _LAYOUT)
     if "g_idx" in tensors:
         check_shape("g_idx", tensors["g_idx"], size["k"])
+    elif size["G"] > 1 and setting(config, "desc_act") is True:
+        raise ValueError("g_idx: expected the columns' groups, as the config says desc_act, found none")
     group_size = group_size_of(size["k"], size["G"], setting(config, "group_size"), "scales")
     return Sizes(size["n"], size["k"], group_size)
 

@@ -44,7 +44,7 @@ from jitgemm.checkpoint.affine import (
     setting,
 )
 from jitgemm.checkpoint.bits import unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
 from jitgemm.tensors import describe
 
 _TILE = 32
@@ -60,6 +60,7 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     check_setting(config, 4, "bits", "wbits", "w_bit")
+    check_known(tensors, (*_PER_GROUP, "s1_szeros"))
     codes = measure(tensors, _CODES)
     n, k = codes["n"], codes["k"]
     if n % _TILE or k % _TILE or not n * k:

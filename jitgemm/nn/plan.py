@@ -12,15 +12,15 @@ import torch
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.choose import PACKED, Filter, Replaceable
 from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.read import Layer, is_quantised, layer_of, packable
+from jitgemm.nn.read import OF_CACHE, Layer, is_quantised, layer_of, packable
 from jitgemm.nn.read_experts import Experts, Stacked, check_packable, experts_of
 from jitgemm.nn.report import some
 from jitgemm.nn.stacked import BIASES, PARAMETERS, form_of
 
 LEFT_OUT = "dequantised: left out by the filter"
 _IGNORABLE = {
-    r"\.(k|v|q|kv|prob)_(global_)?(scale|zero_point)$": "scale of the KV cache or attention, not quantised here",
-    r"\.[kv]_proj\.output_(scale|zero_point)$": "scale of the KV cache or attention, not quantised here",
+    r"\.(k|v|q|kv|prob)_(global_)?(scale|zero_point)$": OF_CACHE,
+    r"\.[kv]_proj\.output_(scale|zero_point)$": OF_CACHE,
     r"(^|\.)inv_freq$": "rotary frequencies, which the model computes",
 }
 """What no model has a place for, and nobody misses."""
@@ -279,7 +279,8 @@ class Plan:
         names: set[str] = set()
         for layer in (*self.layers.values(), *self.dense.values(), *(each.experts for each in self.stacked.values())):
             names |= layer.names if isinstance(layer, Experts) else {*layer.names.values()}
-        for prefixes in (*(self.replaceable.places[name] for name in self.layers), self.left):
+        linears = (name for name, layer in self.layers.items() if isinstance(layer, Layer))
+        for prefixes in (*(self.replaceable.places[name] for name in linears), self.left):
             names |= {full for prefix in prefixes for full in self.checkpoint.layer(prefix).values()}
         left = tuple(f"{name}." for name in self.left if name in self.replaceable.forms)
         names |= {name for name in self.checkpoint.names() if left and name.startswith(left)}

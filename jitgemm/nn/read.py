@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jitgemm.checkpoint.canonical import KV_CACHE_SCALES
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
 from jitgemm.kernel.formats import LHS_GROUP
@@ -29,6 +30,7 @@ BLOCK = "_block"
 
 _OWN = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 """The kind of activations that 8-bit codes meet where nothing else is said."""
+OF_CACHE = "scale of the KV cache or attention, not quantised here"
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
 _ON_CPU = ("meta", "activation_type")
@@ -123,6 +125,7 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
     unused = {}
     if "output_scale" in named:
         unused[named["output_scale"]] = "scale of output activations, which are not quantised"
+    unused |= {name: OF_CACHE for suffix, name in header.names.items() if suffix in KV_CACHE_SCALES}
     own = _OWN.get(header.sizes.codes)
     if "input_activations" not in scheme:  # a format that says nothing: its static scales are those of e4m3
         said, static = own or "e4m3", "input_scale" in named
