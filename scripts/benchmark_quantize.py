@@ -35,6 +35,7 @@ MODES = {
     "e4m3 silu_mul": ("e4m3", {"silu_mul": True}),
     "int8 silu_mul": ("int8", {"silu_mul": True}),
     "e4m3 rms_norm": ("e4m3", {"rms_norm": True}),
+    "e4m3 residual rms_norm": ("e4m3", {"rms_norm": True, "residual": True}),
     "int8 rms_norm": ("int8", {"rms_norm": True}),
     "int8 affine rms_norm": ("int8", {"affine": True, "rms_norm": True}),
     "e4m3 permuted": ("e4m3", {"permuted": True}),
@@ -67,6 +68,7 @@ def calls_of(mode: str, m: int, k: int, x_type: str) -> tuple[list, list, int]:
     columns = 2 * k if options.get("silu_mul") else k
     x_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[x_type]
     moved = m * (columns * X_BYTES[x_type] + k + 4 + (4 if affine else 0)) + parameter_bytes
+    moved += 2 * m * k * X_BYTES[x_type] if options.get("residual") else 0
     copies = min(MAX_COPIES, max(2, int(COLD_BYTES / moved) + 1))
     sources, targets = [], []
     for _ in range(copies):
@@ -74,9 +76,10 @@ def calls_of(mode: str, m: int, k: int, x_type: str) -> tuple[list, list, int]:
         out = [torch.empty(m, k, dtype=dtype, device="cuda"), torch.empty(m, device="cuda")]
         if affine:
             out.append(torch.empty(m, dtype=torch.int32, device="cuda"))
-        targets.append(tuple(out))
+        sums = torch.randn_like(sources[-1]) if options.get("residual") else None
+        targets.append({"out": tuple(out), "residual": sums, "residual_out": sums})
     ours = [
-        lambda x=x, out=out: quantize_activations(x, dtype, out=out, **arguments) for x, out in zip(sources, targets)
+        lambda x=x, into=into: quantize_activations(x, dtype, **into, **arguments) for x, into in zip(sources, targets)
     ]
     blocks = [torch.empty(2, max(1, moved // 2), dtype=torch.uint8, device="cuda") for _ in range(copies)]
     return ours, [lambda block=block: block[0].copy_(block[1]) for block in blocks], moved

@@ -66,4 +66,6 @@ def quantizer_inputs(m: int = 5) -> Inputs:
     return Inputs(
         torch.randn(m, K, dtype=torch.bfloat16), torch.int8, True, True, one, one.int(), None,
         torch.ones(K, dtype=torch.bfloat16), 0.25, torch.randperm(K).int(),
+        residual=torch.randn(m, 2 * K, dtype=torch.bfloat16)[:, K:],
+        residual_out=torch.empty(m, 3 * K, dtype=torch.bfloat16)[:, :K],
     )  # fmt: skip

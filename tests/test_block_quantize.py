@@ -155,7 +155,10 @@ def test_compiling_has_the_same_bits_and_strides():
 SPECS = [
     (k, quantize_spec(k, x, q, block=True, **arguments))
     for k, x, q in ((512, "bf16", "e4m3"), (7168, "bf16", "e4m3"), (8192, "fp32", "s8"), (40960, "fp16", "s8"))
-    for arguments in ({}, {"silu_mul": True}, {"rms_norm": True}, {"permuted": True}, {"rms_norm": True, "permuted": True})
+    for arguments in (
+        {}, {"silu_mul": True}, {"rms_norm": True}, {"permuted": True}, {"rms_norm": True, "permuted": True},
+        {"rms_norm": True, "residual": True}, {"rms_norm": True, "residual": True, "permuted": True},
+    )
     if k <= 2**15 or "permuted" not in arguments
 ]  # fmt: skip
 

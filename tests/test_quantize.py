@@ -151,6 +151,82 @@ def test_rms_norm_comes_first(weight_dtype):
     assert bool(((dequantize(results) - y).abs() <= 0.501 * results[1].double()[:, None]).all())
 
 
+def sums(seed: int, m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """x and a residual, with rows of zeros, tiny and huge ones; their rounded sum."""
+    x, residual = activations(seed, m, k, dtype), activations(seed + 1, m, k, dtype).flip(0)
+    return {"x": x, "residual": residual, "sum": x + residual}
+
+
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("scheme", ["token", "tensor", "block"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_residual_is_added_first_and_the_sum_returned(mode, scheme, x_dtype):
+    dtype, affine = MODES[mode]
+    if scheme == "block" and affine:
+        pytest.skip("blocks have no zero points")
+    arguments = parameters(1, K) | ({"scheme": "block"} if scheme == "block" else {})
+    arguments |= given(mode, 0.02) if scheme == "tensor" else {}
+    s = sums(1, 18, K, x_dtype)
+    *lhs, total = quantize_activations(s["x"], dtype, affine=affine, residual=s["residual"], **arguments)
+    expected = quantize_activations(s["sum"], dtype, affine=affine, **arguments)
+    assert len(lhs) == len(expected) and all(map(same_but_nan, lhs, expected))
+    assert total.dtype == x_dtype and builders.same_bits(total, s["sum"])
+
+
+def same_but_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype == torch.float32:
+        return torch.equal(a.isnan(), b.isnan()) and builders.same_bits(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    return builders.same_bits(a, b)
+
+
+def test_a_sum_is_rounded_once_to_nearest_even():
+    """Of two numbers of bf16 in exact arithmetic, ties among them."""
+    x = torch.randn(4, K, generator=builders.generator(1)).bfloat16()
+    residual = (torch.randn(4, K, generator=builders.generator(2)) * 64).bfloat16()
+    x[0, :3], residual[0, :3] = torch.tensor([1.0, 3.0, 2.0**-8]), torch.tensor([256.0, 256.0, 1.0])
+    total = quantize_activations(x, torch.int8, rms_norm=torch.ones(K), residual=residual)[-1]
+    assert total[0, :3].tolist() == [256.0, 260.0, 1.0]
+    steps = torch.tensor([-1, 0, 1])
+    for a, b, s in zip(x.flatten().tolist(), residual.flatten().tolist(), total.flatten()):
+        near = (s.view(torch.int16) + steps).to(torch.int16).view(torch.bfloat16)
+        below, error, above = (abs(Fraction(value) - Fraction(a) - Fraction(b)) for value in near.tolist())
+        assert error < min(below, above) or (error == min(below, above) and int(near[1].view(torch.int16)) % 2 == 0)
+
+
+@pytest.mark.parametrize("place", ["residual", "x", "rows of a wider tensor"])
+def test_a_sum_goes_where_it_is_asked_to(place):
+    s, norm = sums(1, 9, K), parameters(1, K)["rms_norm"]
+    expected = quantize_activations(s["sum"], torch.int8, rms_norm=norm)
+    wide = torch.zeros(9, 2 * K, dtype=torch.bfloat16)
+    into = {"residual": s["residual"], "x": s["x"]}.get(place, wide[:, 16 : 16 + K])
+    out = torch.empty(9, K, dtype=torch.int8), torch.empty(9)
+    for given_out in (None, out):
+        copies = {"x": s["x"].clone(), "residual": s["residual"].clone()}
+        into = {**copies, "rows of a wider tensor": wide[:, 16 : 16 + K]}[place]
+        arguments = {"rms_norm": norm, "residual": copies["residual"], "residual_out": into, "out": given_out}
+        *lhs, total = quantize_activations(copies["x"], torch.int8, **arguments)
+        assert total is into and builders.same_bits(into, s["sum"])
+        assert all(map(builders.same_bits, lhs, expected))
+        if given_out is not None:
+            assert lhs[0] is out[0] and lhs[1] is out[1]
+    assert bool((wide[:, :16] == 0).all()) and bool((wide[:, 16 + K :] == 0).all())
+
+
+def test_sums_have_the_shape_of_x():
+    s, norm = sums(1, 12, K), parameters(1, K)["rms_norm"]
+    shaped = {name: tensor.view(2, 2, 3, K) for name, tensor in s.items()}
+    q, scale, total = quantize_activations(shaped["x"], torch.int8, rms_norm=norm, residual=shaped["residual"])
+    assert q.shape == total.shape == (2, 2, 3, K) and scale.shape == (2, 2, 3)
+    assert builders.same_bits(total, shaped["sum"])
+    for lead in ((), (0,), (2, 0)):
+        x = torch.ones(*lead, K)
+        q, scale, total = quantize_activations(x, torch.int8, rms_norm=norm, residual=x)
+        assert q.shape == total.shape == x.shape and scale.shape == lead
+    again = torch.empty_like(shaped["x"])
+    assert quantize_activations(shaped["x"], torch.int8, rms_norm=norm, residual=s["x"].view(2, 2, 3, K),
+                                residual_out=again)[-1] is again  # fmt: skip
+
+
 # ---- special rows ---------------------------------------------------------------------------------------------------
 
 
@@ -244,6 +320,7 @@ def test_out_is_written_and_returned(mode):
 X, X2 = torch.zeros(4, K), torch.zeros(4, 2 * K)
 ONE = torch.ones(1)
 ELSEWHERE = torch.zeros(K, dtype=torch.int32, device="meta")
+NORM = {"rms_norm": torch.ones(K)}
 
 
 @pytest.mark.parametrize(
@@ -276,6 +353,18 @@ ELSEWHERE = torch.zeros(K, dtype=torch.int32, device="meta")
         (TypeError, "rms_norm: expected bfloat16, float16 or float32", {"rms_norm": torch.ones(K).double()}),
         (ValueError, "rms_norm: expected a contiguous tensor", {"rms_norm": torch.ones(2 * K)[::2]}),
         (ValueError, "rms_norm: expected None with silu_mul", {"x": X2, "silu_mul": True, "rms_norm": torch.ones(K)}),
+        (ValueError, "residual: expected None without rms_norm", {"residual": X}),
+        (ValueError, "residual: expected None without rms_norm", {"x": X2, "silu_mul": True, "residual": X2}),
+        (TypeError, "residual: expected a torch.Tensor, got NoneType", NORM | {"residual_out": X}),
+        (ValueError, r"residual: expected shape \[4, 96\], x's, got \[3, 96\]", NORM | {"residual": X[:3]}),
+        (TypeError, "residual: expected float32, x's type, got float16", NORM | {"residual": X.half()}),
+        (ValueError, "residual: expected a tensor on cpu", NORM | {"residual": X.to("meta")}),
+        (ValueError, "residual: expected a row stride", NORM | {"residual": torch.zeros(4, 98)[:, :96]}),
+        (ValueError, "residual: expected stride 1", NORM | {"residual": torch.zeros(K, 4).t()}),
+        (ValueError, "residual_out: expected shape", NORM | {"residual": X, "residual_out": X2}),
+        (TypeError, "residual_out: expected float32", NORM | {"residual": X, "residual_out": X.bfloat16()}),
+        (ValueError, "residual_out: expected rows that do not overlap",
+         NORM | {"residual": X, "residual_out": torch.zeros(1, K).expand(4, K)}),
         (TypeError, "eps: expected a float, got str", {"eps": "1e-6"}),
         (ValueError, "eps: expected a finite number that is not negative, got -1", {"eps": -1}),
         (ValueError, "eps: expected a finite number", {"eps": float("nan")}),
@@ -320,6 +409,21 @@ def test_an_output_that_overlaps_is_refused():
         quantize_activations(x, torch.int8, out=(q, q.view(-1)[:16].view(torch.float32)))
 
 
+@pytest.mark.parametrize("what", ["x", "residual", "out[0]"])
+def test_a_sum_that_overlaps_but_is_not_in_place_is_refused(what):
+    memory = torch.zeros(9 * K)
+    tensors = {"x": memory[: 4 * K].view(4, K), "residual": torch.zeros(4, K)}
+    if what == "residual":
+        tensors = {"x": tensors["residual"], "residual": tensors["x"]}
+    q = tensors.pop("residual") if what == "out[0]" else None
+    out = (memory.view(torch.int8)[-4 * K :].view(4, K), torch.empty(4)) if what == "out[0]" else None
+    into = memory[5 * K :].view(4, K) if what == "out[0]" else memory[K : 5 * K].view(4, K)
+    tensors.setdefault("residual", q)
+    message = re.escape(f"residual_out: expected memory of its own, got a tensor that overlaps {what}")
+    with pytest.raises(ValueError, match=message):
+        quantize_activations(**tensors, dtype=torch.int8, rms_norm=torch.ones(K), residual_out=into, out=out)
+
+
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
@@ -334,6 +438,27 @@ def test_opcheck_passes(mode):
         x = activations(1, m, K)
         arguments = (x, dtype, False, affine, None, None, False, p["rms_norm"], 1e-6, p["permutation"])
         assert set(torch.library.opcheck(OP, arguments, test_utils=tests).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_opcheck_passes_with_a_residual(mode):
+    dtype, affine = MODES[mode]
+    p, s, wide = parameters(1, K), sums(1, 5, K), torch.zeros(5, 2 * K, dtype=torch.bfloat16)[:, :K]
+    tests = ["test_autograd_registration", "test_faketensor"]
+    tests += ["test_schema", "test_aot_dispatch_dynamic"] if mode != "e4m3" else []
+    op = torch.ops.jitgemm.add_quantize_activations.default
+    for x in (s["x"], wide, s["x"][:1]):
+        residual = s["residual"][: x.shape[0]]
+        arguments = (x, dtype, False, affine, None, None, False, p["rms_norm"], 1e-6, p["permutation"], False, residual)
+        assert set(torch.library.opcheck(op, arguments, test_utils=tests).values()) == {"SUCCESS"}
+        *lhs, total = op(*arguments)
+        assert len(lhs) == 3 and builders.same_bits(total, x + residual)
+
+
+def test_the_op_refuses_a_residual_without_a_norm():
+    arguments = (X, torch.int8, False, False, None, None, False, None, 1e-6, None, False, X)
+    with pytest.raises(ValueError, match="residual: expected None without rms_norm"):
+        torch.ops.jitgemm.add_quantize_activations(*arguments)
 
 
 def test_opcheck_passes_with_given_scales():
@@ -354,14 +479,19 @@ def test_fake_tensors_compute_nothing_and_are_checked():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("front", ["plain", "silu_mul", "rms_norm", "out"])
+@pytest.mark.parametrize("front", ["plain", "silu_mul", "rms_norm", "out", "residual", "residual_out"])
 def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
     torch._dynamo.reset()
     dtype, affine = MODES[mode]
-    arguments = {"silu_mul": {"silu_mul": True}, "rms_norm": parameters(1, K)}.get(front, {})
+    arguments = {"silu_mul": {"silu_mul": True}, "plain": {}, "out": {}}.get(front, parameters(1, K))
 
     def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = None
+        if "residual" in front:
+            hidden = x * 2
+            more = {"residual": hidden, **({"residual_out": hidden} if front == "residual_out" else {})}
+            *lhs, total = quantize_activations(x + 0, dtype, affine=affine, **more, **arguments)
+            return *lhs, total, hidden
         if front == "out":
             m = x.shape[0]
             out = (torch.empty(m, K, dtype=dtype), torch.empty(m), torch.empty(m, dtype=torch.int32))[: 2 + affine]
@@ -387,10 +517,9 @@ def every_spec(ks: tuple[int, ...]) -> list[tuple[int, QuantizeSpec]]:
         for x in REAL_TYPES:
             for q, affine in (("e4m3", False), ("s8", False), ("s8", True)):
                 for static in (False, True):
-                    for silu_mul, rms_norm in ((False, False), (True, False), (False, True)):
+                    for front in ({}, {"silu_mul": True}, {"rms_norm": True}, {"rms_norm": True, "residual": True}):
                         for permuted in (False, True):
-                            options = dict(affine=affine, static=static, silu_mul=silu_mul, rms_norm=rms_norm)
-                            spec = quantize_spec(k, x, q, permuted=permuted, **options)
+                            spec = quantize_spec(k, x, q, affine=affine, static=static, permuted=permuted, **front)
                             found.setdefault(spec, k)
     return [(k, spec) for spec, k in found.items()]
 
@@ -412,20 +541,32 @@ def test_blocks_hold_their_rows():
 
 
 @pytest.mark.parametrize(
-    "x, silu_mul, rms_norm, longest",
+    "x, front, longest",
     [
-        ("bf16", False, False, 32768),
-        ("fp16", False, True, 16384),
-        ("bf16", True, False, 16384),
-        ("fp32", False, False, 16384),
-        ("fp32", True, False, 8192),
+        ("bf16", (), 32768),
+        ("fp16", ("rms_norm",), 16384),
+        ("bf16", ("silu_mul",), 16384),
+        ("bf16", ("rms_norm", "residual"), 16384),
+        ("fp32", (), 16384),
+        ("fp32", ("rms_norm",), 16384),
+        ("fp32", ("silu_mul",), 8192),
+        ("fp32", ("rms_norm", "residual"), 16384),
     ],
 )
-def test_rows_are_read_once_up_to_the_documented_length(x, silu_mul, rms_norm, longest):
+def test_rows_are_read_once_up_to_the_documented_length(x, front, longest):
     def vectors(k: int) -> int:
-        return quantize_spec(k, x, "s8", silu_mul=silu_mul, rms_norm=rms_norm).vectors
+        return quantize_spec(k, x, "s8", **dict.fromkeys(front, True)).vectors
 
     assert vectors(longest) > 0 and vectors(longest + 32) == 0
+
+
+def test_a_sum_of_squares_has_one_order_with_and_without_a_residual():
+    for k, spec in ALL:
+        if spec.residual:
+            plain = quantize_spec(
+                k, spec.x, spec.q, affine=spec.affine, static=spec.static, rms_norm=True, permuted=spec.permuted
+            )
+            assert (spec.vectors, block_dims(spec, k)) == (plain.vectors, block_dims(plain, k))
 
 
 @pytest.mark.parametrize(
@@ -446,7 +587,7 @@ def sampled() -> list[QuantizeSpec]:
     shapes: dict[tuple, QuantizeSpec] = {}
     for _, spec in ALL:
         if spec.q == "s8" and spec.affine and not spec.static:
-            front = spec.gate if spec.gate else "rms_norm" if spec.rms_norm else None
+            front = spec.gate, spec.rms_norm, spec.residual
             shapes.setdefault((spec.x == "fp32", front, spec.permuted, spec.vectors, spec.rows > 1), spec)
     features = [spec for _, spec in ALL if spec.vectors == 4 and spec.x == "fp16" and spec.rows == 1]
     return list(dict.fromkeys([*shapes.values(), *features]))

@@ -157,6 +157,68 @@ def test_rms_norm(k, permuted, x_dtype, mode):
         assert_close(*run_both(x, mode, eps=1e-5, **arguments))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("permuted", [False, True])
+@pytest.mark.parametrize("k", [64, 512, 1024, 4096, 14336, 16384, 28672, 65536])
+def test_a_residual_is_pytorch_s_addition_and_the_call_behind_it(k, permuted, x_dtype, mode):
+    """Bit for bit, wherever the sum goes, in every scheme; nothing beside the sum is written."""
+    dtype, affine = MODES[mode]
+    m = 1000 if k == 4096 else 33
+    draw = builders.generator(k)
+    x, residual = (torch.randn(m, k, generator=draw).to(x_dtype).cuda() for _ in range(2))
+    x[3], residual[3], x[5, 7], residual[6, k - 1] = 0, 0, float("inf"), float("nan")
+    arguments = {"affine": affine, **parameters(1, k, "cuda", x_dtype)}
+    if not permuted:
+        del arguments["permutation"]
+    schemes = [{}, given(mode, 0.02, device="cuda")]
+    if not affine and not (permuted and k > 32768):
+        schemes.append({"scheme": "block"})
+    for scheme in schemes:
+        expected = (*quantize_activations(x + residual, dtype, **arguments, **scheme), x + residual)
+        for place in ("new", "x", "residual", "rows of a wider tensor"):
+            mine = {"x": x.clone(), "residual": residual.clone()}
+            wide = torch.full((m + 2, k + 16), 7.0, dtype=x_dtype, device="cuda")
+            mine["residual_out"] = mine.get(place, wide[1:-1, 8:-8] if place.startswith("rows") else None)
+            *results, total = quantize_activations(dtype=dtype, **mine, **arguments, **scheme)
+            assert mine["residual_out"] is None or total is mine["residual_out"]
+            assert torch.equal(total.isnan(), expected[-1].isnan())
+            assert builders.same_bits(total.nan_to_num(1.0), expected[-1].nan_to_num(1.0))
+            assert_same_bits(tuple(results), expected[:-1])
+            wide[1:-1, 8:-8] = 7.0
+            assert bool((wide == 7.0).all()), "the kernel wrote beside the sum"
+            if place == "new":
+                everything = {"x": x, "residual": residual, **arguments, **scheme}
+                wanted = quantize_activations(dtype=dtype, **on_cpu(everything))
+                assert_close(tuple(results), wanted[:-1])
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_value_is_added_as_pytorch_does(x_dtype):
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(x_dtype).view(64, 1024).cuda()
+    for seed in range(8):
+        residual = x.flatten()[torch.randperm(65536, generator=builders.generator(seed)).cuda()].view(64, 1024)
+        total = quantize_activations(x, torch.int8, rms_norm=torch.ones(1024, device="cuda"), residual=residual)[-1]
+        expected = x + residual
+        assert torch.equal(total.isnan(), expected.isnan())
+        assert builders.same_bits(total[~total.isnan()], expected[~total.isnan()])
+
+
+def test_a_residual_in_place_in_a_graph_is_added_at_every_replay():
+    x, norm = torch.ones(5, 1024, device="cuda").bfloat16(), torch.ones(1024, device="cuda")
+    hidden = torch.zeros_like(x)
+    arguments = {"rms_norm": norm, "residual": hidden, "residual_out": hidden}
+    quantize_activations(x, torch.int8, **arguments)
+    hidden.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            quantize_activations(x, torch.int8, **arguments)
+    for replays in (1, 2):
+        graph.replay()
+        assert bool((hidden == 3 * replays).all())
+
+
 @pytest.mark.parametrize("front", ["silu_mul", "rms_norm"])
 def test_static_scales_behind_silu_and_rms_norm(front):
     k = 2048
@@ -216,6 +278,8 @@ def test_misaligned_tensors_are_refused():
     x = activations(1, 4, 520, device="cuda")
     with pytest.raises(ValueError, match="x: expected an address that is a multiple of 16 bytes, got one that is 2"):
         quantize_activations(x[:, 1:513], torch.int8)
+    with pytest.raises(ValueError, match="residual: expected an address"):
+        quantize_activations(x[:, :512], torch.int8, rms_norm=torch.ones(512, device="cuda"), residual=x[:, 1:513])
     weight = torch.ones(513, device="cuda")[1:]
     with pytest.raises(ValueError, match="rms_norm: expected an address"):
         quantize_activations(x[:, :512], torch.int8, rms_norm=weight)
@@ -422,6 +486,8 @@ def test_opcheck_passes_on_the_gpu(mode):
         tests += ["test_schema", "test_aot_dispatch_dynamic"]
     op = torch.ops.jitgemm.quantize_activations.default
     assert set(torch.library.opcheck(op, arguments, test_utils=tests).values()) == {"SUCCESS"}
+    op = torch.ops.jitgemm.add_quantize_activations.default
+    assert set(torch.library.opcheck(op, (*arguments, False, x.flip(0)), test_utils=tests).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

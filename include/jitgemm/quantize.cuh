@@ -1,6 +1,7 @@
 // Quantisation of activations to e4m3 or int8, row by row: one read of x, one write of q, the row in registers between.
 //
 //   y = x,  or act(gate) * up,  or x * weight / sqrt(mean(x^2) + eps)       fp32, never rounded to x's type
+//       kResidual: x + residual for x, rounded to x's type and written, too
 //   scale = max(range of y / range of the codes, 2^-126),  or as given
 //   q = round(y * (1 / scale)) + zero                                       to nearest even, saturated
 //
@@ -33,6 +34,8 @@ struct QuantizeArgs {
     const u32* permutation;    // [k], permuted only: column j of q is column permutation[j] of y
     const u32* row_count;      // one element, gated or gathered only: rows from there on are left alone; null: none
     const u32* row_index;      // [m], gathered only: row i of q is that row of x
+    const u8* residual;        // [m][k], kResidual only
+    u8* sum;                   // [m][k], kResidual only: may be x or residual
     u64 x_row_bytes;
     u64 q_row_bytes;
     u32 m, k;
@@ -42,8 +45,10 @@ struct QuantizeArgs {
     float gate_alpha;  // kSwigluOai only
     u64 scale_row_stride;  // kBlocks only, in elements
     u64 scale_block_stride;
+    u64 residual_row_bytes;  // kResidual only
+    u64 sum_row_bytes;
 };
-static_assert(sizeof(QuantizeArgs) == 136, "jitgemm/activations/plan.py packs this struct");
+static_assert(sizeof(QuantizeArgs) == 168, "jitgemm/activations/plan.py packs this struct");
 
 // What act() is, and where gates and ups lie: GATES and ORDERS of jitgemm/activations/kernel.py.
 enum GateKind : i32 { kUngated, kSilu, kGelu, kGeluTanh, kSwigluOai };
@@ -167,10 +172,10 @@ __device__ __forceinline__ void load_weights(const u8* weights, u32 vector, i32 
 template <class Config>
 constexpr bool kGated = Config::kGate != kUngated;
 
-// What is read of x for a vector of y: the vector itself, or gates and ups, two vectors as they lie in x.
+// What is read for a vector of y: the vector of x, and of the residual, or gates and ups, two vectors as they lie in x.
 template <class Config>
 struct Input {
-    Vector<Config::kX> x[kGated<Config> ? 2 : 1];
+    Vector<Config::kX> x[kGated<Config> || Config::kResidual ? 2 : 1];
 
     __device__ __forceinline__ float gate(u32 i) const {
         if constexpr (Config::kOrder == kInterleaved) return x[i / (kVector / 2)].value(2 * i % kVector);
@@ -182,19 +187,44 @@ struct Input {
     }
 };
 
+// x + residual, rounded to their type.
+template <RealType kType>
+__device__ __forceinline__ Vector<kType> add(const Vector<kType>& x, const Vector<kType>& residual) {
+    Vector<kType> sum;
+    constexpr u32 kOfWord = kType == kFp32 ? 1 : 2;
+#pragma unroll
+    for (u32 i = 0; i < kVector; i += kOfWord) {
+        const float first = __fadd_rn(x.value(i), residual.value(i));
+        if constexpr (kType == kFp32) {
+            sum.words[i] = __float_as_uint(first);
+        } else {
+            sum.words[i / 2] = pack_halves<kType>(first, __fadd_rn(x.value(i + 1), residual.value(i + 1)));
+        }
+    }
+    return sum;
+}
+
 // What a thread holds of y until the row's scale is known: x as it was read where y = x, else y (RMSNorm: y * rms) in
 // fp32.
 template <class Config>
 using Held = Vector<kGated<Config> || Config::kRmsNorm ? kFp32 : Config::kX>;
 
+// `again`: transform() has been given the vector by this thread.
 template <class Config>
-__device__ __forceinline__ Input<Config> load(const QuantizeArgs& args, u32 row, u32 vector) {
+__device__ __forceinline__ Input<Config> load(const QuantizeArgs& args, u32 row, u32 vector, bool again = false) {
     constexpr u32 kBytes = Vector<Config::kX>::kBytes;
     constexpr bool kInPairs = kGated<Config> && Config::kOrder == kInterleaved;
     if constexpr (Config::kGathered) row = args.row_index[row];
     const u8* source = args.x + row * args.x_row_bytes + vector * kBytes * (kInPairs ? 2 : 1);
     Input<Config> input;
+    if constexpr (Config::kResidual) {
+        if (again) source = args.sum + row * args.sum_row_bytes + vector * kBytes;
+        if (!again) input.x[1] = load_vector<Config::kX>(args.residual + row * args.residual_row_bytes + vector * kBytes);
+    }
     input.x[0] = load_vector<Config::kX>(source);
+    if constexpr (Config::kResidual && Config::kX == kFp32) {
+        if (!again) input.x[0] = add(input.x[0], input.x[1]);  // holding both would take too many registers
+    }
     if constexpr (kGated<Config>) {
         input.x[1] = load_vector<Config::kX>(source + (kInPairs ? kBytes : args.k / kVector * kBytes));
     }
@@ -311,10 +341,19 @@ __device__ __forceinline__ float gate_times_up(const QuantizeArgs& args, float g
     }
 }
 
-// The vector of y, but for RMSNorm's factor, which is known at the end of the row only.
+template <RealType kType>
+__device__ __forceinline__ void store_vector(u8* target, const Vector<kType>& vector) {
+#pragma unroll
+    for (u32 part = 0; part < Vector<kType>::kBytes / 16; ++part) {
+        const u32* const words = vector.words + 4 * part;
+        reinterpret_cast<uint4*>(target)[part] = {words[0], words[1], words[2], words[3]};
+    }
+}
+
+// The vector of y, but for RMSNorm's factor, which is known at the end of the row only. `again` as load() had it.
 template <class Config>
-__device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, const Input<Config>& input, u32 vector,
-                                                  Range<Config>& range) {
+__device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, const Input<Config>& input, u32 row,
+                                                  u32 vector, Range<Config>& range, bool again = false) {
     if constexpr (kGated<Config>) {
         Held<Config> y;
 #pragma unroll
@@ -325,10 +364,17 @@ __device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, cons
     } else if constexpr (Config::kRmsNorm) {
         float weights[kVector];
         load_weights(args.norm_weight, vector, args.norm_weight_type, weights);
+        Vector<Config::kX> values = input.x[0];
+        if constexpr (Config::kResidual) {
+            if (!again) {
+                if constexpr (Config::kX != kFp32) values = add(input.x[0], input.x[1]);
+                store_vector(args.sum + row * args.sum_row_bytes + vector * sizeof(values), values);
+            }
+        }
         Held<Config> y;
 #pragma unroll
         for (u32 i = 0; i < kVector; ++i) {
-            const float x = input.x[0].value(i);
+            const float x = values.value(i);
             range.squares = __fmaf_rn(x, x, range.squares);
             y.words[i] = __float_as_uint(__fmul_rn(x, weights[i]));
         }
@@ -511,7 +557,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
 #pragma unroll
         for (u32 i = 0; i < kVectors; ++i) {
             if (mine(i) < vectors) {
-                y[i] = transform(args, input[i], mine(i), range);
+                y[i] = transform(args, input[i], row, mine(i), range);
                 range.include(y[i]);
             }
         }
@@ -542,7 +588,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
     }
 }
 
-// Longer rows are read twice, the second time from the L2.
+// Longer rows are read twice, the second time from the L2; with a residual, the sum.
 template <class Config>
 __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted,
                                                    u32 block, u32 blocks) {
@@ -552,7 +598,7 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, War
         Range<Config> range;
 #pragma unroll 2
         for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
-            range.include(transform(args, load<Config>(args, row, vector), vector, range));
+            range.include(transform(args, load<Config>(args, row, vector), row, vector, range));
         }
         combine_threads(range, slots[parity]);
         const Quantizer<Config> quantizer(args, range);
@@ -562,7 +608,7 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, War
         u8* const target = Config::kPermuted ? permuted : out;
 #pragma unroll 2
         for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
-            const Held<Config> y = transform(args, load<Config>(args, row, vector), vector, range);
+            const Held<Config> y = transform(args, load<Config>(args, row, vector, true), row, vector, range, true);
             store_codes(target, vector, quantizer.codes(y));
         }
         if constexpr (Config::kPermuted) {
@@ -578,22 +624,22 @@ template <class Config>
 __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, WarpRanges (&slots)[2], float* values,
                                                 u32 block, u32 blocks) {
     constexpr bool kHeld = Config::kVectors > 0;  // the threads hold the row
-    constexpr u32 kVectors = kHeld ? Config::kVectors : Config::kPermuted ? 1 : 2;
+    constexpr u32 kVectors = kHeld ? Config::kVectors : Config::kPermuted || Config::kResidual ? 1 : 2;
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = kVectors * blockDim.x;
     auto mine = [](u32 first, u32 i) { return first + threadIdx.x + i * blockDim.x; };
     u32 parity = 0;
     for (u32 row = block * Config::kRows + threadIdx.y; row < m; row += blocks * Config::kRows, parity ^= 1) {
         Range<Config> range;
         Held<Config> y[kVectors];
-        auto read = [&](u32 first) {
+        auto read = [&](u32 first, bool again) {
             Input<Config> input[kVectors];
 #pragma unroll
             for (u32 i = 0; i < kVectors; ++i) {
-                if (mine(first, i) < vectors) input[i] = load<Config>(args, row, mine(first, i));
+                if (mine(first, i) < vectors) input[i] = load<Config>(args, row, mine(first, i), again);
             }
 #pragma unroll
             for (u32 i = 0; i < kVectors; ++i) {
-                if (mine(first, i) < vectors) y[i] = transform(args, input[i], mine(first, i), range);
+                if (mine(first, i) < vectors) y[i] = transform(args, input[i], row, mine(first, i), range, again);
             }
         };
         auto keep = [&](u32 first) {
@@ -618,7 +664,7 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, WarpRa
         };
         if constexpr (Config::kRmsNorm) {
             for (u32 first = 0; first < vectors; first += step) {
-                read(first);
+                read(first, false);
                 if constexpr (Config::kPermuted) keep(first);
             }
             combine_threads(range, slots[parity]);
@@ -626,13 +672,13 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, WarpRa
         }
         if constexpr (!Config::kPermuted) {
             for (u32 first = 0; first < vectors; first += step) {
-                if constexpr (!(Config::kRmsNorm && kHeld)) read(first);
+                if constexpr (!(Config::kRmsNorm && kHeld)) read(first, Config::kRmsNorm);
 #pragma unroll
                 for (u32 i = 0; i < kVectors; ++i) write(y[i], mine(first, i));
             }
         } else {
             for (u32 first = 0; !Config::kRmsNorm && first < vectors; first += step) {
-                read(first);
+                read(first, false);
                 keep(first);
             }
             sync_row<Config>();

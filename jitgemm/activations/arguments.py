@@ -28,6 +28,8 @@ POINTERS = (
     Pointer("permutation", "permutation", ALIGNMENT),
     Pointer("row_count", "row_count", 4),
     Pointer("row_index", "row_index", 4),
+    Pointer("residual", "residual", ALIGNMENT),
+    Pointer("sum", "residual_out", ALIGNMENT, written=True, in_place=("x", "residual")),
 )
 """What a launch has addresses of, in the order of `QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
@@ -36,7 +38,7 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class Inputs(NamedTuple):
-    """All of a call but where to write, x as rows; but for row_count and row_index, in the order of the op's arguments.
+    """A call's arguments but `out`, x as rows; but for row_count and row_index, in the order of the op's.
 
     Attributes:
         gate: for `silu_mul`, `SILU_MUL`.
@@ -44,6 +46,8 @@ class Inputs(NamedTuple):
             such.
         block: a scale for every `LHS_GROUP` codes.
         row_index: int32 [m]: row i of the result is row row_index[i] of x, which is not checked. None: row i.
+        residual: of x's shape and type, with rms_norm: x + residual is what is normalised.
+        residual_out: with residual: where the sum is written.
     """
 
     x: torch.Tensor
@@ -59,6 +63,8 @@ class Inputs(NamedTuple):
     row_count: torch.Tensor | None = None
     block: bool = False
     row_index: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    residual_out: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -83,7 +89,8 @@ class Inputs(NamedTuple):
 
     def tensors(self, outputs: Outputs) -> tuple[torch.Tensor | None, ...]:
         """In the order of POINTERS."""
-        return self.x, *outputs, self.scale, self.zero, self.rms_norm, self.permutation, self.row_count, self.row_index
+        given = self.scale, self.zero, self.rms_norm, self.permutation, self.row_count, self.row_index
+        return self.x, *outputs, *given, self.residual, self.residual_out
 
 
 def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -103,7 +110,7 @@ def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def check_arguments(inputs: Inputs) -> None:
     """Raises TypeError or ValueError unless the inputs fit together; looks at no values."""
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block, row_index = inputs
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block, row_index = inputs[:13]
     check_flag("affine", affine)
     check_dtype("dtype", dtype, LHS_TYPES)
     if affine and dtype != torch.int8:
@@ -132,6 +139,13 @@ def check_arguments(inputs: Inputs) -> None:
             raise ValueError(f"{name}: expected None unless for {why}, got a {type(value).__name__}")
     if rms_norm is not None and gate:
         raise ValueError("rms_norm: expected None with silu_mul, got a weight")
+    if inputs.residual is not None and rms_norm is None:
+        raise ValueError("residual: expected None without rms_norm, got a tensor")
+    for name in ("residual", "residual_out"):
+        if getattr(inputs, name) is not None:
+            rows = rows_like(name, getattr(inputs, name), x)
+            check_plain(name, rows)
+            check_rows(name, rows, may_overlap=name == "residual")
     if row_count is not None and not gate and row_index is None:
         raise ValueError("row_count: expected None without a gate or row_index, got a tensor")
     for name, value, types, elements in (
@@ -149,6 +163,17 @@ def check_arguments(inputs: Inputs) -> None:
         raise TypeError(f"eps: expected a float, got {type(eps).__name__}")
     if not 0 <= eps < 3e38:
         raise ValueError(f"eps: expected a finite number that is not negative, got {eps}")
+
+
+def rows_like(name: str, value: object, x: torch.Tensor) -> torch.Tensor:
+    """The tensor as rows, of x's shape, type and device."""
+    tensor = check_tensor(name, value)
+    if differ(tensor.shape, x.shape):
+        raise ValueError(f"{name}: expected shape {list(x.shape)}, x's, got {list(tensor.shape)}")
+    if tensor.dtype != x.dtype:
+        raise TypeError(f"{name}: expected {dtype_name(x.dtype)}, x's type, got {dtype_name(tensor.dtype)}")
+    check_device(name, tensor, "x", x.device)
+    return as_rows(name, tensor)
 
 
 def check_out(

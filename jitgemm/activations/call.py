@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.activations.arguments import POINTERS, Inputs, Outputs, as_rows, check_arguments, check_out
+from jitgemm.activations.arguments import POINTERS, Inputs, Outputs, as_rows, check_arguments, check_out, rows_like
 from jitgemm.activations.kernel import SILU_MUL
 from jitgemm.activations.reference import quantize_reference
 from jitgemm.dtypes import LHS_TYPES
@@ -34,6 +34,8 @@ def quantize_activations(
     rms_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     permutation: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
     out: tuple[torch.Tensor, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """8-bit activations for `gemm_w4a8_bf16_nt`, in one pass over x, on the current stream.
@@ -42,7 +44,7 @@ def quantize_activations(
 
         y = x                                    or, in fp32 and not rounded to x's type,
             silu(x[:, :k]) * x[:, k:]            with silu_mul
-            x * rms_norm / sqrt(mean(x^2) + eps) with rms_norm
+            x * rms_norm / sqrt(mean(x^2) + eps) with rms_norm; with residual too, x is x + residual in x's type
         scale[i] = max(max |y[i]| / 448, 2^-126)                e4m3
                    max(max |y[i]| / 127, 2^-126)                int8
                    max((high - low) / 255, 2^-126)              int8 affine; high = max(y[i], 0), low = min(y[i], 0)
@@ -77,6 +79,10 @@ def quantize_activations(
         eps: of RMSNorm.
         permutation: int32 [k], contiguous, 16-byte aligned; each of 0..k-1 once, which is not checked. A weight's
             `permutation`.
+        residual: with rms_norm: added to x, of its shape and type, rows as x's. The sum, rounded to x's type as
+            PyTorch's addition, is what is normalised, and the last result.
+        residual_out: with residual: where the sum is written and what is returned, of x's shape and type, rows a
+            multiple of 16 bytes apart; residual or x itself for in place; None for a new tensor.
         out: (q, scale) or (q, scale, zero) to write to and return, shaped as below; q may have a row stride that is a
             multiple of 16 bytes, and block scales any strides.
 
@@ -85,7 +91,8 @@ def quantize_activations(
     Returns:
         (q, scale), or (q, scale, zero) if affine: the `lhs` of a GEMM. q is [..., k] of dtype, scale fp32 [...] and
         zero int32 [...], for "tensor" too, where they are what was given but for NaN. By block scale is
-        [..., ceil(k / 128)], column-major: rows side by side, columns m elements apart, rounded up to 4.
+        [..., ceil(k / 128)], column-major: rows side by side, columns m elements apart, rounded up to 4. With residual
+        the sum comes last: `*lhs, hidden = quantize_activations(x, dtype, rms_norm=weight, residual=hidden)`.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
@@ -101,31 +108,50 @@ def quantize_activations(
         check_flag("silu_mul", silu_mul)
     gate = SILU_MUL if silu_mul else None
     block = scheme == "block"
-    inputs = Inputs(rows, dtype, scheme == "tensor", affine, scale, zero, gate, rms_norm, eps, permutation, block=block)
+    into = None
+    if residual is not None or residual_out is not None:
+        residual = rows_like("residual", residual, x)
+        into = None if residual_out is None else rows_like("residual_out", residual_out, x)
+    inputs = Inputs(
+        rows, dtype, scheme == "tensor", affine, scale, zero, gate, rms_norm, eps, permutation, None, block, None,
+        residual, into,
+    )  # fmt: skip
     outputs = None if out is None else check_out(out, x, dtype, affine, silu_mul, block)
-    if torch.compiler.is_compiling() or traced(x, x):
-        written = _call_op(inputs, outputs)
+    if torch.compiler.is_compiling() or traced(x, x if residual is None else residual):
+        written, into = _call_op(inputs, outputs)
     else:
+        if residual is not None and into is None:
+            into = _new_sum(rows)
+            inputs = inputs._replace(residual_out=into)
         written = quantize(inputs, outputs)
-    if out is not None:
-        return tuple(out)
     results: tuple[Any, ...] = written if affine else written[:2]
-    if x.dim() != 2:  # results of rows, as x's shape has them
+    if out is not None:
+        results = tuple(out)
+    elif x.dim() != 2:  # results of rows, as x's shape has them
         lead = x.shape[:-1]
-        return tuple(each.view((*lead, *each.shape[1:])) for each in results)
-    return results
+        results = tuple(each.view((*lead, *each.shape[1:])) for each in results)
+    if into is None:
+        return results
+    return *results, into.view(x.shape) if residual_out is None else residual_out
 
 
 def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
     """The call, directly or by its op, into `outputs`, which are checked, or new ones."""
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block, row_index = inputs
+    (
+        x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block, row_index, residual,
+        total,
+    ) = inputs  # fmt: skip
     # What decides legality and kernel; the rest of the tensors `Memory.find_plan` compares.
     key = (
         x.shape, dtype, static, affine, gate, eps, scale is None, zero is None, rms_norm is None,
-        permutation is None, row_count is None, row_index is None, outputs is None, block,
+        permutation is None, row_count is None, row_index is None, outputs is None, block, residual is None,
+        total is x, total is residual,
     )  # fmt: skip
     tensors = [x] if outputs is None else [x, outputs[0], outputs[1]]
-    tensors += [tensor for tensor in (scale, zero, rms_norm, permutation, row_count, row_index) if tensor is not None]
+    others = scale, zero, rms_norm, permutation, row_count, row_index, residual
+    tensors += [tensor for tensor in others if tensor is not None]
+    if total is not None and total is not x and total is not residual:
+        tensors.append(total)
     try:
         plan = thread.memory.find_plan(key, tensors)
     except TypeError:  # nothing that can be hashed: the checks say what
@@ -164,52 +190,64 @@ def _run_reference(inputs: Inputs, outputs: Outputs) -> Outputs:
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _call_op(inputs: Inputs, outputs: Outputs | None) -> Outputs:
+def _call_op(inputs: Inputs, outputs: Outputs | None) -> tuple[Outputs, torch.Tensor | None]:
+    """The outputs, and with residual the sum."""
     for name in ("scale", "zero", "rms_norm", "permutation"):
         if getattr(inputs, name) is not None:
             check_tensor(name, getattr(inputs, name))
     check_dtype("dtype", inputs.dtype, LHS_TYPES)
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block, _ = inputs
-    results = torch.ops.jitgemm.quantize_activations(
-        x, dtype, static, affine, scale, zero, gate is not None, rms_norm, float(eps), permutation, block
-    )
+    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block, _, residual, total = inputs
+    arguments = x, dtype, static, affine, scale, zero, gate is not None, rms_norm, float(eps), permutation, block
+    if residual is None:
+        results = torch.ops.jitgemm.quantize_activations(*arguments)
+    else:
+        *three, added = torch.ops.jitgemm.add_quantize_activations(*arguments, residual)
+        results, total = tuple(three), added if total is None else total.copy_(added)
     if outputs is None:
-        return results
+        return results, total
     for output, result in zip(outputs, results):
         if output is not None:
             output.copy_(result)
-    return outputs
+    return outputs, total
 
 
 _INPUTS = 10
-"""Arguments of the op that `Inputs` has before row_count; block follows, where it is given."""
+"""Arguments of the ops that `Inputs` has before row_count; block follows, where it is given, and residual."""
 
 
 def _inputs(*arguments: Any) -> Inputs:
-    inputs = Inputs._make((*arguments[:_INPUTS], None, *(arguments[_INPUTS:] or (False,)), None))
+    block = len(arguments) > _INPUTS and arguments[_INPUTS]
+    residual = arguments[_INPUTS + 1] if len(arguments) > _INPUTS + 1 else None
+    total = None if residual is None else _new_sum(arguments[0])
+    inputs = Inputs._make((*arguments[:_INPUTS], None, block, None, residual, total))
     return inputs._replace(gate=SILU_MUL if inputs.gate else None)
 
 
+def _new_sum(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _op(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    return _without_none(quantize(_inputs(*arguments)))
+    inputs = _inputs(*arguments)
+    return _without_none(inputs, quantize(inputs))
 
 
 def _fake_op(*arguments: Any) -> tuple[torch.Tensor, ...]:
     inputs = _inputs(*arguments)
     check_arguments(inputs)
-    return _without_none(inputs.new_outputs())
+    return _without_none(inputs, inputs.new_outputs())
 
 
-def _without_none(outputs: Outputs) -> tuple[torch.Tensor, ...]:
-    """An op returns tensors only: an empty one for no zero points."""
+def _without_none(inputs: Inputs, outputs: Outputs) -> tuple[torch.Tensor, ...]:
+    """An op returns tensors only: an empty one for no zero points. With residual the sum, too."""
     q, scale, zero = outputs
-    return q, scale, scale.new_empty(0, dtype=torch.int32) if zero is None else zero
+    results = q, scale, scale.new_empty(0, dtype=torch.int32) if zero is None else zero
+    return results if inputs.residual_out is None else (*results, inputs.residual_out)
 
 
-define_op(
-    "quantize_activations(Tensor x, ScalarType dtype, bool static, bool affine, Tensor? scale, Tensor? zero, "
-    "bool silu_mul, Tensor? rms_norm, float eps, Tensor? permutation, bool block=False) "
-    "-> (Tensor, Tensor, Tensor)",
-    _op,
-    _fake_op,
+_ARGUMENTS = (
+    "(Tensor x, ScalarType dtype, bool static, bool affine, Tensor? scale, Tensor? zero, bool silu_mul, "
+    "Tensor? rms_norm, float eps, Tensor? permutation, bool block"
 )
+define_op(f"quantize_activations{_ARGUMENTS}=False) -> (Tensor, Tensor, Tensor)", _op, _fake_op)
+define_op(f"add_quantize_activations{_ARGUMENTS}, Tensor residual) -> (Tensor, Tensor, Tensor, Tensor)", _op, _fake_op)

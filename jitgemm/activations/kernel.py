@@ -79,6 +79,7 @@ class QuantizeSpec:
         rms_norm: values are normalised first.
         permuted: columns are permuted.
         gathered: rows are gathered.
+        residual: values are sums, which are written, too; with rms_norm only.
         vectors: vectors of `VECTOR` values that a thread holds; 0 where rows are read twice.
         rows: rows that a CTA works on at once, one warp each; 1 where a row has the whole CTA.
         sources_held: a thread reads its part of the permutation once for all rows.
@@ -99,6 +100,7 @@ class QuantizeSpec:
     sources_held: bool = False
     block: bool = False
     gathered: bool = False
+    residual: bool = False
 
     @property
     def label(self) -> str:
@@ -109,9 +111,8 @@ class QuantizeSpec:
             parts.append(self.gate.replace("_", "") + "mul")
             parts += [self.order.replace("_", "")] if self.order != "gate_up" else []
             parts += ["limited"] if self.limited else []
-        parts += [
-            name.replace("_", "") for name in ("rms_norm", "permuted", "block", "gathered") if getattr(self, name)
-        ]
+        flags = ("residual", "rms_norm", "permuted", "block", "gathered")
+        parts += [name.replace("_", "") for name in flags if getattr(self, name)]
         parts.append(f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}")
         return "-".join(parts)
 
@@ -132,6 +133,7 @@ def quantize_spec(
     permuted: bool = False,
     block: bool = False,
     gathered: bool = False,
+    residual: bool = False,
 ) -> QuantizeSpec:
     """The kernel for rows of k codes, the only one whatever m is.
 
@@ -153,6 +155,8 @@ def quantize_spec(
     gate = SILU_MUL if silu_mul else gate
     if gate and rms_norm:
         raise ValueError("gate: expected no rms_norm beside it")
+    if residual and not rms_norm:
+        raise ValueError("residual: expected rms_norm beside it")
     if gate and (gate.kind not in GATES or gate.order not in ORDERS):
         raise ValueError(f"gate: expected a kind of {tuple(GATES)} and an order of {tuple(ORDERS)}, got {gate}")
     if block and (static or affine):
@@ -164,10 +168,13 @@ def quantize_spec(
     vectors, rows, sources_held = _shape(k, x, gate is not None, rms_norm, permuted and not block)
     if permuted and block and rows == 1:
         vectors = 0  # in shared memory
+    # With a residual the same threads add up the same squares as without; registers are what the residual takes.
+    sources_held = sources_held and not (residual and rows == 1 and vectors > 1)
     kind, order, limited = (gate.kind, gate.order, gate.limit != math.inf) if gate else ("", "gate_up", False)
     return QuantizeSpec(
-        x, q, vectors, affine, static, kind, order, limited, rms_norm, permuted, rows, sources_held, block, gathered
-    )
+        x, q, vectors, affine, static, kind, order, limited, rms_norm, permuted, rows, sources_held, block, gathered,
+        residual,
+    )  # fmt: skip
 
 
 def most_k(permuted: bool, block: bool) -> int:
@@ -217,6 +224,7 @@ def render_config(spec: QuantizeSpec) -> str:
         "bool kRmsNorm": spec.rms_norm,
         "bool kPermuted": spec.permuted,
         "bool kGathered": spec.gathered,
+        "bool kResidual": spec.residual,
         "u32 kVectors": spec.vectors,
         "u32 kRows": spec.rows,
         "bool kSourcesHeld": spec.sources_held,
@@ -250,7 +258,8 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     """A quantiser as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
 
-    variants = [name for name in ("affine", "static", "rms_norm", "permuted", "block") if getattr(spec, name)]
+    names = ("affine", "static", "rms_norm", "residual", "permuted", "block")
+    variants = [name for name in names if getattr(spec, name)]
     variants += ["silu_mul"] if spec.gate else []
     command = f"--lhs {'int8' if spec.q == 's8' else 'fp8'} --quantizer {'+'.join([spec.x, *variants])}"
     named = not spec.gathered and (spec.gate or "silu", spec.order, spec.limited) == ("silu", "gate_up", False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from jitgemm.activations.arguments import POINTERS, Inputs, Outputs
 from jitgemm.activations.kernel import (
     KERNEL_NAME,
@@ -23,7 +25,7 @@ from jitgemm.tensors import TYPE_NAMES
 
 ARGUMENTS = ArgumentBlock(
     POINTERS, x_row_bytes="Q", q_row_bytes="Q", m="I", k="I", eps="f", norm_weight_type="i", gate_limit="f",
-    gate_alpha="f", scale_row_stride="Q", scale_block_stride="Q",
+    gate_alpha="f", scale_row_stride="Q", scale_block_stride="Q", residual_row_bytes="Q", sum_row_bytes="Q",
 )  # fmt: skip
 """`QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
@@ -58,6 +60,7 @@ class QuantizePlan(PreparedLaunch):
             permuted=inputs.permutation is not None,
             block=inputs.block,
             gathered=inputs.row_index is not None,
+            residual=inputs.residual is not None,
         )
         kernel = KERNELS.load(spec, device)
         threads, rows = block_dims(spec, k)
@@ -68,8 +71,7 @@ class QuantizePlan(PreparedLaunch):
             kernel,
             ARGUMENTS,
             {
-                # One row's stride is never walked, and torch may report any value for it.
-                "x_row_bytes": x.stride(0) * x.element_size() if x.shape[0] > 1 else 0,
+                "x_row_bytes": _row_bytes(x),
                 "q_row_bytes": q.stride(0) if m > 1 else 0,
                 "m": m,
                 "k": k,
@@ -79,6 +81,8 @@ class QuantizePlan(PreparedLaunch):
                 "gate_alpha": gate.alpha,
                 "scale_row_stride": scale.stride(0) if inputs.block else 0,
                 "scale_block_stride": scale.stride(1) if inputs.block else 0,
+                "residual_row_bytes": _row_bytes(inputs.residual),
+                "sum_row_bytes": _row_bytes(inputs.residual_out),
             },
             grid=min(ceil_div(m, rows), resident * device_of(device).num_sms),
             threads=(threads, rows),
@@ -87,7 +91,8 @@ class QuantizePlan(PreparedLaunch):
 
     def launch(self, inputs: Inputs, outputs: Outputs) -> None:
         """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
-        x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation, row_count, _, row_index = inputs
+        x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation, row_count, _, row_index, *sums = inputs
+        residual, total = sums
         q, scale, zero = outputs
         addresses = (
             x.data_ptr(),
@@ -100,7 +105,14 @@ class QuantizePlan(PreparedLaunch):
             0 if permutation is None else permutation.data_ptr(),
             0 if row_count is None else row_count.data_ptr(),
             0 if row_index is None else row_index.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            0 if total is None else total.data_ptr(),
             self.number,
         )
         if not self.run(addresses, True):
             self.run(addresses, True, inputs.tensors(outputs))
+
+
+def _row_bytes(tensor: torch.Tensor | None) -> int:
+    """From row to row. One row's stride is never walked, and torch may report any value for it."""
+    return 0 if tensor is None or tensor.shape[0] < 2 else tensor.stride(0) * tensor.element_size()

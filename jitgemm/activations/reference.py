@@ -20,9 +20,16 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 def quantize_reference(inputs: Inputs) -> Outputs:
-    """`jitgemm.quantize_activations` in plain PyTorch, for checked inputs; all rows, whatever `row_count` says."""
-    x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block, row_index = inputs
+    """`jitgemm.quantize_activations` in plain PyTorch, for checked inputs; all rows, whatever `row_count` says.
+
+    Writes residual_out.
+    """
+    (
+        x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block, row_index, residual, total
+    ) = inputs  # fmt: skip
     x = x if row_index is None else x[row_index.long()]
+    if residual is not None:
+        x = total.copy_(x + residual)
     y = x.float() if gate is None else gated(x.float(), gate)
     norm = None
     if rms_norm is not None:

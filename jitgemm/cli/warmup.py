@@ -48,7 +48,7 @@ from jitgemm.select.devices import DeviceSpec
 
 _FROM_CONFIG = "what --model's quantization_config says, else {}"
 
-QUANTIZER_VARIANTS = ("affine", "static", "silu_mul", "rms_norm", "permuted", "block")
+QUANTIZER_VARIANTS = ("affine", "static", "silu_mul", "rms_norm", "residual", "permuted", "block")
 """What a quantiser may do besides; keyword arguments of `quantize_spec`. For "block", GEMMs take such scales, too."""
 
 

@@ -68,12 +68,14 @@ class Pointer(NamedTuple):
         argument: the caller's name of the tensor there.
         alignment: on a GPU the address is a multiple of so many bytes.
         written: the launch writes there.
+        in_place: arguments that the tensor may be itself, not only a part of: of its shape, type and columns' stride.
     """
 
     field: str | None
     argument: str
     alignment: int = 1
     written: bool = False
+    in_place: tuple[str, ...] = ()
 
 
 def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor | None]) -> None:
@@ -96,6 +98,7 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
     for i, (pointer, tensor, start, end) in enumerate(spans):
         for j, (other, other_tensor, other_start, other_end) in enumerate(spans if pointer.written else ()):
             apart = end <= other_start or other_end <= start or i == j or (other.written and j > i)
+            apart = apart or (other.argument in pointer.in_place and (start, end) == (other_start, other_end))
             if not apart and _share_a_byte(tensor, other_tensor):
                 raise ValueError(
                     f"{pointer.argument}: expected memory of its own, got a tensor that overlaps {other.argument}"
