@@ -677,7 +677,7 @@ def operations(model: torch.nn.Module) -> collections.Counter[str]:
 
 
 def test_a_compiler_is_given_the_fused_ops_and_no_norms_of_blocks():
-    """A compiler cannot merge weights, which are inputs of its graph: fuse_ before torch.compile does."""
+    """Whatever its backend; inductor's own fusions are tests/test_inductor.py's."""
     model = quantised()
     plain = operations(model)
     fuse_(model)

@@ -44,6 +44,7 @@ def warmup(
     device: str | None = None,
     jobs: int | None = None,
     build: bool = True,
+    compiled: bool = False,
 ) -> list[str]:
     """Compiles every kernel that the packed layers of a model can need, for up to max_m tokens.
 
@@ -61,6 +62,7 @@ def warmup(
             hand, else h200.
         jobs: threads; None: one for each CPU that the process may use.
         build: False to compile nothing, only to load.
+        compiled: True for a model that `torch.compile` compiles: also quantisers that compute a norm or a gate first.
 
     Returns:
         Labels of the kernels that had to be compiled, in the order of the layers.
@@ -76,7 +78,7 @@ def warmup(
     nvrtc = nvrtc_info()
     needed: dict[str, KernelSource] = {}  # by cache key
     on_gpu: dict[tuple[Spec, int], str] = {}
-    for spec, index in _kernels(model, max_m, dtypes, device):
+    for spec, index in _kernels(model, max_m, dtypes, device, compiled):
         source = render.kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)
         key = source.key(nvrtc)
         needed.setdefault(key, source)
@@ -121,7 +123,7 @@ def _dtypes(model: torch.nn.Module, dtype: torch.dtype | None) -> list[torch.dty
 
 
 def _kernels(
-    model: torch.nn.Module, max_m: int, dtypes: list[torch.dtype], device: str | None
+    model: torch.nn.Module, max_m: int, dtypes: list[torch.dtype], device: str | None, compiled: bool = False
 ) -> Iterator[tuple[Spec, int | None]]:
     """(spec, index of the GPU or None) of every kernel, layers of one kind once."""
     seen = set()
@@ -138,7 +140,7 @@ def _kernels(
         index = where.index if where.type == "cuda" else None
         figures = pick_device(device) if index is None else device_of(index)
         for dtype in dtypes:
-            for spec in specs(layer, TYPE_NAMES[dtype], figures, max_m):
+            for spec in specs(layer, TYPE_NAMES[dtype], figures, max_m, compiled):
                 yield replace(spec, debug=True) if settings.debug() and isinstance(spec, KernelSpec) else spec, index
 
 
@@ -149,10 +151,12 @@ def _linear_kind(layer: PackedLinear) -> Hashable:
     return weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted, front
 
 
-def _linear_specs(layer: PackedLinear, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
+def _linear_specs(layer: PackedLinear, x: str, figures: DeviceSpec, max_m: int, compiled: bool) -> Iterator[Spec]:
     weight, lhs, quantiser = layer.weight, TYPE_NAMES[CODES[layer.activation]], _quantiser(layer.activation)
     static, permuted = layer.input_scale is not None, weight.permutation is not None
-    yield quantize_spec(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **(layer.front or {}))
+    front = layer.front or {}
+    for each in (front, {"rms_norm": True}, {"silu_mul": True}) if compiled and not front else (front,):
+        yield quantize_spec(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **each)
     yield from kernels_for(
         weight.n, weight.k, lhs, weight.format, figures, max_m, out=x, batch_invariant=layer.batch_invariant,
         lhs_group=LHS_GROUP if quantiser["block"] else 0,
@@ -168,7 +172,7 @@ def _experts_kind(layer: PackedExperts) -> Hashable:
     return weights, layer.activation, layer.batch_invariant, layer.gate, layer.top_k
 
 
-def _experts_specs(layer: PackedExperts, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
+def _experts_specs(layer: PackedExperts, x: str, figures: DeviceSpec, max_m: int, _: bool) -> Iterator[Spec]:
     lhs, quantiser = TYPE_NAMES[CODES[layer.activation]], _quantiser(layer.activation)
     yield from layer_specs(layer.hidden_dim, layer.intermediate_dim, x, lhs, layer.gate, **quantiser)
     experts = layer.num_experts
