@@ -168,6 +168,12 @@ def test_qwen_moe_has_routed_and_shared_experts():
     assert "down_proj" not in layers
 
 
+def test_qwen3_moe_s_experts_are_counted_under_either_name():
+    """Files of transformers 5 say num_local_experts."""
+    saved = {key: value for key, value in QWEN3_30B.items() if key != "num_experts"} | {"num_local_experts": 128}
+    assert linear_layers(saved) == linear_layers(QWEN3_30B)
+
+
 def test_qwen_moe_keeps_some_layers_dense():
     layers = shapes(QWEN2_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]})
     assert layers["experts.down_proj"][2] == 11 * 60

@@ -313,7 +313,8 @@ def _qwen_moe(config: Mapping[str, Any], tp: int, ep: int, group_size: int, dept
     if routed < depth:
         layers += _mlp(config, "", "intermediate_size", tp, group_size, depth - routed)
     if routed:
-        layers += _experts(config, "num_experts", "moe_intermediate_size", tp, ep, group_size, routed)
+        experts = "num_experts" if "num_experts" in config else "num_local_experts"  # transformers 5 writes the latter
+        layers += _experts(config, experts, "moe_intermediate_size", tp, ep, group_size, routed)
     if routed and config["model_type"] == "qwen2_moe":
         layers += _mlp(config, "shared_expert.", "shared_expert_intermediate_size", tp, group_size, routed)
     return layers
