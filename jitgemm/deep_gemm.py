@@ -86,7 +86,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
     """
     weight = _weight(b, recipe)
     call = m_grouped_gemm_w4a8_nt_contiguous if isinstance(weight, W4Weight) else m_grouped_gemm_w8a8_nt_contiguous
-    call(a, weight, d, rows_of_m_indices(m_indices, experts_of(weight)))
+    rows = rows_of_m_indices(m_indices, experts_of(weight))
+    if m_indices.shape != check_tensor("d", d).shape[:1]:
+        raise ValueError(f"m_indices: expected shape {list(d.shape[:1])}, got {list(m_indices.shape)}")
+    call(a, weight, d, rows)
 
 
 def m_grouped_fp8_gemm_nt_masked(

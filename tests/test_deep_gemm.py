@@ -140,6 +140,13 @@ def test_what_is_not_there_is_named(message, change):
         deep_gemm.fp8_gemm_nt(**arguments)
 
 
+@pytest.mark.parametrize("count", [M - 1, M + 1])
+def test_every_row_has_an_index(count):
+    a, d = builders.block_lhs(1, M, K), torch.empty(M, N)
+    with pytest.raises(ValueError, match=rf"m_indices: expected shape \[{M}\], got \[{count}\]"):
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, pair(2, E), d, torch.zeros(count, dtype=torch.int32))
+
+
 def test_gradients_of_weights_are_not_there():
     with pytest.raises(NotImplementedError, match="k_grouped_fp8_gemm_tn_contiguous: jitgemm has no GEMM"):
         deep_gemm.k_grouped_fp8_gemm_tn_contiguous(1, ks=2)
