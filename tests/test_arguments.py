@@ -203,7 +203,7 @@ def test_x_scale_must_be_a_tensor(call, value):
     call.refused(TypeError, "lhs[1] (x_scale)", "torch.Tensor", type(value).__name__)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int16])
 def test_x_scale_must_be_fp32(call, dtype):
     call.x_scale = call.x_scale.to(dtype)
     call.refused(TypeError, "lhs[1] (x_scale)", "float32", str(dtype).removeprefix("torch."))
