@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib
 import importlib.metadata
 import inspect
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -30,7 +31,9 @@ from jitgemm.cli import common
 from jitgemm.nn import W4A8Linear
 from jitgemm.nn.read import CODES
 
+from benchmark_lib.divided import DIVIDED, Cells, on_ranks
 from benchmark_lib.llama import CONTESTANTS, MOST_DIFFERENT, USUAL, ModelSizes, empty_model, time_llama
+from benchmark_lib.results import environment
 
 PRESETS = {"fp8": "W4AFP8", "int8": "W4A8"}
 """compressed-tensors' names for 4-bit weights with a scale per token."""
@@ -51,6 +54,11 @@ GroupSize = Annotated[int, typer.Option("--group-size", help="Values of k that s
 Device = Annotated[
     Optional[str],
     typer.Option("--device", metavar="cuda|cpu", help="Where to run.", show_default="cuda, else cpu"),
+]
+Batch = Annotated[str, typer.Option("--batch", metavar="LIST", help="Sequences decoded at once.")]
+Backend = Annotated[
+    Optional[str],
+    typer.Option("--backend", help="torch.compile's, or none.", show_default="inductor; none on a CPU"),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Of the weights and the tokens.")]
 
@@ -158,14 +166,11 @@ def speed(
         ),
     ] = None,
     group_size: GroupSize = 128,
-    batch: Annotated[str, typer.Option("--batch", metavar="LIST", help="Sequences decoded at once.")] = "1,16,64",
+    batch: Batch = "1,16,64",
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens in the cache when decoding starts.")] = 256,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Tokens decoded for each sequence.")] = 64,
     prefill: Annotated[int, typer.Option("--prefill", min=0, help="Tokens of a prompt; 0 for none.")] = 2048,
-    backend: Annotated[
-        Optional[str],
-        typer.Option("--backend", help="torch.compile's, or none.", show_default="inductor; none on a CPU"),
-    ] = None,
+    backend: Backend = None,
     device: Device = None,
     seed: Seed = 0,
     as_json: common.Json = False,
@@ -200,14 +205,10 @@ def speed(
       3  a kernel could not be compiled or run
     """
     versions = _libraries("transformers")
-    names = list(dict.fromkeys(contestant or USUAL))
-    for name in names:
-        if name not in CONTESTANTS:
-            raise ValueError(f"--contestant: expected one of {', '.join(CONTESTANTS)}, got {name!r}")
+    names = _contestants(contestant or USUAL, CONTESTANTS)
     batches = _parse_batches(batch)
     device = _device(device)
-    if backend is None:
-        backend = "none" if torch.device(device).type == "cpu" else "inductor"
+    backend = _backend(backend, device)
     sizes = ModelSizes(layers, hidden, intermediate, heads, kv_heads, vocab, max(prefill, context + steps))
     sizes.check(group_size)
     start = time.monotonic()
@@ -223,6 +224,102 @@ def speed(
         common.print_json(document)
     else:
         _print_speed(document)
+    if not all(row["difference"] <= MOST_DIFFERENT for row in document["rows"]):
+        raise typer.Exit(common.FOUND)
+
+
+@app.command()
+@common.guarded
+def tp(
+    ranks: Annotated[int, typer.Option("--ranks", min=2, help="GPUs of this host; processes on a CPU.")] = 2,
+    layers: Annotated[
+        int, typer.Option("--layers", min=1, help="Decoder layers; together more weights than the L2 holds.")
+    ] = 8,
+    hidden: Hidden = 4096,
+    intermediate: Intermediate = 14336,
+    heads: Heads = 32,
+    kv_heads: KvHeads = 8,
+    contestant: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--contestant", metavar="|".join(DIVIDED), help="May be repeated.", show_default="bf16, e4m3, int8"
+        ),
+    ] = None,
+    group_size: GroupSize = 128,
+    batch: Batch = "1,16,64",
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens in the cache of each sequence.")] = 256,
+    prefill: Annotated[int, typer.Option("--prefill", min=0, help="Tokens of a prompt; 0 for none.")] = 2048,
+    backend: Backend = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: common.Json = False,
+) -> None:
+    """Time Llama-3-8B's layers divided among GPUs of this host, and what of it is communication.
+
+    Starts a process for each GPU, with NCCL; on a CPU with gloo. Each rank holds its part of every layer: q, k, v, gate
+    and up by columns, o and down by rows, whose sums are two all-reduces of bf16 a layer. Weights are random, and the
+    same on all ranks.
+
+    \b
+      bf16         torch.nn.Linear, divided by PyTorch's styles
+      e4m3, int8   W4A8Linear, divided by jitgemm.nn.parallel, then jitgemm.nn.fuse_
+      ...-plain    the same without fuse_
+
+    \b
+    Microseconds of one layer with its attention, from CUDA graphs of all layers that take turns; of the slowest rank:
+      all          as it runs
+      compute      the rank's part without the all-reduces
+      all-reduces  those alone, back to back
+      waits        1 - compute / all: what the all-reduces cost, and waiting for the other ranks
+      one GPU      the whole layer on one GPU
+      speed-up     one GPU / all
+
+    First the last layer's output is compared with one GPU's: within 30 %, as ranks quantise by other scales and random
+    weights pass on what that changes. Half of a sum would differ by more.
+
+    \b
+    Examples:
+      python scripts/end_to_end.py tp --ranks 2 --json > tp.json
+      python scripts/end_to_end.py tp --contestant bf16 --contestant int8 --batch 1 --prefill 0
+      python scripts/end_to_end.py tp --device cpu --layers 2 --hidden 256 --intermediate 512 --heads 4 --kv-heads 4 \\
+          --batch 1 --context 4 --prefill 8
+
+    \b
+    Exit codes:
+      0  outputs agree
+      1  they do not
+      2  wrong arguments, too few GPUs, or a library is missing
+      3  a kernel could not be compiled or run
+    """
+    versions = _libraries("transformers")
+    names = _contestants(contestant or ["bf16", "e4m3", "int8"], DIVIDED)
+    device = _device(device)
+    gpu = torch.device(device).type == "cuda"
+    if gpu and torch.cuda.device_count() < ranks:
+        raise ValueError(f"--ranks: expected at most {torch.cuda.device_count()} GPUs, as there are, got {ranks}")
+    backend = _backend(backend, device)
+    cells = [Cells(each, 1, context) for each in _parse_batches(batch)] + ([Cells(1, prefill, 0)] if prefill else [])
+    sizes = ModelSizes(layers, hidden, intermediate, heads, kv_heads, 512, max(prefill, context + 1))
+    sizes.check(group_size)
+    for name, size, unit in (
+        ("--kv-heads", kv_heads, 1),
+        ("--hidden", hidden, group_size),
+        ("--intermediate", intermediate, group_size),
+    ):
+        if size % (ranks * unit):
+            raise ValueError(f"{name}: expected a multiple of {ranks} ranks * {unit}, got {size}")
+    start = time.monotonic()
+    document = _about(sizes, group_size, device, versions) | {"environment": environment()}
+    document |= {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+    document |= {"ranks": ranks, "context": context, "backend": backend}
+    with tempfile.TemporaryDirectory(prefix="jitgemm-") as folder:
+        compiled = None if backend == "none" else backend
+        document["rows"] = on_ranks(ranks, folder, device, sizes, names, cells, group_size, compiled, seed)
+    document["seconds"] = round(time.monotonic() - start, 1)
+    if as_json:
+        common.print_json(document)
+    else:
+        _print_tp(document)
     if not all(row["difference"] <= MOST_DIFFERENT for row in document["rows"]):
         raise typer.Exit(common.FOUND)
 
@@ -441,6 +538,17 @@ def _third_party_noise() -> Iterator[None]:
         logging.set_verbosity(levels)
 
 
+def _contestants(asked: Sequence[str], known: Collection[str]) -> list[str]:
+    for name in asked:
+        if name not in known:
+            raise ValueError(f"--contestant: expected one of {', '.join(known)}, got {name!r}")
+    return list(dict.fromkeys(asked))
+
+
+def _backend(backend: str | None, device: str) -> str:
+    return backend or ("none" if torch.device(device).type == "cpu" else "inductor")
+
+
 def _parse_batches(text: str) -> list[int]:
     try:
         batches = [int(part) for part in text.split(",")]
@@ -503,8 +611,35 @@ def _print_speed(document: dict[str, Any]) -> None:
     out.print(
         f"{document['context']} tokens of context, a prompt of {document['prefill']}; {document['seconds']:.0f} s."
     )
+    _print_caveat(document)
+
+
+def _print_tp(document: dict[str, Any]) -> None:
+    _print_model(document)
+    rows = [
+        (
+            row["kind"],
+            row["tokens"],
+            row["contestant"],
+            *(f"{row[key]:.1f}" for key in ("us", "compute_us", "collective_us")),
+            f"{row['communication']:.0%}",
+            f"{row['one_us']:.1f}",
+            f"{row['speedup']:.2f}",
+            *([f"{row['times_bf16']:.2f}"] if "times_bf16" in row else []),
+            f"{row['difference']:.1e}",
+        )
+        for row in document["rows"]
+    ]
+    columns = ["", "tokens", "Linears", "all", "compute", "all-reduces", "waits", "one GPU", "speed-up"]
+    columns += ["x bf16"] if "times_bf16" in document["rows"][0] else []
+    common.out().print(common.table((*columns, "difference"), rows, left=("", "Linears")))
+    common.out().print(f"us of a layer on {document['ranks']} ranks; {document['context']} tokens of context.")
+    _print_caveat(document)
+
+
+def _print_caveat(document: dict[str, Any]) -> None:
     if document["device"] == "cpu":
-        out.print("On the CPU jitgemm runs its exact reference: these times say nothing.")
+        common.out().print("On the CPU jitgemm runs its exact reference: these times say nothing.")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 import torch._dynamo.testing
 
@@ -21,6 +22,8 @@ from typer.testing import CliRunner
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "--device cpu --hidden 64 --intermediate 128 --heads 2 --kv-heads 1 --vocab 96 --group-size 32".split()
 CHECK = ["check", *SIZES, "--layers", "1", "--tokens", "8"]
+TP = "tp --device cpu --hidden 64 --intermediate 128 --heads 4 --kv-heads 4 --group-size 32 --layers 1".split()
+TP += "--context 3 --prefill 8".split()
 SPEED = ["speed", *SIZES, "--layers", "2", "--batch", "1,2", "--context", "3", "--steps", "2", "--prefill", "8"]
 
 
@@ -181,6 +184,50 @@ def test_steps_decode_greedily_and_go_back(script, transformers):
         steps.rewind()
 
 
+def test_layers_are_divided_among_ranks_and_timed(script, transformers, monkeypatch):
+    result = run(script, *TP, "--batch", "1,2", "--contestant", "bf16", "--contestant", "int8", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    rows = [(row["contestant"], row["kind"], row["tokens"]) for row in document["rows"]]
+    kinds = [("decode", 1), ("decode", 2), ("prefill", 8)]
+    assert rows == [(name, *kind) for name in ("bf16", "int8") for kind in kinds]
+    base = {row["tokens"]: row["us"] for row in document["rows"] if row["contestant"] == "bf16"}
+    for row in document["rows"]:
+        assert 0 < row["difference"] < 0.1  # ranks add up other parts
+        assert min(row["us"], row["compute_us"], row["collective_us"], row["one_us"]) > 0
+        assert row["communication"] == pytest.approx(1 - row["compute_us"] / row["us"])
+        assert row["speedup"] == pytest.approx(row["one_us"] / row["us"])
+        assert row["times_bf16"] == pytest.approx(base[row["tokens"]] / row["us"])
+    assert document["ranks"] == 2 and document["environment"]["commit"] and document["date"]
+
+    monkeypatch.setattr(script, "MOST_DIFFERENT", 1e-9)
+    result = run(script, *TP, "--batch", "1", "--prefill", "0", "--contestant", "e4m3-plain")
+    assert result.exit_code == 1
+    assert re.search(r"decode +1  e4m3-plain( +[\d.]+){3} +-?\d+%", result.stdout) and "2 ranks" in result.stdout
+
+
+def halves(mesh, name: str) -> None:
+    """What a rank computes without the collectives are parts of what it computes with them."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from benchmark_lib import divided, llama
+
+    model = llama.empty_model(llama.ModelSizes(1, 64, 128, 4, 4, 96, 64), "cpu", 3)
+    divided.divide(model, mesh, name, 32)
+    alone = divided.without_collectives(model)
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    given = [each.model.layers[0].post_attention_layernorm(x) for each in (model, alone)]
+    summed, part = (each.model.layers[0].mlp(y) for each, y in zip((model, alone), given))
+    assert torch.equal(*given) and not torch.equal(summed, part)
+    torch.distributed.all_reduce(part)
+    assert torch.equal(summed, part)
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "int8-plain"])
+def test_ranks_without_collectives_keep_their_parts(script, transformers, tmp_path, name):
+    with ranks.two_ranks(tmp_path) as both:
+        both(halves, name)
+
+
 @pytest.mark.gpu
 def test_compiled_steps_replay_on_a_gpu(script, transformers):
     sizes = "--hidden 1024 --intermediate 2048 --heads 8 --kv-heads 2 --vocab 512 --layers 2".split()
@@ -199,6 +246,9 @@ def test_compiled_steps_replay_on_a_gpu(script, transformers):
         ([*SPEED, "--batch", "1,x"], "--batch: expected positive numbers such as 1,16,64, got '1,x'"),
         ([*SPEED, "--batch", "0"], "--batch: expected positive numbers"),
         ([*SPEED, "--heads", "3"], "--heads: expected an even head size and a multiple of --kv-heads"),
+        ([*TP, "--contestant", "fp8"], "--contestant: expected one of bf16, e4m3, int8, e4m3-plain"),
+        ([*TP, "--ranks", "3"], "--kv-heads: expected a multiple of 3 ranks * 1, got 4"),
+        ([*TP, "--group-size", "64"], "--hidden: expected a multiple of 2 ranks * 64, got 64"),
         ([*CHECK, "--group-size", "48"], "--hidden: expected a multiple of --group-size 48, got 64"),
     ],
 )
@@ -218,7 +268,8 @@ def test_help_teaches(script):
     result = run(script, "--help")
     assert result.exit_code == 0
     assert "check" in result.stdout and "speed" in result.stdout
-    for command, texts in {"check": ("Logits", "--keep"), "speed": ("one CUDA graph", "--contestant")}.items():
+    pages = {"check": ("Logits", "--keep"), "speed": ("one CUDA graph", "--contestant"), "tp": ("waits", "--ranks")}
+    for command, texts in pages.items():
         result = run(script, command, "--help")
         assert result.exit_code == 0
         for text in ("python scripts/end_to_end.py " + command, "Exit codes", *texts):

@@ -202,13 +202,15 @@ class Forward:
     Args:
         length: tokens that the cache is for; it has some more.
         backend: `torch.compile`'s; None for modules as they are.
+        ranks: that share the heads.
     """
 
-    def __init__(self, model: Any, batch: int, length: int, backend: str | None = None):
+    def __init__(self, model: Any, batch: int, length: int, backend: str | None = None, ranks: int = 1):
         self.model = model
         config, device = model.config, model.lm_head.weight.device
         self.slots = torch.arange(-(-length // SLOTS) * SLOTS, device=device)
-        shape = batch, config.num_key_value_heads, len(self.slots), config.hidden_size // config.num_attention_heads
+        heads, size = config.num_key_value_heads // ranks, config.hidden_size // config.num_attention_heads
+        shape = batch, heads, len(self.slots), size
         self.caches = [
             [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2)] for _ in model.model.layers
         ]
@@ -225,9 +227,12 @@ class Forward:
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [batch, vocab] of the last of ids [batch, tokens]: one token, or a prompt from position 0 on."""
         hidden, rotary, mask = self.first(self.model, ids, positions, self.slots)
+        return self.last(self.model, self.layers(hidden, rotary, positions, mask))
+
+    def layers(self, hidden, rotary, positions, mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
         for layer, (keys, values) in zip(self.model.model.layers, self.caches, strict=True):
             hidden = self.block(layer, hidden, rotary, keys, values, positions, mask)
-        return self.last(self.model, hidden)
+        return hidden
 
 
 class Steps:
