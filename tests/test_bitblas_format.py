@@ -129,6 +129,12 @@ def test_detected_and_taken_for_nothing_else(config):
             PLAIN,
             r"qweight: .*tiles of propagate_b",
         ),
+        (
+            "quantized",
+            {"g_idx": torch.arange(256)},
+            PLAIN,
+            r"g_idx: expected only qweight, scales, zeros, qzeros and bias",
+        ),
         ("quantized", {"zeros": torch.zeros((4, 8), dtype=torch.int8)}, PLAIN, r"zeros: expected shape \[4, 16\]"),
     ],
 )

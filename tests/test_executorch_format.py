@@ -104,6 +104,11 @@ def test_packing_keeps_the_matrix():
         ),
         ({"weight_zeros": torch.zeros(4, 32)}, None, r"weight_zeros: expected int32 or .*, got float32"),
         ({"weight": torch.zeros((32, 128), dtype=torch.int8)}, None, r"weight: expected uint8 \[n, k / 2\], got int8"),
+        (
+            {"input_scales": torch.ones(256)},
+            None,
+            r"input_scales: expected only weight, weight_scales, weight_zeros and",
+        ),
         ({}, {"group_size": 32}, r"weight_scales: expected 8 groups for k = 256 and group_size 32, got 4"),
         ({"weight_scales": torch.ones(3, 32)}, None, r"weight_zeros: expected shape \[3, 32\], got \[4, 32\]"),
     ],

@@ -50,7 +50,7 @@ from jitgemm.checkpoint.affine import (
     setting,
 )
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
 from jitgemm.tensors import describe, dtype_name
 from jitgemm.weight.pack import MAX_ZERO
 
@@ -72,6 +72,7 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
     check_setting(config, 4, "bits", "weight_bits")
+    check_known(tensors, (*_LAYOUT, "zeros", "qzeros"))
     if "qweight" in tensors and tensors["qweight"].dim() == 4:
         raise ValueError(
             f"qweight: expected int8 [n, k / 2], got {describe(tensors['qweight'])}: tiles of propagate_b, which are "

@@ -36,7 +36,7 @@ import torch
 
 from jitgemm.checkpoint.affine import FLOATS, INT8, group_size_of, integer_zero, measure, setting
 from jitgemm.checkpoint.bits import HIGH_FIRST, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
 from jitgemm.checkpoint.torchao import SCALES_AND_ZEROS, read_tinygemm, read_unpacked
 from jitgemm.tensors import describe
 
@@ -86,6 +86,7 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
             raise ValueError(f"weight_scales: expected [G, n] or [n, G], got {describe(scale)}, which fits both")
         dims = ("n", "G") if scale.shape[:1] == (n,) else ("G", "n")
         layout = packed | {"weight_scales": (FLOATS, *dims), "weight_zeros": (_INTEGERS, *dims)}
+    check_known(tensors, tuple(layout))
     size = measure(tensors, layout)
     return Sizes(size["n"], size["k"], group_size_of(size["k"], size["G"], given, parameters))
 
