@@ -13,6 +13,7 @@ import json
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ METHODS = ("__init__", "weight_loader", "weight_loader_v2")
 FUNCTIONS = (
     LAYERS + "quantization:register_quantization_config",
     LAYERS + "quantization:get_quantization_config",
+    LAYERS + "fused_moe.all2all_utils:maybe_make_prepare_finalize",
+    LAYERS + "fused_moe.modular_kernel:FusedMoEKernel",
+    LAYERS + "fused_moe.modular_kernel:FusedMoEKernel.apply",
+    LAYERS + "fused_moe.config:fp8_w8a8_moe_quant_config",
     LAYERS + "linear:register_weight_loader_v2_supported_method",
     "vllm.model_executor.utils:set_weight_attrs",
     "vllm.model_executor.model_loader.reload.layerwise:initialize_online_processing",
@@ -53,7 +58,7 @@ FUNCTIONS = (
 
 def found(path: str) -> Any:
     module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+    return attrgetter(name)(import_module(module))
 
 
 def parameters(function: Any) -> str:

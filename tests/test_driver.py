@@ -346,6 +346,7 @@ def test_a_quantiser_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeyp
         "scale_block_stride": 0,
         "residual_row_bytes": 4 * inputs.k,
         "sum_row_bytes": 6 * inputs.k,
+        "rows_of_count": 0,
     }
     given = [0 if tensor is None else tensor.data_ptr() for tensor in inputs.tensors(outputs)]
     assert given == list(fields.values())[: len(given)]
@@ -358,7 +359,7 @@ def test_a_gate_s_numbers_and_its_count_of_rows_reach_the_fields_of_their_names(
     outputs = inputs.new_outputs()
     quantizers.QuantizePlan(inputs, outputs).launch(inputs, outputs)
     fields = fields_in(launches[0][1][0], struct_of("jitgemm/quantize.cuh", "QuantizeArgs"))
-    numbers = {"gate_limit": 7.0, "gate_alpha": 1.5, "m": 5, "k": 64, "row_count": count.data_ptr()}
+    numbers = {"gate_limit": 7.0, "gate_alpha": 1.5, "m": 5, "k": 64, "row_count": count.data_ptr(), "rows_of_count": 5}
     assert numbers.items() <= fields.items()
 
 

@@ -40,7 +40,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config  # n
 from jitgemm.vllm import config as configs  # noqa: E402
 from jitgemm.vllm import warm  # noqa: E402
 from jitgemm.vllm.config import JitGemmConfig  # noqa: E402
-from jitgemm.vllm.experts import JitGemmExperts, JitGemmMoEMethod  # noqa: E402
+from jitgemm.vllm.experts import JitGemmBatchedExperts, JitGemmExperts, JitGemmMoEMethod  # noqa: E402
 from jitgemm.vllm.linear import JitGemmLinearMethod  # noqa: E402
 
 hide()
@@ -185,17 +185,21 @@ def dense_of(module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("ours", [JitGemmConfig, JitGemmLinearMethod, JitGemmMoEMethod, JitGemmExperts])
+@pytest.mark.parametrize(
+    "ours", [JitGemmConfig, JitGemmLinearMethod, JitGemmMoEMethod, JitGemmExperts, JitGemmBatchedExperts]
+)
 def test_what_is_overridden_has_vllms_signature(ours, version):
     bases = VERSIONS[version]["bases"]
-    [path] = [path for path in bases if path.endswith(f":{ours.__mro__[1].__name__}")]
+    own = [each for each in ours.__mro__ if each.__module__.startswith("jitgemm")]
+    [path] = [path for path in bases if path.endswith(f":{ours.__mro__[len(own)].__name__}")]
+    members = {name: member for each in reversed(own) for name, member in vars(each).items()}
     checked = 0
     for name, described in bases[path].items():
         head, _, rest = described.partition("(")
-        assert "abstract" not in head or name in vars(ours), f"{name} is abstract in vLLM"
-        if name not in vars(ours) or name == "__init__":
+        assert "abstract" not in head or name in members, f"{name} is abstract in vLLM"
+        if name not in members or name == "__init__":
             continue
-        raw = vars(ours)[name]
+        raw = members[name]
         function = raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw)
         stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
         mine = [stars.get(each.kind, "") + each.name for each in inspect.signature(function).parameters.values()]
@@ -639,42 +643,125 @@ def test_a_router_weight_on_the_input_is_applied_once():
     assert (applied(layer, x, ids, weights).double() - expected).norm() < 0.06 * expected.norm()
 
 
-def test_a_modular_kernel_gets_the_same_results_into_its_output(monkeypatch):
+@pytest.fixture
+def workspaces(monkeypatch):
+    """What modular kernels of the real vLLM allocate from."""
+    if REAL:
+        from vllm.v1.worker.workspace import init_workspace_manager
+
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None, raising=False)
+        init_workspace_manager(torch.device("cpu"))
+
+
+def test_a_modular_kernel_gets_the_same_results_into_its_output(monkeypatch, workspaces):
     tensors, _ = expert_tensors(CONFIGS["packed"], 4, 64, 64)
     with rank():
         layer = experts(made(CONFIGS["packed"]), "m.experts", (4, 64, 64), 2, ep=(1, 2))
         load_experts(layer, "m.experts", tensors)
         layer.quant_method.process_weights_after_loading(layer)
-    from vllm.model_executor.layers.fused_moe import FusedMoEActivationFormat as Format
-
     method = layer.quant_method
-    method.moe_quant_config = method.get_fused_moe_quant_config(layer)
-    with pytest.raises(ValueError, match="all2all_backend"):
-        method.select_gemm_impl(SimpleNamespace(activation_format=Format.BatchedExperts), layer)
-    kernel = method.select_gemm_impl(SimpleNamespace(activation_format=Format.Standard), layer)
+    assert method.moe_kernel is None  # nobody exchanges tokens
+    module = layer.jitgemm
+    blocks = module.w13.blocks, module.w2.blocks
+    kernel = JitGemmExperts(module, layer.moe_config, method.get_fused_moe_quant_config(layer))
     x, ids, weights = routed(4)
-    assert kernel.moe_problem_size(x, layer.w13_weight, layer.w2_weight, ids) == (2, 6, 128, 64, 2)
+    assert kernel.moe_problem_size(x, *blocks, ids) == (2, 6, 128, 64, 2)
     out = torch.empty(kernel.workspace_shapes(6, 128, 64, 2, 4, 2, None, layer.activation)[2], dtype=BF16)
     kernel.apply(
-        out, x, layer.w13_weight, layer.w2_weight, weights, ids, layer.activation, 4, layer.expert_map, None, None,
-        torch.empty(0), torch.empty(0), None, False,
+        out, x, *blocks, weights, ids, layer.activation, 4, layer.expert_map, None, None, torch.empty(0),
+        torch.empty(0), None, False,
     )  # fmt: skip
-    assert torch.equal(out, applied(layer, x, ids, weights))
+    wanted = applied(layer, x, ids, weights)
+    assert torch.equal(out, wanted)
     if not REAL:
         return
     from vllm.model_executor.layers.fused_moe.all2all_utils import make_moe_prepare_and_finalize_no_dp_ep
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
-    from vllm.v1.worker.workspace import init_workspace_manager
 
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None, raising=False)
-    init_workspace_manager(torch.device("cpu"))
-    prepare = make_moe_prepare_and_finalize_no_dp_ep(False)
-    whole = FusedMoEKernel(prepare, method.select_gemm_impl(prepare, layer))
-    given = {"hidden_states": x, "w1": layer.w13_weight, "w2": layer.w2_weight, "activation": layer.activation}
-    given |= {"topk_weights": weights, "topk_ids": ids, "global_num_experts": 4, "expert_map": layer.expert_map}
-    shared = {"shared_experts": None, "shared_experts_input": None}
+    method.moe_kernel = FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(False), kernel)
     with rank():
-        assert torch.equal(whole.apply(**given, apply_router_weight_on_input=False, **shared), out)
+        assert torch.equal(applied(layer, x, ids, weights), wanted)
+
+
+def batched(monkeypatch, config, sizes, ep, max_num_tokens=8, **options):
+    """Experts on a rank to which a backend sends tokens sorted by expert; vLLM's reference stands for the backend."""
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
+
+    asked = []
+
+    def exchange(moe, quant_config, routing_tables=None):
+        asked.append(quant_config)
+        return BatchedPrepareAndFinalize(max_num_tokens, moe.num_local_experts, 1, ep[0])
+
+    owner = import_module("vllm.model_executor.layers.fused_moe.all2all_utils")
+    monkeypatch.setattr(owner, "maybe_make_prepare_finalize", exchange)
+    count, hidden, inter = sizes
+    tensors, dense = expert_tensors(config, *sizes)
+    with rank():
+        layer = experts(made(config), "m.experts", sizes, 2, ep=ep, all2all="deepep_low_latency", **options)
+        load_experts(layer, "m.experts", tensors)
+        layer.quant_method.process_weights_after_loading(layer)
+        layer.quant_method.process_weights_after_loading(layer)  # as the loader may
+    assert layer.jitgemm.batched and len(asked) == 1
+    return layer, dense, asked[0]
+
+
+@pytest.mark.parametrize("name", ["packed", "packed-asymmetric", "packed-int8", "fp8", "int8-quantized", "w4afp8"])
+def test_tokens_that_come_sorted_by_expert_add_up_to_the_dequantised_mixture(monkeypatch, workspaces, name):
+    """Each rank sends its own tokens to all ranks' experts."""
+    x, ids, weights = routed(4, tokens=7)
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for place in TWO:
+        layer, dense, config = batched(monkeypatch, CONFIGS[name], (4, 64, 64), place)
+        kernel = layer.quant_method.moe_kernel.fused_experts
+        assert type(kernel) is JitGemmBatchedExperts and getattr(config, "quant_dtype", None) is None
+        with rank():
+            found = applied(layer, x, ids, weights).double()
+        module = layer.jitgemm
+        same = module.run(x, ids, weights, expert_map=layer.expert_map)
+        assert (found - same.double()).norm() < 0.01 * same.double().norm()
+        total += found
+    wanted = mixture(x, ids, weights, dense)
+    assert (total - wanted).norm() < 0.06 * wanted.norm()
+
+
+def test_tokens_that_come_in_8_bits_are_not_quantised_again(monkeypatch):
+    """DeepEP's form: e4m3 with a scale for each token and 128 k, room for the tokens of two ranks, few of them live."""
+    layer, dense, config = batched(monkeypatch, CONFIGS["fp8-blocks"], (4, 256, 256), (1, 2))
+    assert (config.quant_dtype, list(config.block_shape)) == (torch.float8_e4m3fn, [128, 128])
+    assert layer.jitgemm.activation == "e4m3_block"
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    live, x = torch.tensor([3, 0], dtype=torch.int64), torch.randn(2, 16, 256, dtype=BF16)
+    q, scale = jitgemm.quantize_activations(x, torch.float8_e4m3fn, scheme="block")
+    q.view(torch.uint8)[0, 3:] = 0x7F  # NaN
+    module, ids = layer.jitgemm, torch.zeros(8, 2, dtype=torch.int64)
+    blocks = module.w13.blocks, module.w2.blocks
+    assert kernel.moe_problem_size(q, *blocks, ids) == (2, 16, 512, 256, 2)
+    out = torch.full(kernel.workspace_shapes(16, 512, 256, 2, 4, 2, None, layer.activation)[2], 7.0, dtype=BF16)
+    kernel.apply(
+        out, q, *blocks, torch.ones(8, 2), ids, layer.activation, 4, layer.expert_map, scale, None, torch.empty(0),
+        torch.empty(0), SimpleNamespace(expert_num_tokens=live), False,
+    )  # fmt: skip
+    values = q.double()[0, :3] * scale.double()[0, :3].repeat_interleave(128, 1)
+    w1, w3, w2 = (dense[2, proj] for proj in SHARDS)
+    wanted = (torch.nn.functional.silu(values @ w1.T) * (values @ w3.T)) @ w2.T
+    assert (out[0, :3].double() - wanted).norm() < 0.03 * wanted.norm()
+    assert bool((out[0, 3:] == 7).all()) and bool((out[1] == 7).all())
+
+
+def test_a_backend_that_would_pad_tokens_is_an_error(monkeypatch):
+    with rank(), pytest.raises(ValueError, match="expected one for tokens of 64 values, got .*pads them to 128"):
+        experts(made(CONFIGS["packed"]), "m.experts", (4, 64, 64), 2, ep=(0, 2), all2all="deepep_low_latency", pads=128)
+
+
+@pytest.mark.parametrize("backend", ["passthrough", "moonep"])
+def test_a_backend_that_leaves_the_exchange_to_the_experts_is_an_error(backend):
+    tensors, _ = expert_tensors(CONFIGS["packed"], 4, 64, 64)
+    with rank():
+        layer = experts(made(CONFIGS["packed"]), "m.experts", (4, 64, 64), 2, ep=(0, 2), all2all=backend)
+        load_experts(layer, "m.experts", tensors)
+        with pytest.raises(ValueError, match=f"all2all_backend: expected one that exchanges .* got {backend}"):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def test_experts_that_jitgemm_has_no_kernel_for_stay_in_their_type(monkeypatch):

@@ -77,12 +77,14 @@ class ExpertMap:
 
 
 def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **options: Any) -> torch.nn.Module:
-    """Fused experts of (experts, hidden, inter); options: tp and ep = (rank, size), activation, others."""
+    """Fused experts of (experts, hidden, inter); options: tp and ep = (rank, size), all2all, activation, others."""
     from vllm.model_executor.layers.fused_moe import MoEActivation, RoutedExperts
 
     count, hidden, inter = sizes
     (tp_rank, tp_size), (ep_rank, ep_size) = options.pop("tp", (0, 1)), options.pop("ep", (0, 1))
     activation, has_bias = options.pop("activation", "silu"), options.pop("has_bias", False)
+    backend = options.pop("all2all", None)  # of as many data-parallel ranks as there are of experts
+    pads = options.pop("pads", 1)
     manager = ExpertMap(count, ep_rank, ep_size)
     said = dict(
         num_experts=count, experts_per_token=top_k, hidden_dim=hidden, intermediate_size=inter,
@@ -91,17 +93,27 @@ def experts(config: Any, name: str, sizes: tuple[int, int, int], top_k: int, **o
     if REAL:
         from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
-        ranks = dict(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank, dp_size=1, dp_rank=0)
+        ranks = dict(tp_size=tp_size, tp_rank=tp_rank, ep_size=ep_size, ep_rank=ep_rank)
+        ranks |= dict(dp_size=ep_size if backend else 1, dp_rank=ep_rank if backend else 0)
         place = FusedMoEParallelConfig(
             **ranks,
             use_ep=ep_size > 1,
-            pcp_size=1, pcp_rank=0, sp_size=1, all2all_backend="allgather_reducescatter", enable_eplb=False,
+            pcp_size=1, pcp_rank=0, sp_size=1, all2all_backend=backend or "allgather_reducescatter", enable_eplb=False,
         )  # fmt: skip
         moe: Any = FusedMoEConfig(
             **said, moe_parallel_config=place, num_logical_experts=count, device="cpu", in_dtype=torch.bfloat16,
             routing_method=RoutingMethodType.Default,
         )  # fmt: skip
     else:
-        place = SimpleNamespace(tp_rank=tp_rank)
+        place = SimpleNamespace(
+            tp_rank=tp_rank, use_batched_activation_format=bool(backend), all2all_backend=backend, pads=pads
+        )
         moe = SimpleNamespace(**said, moe_parallel_config=place, intermediate_size_per_partition=inter // tp_size)
+    if REAL and backend:  # whose package is not there
+        import pytest
+
+        with pytest.MonkeyPatch.context() as patch:
+            owner = "vllm.model_executor.layers.fused_moe.all2all_utils.maybe_roundup_layer_hidden_size"
+            patch.setattr(owner, lambda hidden, dtype, place: -(-hidden // pads) * pads)
+            return RoutedExperts(name, torch.bfloat16, moe, config, expert_map_manager=manager, **options)
     return RoutedExperts(name, torch.bfloat16, moe, config, expert_map_manager=manager, **options)

@@ -169,12 +169,19 @@ class RoutedExperts(torch.nn.Module):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.swiglu_limit, self.swiglu_alpha = swiglu_limit, swiglu_alpha
         self._manager, self.expert_map = expert_map_manager, expert_map_manager.expert_map
+        self.global_num_experts = moe_config.num_experts
         self.quant_method = quant_config.get_quant_method(self, layer_name)
+        if hasattr(self.quant_method, "maybe_roundup_sizes"):
+            sizes = self.hidden_size, self.intermediate_size_per_partition
+            self.quant_method.maybe_roundup_sizes(*sizes, torch.bfloat16, moe_config.moe_parallel_config)
         self.quant_method.create_weights(
             layer=self, num_experts=moe_config.num_local_experts, hidden_size=self.hidden_size,
             intermediate_size_per_partition=self.intermediate_size_per_partition, params_dtype=params_dtype,
             weight_loader=self.weight_loader, global_num_experts=moe_config.num_experts,
         )  # fmt: skip
+
+    def _expert_routing_tables(self):
+        return None
 
     def weight_loader(self, param, loaded_weight, weight_name, shard_id, expert_id, return_success=False):
         expert = self._manager.map_global_to_local(expert_id)
@@ -208,6 +215,70 @@ class MoEActivation(enum.Enum):
     SWIGLUOAI = "swigluoai"
 
 
+class FusedMoEKernel:
+    """What exchanges tokens around experts, and these."""
+
+    def __init__(self, prepare_finalize, fused_experts):
+        assert prepare_finalize.activation_format == fused_experts.activation_format()
+        self.prepare_finalize, self.fused_experts = prepare_finalize, fused_experts
+
+    def apply(
+        self, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
+        apply_router_weight_on_input, shared_experts=None, shared_experts_input=None,
+    ):  # fmt: skip
+        experts, exchange, config = self.fused_experts, self.prepare_finalize, self.fused_experts.quant_config
+        given = hidden_states, topk_weights, topk_ids, global_num_experts, expert_map, apply_router_weight_on_input
+        x, scale, counts, _, _ = exchange.prepare(*given, config, experts.expects_unquantized_inputs)
+        _, m, n, k, top_k = experts.moe_problem_size(x, w1, w2, topk_ids)
+        shapes = experts.workspace_shapes(m, n, k, top_k, global_num_experts, len(w1), counts, activation)
+        made = [torch.empty(shape, dtype=hidden_states.dtype) for shape in shapes]
+        experts.apply(
+            made[2], x, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map, scale, None,
+            made[0], made[1], counts, apply_router_weight_on_input,
+        )  # fmt: skip
+        output, reduce = torch.empty_like(hidden_states), experts.finalize_weight_and_reduce_impl()
+        exchange.finalize(output, made[2], topk_weights, topk_ids, apply_router_weight_on_input, reduce)
+        return output
+
+
+class BatchedPrepareAndFinalize:
+    """One rank's tokens, sorted by those of its experts, and their results weighed and summed."""
+
+    def __init__(self, max_num_tokens, num_local_experts, num_dispatchers, rank):
+        self.max_num_tokens, self.experts, self.dispatchers, self.rank = (
+            max_num_tokens, num_local_experts, num_dispatchers, rank,
+        )  # fmt: skip
+        self.activation_format = FusedMoEActivationFormat.BatchedExperts
+
+    def max_num_tokens_per_rank(self):
+        return self.max_num_tokens
+
+    def num_dispatchers(self):
+        return self.dispatchers
+
+    def prepare(self, a1, topk_weights, topk_ids, num_experts, expert_map, on_input, quant_config, defer):
+        assert not defer and quant_config is FUSED_MOE_UNQUANTIZED_CONFIG
+        found = a1.new_zeros(self.experts, self.max_num_tokens, a1.shape[1])
+        counts = torch.zeros(num_experts, dtype=torch.int32)  # as long as vLLM's
+        for e in range(self.experts):
+            mine = a1[(topk_ids == e + self.rank * self.experts).any(1)]
+            found[e, : len(mine)], counts[e] = mine, len(mine)
+        return found, None, SimpleNamespace(expert_num_tokens=counts), None, None
+
+    def finalize(self, output, fused_expert_output, topk_weights, topk_ids, on_input, reduce):
+        assert type(reduce).__name__ == "TopKWeightAndReduceDelegate"
+        output.zero_()
+        for e in range(self.experts):
+            chosen = topk_ids == e + self.rank * self.experts
+            tokens = chosen.any(1)
+            weights = (topk_weights * chosen).sum(1)[tokens, None]
+            output[tokens] += fused_expert_output[e, : int(tokens.sum())] * weights.to(output.dtype)
+
+
+FusedMoEActivationFormat = enum.Enum("FusedMoEActivationFormat", ("Standard", "BatchedExperts"))
+FUSED_MOE_UNQUANTIZED_CONFIG = object()
+
+
 class Unquantized:
     """What stays in its type, for linears and experts."""
 
@@ -224,8 +295,18 @@ def install() -> dict[str, ModuleType]:
     method = base(LAYERS + "quantization.base_config:QuantizeMethodBase")
     linear_method = base(LAYERS + "linear:LinearMethodBase", method)
     moe_method = base(LAYERS + "fused_moe:FusedMoEMethodBase", method)
-    moe_method.__init__ = lambda self, moe: setattr(self, "moe", moe)
+    moe_method.__init__ = lambda self, moe: self.__dict__.update(moe=moe, moe_kernel=None, moe_quant_config=None)
+    moe_method.maybe_roundup_sizes = lambda self, hidden, inter, dtype, parallel: (
+        -(-hidden // parallel.pads) * parallel.pads,
+        inter,
+    )
     experts = base(LAYERS + "fused_moe:FusedMoEExpertsModular")
+
+    def init_experts(self, moe_config, quant_config, max_num_tokens=None, num_dispatchers=None):
+        assert (max_num_tokens is not None) == (self.activation_format().name == "BatchedExperts")
+        self.quant_config, self.max_num_tokens, self.num_dispatchers = quant_config, max_num_tokens, num_dispatchers
+
+    experts.__init__ = init_experts
     config = base(LAYERS + "quantization.base_config:QuantizationConfig")
     config.__init__ = lambda self: setattr(self, "packed_modules_mapping", {})
 
@@ -285,16 +366,26 @@ def install() -> dict[str, ModuleType]:
             "register_weight_loader_v2_supported_method": supported,
         },
         LAYERS + "fused_moe": {
-            "FusedMoEActivationFormat": enum.Enum("FusedMoEActivationFormat", ("Standard", "BatchedExperts")),
+            "FusedMoEActivationFormat": FusedMoEActivationFormat,
             "FusedMoEExpertsModular": experts,
             "FusedMoEMethodBase": moe_method,
             "MoEActivation": MoEActivation,
             "RoutedExperts": RoutedExperts,
             "UnquantizedFusedMoEMethod": unquantized["FusedMoE"],
         },
-        LAYERS + "fused_moe.config": {"FUSED_MOE_UNQUANTIZED_CONFIG": object()},
+        LAYERS + "fused_moe.config": {
+            "FUSED_MOE_UNQUANTIZED_CONFIG": FUSED_MOE_UNQUANTIZED_CONFIG,
+            "fp8_w8a8_moe_quant_config": lambda w1_scale, w2_scale, *, block_shape: SimpleNamespace(
+                quant_dtype=torch.float8_e4m3fn, block_shape=block_shape
+            ),
+        },
+        LAYERS + "fused_moe.all2all_utils": {
+            "maybe_make_prepare_finalize": lambda moe, quant_config, tables=None: None
+        },
+        LAYERS + "fused_moe.modular_kernel": {"FusedMoEKernel": FusedMoEKernel},
+        LAYERS + "fused_moe.prepare_finalize.batched": {"BatchedPrepareAndFinalize": BatchedPrepareAndFinalize},
         LAYERS + "fused_moe.topk_weight_and_reduce": {
-            "TopKWeightAndReduceNoOP": type("TopKWeightAndReduceNoOP", (), {})
+            name: type(name, (), {}) for name in ("TopKWeightAndReduceNoOP", "TopKWeightAndReduceDelegate")
         },
     }
     made: dict[str, ModuleType] = {}

@@ -32,7 +32,8 @@ struct QuantizeArgs {
     const i32* given_zero;     // one element, static affine only
     const u8* norm_weight;     // [k] of norm_weight_type, RMSNorm only
     const u32* permutation;    // [k], permuted only: column j of q is column permutation[j] of y
-    const u32* row_count;      // one element, gated or gathered only: rows from there on are left alone; null: none
+    const u32* row_count;      // one element, gated or gathered only: rows from there on are left alone; null: none.
+                               // kMasked: how many of each rows_of_count rows are live, from the first on
     const u32* row_index;      // [m], gathered only: row i of q is that row of x
     const u8* residual;        // [m][k], kResidual only
     u8* sum;                   // [m][k], kResidual only: may be x or residual
@@ -47,8 +48,9 @@ struct QuantizeArgs {
     u64 scale_block_stride;
     u64 residual_row_bytes;  // kResidual only
     u64 sum_row_bytes;
+    u64 rows_of_count;  // kMasked only
 };
-static_assert(sizeof(QuantizeArgs) == 168, "jitgemm/activations/plan.py packs this struct");
+static_assert(sizeof(QuantizeArgs) == 176, "jitgemm/activations/plan.py packs this struct");
 
 // What act() is, and where gates and ups lie: GATES and ORDERS of jitgemm/activations/kernel.py.
 enum GateKind : i32 { kUngated, kSilu, kGelu, kGeluTanh, kSwigluOai };
@@ -522,8 +524,18 @@ __device__ __forceinline__ void store_scale(const QuantizeArgs& args, u32 row, c
 // Rows to quantise.
 template <class Config>
 __device__ __forceinline__ u32 live_rows(const QuantizeArgs& args) {
-    if constexpr (!kGated<Config> && !Config::kGathered) return args.m;
+    if constexpr (Config::kMasked || (!kGated<Config> && !Config::kGathered)) return args.m;
     return args.row_count == nullptr ? args.m : min(args.m, *args.row_count);
+}
+
+// The first live row of row, row + step, ..., or one that is not below args.m.
+template <class Config>
+__device__ __forceinline__ u32 live_row(const QuantizeArgs& args, u32 row, u32 step) {
+    if constexpr (Config::kMasked) {
+        const u32 rows = static_cast<u32>(args.rows_of_count);
+        while (row < args.m && row % rows >= args.row_count[row / rows]) row += step;
+    }
+    return row;
 }
 
 // Rows that fit the registers of their threads; the next row is read while one is worked on.
@@ -532,7 +544,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
                                                    u32 block, u32 blocks) {
     constexpr u32 kVectors = Config::kVectors;
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = blocks * Config::kRows;
-    u32 row = block * Config::kRows + threadIdx.y;
+    u32 row = live_row<Config>(args, block * Config::kRows + threadIdx.y, step);
     auto mine = [](u32 i) { return threadIdx.x + i * blockDim.x; };
 
     Input<Config> input[kVectors];
@@ -551,7 +563,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
         }
     }
 
-    for (u32 parity = 0; row < m; row += step, parity ^= 1) {
+    for (u32 parity = 0, next; row < m; row = next, parity ^= 1) {
         Range<Config> range;
         Held<Config> y[kVectors];
 #pragma unroll
@@ -561,7 +573,8 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
                 range.include(y[i]);
             }
         }
-        if (row + step < m) load_row(row + step);
+        next = live_row<Config>(args, row + step, step);
+        if (next < m) load_row(next);
         combine_threads(range, slots[parity]);
         const Quantizer<Config> quantizer(args, range);
         store_scale(args, row, quantizer);
@@ -594,7 +607,8 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, War
                                                    u32 block, u32 blocks) {
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector;
     u32 parity = 0;
-    for (u32 row = block; row < m; row += blocks, parity ^= 1) {
+    for (u32 row = live_row<Config>(args, block, blocks); row < m;
+         row = live_row<Config>(args, row + blocks, blocks), parity ^= 1) {
         Range<Config> range;
 #pragma unroll 2
         for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
@@ -626,9 +640,11 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, WarpRa
     constexpr bool kHeld = Config::kVectors > 0;  // the threads hold the row
     constexpr u32 kVectors = kHeld ? Config::kVectors : Config::kPermuted || Config::kResidual ? 1 : 2;
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = kVectors * blockDim.x;
+    const u32 rows = blocks * Config::kRows;
     auto mine = [](u32 first, u32 i) { return first + threadIdx.x + i * blockDim.x; };
     u32 parity = 0;
-    for (u32 row = block * Config::kRows + threadIdx.y; row < m; row += blocks * Config::kRows, parity ^= 1) {
+    for (u32 row = live_row<Config>(args, block * Config::kRows + threadIdx.y, rows); row < m;
+         row = live_row<Config>(args, row + rows, rows), parity ^= 1) {
         Range<Config> range;
         Held<Config> y[kVectors];
         auto read = [&](u32 first, bool again) {

@@ -42,8 +42,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         gate: for `silu_mul`, `SILU_MUL`.
-        row_count: with a gate or row_index: int32, one element: rows from there on are left alone. None: there are none
-            such.
+        row_count: int32 [1]: rows from there on are left alone. Or [E]: the result is E parts of as many rows, and of
+            each part rows from row_count[e] on are left alone. None: no row is.
         block: a scale for every `LHS_GROUP` codes.
         row_index: int32 [m]: row i of the result is row row_index[i] of x, which is not checked. None: row i.
         residual: of x's shape and type, with rms_norm: x + residual is what is normalised.
@@ -70,6 +70,13 @@ class Inputs(NamedTuple):
     def rows(self) -> int:
         """Rows of the result."""
         return self.x.shape[0] if self.row_index is None else self.row_index.shape[0]
+
+    @property
+    def masked(self) -> bool:
+        """Whether rows to leave alone may have live ones behind them, as far as the kernel is to know."""
+        if self.row_count is None:
+            return False
+        return self.row_count.shape[0] > 1 or (self.gate is None and self.row_index is None)
 
     @property
     def k(self) -> int:
@@ -146,14 +153,15 @@ def check_arguments(inputs: Inputs) -> None:
             rows = rows_like(name, getattr(inputs, name), x)
             check_plain(name, rows)
             check_rows(name, rows, may_overlap=name == "residual")
-    if row_count is not None and not gate and row_index is None:
-        raise ValueError("row_count: expected None without a gate or row_index, got a tensor")
+    parts = 1 if row_count is None else max(1, row_count.numel())
+    if inputs.rows % parts:
+        raise ValueError(f"row_count: expected as many elements as {inputs.rows} rows have equal parts, got {parts}")
     for name, value, types, elements in (
         ("scale", scale, ("fp32",), 1),
         ("zero", zero, ("s32",), 1),
         ("rms_norm", rms_norm, REAL_TYPES, k),
         ("permutation", permutation, ("s32",), k),
-        ("row_count", row_count, ("s32",), 1),
+        ("row_count", row_count, ("s32",), parts),
         ("row_index", row_index, ("s32",), inputs.rows),
     ):
         if value is not None:

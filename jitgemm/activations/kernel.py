@@ -80,6 +80,7 @@ class QuantizeSpec:
         permuted: columns are permuted.
         gathered: rows are gathered.
         residual: values are sums, which are written, too; with rms_norm only.
+        masked: of each of several parts, rows from a number on are left alone.
         vectors: vectors of `VECTOR` values that a thread holds; 0 where rows are read twice.
         rows: rows that a CTA works on at once, one warp each; 1 where a row has the whole CTA.
         sources_held: a thread reads its part of the permutation once for all rows.
@@ -101,6 +102,7 @@ class QuantizeSpec:
     block: bool = False
     gathered: bool = False
     residual: bool = False
+    masked: bool = False
 
     @property
     def label(self) -> str:
@@ -111,7 +113,7 @@ class QuantizeSpec:
             parts.append(self.gate.replace("_", "") + "mul")
             parts += [self.order.replace("_", "")] if self.order != "gate_up" else []
             parts += ["limited"] if self.limited else []
-        flags = ("residual", "rms_norm", "permuted", "block", "gathered")
+        flags = ("residual", "rms_norm", "permuted", "block", "gathered", "masked")
         parts += [name.replace("_", "") for name in flags if getattr(self, name)]
         parts.append(f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}")
         return "-".join(parts)
@@ -134,6 +136,7 @@ def quantize_spec(
     block: bool = False,
     gathered: bool = False,
     residual: bool = False,
+    masked: bool = False,
 ) -> QuantizeSpec:
     """The kernel for rows of k codes, the only one whatever m is.
 
@@ -173,7 +176,7 @@ def quantize_spec(
     kind, order, limited = (gate.kind, gate.order, gate.limit != math.inf) if gate else ("", "gate_up", False)
     return QuantizeSpec(
         x, q, vectors, affine, static, kind, order, limited, rms_norm, permuted, rows, sources_held, block, gathered,
-        residual,
+        residual, masked,
     )  # fmt: skip
 
 
@@ -225,6 +228,7 @@ def render_config(spec: QuantizeSpec) -> str:
         "bool kPermuted": spec.permuted,
         "bool kGathered": spec.gathered,
         "bool kResidual": spec.residual,
+        "bool kMasked": spec.masked,
         "u32 kVectors": spec.vectors,
         "u32 kRows": spec.rows,
         "bool kSourcesHeld": spec.sources_held,
@@ -262,7 +266,8 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
     variants = [name for name in names if getattr(spec, name)]
     variants += ["silu_mul"] if spec.gate else []
     command = f"--lhs {'int8' if spec.q == 's8' else 'fp8'} --quantizer {'+'.join([spec.x, *variants])}"
-    named = not spec.gathered and (spec.gate or "silu", spec.order, spec.limited) == ("silu", "gate_up", False)
+    common = (spec.gate or "silu", spec.order, spec.limited) == ("silu", "gate_up", False)
+    named = common and not (spec.gathered or spec.masked)
     return KernelSource(
         spec.label,
         spec.to_dict(),

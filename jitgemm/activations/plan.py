@@ -26,6 +26,7 @@ from jitgemm.tensors import TYPE_NAMES
 ARGUMENTS = ArgumentBlock(
     POINTERS, x_row_bytes="Q", q_row_bytes="Q", m="I", k="I", eps="f", norm_weight_type="i", gate_limit="f",
     gate_alpha="f", scale_row_stride="Q", scale_block_stride="Q", residual_row_bytes="Q", sum_row_bytes="Q",
+    rows_of_count="Q",
 )  # fmt: skip
 """`QuantizeArgs` in include/jitgemm/quantize.cuh."""
 
@@ -61,6 +62,7 @@ class QuantizePlan(PreparedLaunch):
             block=inputs.block,
             gathered=inputs.row_index is not None,
             residual=inputs.residual is not None,
+            masked=inputs.masked,
         )
         kernel = KERNELS.load(spec, device)
         threads, rows = block_dims(spec, k)
@@ -83,6 +85,7 @@ class QuantizePlan(PreparedLaunch):
                 "scale_block_stride": scale.stride(1) if inputs.block else 0,
                 "residual_row_bytes": _row_bytes(inputs.residual),
                 "sum_row_bytes": _row_bytes(inputs.residual_out),
+                "rows_of_count": 0 if inputs.row_count is None else m // inputs.row_count.shape[0],
             },
             grid=min(ceil_div(m, rows), resident * device_of(device).num_sms),
             threads=(threads, rows),

@@ -145,7 +145,7 @@ def m_grouped_gemm_w4a8_bf16_nt_masked(
 ) -> None:
     """`m_grouped_gemm_w4a8_nt_masked` into bfloat16; TypeError for another out."""
     check_bf16(out)
-    _masked(W4Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
+    masked(W4Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w4a8_nt_masked(
@@ -174,7 +174,7 @@ def m_grouped_gemm_w4a8_nt_masked(
     Raises:
         As `m_grouped_gemm_w4a8_nt_contiguous`.
     """
-    _masked(W4Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
+    masked(W4Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w8a8_bf16_nt_masked(
@@ -190,7 +190,7 @@ def m_grouped_gemm_w8a8_bf16_nt_masked(
 ) -> None:
     """`m_grouped_gemm_w8a8_nt_masked` into bfloat16; TypeError for another out."""
     check_bf16(out)
-    _masked(W8Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
+    masked(W8Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w8a8_nt_masked(
@@ -205,12 +205,13 @@ def m_grouped_gemm_w8a8_nt_masked(
     kernel: str | None = None,
 ) -> None:
     """`m_grouped_gemm_w4a8_nt_masked` for a weight of experts from `pack_w8`, and as `gemm_w8a8_nt` computes it."""
-    _masked(W8Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
+    masked(W8Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
 
 
-def _masked(  # type: ignore[no-untyped-def]
-    kind: type[Weight], lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel
+def masked(  # type: ignore[no-untyped-def]
+    kind: type[Weight], lhs, rhs, out, masked_m, expected_m, bias=None, batch_invariant=False, kernel=None
 ) -> None:
+    """`m_grouped_gemm_w4a8_nt_masked` for a weight of this kind."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, kind)
     max_m = x.shape[1] if x.dim() == 3 else 0

@@ -13,6 +13,7 @@ import torch
 
 from jitgemm.activations.kernel import GATES, ORDERS, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.gemm.groups import as_rows
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
@@ -184,6 +185,64 @@ def check_weights(w13: Any, w2: Any) -> int:
 def check_arguments(layer: Layer) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
     x, w13, w2, topk_ids, topk_weights, _, lhs_dtype, affine, expert_map, bias13, bias2, addend, _, block = layer
+    experts = check_experts(w13, w2, lhs_dtype, affine, block)
+    _check_matrix("x", x, None, w13.k, REAL_TYPES)
+    tokens = x.shape[0]
+    if x.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
+    check_routing(topk_ids, experts, expert_map)
+    if known(topk_ids.shape[0] != tokens):
+        raise ValueError(f"topk_ids: expected shape [{tokens}, top_k], got {list(topk_ids.shape)}")
+    _check_weights(topk_weights, topk_ids)
+    check_biases(w13, w2, bias13, bias2)
+    if addend is not None:
+        _check_addend(addend, tokens, w2.n, x.dtype)
+    for name, tensor in (
+        ("w13", w13.blocks), ("w2", w2.blocks), ("topk_ids", topk_ids), ("topk_weights", topk_weights),
+        ("bias13", bias13), ("bias2", bias2), ("addend", addend),
+    ):  # fmt: skip
+        if tensor is not None:
+            check_device(name, tensor, "x", x.device)
+
+
+def check_masked(
+    x: torch.Tensor,
+    w13: Any,
+    w2: Any,
+    out: torch.Tensor,
+    masked_m: torch.Tensor,
+    types: tuple[str, ...],
+    bias13: torch.Tensor | None,
+    bias2: torch.Tensor | None,
+) -> None:
+    """Raises TypeError or ValueError unless the tensors of `fused_experts_masked` fit together; types: of x."""
+    experts = w13.experts
+    for name, tensor, columns, names in (("x", x, w13.k, types), ("out", out, w2.n, REAL_TYPES)):
+        check_tensor(name, tensor)
+        max_m = x.shape[1] if x.dim() == 3 else 0
+        _check_matrix(name, as_rows(name, tensor, experts, max_m, str(columns)), None, columns, names)
+    if x.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
+    check_plain("masked_m", check_tensor("masked_m", masked_m))
+    check_vector("masked_m", masked_m, ("s32",), experts)
+    check_biases(w13, w2, bias13, bias2)
+    for name, other in (
+        ("w13", w13.blocks), ("w2", w2.blocks), ("out", out), ("masked_m", masked_m), ("bias13", bias13),
+        ("bias2", bias2),
+    ):  # fmt: skip
+        if other is not None:
+            check_device(name, other, "x", x.device)
+
+
+def check_biases(w13: Any, w2: Any, bias13: torch.Tensor | None, bias2: torch.Tensor | None) -> None:
+    """Raises TypeError or ValueError unless the biases fit the weights."""
+    for name, bias, n in (("bias13", bias13, w13.n), ("bias2", bias2, w2.n)):
+        if bias is not None:
+            _check_bias(name, bias, (w13.experts, n))
+
+
+def check_experts(w13: Any, w2: Any, lhs_dtype: torch.dtype, affine: bool, block: bool) -> int:
+    """`check_weights`, and that they multiply activations of this kind."""
     experts = check_weights(w13, w2)
     lhs_type = check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
     if affine and lhs_type != "s8":
@@ -198,25 +257,7 @@ def check_arguments(layer: Layer) -> None:
             )
         if affine and weight.row_sum is None:
             raise ValueError(f"{name}: expected a weight with row_sum, which affine needs, got one without")
-    _check_matrix("x", x, None, w13.k, REAL_TYPES)
-    tokens = x.shape[0]
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
-    check_routing(topk_ids, experts, expert_map)
-    if known(topk_ids.shape[0] != tokens):
-        raise ValueError(f"topk_ids: expected shape [{tokens}, top_k], got {list(topk_ids.shape)}")
-    _check_weights(topk_weights, topk_ids)
-    for name, bias, n in (("bias13", bias13, w13.n), ("bias2", bias2, w2.n)):
-        if bias is not None:
-            _check_bias(name, bias, (experts, n))
-    if addend is not None:
-        _check_addend(addend, tokens, w2.n, x.dtype)
-    for name, tensor in (
-        ("w13", w13.blocks), ("w2", w2.blocks), ("topk_ids", topk_ids), ("topk_weights", topk_weights),
-        ("bias13", bias13), ("bias2", bias2), ("addend", addend),
-    ):  # fmt: skip
-        if tensor is not None:
-            check_device(name, tensor, "x", x.device)
+    return experts
 
 
 def check_out(out: torch.Tensor, layer: Layer) -> None:

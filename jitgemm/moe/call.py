@@ -111,7 +111,7 @@ def fused_experts(
     check_flag("batch_invariant", batch_invariant)
     layer = _layer(
         x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
-        bias13, bias2, addend, batch_invariant, _by_block(scheme),
+        bias13, bias2, addend, batch_invariant, by_block(scheme),
     )  # fmt: skip
     if torch.compiler.is_compiling() or traced(x, x if out is None else out):
         result = _call_op(layer)
@@ -146,7 +146,7 @@ def fused_experts_reference(
 
     layer = _layer(
         x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
-        bias13, bias2, addend, False, _by_block(scheme),
+        bias13, bias2, addend, False, by_block(scheme),
     )  # fmt: skip
     check_arguments(layer)
     return layer_reference(layer)
@@ -184,7 +184,7 @@ def fused_experts_workspace_bytes(
     parts = [4 * (experts + 1), 4 * m, 4 * m]  # routing
     t = m if m / experts >= GATHER_M else tokens
     parts += [t * w13.k, m * w2.k]  # codes
-    if _by_block(scheme):
+    if by_block(scheme):
         parts += [16 * ceil_div(rows, 4) * ceil_div(k, LHS_GROUP) for rows, k in ((t, w13.k), (m, w2.k))]
     else:
         parts += [4 * t, 4 * m] * (2 if affine else 1)  # scales and zero points
@@ -192,7 +192,7 @@ def fused_experts_workspace_bytes(
     return sum(_ALLOCATION * ceil_div(part, _ALLOCATION) for part in parts)
 
 
-def _by_block(scheme: str) -> bool:
+def by_block(scheme: str) -> bool:
     if scheme not in ("token", "block"):
         raise ValueError(f"scheme: expected one of ('token', 'block'), got {scheme!r}")
     return scheme == "block"
@@ -208,10 +208,15 @@ def _layer(
     lhs_dtype: torch.dtype | None,
     *rest: Any,
 ) -> Layer:
-    if lhs_dtype is None:
-        format = getattr(w13, "format", None)
-        lhs_dtype = torch_dtype("e4m3" if format is None or format.codes == "any" else format.codes)
-    return Layer(x, w13, w2, topk_ids, topk_weights, gate, lhs_dtype, *rest)
+    return Layer(x, w13, w2, topk_ids, topk_weights, gate, lhs_dtype_of(w13, lhs_dtype), *rest)
+
+
+def lhs_dtype_of(w13: Weight, lhs_dtype: torch.dtype | None) -> torch.dtype:
+    """What tokens are quantised to where the caller says None."""
+    if lhs_dtype is not None:
+        return lhs_dtype
+    format = getattr(w13, "format", None)
+    return torch_dtype("e4m3" if format is None or format.codes == "any" else format.codes)
 
 
 def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:

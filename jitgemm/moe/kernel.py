@@ -81,7 +81,7 @@ def front_spec(choices: int, k: int, x: str, q: str, affine: bool, block: bool =
 
 
 def layer_specs(
-    k: int, inter: int, x: str, q: str, gate: Gate, *, affine: bool = False, block: bool = False
+    k: int, inter: int, x: str, q: str, gate: Gate, *, affine: bool = False, block: bool = False, masked: bool = False
 ) -> tuple[RouteSpec | FrontSpec | CombineSpec | QuantizeSpec, ...]:
     """Every kernel of a layer beside its GEMMs, whatever the numbers of tokens, choices and experts are.
 
@@ -90,8 +90,14 @@ def layer_specs(
         x: name of x's type.
         q: name of `lhs_dtype`.
         gate, affine, block: as the call has them.
+        masked: the layer is called by `fused_experts_masked`, too.
     """
+    found: tuple[RouteSpec | FrontSpec | CombineSpec | QuantizeSpec, ...] = ()
+    if masked:
+        found += (quantize_spec(k, x, q, affine=affine, block=block, masked=True),)
+        found += (quantize_spec(inter, x, q, affine=affine, block=block, gate=gate, masked=True),)
     return (
+        *found,
         front_spec(1, k, x, q, affine, block) or RouteSpec(1),
         RouteSpec(CLUSTER),
         quantize_spec(k, x, q, affine=affine, block=block),

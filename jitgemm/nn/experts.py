@@ -13,8 +13,10 @@ import torch
 
 from jitgemm.activations.kernel import SILU_MUL, Gate
 from jitgemm.dtypes import REAL_TYPES
+from jitgemm.gemm.arguments import Lhs
 from jitgemm.moe.arguments import Layer
 from jitgemm.moe.call import fused_experts
+from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.gate import decoded, encoded
 from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import BLOCK, CODES, state_dict_parts
@@ -43,10 +45,12 @@ class PackedExperts(torch.nn.Module):
         top_k: experts of a token, or None; `warmup` asks, the call takes any number.
         activation: one of ACTIVATIONS: how both GEMMs' inputs are quantised, never with a static scale.
         batch_invariant: False; set it to True for results that do not depend on the other tokens, see `gemm_w4a8_nt`.
+        batched: False; set it to True where `run_batched` is called, whose kernels `warmup` then compiles, too.
         split: which experts this rank has; None for all. See `jitgemm.nn.parallel.ExpertParallel`.
     """
 
     batch_invariant = False
+    batched = False
     split: ExpertSplit | None = None
     kind: ClassVar[type[Weight]] = Weight
     """The class of its weights."""
@@ -175,14 +179,17 @@ class PackedExperts(torch.nn.Module):
             )  # fmt: skip
         )
 
+    def run_batched(self, x: torch.Tensor | Lhs, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float) -> None:
+        """`fused_experts_masked`: of tokens sorted by expert, neither weighed nor summed, into out."""
+        fused_experts_masked(x, self.w13.weight, self.w2.weight, out, masked_m, expected_m, **self._options())
+
     def _run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
+        parts = rows.contiguous(), self.w13.weight, self.w2.weight, ids.contiguous(), weights.contiguous()
+        return fused_experts(*parts, **self._options(), **options)
+
+    def _options(self) -> dict[str, Any]:
         gate = self.gate
-        return fused_experts(
-            rows.contiguous(),
-            self.w13.weight,
-            self.w2.weight,
-            ids.contiguous(),
-            weights.contiguous(),
+        return dict(
             activation=gate.kind,
             order=gate.order,
             alpha=gate.alpha,
@@ -193,7 +200,6 @@ class PackedExperts(torch.nn.Module):
             affine=self.activation == "int8_affine",
             scheme="block" if self.activation.endswith(BLOCK) else "token",
             batch_invariant=self.batch_invariant,
-            **options,
         )
 
     def extra_repr(self) -> str:

@@ -169,12 +169,14 @@ def _quantiser(activation: str) -> dict[str, bool]:
 
 def _experts_kind(layer: PackedExperts) -> Hashable:
     weights = tuple((part.weight.shape, part.weight.format) for part in (layer.w13, layer.w2))
-    return weights, layer.activation, layer.batch_invariant, layer.gate, layer.top_k
+    return weights, layer.activation, layer.batch_invariant, layer.gate, layer.top_k, layer.batched
 
 
 def _experts_specs(layer: PackedExperts, x: str, figures: DeviceSpec, max_m: int, _: bool) -> Iterator[Spec]:
     lhs, quantiser = TYPE_NAMES[CODES[layer.activation]], _quantiser(layer.activation)
-    yield from layer_specs(layer.hidden_dim, layer.intermediate_dim, x, lhs, layer.gate, **quantiser)
+    yield from layer_specs(
+        layer.hidden_dim, layer.intermediate_dim, x, lhs, layer.gate, **quantiser, masked=layer.batched
+    )
     experts = layer.num_experts
     rows = max_m * (layer.top_k or min(experts, MOST_TOP_K))
     for weight in (layer.w13.weight, layer.w2.weight):

@@ -1,7 +1,8 @@
 """The method of vLLM's fused experts: the checkpoint's tensors with the experts in front, packed once all are loaded.
 
-vLLM routes; `jitgemm.fused_experts` does the rest, for the experts of this rank. Modular kernels, which exchange tokens
-between data-parallel ranks, take the same call in the standard format.
+vLLM routes; `jitgemm.fused_experts` does the rest, for the experts of this rank. Where data-parallel ranks exchange
+tokens, it does so inside a modular kernel of vLLM; backends that sort them by expert (DeepEP low latency, NIXL) get
+`fused_experts_masked`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from vllm.model_executor.layers.fused_moe import (
     FusedMoEExpertsModular,
     FusedMoEMethodBase,
 )
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
 from vllm.model_executor.utils import set_weight_attrs
 
 from jitgemm.activations.kernel import Gate
@@ -26,7 +30,7 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import layer_header, read_header
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.read import CODES, layer_of
-from jitgemm.vllm.layouts import Layout, TensorLayout, Unsupported
+from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Unsupported
 from jitgemm.vllm.linear import CHILD, exact, put, quantise_while_loading, quantised, read_parts, taken, unloaded
 
 _GATES = {
@@ -106,7 +110,10 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         w2, _ = self._packed(tensors, "w2", [layer.hidden_size])
         module = packed_experts(w13, w2, gate=self._gate(layer), activation=activation, top_k=layer.top_k)
         module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        module.batched = self.moe.moe_parallel_config.use_batched_activation_format
         put(layer, module)
+        if self.moe_kernel is None:
+            self.moe_kernel = self._modular_kernel(layer)
         self.config.warmer.packed(layer, getattr(layer, CHILD))
 
     def _packed(self, tensors: dict[str, torch.Tensor], part: str, widths: list[int]) -> tuple[Any, str]:
@@ -137,23 +144,53 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         default = 1.702 if kind == "swiglu_oai" else 1.0
         return Gate(kind, order, math.inf if limit is None else limit, default if alpha is None else alpha)
 
-    def select_gemm_impl(self, prepare_finalize: Any, layer: torch.nn.Module) -> Any:
-        """The experts of a modular kernel. Raises ValueError for one that hands over tokens sorted by expert."""
-        if prepare_finalize.activation_format != FusedMoEActivationFormat.Standard:
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: Any,
+    ) -> tuple[int, int]:
+        """The same sizes. Raises ValueError where the all-to-all backend would pad tokens."""
+        given = hidden_size, intermediate_size_per_partition
+        found = super().maybe_roundup_sizes(*given, act_dtype, moe_parallel_config)
+        if found != given:
             raise ValueError(
-                "all2all_backend: expected one that hands over tokens as they are, such as allgather_reducescatter or "
-                f"deepep_high_throughput, got {type(prepare_finalize).__name__}"
+                f"all2all_backend: expected one for tokens of {hidden_size} values, got "
+                f"{moe_parallel_config.all2all_backend}, which pads them to {found[0]}"
             )
-        module = getattr(layer, CHILD)
-        for part in ("w13", "w2"):  # vLLM hands them back to the experts, which have them
-            layer.register_buffer(f"{part}_weight", getattr(module, part).blocks, persistent=False)
-        return JitGemmExperts(module, self.moe, self.moe_quant_config)
+        return found
+
+    def _modular_kernel(self, layer: torch.nn.Module) -> Any:
+        """What exchanges tokens around the experts; None where vLLM's runner does, or nobody."""
+        from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+        from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+
+        backend = self.moe.moe_parallel_config.all2all_backend
+        if backend in ("passthrough", "moonep"):
+            raise ValueError(f"all2all_backend: expected one that exchanges tokens around the experts, got {backend}")
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        tables = layer._expert_routing_tables()
+        exchange = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, tables)
+        if exchange is None:
+            return None
+        given = getattr(layer, CHILD), self.moe, self.moe_quant_config
+        if exchange.activation_format == FusedMoEActivationFormat.Standard:
+            return FusedMoEKernel(exchange, JitGemmExperts(*given))
+        batch = exchange.max_num_tokens_per_rank(), exchange.num_dispatchers()
+        return FusedMoEKernel(exchange, JitGemmBatchedExperts(*given, *batch))
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
-        """What a modular kernel is told: nothing is quantised before the experts."""
-        from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+        """What a modular kernel is told to quantise before the experts: e4m3 by blocks of 128 k, else nothing.
 
-        return FUSED_MOE_UNQUANTIZED_CONFIG
+        And only for backends that sort tokens by expert, which send them so.
+        """
+        from vllm.model_executor.layers.fused_moe import config
+
+        module = getattr(layer, CHILD)
+        if module.batched and module.activation == "e4m3_block":
+            return config.fp8_w8a8_moe_quant_config(None, None, block_shape=[BLOCK, BLOCK])
+        return config.FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply(
         self,
@@ -164,16 +201,31 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
+        module = getattr(layer, CHILD)
+        if self.moe_kernel is not None:
+            return self.moe_kernel.apply(
+                x,
+                module.w13.blocks,
+                module.w2.blocks,
+                topk_weights,
+                topk_ids,
+                activation=layer.activation,
+                global_num_experts=layer.global_num_experts,
+                expert_map=layer.expert_map,
+                apply_router_weight_on_input=layer.apply_router_weight_on_input,
+                shared_experts=shared_experts,
+                shared_experts_input=shared_experts_input,
+            )
         if layer.apply_router_weight_on_input:
             x, topk_weights = _weighted(x, topk_weights)
-        return getattr(layer, CHILD).run(x, topk_ids, topk_weights, expert_map=layer.expert_map)
+        return module.run(x, topk_ids, topk_weights, expert_map=layer.expert_map)
 
 
 class JitGemmExperts(FusedMoEExpertsModular):
     """The experts of a layer as a modular kernel of vLLM: tokens in the standard format, weighed and summed."""
 
-    def __init__(self, module: PackedExperts, moe_config: Any, quant_config: Any):
-        super().__init__(moe_config, quant_config)
+    def __init__(self, module: PackedExperts, moe_config: Any, quant_config: Any, *batch: int):
+        super().__init__(moe_config, quant_config, *batch)
         self.module = module
 
     @staticmethod
@@ -247,6 +299,71 @@ class JitGemmExperts(FusedMoEExpertsModular):
         if apply_router_weight_on_input:  # which vLLM has done
             topk_weights = torch.ones_like(topk_weights)
         self.module.run(hidden_states, topk_ids, topk_weights, expert_map=expert_map, out=output)
+
+
+class JitGemmBatchedExperts(JitGemmExperts):
+    """The same for tokens sorted by expert, [experts, max_m, hidden]; who sent them weighs and sums.
+
+    They come in the model's type, or as e4m3 with a scale for each token and 128 k.
+    """
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        return FusedMoEActivationFormat.BatchedExperts
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return False  # DeepEP's exchange refuses to put off what its config does not ask for
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return moe_parallel_config.use_batched_activation_format
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceDelegate:
+        return TopKWeightAndReduceDelegate()
+
+    def moe_problem_size(
+        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[int, int, int, int, int]:
+        module = self.module
+        return module.num_experts, a1.shape[1], module.w13.weight.n, module.hidden_dim, topk_ids.shape[1]
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return (0,), (0,), (self.module.num_experts, M, K)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        x = hidden_states if a1q_scale is None else (hidden_states, a1q_scale)
+        live = expert_tokens_meta.expert_num_tokens[: self.module.num_experts].to(torch.int32)
+        # As many tokens of every other rank: a CUDA graph is captured for its own number alone.
+        expected = topk_ids.numel() * self.num_dispatchers / global_num_experts
+        self.module.run_batched(x, output, live, min(expected, hidden_states.shape[1]))
 
 
 def _weighted(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
