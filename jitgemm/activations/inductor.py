@@ -34,11 +34,13 @@ class Front(NamedTuple):
             which nothing else reads: GEMMs that made them write side by side then, and other operators prevent the fusion.
         arguments: of the op, by name, in place of what it was called with.
         reads: the nodes that read x and the arguments' tensors today: nothing may have been written since they ran.
+        sum: with a residual among the arguments: x + residual, whose readers are given the op's last result.
     """
 
     x: Node | tuple[Node, Node]
     arguments: dict[str, Any]
     reads: tuple[Node, ...]
+    sum: Node | None = None
 
 
 Producer = Callable[[Node], Front | None]
@@ -89,6 +91,9 @@ def register() -> None:
         _state.registered = True
         pattern = CallFunctionVarArgs(torch.ops.jitgemm.quantize_activations.default)
         register_graph_pattern(pattern, pass_dict=pass_patterns[0])(lambda match, *_, **__: fuse(match.nodes[0]))
+        register_graph_pattern(pattern, pass_dict=pass_patterns[1])(
+            lambda match, *_, **__: add_residual(match.nodes[0])
+        )
 
 
 # ---- the pass --------------------------------------------------------------------------------------------------------
@@ -105,15 +110,73 @@ def fuse(quantiser: Node) -> None:
     for reader in filter(_is_quantiser, readers):
         arguments = tuple(_arguments(reader).items())[1:]
         alike.setdefault((_region(reader), *arguments), []).append(reader)
-    for same in alike.values():
+    for same in sorted(alike.values(), key=min):
         first = min(same)
-        made = None
-        if front is not None and all(_region(node) == _region(first) for node in front.reads):
-            made = _fused(first, front)
+        made = None if front is None else _fused(first, front)
         for node in same:
             if made is not None or node is not first:
                 node.replace_all_uses_with(made or first)
                 _erase(node)
+        if made is not None and front is not None and front.sum is not None:  # which the others normalise
+            norm = {name: value for name, value in front.arguments.items() if name != "residual"}
+            front = Front(_read_sum(made, front.sum), norm, ())
+
+
+def add_residual(quantiser: Node) -> None:
+    """Lets a quantiser with a norm add what it normalises, and write the sum, where that saves a kernel.
+
+    It does unless inductor computes one of the two in the addition's kernel. Runs when all quantisers are fused, as
+    what they read is no longer part of anybody's kernel.
+    """
+    arguments = _arguments(quantiser)
+    total = _root(arguments["x"])
+    parts = _call(total, aten.add.Tensor)
+    if parts is None or arguments["rms_norm"] is None or not all(isinstance(part, Node) for part in parts):
+        return
+    like = total.meta["val"]
+    same = all(_same_shape(part, total) and _value(part).dtype == like.dtype for part in parts)
+    if same and parts[0] is not parts[1] and all(map(_is_stored, parts)):
+        front = Front(parts[0], {"residual": parts[1]}, (total,), total)
+        made = _fused(quantiser, front)
+        if made is not None:
+            quantiser.replace_all_uses_with(made)
+            _erase(quantiser)
+            _read_sum(made, total)
+
+
+def _is_stored(part: Node) -> bool:
+    """Whether a tensor is in memory in any case: an input, an operator's that is not inductor's, or read by one."""
+    root = _root(part)
+    maker = root.args[0] if root.target is operator.getitem else root
+    if maker.op == "placeholder" or any(getattr(user.target, "namespace", "") == "jitgemm" for user in _readers(root)):  # type: ignore[union-attr]
+        return True
+    return maker.target in _FUNCTIONALISED or getattr(maker.target, "namespace", "aten") not in ("aten", "prims")  # type: ignore[union-attr]
+
+
+def _read_sum(made: Node, total: Node) -> Node:
+    """The sum that a quantiser writes, in place of `total`."""
+    graph, shape = made.graph, _sizes(total)
+    with graph.inserting_after(made):
+        written = graph.call_function(operator.getitem, (made, 3))
+    written.meta["val"] = made.meta["val"][3]
+    if total.meta["val"].dim() != 2:
+        with graph.inserting_after(written), total.meta["val"].fake_mode:
+            flat, written = written, graph.call_function(aten.reshape.default, (written, shape))
+            written.meta["val"] = flat.meta["val"].view(torch.fx.map_arg(shape, _value))
+    total.replace_all_uses_with(written)
+    _erase(total)
+    return written
+
+
+def _sizes(node: Node) -> list[Any] | None:
+    """A tensor's sizes for a graph, None if no node of it holds them."""
+    sizes = list(node.meta["val"].shape)
+    if all(isinstance(size, int) for size in sizes):
+        return sizes
+    for view in (node, *node.all_input_nodes):
+        if view.target in (aten.reshape.default, aten.view.default) and _same_shape(view, node):
+            return view.args[1]  # type: ignore[return-value]
+    return None
 
 
 def _front(value: Node) -> Front | None:
@@ -129,26 +192,39 @@ def _fused(quantiser: Node, front: Front) -> Node | None:
     """A quantiser with that front, ahead of this one; None if the op takes no such arguments."""
     arguments = _arguments(quantiser) | front.arguments
     outs = [_gemm_out(_root(part)) for part in front.x] if isinstance(front.x, tuple) else None
-    if outs is not None and (None in outs or not _same(*outs)):
+    if any(_region(node) != _region(quantiser) for node in front.reads) or (
+        outs and (None in outs or not _same(*outs))
+    ):
         return None
-    source = _root(front.x).meta["val"] if outs is None else None
+    if (total := front.sum) is not None:  # whatever else reads it can wait for the quantiser
+        later = all(user > quantiser or _only_for(user, quantiser) for user in total.users)
+        if not later or (total.meta["val"].dim() != 2 and _sizes(total) is None):
+            return None
+    arguments["x"] = None if outs else _root(front.x)
+    wide = [name for name in ("x", "residual") if isinstance(arguments.get(name), Node)]
+    values = {name: _value(argument) for name, argument in arguments.items()}
+    op = torch.ops.jitgemm.add_quantize_activations if "residual" in wide else torch.ops.jitgemm.quantize_activations
     with quantiser.args[0].meta["val"].fake_mode:
         try:
-            if outs is not None:
+            if outs:
                 m, n = outs[0].meta["val"].shape
-                source = outs[0].meta["val"].new_empty((m, 2 * n))
-            x = source if source.dim() == 2 else source.view(-1, source.shape[-1])
-            values = {name: _value(argument) for name, argument in arguments.items()} | {"x": x}
-            results = torch.ops.jitgemm.quantize_activations.default(*values.values())
+                values["x"] = outs[0].meta["val"].new_empty((m, 2 * n))
+            for name in wide:
+                if values[name].dim() != 2:
+                    values[name] = values[name].view(-1, values[name].shape[-1])
+            results = op.default(*values.values())
         except (TypeError, ValueError, RuntimeError):  # a size, a dtype or a stride, or rows that are no view
             return None
     graph = quantiser.graph
-    arguments["x"] = _root(front.x) if outs is None else _side_by_side(outs, source)
+    if outs:
+        arguments["x"] = _side_by_side(outs, values["x"])
     with graph.inserting_before(quantiser):
-        if source.dim() != 2:
-            arguments["x"] = graph.call_function(aten.reshape.default, (arguments["x"], [-1, source.shape[-1]]))
-            arguments["x"].meta["val"] = x
-        made = graph.call_function(quantiser.target, tuple(arguments.values()))
+        for name in wide:
+            if arguments[name].meta["val"].dim() != 2:
+                shape = [-1, values[name].shape[-1]]
+                arguments[name] = graph.call_function(aten.reshape.default, (arguments[name], shape))
+                arguments[name].meta["val"] = values[name]
+        made = graph.call_function(op.default, tuple(arguments.values()))
     made.meta = {**quantiser.meta, "val": results}
     _note_inputs(made, tuple(values.values()), {})
     return made

@@ -154,8 +154,10 @@ def _linear_kind(layer: PackedLinear) -> Hashable:
 def _linear_specs(layer: PackedLinear, x: str, figures: DeviceSpec, max_m: int, compiled: bool) -> Iterator[Spec]:
     weight, lhs, quantiser = layer.weight, TYPE_NAMES[CODES[layer.activation]], _quantiser(layer.activation)
     static, permuted = layer.input_scale is not None, weight.permutation is not None
-    front = layer.front or {}
-    for each in (front, {"rms_norm": True}, {"silu_mul": True}) if compiled and not front else (front,):
+    fronts = [layer.front or {}]
+    if compiled and not layer.front:
+        fronts += [{"rms_norm": True}, {"rms_norm": True, "residual": True}, {"silu_mul": True}]
+    for each in fronts:
         yield quantize_spec(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **each)
     yield from kernels_for(
         weight.n, weight.k, lhs, weight.format, figures, max_m, out=x, batch_invariant=layer.batch_invariant,
