@@ -12,6 +12,7 @@ by `jitgemm.nn`'s reader from the same files, one layer at a time. So a format t
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -241,6 +242,7 @@ class JitGemmQuantizer(HfQuantizer):
                 [*said.allow_missing, *computed],
                 said.strict,
             )
+            _check_patterns(model, said.modules_to_not_convert, plan)
             self._origins: dict[str, dict[str, str | None]] = {}  # names in the checkpoint of what is quantised
             self._head = plan.replaceable.head if said.lm_head is not None else None
             self._chosen = {} if self.pre_quantized else self._choose(plan)
@@ -341,6 +343,19 @@ class JitGemmQuantizer(HfQuantizer):
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
         del self._plan, self._held, self._chosen, self._origins
+
+
+def _check_patterns(model: PreTrainedModel, patterns: Iterable[str], plan: Plan) -> None:
+    """Warns of patterns that are no layer's: transformers' own quantizers take parts of names."""
+    places = plan.replaceable.places
+    layers = [name for name, module in model.named_modules() if name in places or not any(module.children())]
+    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in layers)]
+    if idle:
+        warnings.warn(
+            "modules_to_not_convert: expected patterns of layers' whole names, such as '*.o_proj' or "
+            f"'model.layers.0.*', got {', '.join(map(repr, idle))}, of which there are none",
+            stacklevel=2,
+        )
 
 
 def _check_parallel(model: PreTrainedModel) -> None:

@@ -390,6 +390,20 @@ def test_modules_to_not_convert_stay_in_floats(tmp_path):
     assert torch.equal(model.get_submodule(down).weight, build("llama").get_submodule(down).weight)
 
 
+def test_patterns_that_are_no_layer_s_name_are_told(tmp_path):
+    floats(tmp_path, "llama")
+    for patterns, idle in (
+        (["*.up_proj", "o_proj", "model.layers.1"], "'o_proj', 'model.layers.1'"),
+        (["lm_head"], ""),
+    ):
+        config = hf.JitGemmConfig(modules_to_not_convert=patterns)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+        told = [str(each.message) for each in caught if "modules_to_not_convert" in str(each.message)]
+        assert [each.partition(", got ")[2] for each in told] == [f"{idle}, of which there are none"] * bool(idle)
+
+
 def test_weights_are_quantised_one_layer_at_a_time(tmp_path, monkeypatch):
     floats(tmp_path, "llama")
     alive = []
