@@ -282,6 +282,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": False, "dynamic": True, "strategy": "token"}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
+BY_BLOCK = FP8 | {"dynamic": True, "strategy": "group", "group_size": 128}
 
 
 def compressed(weights: dict, inputs: dict | None = None) -> dict:
@@ -303,6 +304,7 @@ def compressed(weights: dict, inputs: dict | None = None) -> dict:
         ),
         (compressed(WEIGHTS, INT8), Quantization("compressed-tensors", 32, False, "int8", ("affine",))),
         (compressed(WEIGHTS, FP8), Quantization("compressed-tensors", 32, False, "fp8", ("static",))),
+        (compressed(WEIGHTS, BY_BLOCK), Quantization("compressed-tensors", 32, False, "fp8", ("block",))),
     ],
 )
 def test_what_a_config_says_of_its_quantisation_is_read(section, said):
@@ -322,6 +324,11 @@ def test_what_a_config_says_of_its_quantisation_is_read(section, said):
         (compressed(WEIGHTS) | {"config_groups": {}}, "number of config_groups: expected 1, got 0"),
         (compressed(WEIGHTS | {"type": "float"}), "type: expected 'int', got 'float'"),
         (compressed(WEIGHTS, INT8 | {"num_bits": 4}), "input_activations: num_bits: expected 8, got 4"),
+        (compressed(WEIGHTS, BY_BLOCK | {"group_size": 64}), "input_activations: group_size: expected 128, got 64"),
+        (
+            compressed(WEIGHTS, BY_BLOCK | {"dynamic": False}),
+            "input_activations: static or not symmetric: expected False",
+        ),
         ({"quant_method": 7}, "lower"),
         ({}, "'quant_method' is missing"),
         ("gptq", "string indices"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jitgemm.activations.kernel import Gate
-from jitgemm.kernel.formats import GROUP_SIZES
+from jitgemm.kernel.formats import GROUP_SIZES, LHS_GROUP
 
 DENSE_MODELS = frozenset(
     "llama mistral ministral qwen2 qwen3 gemma gemma2 gemma3_text granite olmo2 phi3 smollm3 seed_oss".split()
@@ -105,7 +105,7 @@ class Quantization:
         group_size: 0 for per channel.
         zero_point: weights have integer zero points.
         lhs: type of the activations, "fp8" or "int8"; None where it says nothing of them.
-        variants: what the activations' quantiser does besides: of "affine", "static", "permuted".
+        variants: what the activations' quantiser does besides: of "affine", "static", "permuted", "block".
     """
 
     method: str
@@ -362,7 +362,12 @@ def _compressed_tensors(section: Mapping[str, Any], method: str) -> Quantization
         _expect("input_activations: num_bits", inputs["num_bits"], 8)
         lhs = "fp8" if inputs["type"] == "float" else "int8"
         affine, static = lhs == "int8" and inputs.get("symmetric") is False, not inputs.get("dynamic")
-        variants = tuple(name for name, given in (("affine", affine), ("static", static)) if given)
+        block = inputs.get("strategy") == "group"
+        if block:
+            _expect("input_activations: group_size", inputs.get("group_size"), LHS_GROUP)
+            _expect("input_activations: static or not symmetric", affine or static, False)
+        flags = (("affine", affine), ("static", static), ("block", block))
+        variants = tuple(name for name, given in flags if given)
     return Quantization(method, group_size, weights.get("symmetric") is False, lhs, variants)
 
 

@@ -320,7 +320,8 @@ def warmup(
         said = quantization(config)
         needs = wanted(said if isinstance(said, Quantization) else default)
         if isinstance(said, str):
-            common.note(f"{path}: quantization_config is not read ({said}): --lhs, --group-size and --zero-point count")
+            counts = "--bits, --lhs, --group-size, --zero-point and --quantizer"
+            common.note(f"{path}: quantization_config is not read ({said}): {counts} say what is compiled")
         elif said:
             common.note(f"{path}: {said.method}: {needs.describe()}")
         parts += [(layer, needs) for layer in linear_layers(config, tp, ep=ep, group_size=needs.group_size, form=form)]
