@@ -803,7 +803,8 @@ def test_kernels_of_every_kind_are_compiled_before_the_last_layer_is_packed(monk
     assert sum((found for found, _ in calls), []) in ([], [64])  # packing goes on meanwhile
     process(layers[3])
     assert sorted(sum((found for found, _ in calls), [])) == [64, 64, 128]  # one with zero points
-    assert all(options == {"dtype": BF16, "build": False} for _, options in calls)
+    expected = {"dtype": BF16, "build": False, "compiled": config.warmer.compiled}
+    assert all(options == expected for _, options in calls)
 
 
 def test_a_kernel_that_does_not_compile_stops_the_start(monkeypatch):

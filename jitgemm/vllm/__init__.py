@@ -4,6 +4,7 @@
     layouts  the tensors that a layer of each checkpoint format has, and how ranks cut them
     linear   the method of vLLM's linears
     experts  the method of vLLM's fused experts
+    fusion   norms, residuals and gates computed by quantisers, in the graphs that vLLM compiles
     warm     kernels, once the last layer is packed
 
 vLLM is imported when it calls `register`, its layers when it builds a model.

@@ -34,17 +34,22 @@ class Warmer:
         self._thread = ThreadPoolExecutor(1, "jitgemm")
         self._dtype: torch.dtype = torch.bfloat16
         self.tokens = 1
+        self.compiled = False
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """vLLM hands its configs to worker processes, which make their own layers."""
         return Warmer, ()
 
     def expect(self, layer: torch.nn.Module, dtype: torch.dtype) -> None:
-        """A layer is made, while vLLM's config is at hand."""
+        """A layer is made, while vLLM's config is at hand: the graphs of its model are compiled with jitgemm's pass."""
         config = get_current_vllm_config_or_none()
         if config is not None and config.scheduler_config is not None:
             ranks = config.parallel_config.data_parallel_size if config.parallel_config is not None else 1
             self.tokens = max(self.tokens, config.scheduler_config.max_num_batched_tokens * ranks)
+        if config is not None:
+            from jitgemm.vllm.fusion import install  # which loads inductor, as vLLM does then
+
+            self.compiled = install(config.compilation_config)
         self._dtype = dtype
         self._waiting.add(layer)
 
@@ -72,7 +77,8 @@ class Warmer:
         if not modules:
             return []
         build = settings.jit_mode() != "off"
-        return warmup(torch.nn.ModuleList(modules), self.tokens, dtype=self._dtype, build=build)
+        given = torch.nn.ModuleList(modules), self.tokens
+        return warmup(*given, dtype=self._dtype, build=build, compiled=self.compiled)
 
 
 def on_gpu(module: torch.nn.Module) -> bool:

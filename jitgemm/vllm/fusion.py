@@ -1,0 +1,90 @@
+"""Norms, residuals and gates computed by the quantisers behind them, in the graphs that vLLM compiles.
+
+jitgemm's own pass runs among inductor's (`jitgemm.activations.inductor`), which is ahead of vLLM's: norms still are
+operators of vLLM's IR there, which it is told of here; `SiluAndMul` is plain PyTorch. vLLM keeps compiled graphs in a
+cache of its own, whose key holds the passes in its config: one that stands for jitgemm's is put there.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch._inductor import config as inductor_config
+from torch.fx import Graph, Node
+from vllm.compilation.passes.inductor_pass import InductorPass
+from vllm.config import CompilationConfig, CompilationMode
+from vllm.platforms import current_platform
+
+from jitgemm.activations import inductor
+
+
+class QuantiserPass(InductorPass):
+    """Stands for jitgemm's pass in vLLM's keys, and runs what else was to run in its place.
+
+    Args:
+        other: the custom pass that the user's config names, or None.
+    """
+
+    def __init__(self, other: InductorPass | None = None):
+        self.other = other
+
+    def __call__(self, graph: Graph) -> None:
+        if self.other is not None:
+            self.other(graph)
+
+    def uuid(self) -> str:
+        inductor.register()
+        mine = inductor_config.unsafe_marked_cacheable_functions[inductor.__name__]
+        return mine if self.other is None else f"{mine} {self.other.uuid()}"
+
+
+class _State:
+    taught = False
+    reduced = False
+    """vLLM computes a norm as it sums over ranks."""
+
+
+def install(config: CompilationConfig) -> bool:
+    """Has a model that is made under this config compiled with jitgemm's pass; whether vLLM compiles it."""
+    if config.mode in (None, CompilationMode.NONE):
+        return False
+    import torch._inductor.fx_passes.post_grad  # where the pass registers itself
+
+    found, key = config.inductor_compile_config, current_platform.pass_key
+    _State.reduced = bool(config.pass_config.fuse_allreduce_rms)
+    if not isinstance(found.get(key), QuantiserPass):
+        found[key] = QuantiserPass(found.get(key))
+    if not _State.taught:
+        import vllm.ir.ops.layernorm  # noqa: F401  defines the operators
+
+        _State.taught = True
+        inductor.add_producer(torch.ops.vllm_ir.rms_norm.default, _norm)
+        inductor.add_producer(torch.ops.vllm_ir.fused_add_rms_norm.default, _add_norm)
+    inductor.register()
+    return True
+
+
+def _norm(value: Node) -> inductor.Front | None:
+    """rms_norm(x, weight, eps, variance_size=None)."""
+    x, weight, eps, size = (*value.args, None)[:4]
+    if weight is None or size is not None or _left_to_vllm(x):
+        return None
+    return inductor.Front(x, {"rms_norm": weight, "eps": eps}, (value,))  # type: ignore[arg-type]
+
+
+def _add_norm(value: Node) -> inductor.Front | None:
+    """The first result of fused_add_rms_norm(x, residual, weight, eps, variance_size=None); the second is the sum."""
+    call: Any = value.args[0]
+    x, residual, weight, eps, size = (*call.args, None)[:5]
+    if value.target is not operator.getitem or value.args[1] != 0:
+        return None
+    if weight is None or size is not None or _left_to_vllm(x):
+        return None
+    total = next((each for each in call.users if each.args[1] == 1), None)
+    return inductor.Front(x, {"rms_norm": weight, "eps": eps, "residual": residual}, (call,), total)
+
+
+def _left_to_vllm(x: Any) -> bool:
+    """Whether vLLM sums this over ranks in one kernel with the norm."""
+    return _State.reduced and getattr(x.target, "_opname", "") == "all_reduce"
