@@ -733,6 +733,16 @@ def test_load_gives_each_rank_its_part(both, stored):
     assert builders.same_bits(first, second)
 
 
+def told_of_a_plan_for_the_head_alone(mesh, folder: str) -> None:
+    """As models of transformers without a plan for their decoder have it, gpt-oss for one."""
+    with pytest.warns(UserWarning, match="tp_plan: divides none of the 11 quantised layers, which every rank holds"):
+        jitgemm.nn.load_(llama(), folder, tp=mesh, tp_plan={"lm_head": "colwise_gather_output"})
+
+
+def test_a_plan_that_divides_no_quantised_layer_is_told(both, stored):
+    both(told_of_a_plan_for_the_head_alone, stored)
+
+
 def test_plans_that_load_refuses(both, stored):
     messages, _ = both(refusals_of_load, stored)
     for message, words in zip(

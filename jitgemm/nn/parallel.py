@@ -10,6 +10,7 @@ plan serves a model with both.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -233,7 +234,10 @@ class Division:
         return style
 
     def check(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
-        """Raises ValueError for what headers show that cannot be divided so; layers: of `load_`'s plan, by name."""
+        """Raises ValueError for what headers show that cannot be divided so, warns where no quantised layer is divided.
+
+        layers: of `load_`'s plan, by name.
+        """
         _, world = rank_of(self.mesh)
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear):
@@ -250,6 +254,16 @@ class Division:
                     f"{name}: expected {style.dim} = {size} to be a multiple of {world} ranks * {multiple}; give it "
                     "another style in tp_plan, with those that share its heads or columns"
                 )
+        divided = (
+            self.style(n) if isinstance(x, Layer) else isinstance(self._rule(n), ExpertParallel)
+            for n, x in layers.items()
+        )
+        if layers and not any(divided):
+            warnings.warn(
+                f"tp_plan: divides none of the {len(layers)} quantised layers, which every rank holds whole; give "
+                "load_(tp_plan=...) a style for them",
+                stacklevel=3,
+            )
         heads = getattr(getattr(model, "config", None), "num_key_value_heads", None)
         cut = [rule for pattern, rule in self.rules.items() if pattern.endswith("k_proj") and rule == "colwise"]
         if isinstance(heads, int) and cut and heads % world:
