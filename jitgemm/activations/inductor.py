@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -31,7 +31,7 @@ class Front(NamedTuple):
 
     Attributes:
         x: what it then reads: [..., k], or [..., 2k] with silu_mul; or two tensors [..., k] for the halves of that,
-            which nothing else reads: GEMMs that made them write side by side then, and other operators prevent the fusion.
+            which nothing else reads: if GEMMs made them, they write side by side then, else nothing is fused.
         arguments: of the op, by name, in place of what it was called with.
         reads: the nodes that read x and the arguments' tensors today: nothing may have been written since they ran.
         sum: with a residual among the arguments: x + residual, whose readers are given the op's last result.
@@ -82,18 +82,18 @@ def register() -> None:
         modules = {producer.__module__ for producers in PRODUCERS.values() for producer in producers} | {__name__}
         files = sorted(str(sys.modules[module].__file__) for module in modules)
         _state.key = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
-        noted = {**config.unsafe_marked_cacheable_functions, __name__: _state.key}  # type: ignore[attr-defined]
-        config.unsafe_marked_cacheable_functions = noted  # type: ignore[attr-defined]
+        noted = {**config.unsafe_marked_cacheable_functions, __name__: _state.key}
+        config.unsafe_marked_cacheable_functions = noted
     if not _state.registered and hasattr(sys.modules.get(_POST_GRAD), "pass_patterns"):
         from torch._inductor.fx_passes.post_grad import pass_patterns
         from torch._inductor.pattern_matcher import CallFunctionVarArgs, register_graph_pattern
 
         _state.registered = True
         pattern = CallFunctionVarArgs(torch.ops.jitgemm.quantize_activations.default)
-        register_graph_pattern(pattern, pass_dict=pass_patterns[0])(lambda match, *_, **__: fuse(match.nodes[0]))
-        register_graph_pattern(pattern, pass_dict=pass_patterns[1])(
-            lambda match, *_, **__: add_residual(match.nodes[0])
-        )
+        for patterns, rewrite in zip(pass_patterns, (fuse, add_residual)):
+            register_graph_pattern(pattern, pass_dict=patterns)(
+                lambda match, *_, rewrite=rewrite, **__: rewrite(match.nodes[0])
+            )
 
 
 # ---- the pass --------------------------------------------------------------------------------------------------------
@@ -101,9 +101,9 @@ def register() -> None:
 
 def fuse(quantiser: Node) -> None:
     """Rewrites the quantisers that read what this one reads, where that makes fewer kernels."""
-    if not isinstance(quantiser.args[0], Node):
-        return
     value = _root(quantiser.args[0])
+    if not _is_tensor(value):
+        return
     readers = list(_readers(value))
     front = None if _exact_rounding() or not all(map(_plain, readers)) else _front(value)
     alike: dict[Any, list[Node]] = {}
@@ -130,11 +130,10 @@ def add_residual(quantiser: Node) -> None:
     """
     arguments = _arguments(quantiser)
     total = _root(arguments["x"])
-    parts = _call(total, aten.add.Tensor)
-    if parts is None or arguments["rms_norm"] is None or not all(isinstance(part, Node) for part in parts):
+    parts = next(_either(_call(total, aten.add.Tensor)), None)
+    if parts is None or arguments["rms_norm"] is None:
         return
-    like = total.meta["val"]
-    same = all(_same_shape(part, total) and _value(part).dtype == like.dtype for part in parts)
+    same = all(_same_shape(part, total) and _value(part).dtype == _value(total).dtype for part in parts)
     if same and parts[0] is not parts[1] and all(map(_is_stored, parts)):
         front = Front(parts[0], {"residual": parts[1]}, (total,), total)
         made = _fused(quantiser, front)
@@ -148,9 +147,9 @@ def _is_stored(part: Node) -> bool:
     """Whether a tensor is in memory in any case: an input, an operator's that is not inductor's, or read by one."""
     root = _root(part)
     maker = root.args[0] if root.target is operator.getitem else root
-    if maker.op == "placeholder" or any(getattr(user.target, "namespace", "") == "jitgemm" for user in _readers(root)):  # type: ignore[union-attr]
+    if maker.op == "placeholder" or any(getattr(user.target, "namespace", "") == "jitgemm" for user in _readers(root)):
         return True
-    return maker.target in _FUNCTIONALISED or getattr(maker.target, "namespace", "aten") not in ("aten", "prims")  # type: ignore[union-attr]
+    return maker.target in _FUNCTIONALISED or getattr(maker.target, "namespace", "aten") not in ("aten", "prims")
 
 
 def _read_sum(made: Node, total: Node) -> Node:
@@ -175,16 +174,16 @@ def _sizes(node: Node) -> list[Any] | None:
         return sizes
     for view in (node, *node.all_input_nodes):
         if view.target in (aten.reshape.default, aten.view.default) and _same_shape(view, node):
-            return view.args[1]  # type: ignore[return-value]
+            return view.args[1]
     return None
 
 
 def _front(value: Node) -> Front | None:
     made_by = value.target
     if made_by is operator.getitem:
-        made_by = value.args[0].target  # type: ignore[union-attr]
+        made_by = value.args[0].target
         if made_by in _FUNCTIONALISED:
-            made_by = value.args[0].args[0]  # type: ignore[union-attr]
+            made_by = value.args[0].args[0]
     return next((front for producer in PRODUCERS.get(made_by, ()) if (front := producer(value)) is not None), None)
 
 
@@ -192,9 +191,9 @@ def _fused(quantiser: Node, front: Front) -> Node | None:
     """A quantiser with that front, ahead of this one; None if the op takes no such arguments."""
     arguments = _arguments(quantiser) | front.arguments
     outs = [_gemm_out(_root(part)) for part in front.x] if isinstance(front.x, tuple) else None
-    if any(_region(node) != _region(quantiser) for node in front.reads) or (
-        outs and (None in outs or not _same(*outs))
-    ):
+    if any(_region(node) != _region(quantiser) for node in front.reads):
+        return None
+    if outs and (None in outs or not _same(*outs)):
         return None
     if (total := front.sum) is not None:  # whatever else reads it can wait for the quantiser
         later = all(user > quantiser or _only_for(user, quantiser) for user in total.users)
@@ -328,20 +327,24 @@ def _value(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, Node) else argument
 
 
+def _is_tensor(node: Any) -> bool:
+    """Whether this is a tensor of which the graph knows shape and type; other passes may leave nodes without."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
 def _last(node: Node) -> Any:
     """The last size of a tensor."""
-    value = node.meta.get("val")
-    return value.shape[-1] if isinstance(value, torch.Tensor) and value.dim() else None
+    return _value(node).shape[-1] if _is_tensor(node) and _value(node).dim() else None
 
 
 def _is_view(node: Node) -> bool:
     """Whether this holds the rows of what it views, in their order."""
-    return node.target in _VIEWS and isinstance(_last(node), int) and _last(node) == _last(node.args[0])  # type: ignore[arg-type]
+    return node.target in _VIEWS and isinstance(_last(node), int) and _last(node) == _last(node.args[0])
 
 
 def _root(node: Node) -> Node:
     while _is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node
 
 
@@ -358,14 +361,13 @@ def _region(node: Node) -> int:
     """Between which writes of the graph a node runs."""
     from torch._inductor.pattern_matcher import get_mutation_region_id
 
-    graph: Graph = node.graph
-    return get_mutation_region_id(graph, node)
+    return get_mutation_region_id(node.graph, node)
 
 
 def _call(node: Any, *targets: Any) -> tuple[Any, ...] | None:
     """The positional arguments of a call of one of these, without others."""
     called = isinstance(node, Node) and node.target in targets and not node.kwargs
-    return node.args if called else None
+    return node.args if called and all("val" in each.meta for each in (node, *node.all_input_nodes)) else None
 
 
 def _unconverted(node: Any) -> Any:
@@ -375,12 +377,12 @@ def _unconverted(node: Any) -> Any:
 
 
 def _is_fp32(node: Any) -> bool:
-    return isinstance(node, Node) and getattr(_value(node), "dtype", None) is torch.float32
+    return _is_tensor(node) and _value(node).dtype is torch.float32
 
 
 def _either(args: tuple[Any, ...] | None) -> Iterator[tuple[Any, Any]]:
-    """Two arguments in both orders."""
-    if args is not None and len(args) == 2 and all(isinstance(each, Node) for each in args):
+    """Two tensors in both orders."""
+    if args is not None and len(args) == 2 and all(map(_is_tensor, args)):
         yield args[0], args[1]
         yield args[1], args[0]
 
@@ -429,10 +431,10 @@ def _whole_norm(value: Node) -> Front | None:
     call = value.args[0] if value.target is operator.getitem else value
     if value.target is operator.getitem and value.args[1] != 0:
         return None
-    x, sizes, weight, eps = (*call.args, None, None)[:4]  # type: ignore[union-attr]
-    if weight is None or eps is None or call.kwargs or len(sizes) != 1:  # type: ignore[union-attr]
+    x, sizes, weight, eps = (*call.args, None, None)[:4]
+    if weight is None or eps is None or call.kwargs or len(sizes) != 1:
         return None
-    return Front(x, {"rms_norm": weight, "eps": float(eps)}, (call,))  # type: ignore[arg-type]
+    return Front(x, {"rms_norm": weight, "eps": float(eps)}, (call,))
 
 
 def _silu_mul(value: Node) -> Front | None:
@@ -449,7 +451,8 @@ def _silu_mul(value: Node) -> Front | None:
 
 def _only_for(node: Node, value: Node) -> bool:
     """Whether whatever reads a node does so on the way to `value`."""
-    return node is value or (len(node.users) > 0 and all(_only_for(user, value) for user in node.users))
+    ahead = node < value and len(node.users) > 0
+    return node is value or (ahead and all(_only_for(user, value) for user in node.users))
 
 
 def _gate(activated: Node) -> Node | None:
