@@ -94,6 +94,14 @@ def test_widths_and_heads_that_there_are_not_are_named():
         quantize(model, lm_head="int8")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named():
+    model = Model()
+    with pytest.raises(ValueError, match="device: expected one that is here, got cuda, and PyTorch finds no GPU"):
+        jitgemm.nn.quantize_(model, device="cuda")
+    assert quantised_names(model) == []
+
+
 def test_a_filter_chooses():
     model = Model()
     assert quantize(model, lambda name, _: "up" in name or name == "lm_head") == [

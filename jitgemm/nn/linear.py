@@ -121,6 +121,7 @@ class PackedLinear(Packed):
                 raise ValueError("linear: expected a weight with data, got one on the meta device")
             bias = None if linear.bias is None else linear.bias.detach()
             if device is not None:
+                device = target_device(device)
                 w, bias = w.to(device), None if bias is None else bias.to(device)
             weight = quantise(w, lhs_dtype=CODES[activation])
             return cls(weight, None if bias is None else bias.clone(), activation=activation)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from jitgemm.activations.kernel import Gate
+from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.gate import gate_of
@@ -117,6 +118,7 @@ def quantised_experts(
         TypeError, ValueError: an argument is wrong, or a weight has no such form.
     """
     check_activation(activation)
+    device = None if device is None else target_device(device)
     kind: type[Weight] = W8Weight
     quantise: Any = partial(quantize_w8, **options)
     if bits == 4:
