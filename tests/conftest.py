@@ -34,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-kernels", action="store_true", help="compile every kernel of test_compile.py, not a sample of them"
     )
+    parser.addoption("--emulate", action="store_true", help="run tests marked `gpu` on the CPU, see tests/emulator")
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts of the tests, I from 1 to N")
 
 
@@ -72,8 +73,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=sum(shards, []))
     if not any("gpu" in item.keywords for item in items):
         return
-    reason = no_gpu_reason()
+    reason = None if config.getoption("--emulate") else no_gpu_reason()
     if reason is not None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def emulated(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --emulate, the emulator in place of the GPU."""
+    if not (request.config.getoption("--emulate") and request.node.get_closest_marker("gpu")):
+        yield
+        return
+    from emulator.device import cuda_is_cpu
+
+    with pytest.MonkeyPatch.context() as patch, cuda_is_cpu(patch):
+        yield

@@ -1,0 +1,46 @@
+"""Tests that were written for a GPU on the emulator: "cuda" means the CPU's tensors. `pytest -m gpu --emulate`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from emulator.launch import Emulator, emulate
+from torch.overrides import TorchFunctionMode
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("cuda"):
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.cuda:
+            return args[0]
+        args = tuple(map(_on_cpu, args))
+        return function(*args, **{name: _on_cpu(value) for name, value in (kwargs or {}).items()})
+
+
+@contextlib.contextmanager
+def cuda_is_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a test does with "cuda" happens on the CPU, kernels on the emulator. CUDA graphs and streams skip it."""
+    emulator: Emulator = emulate(monkeypatch)
+    generator = torch.Generator
+
+    def unknown(*_: Any, **__: Any) -> None:
+        pytest.skip("the emulator has no graphs, streams, memory statistics and devices")
+
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator(_on_cpu(device)))
+    for name in ("CUDAGraph", "Stream", "Event", "max_memory_allocated", "memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, unknown)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with _CudaIsCpu():
+        yield emulator

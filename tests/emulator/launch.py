@@ -1,0 +1,173 @@
+"""jitgemm's launches on the CPU: the driver's part is machine.cpp, everything above it is what runs on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from emulator import ptx
+
+from jitgemm.activations import plan as quantizers
+from jitgemm.gemm import grouped_plan
+from jitgemm.gemm import plan as gemms
+from jitgemm.jit.source import KernelSource
+from jitgemm.moe import plan as moe
+from jitgemm.runtime import driver, prepared
+from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.select.devices import DEVICES
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+_ELEMENT_BYTES = {"u8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+_MAGIC = 0x70616D656C6974
+
+
+@functools.lru_cache(maxsize=None)
+def machine() -> ctypes.CDLL:
+    """machine.cpp, compiled once a machine."""
+    source = Path(__file__).with_name("machine.cpp")
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"jitgemm-emulator-{os.getuid()}-{digest}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            built = Path(folder) / library.name
+            subprocess.run(
+                [COMPILER, "-std=c++17", "-O2", "-shared", "-fPIC", str(source), "-o", str(built)], check=True
+            )
+            shutil.copy(built, f"{library}.{os.getpid()}")
+            os.replace(f"{library}.{os.getpid()}", library)
+    loaded = ctypes.CDLL(str(library))
+    loaded.emulator_load.restype = loaded.emulator_error.restype = ctypes.c_char_p
+    loaded.emulator_load.restype = ctypes.c_void_p
+    loaded.emulator_free.argtypes = [ctypes.c_void_p]
+    loaded.emulator_run.argtypes = [
+        ctypes.c_void_p, *[ctypes.c_uint32] * 4, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32,
+        ctypes.c_uint64,
+    ]  # fmt: skip
+    return loaded
+
+
+def to_ptx(kernel: KernelSource) -> str:
+    """The kernel's PTX, of the same NVRTC that makes its cubin."""
+    from cuda.bindings import nvrtc
+
+    names, texts = [name.encode() for name in kernel.headers], [text.encode() for text in kernel.headers.values()]
+    program = nvrtc.nvrtcCreateProgram(kernel.source.encode(), b"kernel.cu", len(names), texts, names)[1]
+    options = [b"-arch=compute_90a", b"-std=c++17", b"-default-device"]
+    (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    size = nvrtc.nvrtcGetProgramLogSize(program)[1]
+    log = b" " * size
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert int(code) == 0, log.decode()
+    text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    return text.decode()
+
+
+class Kernel:
+    """A kernel that machine.cpp has loaded."""
+
+    def __init__(self, source: KernelSource):
+        self.label = source.label
+        self.assembled = ptx.assemble(to_ptx(source))
+        self.handle = machine().emulator_load(self.assembled.text.encode())
+        assert self.handle, f"{self.label}: {machine().emulator_error().decode()}"
+
+    def run(
+        self, parameters: int, grid: int, block: tuple[int, int], smem: int, memory: list[tuple[int, int]], seed: int
+    ) -> None:
+        """parameters: address of the pointers to them; memory: (begin, end) of what may be read or written."""
+        variables = [(ctypes.addressof(each), ctypes.addressof(each) + len(each)) for each in self.assembled.variables]
+        flat = [address for each in (*memory, *variables) for address in each]
+        ranges = (ctypes.c_uint64 * len(flat))(*flat)
+        done = machine().emulator_run(
+            self.handle, grid, *block, smem, parameters, self.assembled.parameters, ranges, len(flat) // 2, seed
+        )
+        assert done, f"{self.label}: {machine().emulator_error().decode()}"
+
+
+kernels: dict[Any, Kernel] = {}
+"""By spec, for the whole process."""
+
+
+class Emulator:
+    """What runs in place of a GPU.
+
+    Attributes:
+        launched: labels of the kernels, in the order of their launches.
+        seed: of the order in which warps run and copies arrive.
+    """
+
+    def __init__(self, seed: int = 1):
+        self.launched: list[str] = []
+        self.seed = seed
+        self.memory: list[tuple[int, int]] = []
+
+    def launch(self, config: Any, kernel: Kernel, parameters: int, extra: int) -> tuple[Any]:
+        """In place of cuLaunchKernelEx."""
+        self.launched.append(kernel.label)
+        block = config.blockDimX, config.blockDimY
+        kernel.run(parameters, config.gridDimX, block, config.sharedMemBytes, self.memory, self.seed)
+        return (driver.cu.CUresult.CUDA_SUCCESS,)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and behind its last."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _encode(tile_map: driver.TileMap, address: int) -> bytes:
+    """In place of cuTensorMapEncodeTiled: the struct TileMap of machine.cpp."""
+    columns, rows = map(int, tile_map._extent)
+    element = next(_ELEMENT_BYTES[name] for name, kind in driver._ELEMENTS.items() if kind == tile_map._type)
+    values = _MAGIC, address, columns, rows, int(tile_map._strides[0]), element, *map(int, tile_map._box)
+    return struct.pack("8Q", *values).ljust(128, b"\0")
+
+
+def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulator:
+    """Calls on CPU tensors run the kernels from here on, as on a GPU."""
+    emulator = Emulator(seed)
+
+    def load(family: KernelFamily, spec: Any, index: int) -> driver.LoadedKernel:
+        if spec not in kernels:
+            kernels[spec] = Kernel(family.source(spec))
+        return driver.LoadedKernel(kernels[spec], None, index)
+
+    real_run = prepared.PreparedLaunch.run
+
+    def run(self: Any, addresses: Any, dependent: bool, tensors: Any = None) -> bool:
+        if tensors is None:  # to see every launch's tensors
+            return False
+        emulator.memory = [extent(each) for each in tensors if each is not None]
+        return real_run(self, addresses, dependent, tensors)
+
+    monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", emulator.launch)
+    monkeypatch.setattr(driver, "use_context", lambda device: None)
+    monkeypatch.setattr(driver, "resident_ctas", lambda *_: 2)
+    monkeypatch.setattr(driver, "resident_clusters", lambda kernel, size, *_: 132 // size)
+    monkeypatch.setattr(driver.TileMap, "encode", _encode)
+    monkeypatch.setattr(KernelFamily, "load", load)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(prepared, "_current_device", lambda: -1)
+    monkeypatch.setattr(prepared, "_current_stream", lambda device: 7)
+    monkeypatch.setattr(prepared.PreparedLaunch, "run", run)
+    for module in (gemms, grouped_plan, quantizers, moe):
+        monkeypatch.setattr(module, "device_of", lambda index: DEVICES[device])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)  # hides the base class' own
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(synchronize=lambda: None))
+    return emulator

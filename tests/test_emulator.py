@@ -1,0 +1,257 @@
+"""The kernels themselves without a GPU, a case of each kind: their PTX, run by tests/emulator.
+
+And the emulator itself: faults that are planted in a kernel do not go unseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import builders
+import moe_cases
+import pytest
+import quantize_cases
+import torch
+from emulator import launch
+from emulator.launch import COMPILER, Emulator, Kernel, emulate
+from test_grouped import weight_of_experts
+
+import jitgemm
+from jitgemm.activations.call import quantize_activations
+from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.gemm.grouped_plan import GroupedPlan
+from jitgemm.gemm.groups import Groups
+from jitgemm.gemm.plan import Plan
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.tensors import TYPE_NAMES
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture
+def emulator(monkeypatch) -> Emulator:
+    return emulate(monkeypatch)
+
+
+# ---- GEMMs -----------------------------------------------------------------------------------------------------------
+
+DENSE = {
+    "e4m3-g128-bf16-m8n64-k1x2-s12": 5,
+    "s8-g64zo-fp16-m24n64-k2x2-s4": 30,
+    "e4m3fast-channel-tofp32-m16n64-k2x2s-s5": 40,
+    "s8fast-g32-fp32-tofp16-m8n256-s6": 21,
+    "e4m3fast-g128-bf16-m160hn128-mc2lhs-s4": 170,
+    "s8-channelz-b128-m64n128-s5": 70,
+    "e4m3w8-g128-bf16-b128-m16n64-k2x2s-s5-ss": 20,
+    "s8w8-channel-m64n192-mc2rhs-s4": 130,
+}
+"""Kernels, and tokens for them: no multiple of the tile."""
+
+
+def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Operands:
+    """Operands of a kernel, out between rows and columns of other tensors."""
+    f = spec.format
+    weight = builders.weight_parts(
+        seed, n, k, f.group_size, zero_point=f.zero_point, scale_type=f.scale_type, offset=f.offset,
+        codes=f.codes, bits=f.bits,
+    ).packed  # fmt: skip
+    zero = None
+    if spec.lhs_group:
+        x, scale = builders.block_lhs(seed, m, k, spec.lhs)
+    elif spec.lhs == "s8":
+        x, scale, zero = builders.affine_lhs(seed, m, k)
+    else:
+        x, scale = builders.lhs(seed, m, k, spec.lhs)
+    out_type = {name: dtype for dtype, name in TYPE_NAMES.items()}[spec.out]
+    out = torch.full((m + 2, n + 32), 3.0, dtype=out_type)[1 : m + 1, 16 : n + 16]
+    return Operands(x, scale, zero, weight, out, builders.bias(seed, n))
+
+
+def assert_within_the_bound(operands: Operands) -> None:
+    x, scale, zero, weight, out, bias = operands
+    lhs = (x, scale) if zero is None else (x, scale, zero)
+    ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias, out_dtype=out.dtype)
+    assert bool(((out.double() - ref).abs() <= bound).all()), "outside of the bound"
+    whole = out.as_strided((out.shape[0] + 2, out.stride(0)), out.stride(), out.storage_offset() - out.stride(0) - 16)
+    assert bool((whole[[0, -1]] == 3).all()) and bool((whole[:, :16] == 3).all())
+    assert bool((whole[:, -16:] == 3).all())
+
+
+@pytest.mark.parametrize("label", DENSE)
+def test_a_gemm_is_within_its_bound(emulator, label):
+    spec = KernelSpec.from_label(label)
+    operands = problem(spec, DENSE[label], 200, 544)
+    Plan(operands, spec).launch(*operands)
+    assert emulator.launched == [label]
+    assert_within_the_bound(operands)
+
+
+@pytest.mark.parametrize("seed", range(2, 5))
+def test_the_order_in_which_warps_run_changes_nothing(monkeypatch, seed):
+    label = "e4m3-g128-bf16-m24n64-k2x2s-s2"
+    spec = KernelSpec.from_label(label)
+    results = []
+    for each in (1, seed):
+        emulate(monkeypatch, seed=each)
+        operands = problem(spec, 60, 136, 1056)
+        Plan(operands, spec).launch(*operands)
+        results.append(operands.out)
+    assert builders.same_bits(*results)
+
+
+GROUPED = {
+    "e4m3-g128-bf16-m80n192-mc2lhs-s4-e64": [0, 3, 90, 0, 170],
+    "s8-g64-bf16-m16n64-k2x2-s6-e64": [9, 0, 0, 1, 33],
+    "e4m3w8-g128-bf16-m8n64-k1x2-s6-ss-e64": [9, 0, 0, 1, 33],
+}
+
+
+def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool) -> tuple[Operands, Groups]:
+    f, n, k = spec.format, 136, 416
+    rows, tokens = sum(counts), sum(counts) // 3 if gathered else sum(counts)
+    if f.bits == 8:
+        parts = [builders.weight_parts(e, n, k, f.group_size, codes=f.codes, bits=8) for e in range(len(counts))]
+        stacks = (torch.stack([getattr(each, name) for each in parts]) for name in ("q", "scale"))
+        weight = jitgemm.pack_w8(*stacks, group_size=f.group_size)
+    else:
+        weight = weight_of_experts(len(counts), n, k, f.group_size, codes=f.codes, scale_type=f.scale_type)
+    offsets = torch.tensor([0, *(sum(counts[: i + 1]) for i in range(len(counts)))], dtype=torch.int32)
+    index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32)
+    operands = Operands(*builders.lhs(3, tokens, k, spec.lhs), None, weight, torch.empty(rows, n).bfloat16(), None)
+    return operands, Groups(offsets, index if gathered else None, 0, rows)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("label", GROUPED)
+def test_a_grouped_gemm_is_within_its_bound(emulator, label, gathered):
+    spec = KernelSpec.from_label(label)
+    operands, groups = grouped_problem(spec, GROUPED[label], gathered)
+    GroupedPlan(operands, groups, spec).launch(operands, groups)
+    assert emulator.launched == [label]
+    end = 0
+    for e, count in enumerate(GROUPED[label]):
+        begin, end = end, end + count
+        rows = torch.arange(begin, end) if groups.row_index is None else groups.row_index[begin:end].long()
+        ref, bound = gemm_w4a8_bound((operands.x[rows], operands.x_scale[rows]), operands.weight[e])
+        assert bool(((operands.out[begin:end].double() - ref).abs() <= bound).all()), e
+
+
+# ---- quantisers and the layer of experts -----------------------------------------------------------------------------
+
+QUANTIZERS = {
+    "per token": ("e4m3", 288, {}),
+    "affine": ("s8z", 288, {}),
+    "static": ("s8", 288, quantize_cases.given("s8", 0.02)),
+    "by block": ("e4m3", 416, {"scheme": "block"}),
+    "permuted": ("s8", 288, {"permutation": True}),
+    "permuted by block": ("s8", 416, {"permutation": True, "scheme": "block"}),
+    "a row in a CTA": ("s8", 2080, {}),
+    "a long row": ("s8", 40960, {}),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("dtype", quantize_cases.X_DTYPES)
+def test_a_quantiser_gives_the_reference_s_bits(monkeypatch, name, dtype):
+    mode, k, options = QUANTIZERS[name]
+    if options.get("permutation"):
+        options = options | {"permutation": quantize_cases.parameters(2, k)["permutation"]}
+    q_type, affine = quantize_cases.MODES[mode]
+    x = quantize_cases.activations(1, 11 if k < 10000 else 3, k, dtype)
+    expected = quantize_activations(x, q_type, affine=affine, **options)
+    emulator = emulate(monkeypatch)
+    quantize_cases.assert_same_bits(quantize_activations(x, q_type, affine=affine, **options), expected)
+    assert len(emulator.launched) == 1
+
+
+@pytest.mark.parametrize("k", [288, 2080, 20480])
+@pytest.mark.parametrize("options", [{"silu_mul": True}, {"rms_norm": True}], ids=["silu_mul", "rms_norm"])
+def test_a_quantiser_s_values_are_near_the_reference_s(monkeypatch, options, k):
+    x = torch.randn(5, 2 * k if "silu_mul" in options else k, generator=builders.generator(1)).bfloat16()
+    if "rms_norm" in options:
+        options = {"rms_norm": quantize_cases.parameters(2, k)["rms_norm"]}
+    q, scale = quantize_activations(x, torch.int8, **options)
+    emulate(monkeypatch)
+    found, found_scale = quantize_activations(x, torch.int8, **options)
+    assert torch.allclose(found_scale, scale, rtol=2**-16, atol=0)
+    apart = (found.int() - q.int()).abs()  # at a tie one code may be the next
+    assert apart.max() <= 1 and (apart > 0).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "options"),
+    [
+        (9, 5, {}),
+        (70, 5, {"activation": "swiglu_oai", "order": "interleaved", "limit": 2.0}),
+        (3, 40, {"activation": "gelu"}),
+        (300, 9, {}),  # more choices than one CTA routes
+    ],
+    ids=["silu", "swiglu_oai", "gelu", "routed by a cluster"],
+)
+def test_a_layer_of_experts(monkeypatch, tokens, experts, options):
+    top_k = 8 if tokens == 300 else 3
+    case = moe_cases.Case(tokens=tokens, experts=experts, top_k=top_k, dtype=torch.bfloat16, options=dict(options))
+    expected = moe_cases.by_definition(case)
+    emulator = emulate(monkeypatch)
+    out = jitgemm.fused_experts(*case.arguments, **case.options)
+    assert 4 <= len(emulator.launched) <= 6
+    size = expected.abs().amax(1, keepdim=True)
+    assert bool(((out.double() - expected).abs() <= 0.03 * size).all())
+
+
+# ---- the emulator ----------------------------------------------------------------------------------------------------
+
+
+FAULTS = {
+    "data is not waited for": (
+        "multiply",
+        "barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);",
+        "",
+        "outside of the bound|changed before|more arrivals",
+    ),
+    "stages are not handed back": (
+        "multiply",
+        "if (position.lane == 0) barrier_arrive(shared.empty(stage));",
+        "",
+        "the kernel hangs",
+    ),
+    "a stage is filled too early": (
+        "producer",
+        "block);\n            barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);",
+        "block);",
+        "changed before|outside of the bound|more arrivals",
+    ),
+    "a store without a fence": ("epilogue", "async_proxy_fence();", "", "without fence.proxy.async"),
+    "a store before all have written": (
+        "epilogue",
+        "async_proxy_fence();\n    warpgroup_sync(position.warpgroup);",
+        "async_proxy_fence();",
+        "without fence.proxy.async|outside of the bound",
+    ),
+}
+"""Header, what stands there, what a mistake makes of it, and what then is to be seen."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(emulator, monkeypatch, fault):
+    header, old, new, expected = FAULTS[fault]
+    spec = KernelSpec.from_label("s8fast-g128-bf16-m16n64-s3")
+    source, name = kernel_source(spec), f"jitgemm/gemm/{header}.cuh"
+    assert source.headers[name].count(old) == 1
+    wrong = {**source.headers, name: source.headers[name].replace(old, new)}
+    monkeypatch.setitem(launch.kernels, spec, Kernel(replace(source, headers=wrong)))
+    operands = problem(spec, 20, 200, 1056)
+    with pytest.raises(AssertionError, match=expected):
+        Plan(operands, spec).launch(*operands)
+        assert_within_the_bound(operands)
+
+
+def test_memory_of_other_tensors_is_not_touched(emulator, monkeypatch):
+    x = torch.randn(8, 256).bfloat16()
+    quantize_activations(x, torch.int8)
+    real = launch.extent
+    monkeypatch.setattr(launch, "extent", lambda each: real(each[:-1] if each.dtype == x.dtype else each))
+    with pytest.raises(AssertionError, match="16 bytes at 0x[0-9a-f]+ are outside of all tensors"):
+        quantize_activations(x.clone(), torch.int8)
