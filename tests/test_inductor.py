@@ -440,6 +440,16 @@ def test_a_model_of_plain_layers_gives_what_the_fused_calls_give(name):
     assert graphs.quantisers == ({"norm": 2} if name == "Gemma3Text" else {"norm": 1, "add": 1}) | rest
 
 
+def test_a_fused_model_s_residuals_are_added_by_its_quantisers():
+    model = tiny("Llama")
+    jitgemm.nn.fuse_(model)
+    ids = torch.arange(10)[None]
+    found, graphs = compiled(lambda ids: model(ids, use_cache=False).logits, ids)
+    assert builders.same_bits(found, model(ids, use_cache=False).logits)
+    assert graphs.quantisers == {"norm": 1, "add": 1, "plain": 1, "silu": 1}
+    assert graphs.count(torch.ops.jitgemm.gemm_w4a8_nt.default) < 7  # q, k and v share GEMMs, gate and up one
+
+
 # ---- inductor --------------------------------------------------------------------------------------------------------
 
 UNLOADED = """
