@@ -19,7 +19,8 @@ from jitgemm.gemm.grouped_plan import GroupedPlan
 from jitgemm.gemm.groups import Groups
 from jitgemm.gemm.plan import Plan
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.select.choose import choose_grouped, kernels_for
+from jitgemm.kernel.formats import Problem
+from jitgemm.select.choose import choose, kernels_for
 from jitgemm.select.devices import device_spec
 
 pytestmark = pytest.mark.gpu
@@ -314,4 +315,4 @@ def test_what_is_chosen_was_listed_for_the_warm_up():
     weight = weight_of_experts(8, 64, 256)
     known = kernels_for(64, 256, "s8", weight.format, device, 4096, experts=8)
     for rows in (1, 7, 100, 1000, 4096):
-        assert choose_grouped(8, rows, 64, 256, "s8", weight.format, device) in known
+        assert choose(Problem(rows, 64, 256, "s8", weight.format, experts=8), device) in known

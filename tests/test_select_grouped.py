@@ -17,7 +17,7 @@ from jitgemm.kernel.formats import TABLE_SIZES, Problem, WeightFormat, ceil_div,
 from jitgemm.kernel.spec import KernelSpec, smem_bytes
 from jitgemm.kernel.tactics import direct_lhs, multiply_widths, prefetch_stages
 from jitgemm.select import loads, shapes
-from jitgemm.select.choose import band_end, bands, candidates, choose, choose_grouped, kernels_for
+from jitgemm.select.choose import band_end, bands, candidates, choose, kernels_for
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.model import predict
 from jitgemm.select.shapes import illegal, legal_kernels, most_units
@@ -97,13 +97,13 @@ def test_a_grouped_kernel_that_shares_weights_or_copies_directly_is_refused_with
 
 @pytest.mark.parametrize(("count", "table"), [(1, 64), (64, 64), (65, 256), (256, 256), (257, 1024), (1024, 1024)])
 def test_the_least_table_that_holds_the_experts_is_taken(count, table):
-    assert choose_grouped(count, 100, 1536, 2048, "e4m3", FP8, H200).experts == table
+    assert choose(Problem(100, 1536, 2048, "e4m3", FP8, experts=count), H200).experts == table
 
 
-@pytest.mark.parametrize("count", [0, -1, 1025])
+@pytest.mark.parametrize("count", [-1, 1025])
 def test_a_number_of_experts_that_no_table_holds_is_refused(count):
     with pytest.raises(ValueError, match=f"experts: expected .* got {count}"):
-        choose_grouped(count, 100, 1536, 2048, "e4m3", FP8, H200)
+        Problem(100, 1536, 2048, "e4m3", FP8, experts=count)
 
 
 def test_dense_problems_have_no_table():
@@ -288,12 +288,12 @@ def test_a_batch_invariant_layer_sums_k_in_one_order_for_any_rows(n, k, count):
 def test_other_processes_draw_and_choose_alike():
     script = """
 from jitgemm.select import loads
-from jitgemm.select.choose import choose_grouped
+from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
-from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.formats import Problem, WeightFormat
 for rows in (8, 1000, 40000):
     print(loads.routings(128, rows))
-    print(choose_grouped(128, rows, 1536, 2048, "e4m3", WeightFormat(64, True, "fp16"), DEVICES["h200"]))
+    print(choose(Problem(rows, 1536, 2048, "e4m3", WeightFormat(64, True, "fp16"), experts=128), DEVICES["h200"]))
 """
 
     def answer(seed: str) -> str:

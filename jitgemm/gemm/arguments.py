@@ -62,7 +62,8 @@ class Operands(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """In the order of POINTERS."""
         x, x_scale, x_zero, weight, out, bias = self
-        return x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, weight.row_sum, out
+        row_sum = None if x_zero is None else weight.row_sum
+        return x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, row_sum, out
 
 
 def split_lhs(lhs: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -7,7 +7,10 @@ kernel's family, whose scheduler walks the experts that have rows.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,22 +25,7 @@ from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_tensor
 from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight
 
-
-def m_grouped_gemm_w4a8_bf16_nt_contiguous(
-    lhs: Lhs,
-    rhs: W4Weight,
-    out: torch.Tensor,
-    offsets: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    row_index: torch.Tensor | None = None,
-    expected_m: float | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
-    """`m_grouped_gemm_w4a8_nt_contiguous` into bfloat16; TypeError for another out."""
-    check_bf16(out)
-    contiguous(W4Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
+Call = TypeVar("Call", bound=Callable[..., None])
 
 
 def m_grouped_gemm_w4a8_nt_contiguous(
@@ -85,23 +73,6 @@ def m_grouped_gemm_w4a8_nt_contiguous(
     contiguous(W4Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
 
 
-def m_grouped_gemm_w8a8_bf16_nt_contiguous(
-    lhs: Lhs,
-    rhs: W8Weight,
-    out: torch.Tensor,
-    offsets: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    row_index: torch.Tensor | None = None,
-    expected_m: float | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
-    """`m_grouped_gemm_w8a8_nt_contiguous` into bfloat16; TypeError for another out."""
-    check_bf16(out)
-    contiguous(W8Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
-
-
 def m_grouped_gemm_w8a8_nt_contiguous(
     lhs: Lhs,
     rhs: W8Weight,
@@ -132,22 +103,6 @@ def contiguous(  # type: ignore[no-untyped-def]
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
 
 
-def m_grouped_gemm_w4a8_bf16_nt_masked(
-    lhs: Lhs,
-    rhs: W4Weight,
-    out: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: float,
-    *,
-    bias: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
-    """`m_grouped_gemm_w4a8_nt_masked` into bfloat16; TypeError for another out."""
-    check_bf16(out)
-    masked(W4Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
-
-
 def m_grouped_gemm_w4a8_nt_masked(
     lhs: Lhs,
     rhs: W4Weight,
@@ -175,22 +130,6 @@ def m_grouped_gemm_w4a8_nt_masked(
         As `m_grouped_gemm_w4a8_nt_contiguous`.
     """
     masked(W4Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
-
-
-def m_grouped_gemm_w8a8_bf16_nt_masked(
-    lhs: Lhs,
-    rhs: W8Weight,
-    out: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: float,
-    *,
-    bias: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
-    """`m_grouped_gemm_w8a8_nt_masked` into bfloat16; TypeError for another out."""
-    check_bf16(out)
-    masked(W8Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
 
 
 def m_grouped_gemm_w8a8_nt_masked(
@@ -226,6 +165,25 @@ def masked(  # type: ignore[no-untyped-def]
     # 0 would stand for offsets; where no expert has room for a row, any other number serves.
     groups = Groups(check_tensor("masked_m", masked_m), None, max_m or 1, expected_rows)
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
+
+
+def _into_bf16(call: Call) -> Call:
+    """The call for bfloat16 results, the type that nearly every caller wants."""
+
+    @functools.wraps(call)
+    def into_bf16(lhs: Lhs, rhs: Weight, out: torch.Tensor, *rest: Any, **options: Any) -> None:
+        check_bf16(out)
+        call(lhs, rhs, out, *rest, **options)
+
+    into_bf16.__name__ = into_bf16.__qualname__ = call.__name__.replace("_nt", "_bf16_nt")
+    into_bf16.__doc__ = f"`{call.__name__}` into bfloat16; TypeError for another out."
+    return cast(Call, into_bf16)
+
+
+m_grouped_gemm_w4a8_bf16_nt_contiguous = _into_bf16(m_grouped_gemm_w4a8_nt_contiguous)
+m_grouped_gemm_w4a8_bf16_nt_masked = _into_bf16(m_grouped_gemm_w4a8_nt_masked)
+m_grouped_gemm_w8a8_bf16_nt_contiguous = _into_bf16(m_grouped_gemm_w8a8_nt_contiguous)
+m_grouped_gemm_w8a8_bf16_nt_masked = _into_bf16(m_grouped_gemm_w8a8_nt_masked)
 
 
 def rows_of_m_indices(m_indices: torch.Tensor, experts: int) -> torch.Tensor:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from jitgemm import settings
 from jitgemm.gemm.arguments import Operands
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups
-from jitgemm.gemm.plan import KERNELS, VALUES, chosen, grid_of, values_of
+from jitgemm.gemm.plan import KERNELS, VALUES, as_set, chosen, grid_of, values_of
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, smem_bytes
 from jitgemm.runtime.device import device_of
@@ -64,7 +61,7 @@ class GroupedPlan(PreparedLaunch):
                 experts, operands.lhs_group, operands.lhs_e8m0,
             )  # fmt: skip
             spec = chosen(problem, device, kernel)
-        self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
+        self.spec = spec = as_set(spec)
 
         gathers = groups.row_index is not None
         x_row_bytes = x.stride(0) if x.shape[0] > 1 else k
@@ -105,16 +102,7 @@ class GroupedPlan(PreparedLaunch):
 
         The kernel may start before the kernel before it ends: it reads nothing of the device's memory until that has.
         """
-        x, x_scale, x_zero, weight, out, bias = operands
-        tensors = (groups.sizes, groups.row_index, *operands.tensors)
-        addresses = (
-            *(0 if each is None else each.data_ptr() for each in tensors[:-2]),
-            0 if x_zero is None else weight.row_sum.data_ptr(),
-            out.data_ptr(),
-            self.number,
-        )
-        if not self.run(addresses, True):
-            self.run(addresses, True, tensors)
+        self.run_tensors(groups.sizes, groups.row_index, *operands.tensors)
 
 
 def _expert_step(x_scale: torch.Tensor, rows_of_expert: int) -> int:

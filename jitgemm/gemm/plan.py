@@ -65,7 +65,7 @@ class Plan(PreparedLaunch):
                 lhs_group=operands.lhs_group, lhs_e8m0=operands.lhs_e8m0,
             )  # fmt: skip
             spec = chosen(problem, device, kernel)
-        self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
+        self.spec = spec = as_set(spec)
 
         # One row's stride is never walked, and torch may report any value for it.
         x_row_bytes = x.stride(0) if m > 1 else k
@@ -117,6 +117,11 @@ class Plan(PreparedLaunch):
 def chosen(problem: Problem, device: DeviceSpec, label: str | None) -> KernelSpec:
     """The kernel of this label, or the one that the selector takes."""
     return choose(problem, device) if label is None else kernel_named(label, problem, device)
+
+
+def as_set(spec: KernelSpec) -> KernelSpec:
+    """The kernel as settings have it."""
+    return replace(spec, debug=True) if settings.debug() else spec
 
 
 def grid_of(spec: KernelSpec, loaded: driver.LoadedKernel, units: int, device: DeviceSpec) -> int:

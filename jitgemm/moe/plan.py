@@ -92,7 +92,7 @@ class RoutePlan(PreparedLaunch):
 
     def launch(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, routing: Routing) -> None:
         """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
-        _launch(self, (topk_ids, expert_map, *routing))
+        self.run_tensors(topk_ids, expert_map, *routing)
 
 
 class FrontPlan(PreparedLaunch):
@@ -121,7 +121,7 @@ class FrontPlan(PreparedLaunch):
         outputs: Outputs,
     ) -> None:
         """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
-        _launch(self, (topk_ids, expert_map, *routing, x, *outputs))
+        self.run_tensors(topk_ids, expert_map, *routing, x, *outputs)
 
 
 class CombinePlan(PreparedLaunch):
@@ -161,10 +161,4 @@ class CombinePlan(PreparedLaunch):
         out: torch.Tensor,
     ) -> None:
         """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
-        _launch(self, (rows, inverse, topk_weights, addend, out))
-
-
-def _launch(plan: PreparedLaunch, tensors: tuple[torch.Tensor | None, ...]) -> None:
-    addresses = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), plan.number)
-    if not plan.run(addresses, True):
-        plan.run(addresses, True, tensors)
+        self.run_tensors(rows, inverse, topk_weights, addend, out)

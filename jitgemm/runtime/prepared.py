@@ -104,3 +104,9 @@ class PreparedLaunch:
             plans.thread.memory.add(addresses, parameters)
         self._launch.run(parameters, _current_stream(device), dependent)
         return True
+
+    def run_tensors(self, *tensors: torch.Tensor | None) -> None:
+        """Launches with the tensors' addresses, in the block's order; it may start before the kernel before it ends."""
+        addresses = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), self.number)
+        if not self.run(addresses, True):
+            self.run(addresses, True, tensors)

@@ -135,32 +135,6 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
     return spec
 
 
-def choose_grouped(
-    experts: int,
-    rows: int,
-    n: int,
-    k: int,
-    lhs: str,
-    format: WeightFormat,
-    device: DeviceSpec,
-    *,
-    out: str = "bf16",
-    batch_invariant: bool = False,
-) -> KernelSpec:
-    """`choose` for a grouped GEMM of weights [n, k].
-
-    Args:
-        experts: weights, at least 1.
-        rows: of all experts together, as expected: M, or the expected rows of an expert times the experts.
-
-    Raises:
-        ValueError: an argument is out of its range; no kernel fits the device.
-    """
-    if experts < 1:
-        raise ValueError(f"experts: expected at least 1, got {experts}")
-    return choose(Problem(rows, n, k, lhs, format, out, batch_invariant, experts), device)
-
-
 def kernels_for(
     n: int,
     k: int,

@@ -55,7 +55,7 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
     *lead, n, k = q.shape
     check_sizes(n, k)
     with torch.inference_mode(False), torch.no_grad():
-        scale = _bf16_of_e8m0(scale) if scale.dtype == torch.float8_e8m0fnu else scale
+        scale = scale.bfloat16() if scale.dtype == torch.float8_e8m0fnu else scale  # exact
         scale_type = check_dtype("scale", scale.dtype, REAL_TYPES)
         scale, group_size = _by_row(scale, lead, n, k, group_size)
         format = weight_format(k, group_size, False, scale_type, codes, bits=8)
@@ -67,13 +67,6 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
         # Zero points of activations, which need it, come with int8.
         row_sum = row_sums(PackedWeight(blocks, channel_scale, None, n, k, format)) if codes == "s8" else None
         return W8Weight(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum)
-
-
-def _bf16_of_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """The same powers of two, which bf16 has all of: the least, 2^-127, is a subnormal one."""
-    exponent = scale.view(torch.uint8).to(torch.int16)
-    bits = torch.where(exponent == 0, 0x40, exponent << 7)
-    return torch.where(exponent == 255, 0x7FC0, bits).view(torch.bfloat16)
 
 
 def _by_row(scale: torch.Tensor, lead: list[int], n: int, k: int, group_size: int | None) -> tuple[torch.Tensor, int]:
