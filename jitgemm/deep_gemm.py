@@ -18,19 +18,13 @@ from typing import NoReturn
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
+from jitgemm.gemm.call import gemm
 from jitgemm.gemm.e8m0 import fp32_scales
-from jitgemm.gemm.grouped import (
-    m_grouped_gemm_w4a8_nt_contiguous,
-    m_grouped_gemm_w4a8_nt_masked,
-    m_grouped_gemm_w8a8_nt_contiguous,
-    m_grouped_gemm_w8a8_nt_masked,
-    rows_of_m_indices,
-)
+from jitgemm.gemm.grouped import contiguous, masked, rows_of_m_indices
 from jitgemm.gemm.groups import experts_of
 from jitgemm.tensors import check_tensor
 from jitgemm.weight.pack8 import pack_w8
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+from jitgemm.weight.packed import Weight
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Recipe = tuple[int, int, int]
@@ -57,8 +51,7 @@ def fp8_gemm_nt(
     """
     if c is not None:
         raise ValueError(f"c: expected None, as results are not added to a tensor, got a {type(c).__name__}")
-    weight = _weight(b, recipe)
-    (gemm_w4a8_nt if isinstance(weight, W4Weight) else gemm_w8a8_nt)(a, weight, d)
+    gemm(Weight, a, _weight(b, recipe), d)
 
 
 def gemm_fp8_fp8_bf16_nt(lhs: Pair, rhs: Pair | Weight, out: torch.Tensor) -> None:
@@ -85,11 +78,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
         As `m_grouped_gemm_w8a8_nt_contiguous` and `pack_w8`; ValueError for another recipe.
     """
     weight = _weight(b, recipe)
-    call = m_grouped_gemm_w4a8_nt_contiguous if isinstance(weight, W4Weight) else m_grouped_gemm_w8a8_nt_contiguous
     rows = rows_of_m_indices(m_indices, experts_of(weight))
     if m_indices.shape != check_tensor("d", d).shape[:1]:
         raise ValueError(f"m_indices: expected shape {list(d.shape[:1])}, got {list(m_indices.shape)}")
-    call(a, weight, d, rows)
+    contiguous(Weight, a, weight, d, rows)
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -112,9 +104,7 @@ def m_grouped_fp8_gemm_nt_masked(
     Raises:
         As `m_grouped_gemm_w8a8_nt_masked` and `pack_w8`; ValueError for another recipe.
     """
-    weight = _weight(b, recipe)
-    call = m_grouped_gemm_w4a8_nt_masked if isinstance(weight, W4Weight) else m_grouped_gemm_w8a8_nt_masked
-    call(a, weight, d, masked_m, expected_m)
+    masked(Weight, a, _weight(b, recipe), d, masked_m, expected_m)
 
 
 def k_grouped_fp8_gemm_tn_contiguous(*arguments: object, **options: object) -> NoReturn:
@@ -143,7 +133,7 @@ def _weight(b: object, recipe: object) -> Weight:
     """b itself, or the weight that the pair b was packed into."""
     if recipe is not None and (not isinstance(recipe, (tuple, list)) or tuple(recipe) not in _RECIPES):
         raise ValueError(f"recipe: expected one of {_RECIPES}, got {recipe!r}")
-    if isinstance(b, (W4Weight, W8Weight)):
+    if isinstance(b, Weight):
         return b
     if not isinstance(b, (tuple, list)) or len(b) != 2:
         raise TypeError(f"b: expected a packed weight or a pair (w, scales), got {type(b).__name__}")

@@ -1,6 +1,6 @@
 """The public calls: check arguments, then straight down to a plan; under a tracer through the `torch.library` op.
 
-The hot path is `_gemm` down to `PreparedLaunch.run`: one look-up by everything that decides legality and kernel,
+The hot path is `gemm` down to `PreparedLaunch.run`: one look-up by everything that decides legality and kernel,
 one by addresses. Only a miss imports the layers below, so that importing jitgemm touches neither the CUDA bindings nor
 the disk.
 """
@@ -33,13 +33,9 @@ def gemm_w4a8_bf16_nt(
     batch_invariant: bool = False,
     kernel: str | None = None,
 ) -> None:
-    """`gemm_w4a8_nt` into bfloat16, the type that nearly every caller wants.
-
-    Raises:
-        TypeError: out is not bfloat16; else as `gemm_w4a8_nt`.
-    """
+    """`gemm_w4a8_nt` into bfloat16, the type that nearly every caller wants; TypeError for another out."""
     check_bf16(out)
-    _gemm(W4Weight, lhs, rhs, out, bias, batch_invariant, kernel)
+    gemm(W4Weight, lhs, rhs, out, bias, batch_invariant, kernel)
 
 
 def gemm_w4a8_nt(
@@ -102,7 +98,7 @@ def gemm_w4a8_nt(
         CacheMissError: the kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
-    _gemm(W4Weight, lhs, rhs, out, bias, batch_invariant, kernel)
+    gemm(W4Weight, lhs, rhs, out, bias, batch_invariant, kernel)
 
 
 def gemm_w8a8_bf16_nt(
@@ -114,13 +110,9 @@ def gemm_w8a8_bf16_nt(
     batch_invariant: bool = False,
     kernel: str | None = None,
 ) -> None:
-    """`gemm_w8a8_nt` into bfloat16.
-
-    Raises:
-        TypeError: out is not bfloat16; else as `gemm_w8a8_nt`.
-    """
+    """`gemm_w8a8_nt` into bfloat16; TypeError for another out."""
     check_bf16(out)
-    _gemm(W8Weight, lhs, rhs, out, bias, batch_invariant, kernel)
+    gemm(W8Weight, lhs, rhs, out, bias, batch_invariant, kernel)
 
 
 def gemm_w8a8_nt(
@@ -146,7 +138,7 @@ def gemm_w8a8_nt(
     Raises:
         As `gemm_w4a8_nt`.
     """
-    _gemm(W8Weight, lhs, rhs, out, bias, batch_invariant, kernel)
+    gemm(W8Weight, lhs, rhs, out, bias, batch_invariant, kernel)
 
 
 def check_bf16(out: torch.Tensor) -> None:
@@ -155,9 +147,10 @@ def check_bf16(out: torch.Tensor) -> None:
         raise TypeError(f"out: expected bfloat16 (the call without bf16 in its name takes other types), got {got}")
 
 
-def _gemm(  # type: ignore[no-untyped-def]
-    kind: type[Weight], lhs, rhs, out, bias, batch_invariant: bool, kernel: str | None
+def gemm(  # type: ignore[no-untyped-def]
+    kind: type[Weight], lhs, rhs, out, bias=None, batch_invariant: bool = False, kernel: str | None = None
 ) -> None:
+    """`gemm_w4a8_nt` for a weight of this kind."""
     if type(rhs) is not kind:
         check_weight(rhs, kind)
     if type(lhs) is tuple and len(lhs) == 2:

@@ -38,5 +38,6 @@ def fp32_scales(scale: torch.Tensor, k: int) -> torch.Tensor:
 
 def with_fp32_scales(lhs: Lhs, k: int) -> Lhs:
     """The activations with `fp32_scales`."""
-    x, x_scale, *x_zero = split_lhs(lhs)[: len(lhs)]
-    return x, fp32_scales(x_scale, k), *x_zero
+    x, x_scale, x_zero = split_lhs(lhs)
+    x_scale = fp32_scales(x_scale, k)
+    return (x, x_scale) if x_zero is None else (x, x_scale, x_zero)
