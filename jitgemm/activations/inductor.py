@@ -44,7 +44,8 @@ class Front(NamedTuple):
 
 
 Producer = Callable[[Node], Front | None]
-"""producer(value): the front whose result `value` is, but for roundings to 16 bits; None if it is none."""
+"""producer(value): the front whose result `value` is, but for roundings to 16 bits; None if it is none. Conversions of
+the value to another floating-point type are behind it."""
 
 PRODUCERS: dict[Any, list[Producer]] = {}
 """By operator; of a result of several, by theirs, and of one that writes into an argument, by the operator that
@@ -101,15 +102,15 @@ def register() -> None:
 
 def fuse(quantiser: Node) -> None:
     """Rewrites the quantisers that read what this one reads, where that makes fewer kernels."""
-    value = _root(quantiser.args[0])
+    value = _root(quantiser.args[0], _converts)
     if not _is_tensor(value):
         return
-    readers = list(_readers(value))
+    readers = list(_readers(value, _converts))
     front = None if _exact_rounding() or not all(map(_plain, readers)) else _front(value)
     alike: dict[Any, list[Node]] = {}
     for reader in filter(_is_quantiser, readers):
         arguments = tuple(_arguments(reader).items())[1:]
-        alike.setdefault((_region(reader), *arguments), []).append(reader)
+        alike.setdefault((_region(reader), _types(reader.args[0]), *arguments), []).append(reader)
     for same in sorted(alike.values(), key=min):
         first = min(same)
         made = None if front is None else _fused(first, front)
@@ -342,19 +343,34 @@ def _is_view(node: Node) -> bool:
     return node.target in _VIEWS and isinstance(_last(node), int) and _last(node) == _last(node.args[0])
 
 
-def _root(node: Node) -> Node:
-    while _is_view(node):
+def _converts(node: Node) -> bool:
+    """Whether this converts one floating-point type to another."""
+    return _unconverted(node) is not node
+
+
+def _root(node: Node, besides: Callable[[Node], bool] = lambda _: False) -> Node:
+    """What made these rows, behind views and what is named `besides`."""
+    while _is_view(node) or besides(node):
         node = node.args[0]
     return node
 
 
-def _readers(node: Node) -> Iterator[Node]:
-    """What reads these rows, maybe through views."""
+def _readers(node: Node, besides: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
+    """What reads these rows, maybe through views and what is named `besides`."""
     for user in node.users:
-        if _is_view(user):
-            yield from _readers(user)
+        if _is_view(user) or besides(user):
+            yield from _readers(user, besides)
         else:
             yield user
+
+
+def _types(node: Node) -> tuple[torch.dtype, ...]:
+    """The types that rows were converted to, the last first."""
+    found = []
+    while _is_view(node) or _converts(node):
+        found += [_value(node).dtype] if _converts(node) else []
+        node = node.args[0]
+    return tuple(found)
 
 
 def _region(node: Node) -> int:
@@ -392,7 +408,7 @@ def _either(args: tuple[Any, ...] | None) -> Iterator[tuple[Any, Any]]:
 
 def _norm(value: Node) -> Front | None:
     """x * rsqrt(mean(x^2) + eps) * weight, x and the mean in fp32; rounded ahead of the weight, behind it or nowhere."""
-    for weight, normed in _either(_call(_unconverted(value), aten.mul.Tensor)):
+    for weight, normed in _either(_call(value, aten.mul.Tensor)):
         if weight.meta["val"].shape != value.meta["val"].shape[-1:]:
             continue
         for wide, factor in _either(_call(_unconverted(normed), aten.mul.Tensor)):
@@ -439,7 +455,7 @@ def _whole_norm(value: Node) -> Front | None:
 
 def _silu_mul(value: Node) -> Front | None:
     """silu(gate) * up of one tensor's halves, silu in fp32."""
-    for activated, up in _either(_call(_unconverted(value), aten.mul.Tensor)):
+    for activated, up in _either(_call(value, aten.mul.Tensor)):
         gate = _gate(_unconverted(activated))
         if gate is not None and _same_shape(gate, value):
             gate, up = _unconverted(gate), _unconverted(up)
@@ -501,8 +517,7 @@ def _half(part: Node) -> tuple[Node, int, int] | None:
     return (_root(whole), start, end) if dim in (-1, _value(whole).dim() - 1) else None
 
 
-for _target in (aten.mul.Tensor, prims.convert_element_type.default):
-    add_producer(_target, _norm)
-    add_producer(_target, _silu_mul)
+add_producer(aten.mul.Tensor, _norm)
+add_producer(aten.mul.Tensor, _silu_mul)
 for _target in (aten.rms_norm.default, *([aten._fused_rms_norm.default] if hasattr(aten, "_fused_rms_norm") else [])):
     add_producer(_target, _whole_norm)
