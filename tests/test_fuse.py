@@ -21,7 +21,7 @@ import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse_, load_, unfuse_
-from jitgemm.nn.fused import FusedMLP, FusedNorm, Run, Slice
+from jitgemm.nn.fused import FusedLayer, FusedMLP, FusedNorm, Run, Slice
 from jitgemm.nn.read import CODES
 from jitgemm.nn.warm import _kernels
 
@@ -125,7 +125,7 @@ def projected(norm: torch.nn.Module, layers: list[W4A8Linear], x: torch.Tensor) 
 
 
 def by_hand(layer: torch.nn.Module, x: torch.Tensor, attention_mask, position_embeddings, **_) -> torch.Tensor:
-    """A decoder layer, of a model that is not fused."""
+    """A decoder layer, of a model that is not fused: the residual addition and the norm's quantiser are two calls."""
     attention, mlp = layer.self_attn, layer.mlp
     functions = sys.modules[type(layer).__module__]
     merged = hasattr(attention, "qkv_proj")
@@ -182,26 +182,29 @@ def test_a_fused_model_is_the_calls_by_hand(family, activation):
     norms = [name for name, module in layer.named_modules() if isinstance(module, FusedNorm)]
     assert len(norms) == 2 and all(len(layer.get_submodule(name).joint.runs) == 1 for name in norms)
     assert isinstance(layer.mlp, FusedMLP) == (not family.startswith("Gemma"))
-    assert len(report) == (4 if family.startswith("Gemma") else 6)
+    assert isinstance(layer, FusedLayer) and isinstance(layer, type(before.model.layers[1]))
+    assert len(report) == (6 if family.startswith("Gemma") else 8) and not set(report.skipped) & set(report)
 
 
 def test_activations_with_zero_points_are_fused_too():
     model = quantised("Qwen2", "int8_affine")
     before = copy.deepcopy(model)
-    assert len(fuse_(model)) == 6
+    assert len(fuse_(model)) == 8
     assert_by_hand(model, before)
 
 
 def test_the_report_says_what_was_fused_and_what_not():
     report = fuse_(quantised(num_hidden_layers=1))
-    assert report == [f"model.layers.0.{name}" for name in ("mlp", "input_layernorm", "post_attention_layernorm")]
+    names = ("", ".mlp", ".input_layernorm", ".post_attention_layernorm")
+    assert report == [f"model.layers.0{name}" for name in names]
     assert report.fused == {
+        "model.layers.0": "residual addition in the quantiser of post_attention_layernorm",
         "model.layers.0.input_layernorm": "RMSNorm, quantiser and q_proj + k_proj + v_proj",
         "model.layers.0.post_attention_layernorm": "RMSNorm, quantiser and gate_proj + up_proj",
         "model.layers.0.mlp": "silu * mul, quantiser and down_proj",
     }
     assert report.skipped == {}
-    assert repr(report).startswith("fused: 3\n  1 RMSNorm, quantiser and q_proj + k_proj + v_proj: model.layers.0.inp")
+    assert repr(report).startswith("fused: 4\n  1 RMSNorm, quantiser and q_proj + k_proj + v_proj: model.layers.0.inp")
     report = fuse_(quantised("Gemma", num_hidden_layers=1))
     assert report.skipped == {"model.layers.0.mlp": "what its last Linear reads is not silu(gate) * up"}
     assert "skipped: 1\n  1 what its last" in repr(report)
@@ -485,7 +488,7 @@ def test_projections_that_a_call_by_itself_could_be_mistaken_for_stay():
 def test_other_types_are_fused_too(dtype):
     model = build().to(dtype)
     quantize(model)
-    assert len(fuse_(model)) == 6
+    assert len(fuse_(model)) == 8
     assert logits(model).dtype == dtype
 
 
@@ -498,6 +501,135 @@ def test_eps_is_that_of_the_norm():
     model.blocks[0].norm.eps = 0.25
     fuse_(model)
     assert model.blocks[0].norm.eps == 0.25
+
+
+# ---- residual additions ----------------------------------------------------------------------------------------------
+
+
+def test_a_residual_that_is_multiplied_stays_pytorch_s():
+    model = quantised("Granite", residual_multiplier=0.3)
+    before = logits(model)
+    report = fuse_(model)
+    reason = "its residual addition stays PyTorch's: post_attention_layernorm reads something else"
+    assert report.skipped == {"model.layers.0": reason, "model.layers.1": reason}
+    assert len(report) == 6 and not any(isinstance(module, FusedLayer) for module in model.modules())
+    assert float((logits(model) - before).float().norm() / before.float().norm()) < 0.1
+
+
+class Layer(torch.nn.Module):
+    """x + attention(norm(x)), h + mlp(norm(h)), with arguments that reach the attention in many ways."""
+
+    def __init__(self, odd: str):
+        super().__init__()
+        self.odd, self.first, self.second = odd, torch.nn.RMSNorm(128, eps=1e-5), torch.nn.RMSNorm(128, eps=1e-5)
+        self.attention, self.mlp = Scaled(), torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 128))
+        self.drop = torch.nn.Dropout(0.5)
+
+    def forward(self, hidden, scale=None, shift=0.0, *, unused=None, **more):
+        if self.odd == "changes an argument":
+            scale = 2 if scale is None else scale
+        elif self.odd == "drops what it does not name":
+            more = {}
+        elif self.odd == "adds an argument":
+            more["power"] = 2
+        y = self.attention(x=self.first(hidden), times=scale, shift=shift, **more)[0]
+        hidden = hidden + self.drop(y)
+        y = self.mlp(self.second(hidden))
+        if self.odd == "subtracts":
+            return hidden - y
+        hidden = hidden + self.drop(y)
+        return (hidden, y) if self.odd == "returns two" else hidden
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.o = torch.nn.Linear(128, 3 * 128), torch.nn.Linear(128, 128)
+
+    def forward(self, x, times=None, shift=0.0, power=1):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        y = (torch.sigmoid(q) * k + v) ** power + shift
+        return self.o(y if times is None else y * times), None
+
+
+def own_layers(odd: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([Layer(odd)])
+    model.to(torch.bfloat16).eval()
+    quantize(model, activation="int8")
+    return model
+
+
+@pytest.mark.parametrize(
+    "odd, reason",
+    [
+        ("", None),
+        ("changes an argument", "what its attention is given depends on the arguments"),
+        ("drops what it does not name", "its attention is given other arguments than it"),
+        ("adds an argument", "its attention is given other arguments than it"),
+        ("subtracts", "it returns something else than the sum"),
+        ("returns two", "it returns something else than the sum"),
+    ],
+)
+def test_only_a_layer_that_passes_its_arguments_on_makes_the_addition_a_norm_s(odd, reason):
+    model = own_layers(odd)
+    report, layer = fuse_(model), model.layers[0]
+    before = own_layers(odd).layers[0]
+    if reason is not None:
+        assert report.skipped == {"layers.0": f"its residual addition stays PyTorch's: {reason}"}
+        assert type(layer) is Layer
+    assert isinstance(layer, FusedLayer) == (reason is None)
+    x, two = torch.randn(2, 3, 128, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16)
+    for inputs, named in (
+        ((x,), {}), ((x, two), {}), ((x, two, 0.5), {}), ((), {"hidden": x, "shift": 1.0}), ((x,), {"unused": 1}),
+        *([((x,), {"power": 2, "scale": two})] if odd != "adds an argument" else []),
+    ):  # fmt: skip
+        with torch.no_grad():
+            found, expected = layer(*inputs, **named), before(*inputs, **named)
+            found, expected = (each[0] if isinstance(each, tuple) else each for each in (found, expected))
+            assert float((found - expected).float().norm() / expected.float().norm()) < 0.03
+    if reason is None:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'wrong'"):
+            layer(x, wrong=1)
+
+
+def test_a_layer_that_adds_in_its_norm_is_what_it_was_to_everything_else():
+    model = quantised()
+    layer = model.model.layers[0]
+    kind, index, seen = type(layer), layer.self_attn.layer_idx, []
+    layer.attention_type = "full_attention"
+    layer.register_forward_hook(lambda module, inputs, output: seen.append((module, output)))
+    fuse_(model)
+    assert model.model.layers[0] is layer and isinstance(layer, kind) and isinstance(layer, FusedLayer)
+    assert layer.attention_type == "full_attention" and layer.self_attn.layer_idx == index
+    with torch.no_grad():
+        states = model(IDS, output_hidden_states=True).hidden_states
+    assert len(states) == 3 and len(seen) == 1 and seen[0][0] is layer
+    assert builders.same_bits(seen[0][1], states[1]) and not torch.equal(states[0], states[1])
+    unfuse_(model)
+    assert type(layer) is kind and "fused_steps" not in vars(layer) and layer.attention_type == "full_attention"
+
+
+def test_while_training_a_layer_s_own_forward_runs():
+    model = own_layers("")
+    fuse_(model)
+    layer, x = model.layers[0].train(), torch.randn(2, 3, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert not torch.equal(layer(x), layer(x))  # dropout
+        assert torch.equal(layer.eval()(x), layer(x))
+
+
+def test_a_fused_layer_checkpoints_as_it_did():
+    model = quantised()
+    fuse_(model)
+    exact = logits(model)
+    model.gradient_checkpointing_enable()
+    assert model.model.layers[0].gradient_checkpointing
+    assert builders.same_bits(logits(model), exact)
+    with torch.no_grad():
+        found = model.train()(IDS).logits
+    assert builders.same_bits(found, exact)  # on a CPU the addition's and the norm's calls are one, bit for bit
 
 
 # ---- back ------------------------------------------------------------------------------------------------------------
@@ -596,7 +728,7 @@ def test_a_model_from_pretrained_is_fused_saved_and_read_again(tmp_path):
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(tmp_path / "floats", quantization_config=quantising, **options)
     before = copy.deepcopy(model)
-    assert len(fuse_(model)) == 6
+    assert len(fuse_(model)) == 8
     assert_by_hand(model, before)
     model.save_pretrained(tmp_path / "saved")
     again = load(tmp_path / "saved", config=hf.config(tmp_path / "saved"), **options)
@@ -612,9 +744,7 @@ def test_what_would_untie_the_slices_is_refused():
     exact = logits(model)
     with pytest.raises(RuntimeError, match="q_proj.blocks: expected assign=False for a fused layer, got True"):
         model.load_state_dict(before.state_dict(), assign=True)
-    with pytest.raises(
-        ValueError, match=r"expected no fused modules, got model.layers.0.self_attn.q_proj; call .*unfuse_"
-    ):
+    with pytest.raises(ValueError, match=r"expected no fused modules, got model.layers.0; call .*unfuse_"):
         load_(model, before.state_dict())
     assert builders.same_bits(logits(model), exact)
 
@@ -682,10 +812,10 @@ def test_a_compiler_is_given_the_fused_ops_and_no_norms_of_blocks():
     plain = operations(model)
     fuse_(model)
     fused, blocks = operations(model), SIZES["num_hidden_layers"]
-    names = ("quantize_activations", "gemm_w4a8_nt", "rsqrt", "silu")
-    assert [plain[name] for name in names] == [7 * blocks, 7 * blocks, 2 * blocks + 1, blocks]
+    names = ("quantize_activations", "add_quantize_activations", "gemm_w4a8_nt", "rsqrt", "silu")
+    assert [plain[name] for name in names] == [7 * blocks, 0, 7 * blocks, 2 * blocks + 1, blocks]
     # q, k and v are one GEMM, gate and up another; the model's last norm stays.
-    assert [fused[name] for name in names] == [4 * blocks, 4 * blocks, 1, 0]
+    assert [fused[name] for name in names] == [3 * blocks, blocks, 4 * blocks, 1, 0]
 
 
 def test_autocast_gives_its_type():
@@ -697,14 +827,17 @@ def test_autocast_gives_its_type():
         assert norm(x).dtype == torch.bfloat16
     with torch.no_grad():
         assert norm(x).dtype == torch.float32
+        total, both = norm(x.bfloat16(), x)  # what autocast leaves of an attention, and a residual
+        assert total.dtype == torch.float32 and torch.equal(total, x + x.bfloat16())
+        assert builders.same_bits(both, norm(total))
 
 
 def test_warmup_knows_the_merged_kernels():
     model = quantised(num_hidden_layers=1)
     fuse_(model)
     specs = [spec for spec, _ in _kernels(model, 4, [torch.bfloat16], "h200")]
-    quantisers = {(spec.rms_norm, spec.gate) for spec in specs if hasattr(spec, "rms_norm")}
-    assert quantisers == {(True, ""), (False, "silu"), (False, "")}
+    quantisers = {(spec.rms_norm, spec.residual, spec.gate) for spec in specs if hasattr(spec, "rms_norm")}
+    assert quantisers == {(True, False, ""), (True, True, ""), (False, False, "silu"), (False, False, "")}
     runs = [module for module in model.modules() if isinstance(module, Run)]
     assert [run.out_features for run in runs] == [256, 384]
 

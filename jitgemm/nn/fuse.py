@@ -5,7 +5,8 @@ returned. Here the norm runs them all: a `FusedNorm` takes the norm's input, qua
 of all projections side by side, and each projection becomes a view of its columns (`Slice`). So plain tensors go from
 module to module; no forward is patched, nothing is kept between calls, and torch.compile, CUDA graphs, deepcopy and
 pickle see ordinary modules. What else reads the norm's output would get the wrong tensor, so such a norm stays as it
-is. An MLP's forward cannot stay, as its product is no module: a `FusedMLP` with the same children replaces it.
+is. An MLP's forward cannot stay, as its product is no module: a `FusedMLP` with the same children replaces it. Nor can
+a layer's whose second norm is to add the residual: its class becomes one derived from its own (`FusedLayer`).
 
 What may be fused is found by running each block on a few random tokens, without its weights (`trial.py`): who reads
 which tensor is recorded, and the block is run again with each fusion in place. Only a fusion that leaves the block's
@@ -19,10 +20,10 @@ from collections.abc import Sequence
 
 import torch
 
-from jitgemm.nn.fused import FUSED, FusedMLP, FusedNorm, Joint, Slice, quantised_alike
+from jitgemm.nn.fused import FUSED, FusedLayer, FusedMLP, FusedNorm, Joint, Slice, Steps, quantised_alike
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason
-from jitgemm.nn.trial import MLP, Block, Call, Columns, Gated, Joined, calls_of, lists, norm_of, untouchable
+from jitgemm.nn.trial import MLP, Block, Call, Columns, Gated, Joined, calls_of, lists, norm_of, steps_of, untouchable
 
 
 def fuse_(model: torch.nn.Module) -> FusionReport:
@@ -30,10 +31,12 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
 
     - RMSNorm, the quantiser behind it and the projections that read the norm: their input is quantised once, and
       Linears whose formats and biases are of one kind are one GEMM. Norms that multiply by 1 + weight, as Gemma's, do
-      so in fp32. The residual addition stays PyTorch's: no kernel adds it.
+      so in fp32.
+    - the residual addition before such a norm, of layers h = x + attention(norm(x)), h + mlp(norm(h)). The second one
+      stays PyTorch's, as the norm behind it is the next layer's.
     - silu(gate) * up and the quantiser of the next Linear's input. Other gates stay PyTorch's.
 
-    Results are, bit for bit, those of `quantize_activations` with `rms_norm` or `silu_mul` and of `gemm_w4a8_nt` on the
+    Results are, bit for bit, those of `quantize_activations` with `rms_norm`, `residual` or `silu_mul` and of `gemm_w4a8_nt` on the
     merged weights. They differ from the model's as it was by roundings that are left out: norm and product stay fp32.
 
     `state_dict()` has the same names and values, but for `blocks` and `meta` of weights whose codes had to be brought
@@ -84,14 +87,14 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
     Returns:
         The names of the modules put back.
     """
-    names = [(name, type(m)) for name, m in model.named_modules() if isinstance(m, FUSED)]
+    names = [(name, m) for name, m in model.named_modules() if isinstance(m, FUSED)]
     with torch.inference_mode(False), torch.no_grad():
-        for kind in (Slice, FusedMLP, FusedNorm):  # a norm's joint goes last: slices are views of it
+        for kind in (FusedLayer, Slice, FusedMLP, FusedNorm):  # a norm's joint goes last: slices are views of it
             for name, found in names:
-                if found is kind:
+                if isinstance(found, kind):
                     module = model.get_submodule(name)
                     _put(model, name, module.original())
-    return [name for name, kind in names if kind is not Slice]
+    return [name for name, found in names if not isinstance(found, Slice)]
 
 
 def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
@@ -146,7 +149,10 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
             alone.append(mlp)
         else:
             skipped[mlp.name] = reason
+    steps = next(filter(None, (steps_of(block, child) for child in norms)), None)
     report.skipped.update({f"{name}.{each}": why for each, why in skipped.items()})
+    if isinstance(steps, str):
+        report.skipped[name] = steps
 
     def put_in(child: str, new: torch.nn.Module, joint: Joint | None, linears: Sequence[str], what: str) -> None:
         _put(module, child, new)
@@ -168,6 +174,10 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
         new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), 0, width, layers)
         what = f"quantiser and {_gemms(mlp.linears, new.joint)}; silu * mul, quantiser and {_last(mlp.down)}"
         put_in(mlp.name, new, new.joint, mlp.linears, what)
+    if isinstance(steps, Steps):
+        FusedLayer.make(module, steps)
+        report.append(name)
+        report.fused[name] = f"residual addition in the quantiser of {steps.norm}"
 
 
 def _stays(block: Block, norm: str, linears: Sequence[str], others: Sequence[str]) -> str | None:

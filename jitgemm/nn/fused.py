@@ -1,4 +1,5 @@
-"""What `fuse_` puts into a model: a norm that runs the projections behind it, views of those, and an MLP.
+"""What `fuse_` puts into a model: a norm that runs the projections behind it, views of those, an MLP, and a layer
+that leaves its first residual addition to a norm's quantiser.
 
 A joint runs Linears that read one input: that is quantised once, and those whose formats agree are one GEMM, whose
 weight is theirs one below the other. The Linears become `Slice`s, whose buffers are views of it.
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -192,11 +194,14 @@ class Joint(torch.nn.Module):
     def slices(self) -> list[Slice]:
         return [part for run in self.runs for part in run.slices]
 
-    def forward(self, x: torch.Tensor, **norm: Any) -> torch.Tensor:
-        """x [..., in_features] -> [..., width] of x's dtype, or of autocast's."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, **norm: Any) -> Any:
+        """x [..., in_features] -> [..., width] of x's dtype, or of autocast's; with a residual (sum, that)."""
+        if residual is not None:
+            norm["residual"] = as_rows(residual, self.in_features)
         rows, dtype = as_rows(x, self.in_features), result_type(x)
         first = self.runs[0]
         lhs = first.quantise(rows if norm else rows.to(dtype), **norm)
+        lhs, total = (lhs, None) if residual is None else (lhs[:-1], lhs[-1])
         out = torch.empty((rows.shape[0], self.width), dtype=dtype, device=x.device)
         if len(self.runs) == 1:
             first.multiply(lhs, out)
@@ -205,7 +210,8 @@ class Joint(torch.nn.Module):
             for run in self.runs:
                 run.multiply(lhs, out[:, start : start + run.out_features])
                 start += run.out_features
-        return out.view(*x.shape[:-1], self.width)
+        out = out.view(*x.shape[:-1], self.width)
+        return out if total is None else (total.view(x.shape), out)
 
 
 class FusedNorm(torch.nn.Module):
@@ -226,12 +232,19 @@ class FusedNorm(torch.nn.Module):
         self.train(norm.training)
         self._set_gain()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x bf16, fp16 or fp32 [..., k] -> [..., joint.width]."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """x bf16, fp16 or fp32 [..., k] -> [..., joint.width]; with a residual of x's shape (x + residual, that of it).
+
+        The addition is PyTorch's where the types differ, as under autocast.
+        """
+        if residual is not None and (is_dtensor(x) or residual.dtype != x.dtype or residual.shape != x.shape):
+            total = residual + x
+            return total, self.forward(total)
         if is_dtensor(x):
             return on_parts(self.forward, x, self.joint.slices[0].split)
         gain = self._buffers["gain"]
-        return self.joint(x, rms_norm=self.weight.detach() if gain is None else gain, eps=self.eps)
+        gain = self.weight.detach() if gain is None else gain
+        return self.joint(x, residual, rms_norm=gain, eps=self.eps)
 
     def original(self) -> torch.nn.Module:
         norm = self.replaced[0]
@@ -308,7 +321,84 @@ class FusedMLP(torch.nn.Module):
         return mlp
 
 
-FUSED = (FusedNorm, FusedMLP, Slice)
+class Steps(NamedTuple):
+    """What a layer computes: h = x + before(x), h + after(norm(h)); modules by name, each called on the last's result.
+
+    Attributes:
+        before: a norm, the attention, and what follows that.
+        norm: takes the sum of the layer's input and their result.
+        after: an MLP, and what follows that.
+        reads: the attention's keyword for the first norm's result; "" for its only positional argument.
+        names: of the layer's parameters, the hidden states first.
+        passed: (the attention's keyword, the layer's, its default): what else the attention is given, but for keywords
+            that the layer does not name, which are passed on.
+    """
+
+    before: tuple[str, ...]
+    norm: str
+    after: tuple[str, ...]
+    reads: str
+    names: tuple[str, ...]
+    passed: tuple[tuple[str, str, Any], ...]
+
+
+class FusedLayer:
+    """A layer whose first residual addition its second norm, a `FusedNorm`, makes. Its class derives from the layer's.
+
+    While training, the layer's own forward runs.
+    """
+
+    fused_steps: Steps
+
+    @staticmethod
+    def make(layer: torch.nn.Module, steps: Steps) -> None:
+        """Makes the layer one, in place: what refers to it, hooks it or reads its attributes finds what it found."""
+        layer.fused_steps = steps
+        for run in layer.get_submodule(steps.norm).joint.runs:
+            run.front = {"rms_norm": True, "residual": True}
+        layer.__class__ = _fused_class(type(layer))
+
+    def original(self) -> torch.nn.Module:
+        self.__class__ = type(self).__bases__[1]
+        del self.fused_steps
+        return self
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if self.training:
+            return super().forward(*inputs, **named)
+        steps = self.fused_steps
+        named |= zip(steps.names, inputs)
+        x = named[steps.names[0]]
+        first, attention, *others = (getattr(self, name) for name in steps.before)
+        given = {to: named.get(name, default) for to, name, default in steps.passed}
+        given |= {name: value for name, value in named.items() if name not in steps.names}
+        y = first(x)
+        y = attention(**given, **{steps.reads: y}) if steps.reads else attention(y, **given)
+        y = _chain(others, y)
+        total, y = getattr(self, steps.norm)(y, x)
+        return total + _chain([getattr(self, name) for name in steps.after], y)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_fused, (type(self).__bases__[1],), self.__getstate__()
+
+
+def _chain(modules: Sequence[torch.nn.Module], y: Any) -> torch.Tensor:
+    """Each module on the first of what the one before it gave."""
+    for module in modules:
+        y = module(y[0] if isinstance(y, tuple) else y)
+    return y[0] if isinstance(y, tuple) else y
+
+
+@cache
+def _fused_class(kind: type) -> type:
+    return type(f"Fused{kind.__name__}", (FusedLayer, kind), {"__module__": kind.__module__})
+
+
+def _new_fused(kind: type) -> Any:
+    return object.__new__(_fused_class(kind))
+
+
+FUSED = (FusedLayer, FusedNorm, FusedMLP, Slice)
 
 
 def quantised_alike(linears: Sequence[PackedLinear]) -> str | None:

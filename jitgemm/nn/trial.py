@@ -8,6 +8,7 @@ tensors.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.experts import PackedExperts
+from jitgemm.nn.fused import Steps
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.tensors import TYPE_NAMES
 
@@ -154,6 +156,22 @@ class _Recorder(torch.nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         self.call = Call(inputs, named, None)
         return inputs[0] if inputs else named["hidden_states"]
+
+
+class _Probe(torch.nn.Module):
+    """Stands for a module: notes the arguments, and returns random values, shaped as the output was."""
+
+    def __init__(self, output: Any, seed: int):
+        super().__init__()
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        draw = torch.Generator().manual_seed(seed)
+        self.first = torch.randn(first.shape, generator=draw, device="cpu").to(first.device, first.dtype)
+        self.whole = (self.first, *rest) if isinstance(output, tuple) else self.first
+        self.call: Call | None = None
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        self.call = Call(inputs, named, None)
+        return self.whole
 
 
 class Joined(torch.nn.Module):
@@ -346,6 +364,69 @@ class Block:
     def _n(self, name: str) -> int:
         module = self.module.get_submodule(name)
         return module.out_features if isinstance(module, PackedLinear) else 0
+
+
+def steps_of(block: Block, norm: str) -> Steps | str | None:
+    """How a layer leads to this norm and on, if that reads a sum with the layer's input; why it does so otherwise."""
+    _, *parameters = inspect.signature(type(block.module).forward).parameters.values()
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    defaults = {each.name: each.default for each in parameters if each.kind in kinds}
+    names, inputs = tuple(defaults), dict(block.call.named)
+    inputs |= zip(names, block.call.inputs)
+    x = inputs.pop(next(iter(names), ""), None)
+    first = {
+        name: call.output[0] if isinstance(call.output, tuple) else call.output for name, call in block.calls.items()
+    }
+    read, children = block.calls[norm].one, dict(block.module.named_children())
+    order = [name for name in first if name in children and not isinstance(children[name], torch.nn.Dropout)]
+    if x is None or norm not in order[2:-1] or read is x or any(read is each for each in first.values()):
+        return None
+    at = order.index(norm)
+    marks = {name: object() for name in names[1:]}
+    more = {"more": object()} if any(each.kind is each.VAR_KEYWORD for each in parameters) else {}
+    needed = {name: marks[name] for name in marks if defaults[name] is inspect.Parameter.empty}
+    try:
+        reads, given = _probed(block, order, at, x, marks | more)
+        passed = [(to, name) for to, value in given.items() for name, mark in marks.items() if mark is value]
+        if len(passed) + len(more) != len(given) or any(given.get(name) is not mark for name, mark in more.items()):
+            raise _Unclear("its attention is given other arguments than it")
+        for named in (needed, inputs):
+            others = {name: value for name, value in named.items() if name not in names}
+            expected = {to: named.get(name, defaults[name]) for to, name in passed} | others
+            if _probed(block, order, at, x, named) != (reads, expected):
+                raise _Unclear("what its attention is given depends on the arguments")
+    except Exception as error:  # noqa: BLE001 - somebody else's code
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"its residual addition stays PyTorch's: {text}"
+    fixed = tuple((to, name, None if name in needed else defaults[name]) for to, name in passed)
+    return Steps(tuple(order[:at]), norm, tuple(order[at + 1 :]), reads, names, fixed)
+
+
+def _probed(
+    block: Block, order: list[str], at: int, x: torch.Tensor, named: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The attention's keyword for what it reads, and its others, of the layer called with x and these.
+
+    Raises `_Unclear` unless the layer is h = x + before(x), h + after(norm(h)), bit for bit; norm is order[at].
+    """
+    probes = [_Probe(block.calls[name].output, seed) for seed, name in enumerate(order)]
+    put: dict[torch.nn.Module, torch.nn.Module] = {
+        block.module.get_submodule(n): each for n, each in zip(order, probes)
+    }
+    output = _skeleton(block.module, put)(x, **named)
+    total = x + probes[at - 1].first
+    for i, probe in enumerate(probes):
+        wanted = x if i == 0 else total if i == at else probes[i - 1].first
+        read = probe.call and probe.call.one
+        if i != 1 and (read is None or not torch.equal(read, wanted)):
+            raise _Unclear(f"{order[i]} reads something else")
+    if not isinstance(output, torch.Tensor) or not torch.equal(output, total + probes[-1].first):
+        raise _Unclear("it returns something else than the sum")
+    call, y = probes[1].call, probes[0].first
+    reads = "" if call is None else next((name for name, value in call.named.items() if value is y), "")
+    if call is None or len(call.inputs) != (not reads) or (call.inputs and call.inputs[0] is not y):
+        raise _Unclear(f"{order[1]} reads something else")
+    return reads, {name: value for name, value in call.named.items() if value is not y}
 
 
 def untouchable(block: Block, *names: str) -> str | None:
