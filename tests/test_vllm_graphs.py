@@ -6,6 +6,7 @@ generator runs as on a GPU: vLLM's IR operators, its passes and inductor's.
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 
 import pytest
@@ -74,10 +75,10 @@ class Layer(torch.nn.Module):
 
 
 class Backend:
-    """vLLM's backend with its passes and inductor's, without inductor's code."""
+    """vLLM's backend with its passes and inductor's; without inductor's code, or with it."""
 
-    def __init__(self, config: VllmConfig) -> None:
-        self.config, self.before, self.after = config, [], []
+    def __init__(self, config: VllmConfig, codegen: bool = False) -> None:
+        self.config, self.codegen, self.before, self.after = config, codegen, [], []
 
     def __call__(self, gm, inputs):
         from torch._inductor.compile_fx import compile_fx
@@ -92,13 +93,19 @@ class Backend:
                 "enable_auto_functionalized_v2": False, current_platform.pass_key: options[current_platform.pass_key],
             })  # fmt: skip
 
-    def passed(self, gm, inputs, **_):
+    def passed(self, gm, inputs, **options):
         from torch._dynamo.utils import detect_fake_mode
         from torch._functorch.aot_autograd import make_boxed_func
+        from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
         from torch._inductor.virtualized import V
 
         self.before.append(counted(gm.graph))
+        if self.codegen:
+            with pass_context(Range(1, 64)), torch._inductor.config.patch(force_disable_caches=True):
+                made = compile_fx_inner(gm, inputs, **options)
+            self.after.append(counted(gm.graph))
+            return made
         with V.set_fake_mode(detect_fake_mode(inputs)), pass_context(Range(1, 64)):
             view_to_reshape(gm)
             post_grad_passes(gm, True)
@@ -120,11 +127,17 @@ def counted(graph) -> Counter:
     return found
 
 
-def compiled(config, call, *inputs):
-    backend = Backend(config)
+def compiled(config, call, *inputs, **options):
+    """(what it gives, what is counted ahead of the passes, and behind them), of a graph for any number of tokens."""
+    backend = Backend(config, **options)
     torch._dynamo.reset()
+    for each in inputs:
+        torch._dynamo.mark_dynamic(each, 0)
     with torch.no_grad(), set_current_vllm_config(config), ir.enable_torch_wrap(True):
-        found = torch.compile(call, backend=backend, fullgraph=True, dynamic=False)(*inputs)
+        graph = torch.compile(call, backend=backend, fullgraph=True, dynamic=False)
+        found = graph(*inputs)
+        fewer = graph(*(each[:2] for each in inputs))
+    assert all(torch.equal(each[:2], row) for each, row in zip(found, fewer))
     [before], [after] = backend.before, backend.after
     return found, before, after
 
@@ -177,6 +190,15 @@ def test_norms_with_their_residuals_and_gates_are_computed_by_quantisers(name):
         eager = layer(*inputs())
     for each, other in zip(found, eager):
         assert (each.double() - other.double()).norm() < 0.05 * other.double().norm()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_inductors_code_gives_the_same_bits():
+    config = config_of()
+    layer = layer_under(config)
+    found, _, after = compiled(config, layer, *inputs(), codegen=True)
+    assert after == {"quantise": 1, "add-norm-quantise": 2, "silu-quantise": 1}
+    assert all(map(torch.equal, found, by_hand(layer, *inputs())))
 
 
 def test_a_norm_without_a_residual_is_too():
