@@ -166,6 +166,25 @@ def test_a_quantiser_gives_the_reference_s_bits(monkeypatch, name, dtype):
     assert len(emulator.launched) == 1
 
 
+@pytest.mark.parametrize("dtype", quantize_cases.X_DTYPES)
+@pytest.mark.parametrize("name", ["per token", "affine", "by block", "permuted by block", "a row in a CTA", "long"])
+def test_a_residual_s_sum_is_pytorch_s_and_codes_are_the_kernel_s_without_it(monkeypatch, name, dtype):
+    mode, k, options = QUANTIZERS.get(name, ("s8", 20480, {}))
+    p = quantize_cases.parameters(2, k)
+    options = options | {"rms_norm": p["rms_norm"]} | ({"permutation": p["permutation"]} if len(options) > 1 else {})
+    q_type, affine = quantize_cases.MODES[mode]
+    draw = builders.generator(1)
+    x, residual = (torch.randn(11 if k < 10000 else 3, k, generator=draw).to(dtype) for _ in range(2))
+    total = x + residual
+    emulator = emulate(monkeypatch)
+    expected = quantize_activations(total, q_type, affine=affine, **options)
+    for into in (None, residual):
+        *found, s = quantize_activations(x, q_type, affine=affine, residual=residual, residual_out=into, **options)
+        assert builders.same_bits(s, total)
+        quantize_cases.assert_same_bits(tuple(found), expected)
+    assert len(emulator.launched) == 3 and s is residual
+
+
 @pytest.mark.parametrize("k", [288, 2080, 20480])
 @pytest.mark.parametrize("options", [{"silu_mul": True}, {"rms_norm": True}], ids=["silu_mul", "rms_norm"])
 def test_a_quantiser_s_values_are_near_the_reference_s(monkeypatch, options, k):

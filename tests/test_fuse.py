@@ -594,6 +594,36 @@ def test_only_a_layer_that_passes_its_arguments_on_makes_the_addition_a_norm_s(o
             layer(x, wrong=1)
 
 
+class Needs(Layer):
+    """A layer that its model tells apart by an attribute, to give it what it cannot run without."""
+
+    kind = "shifted"
+
+    def forward(self, hidden, shift):
+        return super().forward(hidden, shift=shift)
+
+
+class Tells(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Needs("")])
+
+    def forward(self, inputs_embeds, use_cache=None):
+        return self.layers[0](inputs_embeds, {"shifted": 0.5}[self.layers[0].kind])
+
+
+def test_a_model_may_read_its_layers_attributes():
+    torch.manual_seed(1)
+    model = Tells().to(torch.bfloat16).eval()
+    quantize(model, activation="int8")
+    x = torch.randn(2, 3, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        before = model(x)
+        report = fuse_(model)
+        assert report == ["layers.0.first", "layers.0.second"]
+        assert float((model(x) - before).float().norm() / before.float().norm()) < 0.03
+
+
 def test_a_layer_that_adds_in_its_norm_is_what_it_was_to_everything_else():
     model = quantised()
     layer = model.model.layers[0]

@@ -71,7 +71,7 @@ def calls_of(owner: torch.nn.Module, blocks: dict[str, torch.nn.Module]) -> dict
     As the owner calls it in a forward that takes `inputs_embeds`, else with one tensor.
     """
     found: dict[str, Call | str] = {}
-    recorders = {number: _Recorder() for number in blocks}
+    recorders = {number: _Recorder(block) for number, block in blocks.items()}
     put: dict[torch.nn.Module, torch.nn.Module] = {block: recorders[number] for number, block in blocks.items()}
     for module in owner.modules():
         if isinstance(module, (PackedLinear, PackedExperts)):
@@ -148,26 +148,36 @@ class Mix(torch.nn.Module):
         return (x.float() / rms * scales).to(x.dtype)[..., turn]
 
 
-class _Recorder(torch.nn.Module):
-    """Stands for a block: notes the arguments, and returns the hidden states."""
+class _StandIn(torch.nn.Module):
+    """Has the attributes of the module that it stands for, and notes its call."""
 
     call: Call | None = None
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = (module,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module[0], name)
+
+
+class _Recorder(_StandIn):
+    """Stands for a block: returns the hidden states."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         self.call = Call(inputs, named, None)
         return inputs[0] if inputs else named["hidden_states"]
 
 
-class _Probe(torch.nn.Module):
-    """Stands for a module: notes the arguments, and returns random values, shaped as the output was."""
+class _Probe(_StandIn):
+    """Stands for a module: returns random values, shaped as the output was."""
 
-    def __init__(self, output: Any, seed: int):
-        super().__init__()
+    def __init__(self, module: torch.nn.Module, output: Any, seed: int):
+        super().__init__(module)
         first, *rest = output if isinstance(output, tuple) else (output,)
         draw = torch.Generator().manual_seed(seed)
         self.first = torch.randn(first.shape, generator=draw, device="cpu").to(first.device, first.dtype)
         self.whole = (self.first, *rest) if isinstance(output, tuple) else self.first
-        self.call: Call | None = None
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         self.call = Call(inputs, named, None)
@@ -409,10 +419,9 @@ def _probed(
 
     Raises `_Unclear` unless the layer is h = x + before(x), h + after(norm(h)), bit for bit; norm is order[at].
     """
-    probes = [_Probe(block.calls[name].output, seed) for seed, name in enumerate(order)]
-    put: dict[torch.nn.Module, torch.nn.Module] = {
-        block.module.get_submodule(n): each for n, each in zip(order, probes)
-    }
+    modules = [block.module.get_submodule(name) for name in order]
+    probes = [_Probe(module, block.calls[name].output, i) for i, (name, module) in enumerate(zip(order, modules))]
+    put: dict[torch.nn.Module, torch.nn.Module] = dict(zip(modules, probes))
     output = _skeleton(block.module, put)(x, **named)
     total = x + probes[at - 1].first
     for i, probe in enumerate(probes):
