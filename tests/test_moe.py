@@ -128,10 +128,18 @@ def test_a_nan_behind_a_limit_is_still_a_nan():
         assert bool(scale.isnan().all())
 
 
-def test_counted_rows_need_a_gate():
+def test_counted_rows_without_a_gate_or_indices_are_the_masked_kernels():
     inputs = Inputs(torch.ones(2, 64), torch.int8, False, False, None, None, None, None, 0.0, None, torch.ones(1).int())
-    with pytest.raises(ValueError, match="row_count: expected None without a gate or row_index"):
-        quantize(inputs)
+    assert inputs.masked and not inputs._replace(gate=SILU_MUL).masked
+    assert not inputs._replace(row_index=torch.zeros(2).int()).masked
+    quantize(inputs)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (2, 1), (0,)], ids=str)
+def test_counts_of_rows_that_no_kernel_reads_are_refused(shape):
+    count = torch.ones(shape, dtype=torch.int32)
+    with pytest.raises(ValueError, match="row_count: expected .*got"):
+        quantize(Inputs(torch.ones(2, 64), torch.int8, False, False, None, None, None, None, 0.0, None, count))
 
 
 # ---- the layer ------------------------------------------------------------------------------------------------------

@@ -153,6 +153,8 @@ def check_arguments(inputs: Inputs) -> None:
             rows = rows_like(name, getattr(inputs, name), x)
             check_plain(name, rows)
             check_rows(name, rows, may_overlap=name == "residual")
+    if row_count is not None and check_tensor("row_count", row_count).dim() != 1:
+        raise ValueError(f"row_count: expected shape [1] or [parts], got {list(row_count.shape)}")
     parts = 1 if row_count is None else max(1, row_count.numel())
     if inputs.rows % parts:
         raise ValueError(f"row_count: expected as many elements as {inputs.rows} rows have equal parts, got {parts}")
