@@ -168,8 +168,10 @@ WAYS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_ahead(own_cache):
+def compiled_ahead(request, own_cache):
     """The cache holds what most cases need, compiled in threads."""
+    if request.config.getoption("--emulate"):
+        return
     from jitgemm import settings
     from jitgemm.runtime import kernels
 

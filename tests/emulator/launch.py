@@ -23,6 +23,7 @@ from jitgemm.gemm import grouped_plan
 from jitgemm.gemm import plan as gemms
 from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
+from jitgemm.runtime import device as devices
 from jitgemm.runtime import driver, prepared
 from jitgemm.runtime.kernels import KernelFamily
 from jitgemm.select.devices import DEVICES
@@ -165,7 +166,7 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
     monkeypatch.setattr(prepared, "_current_device", lambda: -1)
     monkeypatch.setattr(prepared, "_current_stream", lambda device: 7)
     monkeypatch.setattr(prepared.PreparedLaunch, "run", run)
-    for module in (gemms, grouped_plan, quantizers, moe):
+    for module in (devices, gemms, grouped_plan, quantizers, moe):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES[device])
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)  # hides the base class' own
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -122,10 +122,12 @@ struct Warp {
     u64* registers;
     bool at_barrier = false;
     u32 generation = 0, cluster_generation = 0;
-    std::vector<CopyPointer> copies[32];            // cp.async of a lane
+    std::vector<std::vector<CopyPointer>> copies[32];  // cp.async of a lane: groups; the last is not committed
     std::vector<CopyPointer> stores[32];            // by the TMA
     std::vector<std::vector<Operands>> multiplies;  // groups; the last is not committed
-    Warp() : multiplies(1) {}
+    Warp() : multiplies(1) {
+        for (auto& groups : copies) groups.resize(1);
+    }
 
     bool done() const { return alive == 0; }
 };
@@ -424,16 +426,33 @@ Next copy_async(Warp& w, const Instruction& in, u32 lanes) {
             std::memcpy(warp->cta->at(to, bytes), values, bytes);
             warp->cta->wrote(to, bytes, thread);
         }});
-        w.copies[l].push_back(copy);
+        w.copies[l].back().push_back(copy);
     });
     return Next::kOn;
 }
 
-Next copy_wait_all(Warp& w, const Instruction&, u32 lanes) {
-    each(lanes, [&](u32 l) {
-        for (auto& copy : w.copies[l]) copy->finish();
-        w.copies[l].clear();
-    });
+Next copy_commit(Warp& w, const Instruction&, u32 lanes) {
+    each(lanes, [&](u32 l) { w.copies[l].emplace_back(); });
+    return Next::kOn;
+}
+
+// Until at most so many committed groups of the lane are in flight.
+void wait_for_copies(Warp& w, u32 l, u64 pending) {
+    auto& groups = w.copies[l];
+    while (groups.size() > pending + 1) {
+        for (auto& copy : groups.front()) copy->finish();
+        groups.erase(groups.begin());
+    }
+}
+
+Next copy_wait_group(Warp& w, const Instruction& in, u32 lanes) {
+    each(lanes, [&](u32 l) { wait_for_copies(w, l, in.operands[0].value); });
+    return Next::kOn;
+}
+
+Next copy_wait_all(Warp& w, const Instruction& in, u32 lanes) {
+    copy_commit(w, in, lanes);
+    each(lanes, [&](u32 l) { wait_for_copies(w, l, 0); });
     return Next::kOn;
 }
 
@@ -441,9 +460,10 @@ Next copy_arrive(Warp& w, const Instruction& in, u32 lanes) {
     each(lanes, [&](u32 l) {
         const u32 at = u32(get(w, in.operands[0], l));
         Warp* warp = &w;
-        auto copies = w.copies[l];
+        auto groups = w.copies[l];
         w.machine->later([=] {
-            for (auto& copy : copies) copy->finish();
+            for (auto& group : groups)
+                for (auto& copy : group) copy->finish();
             warp->machine->arrive(*warp->cta, at);
         });
     });
@@ -952,6 +972,7 @@ const std::map<std::string, Handler>& plain_opcodes() {
         {"mbarrier.arrive.shared::cta.b64", barrier_arrive},
         {"mbarrier.arrive.shared::cluster.b64", barrier_arrive},
         {"mbarrier.try_wait.parity.shared::cta.b64", barrier_try_wait},
+        {"mbarrier.test_wait.parity.shared::cta.b64", barrier_try_wait},
         {"fence.proxy.async.shared::cta", fence_async},
         {"fence.mbarrier_init.release.cluster", nothing},
         {"fence.acq_rel.cta", nothing},
@@ -965,6 +986,8 @@ const std::map<std::string, Handler>& plain_opcodes() {
         {"cp.async.cg.shared.global", copy_async},
         {"cp.async.ca.shared.global", copy_async},
         {"cp.async.wait_all", copy_wait_all},
+        {"cp.async.wait_group", copy_wait_group},
+        {"cp.async.commit_group", copy_commit},
         {"cp.async.mbarrier.arrive.noinc.shared::cta.b64", copy_arrive},
         {"cp.async.bulk.tensor.2d.global.shared::cta.bulk_group", tile_store},
         {"cp.async.bulk.commit_group", nothing},
@@ -1188,7 +1211,7 @@ void find_handler(Instruction& in) {
 void leave(Warp& w, u32 lanes) {
     w.alive &= ~lanes;
     each(lanes, [&](u32 l) {
-        for (auto& copy : w.copies[l]) copy->finish();
+        w.copies[l].emplace_back(), wait_for_copies(w, l, 0);
         for (auto& copy : w.stores[l]) copy->finish();
     });
 }
