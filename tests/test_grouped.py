@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import builders
+import numpy as np
 import pytest
 import torch
 from prepared_calls import without_driver
@@ -105,6 +106,15 @@ def test_deepgemm_s_and_vllm_s_sizes():
     assert rows_of_problem_sizes(offsets, sizes[:, [1, 0, 2]], swap_ab=False).tolist() == [[0, 4], [4, 4], [4, 7]]
 
 
+@pytest.mark.parametrize("expected_m", [np.int64(3), np.uint8(3), torch.tensor(3), 3.0])
+def test_any_class_of_numbers_says_how_many_rows_are_expected(expected_m):
+    weight, lhs, offsets = weight_of_experts(), builders.lhs(1, 12, K), torch.tensor([0, 2, 4, 6, 8, 12])
+    out, right = torch.zeros(2, 12, N)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, right, offsets, expected_m=3)
+    jitgemm.m_grouped_gemm_w4a8_nt_contiguous(lhs, weight, out, offsets, expected_m=expected_m)
+    assert torch.equal(out, right)
+
+
 WEIGHT = weight_of_experts()
 CALL = dict(rhs=WEIGHT, offsets=torch.zeros(E + 1, dtype=torch.int32), m=4)
 
@@ -126,6 +136,8 @@ CALL = dict(rhs=WEIGHT, offsets=torch.zeros(E + 1, dtype=torch.int32), m=4)
         (dict(out=torch.zeros(4, N)), "out: expected bfloat16"),
         (dict(expected_m="8"), "expected_m: "),
         (dict(expected_m=-1), "expected_m: expected a number of rows, got -1"),
+        (dict(expected_m=True), "expected_m: expected a number of rows, got True"),
+        (dict(expected_m=np.int64(-1)), "expected_m: expected a number of rows, got -1"),
         (dict(batch_invariant=1), "batch_invariant: expected a bool"),
         (dict(kernel=3), "kernel: expected a label as `jitgemm explain` prints it, or None, got int"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -224,6 +225,8 @@ def rows_of_problem_sizes(
 
 
 def _check_hint(expected_m: object) -> float:
+    if not isinstance(expected_m, (int, float)) and hasattr(expected_m, "__index__"):
+        expected_m = operator.index(expected_m)
     if isinstance(expected_m, bool) or not isinstance(expected_m, (int, float)) or not 0 <= expected_m < math.inf:
         raise TypeError(f"expected_m: expected a number of rows, got {expected_m!r}")
     return expected_m
