@@ -84,6 +84,15 @@ def check_dtype(name: str, dtype: object, types: tuple[str, ...]) -> str:
     return found
 
 
+def check_no_grad(name: str, tensor: torch.Tensor) -> None:
+    """Refuses tensors that a gradient is expected for."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: expected a tensor that does not require grad, since packed weights have no gradient, got one "
+            "that does; run under torch.no_grad() or torch.inference_mode()"
+        )
+
+
 def check_flag(name: str, value: object) -> None:
     """Raises TypeError for anything but a bool."""
     if not isinstance(value, bool):

@@ -364,6 +364,19 @@ def test_wrong_arguments_are_named(error, message, change):
         fused_experts(*CASE.arguments, lhs_dtype=torch.int8)
 
 
+@pytest.mark.parametrize("name", ["x", "topk_weights", "addend"])
+def test_what_a_gradient_is_expected_for_is_refused(name):
+    x, w13, w2, ids, weights = CASE.arguments
+    given = {"x": x, "topk_weights": weights, "addend": torch.ones(9, 72)}
+    given[name] = given[name].clone().requires_grad_()
+    x, weights = given["x"], given["topk_weights"]
+    for call in (fused_experts, fused_experts, torch.compile(fused_experts, backend="aot_eager")):
+        with torch.no_grad():  # does not make the next call a known one
+            assert not fused_experts(x, w13, w2, ids, weights, addend=given["addend"]).requires_grad
+        with pytest.raises(Exception, match=rf"{name}: expected a tensor that does not require grad.*no_grad"):
+            call(x, w13, w2, ids, weights, addend=given["addend"])
+
+
 @pytest.mark.parametrize("experts", [0, 1025, True, 2.0])
 def test_routing_checks_the_number_of_experts(experts):
     with pytest.raises((TypeError, ValueError), match="experts: expected"):

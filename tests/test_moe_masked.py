@@ -89,6 +89,7 @@ def test_the_smallest_sizes(max_m, experts):
     ("x", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), "x: expected strides of a view of all rows"),
     ("masked_m", lambda m: m.long(), "masked_m: expected int32, got int64"),
     ("masked_m", lambda m: m[:4], r"masked_m: expected .*5"),
+    ("x", lambda x: x.clone().requires_grad_(), "x: expected a tensor that does not require grad"),
     ("out", lambda out: out[:, :5], r"out: expected shape \[5, 6, 72\], got \[5, 5, 72\]"),
     ("out", lambda out: out.double(), "out: expected .*float64"),
 ])  # fmt: skip

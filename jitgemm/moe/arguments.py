@@ -17,7 +17,17 @@ from jitgemm.gemm.groups import as_rows
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, describe, differ, dtype_name, known
+from jitgemm.tensors import (
+    check_dtype,
+    check_int,
+    check_no_grad,
+    check_plain,
+    check_tensor,
+    describe,
+    differ,
+    dtype_name,
+    known,
+)
 from jitgemm.weight.packed import PackedWeight, check_packed
 from jitgemm.weight.packed import Weight as AnyWeight
 
@@ -91,6 +101,12 @@ class Layer(NamedTuple):
     def tensors(self) -> list[torch.Tensor]:
         """What of it is a tensor, and not a weight."""
         return [value for value in self if isinstance(value, torch.Tensor)]
+
+    @property
+    def activations(self) -> dict[str, torch.Tensor]:
+        """What a gradient may be expected for, by name."""
+        named = {"x": self.x, "topk_weights": self.topk_weights}
+        return named if self.addend is None else named | {"addend": self.addend}
 
     def new_out(self) -> torch.Tensor:
         """A tensor to write to."""
@@ -203,6 +219,8 @@ def check_arguments(layer: Layer) -> None:
     ):  # fmt: skip
         if tensor is not None:
             check_device(name, tensor, "x", x.device)
+    for name, tensor in layer.activations.items():
+        check_no_grad(name, tensor)
 
 
 def check_masked(
@@ -223,6 +241,7 @@ def check_masked(
         _check_matrix(name, as_rows(name, tensor, experts, max_m, str(columns)), None, columns, names)
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
+    check_no_grad("x", x)
     check_plain("masked_m", check_tensor("masked_m", masked_m))
     check_vector("masked_m", masked_m, ("s32",), experts)
     check_biases(w13, w2, bias13, bias2)

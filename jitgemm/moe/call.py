@@ -103,7 +103,8 @@ def fused_experts(
         out, or a new tensor, [tokens, n] of x's type.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it. out was not written.
+        TypeError, ValueError: an argument is wrong, or x, topk_weights or addend requires grad; the message names it.
+            out was not written.
         CacheMissError: a kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
@@ -236,7 +237,8 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
         check_arguments(layer)
         if out is not None:
             check_out(out, layer)
-        thread.memory.add_plan(key, tensors, True)
+        if not any(tensor.requires_grad for tensor in layer.activations.values()):  # else grad mode decides each time
+            thread.memory.add_plan(key, tensors, True)
     if out is None:
         out = layer.new_out()
     if x.shape[0] == 0:

@@ -20,7 +20,7 @@ from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.gate import decoded, encoded
 from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import BLOCK, CODES, state_dict_parts
-from jitgemm.tensors import check_dtype
+from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 
 if TYPE_CHECKING:
@@ -136,11 +136,7 @@ class PackedExperts(torch.nn.Module):
         if hidden_states.shape[-1:] != (self.hidden_dim,):
             raise ValueError(f"hidden_states: expected shape [..., {self.hidden_dim}], got {list(hidden_states.shape)}")
         check_dtype("hidden_states", hidden_states.dtype, REAL_TYPES)
-        if hidden_states.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                "hidden_states: expected a tensor that does not require grad, since packed weights have no gradient, "
-                "got one that does; run under torch.no_grad() or torch.inference_mode()"
-            )
+        check_no_grad("hidden_states", hidden_states)
         device_type = hidden_states.device.type
         if device_type != "meta" and torch.is_autocast_enabled(device_type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(device_type))

@@ -21,7 +21,7 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
 from jitgemm.runtime.checks import ALIGNMENT
-from jitgemm.tensors import TYPE_NAMES, check_dtype
+from jitgemm.tensors import TYPE_NAMES, check_dtype, check_no_grad
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed, weight_format
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
@@ -413,11 +413,7 @@ def as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
     if x.shape[-1:] != (columns,):
         raise ValueError(f"x: expected shape [..., {columns}], got {list(x.shape)}")
     check_dtype("x", x.dtype, REAL_TYPES)
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "x: expected a tensor that does not require grad, since a packed weight has no gradient, got one that "
-            "does; run under torch.no_grad() or torch.inference_mode()"
-        )
+    check_no_grad("x", x)
     rows = x if x.dim() == 2 else x.reshape(-1, columns)
     if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % ALIGNMENT:
         rows = rows.contiguous()
