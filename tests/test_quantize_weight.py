@@ -184,7 +184,7 @@ def test_codes_are_those_of_the_rounded_scale():
     assert torch.equal(q.double(), exact.round().clamp(-8, 7))
 
 
-@pytest.mark.parametrize("dtype, size", [(torch.float16, 1e-7), (torch.bfloat16, 1e-40), (torch.float32, 1e-44)])
+@pytest.mark.parametrize("dtype, size", [(torch.float16, 1e-6), (torch.float32, 1e-43)])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_tiny_weights_err_by_no_more_than_themselves(dtype, size, symmetric):
     w = torch.linspace(-size, size, 256).repeat(8, 1)
@@ -264,6 +264,21 @@ def test_weights_too_large_for_the_scale_type_are_refused(symmetric):
     w = torch.linspace(-1e6, 1e6, 64).repeat(8, 1)
     with pytest.raises(ValueError, match="w: expected scales within float16's 65504"):
         quantize_w4(w, 32, symmetric=symmetric, scale_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("dtype", "size", "instead"), [
+    (torch.float16, 1e-9, "use scale_dtype bfloat16 or float32"),
+    (torch.bfloat16, 3e-41, "use scale_dtype float32"),
+    (torch.float32, 1e-45, "multiply w by a power of two"),
+])  # fmt: skip
+def test_groups_too_small_for_the_scale_type_are_refused(dtype, size, instead, symmetric):
+    w = torch.linspace(-1, 1, 64).repeat(8, 1)
+    w[5, 32:] = size
+    with pytest.raises(ValueError, match=f"{str(dtype)[6:]} has a scale for, got .*underflows to 0; {instead}"):
+        quantize_w4(w, 32, symmetric=symmetric, scale_dtype=dtype)
+    w[5, 32:] = 0
+    assert not quantize_w4(w, 32, symmetric=symmetric, scale_dtype=dtype).dequantize()[5, 32:].any()
 
 
 W = torch.zeros(8, 64)

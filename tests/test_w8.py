@@ -217,6 +217,13 @@ def test_int8_per_channel_stops_where_int32_may_overflow():
 # ---- quantising ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("block", [None, 128])
+def test_quantize_w8_refuses_values_that_fp32_has_no_scale_for(block):
+    w = torch.full((128, 128), 2e-44)
+    with pytest.raises(ValueError, match="w: expected groups of zeros, or of values that float32 .* underflows to 0"):
+        quantize_w8(w, torch.int8, block=block)
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("block", [None, 128])
 @pytest.mark.parametrize("n, k", [(8, 32), (200, 320), (256, 128)])

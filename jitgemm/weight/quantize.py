@@ -64,7 +64,7 @@ def quantize_w4(
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong type.
-        ValueError: wrong shape, a NaN or infinity, or values too large for scale_dtype.
+        ValueError: wrong shape, a NaN or infinity, or values too large for scale_dtype, or a group's too small.
     """
     n, k = _check_weight(w)
     check_flag("symmetric", symmetric)
@@ -95,6 +95,7 @@ def quantize_w4(
                 codes, scale[rows] = _signed(part, scale_dtype, full_range, clip_steps)
             else:
                 codes, scale[rows], zero[rows] = _with_zero_points(part, scale_dtype, clip_steps)
+            _check_underflow(scale[rows], part)
             q[rows] = _canonical(codes.view(part.shape[0], -1)[:, :k])
         return pack_w4(q, scale, zero, group_size=group_size, k=k, lhs_dtype=lhs_dtype)
 
@@ -116,7 +117,7 @@ def quantize_w8(w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = 
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong type.
-        ValueError: wrong shape, or a NaN or infinity.
+        ValueError: wrong shape, a NaN or infinity, or a row or block of values too small for an fp32 scale.
     """
     n, k = _check_weight(w)
     largest = 448.0 if check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES) == "e4m3" else 127.0
@@ -138,6 +139,7 @@ def quantize_w8(w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = 
             part = part.view(part.shape[0] // rows_of, rows_of, -1, columns).transpose(1, 2).flatten(2)
             found = part.abs().amax(-1) / torch.tensor(largest, device=w.device)
             scale[first // rows_of :][: found.shape[0]] = found
+            _check_underflow(found, part)
             codes = _in_steps(part, found).clamp_(-largest, largest)
             codes = codes if lhs_dtype.is_floating_point else codes.round_()
             codes = codes.to(lhs_dtype).unflatten(2, (rows_of, columns)).transpose(1, 2).flatten(2).flatten(0, 1)
@@ -233,8 +235,21 @@ def _rounded(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rounded
 
 
+def _check_underflow(scale: torch.Tensor, w: torch.Tensor) -> None:
+    """Raises ValueError where a group's scale is 0 and one of its values [rows, groups, size] is not."""
+    lost = w.abs().amax(-1).where(scale == 0, 0.0)
+    if not bool(lost.any()):
+        return
+    wider = {torch.float16: "bfloat16 or float32", torch.bfloat16: "float32"}.get(scale.dtype)
+    instead = f"use scale_dtype {wider}" if wider else "multiply w by a power of two"
+    raise ValueError(
+        f"w: expected groups of zeros, or of values that {dtype_name(scale.dtype)} has a scale for, got one of values "
+        f"up to {float(lost.max()):g}, whose scale underflows to 0; {instead}"
+    )
+
+
 def _in_steps(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """w / scale; below a half where the scale is 0, which it is where w is zero or smaller than dtype's least."""
+    """w / scale; below a half where the scale is 0, which it is where w is zero or too small for dtype."""
     return w / torch.where(scale == 0, 1.0, scale)[..., None]
 
 
