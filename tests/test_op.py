@@ -545,13 +545,13 @@ def test_batch_invariant_is_a_bool():
 # ---- whichever of torch and jitgemm is imported first -------------------------------------------------------------
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-NAMES = ("gemm_w4a8_nt", "quantize_activations", "m_grouped_gemm_w4a8_nt", "fused_experts")
+NAMES = ("gemm_w4a8_nt", "quantize_activations", "add_quantize_activations", "m_grouped_gemm_w4a8_nt", "fused_experts")
 OPS = ", ".join(f"torch.ops.jitgemm.{name}.default" for name in NAMES)
 
 
 def test_every_op_that_is_defined_is_looked_for_below():
     texts = (path.read_text(encoding="utf-8") for path in (REPOSITORY / "jitgemm").rglob("*.py"))
-    assert sorted(NAMES) == sorted(name for text in texts for name in re.findall(r'define_op\(\s*"(\w+)\(', text))
+    assert sorted(NAMES) == sorted(name for text in texts for name in re.findall(r'define_op\(\s*f?"(\w+)[({]', text))
 
 
 @pytest.mark.parametrize(

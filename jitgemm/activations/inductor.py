@@ -1,8 +1,8 @@
 """What a compiled graph computes ahead of a quantiser, computed by the quantiser: a pass over inductor's graphs.
 
-It stands among inductor's own patterns, beside whatever a user or an engine installs as a custom pass, and goes back
-from each `torch.ops.jitgemm.quantize_activations` to what made its input: `PRODUCERS` says for which operators it
-knows how. Structures other than these are left alone. Quantisers that read one tensor alike become one.
+It stands among inductor's own patterns, beside whatever a user or an engine installs as a custom pass. Of each
+`torch.ops.jitgemm.quantize_activations` it looks at what made the input: `PRODUCERS` says for which operators it knows
+how. Structures other than these are left alone. Quantisers that read one tensor alike become one.
 
 A fusion leaves out the rounding to x's type between norm or gate and quantiser, as inductor does between the pointwise
 operators that it fuses; under its `emulate_precision_casts` there is none. A value that anything but quantisers reads,

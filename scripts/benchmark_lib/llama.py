@@ -123,8 +123,8 @@ def fp8(model: Any, group_size: int) -> None:
 def ours(activation: str, fused: bool) -> Callable[[Any, int], None]:
     def change(model: Any, group_size: int) -> None:
         jitgemm.nn.quantize_(model, activation=activation, group_size=group_size, clip_steps=0)
-        if fused and len(jitgemm.nn.fuse_(model)) != 3 * len(model.model.layers):
-            raise RuntimeError("fuse_: expected both norms and the MLP of each block to be fused")
+        if fused and len(jitgemm.nn.fuse_(model)) != 4 * len(model.model.layers):
+            raise RuntimeError("fuse_: expected each block, both its norms and its MLP to be fused")
 
     return change
 
