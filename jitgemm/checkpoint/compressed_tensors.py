@@ -56,6 +56,26 @@ _TENSORS = ("weight_scale", "weight_zero_point", "weight_g_idx")
 _ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
 
 
+_NAMES = (lambda value: isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value), "a list of names")
+_MAPPING = (lambda value: isinstance(value, Mapping), "a mapping")
+_TEXT = (lambda value: isinstance(value, str), "a name")
+_INTEGER = (lambda value: isinstance(value, int) and not isinstance(value, bool), "an integer")
+_KINDS = {
+    "ignore": _NAMES,
+    "targets": _NAMES,
+    "config_groups": _MAPPING,
+    "transform_config": _MAPPING,
+    "weights": _MAPPING,
+    "input_activations": _MAPPING,
+    "type": _TEXT,
+    "strategy": _TEXT,
+    "num_bits": _INTEGER,
+    "group_size": _INTEGER,
+    "symmetric": (lambda value: isinstance(value, bool), "true or false"),
+}
+"""What settings must be where they are given and not null: (a check, what it wants)."""
+
+
 def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
     if config is not None and config.get("quant_method") not in (None, _METHOD):
         return False
@@ -161,6 +181,8 @@ def _size_of_codes(tensors: Mapping[str, Any], codes: torch.dtype | None) -> tup
     shape = tensors.get("weight_shape")
     if not isinstance(shape, torch.Tensor):
         return n, per_word * words
+    if shape.is_floating_point():
+        raise ValueError(f"weight_shape: expected integers [2], got {describe(shape)}")
     shape = shape.tolist()
     if len(shape) != 2 or shape[0] != n or ceil_div(shape[1], per_word) != words:
         got = list(packed.shape)
@@ -247,13 +269,28 @@ def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     if config is None or "config_groups" not in config or config.get("quant_method", _METHOD) != _METHOD:
         return config
     found: dict[str, Any] = {"quant_method": _METHOD, "format": config.get("format")}
+    try:
+        _check_kinds(config)
+        groups: Mapping[str, Any] = config["config_groups"] or {}
+        for name, group in groups.items():
+            _check_kinds(group, f"{name}: ")
+    except ValueError as error:
+        return found | {"refusal": str(error)}
     if prefix and any(_names(prefix, target) for target in config.get("ignore") or ()):
         return found | {"refusal": f"ignore: expected no target that matches the quantised layer {prefix!r}, got one"}
-    group = _online_transform(config, prefix) or _config_group(config["config_groups"], prefix)
+    group = _online_transform(config, prefix) or _config_group(groups, prefix)
     if isinstance(group, str):
         return found | {"refusal": group}
     scheme = {key: group.get(key) for key in ("weights", "input_activations", "output_activations")}
     return found | scheme | {"format": group.get("format") or config.get("format")}
+
+
+def _check_kinds(settings: Any, where: str = "") -> None:
+    """Raises ValueError for a setting that is of another kind; where: what its name follows in the message."""
+    for key in _KINDS.keys() & set(settings if isinstance(settings, Mapping) else ()):
+        fits, expected = _KINDS[key]
+        if settings[key] is not None and not fits(settings[key]):
+            raise ValueError(f"{where}{key}: expected {expected}, got {settings[key]!r}")
 
 
 def _config_group(groups: Mapping[str, Any], prefix: str) -> Mapping[str, Any] | str:
@@ -279,7 +316,10 @@ def _config_group(groups: Mapping[str, Any], prefix: str) -> Mapping[str, Any] |
 
 def _names(prefix: str, target: str) -> bool:
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), prefix) is not None
+        try:
+            return re.match(target.removeprefix("re:"), prefix) is not None
+        except re.error as error:
+            raise ValueError(f"targets: expected regular expressions behind re:, got {target!r} ({error})") from None
     return target == prefix
 
 
@@ -296,6 +336,9 @@ def _online_transform(config: Mapping[str, Any], prefix: str) -> str | None:
 
 def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Refuses what the config says and the kernel cannot have. Returns what it says of the weight, {} for nothing."""
+    _check_kinds(config)
+    for part in ("weights", "input_activations"):
+        _check_kinds(setting(config, part), f"{part}: ")
     format, weights = setting(config, "format"), setting(config, "weights", default={})
     if format is not None and format not in _SUPPORTED and format != "mixed-precision":
         raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")
