@@ -237,6 +237,19 @@ def test_compiled_steps_replay_on_a_gpu(script, transformers):
     assert len(rows) == 12 and all(row["difference"] < 0.1 for row in rows)
 
 
+@pytest.mark.gpu
+def test_layers_divided_among_gpus_replay(script, transformers):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs of one host: found {torch.cuda.device_count()}")
+    sizes = "--hidden 1024 --intermediate 2048 --heads 8 --kv-heads 2 --layers 2".split()
+    result = run(script, "tp", *sizes, "--batch", "1,3", "--context", "40", "--prefill", "100", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert len(rows) == 9
+    for row in rows:
+        assert row["difference"] < 0.1 and row["us"] > row["compute_us"] > 0 and row["collective_us"] > 1
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from small_models import checkpoint_tensors
 from small_models import config as stored_config
 from test_nn_experts import experts, routed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -483,8 +484,14 @@ def ops_on_rows(mesh) -> list[str]:
     sharded, columns = (distribute_tensor(x, mesh, [Shard(dim)], src_data_rank=None) for dim in (0, 1))
     lhs = jitgemm.quantize_activations(sharded, torch.int8, affine=True)
     out = distribute_tensor(torch.zeros(M, N), mesh, [Shard(0)], src_data_rank=None)
+    both = init_device_mesh("cpu", (2, 1))
+    given = distribute_tensor(x, both, [Shard(0), Replicate()], src_data_rank=None)
+    assert layer(given).placements == (Shard(0), Replicate())
+    divided = parallelize_module(copy.deepcopy(layer), mesh, ColwiseParallel())
     messages = []
     for call in (
+        lambda: divided(given),
+        lambda: layer_of_experts("int8")(sharded[:, :64], None, None),
         lambda: jitgemm.quantize_activations(columns, torch.int8),
         lambda: jitgemm.gemm_w4a8_nt(lhs, weight, torch.zeros(M, N)),
         lambda: jitgemm.gemm_w4a8_nt((lhs[0], scale, lhs[2]), weight, out),
@@ -520,6 +527,8 @@ def test_ops_take_rows_and_refuse_other_layouts(both):
         for message, words in zip(
             messages,
             (
+                "x: expected a DTensor on DeviceMesh",
+                "hidden_states: expected a plain tensor",
                 "x: expected placements Replicate() or Shard(0) in quantize_activations",
                 "out: expected a DTensor with (Shard(dim=0),)",
                 "x_scale: expected a DTensor",

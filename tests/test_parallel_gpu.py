@@ -9,7 +9,7 @@ import pytest
 import ranks
 import torch
 from test_parallel import EXPERTS, LAYERS, PLAN, Model, apart, columns_of, layer_of_experts, of_rank, x_of
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import jitgemm.nn
@@ -80,6 +80,16 @@ def agreed(mesh, name: str) -> None:
     assert builders.same_bits(in_a_graph(layer, mine), out)
 
 
+def on_rows(mesh, name: str) -> None:
+    layer = LAYERS[name]().cuda()
+    x = x_of(layer).cuda()
+    expected = layer(x)
+    for layout in (Shard(0), Replicate(), Shard(1)):
+        out = layer(distribute_tensor(x, mesh, [layout], src_data_rank=None))
+        assert out.placements == (layout if layout == Shard(0) else Replicate(),)
+        assert near(out.full_tensor(), expected)
+
+
 def a_model(mesh) -> torch.Tensor:
     model = Model().cuda()
     x = torch.randn(3, 128, generator=builders.generator(2)).cuda().bfloat16()
@@ -120,6 +130,11 @@ def test_divided_experts(both, kind):
 def test_divided_layers(both, name):
     first, second = both(layers, name)
     assert builders.same_bits(first, second)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_of_dtensors_through_whole_layers(both, name):
+    both(on_rows, name)
 
 
 @pytest.mark.parametrize("name", ["e4m3, groups of 128", "int8, per channel", "8 bits"])

@@ -18,6 +18,7 @@ from jitgemm.moe.arguments import Layer
 from jitgemm.moe.call import fused_experts
 from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.gate import decoded, encoded
+from jitgemm.nn.linear import is_dtensor
 from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import BLOCK, CODES, state_dict_parts
 from jitgemm.tensors import check_dtype, check_no_grad
@@ -133,6 +134,8 @@ class PackedExperts(torch.nn.Module):
         Raises:
             TypeError, ValueError: an argument has the wrong dtype, size or device, or hidden_states requires grad.
         """
+        if is_dtensor(hidden_states):
+            raise TypeError("hidden_states: expected a plain tensor, such as a DTensor's to_local(), got a DTensor")
         if hidden_states.shape[-1:] != (self.hidden_dim,):
             raise ValueError(f"hidden_states: expected shape [..., {self.hidden_dim}], got {list(hidden_states.shape)}")
         check_dtype("hidden_states", hidden_states.dtype, REAL_TYPES)

@@ -62,6 +62,10 @@ class Split:
             if self.input_layout == self.wanted:
                 return x
             x = DTensor.from_local(x, self.mesh, [self.input_layout], run_check=False)
+        if x.device_mesh != self.mesh:
+            raise ValueError(
+                f"x: expected a DTensor on {self.mesh}, which divides the layer, got one on {x.device_mesh}"
+            )
         return x.redistribute(self.mesh, [self.wanted]).to_local()
 
     def sum(self, out: torch.Tensor) -> None:
