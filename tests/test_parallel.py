@@ -17,7 +17,7 @@ from small_models import config as stored_config
 from test_nn_experts import experts, routed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import jitgemm
 import jitgemm.nn
@@ -440,8 +440,7 @@ def model_on_rows(mesh) -> None:
     """Sequences divided among ranks, through layers that are whole on each; fused, compiled, and with a divided MLP."""
     model, x = Model(), torch.randn(2, 6, N, generator=builders.generator(2))
     jitgemm.nn.quantize_(model, activation="int8", clip_steps=0)
-    for norm in (block.norm for block in model.layers):
-        norm.weight = torch.nn.Parameter(distribute_tensor(norm.weight, mesh, [Replicate()]), requires_grad=False)
+    parallelize_module(model, mesh, {"layers.*.norm": SequenceParallel()})
     sharded = distribute_tensor(x, mesh, [Shard(1)], src_data_rank=None)
     out = model(sharded)
     assert out.placements == (Shard(1),)
