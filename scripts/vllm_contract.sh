@@ -43,8 +43,8 @@ from pathlib import Path
 
 NAMES = """
 aiohttp anthropic blake3 cachetools cbor2 cloudpickle compressed-tensors depyf diskcache einops fastapi gguf ijson
-jsonschema lark llguidance lm-format-enforcer mcp mistral-common model-hosting-container-standards msgspec openai openai-harmony
-outlines-core partial-json-parser prometheus-client prometheus-fastapi-instrumentator psutil py-cpuinfo pybase64
+jsonschema lark llguidance lm-format-enforcer mcp mistral-common model-hosting-container-standards msgspec openai
+openai-harmony outlines-core partial-json-parser prometheus-client prometheus-fastapi-instrumentator psutil py-cpuinfo pybase64
 python-json-logger pyzmq regex setproctitle six tiktoken transformers uvloop watchfiles
 xgrammar
 """.split()

@@ -220,8 +220,11 @@ __device__ __forceinline__ Input<Config> load(const QuantizeArgs& args, u32 row,
     const u8* source = args.x + row * args.x_row_bytes + vector * kBytes * (kInPairs ? 2 : 1);
     Input<Config> input;
     if constexpr (Config::kResidual) {
-        if (again) source = args.sum + row * args.sum_row_bytes + vector * kBytes;
-        if (!again) input.x[1] = load_vector<Config::kX>(args.residual + row * args.residual_row_bytes + vector * kBytes);
+        if (again) {
+            source = args.sum + row * args.sum_row_bytes + vector * kBytes;
+        } else {
+            input.x[1] = load_vector<Config::kX>(args.residual + row * args.residual_row_bytes + vector * kBytes);
+        }
     }
     input.x[0] = load_vector<Config::kX>(source);
     if constexpr (Config::kResidual && Config::kX == kFp32) {

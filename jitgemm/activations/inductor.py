@@ -407,7 +407,7 @@ def _either(args: tuple[Any, ...] | None) -> Iterator[tuple[Any, Any]]:
 
 
 def _norm(value: Node) -> Front | None:
-    """x * rsqrt(mean(x^2) + eps) * weight, x and the mean in fp32; rounded ahead of the weight, behind it or nowhere."""
+    """x * rsqrt(mean(x^2) + eps) * weight, x and mean in fp32; rounded ahead of the weight, behind it or nowhere."""
     for weight, normed in _either(_call(value, aten.mul.Tensor)):
         if weight.meta["val"].shape != value.meta["val"].shape[-1:]:
             continue

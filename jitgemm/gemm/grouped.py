@@ -119,8 +119,8 @@ def m_grouped_gemm_w4a8_nt_masked(
 
     Args:
         lhs: (x, x_scale), or (x, x_scale, x_zero): x [E, max_m, k], x_scale and x_zero [E, max_m] or one element, or
-            x_scale [E, max_m, ceil(k / 128)], or packed [E, max_m, ceil(k / 512)], of any strides. Else row strides as in `gemm_w4a8_nt`; an expert is max_m
-            row strides behind the one before.
+            x_scale [E, max_m, ceil(k / 128)], or packed [E, max_m, ceil(k / 512)], of any strides. Else row strides as
+            in `gemm_w4a8_nt`; an expert is max_m row strides behind the one before.
         rhs: weight of E experts [E, n, k] from `pack_w4`.
         out: bfloat16, float16 or float32 [E, max_m, n], strides as x. Rows from masked_m[e] on are left alone.
         masked_m: int32 or int64 [E], contiguous, read on the device and clamped to 0..max_m there.

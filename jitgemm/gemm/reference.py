@@ -201,7 +201,7 @@ def _tiles(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None) -> Iterator[tuple[s
 
 
 def integers(rhs: Weight, strip: int, end: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """q - zero (of e4m3 weights no integers), scale and offset of some strips, in fp64: [rows, k], twice [rows, groups]."""
+    """q - zero (e4m3: no integers), scale and offset of some strips, in fp64: [rows, k], twice [rows, groups]."""
     q, scale, zero, offset = rhs.rows(strip, end)
     d = q.to(torch.float64)
     dequantize_groups(d, rhs.group_size, zero=zero)

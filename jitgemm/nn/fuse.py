@@ -36,8 +36,9 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
       stays PyTorch's, as the norm behind it is the next layer's.
     - silu(gate) * up and the quantiser of the next Linear's input. Other gates stay PyTorch's.
 
-    Results are, bit for bit, those of `quantize_activations` with `rms_norm`, `residual` or `silu_mul` and of `gemm_w4a8_nt` on the
-    merged weights. They differ from the model's as it was by roundings that are left out: norm and product stay fp32.
+    Results are, bit for bit, those of `quantize_activations` with `rms_norm`, `residual` or `silu_mul` and of
+    `gemm_w4a8_nt` on the merged weights. They differ from the model's as it was by roundings that are left out: norm
+    and product stay fp32.
 
     `state_dict()` has the same names and values, but for `blocks` and `meta` of weights whose codes had to be brought
     into the order "any"; it loads into the model fused or not. `load_` and `load_state_dict(assign=True)` need the

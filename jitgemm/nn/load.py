@@ -46,8 +46,8 @@ def load_(
     is copied.
 
     Experts that the model stacks in two parameters, as transformers 5 does, become a `W4A8Experts` or `W8A8Experts`;
-    the checkpoint names each expert's projections (docs/formats.md). Experts in floats are stacked; routers stay what they
-    are.
+    the checkpoint names each expert's projections (docs/formats.md). Experts in floats are stacked; routers stay what
+    they are.
 
     A model from transformers is made by `AutoModelForCausalLM.from_config(config)`; what it holds before does not
     matter. The names in the checkpoint are the model's, or those that transformers renames. Packed layers that the
