@@ -17,12 +17,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from tiny_kernel import serialised_kernel, spilling_kernel
 
+import jitgemm.nn
 from jitgemm import settings
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.cli import common, main
@@ -32,6 +34,7 @@ from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache, process_cache
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
+from jitgemm.nn.warm import _kernels
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 
@@ -464,8 +467,66 @@ def test_a_models_quantization_config_decides_what_options_leave_open(run, tmp_p
     assert labels == {"s8-channel", "quantize-bf16-s8z"} and "int8 activations (affine)" in said
     labels, _ = warmup(QUANTIZED, "--group-size", "128", "--no-zero-point", "--lhs", "int8", "--codes", "any")
     assert labels == {"s8-g128", "quantize-bf16-s8"}
-    labels, said = warmup({"quant_method": "fp8"}, "--codes", "any")
-    assert labels == {"e4m3-g128", "quantize-bf16-e4m3"} and "not read (quant_method 'fp8')" in said
+    labels, said = warmup({"quant_method": "quip"}, "--codes", "any")
+    assert labels == {"e4m3-g128", "quantize-bf16-e4m3"} and "not read (quant_method 'quip')" in said
+
+
+def eight_bits(codes: str, strategy: str, inputs: dict | None, **weights) -> dict:
+    weights |= {"num_bits": 8, "type": codes, "strategy": strategy, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+PER_TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+@pytest.mark.parametrize(
+    ("section", "activation", "weights"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, "e4m3_block", "blocks"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "e4m3", "tensor"),
+        ({"quant_method": "blockwise_int8", "weight_block_size": [128, 128]}, "int8_block", "blocks"),
+        ({"quant_method": "w8a8_int8"}, "int8", "rows"),
+        (eight_bits("int", "channel", PER_TOKEN | {"type": "int"}), "int8", "bf16 rows"),
+        (eight_bits("float", "channel", PER_TOKEN | {"type": "float"}), "e4m3", "bf16 rows"),
+        (eight_bits("float", "channel", None), "e4m3", "bf16 rows"),
+        (
+            eight_bits("float", "block", PER_TOKEN | {"type": "float", "strategy": "group", "group_size": 128},
+                       block_structure="128x128"),
+            "e4m3_block", "bf16 blocks",
+        ),
+    ],
+)  # fmt: skip
+def test_an_8_bit_config_compiles_what_its_loaded_layers_need(run, tmp_path, section, activation, weights):
+    n, k = 512, 256
+    sizes = {"hidden_size": k, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | sizes | {"quantization_config": section}))
+    options = ("--device", "h200", "--max-m", "64", "--form", "fused", "--dry-run", "--json")
+    done = run("warmup", "--model", str(tmp_path), *options)
+    assert done.code == 0 and "8-bit weights" in done.stderr, done.stderr
+    found = {kernel["label"] for kernel in done.json["kernels"] if f"gate_up_proj {n}x{k}" in kernel["layers"]}
+
+    dtype = torch.bfloat16 if "bf16" in weights else torch.float32
+    shape = {"blocks": (n // 128, k // 128), "rows": (n, 1), "tensor": (1,)}[weights.split()[-1]]
+    name = "weight_scale_inv" if weights == "blocks" else "weight_scale"
+    codes = torch.int8 if activation.startswith("int8") else torch.float8_e4m3fn
+    tensors = {"0.weight": torch.zeros(n, k).to(codes), f"0.{name}": torch.ones(shape, dtype=dtype)}
+    model = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16))
+    jitgemm.nn.load_(model, tensors, config=section)
+    assert model[0].activation == activation
+    needed = {spec.label for spec, _ in _kernels(model, 64, [torch.bfloat16], "h200")}
+    assert found == needed
+
+
+@pytest.mark.parametrize("section", [
+    eight_bits("int", "channel", PER_TOKEN | {"type": "float"}),
+    eight_bits("int", "channel", None) | {"config_groups": {"a": {"weights": {"num_bits": 8, "symmetric": False}}}},
+    {"quant_method": "fp8", "weight_block_size": 128},
+])  # fmt: skip
+def test_an_8_bit_config_that_no_layer_can_have_is_not_read(run, tmp_path, section):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": section}))
+    done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run")
+    assert done.code == 0 and "quantization_config is not read (" in done.stderr
 
 
 def test_a_group_size_that_no_kernel_has_is_named(run, tmp_path):

@@ -53,13 +53,10 @@ CODES_HELP = (
     "is -8); tuned, for those of --lhs alone (pack_w4 with lhs_dtype, jitgemm.nn)."
 )
 OUT_HELP = "Type of the result."
-Scale = Annotated[RealType, typer.Option("--scale-dtype", help="Type of the weights' scales in the checkpoint.")]
-Bits = Annotated[
-    int,
-    typer.Option(
-        "--bits", metavar="4|8", help="Bits of a weight. With 8 it has the activations' type, and --codes says nothing."
-    ),
-]
+SCALE_HELP = "Type of the weights' scales in the checkpoint."
+Scale = Annotated[RealType, typer.Option("--scale-dtype", help=SCALE_HELP)]
+BITS_HELP = "Bits of a weight. With 8 it has the activations' type, and --codes says nothing."
+Bits = Annotated[int, typer.Option("--bits", metavar="4|8", help=BITS_HELP)]
 Offset = Annotated[
     bool,
     typer.Option(

@@ -25,6 +25,12 @@ DENSE_MODELS = frozenset(
 )
 """model_type of decoders with q, k, v, o and gated gate, up, down projections in every layer."""
 
+_W8A8 = {"fp8": "fp8", "w8a8-fp8": "fp8", "blockwise-int8": "int8", "w8a8-int8": "int8"}
+"""Methods of 8-bit weights, and the type of their activations."""
+_CODES = {(4, "int", False): None, (4, "int", True): None, (8, "int", False): "int8", (8, "float", False): "fp8"}
+"""Compressed-tensors' weights by num_bits, type and whether they have zero points: the activations that those of 8 bits
+must meet."""
+
 KNOWN_MODELS = DENSE_MODELS | {"mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe"}
 """And experts: in every layer of mixtral and gpt_oss; of the others' layers some may be dense, and qwen2_moe has a
 shared expert."""
@@ -106,6 +112,8 @@ class Quantization:
         zero_point: weights have integer zero points.
         lhs: type of the activations, "fp8" or "int8"; None where it says nothing of them.
         variants: what the activations' quantiser does besides: of "affine", "static", "permuted", "block".
+        bits: of a weight's codes; 8-bit ones have the type of the activations.
+        scale_type: of the weights' scales, as the method's tools write them: the file does not say.
     """
 
     method: str
@@ -113,6 +121,8 @@ class Quantization:
     zero_point: bool
     lhs: str | None = None
     variants: tuple[str, ...] = ()
+    bits: int = 4
+    scale_type: str = "bf16"
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -323,7 +333,8 @@ def _qwen_moe(config: Mapping[str, Any], tp: int, ep: int, group_size: int, dept
 def quantization(config: Mapping[str, Any]) -> Quantization | str | None:
     """What the config says of quantised weights and activations, or why that cannot be told; None: nothing.
 
-    Known are GPTQ, AWQ and AutoRound with one setting for all layers, and compressed-tensors with one group.
+    Known are GPTQ, AWQ and AutoRound with one setting for all layers, compressed-tensors with one group, and 8-bit weights
+    of both kinds in blocks of their own methods. Activations are those that `jitgemm.nn.load_` chooses.
     """
     section = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if section is None:
@@ -334,6 +345,8 @@ def quantization(config: Mapping[str, Any]) -> Quantization | str | None:
             return _compressed_tensors(section, method)
         if method in ("gptq", "awq", "auto-round"):
             return _gptq_or_awq(section, method)
+        if method in _W8A8:
+            return _w8a8(section, method)
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         return f"{problem.args[0]!r} is missing" if isinstance(problem, KeyError) else str(problem)
     return f"quant_method {section['quant_method']!r}"
@@ -350,17 +363,29 @@ def _gptq_or_awq(section: Mapping[str, Any], method: str) -> Quantization:
     return Quantization(method, 0 if group_size == -1 else group_size, bool(zero_point), None, variants)
 
 
+def _w8a8(section: Mapping[str, Any], method: str) -> Quantization:
+    block, static = section.get("weight_block_size"), section.get("activation_scheme") == "static"
+    variants = ("static",) if static else ("block",) if block else ()
+    return Quantization(method, block[1] if block else 0, False, _W8A8[method], variants, 8, "fp32")
+
+
 def _compressed_tensors(section: Mapping[str, Any], method: str) -> Quantization:
     groups = list(section["config_groups"].values())
     _expect("number of config_groups", len(groups), 1)
     weights, inputs = groups[0]["weights"], groups[0].get("input_activations")
-    _expect("num_bits", weights["num_bits"], 4)
-    _expect("type", weights.get("type", "int"), "int")
+    bits, type_, zero_point = weights["num_bits"], weights.get("type", "int"), weights.get("symmetric") is False
+    if (bits, type_, zero_point) not in _CODES:
+        raise ValueError(f"weights: num_bits {bits!r}, type {type_!r}, symmetric {not zero_point}")
     group_size = weights["group_size"] if weights["strategy"] == "group" else 0
-    lhs, variants = None, ()
+    if bits == 8 and weights["strategy"] == "block":
+        block = weights["block_structure"]
+        group_size = int(block.split("x")[1]) if isinstance(block, str) else block[1]
+    own = _CODES[bits, type_, zero_point]
+    lhs, variants = own, ()
     if inputs:
         _expect("input_activations: num_bits", inputs["num_bits"], 8)
         lhs = "fp8" if inputs["type"] == "float" else "int8"
+        _expect("input_activations: type", lhs, own or lhs)
         affine, static = lhs == "int8" and inputs.get("symmetric") is False, not inputs.get("dynamic")
         block = inputs.get("strategy") == "group"
         if block:
@@ -368,7 +393,7 @@ def _compressed_tensors(section: Mapping[str, Any], method: str) -> Quantization
             _expect("input_activations: static or not symmetric", affine or static, False)
         flags = (("affine", affine), ("static", static), ("block", block))
         variants = tuple(name for name, given in flags if given)
-    return Quantization(method, group_size, weights.get("symmetric") is False, lhs, variants)
+    return Quantization(method, group_size, zero_point, lhs, variants, bits)
 
 
 def _expect(name: str, value: object, expected: object) -> None:

@@ -214,8 +214,14 @@ def warmup(
         typer.Option("--zero-point/--no-zero-point", help=common.ZERO_HELP, show_default=_FROM_CONFIG.format("no")),
     ] = None,
     offset: common.Offset = False,
-    bits: common.Bits = 4,
-    scale_dtype: common.Scale = common.RealType.bf16,
+    bits: Annotated[
+        Optional[int],
+        typer.Option("--bits", metavar="4|8", help=common.BITS_HELP, show_default=_FROM_CONFIG.format("4")),
+    ] = None,
+    scale_dtype: Annotated[
+        Optional[common.RealType],
+        typer.Option("--scale-dtype", help=common.SCALE_HELP, show_default=_FROM_CONFIG.format("bf16")),
+    ] = None,
     codes: Annotated[
         CodesSet,
         typer.Option(
@@ -302,8 +308,8 @@ def warmup(
             group_size=group,
             zero_point=said.zero_point if zero_point is None else zero_point,
             offset=offset,
-            bits=bits,
-            scale_type=scale_dtype.value,
+            bits=said.bits if bits is None else bits,
+            scale_type=said.scale_type if scale_dtype is None else scale_dtype.value,
             outs=outs,
             batch_invariant=batch_invariant,
             e8m0=e8m0,
