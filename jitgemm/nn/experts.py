@@ -132,7 +132,8 @@ class PackedExperts(torch.nn.Module):
             [..., hidden] of hidden_states' dtype, or of autocast's.
 
         Raises:
-            TypeError, ValueError: an argument has the wrong dtype, size or device, or hidden_states requires grad.
+            TypeError, ValueError: an argument has the wrong dtype, size or device, or hidden_states or top_k_weights
+                requires grad.
         """
         if is_dtensor(hidden_states):
             raise TypeError("hidden_states: expected a plain tensor, such as a DTensor's to_local(), got a DTensor")
