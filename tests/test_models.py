@@ -316,13 +316,13 @@ def test_what_a_config_says_of_its_quantisation_is_read(section, said):
 @pytest.mark.parametrize(
     ("section", "why"),
     [
-        ({"quant_method": "fp8"}, "quant_method 'fp8'"),
+        ({"quant_method": "fbgemm_fp8"}, "quant_method 'fbgemm_fp8'"),
         (GPTQ | {"bits": 8}, "bits: expected 4, got 8"),
         ({"quant_method": "gptq", "bits": 4}, "'group_size' is missing"),
         (GPTQ | {"dynamic": {"-:.*": {}}}, "settings of their own"),
-        (compressed(WEIGHTS | {"num_bits": 8}), "num_bits: expected 4, got 8"),
+        (compressed(WEIGHTS | {"num_bits": 3}), "weights: num_bits 3, type 'int', symmetric True"),
         (compressed(WEIGHTS) | {"config_groups": {}}, "number of config_groups: expected 1, got 0"),
-        (compressed(WEIGHTS | {"type": "float"}), "type: expected 'int', got 'float'"),
+        (compressed(WEIGHTS | {"type": "float"}), "weights: num_bits 4, type 'float', symmetric True"),
         (compressed(WEIGHTS, INT8 | {"num_bits": 4}), "input_activations: num_bits: expected 8, got 4"),
         (compressed(WEIGHTS, BY_BLOCK | {"group_size": 64}), "input_activations: group_size: expected 128, got 64"),
         (

@@ -24,7 +24,7 @@ from jitgemm.gemm import plan as gemms
 from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import device as devices
-from jitgemm.runtime import driver, prepared
+from jitgemm.runtime import driver, plans, prepared
 from jitgemm.runtime.kernels import KernelFamily
 from jitgemm.select.devices import DEVICES
 
@@ -156,6 +156,7 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
         emulator.memory = [extent(each) for each in tensors if each is not None]
         return real_run(self, addresses, dependent, tensors)
 
+    monkeypatch.setattr(plans.thread, "memory", plans.Memory())  # launches that are made ready here run nowhere else
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", emulator.launch)
     monkeypatch.setattr(driver, "use_context", lambda device: None)
     monkeypatch.setattr(driver, "resident_ctas", lambda *_: 2)
