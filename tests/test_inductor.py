@@ -373,7 +373,7 @@ class MLP(torch.nn.Module):
 def by_hand(mlp, x, **front):
     """An MLP's result with the gate computed by the quantiser, and what `front` says ahead of it."""
     q = mlp.gate.quantise(x, **front)
-    both, y = torch.empty(len(x), 256, dtype=x.dtype), torch.empty_like(x)
+    both, y = torch.empty(len(x), 256, dtype=x.dtype, device=x.device), torch.empty_like(x)
     mlp.gate.multiply(q, both[:, :128])
     mlp.up.multiply(q, both[:, 128:])
     mlp.down.multiply(mlp.down.quantise(both, silu_mul=True), y)
