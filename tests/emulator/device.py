@@ -31,12 +31,15 @@ class _CudaIsCpu(TorchFunctionMode):
 def cuda_is_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a test does with "cuda" happens on the CPU, kernels on the emulator. CUDA graphs and streams skip it."""
     emulator: Emulator = emulate(monkeypatch)
-    generator = torch.Generator
 
     def unknown(*_: Any, **__: Any) -> None:
         pytest.skip("the emulator has no graphs, streams, memory statistics and devices")
 
-    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator(_on_cpu(device)))
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, _on_cpu(device))
+
+    monkeypatch.setattr(torch, "Generator", Generator)
     for name in ("CUDAGraph", "Stream", "Event", "max_memory_allocated", "memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, unknown)
     for name in ("synchronize", "empty_cache"):
