@@ -40,7 +40,8 @@ def cuda_is_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
             return super().__new__(cls, _on_cpu(device))
 
     monkeypatch.setattr(torch, "Generator", Generator)
-    for name in ("CUDAGraph", "Stream", "Event", "max_memory_allocated", "memory_allocated", "reset_peak_memory_stats"):
+    names = "CUDAGraph", "Stream", "Event", "max_memory_allocated", "memory_allocated", "reset_peak_memory_stats"
+    for name in (*names, "set_sync_debug_mode"):
         monkeypatch.setattr(torch.cuda, name, unknown)
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)

@@ -169,7 +169,7 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
     monkeypatch.setattr(prepared.PreparedLaunch, "run", run)
     for module in (devices, gemms, grouped_plan, quantizers, moe):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES[device])
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)  # hides the base class' own
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)  # hides the base class' own
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(synchronize=lambda: None))
     return emulator
