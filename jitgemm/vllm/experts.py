@@ -263,7 +263,7 @@ class JitGemmExperts(FusedMoEExpertsModular):
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
         module = self.module
-        return module.num_experts, a1.shape[0], module.w13.weight.n, module.hidden_dim, topk_ids.shape[1]
+        return module.num_experts, a1.shape[-2], module.w13.weight.n, module.hidden_dim, topk_ids.shape[1]
 
     def workspace_shapes(
         self,
@@ -321,12 +321,6 @@ class JitGemmBatchedExperts(JitGemmExperts):
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceDelegate:
         return TopKWeightAndReduceDelegate()
-
-    def moe_problem_size(
-        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
-    ) -> tuple[int, int, int, int, int]:
-        module = self.module
-        return module.num_experts, a1.shape[1], module.w13.weight.n, module.hidden_dim, topk_ids.shape[1]
 
     def workspace_shapes(
         self,
