@@ -73,8 +73,8 @@ class QuantizePlan(PreparedLaunch):
             kernel,
             ARGUMENTS,
             {
-                "x_row_bytes": _row_bytes(x),
-                "q_row_bytes": q.stride(0) if m > 1 else 0,
+                "x_row_bytes": row_bytes(x),
+                "q_row_bytes": row_bytes(q),
                 "m": m,
                 "k": k,
                 "eps": inputs.eps,
@@ -83,8 +83,8 @@ class QuantizePlan(PreparedLaunch):
                 "gate_alpha": gate.alpha,
                 "scale_row_stride": scale.stride(0) if inputs.block else 0,
                 "scale_block_stride": scale.stride(1) if inputs.block else 0,
-                "residual_row_bytes": _row_bytes(inputs.residual),
-                "sum_row_bytes": _row_bytes(inputs.residual_out),
+                "residual_row_bytes": row_bytes(inputs.residual),
+                "sum_row_bytes": row_bytes(inputs.residual_out),
                 "rows_of_count": 0 if inputs.row_count is None else m // inputs.row_count.shape[0],
             },
             grid=min(ceil_div(m, rows), resident * device_of(device).num_sms),
@@ -116,6 +116,6 @@ class QuantizePlan(PreparedLaunch):
             self.run(addresses, True, inputs.tensors(outputs))
 
 
-def _row_bytes(tensor: torch.Tensor | None) -> int:
+def row_bytes(tensor: torch.Tensor | None) -> int:
     """From row to row. One row's stride is never walked, and torch may report any value for it."""
     return 0 if tensor is None or tensor.shape[0] < 2 else tensor.stride(0) * tensor.element_size()

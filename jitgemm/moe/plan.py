@@ -7,6 +7,7 @@ import torch
 from jitgemm.activations.arguments import Outputs
 from jitgemm.activations.kernel import QuantizeSpec
 from jitgemm.activations.plan import KERNELS as QUANTIZERS
+from jitgemm.activations.plan import row_bytes
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, ROUTE_POINTERS, Routing
@@ -105,8 +106,7 @@ class FrontPlan(PreparedLaunch):
     ):
         self.spec, (m, k) = spec, x.shape
         values, smem = _route_values(topk_ids, experts, expert_map, FRONT_THREADS, 1)
-        # One row's stride is never walked, and torch may report any value for it.
-        values |= {"x_row_bytes": x.stride(0) * x.element_size() if m > 1 else 0, "m": m, "k": k}
+        values |= {"x_row_bytes": row_bytes(x), "m": m, "k": k}
         values["scale_block_stride"] = 4 * ceil_div(m, 4)  # as Inputs.new_outputs() lays them out
         kernel = FRONTS.load(spec, x.get_device())
         # A CTA for each token beside the one that routes: there are few tokens.
@@ -139,9 +139,8 @@ class CombinePlan(PreparedLaunch):
             kernel,
             COMBINE_ARGUMENTS,
             {
-                # One row's stride is never walked, and torch may report any value for it.
-                "addend_row_bytes": 0 if addend is None or tokens == 1 else addend.stride(0) * addend.element_size(),
-                "out_row_bytes": 0 if tokens == 1 else out.stride(0) * out.element_size(),
+                "addend_row_bytes": row_bytes(addend),
+                "out_row_bytes": row_bytes(out),
                 "tokens": tokens,
                 "top_k": topk_weights.shape[1],
                 "n": n,
