@@ -1,13 +1,16 @@
 """vLLM's engine with and without jitgemm, on real GPUs: how fast it is, and whether what it says is right.
 
-    python scripts/vllm_engine.py speed MODEL QUANT OUT.jsonl       one engine, weights of real sizes and no meaning
+    python scripts/vllm_engine.py speed MODEL QUANT... OUT.jsonl    weights of real sizes and no meaning
     python scripts/vllm_engine.py logprobs KIND OUT.jsonl [--tp 2]  small checkpoints with real weights, all engines
 
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
 own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16) with options or without, such as
-'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). KIND: dense or moe. Run each engine in a
-process of its own. The plug-in is found from this checkout, installed or not. Experts get uniform routing: with
-weights of no meaning routers route alike.
+'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). KIND: dense or moe. The plug-in is found from
+this checkout, installed or not. Experts get uniform routing: with weights of no meaning routers route alike.
+
+Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one, and
+are measured one after another, when all have started: an idle engine leaves the GPU alone. For the time that one engine
+takes to start, give one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -81,6 +86,10 @@ def find_plug_in() -> None:
     sys.path[:0] = paths
 
 
+LITTLE_MEMORY = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": 6 << 30}
+"""A cache of a size that is told, without a look at the memory, which other engines change as they start."""
+
+
 def report(out: str, row: dict[str, Any]) -> None:
     print("RESULT", json.dumps(row), flush=True)
     with open(out, "a", encoding="utf-8") as file:
@@ -90,8 +99,38 @@ def report(out: str, row: dict[str, Any]) -> None:
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
-def speed(model: str, quant: str, out: str) -> None:
-    """Start-up, µs a decode step at 1, 16 and 64 sequences, prefill tokens/s."""
+def speed(model: str, quants: list[str], out: str) -> None:
+    """Starts all engines, then measures one after another."""
+    engines = {}
+    for quant in quants:
+        log = Path(out).parent / f"{model}-{re.sub('[^a-z0-9]+', '-', quant.lower()).strip('-')}.log"
+        with log.open("w") as file:
+            command = [sys.executable, __file__, "engine", model, quant, out, "--beside", str(len(quants) - 1)]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            engines[quant] = subprocess.Popen(command, stderr=file, **pipes)
+    for quant, engine in engines.items():
+        ready = read_until(engine, STARTED)
+        print(f"{model} {quant}: {'started' if ready else f'failed, exit code {engine.wait()}'}", flush=True)
+    for engine in engines.values():
+        if engine.poll() is None:
+            engine.communicate("measure\n")
+    if any(engine.returncode for engine in engines.values()):
+        sys.exit(1)
+
+
+STARTED = "STARTED"
+
+
+def read_until(engine: subprocess.Popen[str], word: str) -> bool:
+    """Whether the process says so before it ends."""
+    assert engine.stdout is not None
+    return any(line.strip() == word for line in engine.stdout)
+
+
+def engine(model: str, quant: str, out: str, beside: int) -> None:
+    """Start-up, µs a decode step at 1, 16 and 64 sequences, prefill tokens/s; measures once a line comes in."""
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM logs to stdout
     os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     said, arguments = engine_of(quant)
     config = MODELS[model] | ({} if said is None else {"quantization_config": said})
@@ -103,11 +142,14 @@ def speed(model: str, quant: str, out: str) -> None:
 
     start = time.time()
     llm = LLM(
-        model=folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=4096, gpu_memory_utilization=0.8,
+        model=folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=4096, **LITTLE_MEMORY,
         enable_prefix_caching=False, max_num_batched_tokens=8192, max_num_seqs=128, disable_log_stats=True,
         compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]}, **arguments,
     )  # fmt: skip
     row: dict[str, Any] = {"model": model, "quant": quant, "start_s": round(time.time() - start, 1)}
+    row["started_beside"] = beside
+    print(STARTED, file=told, flush=True)
+    sys.stdin.readline()
 
     def seconds(sequences: int, tokens: int, made: int) -> float:
         ids = [[3 + (i * 7919 + j * 104729) % 30000 for j in range(tokens)] for i in range(sequences)]
@@ -190,8 +232,6 @@ def one_by_one(tensors: dict[str, Any]) -> Any:
 
 def logprobs(kind: str, out: str, tp: int) -> None:
     """Each engine's logprobs of the same tokens, next to those of the same weights in bf16."""
-    import subprocess
-
     folder = Path(tempfile.mkdtemp())
     small(kind, folder)
     engines = {
@@ -201,14 +241,17 @@ def logprobs(kind: str, out: str, tp: int) -> None:
         "jitgemm-eager": ("packed", {"quantization": "jitgemm"}, True),
     }  # fmt: skip
     found: dict[str, list[float]] = {}
+    running = {}
     for name, (part, arguments, eager) in engines.items():
         given = {"model": str(folder / part), "tensor_parallel_size": tp, "enforce_eager": eager, **arguments}
         command = [sys.executable, __file__, "one", json.dumps(given), str(folder / name)]
-        done = subprocess.run(command)
-        if done.returncode == 0:
+        with Path(out).with_name(f"{kind}-tp{tp}-{name}.log").open("w") as log:
+            running[name] = subprocess.Popen(command, stdout=log, stderr=log)
+    for name, engine in running.items():
+        if engine.wait() == 0:
             found[name] = json.loads((folder / name).read_text())
         else:
-            report(out, {"kind": kind, "tp": tp, "engine": name, "failed": done.returncode})
+            report(out, {"kind": kind, "tp": tp, "engine": name, "failed": engine.returncode})
     for name, values in found.items():
         apart = [abs(a - b) for a, b in zip(values, found["bf16"])]
         row = {"kind": kind, "tp": tp, "engine": name, "mean_apart": sum(apart) / len(apart), "most_apart": max(apart)}
@@ -222,7 +265,7 @@ def one(arguments: str, out: str) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        skip_tokenizer_init=True, max_model_len=1024, gpu_memory_utilization=0.5, enable_prefix_caching=False,
+        skip_tokenizer_init=True, max_model_len=1024, **LITTLE_MEMORY, enable_prefix_caching=False,
         disable_log_stats=True, **json.loads(arguments),
     )  # fmt: skip
     prompts = [{"prompt_token_ids": [3 + (i * 7919 + j * 104729) % 4000 for j in range(64 + 50 * i)]} for i in range(8)]
@@ -238,11 +281,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, arguments in (
-        ("speed", ("model", "quant", "out")), ("logprobs", ("kind", "out")), ("one", ("arguments", "out"))
+        ("speed", ("model", "quants", "out")), ("engine", ("model", "quant", "out")),
+        ("logprobs", ("kind", "out")), ("one", ("arguments", "out")),
     ):  # fmt: skip
         command = commands.add_parser(name)
         for argument in arguments:
-            command.add_argument(argument)
+            command.add_argument(argument, nargs="+" if argument == "quants" else None)
+    commands.choices["engine"].add_argument("--beside", type=int, default=0)
     commands.choices["logprobs"].add_argument("--tp", type=int, default=1)
     given = vars(parser.parse_args())
     find_plug_in()
