@@ -84,12 +84,13 @@ def check_dtype(name: str, dtype: object, types: tuple[str, ...]) -> str:
     return found
 
 
-def check_no_grad(name: str, tensor: torch.Tensor) -> None:
-    """Refuses tensors that a gradient is expected for."""
-    if tensor.requires_grad and torch.is_grad_enabled():
+def check_no_grad(name: str, tensor: torch.Tensor | None) -> None:
+    """Refuses tensors that a gradient is expected for. Whoever remembers that a call was checked has to remember
+    whether gradients were on, too."""
+    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name}: expected a tensor that does not require grad, since packed weights have no gradient, got one "
-            "that does; run under torch.no_grad() or torch.inference_mode()"
+            f"{name}: expected a tensor that does not require grad, since jitgemm computes no gradients, got one that "
+            "does; run under torch.no_grad() or torch.inference_mode()"
         )
 
 

@@ -364,17 +364,33 @@ def test_wrong_arguments_are_named(error, message, change):
         fused_experts(*CASE.arguments, lhs_dtype=torch.int8)
 
 
-@pytest.mark.parametrize("name", ["x", "topk_weights", "addend"])
+@pytest.mark.parametrize("name", ["x", "topk_weights", "bias13", "bias2", "addend"])
 def test_what_a_gradient_is_expected_for_is_refused(name):
     x, w13, w2, ids, weights = CASE.arguments
     given = {"x": x, "topk_weights": weights, "addend": torch.ones(9, 72)}
+    given |= {"bias13": torch.zeros(5, w13.n), "bias2": torch.zeros(5, w2.n)}
     given[name] = given[name].clone().requires_grad_()
-    x, weights = given["x"], given["topk_weights"]
+    x, weights = given.pop("x"), given.pop("topk_weights")
     for call in (fused_experts, fused_experts, torch.compile(fused_experts, backend="aot_eager")):
         with torch.no_grad():  # does not make the next call a known one
-            assert not fused_experts(x, w13, w2, ids, weights, addend=given["addend"]).requires_grad
+            assert not fused_experts(x, w13, w2, ids, weights, **given).requires_grad
         with pytest.raises(Exception, match=rf"{name}: expected a tensor that does not require grad.*no_grad"):
-            call(x, w13, w2, ids, weights, addend=given["addend"])
+            call(x, w13, w2, ids, weights, **given)
+
+
+@pytest.mark.parametrize("name", ["rows", "topk_weights", "addend", "out"])
+def test_combining_refuses_what_a_gradient_is_expected_for(name):
+    given = {
+        "rows": torch.ones(4, 16),
+        "inverse": torch.zeros(2, 2, dtype=torch.int32),
+        "topk_weights": torch.ones(2, 2),
+    }
+    given |= {"out": torch.empty(2, 16), "addend": torch.ones(2, 16)}
+    given[name].requires_grad_()
+    with torch.no_grad():
+        combine(**given)
+    with pytest.raises(ValueError, match=f"{name}: expected a tensor that does not require grad"):
+        combine(**given)
 
 
 @pytest.mark.parametrize("experts", [0, 1025, True, 2.0])

@@ -92,6 +92,7 @@ def test_the_smallest_sizes(max_m, experts):
     ("x", lambda x: x.clone().requires_grad_(), "x: expected a tensor that does not require grad"),
     ("out", lambda out: out[:, :5], r"out: expected shape \[5, 6, 72\], got \[5, 5, 72\]"),
     ("out", lambda out: out.double(), "out: expected .*float64"),
+    ("out", lambda out: out.clone().requires_grad_(), "out: expected a tensor that does not require grad"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named_before_anything_is_written(name, change, message):
     case = Case()

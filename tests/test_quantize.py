@@ -384,6 +384,25 @@ def test_a_wrong_argument_is_named(error, message, change):
         quantize_activations(**arguments)
 
 
+@pytest.mark.parametrize("name", ["x", "scale", "rms_norm", "residual", "residual_out"])
+def test_what_a_gradient_is_expected_for_is_refused(name):
+    def call(tensors, compiled=False):
+        arguments = {"scheme": "tensor", **tensors}
+        quantise = torch.compile(quantize_activations, backend="aot_eager") if compiled else quantize_activations
+        return quantise(arguments.pop("x"), torch.int8, **arguments)
+
+    x, weight = activations(1, 4, K), torch.ones(K)
+    given = {"x": x, "scale": torch.ones(1), "rms_norm": weight, "residual": x, "residual_out": torch.empty_like(x)}
+    given[name] = given[name].clone().requires_grad_()
+    for compiled in (False, False, True):
+        with torch.no_grad():  # does not make the next call a known one
+            assert not any(each.requires_grad for each in call(given)[:2])
+        if compiled and name == "residual_out":  # the graph returns it, and a copy into it would fail
+            continue
+        with pytest.raises(Exception, match=rf"{name}: expected a tensor that does not require grad.*no_grad"):
+            call(given, compiled)
+
+
 def test_long_rows_have_a_limit():
     with pytest.raises(ValueError, match="x: expected k .* from 32 to 1048576"):
         quantize_activations(torch.zeros(1, 2**20 + 32), torch.int8)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jitgemm.gemm import reference
 from jitgemm.gemm.bound import gemm_w4a8_bound
+from jitgemm.gemm.call import gemm_w4a8_bf16_nt
 from jitgemm.gemm.reference import gemm_w4a8_reference, round_fp64
 
 
@@ -232,6 +233,20 @@ def test_negative_token_scales_give_negative_results():
     weight = builders.weight_parts(9, 8, 64, 32).packed
     x, x_scale = builders.lhs(10, 4, 64, "s8")
     assert torch.equal(exact((x, -x_scale), weight), -exact((x, x_scale), weight))
+
+
+@pytest.mark.parametrize("name", ["x_scale", "bias"])
+def test_what_a_gradient_is_expected_for_is_refused_unless_out_is_given(name):
+    weight = builders.weight_parts(9, 8, 64, 32).packed
+    x, x_scale = builders.lhs(10, 4, 64, "s8")
+    bias = torch.ones(8)
+    {"x_scale": x_scale, "bias": bias}[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"{name}.*: expected a tensor that does not require grad"):
+        gemm_w4a8_reference((x, x_scale), weight, bias=bias)
+    out = torch.empty(4, 8, dtype=torch.bfloat16)
+    gemm_w4a8_bf16_nt((x, x_scale), weight, out, bias=bias)
+    with torch.no_grad():
+        assert torch.equal(out, gemm_w4a8_reference((x, x_scale), weight, bias=bias))
 
 
 def test_strided_activations():

@@ -15,7 +15,7 @@ from jitgemm.activations.kernel import Gate, most_k
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name
+from jitgemm.tensors import check_dtype, check_flag, check_no_grad, check_plain, check_tensor, differ, dtype_name
 
 POINTERS = (
     Pointer("x", "x", ALIGNMENT),
@@ -173,6 +173,8 @@ def check_arguments(inputs: Inputs) -> None:
         raise TypeError(f"eps: expected a float, got {type(eps).__name__}")
     if not 0 <= eps < 3e38:
         raise ValueError(f"eps: expected a finite number that is not negative, got {eps}")
+    for name in ("x", "scale", "rms_norm", "residual", "residual_out"):
+        check_no_grad(name, getattr(inputs, name))
 
 
 def rows_like(name: str, value: object, x: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,8 @@ def quantize_activations(
         the sum comes last: `*lhs, hidden = quantize_activations(x, dtype, rms_norm=weight, residual=hidden)`.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
+        TypeError, ValueError: an argument is wrong, or x, scale, rms_norm or residual requires grad and gradients are
+            on; the message names it. Nothing was launched.
         CacheMissError: the kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
@@ -145,7 +146,7 @@ def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
     key = (
         x.shape, dtype, static, affine, gate, eps, scale is None, zero is None, rms_norm is None,
         permutation is None, row_count is None, row_index is None, outputs is None, block, residual is None,
-        total is x, total is residual,
+        total is x, total is residual, torch.is_grad_enabled(),
     )  # fmt: skip
     tensors = [x] if outputs is None else [x, outputs[0], outputs[1]]
     others = scale, zero, rms_norm, permutation, row_count, row_index, residual

@@ -202,6 +202,7 @@ def _run(  # type: ignore[no-untyped-def]
     plan.launch(x, x_scale, x_zero, weight, out, bias)
 
 
+@torch.no_grad()  # as the kernels, whose results go to out
 def _run_reference(operands: Operands) -> None:
     from jitgemm.gemm.reference import gemm_w4a8_reference
 

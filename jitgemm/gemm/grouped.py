@@ -280,6 +280,7 @@ def _run(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str 
     plan.launch(operands, groups)
 
 
+@torch.no_grad()  # as the kernels, whose results go to out
 def _run_reference(operands: Operands, groups: Groups) -> None:
     from jitgemm.gemm.reference import write_grouped_reference
 

@@ -20,7 +20,7 @@ from jitgemm.gemm.arguments import Lhs, check_weight, lhs_group_of, split_lhs
 from jitgemm.gemm.e8m0 import with_fp32_scales
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_device
-from jitgemm.tensors import check_dtype, check_tensor, dtype_name, take_rows
+from jitgemm.tensors import check_dtype, check_no_grad, check_tensor, dtype_name, take_rows
 from jitgemm.weight.packed import PackedWeight, Weight, check_packed, dequantize_groups
 
 _BUDGET = 1 << 25
@@ -51,7 +51,7 @@ def gemm_w4a8_reference(
         [m, n] of out_dtype on lhs's device: the fp64 result, correctly rounded to nearest even.
 
     Raises:
-        TypeError, ValueError: wrong dtype, shape or device.
+        TypeError, ValueError: wrong dtype, shape or device, or x_scale or bias requires grad and gradients are on.
     """
     lhs = with_fp32_scales(lhs, check_weight(rhs).k)
     m = _check(lhs, rhs, bias, out_dtype)
@@ -155,6 +155,7 @@ def _check(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None, out_dtype: torch.dt
     for name, tensor in (("lhs[0] (x)", x), ("lhs[1] (x_scale)", x_scale), ("lhs[2] (x_zero)", x_zero), ("bias", bias)):
         if tensor is not None:
             check_device(name, tensor, "rhs", rhs.device)
+            check_no_grad(name, tensor)
     if out_dtype != torch.float64:
         check_dtype("out_dtype", out_dtype, REAL_TYPES)
     return m

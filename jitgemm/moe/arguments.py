@@ -102,12 +102,6 @@ class Layer(NamedTuple):
         """What of it is a tensor, and not a weight."""
         return [value for value in self if isinstance(value, torch.Tensor)]
 
-    @property
-    def activations(self) -> dict[str, torch.Tensor]:
-        """What a gradient may be expected for, by name."""
-        named = {"x": self.x, "topk_weights": self.topk_weights}
-        return named if self.addend is None else named | {"addend": self.addend}
-
     def new_out(self) -> torch.Tensor:
         """A tensor to write to."""
         return self.x.new_empty((self.x.shape[0], self.w2.n))
@@ -177,9 +171,12 @@ def check_combining(
     _check_matrix("out", out, tokens, columns, REAL_TYPES)
     if addend is not None:
         _check_addend(addend, tokens, columns, out.dtype)
-    for name, tensor in (("inverse", inverse), ("topk_weights", topk_weights), ("addend", addend), ("out", out)):
+    for name, tensor in (
+        ("rows", rows), ("inverse", inverse), ("topk_weights", topk_weights), ("addend", addend), ("out", out),
+    ):  # fmt: skip
         if tensor is not None:
             check_device(name, tensor, "rows", rows.device)
+            check_no_grad(name, tensor)
 
 
 def check_weights(w13: Any, w2: Any) -> int:
@@ -219,8 +216,8 @@ def check_arguments(layer: Layer) -> None:
     ):  # fmt: skip
         if tensor is not None:
             check_device(name, tensor, "x", x.device)
-    for name, tensor in layer.activations.items():
-        check_no_grad(name, tensor)
+    for name in ("x", "topk_weights", "bias13", "bias2", "addend"):
+        check_no_grad(name, getattr(layer, name))
 
 
 def check_masked(
@@ -241,7 +238,8 @@ def check_masked(
         _check_matrix(name, as_rows(name, tensor, experts, max_m, str(columns)), None, columns, names)
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
-    check_no_grad("x", x)
+    for name, each in (("x", x), ("out", out), ("bias13", bias13), ("bias2", bias2)):
+        check_no_grad(name, each)
     check_plain("masked_m", check_tensor("masked_m", masked_m))
     check_vector("masked_m", masked_m, ("s32",), experts)
     check_biases(w13, w2, bias13, bias2)

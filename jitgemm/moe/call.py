@@ -103,8 +103,8 @@ def fused_experts(
         out, or a new tensor, [tokens, n] of x's type.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or x, topk_weights or addend requires grad; the message names it.
-            out was not written.
+        TypeError, ValueError: an argument is wrong, or x, topk_weights, a bias or addend requires grad and gradients are
+            on; the message names it. out was not written.
         CacheMissError: a kernel is missing, and a CUDA graph is being captured or JITGEMM_JIT=off.
         CompileError, DriverError, UnsupportedDeviceError: see `jitgemm.errors`.
     """
@@ -229,6 +229,7 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
         key = (
             "experts", w13.plan_key, w2.plan_key, gate, lhs_dtype, affine, expert_map is None, bias13 is None,
             bias2 is None, addend is None, batch_invariant, block, out is None,
+            torch.is_grad_enabled(),
         )  # fmt: skip
         checked = thread.memory.find_plan(key, tensors)
     except (AttributeError, TypeError):  # not what it should be: the checks say what
@@ -237,8 +238,7 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
         check_arguments(layer)
         if out is not None:
             check_out(out, layer)
-        if not any(tensor.requires_grad for tensor in layer.activations.values()):  # else grad mode decides each time
-            thread.memory.add_plan(key, tensors, True)
+        thread.memory.add_plan(key, tensors, True)
     if out is None:
         out = layer.new_out()
     if x.shape[0] == 0:

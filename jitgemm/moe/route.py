@@ -104,10 +104,11 @@ def combine(
         out: bfloat16, float16 or float32 [tokens, n], rows a multiple of 16 bytes apart.
         addend: of out's shape and type, rows a multiple of 16 bytes apart; None for zeros.
 
-    Raises: as `route`.
+    Raises:
+        As `route`; and ValueError if rows, topk_weights, addend or out requires grad and gradients are on.
     """
     tensors = [rows, inverse, topk_weights, out] if addend is None else [rows, inverse, topk_weights, out, addend]
-    key = ("combine", addend is None)
+    key = ("combine", addend is None, torch.is_grad_enabled())
     plan = thread.memory.find_plan(key, tensors)
     if plan is None:
         check_combining(rows, inverse, topk_weights, addend, out)
