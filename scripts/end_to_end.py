@@ -31,6 +31,7 @@ from jitgemm.cli import common
 from jitgemm.nn import W4A8Linear
 from jitgemm.nn.read import CODES
 
+from benchmark_lib import layer as one_layer
 from benchmark_lib.divided import DIVIDED, Cells, on_ranks
 from benchmark_lib.llama import CONTESTANTS, MOST_DIFFERENT, USUAL, ModelSizes, empty_model, time_llama
 from benchmark_lib.results import environment
@@ -324,6 +325,93 @@ def tp(
         raise typer.Exit(common.FOUND)
 
 
+@app.command()
+@common.guarded
+def layer(
+    layers: Annotated[
+        int, typer.Option("--layers", min=1, help="Layers in turn; together more weights than the L2 holds.")
+    ] = 8,
+    hidden: Hidden = 4096,
+    intermediate: Intermediate = 14336,
+    heads: Heads = 32,
+    kv_heads: KvHeads = 8,
+    contestant: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--contestant", metavar="|".join(one_layer.CONTESTANTS), help="May be repeated.", show_default="all"
+        ),
+    ] = None,
+    activation: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--activation", metavar="|".join(one_layer.ACTIVATIONS), help="May be repeated.", show_default="e4m3"
+        ),
+    ] = None,
+    group_size: GroupSize = 128,
+    batch: Batch = "1,16,64",
+    backend: Backend = None,
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: common.Json = False,
+) -> None:
+    """Time the four Linears of Llama-3-8B's layers in a decode step, with the norms, additions and gate around them.
+
+    Without attention: o_proj reads the columns of q that qkv_proj writes. q, k and v are one Linear, and so are gate
+    and up. Layers have weights of their own, which are random, and follow one another in one CUDA graph.
+
+    \b
+      gemms           the four GEMMs alone, on inputs quantised beforehand
+      hand            the GEMMs and quantize_activations with rms_norm, residual and silu_mul, written by hand
+      modules         W4A8Linear, torch.nn.RMSNorm, silu(gate) * up
+      fused           the same after jitgemm.nn.fuse_
+      compiled        modules under torch.compile, all layers as one graph
+      fused-compiled  fused under torch.compile, likewise
+      bf16            torch.nn.Linear under torch.compile, likewise
+      floor           the bytes of the 4-bit weights at 4.5 TB/s, not timed
+
+    What the layers add to their input is compared with what the calls by hand add, and bf16's with its modules'
+    uncompiled, as a guard against nonsense: within 30 %, as norm and gate are rounded to bf16 in some only, and
+    quantising passes on what that changes.
+
+    \b
+    Examples:
+      python scripts/end_to_end.py layer --json > layer.json
+      python scripts/end_to_end.py layer --contestant hand --contestant fused --activation int8 --batch 1,16
+      python scripts/end_to_end.py layer --device cpu --layers 2 --hidden 256 --intermediate 512 --heads 4 \\
+          --kv-heads 2 --batch 1
+
+    \b
+    Exit codes:
+      0  outputs agree
+      1  they do not
+      2  wrong arguments
+      3  a kernel could not be compiled or run
+    """
+    names = _contestants(contestant or one_layer.CONTESTANTS, one_layer.CONTESTANTS)
+    activations = _contestants(activation or one_layer.ACTIVATIONS[:1], one_layer.ACTIVATIONS, "--activation")
+    batches = _parse_batches(batch)
+    device = _device(device)
+    backend = _backend(backend, device)
+    sizes = ModelSizes(layers, hidden, intermediate, heads, kv_heads, 0, 0)
+    sizes.check(group_size)
+    start = time.monotonic()
+    document = _about(sizes, group_size, device, _libraries()) | {"environment": environment()}
+    document |= {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+    document |= {"backend": backend}
+    with torch.no_grad():
+        document["rows"] = one_layer.time_layer(
+            sizes, names, activations, batches, group_size, None if backend == "none" else backend, device, seed,
+            lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),
+        )  # fmt: skip
+    document["seconds"] = round(time.monotonic() - start, 1)
+    if as_json:
+        common.print_json(document)
+    else:
+        _print_layer(document)
+    if not all(row.get("difference", 0) <= MOST_DIFFERENT for row in document["rows"]):
+        raise typer.Exit(common.FOUND)
+
+
 def _about(sizes: ModelSizes, group_size: int, device: str, versions: dict[str, str]) -> dict[str, Any]:
     gpu = torch.device(device).type == "cuda"
     return {
@@ -538,10 +626,10 @@ def _third_party_noise() -> Iterator[None]:
         logging.set_verbosity(levels)
 
 
-def _contestants(asked: Sequence[str], known: Collection[str]) -> list[str]:
+def _contestants(asked: Sequence[str], known: Collection[str], option: str = "--contestant") -> list[str]:
     for name in asked:
         if name not in known:
-            raise ValueError(f"--contestant: expected one of {', '.join(known)}, got {name!r}")
+            raise ValueError(f"{option}: expected one of {', '.join(known)}, got {name!r}")
     return list(dict.fromkeys(asked))
 
 
@@ -561,9 +649,10 @@ def _parse_batches(text: str) -> list[int]:
 
 def _print_model(document: dict[str, Any]) -> None:
     model = document["model"]
+    vocabulary = f"vocabulary {model['vocab']}, " if model["vocab"] else ""
     common.out().print(
-        f"Llama, {model['layers']} layers, hidden {model['hidden']}, MLP {model['intermediate']}, vocabulary "
-        f"{model['vocab']}, groups of {model['group_size']}, on {document['device']}\n"
+        f"Llama, {model['layers']} layers, hidden {model['hidden']}, MLP {model['intermediate']}, {vocabulary}"
+        f"groups of {model['group_size']}, on {document['device']}\n"
     )
 
 
@@ -634,6 +723,26 @@ def _print_tp(document: dict[str, Any]) -> None:
     columns += ["x bf16"] if "times_bf16" in document["rows"][0] else []
     common.out().print(common.table((*columns, "difference"), rows, left=("", "Linears")))
     common.out().print(f"us of a layer on {document['ranks']} ranks; {document['context']} tokens of context.")
+    _print_caveat(document)
+
+
+def _print_layer(document: dict[str, Any]) -> None:
+    _print_model(document)
+    kinds: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for row in document["rows"]:
+        kinds.setdefault((row["contestant"], row["activation"] or "-"), {})[row["tokens"]] = row
+    rows = []
+    for kind, by_tokens in kinds.items():
+        times = [
+            f"{row['us']:.1f}" + (f" ({row['times_hand']:.2f})" if "times_hand" in row else "")
+            for row in by_tokens.values()
+        ]
+        differences = [row["difference"] for row in by_tokens.values() if "difference" in row]
+        rows.append((*kind, *times, f"{max(differences):.1e}" if differences else None))
+    tokens = [f"m = {each}" for each in dict.fromkeys(row["tokens"] for row in document["rows"])]
+    columns = ("", "activations", *tokens, "difference")
+    common.out().print(common.table(columns, rows, left=("", "activations")))
+    common.out().print(f"us of a layer (times that of the calls by hand) for m tokens; {document['seconds']:.0f} s.")
     _print_caveat(document)
 
 

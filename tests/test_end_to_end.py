@@ -24,6 +24,7 @@ SIZES = "--device cpu --hidden 64 --intermediate 128 --heads 2 --kv-heads 1 --vo
 CHECK = ["check", *SIZES, "--layers", "1", "--tokens", "8"]
 TP = "tp --device cpu --hidden 64 --intermediate 128 --heads 4 --kv-heads 4 --group-size 32 --layers 1".split()
 TP += "--context 3 --prefill 8".split()
+LAYER = "layer --device cpu --hidden 64 --intermediate 128 --heads 2 --kv-heads 1 --group-size 32 --layers 2".split()
 SPEED = ["speed", *SIZES, "--layers", "2", "--batch", "1,2", "--context", "3", "--steps", "2", "--prefill", "8"]
 
 
@@ -206,6 +207,59 @@ def test_layers_are_divided_among_ranks_and_timed(script, transformers, monkeypa
     assert re.search(r"decode +1  e4m3-plain( +[\d.]+){3} +-?\d+%", result.stdout) and "2 ranks" in result.stdout
 
 
+def test_layers_are_timed_as_modules_and_by_hand(script):
+    torch._dynamo.reset()
+    both = "--activation", "e4m3", "--activation", "int8"
+    result = run(script, *LAYER, *both, "--batch", "1,3", "--backend", "eager", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    ours = "gemms", "hand", "modules", "fused", "compiled", "fused-compiled", "floor"
+    kinds = [(name, kind) for kind in ("e4m3", "int8") for name in ours] + [("bf16", None)]
+    rows = [(row["contestant"], row["activation"], row["tokens"]) for row in document["rows"]]
+    assert rows == [(*kind, m) for m in (1, 3) for kind in kinds]
+    base = {(row["activation"], row["tokens"]): row["us"] for row in document["rows"] if row["contestant"] == "hand"}
+    for row in document["rows"]:
+        if row["contestant"] != "bf16":
+            assert row["times_hand"] == pytest.approx(row["us"] / base[row["activation"], row["tokens"]])
+        if row["contestant"] in ("modules", "compiled"):
+            assert 0 < row["difference"] < 0.1  # norms and gates are rounded
+        elif row["contestant"] != "floor":
+            assert row["difference"] == 0  # bit for bit the calls by hand
+    (floor,) = {row["us"] for row in document["rows"] if row["contestant"] == "floor"}
+    values = 64 * (128 + 64) + 64 * 256 + 128 * 64
+    assert floor == pytest.approx((values / 2 + 2 * values / 32) / 4.5e6)
+    assert document["backend"] == "eager" and document["environment"]["commit"] and document["date"]
+
+
+def test_a_table_of_layers_for_people(script):
+    result = run(
+        script, *LAYER, "--batch", "2,1", "--contestant", "hand", "--contestant", "bf16", "--activation", "int8"
+    )
+    assert result.exit_code == 0, result.output
+    assert re.search(r"activations +m = 2 +m = 1 +difference", result.stdout)
+    assert re.search(r"hand +int8( +[\d.]+ \(1\.00\)){2} +0", result.stdout)
+    assert re.search(r"bf16 +-( +[\d.]+){2} +0", result.stdout)
+
+
+def test_layers_that_a_fused_module_changes_exit_with_1(script, monkeypatch):
+    def wrong(self, x):
+        return 2 * forward(self, x)
+
+    fused = sys.modules["jitgemm.nn.fused"].FusedMLP
+    forward = fused.forward
+    monkeypatch.setattr(fused, "forward", wrong)
+    result = run(script, *LAYER, "--batch", "1", "--contestant", "fused", "--activation", "int8", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["rows"][0]["difference"] > 0.3
+
+
+def test_layers_of_which_a_part_stays_unfused_are_not_timed(script, monkeypatch):
+    layer = sys.modules["benchmark_lib.layer"]
+    monkeypatch.setattr(layer, "silu", torch.nn.functional.gelu)
+    with pytest.raises(RuntimeError, match="fuse_: expected each layer, both its norms and its MLP"):
+        script.app([*LAYER, "--batch", "1", "--contestant", "fused"], standalone_mode=False)
+
+
 def halves(mesh, name: str) -> None:
     """What a rank computes without the collectives are parts of what it computes with them."""
     sys.path.insert(0, str(ROOT / "scripts"))
@@ -238,6 +292,18 @@ def test_compiled_steps_replay_on_a_gpu(script, transformers):
 
 
 @pytest.mark.gpu
+def test_layers_replay_as_modules_and_by_hand(script):
+    sizes = "--hidden 1024 --intermediate 2048 --heads 8 --kv-heads 2 --layers 2".split()
+    result = run(script, "layer", *sizes, "--activation", "e4m3", "--activation", "int8", "--batch", "1,3", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert len(rows) == 30
+    for row in rows:
+        exact = row["contestant"] in ("gemms", "hand", "fused")
+        assert row["us"] > 0 and row.get("difference", 0) < (1e-9 if exact else 0.1)
+
+
+@pytest.mark.gpu
 def test_layers_divided_among_gpus_replay(script, transformers):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs of one host: found {torch.cuda.device_count()}")
@@ -262,6 +328,8 @@ def test_layers_divided_among_gpus_replay(script, transformers):
         ([*TP, "--contestant", "fp8"], "--contestant: expected one of bf16, e4m3, int8, e4m3-plain"),
         ([*TP, "--ranks", "3"], "--kv-heads: expected a multiple of 3 ranks * 1, got 4"),
         ([*TP, "--group-size", "64"], "--hidden: expected a multiple of 2 ranks * 64, got 64"),
+        ([*LAYER, "--contestant", "fp8"], "--contestant: expected one of gemms, hand, modules, fused, compiled"),
+        ([*LAYER, "--activation", "fp8"], "--activation: expected one of e4m3, int8, got 'fp8'"),
         ([*CHECK, "--group-size", "48"], "--hidden: expected a multiple of --group-size 48, got 64"),
     ],
 )
@@ -282,6 +350,7 @@ def test_help_teaches(script):
     assert result.exit_code == 0
     assert "check" in result.stdout and "speed" in result.stdout
     pages = {"check": ("Logits", "--keep"), "speed": ("one CUDA graph", "--contestant"), "tp": ("waits", "--ranks")}
+    pages["layer"] = "fused-compiled", "--activation"
     for command, texts in pages.items():
         result = run(script, command, "--help")
         assert result.exit_code == 0

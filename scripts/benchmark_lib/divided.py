@@ -21,7 +21,7 @@ import jitgemm.nn
 from jitgemm.nn import PackedLinear, W4A8Linear
 
 from .llama import CONTESTANTS, ROUNDS, Forward, ModelSizes, empty_model, first, known_attention
-from .timing import QUICK_ROUNDS, REPLAYS, Timed
+from .timing import QUICK_ROUNDS, REPLAYS, OnCpu, Timed
 
 COLWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
@@ -95,25 +95,9 @@ def collectives(cell: Cells, hidden: int, layers: int, device: torch.device) -> 
     return call
 
 
-class _OnCpu:
-    """`Timed` for one call without a GPU."""
-
-    def __init__(self, calls: Sequence[Callable[[], Any]]):
-        self.calls, self.us = calls, float("inf")
-        for call in calls:
-            call()
-
-    def turn(self, replays: int) -> None:
-        start = time.perf_counter()
-        for _ in range(replays):
-            for call in self.calls:
-                call()
-        self.us = min(self.us, (time.perf_counter() - start) * 1e6 / replays)
-
-
 def _times(calls: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
     """Microseconds of each, which take turns; of the rank that takes longest."""
-    timed = {name: (Timed if device.type == "cuda" else _OnCpu)([call]) for name, call in calls.items()}
+    timed = {name: (Timed if device.type == "cuda" else OnCpu)([call]) for name, call in calls.items()}
     rounds, replays = (QUICK_ROUNDS * ROUNDS, REPLAYS) if device.type == "cuda" else (1, 1)
     for _ in range(rounds):
         for each in timed.values():

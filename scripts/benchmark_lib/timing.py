@@ -99,6 +99,22 @@ class Timed:
         return [value for turn in self.turns for value in turn]
 
 
+class OnCpu(Timed):
+    """The same without a GPU: the calls themselves, by the host's clock."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]]):
+        self.run, self.calls, self.turns = tuple(calls), len(calls), []
+        for call in calls:
+            call()
+
+    def turn(self, replays: int) -> None:
+        started = time.perf_counter()
+        for _ in range(replays):
+            for call in self.run:
+                call()
+        self.turns.append([(time.perf_counter() - started) * 1e6 / (replays * self.calls)])
+
+
 def relative_spread(times: Sequence[float]) -> float:
     """The noise of a measurement: from its 10th to its 90th percentile, as a part of its median."""
     if len(times) < 2:
