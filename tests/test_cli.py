@@ -467,8 +467,8 @@ def test_a_models_quantization_config_decides_what_options_leave_open(run, tmp_p
     assert labels == {"s8-channel", "quantize-bf16-s8z"} and "int8 activations (affine)" in said
     labels, _ = warmup(QUANTIZED, "--group-size", "128", "--no-zero-point", "--lhs", "int8", "--codes", "any")
     assert labels == {"s8-g128", "quantize-bf16-s8"}
-    labels, said = warmup({"quant_method": "quip"}, "--codes", "any")
-    assert labels == {"e4m3-g128", "quantize-bf16-e4m3"} and "not read (quant_method 'quip')" in said
+    labels, said = warmup({"quant_method": "quip"}, "--codes", "any", "--group-size", "64")
+    assert labels == {"e4m3-g64", "quantize-bf16-e4m3"} and "not read (quant_method: expected one of" in said
 
 
 def eight_bits(codes: str, strategy: str, inputs: dict | None, **weights) -> dict:
@@ -487,6 +487,8 @@ PER_TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": T
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "e4m3", "tensor"),
         ({"quant_method": "blockwise_int8", "weight_block_size": [128, 128]}, "int8_block", "blocks"),
         ({"quant_method": "w8a8_int8"}, "int8", "rows"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "e4m3", "rows"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "e4m3", "rows"),
         (eight_bits("int", "channel", PER_TOKEN | {"type": "int"}), "int8", "bf16 rows"),
         (eight_bits("float", "channel", PER_TOKEN | {"type": "float"}), "e4m3", "bf16 rows"),
         (eight_bits("float", "channel", None), "e4m3", "bf16 rows"),
@@ -526,7 +528,26 @@ def test_an_8_bit_config_compiles_what_its_loaded_layers_need(run, tmp_path, sec
 def test_an_8_bit_config_that_no_layer_can_have_is_not_read(run, tmp_path, section):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": section}))
     done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run")
+    assert done.code == 2 and "quantization_config cannot be read: " in done.stderr
+    done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run", "--bits", "8")
     assert done.code == 0 and "quantization_config is not read (" in done.stderr
+
+
+def test_a_method_that_is_not_read_is_an_error_that_names_it_and_what_is(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "quip"}}))
+    done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run")
+    assert done.code == 2 and "quant_method: expected one of compressed_tensors, gptq, awq" in done.stderr
+    assert "got 'quip'" in done.stderr and "fbgemm_fp8" in done.stderr and not done.stdout
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run")
+    assert done.code == 2 and "quant_algo: expected FP8 or FP8_PER_CHANNEL_PER_TOKEN" in done.stderr
+    beside["quantization"]["quant_algo"] = "FP8"
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run")
+    assert done.code == 0 and "modelopt: 8-bit weights, scales per channel in fp32" in done.stderr
+    assert "fp8 activations (static)" in done.stderr
 
 
 def test_a_group_size_that_no_kernel_has_is_named(run, tmp_path):

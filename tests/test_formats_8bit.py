@@ -182,14 +182,28 @@ def test_blocks_of_other_sizes_and_powers_of_two(tmp_path):
     assert_holds(folder, q, over(torch.exp2(exponents.float() - 127), 72, 256, 64, 64))
 
 
-@pytest.mark.parametrize("method, codes_type", [("fp8", E4M3), ("w8a8_fp8", E4M3), ("w8a8_int8", torch.int8)])
+OF_MODELOPT = {
+    "quant_algo": "FP8",
+    "config_groups": {"group_0": {key: {"dynamic": False, "num_bits": 8, "type": "float"} for key in ("weights",)}},
+    "ignore": ["lm_head"],
+}
+"""As ModelOpt writes it: groups of compressed-tensors' without a strategy; its first releases name no quant_method."""
+OF_MODELOPT["config_groups"]["group_0"]["input_activations"] = OF_MODELOPT["config_groups"]["group_0"]["weights"]
+
+
+@pytest.mark.parametrize("told, codes_type", [
+    ({"quant_method": "fp8"}, E4M3), ({"quant_method": "w8a8_fp8"}, E4M3), ({"quant_method": "w8a8_int8"}, torch.int8),
+    ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, E4M3),
+    (OF_MODELOPT, E4M3), (OF_MODELOPT | {"quant_method": "modelopt"}, E4M3),
+    ({"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "exclude_modules": ["lm_head"]}, E4M3),
+])  # fmt: skip
 @pytest.mark.parametrize("shape", [(), (1,), (40,), (40, 1)])
-def test_a_scale_for_each_row_or_the_tensor(tmp_path, method, codes_type, shape):
+def test_a_scale_for_each_row_or_the_tensor(tmp_path, told, codes_type, shape):
     q, scale = codes(8, 40, 96, codes_type), scales(9, *shape)
     tensors = {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": scale}
-    folder = checkpoints.save(tmp_path, tensors, {"quant_method": method})
+    folder = checkpoints.save(tmp_path, tensors, told)
     assert_holds(folder, q, scale.reshape(-1, 1).expand(40, 96))
-    static = checkpoints.save(tmp_path / "static", tensors | {f"{LAYER}.input_scale": torch.tensor(0.5)})
+    static = checkpoints.save(tmp_path / "static", tensors | {f"{LAYER}.input_scale": torch.tensor(0.5)}, told)
     if codes_type == E4M3:  # its kind of activations follows from the weight
         layer = PackedLinear.from_checkpoint(static, LAYER, device="cpu")
         assert layer.activation == "e4m3" and layer.input_scale.tolist() == [0.5]

@@ -316,7 +316,8 @@ def test_what_a_config_says_of_its_quantisation_is_read(section, said):
 @pytest.mark.parametrize(
     ("section", "why"),
     [
-        ({"quant_method": "fbgemm_fp8"}, "quant_method 'fbgemm_fp8'"),
+        ({"quant_method": "quip"}, "fbgemm_fp8, modelopt, blockwise_int8, w8a8_int8, got 'quip'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "FP8_PER_CHANNEL_PER_TOKEN of ModelOpt, got 'NVFP4'"),
         (GPTQ | {"bits": 8}, "bits: expected 4, got 8"),
         ({"quant_method": "gptq", "bits": 4}, "'group_size' is missing"),
         (GPTQ | {"dynamic": {"-:.*": {}}}, "settings of their own"),

@@ -268,6 +268,8 @@ def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     """The layer's scheme, as {quant_method, format, weights, input_activations, ...}, or a `refusal`."""
     if config is None or "config_groups" not in config or config.get("quant_method", _METHOD) != _METHOD:
         return config
+    if "quant_algo" in config:  # ModelOpt's, which has groups, too
+        return config
     found: dict[str, Any] = {"quant_method": _METHOD, "format": config.get("format")}
     try:
         _check_kinds(config)

@@ -11,9 +11,10 @@
     weight = q * scale
 
 DeepSeek-V3 and vLLM's per-tensor FP8 (quant_method "fp8"), SGLang's "blockwise_int8", "w8a8_int8" and "w8a8_fp8",
-ModelOpt's FP8, and the FP8 layers of W4AFP8 checkpoints. Scales in e8m0 are read as the same powers of two in fp32.
-Read from vLLM's fp8.py and SGLang's w4afp8.py, blockwise_int8.py and w8a8_int8.py. With compressed-tensors' config the
-same tensors are that format's. Knows no files: tensors come from the caller.
+FBGEMM's "fbgemm_fp8", ModelOpt's FP8 per tensor and per channel, and the FP8 layers of W4AFP8 checkpoints. Scales in
+e8m0 are read as the same powers of two in fp32. Read from vLLM's fp8.py and SGLang's w4afp8.py, blockwise_int8.py and
+w8a8_int8.py. With compressed-tensors' config the same tensors are that format's. Knows no files: tensors come from the
+caller.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     method = setting(config, "quant_method", default="")
     if weight is None or weight.dtype not in CODES or len(weight.shape) != 2:
         return False
-    if method == "compressed-tensors" or (not method and "config_groups" in (config or {})):
+    if method == "compressed-tensors" or (
+        not method and "config_groups" in (config or {}) and "quant_algo" not in config
+    ):
         return False
     if scale is not None:  # beside int8 with its own number of rows it is w4afp8's
         return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1]

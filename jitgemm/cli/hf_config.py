@@ -25,8 +25,11 @@ DENSE_MODELS = frozenset(
 )
 """model_type of decoders with q, k, v, o and gated gate, up, down projections in every layer."""
 
-_W8A8 = {"fp8": "fp8", "w8a8-fp8": "fp8", "blockwise-int8": "int8", "w8a8-int8": "int8"}
+_W8A8 = dict.fromkeys(("fp8", "w8a8-fp8", "fbgemm-fp8", "modelopt"), "fp8")
+_W8A8 |= dict.fromkeys(("blockwise-int8", "w8a8-int8"), "int8")
 """Methods of 8-bit weights, and the type of their activations."""
+_MODELOPT = {"FP8": ("static",), "FP8_PER_CHANNEL_PER_TOKEN": ()}
+"""ModelOpt's algorithms of those, and the variants of their activations."""
 _CODES = {(4, "int", False): None, (4, "int", True): None, (8, "int", False): "int8", (8, "float", False): "fp8"}
 """Compressed-tensors' weights by num_bits, type and whether they have zero points: the activations that those of 8 bits
 must meet."""
@@ -128,11 +131,20 @@ class Quantization:
 def read_config(path: str | Path) -> dict[str, Any]:
     """The dictionary in a config.json, or in the config.json of a model's folder.
 
+    What ModelOpt writes of the quantisation into a file beside it stands as its quantization_config.
+
     Raises:
         ValueError: there is no such file, or it does not hold a JSON object.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
+    config, beside = _read_object(file), file.with_name("hf_quant_config.json")
+    if "quantization_config" not in config and beside.is_file():
+        config["quantization_config"] = _read_object(beside).get("quantization")
+    return config
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -333,14 +345,14 @@ def _qwen_moe(config: Mapping[str, Any], tp: int, ep: int, group_size: int, dept
 def quantization(config: Mapping[str, Any]) -> Quantization | str | None:
     """What the config says of quantised weights and activations, or why that cannot be told; None: nothing.
 
-    Known are GPTQ, AWQ and AutoRound with one setting for all layers, compressed-tensors with one group, and 8-bit weights
-    of both kinds in blocks of their own methods. Activations are those that `jitgemm.nn.load_` chooses.
+    Known are GPTQ, AWQ and AutoRound with one setting for all layers, compressed-tensors with one group, of both
+    widths, and other methods of 8-bit weights. Activations are those that `jitgemm.nn.load_` chooses.
     """
     section = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if section is None:
         return None
     try:
-        method = section["quant_method"].lower().replace("_", "-")
+        method = "modelopt" if "quant_algo" in section else section["quant_method"].lower().replace("_", "-")
         if method == "compressed-tensors":
             return _compressed_tensors(section, method)
         if method in ("gptq", "awq", "auto-round"):
@@ -349,7 +361,8 @@ def quantization(config: Mapping[str, Any]) -> Quantization | str | None:
             return _w8a8(section, method)
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         return f"{problem.args[0]!r} is missing" if isinstance(problem, KeyError) else str(problem)
-    return f"quant_method {section['quant_method']!r}"
+    known = ", ".join(("compressed-tensors", "gptq", "awq", "auto-round", *_W8A8)).replace("-", "_")
+    return f"quant_method: expected one of {known}, got {section['quant_method']!r}"
 
 
 def _gptq_or_awq(section: Mapping[str, Any], method: str) -> Quantization:
@@ -366,6 +379,11 @@ def _gptq_or_awq(section: Mapping[str, Any], method: str) -> Quantization:
 def _w8a8(section: Mapping[str, Any], method: str) -> Quantization:
     block, static = section.get("weight_block_size"), section.get("activation_scheme") == "static"
     variants = ("static",) if static else ("block",) if block else ()
+    if method == "modelopt":
+        algorithm = section["quant_algo"]
+        if algorithm not in _MODELOPT:
+            raise ValueError(f"quant_algo: expected {' or '.join(_MODELOPT)} of ModelOpt, got {algorithm!r}")
+        variants = _MODELOPT[algorithm]
     return Quantization(method, block[1] if block else 0, False, _W8A8[method], variants, 8, "fp32")
 
 

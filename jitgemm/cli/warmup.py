@@ -326,8 +326,12 @@ def warmup(
         said = quantization(config)
         needs = wanted(said if isinstance(said, Quantization) else default)
         if isinstance(said, str):
-            counts = "--bits, --lhs, --group-size, --zero-point and --quantizer"
-            common.note(f"{path}: quantization_config is not read ({said}): {counts} say what is compiled")
+            if bits is None and group_size is None:
+                raise ValueError(
+                    f"{path}: quantization_config cannot be read: {said}; --bits, --group-size, --zero-point, --lhs "
+                    "and --quantizer can say what to compile, and jitgemm.nn.warmup(model) reads it off the layers"
+                )
+            common.note(f"{path}: quantization_config is not read ({said}): options say what is compiled")
         elif said:
             common.note(f"{path}: {said.method}: {needs.describe()}")
         parts += [(layer, needs) for layer in linear_layers(config, tp, ep=ep, group_size=needs.group_size, form=form)]
