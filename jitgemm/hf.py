@@ -25,7 +25,7 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.experts import PackedExperts
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.load import fill, made, planned, value_of, warn_of
-from jitgemm.nn.plan import Plan
+from jitgemm.nn.plan import Plan, never_saved
 from jitgemm.nn.quantize import check_options, choose, quantised, warn_of_experts
 from jitgemm.nn.read import check_activation
 from jitgemm.nn.read_experts import Experts
@@ -231,8 +231,8 @@ class JitGemmQuantizer(HfQuantizer):
         for name, other in self._tied.items():
             setattr(model.get_submodule(_owner(name)), name.rpartition(".")[2], model.get_parameter_or_buffer(other))
         with _usual_defaults():
-            # Buffers that no file holds are transformers' to compute.
-            computed = {name for name, _ in model.named_buffers()} - set(model.state_dict())
+            # What no file holds is transformers' to compute.
+            computed = {name for name, _ in model.named_buffers()} - set(model.state_dict()) | never_saved(model)
             plan = planned(
                 model,
                 checkpoint,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import warnings
 
 import pytest
@@ -282,6 +283,40 @@ def test_a_mamba_whose_dt_proj_is_quantised_loads_and_runs():
     dt_proj = next(name for name in names if name.endswith("dt_proj"))
     assert report.skipped[dt_proj] == "dequantised: MambaMixer reads this weight itself"
     assert logits(model).isfinite().all()
+
+
+MARIAN = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (
+    ("layers", 1), ("ffn_dim", 96), ("attention_heads", 4),
+)}  # fmt: skip
+MARIAN |= {"vocab_size": 96, "d_model": 64, "max_position_embeddings": 64, "pad_token_id": 0}
+MARIAN |= {"decoder_start_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+
+
+def test_positions_that_no_file_holds_are_computed(tmp_path):
+    hf = pytest.importorskip("jitgemm.hf")
+    torch_files = pytest.importorskip("safetensors.torch")
+    source, model = (build("MarianMTModel", "MarianConfig", MARIAN) for _ in range(2))
+    source.save_pretrained(tmp_path)
+    tensors = torch_files.load_file(tmp_path / "model.safetensors")
+    assert not any("embed_positions" in name for name in tensors)
+    name = "model.encoder.layers.0.fc1"
+    parts, dense = stored(tensors.pop(f"{name}.weight"))
+    source.get_submodule(name).weight.data.copy_(dense)
+    tensors |= {f"{name}.{suffix}": value.contiguous() for suffix, value in parts.items()}
+    torch_files.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": stored_config()}))
+
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    assert load_(model, tmp_path) == [name]
+    other = transformers.MarianMTModel.from_pretrained(tmp_path, config=hf.config(str(tmp_path)), dtype=torch.float32)
+    for found in (model.state_dict(), other.state_dict()):
+        assert all(torch.equal(found[each], x) for each, x in source.state_dict().items() if each in found)
+        assert "model.decoder.embed_positions.weight" in found
+    model._keys_to_ignore_on_save = None  # what may be missing, and is saved, is missed
+    with pytest.raises(ValueError, match="found none for model.encoder.embed_positions.weight"):
+        load_(model, tmp_path)
 
 
 def test_what_the_model_lists_as_ignorable_is_ignored():

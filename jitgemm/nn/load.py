@@ -70,7 +70,8 @@ def load_(
         strict: refuse tensors of the checkpoint that have no place in the model. Never refused are those that the
             model lists in `_keys_to_ignore_on_load_unexpected`, scales of KV caches and rotary frequencies.
         allow_missing: patterns (`fnmatch`) of the model's tensors that the checkpoint need not fill: they keep what
-            they hold. All others must be filled, whatever `strict` says.
+            they hold. All others must be filled, whatever `strict` says, but for what the model never saves and
+            computes itself, as Marian its positions.
         config, format: as in `jitgemm.load`.
         tp: a mesh of one dimension: every rank of it calls `load_`, and gets its part of each Linear that tp_plan
             names, see docs/parallel.md. Embeddings are whole on every rank, and experts but for `ExpertParallel`.
@@ -148,6 +149,8 @@ def _carry_out(plan: Plan, target: torch.device | None, division: Division | Non
 
     tied = any(plan.replaceable.shared(name) for name in plan.layers)
     put_layers(plan.model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
+    for name in plan.computed:  # whatever it holds, as every other tensor
+        plan.model._init_weights(plan.model.get_submodule(name.rpartition(".")[0]))
     fill(plan, plan.tensors, lambda name, tensor: target or _device(tensor))
     if plan.layers:
         describe_to_transformers(plan.model, bool(tied or plan.untied))

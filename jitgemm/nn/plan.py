@@ -45,6 +45,7 @@ class Plan:
         left: {prefix: why its tensors in the file are not used}.
         tensors: {name of a tensor of the model: name in the checkpoint, or the layer to dequantise}.
         untied: names of tensors that get a parameter of their own.
+        computed: names of tensors that no file holds and the model computes.
         skipped, ignored: see `Report`.
     """
 
@@ -57,6 +58,7 @@ class Plan:
     left: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, str | Layer | Stacked] = field(default_factory=dict)
     untied: set[str] = field(default_factory=set)
+    computed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
 
@@ -178,12 +180,14 @@ class Plan:
             if name not in state:
                 state[name] = tensor
                 groups.setdefault(id(tensor), []).append(name)
-        missing = []
+        missing, never = [], never_saved(self.model)
         for names in groups.values():
             found = [name for name in names if self._find_tensor(name, state[name])]
             if len(found) > 1:
                 self._untie(found, state[names[0]])
-            if not found and not any(fnmatchcase(name, pattern) for name in names for pattern in allow_missing):
+            if not found and never.issuperset(names):
+                self.computed += names
+            elif not found and not any(fnmatchcase(name, pattern) for name in names for pattern in allow_missing):
                 missing.append(names[0])
         if missing:
             raise ValueError(self._missing_message(missing, state))
@@ -316,6 +320,18 @@ def _parents(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def never_saved(model: torch.nn.Module) -> set[str]:
+    """Tensors that a model of transformers computes by `_init_weights`, as Marian its positions: it lists them both as
+    left out of files and as nobody's loss there."""
+    names = set()
+    for prefix, module in model.named_modules() if hasattr(model, "_init_weights") else ():
+        patterns = getattr(module, "_keys_to_ignore_on_load_missing", None) or ()
+        for name in getattr(module, "_keys_to_ignore_on_save", None) or ():
+            if any(re.search(pattern, name) for pattern in patterns):
+                names.add(f"{prefix}.{name}" if prefix else name)
+    return names
 
 
 def _ignored_by(module: torch.nn.Module) -> Collection[str]:
