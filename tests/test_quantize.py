@@ -11,6 +11,7 @@ import sys
 from fractions import Fraction
 
 import builders
+import prepared_calls
 import pytest
 import torch
 import torch._dynamo.testing
@@ -18,10 +19,14 @@ from quantize_cases import MODES, X_DTYPES, activations, given, parameters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jitgemm import gemm_w4a8_bf16_nt
+from jitgemm.activations import call
+from jitgemm.activations.arguments import Inputs, Outputs
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import QuantizeSpec, block_dims, quantize_source, quantize_spec, smem_bytes
+from jitgemm.activations.plan import QuantizePlan
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.jit.cache import KernelCache
+from jitgemm.runtime.plans import Memory, thread
 
 OP = torch.ops.jitgemm.quantize_activations.default
 K = 96
@@ -472,6 +477,42 @@ def test_opcheck_passes_with_a_residual(mode):
         assert set(torch.library.opcheck(op, arguments, test_utils=tests).values()) == {"SUCCESS"}
         *lhs, total = op(*arguments)
         assert len(lhs) == 3 and builders.same_bits(total, x + residual)
+
+
+def test_a_remembered_call_checks_a_residual_by_its_plan(monkeypatch):
+    launches = prepared_calls.without_driver(monkeypatch)
+    monkeypatch.setattr(thread, "memory", Memory())
+    x, residual, into = (activations(seed, 4, K) for seed in range(3))
+
+    def run(residual: torch.Tensor, into: torch.Tensor | None, x: torch.Tensor = x) -> None:
+        quantize_activations(x, torch.int8, rms_norm=torch.ones(K), residual=residual, residual_out=into)
+
+    def remember(inputs: Inputs, outputs: Outputs) -> Outputs:  # as of tensors on a GPU
+        thread.memory.add_plan(*asked[-1], QuantizePlan(inputs, outputs))
+        return outputs
+
+    asked, find_plan = [], Memory.find_plan
+    monkeypatch.setattr(Memory, "find_plan", lambda self, *which: asked.append(which) or find_plan(self, *which))
+    monkeypatch.setattr(call, "_run_reference", remember)
+    for place in (into, residual, x):
+        run(residual, place)
+    assert launches == []
+    with monkeypatch.context() as checks:
+        checks.delattr(call, "check_arguments")
+        checks.delattr(call, "rows_like")
+        for place in (into, residual, x, None):
+            run(residual, place)
+    assert len(launches) == 4
+    for wrong in (residual[:3], residual.half(), residual.to("meta"), torch.zeros(4, 98)[:, :K], residual[None]):
+        with pytest.raises((TypeError, ValueError), match="residual: expected"):
+            run(wrong, into)
+        with pytest.raises((TypeError, ValueError), match="residual_out: expected"):
+            run(residual, wrong)
+    with pytest.raises(TypeError, match="residual_out: expected a torch.Tensor, got str"):
+        run(residual, "x")
+    with pytest.raises(ValueError, match=r"residual: expected shape \[2, 2, 96\]"):
+        run(residual, into, x.view(2, 2, K))
+    assert len(launches) == 4
 
 
 def test_the_op_refuses_a_residual_without_a_norm():

@@ -109,16 +109,18 @@ def quantize_activations(
         check_flag("silu_mul", silu_mul)
     gate = SILU_MUL if silu_mul else None
     block = scheme == "block"
-    into = None
-    if residual is not None or residual_out is not None:
+    through_op = torch.compiler.is_compiling() or traced(x, x if residual is None else residual)
+    into = residual_out
+    # Of rows alone `quantize` sees by the plan that it remembers whether they fit.
+    if (residual is not None or into is not None) and (residual is None or through_op or x.dim() != 2):
         residual = rows_like("residual", residual, x)
-        into = None if residual_out is None else rows_like("residual_out", residual_out, x)
+        into = None if into is None else rows_like("residual_out", into, x)
     inputs = Inputs(
         rows, dtype, scheme == "tensor", affine, scale, zero, gate, rms_norm, eps, permutation, None, block, None,
         residual, into,
     )  # fmt: skip
     outputs = None if out is None else check_out(out, x, dtype, affine, silu_mul, block)
-    if torch.compiler.is_compiling() or traced(x, x if residual is None else residual):
+    if through_op:
         written, into = _call_op(inputs, outputs)
     else:
         if residual is not None and into is None:
@@ -133,7 +135,7 @@ def quantize_activations(
         results = tuple(each.view((*lead, *each.shape[1:])) for each in results)
     if into is None:
         return results
-    return *results, into.view(x.shape) if residual_out is None else residual_out
+    return *results, residual_out if residual_out is not None else into if x.dim() == 2 else into.view(x.shape)
 
 
 def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
