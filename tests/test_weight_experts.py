@@ -495,6 +495,34 @@ def test_stacked_dense_weights_are_the_packed_experts():
         assert same_weight(weight, packed) and weight.settled and weight.plan_key == packed.plan_key
 
 
+@pytest.mark.parametrize("holders", [(), (0,), (3,)])
+def test_dense_weights_of_several_experts_rows_are_stacked_as_the_experts(holders):
+    for group_size in (0, 64):
+        parts = expert_parts(4, 128, 160, group_size, codes="e4m3")
+        for e in holders:
+            parts[e].q[100, 9] = -8
+
+        def two(e: int) -> W4Weight:
+            rows = {name: torch.cat([getattr(parts[i], name) for i in (e, e + 1)]) for name in ("q", "scale")}
+            return replace(parts[e], **rows).packed
+
+        weight = W4Weight.stacked(4, two, 2)
+        assert weight.n == 128 and weight.format.codes == ("any" if holders else "e4m3")
+        assert same_weight(weight, pack_experts(parts))
+
+
+@pytest.mark.parametrize(
+    "n, together, message",
+    [
+        (64, 3, "together: expected a divisor of 4 experts, got 3"),
+        (64, 2, "make(0): expected the rows of 2 experts, 64 or a multiple each, got n = 64"),
+    ],
+)
+def test_rows_that_cannot_be_cut_into_experts_are_refused(n, together, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        W4Weight.stacked(4, lambda e: builders.weight_parts(e, n, 128).packed, together)
+
+
 @pytest.mark.parametrize("holders", [(0,), (1,), (3,), (0, 2), (1, 2, 3)])
 def test_stacked_weights_of_different_orders_come_into_the_one_that_holds_any(holders, monkeypatch):
     monkeypatch.setattr(layout, "CHUNK_CODES", 64 * 128 * 2)

@@ -327,7 +327,11 @@ class _Mixed(Exception):
 
 
 def pack_experts(
-    count: int, read: Callable[[int], CanonicalWeight], lhs_dtype: torch.dtype | None = None, bits: int = 4
+    count: int,
+    read: Callable[[int], CanonicalWeight],
+    lhs_dtype: torch.dtype | None = None,
+    bits: int = 4,
+    together: int = 1,
 ) -> Weight:
     """One packed weight of several experts, read and packed one by one: the memory of the weight and of one expert.
 
@@ -338,6 +342,7 @@ def pack_experts(
         read: gives expert 0, 1, ... before packing; it may be called twice for each.
         lhs_dtype: as in `CanonicalWeight.pack`.
         bits: of all experts' codes.
+        together: as in `Weight.stacked`: read(e) gives the rows of experts e to e + together - 1.
 
     Raises:
         ValueError: an expert has an activation order, which its quantised input cannot have beside the others', or
@@ -357,7 +362,7 @@ def pack_experts(
     for unsigned in (False, True):
         kinds: set[bool] = set()
         try:
-            return kind.stacked(count, make)
+            return kind.stacked(count, make, together)
         except _Mixed:
             continue
     raise AssertionError("with zero points everywhere no expert differs")

@@ -28,6 +28,7 @@ from jitgemm.activations.kernel import Gate
 from jitgemm.checkpoint.canonical import pack_experts
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import layer_header, read_header
+from jitgemm.kernel.formats import STRIP_ROWS
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.read import CODES, layer_of
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Unsupported
@@ -41,6 +42,8 @@ _GATES = {
     "swigluoai_uninterleave": ("swiglu_oai", "gate_up"),
 }
 """vLLM's MoEActivation: jitgemm's kind and order."""
+AT_ONCE = 16 << 20
+"""Bytes of a checkpoint's codes that are packed at once, or those of one expert."""
 
 
 class JitGemmMoEMethod(FusedMoEMethodBase):
@@ -127,8 +130,11 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
             return quantised(mine["weight"], activation, self.config.options), activation
         first, name = next(iter(mine.values())), self.names[0]
 
+        together = _together(mine, self.layout, sum(widths))
+
         def checkpoint(e: int) -> Checkpoint:
-            found = read_parts({suffix: tensor[e] for suffix, tensor in mine.items()}, self.layout, widths)
+            rows = {suffix: _rows(tensor[e : e + together], self.layout, suffix) for suffix, tensor in mine.items()}
+            found = read_parts(rows, self.layout, widths * together)
             return Checkpoint({f"{name}.{suffix}": tensor for suffix, tensor in found.items()}, self.config.checkpoint)
 
         def read(e: int) -> Any:
@@ -136,7 +142,8 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
             return read_header(opened, layer_header(opened, name, format=self.layout.format), first.device)
 
         layer = layer_of(checkpoint(0), name, activation, self.layout.format)  # static scales go unused
-        return pack_experts(first.shape[0], read, CODES[layer.activation], layer.bits), layer.activation
+        given = first.shape[0], read, CODES[layer.activation], layer.bits, together
+        return pack_experts(*given), layer.activation
 
     def _gate(self, layer: torch.nn.Module) -> Gate:
         kind, order = _GATES[layer.activation.value]
@@ -219,6 +226,25 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         if layer.apply_router_weight_on_input:
             x, topk_weights = _weighted(x, topk_weights)
         return module.run(x, topk_ids, topk_weights, expert_map=layer.expert_map)
+
+
+def _together(tensors: dict[str, torch.Tensor], layout: Layout, n: int) -> int:
+    """How many experts are packed at a time: kernels that pack one take less time than Python does to launch them."""
+    if n % (BLOCK if layout.scheme == "block" else STRIP_ROWS):
+        return 1
+    if any(name.endswith("g_idx") and bool((each != each[:1]).any()) for name, each in tensors.items()):
+        return 1
+    codes = next(iter(tensors.values()))
+    experts, most = len(codes), AT_ONCE // codes[0].nbytes
+    return max(each for each in range(1, experts + 1) if experts % each == 0 and each <= max(1, most))
+
+
+def _rows(tensor: torch.Tensor, layout: Layout, suffix: str) -> torch.Tensor:
+    """Tensors [experts, ...] as one of all their rows; as the first where rows do not count."""
+    if layout.tensors[suffix].dims == ("parts",):
+        return tensor.flatten()
+    axis = layout.tensors[suffix].axis("n")
+    return tensor[0] if axis is None else tensor.movedim(0, axis).flatten(axis, axis + 1)
 
 
 class JitGemmExperts(FusedMoEExpertsModular):

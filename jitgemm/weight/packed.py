@@ -379,46 +379,56 @@ class Weight:
         return weight
 
     @classmethod
-    def stacked(cls, count: int, make: Callable[[int], Self]) -> Self:
+    def stacked(cls, count: int, make: Callable[[int], Self], together: int = 1) -> Self:
         """A weight of experts out of dense ones, each copied as it comes: memory for one more is all it takes.
 
         Args:
-            count: how many experts.
+            count: how many experts, a multiple of `together`.
             make: gives the weight of expert 0, 1, ... in this order. All have n, k, group size and format of the first,
                 and no permutation. Where their codes stand in different orders, as of e4m3 weights one of which holds a
                 -8, all are brought into the order "any", which holds them.
+            together: of how many experts each dense weight has the rows, one below another: make(0), make(together),
+                ... Their n is then a multiple of 64.
 
         Raises:
             TypeError, ValueError: something else came from make; the message names the expert.
         """
         if (count := check_int("count", count)) < 1:
             raise ValueError(f"count: expected at least one expert, got {count}")
+        if (together := check_int("together", together)) < 1 or count % together:
+            raise ValueError(f"together: expected a divisor of {count} experts, got {together}")
         same: dict[str, Any] = {}
         whole: dict[str, torch.Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
-            for e in range(count):
+            for e in range(0, count, together):
                 each = make(e)
                 if not isinstance(each, cls) or each.experts is not None or each.permutation is not None:
                     got = repr(each) if isinstance(each, cls) else type(each).__name__
                     error = ValueError if isinstance(each, cls) else TypeError
                     raise error(f"make({e}): expected a dense {cls.__name__} without a permutation, got {got}")
+                if together > 1 and each.n % (together * STRIP_ROWS):
+                    expected = f"the rows of {together} experts, {STRIP_ROWS} or a multiple each"
+                    raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
                 kind = {name: getattr(each, name) for name in ("n", "k", "group_size", "device")}
                 common = replace(each.format, codes="any") if cls.bits == 4 else each.format
                 kind |= {"format": common, "tensors": list(each._tensors)}
                 if e == 0:
                     same, format = kind, each.format
-                    whole = {name: part.new_empty((count, *part.shape)) for name, part in each._tensors.items()}
+                    whole = {
+                        name: part.new_empty((count, part.shape[0] // together, *part.shape[1:]))
+                        for name, part in each._tensors.items()
+                    }
                 for what, value in kind.items():
                     if value != same[what]:
                         raise ValueError(f"make({e}): expected {what} {same[what]}, as make(0) has, got {value}")
                 for name, part in each._tensors.items():
-                    whole[name][e] = part
+                    whole[name][e : e + together] = part.unflatten(0, (together, -1))
                 if each.format != format:
                     layout.reorder_codes(whole["blocks"][:e], format.codes, "any")
-                    layout.reorder_codes(whole["blocks"][e : e + 1], each.format.codes, "any")
+                    layout.reorder_codes(whole["blocks"][e : e + together], each.format.codes, "any")
                     format = replace(format, codes="any")
                 del each, part  # before the next is made
-            sizes = same["n"], same["k"], same["group_size"]
+            sizes = same["n"] // together, same["k"], same["group_size"]
             return cls(whole["blocks"], whole.get("channel_scale"), *sizes, format, row_sum=whole.get("row_sum"))
 
     def named(self, layer: str) -> None:
