@@ -1,6 +1,6 @@
 """vLLM's engine with and without jitgemm, on real GPUs: how fast it is, and whether what it says is right.
 
-    python scripts/vllm_engine.py speed MODEL QUANT... OUT.jsonl    weights of real sizes and no meaning
+    python scripts/vllm_engine.py speed MODEL/QUANT... OUT.jsonl    weights of real sizes and no meaning
     python scripts/vllm_engine.py logprobs KIND OUT.jsonl [--tp 2]  small checkpoints with real weights, all engines
 
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
@@ -10,7 +10,7 @@ this checkout, installed or not. Experts get uniform routing: with weights of no
 
 Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one, and
 are measured one after another, when all have started: an idle engine leaves the GPU alone. For the time that one engine
-takes to start, give one.
+takes to start, give one. With KERNELS=1 in the environment the kernels of a decode step go to OUT, too.
 """
 
 from __future__ import annotations
@@ -99,22 +99,23 @@ def report(out: str, row: dict[str, Any]) -> None:
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
-def speed(model: str, quants: list[str], out: str) -> None:
+def speed(engines: list[str], out: str) -> None:
     """Starts all engines, then measures one after another."""
-    engines = {}
-    for quant in quants:
-        log = Path(out).parent / f"{model}-{re.sub('[^a-z0-9]+', '-', quant.lower()).strip('-')}.log"
+    running = {}
+    for each in engines:
+        model, _, quant = each.partition("/")
+        log = Path(out).parent / f"{re.sub('[^a-z0-9]+', '-', each.lower()).strip('-')}.log"
         with log.open("w") as file:
-            command = [sys.executable, __file__, "engine", model, quant, out, "--beside", str(len(quants) - 1)]
+            command = [sys.executable, __file__, "engine", model, quant, out, "--beside", str(len(engines) - 1)]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            engines[quant] = subprocess.Popen(command, stderr=file, **pipes)
-    for quant, engine in engines.items():
+            running[each] = subprocess.Popen(command, stderr=file, **pipes)
+    for each, engine in running.items():
         ready = read_until(engine, STARTED)
-        print(f"{model} {quant}: {'started' if ready else f'failed, exit code {engine.wait()}'}", flush=True)
-    for engine in engines.values():
+        print(f"{each}: {'started' if ready else f'failed, exit code {engine.wait()}'}", flush=True)
+    for engine in running.values():
         if engine.poll() is None:
             engine.communicate("measure\n")
-    if any(engine.returncode for engine in engines.values()):
+    if any(engine.returncode for engine in running.values()):
         sys.exit(1)
 
 
@@ -125,6 +126,29 @@ def read_until(engine: subprocess.Popen[str], word: str) -> bool:
     """Whether the process says so before it ends."""
     assert engine.stdout is not None
     return any(line.strip() == word for line in engine.stdout)
+
+
+def kernels(folder: Path) -> list[dict[str, Any]]:
+    """Kernels of the later half of the newest profile, a step each: name, launches, µs; first all together.
+
+    Beside "all" stands how long the GPU is busy and how long a step takes. A kernel that is launched least often is
+    launched once a step.
+    """
+    newest = max(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    events = [e for e in json.loads(newest.read_text())["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
+    events.sort(key=lambda e: e["ts"])
+    events = [e for e in events if e["ts"] > (events[0]["ts"] + events[-1]["ts"]) / 2]
+    found: dict[str, list[float]] = {}
+    busy = end = 0.0
+    for each in events:
+        found.setdefault(each["name"], []).append(each["dur"])
+        busy += max(0.0, each["ts"] + each["dur"] - max(end, each["ts"]))
+        end = max(end, each["ts"] + each["dur"])
+    steps = min(len(times) for times in found.values() if len(times) >= 8)
+    whole = {"name": "all", "launches": len(events) / steps, "us": sum(map(sum, found.values())) / steps}
+    whole |= {"busy_us": busy / steps, "step_us": (end - events[0]["ts"]) / steps}
+    rows = [{"name": n[:120], "launches": len(t) / steps, "us": sum(t) / steps} for n, t in found.items()]
+    return [whole, *sorted(rows, key=lambda row: -row["us"])]
 
 
 def engine(model: str, quant: str, out: str, beside: int) -> None:
@@ -140,6 +164,9 @@ def engine(model: str, quant: str, out: str, beside: int) -> None:
 
     from vllm import LLM, SamplingParams
 
+    if profiled := os.environ.get("KERNELS") == "1":
+        profile = {"profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_with_stack": False}
+        arguments |= {"profiler_config": profile | {"torch_profiler_use_gzip": False}}
     start = time.time()
     llm = LLM(
         model=folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=4096, **LITTLE_MEMORY,
@@ -165,6 +192,11 @@ def engine(model: str, quant: str, out: str, beside: int) -> None:
         first = min(seconds(sequences, 128, 1) for _ in range(4))
         whole = min(seconds(sequences, 128, 129) for _ in range(3))
         row[f"step_us_{sequences}"] = round((whole - first) / 128 * 1e6)
+        if profiled:
+            llm.start_profile()
+            seconds(sequences, 128, 33)
+            llm.stop_profile()
+            row[f"kernels_{sequences}"] = kernels(Path(folder))
     row["prefill_tokens_s"] = round(8 * 2048 / min(seconds(8, 2048, 1) for _ in range(3)))
     report(out, row)
 
@@ -281,12 +313,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, arguments in (
-        ("speed", ("model", "quants", "out")), ("engine", ("model", "quant", "out")),
+        ("speed", ("engines", "out")), ("engine", ("model", "quant", "out")),
         ("logprobs", ("kind", "out")), ("one", ("arguments", "out")),
     ):  # fmt: skip
         command = commands.add_parser(name)
         for argument in arguments:
-            command.add_argument(argument, nargs="+" if argument == "quants" else None)
+            command.add_argument(argument, nargs="+" if argument == "engines" else None)
     commands.choices["engine"].add_argument("--beside", type=int, default=0)
     commands.choices["logprobs"].add_argument("--tp", type=int, default=1)
     given = vars(parser.parse_args())
