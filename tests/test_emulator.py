@@ -186,9 +186,11 @@ def test_a_residual_s_sum_is_pytorch_s_and_codes_are_the_kernel_s_without_it(mon
 
 
 @pytest.mark.parametrize("k", [288, 2080, 20480])
-@pytest.mark.parametrize("options", [{"silu_mul": True}, {"rms_norm": True}], ids=["silu_mul", "rms_norm"])
+@pytest.mark.parametrize(
+    "options", [{"silu_mul": True}, {"gelu_mul": "tanh"}, {"gelu_mul": "none"}, {"rms_norm": True}], ids=str
+)
 def test_a_quantiser_s_values_are_near_the_reference_s(monkeypatch, options, k):
-    x = torch.randn(5, 2 * k if "silu_mul" in options else k, generator=builders.generator(1)).bfloat16()
+    x = torch.randn(5, k if "rms_norm" in options else 2 * k, generator=builders.generator(1)).bfloat16()
     if "rms_norm" in options:
         options = {"rms_norm": quantize_cases.parameters(2, k)["rms_norm"]}
     q, scale = quantize_activations(x, torch.int8, **options)

@@ -144,11 +144,8 @@ def by_hand(layer: torch.nn.Module, x: torch.Tensor, attention_mask, position_em
     norm = layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm
     both = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     y = projected(norm, both, x)
-    if type(layer).__name__.startswith("Gemma"):  # GELU
-        gate, up = y.chunk(2, -1)
-        y = mlp.down_proj(mlp.act_fn(gate) * up)
-    else:
-        y = gemms(quantise(mlp.down_proj, y, silu_mul=True), [mlp.down_proj], y.shape)
+    gate = {"gelu_mul": "tanh"} if type(layer).__name__.startswith("Gemma") else {"silu_mul": True}
+    y = gemms(quantise(mlp.down_proj, y, **gate), [mlp.down_proj], y.shape)
     return x + (layer.post_feedforward_layernorm(y) if sandwich else y)
 
 
@@ -181,9 +178,9 @@ def test_a_fused_model_is_the_calls_by_hand(family, activation):
     layer = model.model.layers[1]
     norms = [name for name, module in layer.named_modules() if isinstance(module, FusedNorm)]
     assert len(norms) == 2 and all(len(layer.get_submodule(name).joint.runs) == 1 for name in norms)
-    assert isinstance(layer.mlp, FusedMLP) == (not family.startswith("Gemma"))
+    assert isinstance(layer.mlp, FusedMLP)
     assert isinstance(layer, FusedLayer) and isinstance(layer, type(before.model.layers[1]))
-    assert len(report) == (6 if family.startswith("Gemma") else 8) and not set(report.skipped) & set(report)
+    assert len(report) == 8 and not set(report.skipped) & set(report)
 
 
 def test_activations_with_zero_points_are_fused_too():
@@ -205,16 +202,19 @@ def test_the_report_says_what_was_fused_and_what_not():
     }
     assert report.skipped == {}
     assert repr(report).startswith("fused: 4\n  1 RMSNorm, quantiser and q_proj + k_proj + v_proj: model.layers.0.inp")
-    report = fuse_(quantised("Gemma", num_hidden_layers=1))
-    assert report.skipped == {"model.layers.0.mlp": "what its last Linear reads is not silu(gate) * up"}
+    report = fuse_(quantised(hidden_act="relu", num_hidden_layers=1))
+    reason = "what its last Linear reads is neither silu(gate) * up nor gelu(gate) * up"
+    assert report.skipped == {"model.layers.0.mlp": reason}
     assert "skipped: 1\n  1 what its last" in repr(report)
 
 
-def test_a_gate_that_is_nearly_silu_for_small_values_is_told_apart():
-    model = quantised(hidden_act="gelu_pytorch_tanh")
+@pytest.mark.parametrize("act, gate", [("gelu_pytorch_tanh", "gelu_tanh"), ("gelu", "gelu"), ("silu", "silu")])
+def test_gates_that_are_nearly_equal_for_small_values_are_told_apart(act, gate):
+    model = quantised(hidden_act=act)
     for layer in model.model.layers:
         layer.post_attention_layernorm.weight.data.fill_(0.01)
-    assert fuse_(model).skipped.keys() == {"model.layers.0.mlp", "model.layers.1.mlp"}
+    fused = fuse_(model).fused
+    assert {fused[f"model.layers.{number}.mlp"] for number in (0, 1)} == {f"{gate} * mul, quantiser and down_proj"}
 
 
 def test_projections_through_a_low_rank_are_fused_too():

@@ -63,7 +63,13 @@ class Graphs:
         (graph,) = self.graphs
         plain, add = torch.ops.jitgemm.quantize_activations.default, torch.ops.jitgemm.add_quantize_activations.default
         return Counter(
-            "add" if op is add else "norm" if node.args[7] is not None else "silu" if node.args[6] else "plain"
+            "add"
+            if op is add
+            else "norm"
+            if node.args[7] is not None
+            else "silu"
+            if node.args[6]
+            else (dict(enumerate(node.args)).get(11) or "plain")
             for op in (plain, add)
             for node in graph.find_nodes(op="call_function", target=op)
         )
@@ -339,6 +345,42 @@ def test_a_gate_is_computed_by_its_quantiser(dtype, how):
     assert same(found, quantised(x, silu_mul=True)) and graphs.quantisers == {"silu": 1}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_so_is_gelu_of_a_tensor_s_half_and_of_two_gemms(approximate, dtype):
+    x, _ = inputs(dtype, 2 * K)
+
+    def gelu(gate, up):
+        return torch.nn.functional.gelu(gate, approximate=approximate) * up
+
+    found, graphs = compiled(lambda x: quantised(gelu(*x.chunk(2, -1))), x)
+    assert same(found, quantised(x, gelu_mul=approximate)) and graphs.quantisers == {approximate: 1}
+    found, graphs = compiled(lambda x: quantised(gelu(x[..., K:], x[..., :K])), x)
+    assert graphs.quantisers == {"plain": 1}
+
+    mlp, x = MLP(), inputs()[0]
+    found, graphs = compiled(lambda x: mlp.down(gelu(mlp.gate(x), mlp.up(x))), x)
+    assert builders.same_bits(found.view(-1, K), by_hand(mlp, x.view(-1, K), gate={"gelu_mul": approximate}))
+    assert graphs.quantisers == {"plain": 1, approximate: 1} and graphs.count(torch.ops.aten.clone.default) == 0
+
+
+@pytest.mark.parametrize("tanh, square, half, slope, scale", [
+    (True, 3, 0.5, 0.044715, 0.79), (True, 3, 0.5, 0.04, 0.7978845608028654), (True, 2, 0.5, 0.044715, 0.7978845608028654),
+    (True, 3, 0.6, 0.044715, 0.7978845608028654), (False, 3, 0.5, 0.0, 0.7), (False, 3, 0.6, 0.0, 0.7071067811865476),
+])  # fmt: skip
+def test_what_is_nearly_gelu_is_left_alone(tanh, square, half, slope, scale):
+    x, _ = inputs(torch.float32, 2 * K)
+
+    def call(x):
+        gate, up = x.chunk(2, -1)
+        cube = gate * gate * gate if square == 3 else gate * gate
+        curve = torch.tanh((gate + cube * slope) * scale) if tanh else torch.erf(gate * scale)
+        return quantised(gate * half * (curve + 1) * up)
+
+    found, graphs = compiled(call, x)
+    assert graphs.quantisers == {"plain": 1} and same(found, call(x))
+
+
 def test_other_halves_and_other_gates_are_left_alone():
     x, _ = inputs(columns=2 * K)
     silu = torch.nn.functional.silu
@@ -347,7 +389,8 @@ def test_other_halves_and_other_gates_are_left_alone():
         lambda x: quantised(silu(x[..., :K]) * x[..., :K]),
         lambda x: quantised(silu(x[..., : K - 32]) * x[..., K - 32 : 2 * K - 64]),
         lambda x: quantised(silu(x[..., ::2]) * x[..., 1::2]),
-        lambda x: quantised(torch.nn.functional.gelu(x[..., :K]) * x[..., K:]),
+        lambda x: quantised(torch.nn.functional.gelu(x[..., K:]) * x[..., :K]),
+        lambda x: quantised(torch.relu(x[..., :K]) * x[..., K:]),
         lambda x: quantised(torch.sigmoid(x[..., :K]) * x[..., K:]),
         lambda x: quantised(silu(x[:1, :, :K]) * x[:1].flip(1)[..., K:]),
     )
@@ -370,13 +413,13 @@ class MLP(torch.nn.Module):
         return y if self.read is None else (y, (gate if self.read == "gate" else up) + 1)
 
 
-def by_hand(mlp, x, **front):
+def by_hand(mlp, x, gate={"silu_mul": True}, **front):  # noqa: B006
     """An MLP's result with the gate computed by the quantiser, and what `front` says ahead of it."""
     q = mlp.gate.quantise(x, **front)
     both, y = torch.empty(len(x), 256, dtype=x.dtype, device=x.device), torch.empty_like(x)
     mlp.gate.multiply(q, both[:, :128])
     mlp.up.multiply(q, both[:, 128:])
-    mlp.down.multiply(mlp.down.quantise(both, silu_mul=True), y)
+    mlp.down.multiply(mlp.down.quantise(both, **gate), y)
     return y
 
 
@@ -458,8 +501,7 @@ def test_a_model_of_plain_layers_gives_what_the_fused_calls_give(name):
     fused = copy.deepcopy(model)
     report = jitgemm.nn.fuse_(fused)
     assert builders.same_bits(found, fused(ids, use_cache=False).logits), report
-    gemma = name.startswith("Gemma")  # whose gates are GELUs
-    rest = {"plain": 2} if gemma else {"plain": 1, "silu": 1}
+    rest = {"plain": 1, "tanh" if name.startswith("Gemma") else "silu": 1}
     # Gemma 3 has a norm ahead of the addition, too, in whose kernel that is.
     assert graphs.quantisers == ({"norm": 2} if name == "Gemma3Text" else {"norm": 1, "add": 1}) | rest
 
@@ -592,4 +634,4 @@ def test_warmup_knows_the_quantisers_of_a_compiled_model():
         return {(spec.rms_norm, spec.gate) for spec in specs if hasattr(spec, "rms_norm")}
 
     assert quantisers(False) == {(False, "")}
-    assert quantisers(True) == {(False, ""), (True, ""), (False, "silu")}
+    assert quantisers(True) == {(False, ""), (True, ""), (False, "silu"), (False, "gelu"), (False, "gelu_tanh")}

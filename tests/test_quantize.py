@@ -138,10 +138,15 @@ def test_a_permutation_gathers_columns(mode):
     assert all(map(builders.same_bits, permuted, plain))
 
 
-def test_silu_mul_takes_the_gate_first():
+@pytest.mark.parametrize("gate, act", [
+    ({"silu_mul": True}, torch.nn.functional.silu),
+    ({"gelu_mul": "tanh"}, lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    ({"gelu_mul": "none"}, torch.nn.functional.gelu),
+], ids=["silu", "tanh", "none"])  # fmt: skip
+def test_a_product_takes_the_gate_first(gate, act):
     x = torch.randn(5, 2 * K, generator=builders.generator(1))
-    y = torch.nn.functional.silu(x[:, :K].double()) * x[:, K:].double()
-    results = quantize_activations(x, torch.int8, silu_mul=True)
+    y = act(x[:, :K].double()) * x[:, K:].double()
+    results = quantize_activations(x, torch.int8, **gate)
     assert torch.allclose(results[1].double(), y.abs().amax(1) / 127, rtol=1e-6)
     assert bool(((dequantize(results) - y).abs() <= 0.501 * results[1].double()[:, None]).all())
 
@@ -336,7 +341,13 @@ NORM = {"rms_norm": torch.ones(K)}
         (TypeError, "x: expected a plain strided tensor, got layout torch.sparse_coo", {"x": X.to_sparse()}),
         (ValueError, "x: expected k to be a multiple of 32 from 32 to 1048576, got 100", {"x": torch.zeros(4, 100)}),
         (ValueError, "x: expected k to be a multiple of 32 .*, got 0", {"x": torch.zeros(1, 0)}),
-        (ValueError, "x: expected 2k columns with silu_mul, k a multiple of 32, got 96", {"silu_mul": True}),
+        (ValueError, "x: expected 2k columns with a gate, k a multiple of 32, got 96", {"silu_mul": True}),
+        (ValueError, "x: expected 2k columns with a gate", {"gelu_mul": "tanh"}),
+        (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got 'erf'", {"x": X2, "gelu_mul": "erf"}),
+        (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got True", {"x": X2, "gelu_mul": True}),
+        (ValueError, "gelu_mul: expected None with silu_mul", {"x": X2, "silu_mul": True, "gelu_mul": "tanh"}),
+        (ValueError, "rms_norm: expected None with silu_mul or gelu_mul",
+         {"x": X2, "gelu_mul": "none", "rms_norm": torch.ones(K)}),
         (ValueError, "x: expected stride 1 along its columns", {"x": torch.zeros(K, 32).t()}),
         (ValueError, "x: expected a row stride that is a multiple of 4 elements", {"x": torch.zeros(4, 98)[:, :96]}),
         (ValueError, "x: expected rows that are one stride apart", {"x": torch.zeros(4, 4, K).transpose(0, 1)}),
@@ -515,6 +526,14 @@ def test_a_remembered_call_checks_a_residual_by_its_plan(monkeypatch):
     assert len(launches) == 4
 
 
+@pytest.mark.parametrize("gelu_mul", ["tanh", "none"])
+def test_opcheck_passes_with_gelu(gelu_mul):
+    x = activations(1, 5, 2 * K)
+    arguments = (x, torch.int8, False, False, None, None, False, None, 1e-6, None, False, gelu_mul)
+    assert set(torch.library.opcheck(OP, arguments).values()) == {"SUCCESS"}
+    assert all(map(builders.same_bits, OP(*arguments), quantize_activations(x, torch.int8, gelu_mul=gelu_mul)))
+
+
 def test_the_op_refuses_a_residual_without_a_norm():
     arguments = (X, torch.int8, False, False, None, None, False, None, 1e-6, None, False, X)
     with pytest.raises(ValueError, match="residual: expected None without rms_norm"):
@@ -539,11 +558,12 @@ def test_fake_tensors_compute_nothing_and_are_checked():
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("front", ["plain", "silu_mul", "rms_norm", "out", "residual", "residual_out"])
+@pytest.mark.parametrize("front", ["plain", "silu_mul", "gelu_mul", "rms_norm", "out", "residual", "residual_out"])
 def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
     torch._dynamo.reset()
     dtype, affine = MODES[mode]
-    arguments = {"silu_mul": {"silu_mul": True}, "plain": {}, "out": {}}.get(front, parameters(1, K))
+    gates = {"silu_mul": {"silu_mul": True}, "gelu_mul": {"gelu_mul": "tanh"}}
+    arguments = (gates | {"plain": {}, "out": {}}).get(front, parameters(1, K))
 
     def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = None
@@ -561,7 +581,7 @@ def test_compiling_has_one_graph_for_any_m_and_the_same_bits(mode, front):
     compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
     counts = []  # the first compilation may start twice, to fix eps
     for m in (2, 5, 9):
-        x = activations(m, m, 2 * K if front == "silu_mul" else K)
+        x = activations(m, m, 2 * K if front in gates else K)
         assert all(map(builders.same_bits, compiled(x), layer(x)))
         counts.append(counter.frame_count)
     assert counts[0] == counts[-1]

@@ -52,7 +52,7 @@ class Guarded:
 def run_both(x: torch.Tensor, mode: str, **arguments) -> tuple[tuple, tuple]:
     """(GPU's results, CPU's) of the same tensors, which are on the GPU."""
     dtype, affine = MODES[mode]
-    k = x.shape[1] // 2 if arguments.get("silu_mul") else x.shape[1]
+    k = x.shape[1] // 2 if {"silu_mul", "gelu_mul"} & set(arguments) else x.shape[1]
     guarded = Guarded(x.shape[0], k, mode)
     quantize_activations(x, dtype, affine=affine, out=guarded.out, **arguments)
     expected = quantize_activations(x.cpu(), dtype, affine=affine, **on_cpu(arguments))
@@ -141,6 +141,17 @@ def test_silu_mul(k, permuted, x_dtype, mode):
     x[4, :k] = -150.0  # silu ends in zeros
     arguments = {"permutation": parameters(1, k, "cuda")["permutation"]} if permuted else {}
     assert_close(*run_both(x, mode, silu_mul=True, **arguments))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x_dtype", X_DTYPES, ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("k", [64, 4096, 28672])
+def test_gelu_mul(k, approximate, x_dtype, mode):
+    x = (torch.randn(33, 2 * k, generator=builders.generator(k)) * 4).to(x_dtype).cuda()
+    x[3] = 0
+    x[4, :k] = -150.0  # gelu ends in zeros
+    assert_close(*run_both(x, mode, gelu_mul=approximate))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from jitgemm.activations.kernel import Gate, most_k
+from jitgemm.activations.kernel import GELU_MULS, SILU_MUL, Gate, most_k
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
     """A call's arguments but `out`, x as rows; but for row_count and row_index, in the order of the op's.
 
     Attributes:
-        gate: for `silu_mul`, `SILU_MUL`.
+        gate: for `silu_mul` and `gelu_mul` as `gate_of` says.
         row_count: int32 [1]: rows from there on are left alone. Or [E]: the result is E parts of as many rows, and of
             each part rows from row_count[e] on are left alone. None: no row is.
         block: a scale for every `LHS_GROUP` codes.
@@ -115,6 +115,16 @@ def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
         ) from None
 
 
+def gate_of(silu_mul: bool, gelu_mul: str | None) -> Gate | None:
+    """The gate of a call. Raises ValueError for two of them, or one unknown."""
+    if gelu_mul is None:
+        return SILU_MUL if silu_mul else None
+    if silu_mul or gelu_mul not in GELU_MULS:
+        expected = "None with silu_mul" if silu_mul else " or ".join(map(repr, (*GELU_MULS, None)))
+        raise ValueError(f"gelu_mul: expected {expected}, got {gelu_mul!r}")
+    return GELU_MULS[gelu_mul]
+
+
 def check_arguments(inputs: Inputs) -> None:
     """Raises TypeError or ValueError unless the inputs fit together; looks at no values."""
     x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block, row_index = inputs[:13]
@@ -130,7 +140,7 @@ def check_arguments(inputs: Inputs) -> None:
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
     check_rows("x", x, may_overlap=True)
     if gate and x.shape[1] % 64:
-        raise ValueError(f"x: expected 2k columns with silu_mul, k a multiple of 32, got {x.shape[1]}")
+        raise ValueError(f"x: expected 2k columns with a gate, k a multiple of 32, got {x.shape[1]}")
     k, limit = inputs.k, most_k(permutation is not None, block)
     if k < 32 or k % 32 or k > limit:
         suffix = "" if permutation is None else " with a permutation"
@@ -145,7 +155,7 @@ def check_arguments(inputs: Inputs) -> None:
         if not needed and value is not None:
             raise ValueError(f"{name}: expected None unless for {why}, got a {type(value).__name__}")
     if rms_norm is not None and gate:
-        raise ValueError("rms_norm: expected None with silu_mul, got a weight")
+        raise ValueError("rms_norm: expected None with silu_mul or gelu_mul, got a weight")
     if inputs.residual is not None and rms_norm is None:
         raise ValueError("residual: expected None without rms_norm, got a tensor")
     for name in ("residual", "residual_out"):
@@ -189,7 +199,7 @@ def rows_like(name: str, value: object, x: torch.Tensor) -> torch.Tensor:
 
 
 def check_out(
-    out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, silu_mul: bool, block: bool = False
+    out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, gated: bool, block: bool = False
 ) -> Outputs:
     """The call's `out`, as rows, for x of any number of dimensions but 0."""
     expected = "(q, scale, zero)" if affine else "(q, scale)"
@@ -207,7 +217,7 @@ def check_out(
         if tensor.requires_grad:
             raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
     q, lead = out[0], tuple(x.shape[:-1])
-    shape = (*lead, x.shape[-1] // 2 if silu_mul else x.shape[-1])
+    shape = (*lead, x.shape[-1] // 2 if gated else x.shape[-1])
     if differ(q.shape, shape):
         raise ValueError(f"out[0]: expected shape {list(shape)}, got {list(q.shape)}")
     rows = as_rows("out[0]", q)

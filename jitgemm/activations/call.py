@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 
-from jitgemm.activations.arguments import POINTERS, Inputs, Outputs, as_rows, check_arguments, check_out, rows_like
+from jitgemm.activations.arguments import (
+    POINTERS,
+    Inputs,
+    Outputs,
+    as_rows,
+    check_arguments,
+    check_out,
+    gate_of,
+    rows_like,
+)
 from jitgemm.activations.kernel import SILU_MUL
 from jitgemm.activations.reference import quantize_reference
 from jitgemm.dtypes import LHS_TYPES
@@ -31,6 +40,7 @@ def quantize_activations(
     scale: torch.Tensor | None = None,
     zero: torch.Tensor | None = None,
     silu_mul: bool = False,
+    gelu_mul: str | None = None,
     rms_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     permutation: torch.Tensor | None = None,
@@ -44,6 +54,7 @@ def quantize_activations(
 
         y = x                                    or, in fp32 and not rounded to x's type,
             silu(x[:, :k]) * x[:, k:]            with silu_mul
+            gelu(x[:, :k]) * x[:, k:]            with gelu_mul, its approximation
             x * rms_norm / sqrt(mean(x^2) + eps) with rms_norm; with residual too, x is x + residual in x's type
         scale[i] = max(max |y[i]| / 448, 2^-126)                e4m3
                    max(max |y[i]| / 127, 2^-126)                int8
@@ -54,7 +65,7 @@ def quantize_activations(
     With scheme "block" scale[i, b] is that of the 128 codes q[i, 128 b] to q[i, 128 b + 127], the last block's of fewer
     maybe, and of the values of y that they stand for; what is said of rows below holds for blocks then.
 
-    All in fp32, each operation rounded to nearest even; codes too. The CPU gives the same bits, but for `silu_mul`
+    All in fp32, each operation rounded to nearest even; codes too. The CPU gives the same bits, but for gates
     (y within 2^-17 |y| + 2^-120) and `rms_norm` (y within 2^-17 |y| for k up to 2^16), whose codes may differ where y
     is as close to a tie. A row's result does not depend on the other rows, nor on m.
 
@@ -64,10 +75,10 @@ def quantize_activations(
     with a dynamic scale all of them, with a static one those of NaN.
 
     Args:
-        x: bfloat16, float16 or float32 [..., k], with silu_mul [..., 2k] with gate first; stride 1 along k, rows one
+        x: bfloat16, float16 or float32 [..., k], with a gate [..., 2k], gate first; stride 1 along k, rows one
             stride apart, which is a multiple of 16 bytes; 16-byte aligned. k is a multiple of 32, at most 2^20, with a
-            permutation 2^17, by block 2^15. A row is read once if k is at most 32768 (16-bit x without silu_mul and
-            rms_norm), 8192 (fp32 with silu_mul) or 16384 (otherwise); longer ones are read again from the L2.
+            permutation 2^17, by block 2^15. A row is read once if k is at most 32768 (16-bit x without gate and
+            rms_norm), 8192 (fp32 with a gate) or 16384 (otherwise); longer ones are read again from the L2.
         dtype: float8_e4m3fn or int8.
         scheme: "token", a scale for each row, "tensor", the scale that is given, or "block", one for each row and 128
             codes; not affine.
@@ -75,6 +86,7 @@ def quantize_activations(
         scale: "tensor": fp32, one element, positive.
         zero: "tensor" and affine: int32, one element, -128..127.
         silu_mul: y = silu(gate) * up; not with rms_norm.
+        gelu_mul: "tanh" or "none", as PyTorch names gelu's approximations: y = gelu(gate) * up; with neither of both.
         rms_norm: weight [k], bfloat16, float16 or float32, contiguous, 16-byte aligned.
         eps: of RMSNorm.
         permutation: int32 [k], contiguous, 16-byte aligned; each of 0..k-1 once, which is not checked. A weight's
@@ -108,6 +120,8 @@ def quantize_activations(
     if type(silu_mul) is not bool:
         check_flag("silu_mul", silu_mul)
     gate = SILU_MUL if silu_mul else None
+    if gelu_mul is not None:
+        gate = gate_of(silu_mul, gelu_mul)
     block = scheme == "block"
     through_op = torch.compiler.is_compiling() or traced(x, x if residual is None else residual)
     into = residual_out
@@ -119,9 +133,9 @@ def quantize_activations(
         rows, dtype, scheme == "tensor", affine, scale, zero, gate, rms_norm, eps, permutation, None, block, None,
         residual, into,
     )  # fmt: skip
-    outputs = None if out is None else check_out(out, x, dtype, affine, silu_mul, block)
+    outputs = None if out is None else check_out(out, x, dtype, affine, gate is not None, block)
     if through_op:
-        written, into = _call_op(inputs, outputs)
+        written, into = _call_op(inputs, outputs, gelu_mul)
     else:
         if residual is not None and into is None:
             into = _new_sum(rows)
@@ -193,16 +207,17 @@ def _run_reference(inputs: Inputs, outputs: Outputs) -> Outputs:
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _call_op(inputs: Inputs, outputs: Outputs | None) -> tuple[Outputs, torch.Tensor | None]:
+def _call_op(inputs: Inputs, outputs: Outputs | None, gelu_mul: str | None) -> tuple[Outputs, torch.Tensor | None]:
     """The outputs, and with residual the sum."""
     for name in ("scale", "zero", "rms_norm", "permutation"):
         if getattr(inputs, name) is not None:
             check_tensor(name, getattr(inputs, name))
     check_dtype("dtype", inputs.dtype, LHS_TYPES)
     x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, _, block, _, residual, total = inputs
-    arguments = x, dtype, static, affine, scale, zero, gate is not None, rms_norm, float(eps), permutation, block
+    silu_mul = gate is not None and gelu_mul is None
+    arguments = x, dtype, static, affine, scale, zero, silu_mul, rms_norm, float(eps), permutation, block
     if residual is None:
-        results = torch.ops.jitgemm.quantize_activations(*arguments)
+        results = torch.ops.jitgemm.quantize_activations(*arguments, gelu_mul)
     else:
         *three, added = torch.ops.jitgemm.add_quantize_activations(*arguments, residual)
         results, total = tuple(three), added if total is None else total.copy_(added)
@@ -215,15 +230,16 @@ def _call_op(inputs: Inputs, outputs: Outputs | None) -> tuple[Outputs, torch.Te
 
 
 _INPUTS = 10
-"""Arguments of the ops that `Inputs` has before row_count; block follows, where it is given, and residual."""
+"""Arguments of the ops that `Inputs` has before row_count; block follows, where it is given, and gelu_mul or residual."""
 
 
 def _inputs(*arguments: Any) -> Inputs:
     block = len(arguments) > _INPUTS and arguments[_INPUTS]
-    residual = arguments[_INPUTS + 1] if len(arguments) > _INPUTS + 1 else None
+    last = arguments[_INPUTS + 1] if len(arguments) > _INPUTS + 1 else None
+    residual, gelu_mul = (last, None) if isinstance(last, torch.Tensor) else (None, last)
     total = None if residual is None else _new_sum(arguments[0])
     inputs = Inputs._make((*arguments[:_INPUTS], None, block, None, residual, total))
-    return inputs._replace(gate=SILU_MUL if inputs.gate else None)
+    return inputs._replace(gate=gate_of(bool(inputs.gate), gelu_mul))
 
 
 def _new_sum(x: torch.Tensor) -> torch.Tensor:
@@ -255,5 +271,5 @@ _ARGUMENTS = (
     "(Tensor x, ScalarType dtype, bool static, bool affine, Tensor? scale, Tensor? zero, bool silu_mul, "
     "Tensor? rms_norm, float eps, Tensor? permutation, bool block"
 )
-define_op(f"quantize_activations{_ARGUMENTS}=False) -> (Tensor, Tensor, Tensor)", _op, _fake_op)
+define_op(f"quantize_activations{_ARGUMENTS}=False, str? gelu_mul=None) -> (Tensor, Tensor, Tensor)", _op, _fake_op)
 define_op(f"add_quantize_activations{_ARGUMENTS}, Tensor residual) -> (Tensor, Tensor, Tensor, Tensor)", _op, _fake_op)

@@ -14,6 +14,7 @@ Knows the ops of this package by name, and torch.fx; nothing here imports induct
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ class Front(NamedTuple):
     """What a quantiser can compute itself.
 
     Attributes:
-        x: what it then reads: [..., k], or [..., 2k] with silu_mul; or two tensors [..., k] for the halves of that,
+        x: what it then reads: [..., k], or [..., 2k] with a gate; or two tensors [..., k] for the halves of that,
             which nothing else reads: if GEMMs made them, they write side by side then, else nothing is fused.
         arguments: of the op, by name, in place of what it was called with.
         reads: the nodes that read x and the arguments' tensors today: nothing may have been written since they ran.
@@ -204,6 +205,8 @@ def _fused(quantiser: Node, front: Front) -> Node | None:
     wide = [name for name in ("x", "residual") if isinstance(arguments.get(name), Node)]
     values = {name: _value(argument) for name, argument in arguments.items()}
     op = torch.ops.jitgemm.add_quantize_activations if "residual" in wide else torch.ops.jitgemm.quantize_activations
+    if "residual" in wide:
+        del arguments["gelu_mul"], values["gelu_mul"]
     with quantiser.args[0].meta["val"].fake_mode:
         try:
             if outs:
@@ -314,7 +317,7 @@ def _plain(node: Node) -> bool:
     if not _is_quantiser(node):
         return False
     arguments = _arguments(node)
-    return not arguments["silu_mul"] and arguments["rms_norm"] is None
+    return not arguments["silu_mul"] and arguments["gelu_mul"] is None and arguments["rms_norm"] is None
 
 
 def _arguments(quantiser: Node) -> dict[str, Any]:
@@ -453,15 +456,18 @@ def _whole_norm(value: Node) -> Front | None:
     return Front(x, {"rms_norm": weight, "eps": float(eps)}, (call,))
 
 
-def _silu_mul(value: Node) -> Front | None:
-    """silu(gate) * up of one tensor's halves, silu in fp32."""
+def _gate_mul(value: Node) -> Front | None:
+    """silu(gate) * up or gelu(gate) * up of one tensor's halves, silu and gelu in fp32."""
     for activated, up in _either(_call(value, aten.mul.Tensor)):
-        gate = _gate(_unconverted(activated))
+        activated = _unconverted(activated)
+        gate, arguments = _silu(activated), {"silu_mul": True}
+        if gate is None:
+            gate, arguments = _gelu(activated) or (None, {})
         if gate is not None and _same_shape(gate, value):
             gate, up = _unconverted(gate), _unconverted(up)
             x = _whole(gate, up) or (_root(gate), _root(up))
             if isinstance(x, Node) or all(_only_for(part, value) for part in x):
-                return Front(x, {"silu_mul": True}, (gate, up, value))
+                return Front(x, arguments, (gate, up, value))
     return None
 
 
@@ -471,7 +477,7 @@ def _only_for(node: Node, value: Node) -> bool:
     return node is value or (ahead and all(_only_for(user, value) for user in node.users))
 
 
-def _gate(activated: Node) -> Node | None:
+def _silu(activated: Node) -> Node | None:
     """gate, if this is silu(gate): inductor's own decomposition, in fp32, or the operator."""
     if (args := _call(activated, aten.silu.default)) is not None:
         return args[0]
@@ -484,6 +490,31 @@ def _gate(activated: Node) -> Node | None:
         if _call(factor, aten.sigmoid.default) == (gate,) and _is_fp32(gate):
             return gate
     return None
+
+
+def _gelu(activated: Node) -> tuple[Node, dict[str, Any]] | None:
+    """(gate, arguments), if this is gelu(gate): inductor's own decomposition, in fp32, or the operator."""
+    if activated.target is aten.gelu.default:
+        return activated.args[0], {"gelu_mul": activated.kwargs.get("approximate", "none")}
+    half, factor = _call(activated, aten.mul.Tensor) or (None, None)
+    gate, by = _call(half, aten.mul.Tensor) or (None, None)
+    curve, one = _call(factor, aten.add.Tensor, aten.add.Scalar) or (None, None)
+    (inner,) = _call(curve, aten.erf.default, aten.tanh.default) or (None,)
+    argument, scale = _call(inner, aten.mul.Tensor) or (None, None)
+    if (by, one) != (0.5, 1) or not _is_fp32(gate):
+        return None
+    if curve.target is aten.erf.default:
+        return (
+            (gate, {"gelu_mul": "none"})
+            if argument is gate and isinstance(scale, float) and math.isclose(scale, math.sqrt(0.5))
+            else None
+        )
+    first, cubic = _call(argument, aten.add.Tensor) or (None, None)
+    cube, coefficient = _call(cubic, aten.mul.Tensor) or (None, None)
+    square, last = _call(cube, aten.mul.Tensor) or (None, None)
+    same = first is gate and last is gate and _call(square, aten.mul.Tensor) == (gate, gate)
+    close = isinstance(scale, float) and math.isclose(scale, math.sqrt(2 / math.pi)) and coefficient == 0.044715
+    return (gate, {"gelu_mul": "tanh"}) if same and close else None
 
 
 def _whole(gate: Node, up: Node) -> Node | None:
@@ -518,6 +549,6 @@ def _half(part: Node) -> tuple[Node, int, int] | None:
 
 
 add_producer(aten.mul.Tensor, _norm)
-add_producer(aten.mul.Tensor, _silu_mul)
+add_producer(aten.mul.Tensor, _gate_mul)
 for _target in (aten.rms_norm.default, *([aten._fused_rms_norm.default] if hasattr(aten, "_fused_rms_norm") else [])):
     add_producer(_target, _whole_norm)

@@ -60,6 +60,8 @@ class Gate(NamedTuple):
 
 
 SILU_MUL = Gate()
+GELU_MULS = {"none": Gate("gelu"), "tanh": Gate("gelu_tanh")}
+"""By the approximation, in PyTorch's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ def quantize_spec(
     affine: bool = False,
     static: bool = False,
     silu_mul: bool = False,
+    gelu_mul: str | None = None,
     gate: Gate | None = None,
     rms_norm: bool = False,
     permuted: bool = False,
@@ -144,7 +147,7 @@ def quantize_spec(
     (RMSNorm's sum has one order for a k).
 
     Args:
-        silu_mul: the gate is SILU_MUL.
+        silu_mul, gelu_mul: the gate is SILU_MUL, or one of GELU_MULS.
 
     Raises:
         ValueError: k or a combination is out of range.
@@ -155,7 +158,7 @@ def quantize_spec(
         raise ValueError(f"q: expected one of {LHS_TYPES}, got {q!r}")
     if affine and q != "s8":
         raise ValueError("affine: expected codes of int8, got e4m3, which has no zero point")
-    gate = SILU_MUL if silu_mul else gate
+    gate = SILU_MUL if silu_mul else GELU_MULS[gelu_mul] if gelu_mul else gate
     if gate and rms_norm:
         raise ValueError("gate: expected no rms_norm beside it")
     if residual and not rms_norm:

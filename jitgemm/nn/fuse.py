@@ -23,7 +23,20 @@ import torch
 from jitgemm.nn.fused import FUSED, FusedLayer, FusedMLP, FusedNorm, Joint, Slice, Steps, quantised_alike
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason
-from jitgemm.nn.trial import MLP, Block, Call, Columns, Gated, Joined, calls_of, lists, norm_of, steps_of, untouchable
+from jitgemm.nn.trial import (
+    FRONTS,
+    MLP,
+    Block,
+    Call,
+    Columns,
+    Gated,
+    Joined,
+    calls_of,
+    lists,
+    norm_of,
+    steps_of,
+    untouchable,
+)
 
 
 def fuse_(model: torch.nn.Module) -> FusionReport:
@@ -34,10 +47,11 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
       so in fp32.
     - the residual addition before such a norm, of layers h = x + attention(norm(x)), h + mlp(norm(h)). The second one
       stays PyTorch's, as the norm behind it is the next layer's.
-    - silu(gate) * up and the quantiser of the next Linear's input. Other gates stay PyTorch's.
+    - silu(gate) * up or gelu(gate) * up, gelu as it is or by tanh, and the quantiser of the next Linear's input. Other
+      gates stay PyTorch's.
 
-    Results are, bit for bit, those of `quantize_activations` with `rms_norm`, `residual` or `silu_mul` and of
-    `gemm_w4a8_nt` on the merged weights. They differ from the model's as it was by roundings that are left out: norm
+    Results are, bit for bit, those of `quantize_activations` with `rms_norm`, `residual`, `silu_mul` or `gelu_mul`
+    and of `gemm_w4a8_nt` on the merged weights. They differ from the model's as it was by roundings that are left out: norm
     and product stay fp32.
 
     `state_dict()` has the same names and values, but for `blocks` and `meta` of weights whose codes had to be brought
@@ -137,7 +151,7 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
         for mlp in behind:
             start = starts[mlp.linears[0]]
             mlps.remove(mlp)
-            reason = block.check(put | {mlp.name: Gated((), block.stubs[mlp.down], start)})
+            reason = block.check(put | {mlp.name: Gated((), block.stubs[mlp.down], start, mlp.gate)})
             if reason is None:
                 gated.append((mlp, start, width))
             else:
@@ -145,7 +159,7 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
     for mlp in mlps:
         stubs = [block.stubs[each] for each in mlp.linears]
         reason = quantised_alike([module.get_submodule(each) for each in mlp.linears])
-        reason = reason or block.check({mlp.name: Gated(stubs, block.stubs[mlp.down], 0)})
+        reason = reason or block.check({mlp.name: Gated(stubs, block.stubs[mlp.down], 0, mlp.gate)})
         if reason is None:
             alone.append(mlp)
         else:
@@ -167,13 +181,13 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
         new = FusedNorm(norm, eps, one_plus, [module.get_submodule(each) for each in linears])
         put_in(child, new, new.joint, linears, f"RMSNorm, quantiser and {_gemms(linears, new.joint)}")
     for mlp, start, width in gated:
-        new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), start, width)
-        put_in(mlp.name, new, None, (), f"silu * mul, quantiser and {_last(mlp.down)}")
+        new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), start, width, FRONTS[mlp.gate])
+        put_in(mlp.name, new, None, (), f"{mlp.gate} * mul, quantiser and {_last(mlp.down)}")
     for mlp in alone:
         layers = [module.get_submodule(each) for each in mlp.linears]
         width = sum(layer.out_features for layer in layers)
-        new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), 0, width, layers)
-        what = f"quantiser and {_gemms(mlp.linears, new.joint)}; silu * mul, quantiser and {_last(mlp.down)}"
+        new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), 0, width, FRONTS[mlp.gate], layers)
+        what = f"quantiser and {_gemms(mlp.linears, new.joint)}; {mlp.gate} * mul, quantiser and {_last(mlp.down)}"
         put_in(mlp.name, new, new.joint, mlp.linears, what)
     if isinstance(steps, Steps):
         FusedLayer.make(module, steps)

@@ -7,7 +7,7 @@ weight is theirs one below the other. The Linears become `Slice`s, whose buffers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -274,18 +274,26 @@ class FusedNorm(torch.nn.Module):
 
 
 class FusedMLP(torch.nn.Module):
-    """down(silu(gate(x)) * up(x)), product and quantiser in one kernel; gate and up in one GEMM.
+    """down(act(gate(x)) * up(x)), product and quantiser in one kernel; gate and up in one GEMM.
 
     Has the children of the module that it replaces. Without a joint of its own, x is the output of the fused norm in
-    front, which holds gate and up from column `start` on.
+    front, which holds gate and up from column `start` on. `gate`: the argument of `quantize_activations` for act.
     """
 
-    def __init__(self, mlp: torch.nn.Module, down: str, start: int, width: int, linears: Sequence[PackedLinear] = ()):
+    def __init__(
+        self,
+        mlp: torch.nn.Module,
+        down: str,
+        start: int,
+        width: int,
+        gate: Mapping[str, Any],
+        linears: Sequence[PackedLinear] = (),
+    ):
         super().__init__()
         self._modules.update(mlp._modules)
         self.down_name, self.start, self.width = down, start, width
         self._modules["joint"] = Joint(linears) if linears else None
-        self._down.front = {"silu_mul": True}
+        self._down.front = gate
         self.replaced = (mlp,)
         self.training = mlp.training
 
@@ -308,7 +316,7 @@ class FusedMLP(torch.nn.Module):
             y = y[..., self.start : self.start + 2 * down.in_features]
         rows = as_rows(y, 2 * down.in_features)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)
-        down.multiply(down.quantise(rows, silu_mul=True), out)
+        down.multiply(down.quantise(rows, **down.front), out)
         return out.view(*y.shape[:-1], down.out_features)
 
     def original(self) -> torch.nn.Module:

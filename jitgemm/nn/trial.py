@@ -211,18 +211,25 @@ class Columns(torch.nn.Module):
 class Gated(torch.nn.Module):
     """Stands for a `FusedMLP`: gate and up as columns of x, or of what the stubs make of it."""
 
-    def __init__(self, stubs: Sequence[Mix], down: Mix, start: int):
+    def __init__(self, stubs: Sequence[Mix], down: Mix, start: int, gate: str):
         super().__init__()
-        self.parts = stubs, down, start
+        self.parts = stubs, down, start, gate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        stubs, down, start = self.parts
+        stubs, down, start, gate = self.parts
         y = torch.cat([stub(x) for stub in stubs], -1) if stubs else x[..., start : start + 2 * down.in_features]
-        return down(_gated(*y.chunk(2, -1)))
+        return down(_gated(gate, *y.chunk(2, -1)))
 
 
-def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(gate) * up
+FRONTS = {"silu": {"silu_mul": True}, "gelu_tanh": {"gelu_mul": "tanh"}, "gelu": {"gelu_mul": "none"}}
+"""Gates by name, and what `quantize_activations` calls them."""
+
+
+def _gated(kind: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    functional = torch.nn.functional
+    if kind == "silu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate=FRONTS[kind]["gelu_mul"]) * up
 
 
 def _skeleton(
@@ -274,6 +281,7 @@ class MLP:
     down: str
     linears: list[str]  # gate and up, or both in one
     reads: torch.Tensor
+    gate: str  # a key of FRONTS
 
 
 @dataclass
@@ -339,7 +347,7 @@ class Block:
         return sorted(ours, key=order.index), others
 
     def mlps(self, skipped: dict[str, str]) -> Iterator[MLP]:
-        """Modules that compute down(silu(gate(x)) * up(x))."""
+        """Modules that compute down(act(gate(x)) * up(x)), act one of FRONTS."""
         for down in [name for name in self.stubs if name in self.calls]:
             name, module = down.rpartition(".")[0], self.module.get_submodule(down)
             parent, whole = self.module.get_submodule(name), self.calls.get(name)
@@ -356,10 +364,13 @@ class Block:
             for linears in pairs:
                 outputs = [self.calls[each].output for each in linears]
                 halves = outputs if len(outputs) == 2 else outputs[0].chunk(2, -1)
-                if x.shape == halves[0].shape and _near(x, _gated(*halves)):
+                gates = {kind: _gated(kind, *halves) for kind in FRONTS if x.shape == halves[0].shape}
+                gates = {kind: (x.double() - y).norm() for kind, y in gates.items() if _near(x, y)}
+                if gates:
+                    gate = min(gates, key=gates.__getitem__)
                     break
             else:
-                skipped[name] = "what its last Linear reads is not silu(gate) * up"
+                skipped[name] = "what its last Linear reads is neither silu(gate) * up nor gelu(gate) * up"
                 continue
             read = whole.one
             if read is None or any(self.calls[each].one is not read for each in linears):
@@ -369,7 +380,7 @@ class Block:
             elif (reason := untouchable(self, name, down, *linears)) is not None:
                 skipped[name] = reason
             else:
-                yield MLP(name, down, linears, read)
+                yield MLP(name, down, linears, read, gate)
 
     def _n(self, name: str) -> int:
         module = self.module.get_submodule(name)

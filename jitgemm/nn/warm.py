@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from jitgemm import settings
-from jitgemm.activations.kernel import QuantizeSpec, quantize_spec
+from jitgemm.activations.kernel import GELU_MULS, QuantizeSpec, quantize_spec
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
 from jitgemm.gemm import plan as gemms
@@ -147,7 +147,7 @@ def _kernels(
 def _linear_kind(layer: PackedLinear) -> Hashable:
     weight = layer.weight
     static, permuted = layer.input_scale is not None, weight.permutation is not None
-    front = tuple(layer.front or {})
+    front = tuple((layer.front or {}).items())
     return weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted, front
 
 
@@ -157,6 +157,7 @@ def _linear_specs(layer: PackedLinear, x: str, figures: DeviceSpec, max_m: int, 
     fronts = [layer.front or {}]
     if compiled and not layer.front:
         fronts += [{"rms_norm": True}, {"rms_norm": True, "residual": True}, {"silu_mul": True}]
+        fronts += [{"gelu_mul": name} for name in GELU_MULS]
     for each in fronts:
         yield quantize_spec(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **each)
     yield from kernels_for(
