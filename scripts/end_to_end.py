@@ -33,7 +33,15 @@ from jitgemm.nn.read import CODES
 
 from benchmark_lib import layer as one_layer
 from benchmark_lib.divided import DIVIDED, Cells, on_ranks
-from benchmark_lib.llama import CONTESTANTS, MOST_DIFFERENT, USUAL, ModelSizes, empty_model, time_llama
+from benchmark_lib.llama import (
+    CONTESTANTS,
+    MOST_DIFFERENT,
+    MOST_DIFFERENT_LOGITS,
+    USUAL,
+    ModelSizes,
+    empty_model,
+    time_llama,
+)
 from benchmark_lib.results import environment
 
 PRESETS = {"fp8": "W4AFP8", "int8": "W4A8"}
@@ -189,7 +197,7 @@ def speed(
       ...-plain    the same without fuse_
 
     The logits of a compiled step are compared with those of the same modules uncompiled, as a guard against nonsense:
-    within 30 %, as both round to bf16, elsewhere, and random weights pass on what that changes.
+    within 60 %, as both round to bf16, elsewhere, and random weights pass on what that changes.
 
     \b
     Examples:
@@ -225,7 +233,7 @@ def speed(
         common.print_json(document)
     else:
         _print_speed(document)
-    if not all(row["difference"] <= MOST_DIFFERENT for row in document["rows"]):
+    if not all(row["difference"] <= MOST_DIFFERENT_LOGITS for row in document["rows"]):
         raise typer.Exit(common.FOUND)
 
 

@@ -26,7 +26,7 @@ class Timed:
     def __init__(self, calls: Sequence[Callable[[], Any]]):
         import torch
 
-        self.calls = len(calls)
+        self.calls, self.kept = len(calls), list(calls)  # with the tensors that the graph reads and writes
         self.turns: list[list[float]] = []
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
