@@ -201,7 +201,7 @@ def test_layers_are_divided_among_ranks_and_timed(script, transformers, monkeypa
         assert row["times_bf16"] == pytest.approx(base[row["tokens"]] / row["us"])
     assert document["ranks"] == 2 and document["environment"]["commit"] and document["date"]
 
-    monkeypatch.setattr(script, "MOST_DIFFERENT_LOGITS", 1e-9)
+    monkeypatch.setattr(script, "MOST_DIFFERENT", 1e-9)
     result = run(script, *TP, "--batch", "1", "--prefill", "0", "--contestant", "e4m3-plain")
     assert result.exit_code == 1
     assert re.search(r"decode +1  e4m3-plain( +[\d.]+){3} +-?\d+%", result.stdout) and "2 ranks" in result.stdout
@@ -255,7 +255,7 @@ def test_layers_that_a_fused_module_changes_exit_with_1(script, monkeypatch):
 
 def test_layers_of_which_a_part_stays_unfused_are_not_timed(script, monkeypatch):
     layer = sys.modules["benchmark_lib.layer"]
-    monkeypatch.setattr(layer, "silu", torch.nn.functional.gelu)
+    monkeypatch.setattr(layer, "silu", torch.nn.functional.mish)
     with pytest.raises(RuntimeError, match="fuse_: expected each layer, both its norms and its MLP"):
         script.app([*LAYER, "--batch", "1", "--contestant", "fused"], standalone_mode=False)
 
