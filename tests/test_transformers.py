@@ -6,6 +6,7 @@ import functools
 import json
 import warnings
 
+import checkpoints
 import pytest
 import torch
 from small_models import config as stored_config
@@ -317,6 +318,111 @@ def test_positions_that_no_file_holds_are_computed(tmp_path):
     model._keys_to_ignore_on_save = None  # what may be missing, and is saved, is missed
     with pytest.raises(ValueError, match="found none for model.encoder.embed_positions.weight"):
         load_(model, tmp_path)
+
+
+def packed(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """`stored`, its codes packed into words."""
+    parts, dense = stored(weight)
+    words = checkpoints.words(parts["weight"] + 8, 1)
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": words, "weight_scale": parts["weight_scale"], "weight_shape": shape}, dense
+
+
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@pytest.mark.parametrize("store, format", [(stored, "int-quantized"), (packed, "pack-quantized")])
+@pytest.mark.parametrize("cut", [False, True])
+def test_layers_that_transformers_joins_or_cuts_are_read(monkeypatch, cut, store, format):
+    """Phi-3 has q, k and v in one Linear, gate and up in another; Llama has them apart."""
+    loading = pytest.importorskip("transformers.core_model_loading")
+    mapping = pytest.importorskip("transformers.conversion_mapping")
+    phi, llama_ = build("Phi3ForCausalLM", "Phi3Config", SIZES), llama()
+    source, model = (phi, llama_) if cut else (llama_, phi)
+    rules = []
+    for whole, parts in JOINED.items():
+        each, one = [f"{part}.weight" for part in parts], [f"{whole}.weight"]
+        kind = loading.Split if whole == "qkv_proj" else loading.Chunk
+        operation = kind(dim=0) if cut else loading.Concatenate(dim=0)
+        rules.append(loading.WeightConverter(*((one, each) if cut else (each, one)), operations=[operation]))
+    monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: rules)
+    tensors, dense = {}, {}
+    for name, tensor in source.state_dict().items():
+        layer = name.removesuffix(".weight")
+        if "_proj" in name:
+            parts, dense[layer.rpartition(".")[2], layer.rpartition(".")[0]] = store(tensor)
+            tensors |= {f"{layer}.{suffix}": value for suffix, value in parts.items()}
+        else:
+            tensors[name] = tensor.clone()
+    for _ in range(2):  # over the packed layers, too
+        report = load_(model, tensors, config=stored_config() | {"format": format})
+        assert len(report) == len([m for m in model.modules() if isinstance(m, W4A8Linear)]) == (7 if cut else 4)
+    for (name, parent), weight in dense.items():
+        module = model.get_submodule(parent)
+        parts = JOINED.get(name, (name,)) if cut else [next((w for w, p in JOINED.items() if name in p), name)]
+        found = torch.cat([getattr(module, part).weight.dequantize() for part in parts])
+        start = 0
+        if not cut and name in sum(JOINED.values(), ()):
+            ahead = JOINED[parts[0]][: JOINED[parts[0]].index(name)]
+            start = sum(len(dense[each, parent]) for each in ahead)
+        assert torch.equal(found[start : start + len(weight)], weight)
+
+
+@pytest.mark.parametrize("n", [128, 96])
+@pytest.mark.parametrize("cut", [False, True])
+def test_layers_in_blocks_are_joined_and_cut_between_blocks(monkeypatch, cut, n):
+    """The scale of a block that holds rows of both parts is of neither."""
+    loading = pytest.importorskip("transformers.core_model_loading")
+    mapping = pytest.importorskip("transformers.conversion_mapping")
+    each, one = [f"{part}_proj.weight" for part in ("gate", "up")], ["gate_up_proj.weight"]
+    rule = loading.WeightConverter(one, each, operations=[loading.Chunk(dim=0)])
+    if not cut:
+        rule = loading.WeightConverter(each, one, operations=[loading.Concatenate(dim=0)])
+    monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [rule])
+    kind, other = ("Llama", "Phi3") if cut else ("Phi3", "Llama")
+    model, source = (
+        build(f"{name}ForCausalLM", f"{name}Config", SIZES | {"intermediate_size": n}) for name in (kind, other)
+    )
+    mlp = "model.layers.0.mlp"
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if "gate" not in name}
+    tensors.pop(f"{mlp}.up_proj.weight", None)
+    dense = []
+    for name, tensor in source.state_dict().items():
+        if mlp in name and "down" not in name:
+            scale = torch.rand(-(-len(tensor) // 128), 1) + 0.5
+            tensors |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+            dense.append(tensors[name].float() * scale.repeat_interleave(128, 0)[: len(tensor)])
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if n == 96:
+        with pytest.raises(ValueError, match=f"found none for {mlp}.gate_.*found no place for {mlp}.gate_"):
+            load_(model, tensors, config=config)
+        return
+    names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"] if cut else [f"{mlp}.gate_up_proj"]
+    assert load_(model, tensors, config=config) == names
+    found = [model.get_submodule(name).weight.dequantize() for name in names]
+    assert torch.equal(torch.cat(found), torch.cat(dense))
+
+
+def test_convolutions_that_transformers_joins_are_read(tmp_path):
+    sizes = SIZES | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    sizes |= {
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    }
+    torch_files = pytest.importorskip("safetensors.torch")
+    source, model = (build("OlmoHybridForCausalLM", "OlmoHybridConfig", sizes) for _ in range(2))
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    source.save_pretrained(tmp_path)
+    tensors = torch_files.load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    parts, dense = stored(tensors.pop(f"{name}.weight"))
+    source.get_submodule(name).weight.data.copy_(dense)
+    tensors |= {f"{name}.{suffix}": value for suffix, value in parts.items()}
+    assert any("q_conv1d" in each for each in tensors) and load_(model, tensors, config=stored_config()) == [name]
+    found = model.state_dict()
+    assert all(torch.equal(found[each], x) for each, x in source.state_dict().items() if each in found)
 
 
 def test_what_the_model_lists_as_ignorable_is_ignored():

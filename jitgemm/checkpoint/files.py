@@ -10,6 +10,7 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -36,6 +37,20 @@ _DTYPES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Of some tensors one below the other, `count` rows from `start` on.
+
+    Attributes:
+        numbers: they hold (rows, columns) of a matrix instead, of which there are `count` rows.
+    """
+
+    sources: tuple[str, ...]
+    start: int
+    count: int
+    numbers: bool = False
+
+
 class Checkpoint:
     """An open checkpoint: the names of all its tensors and its quantization config. No data is read.
 
@@ -57,7 +72,7 @@ class Checkpoint:
         config: Mapping[str, Any] | None = None,
     ):
         self._files: dict[Path, Any] = {}
-        self._found: Mapping[str, torch.Tensor | Path]  # each tensor, or its file
+        self._found: Mapping[str, torch.Tensor | Path | Rows]  # each tensor, or its file
         if isinstance(source, Mapping):
             self.where = "the tensors given"
             for name, tensor in source.items():
@@ -94,6 +109,14 @@ class Checkpoint:
         other._in_file, other._layers = names, _by_layer(other._found)
         return other
 
+    def with_rows(self, made: Mapping[str, Rows]) -> Checkpoint:
+        """The same open checkpoint with some tensors made of the rows of others, which are gone."""
+        other, gone = copy.copy(self), {source for rows in made.values() for source in rows.sources}
+        other._found = {name: found for name, found in self._found.items() if name not in gone} | dict(made)
+        first = {name: self._in_file.get(rows.sources[0], rows.sources[0]) for name, rows in made.items()}
+        other._base, other._in_file, other._layers = self, {**self._in_file, **first}, _by_layer(other._found)
+        return other
+
     def in_file(self, prefix: str) -> str:
         """What the files call a layer."""
         for suffix, name in self.layer(prefix).items():
@@ -111,6 +134,11 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         """Shape and dtype, from the file's header."""
         found = self._found[name]
+        if isinstance(found, Rows):
+            infos = [self._base.info(source) for source in found.sources]
+            if len({(info.shape[1:], info.dtype, info.kind) for info in infos}) > 1:
+                raise ValueError(f"{name}: expected {', '.join(found.sources)} to differ in their rows alone")
+            return infos[0] if found.numbers else replace(infos[0], shape=(found.count, *infos[0].shape[1:]))
         if isinstance(found, torch.Tensor):
             return TensorInfo(tuple(found.shape), found.dtype, _subclass(found))
         from safetensors import SafetensorError
@@ -127,6 +155,13 @@ class Checkpoint:
     def read(self, name: str, device: torch.device, expert: int | None = None) -> torch.Tensor:
         """The tensor, or its part of one expert along the first dimension, on a device."""
         found = self._found[name]
+        if isinstance(found, Rows):
+            parts = [self._base.read(source, device) for source in found.sources]
+            if found.numbers:
+                return torch.cat((parts[0].new_tensor([found.count]), parts[0][1:]))
+            bits = [part.view(torch.int8) if part.dtype.itemsize == 1 else part for part in parts]
+            rows = torch.cat(bits)[found.start : found.start + found.count].view(parts[0].dtype)
+            return rows if expert is None else rows[expert]
         if isinstance(found, torch.Tensor):
             return (found if expert is None else found[expert]).detach().to(device)
         file, name = self._open(found), self._in_file.get(name, name)

@@ -1,7 +1,8 @@
 """A checkpoint under the names that the model has: transformers renames what older files call otherwise.
 
 Mixtral's files, for one, say block_sparse_moe where the model has mlp. What the model's class says of that is taken
-from transformers; its merging of experts is not used.
+from transformers. So is what it says of tensors that the model has joined along their rows, or cut, whose layers may be
+quantised; its merging of experts is not used.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.files import Checkpoint, Rows
+from jitgemm.kernel.formats import LHS_GROUP
 
 
 def in_names_of(model: torch.nn.Module, checkpoint: Checkpoint) -> Checkpoint:
@@ -25,7 +27,8 @@ def in_names_of(model: torch.nn.Module, checkpoint: Checkpoint) -> Checkpoint:
         renaming = import_module("transformers.core_model_loading").WeightRenaming
     except (AttributeError, ImportError):  # transformers 4, whose models have the files' names
         return checkpoint
-    rules = [rule for rule in mapping(model, add_legacy=False) if isinstance(rule, renaming)]
+    mapped = mapping(model, add_legacy=False)
+    rules = [rule for rule in mapped if isinstance(rule, renaming)]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     tensors = model.state_dict(keep_vars=True).keys()
     renamed: dict[str, str] = {}
@@ -40,7 +43,77 @@ def in_names_of(model: torch.nn.Module, checkpoint: Checkpoint) -> Checkpoint:
             new = weight.removesuffix("weight") + child  # by rules that speak of weights alone
         if new != name and new not in checkpoint:
             renamed[new] = name
-    return checkpoint.renamed(renamed) if renamed else checkpoint
+    checkpoint = checkpoint.renamed(renamed) if renamed else checkpoint
+    made = _made_of_rows([rule for rule in mapped if rule not in rules], checkpoint, model)
+    return checkpoint.with_rows(made) if made else checkpoint
+
+
+def _made_of_rows(rules: list[Any], checkpoint: Checkpoint, model: torch.nn.Module) -> dict[str, Rows]:
+    """The model's tensors that are the checkpoint's, joined or cut along their rows; of quantised layers, theirs."""
+    modules, tensors = dict(model.named_modules(remove_duplicate=False)), model.state_dict(keep_vars=True).keys()
+    made: dict[str, Rows] = {}
+
+    def rows_of(target: str) -> int:
+        weight = getattr(modules.get(target.rpartition(".")[0]), "weight", None)
+        return 0 if weight is None or target in checkpoint else weight.shape[0]
+
+    for rule in rules:
+        kind, operation = type(rule.operations[0]).__name__, rule.operations[0]
+        one = len(rule.operations) == 1 and kind in ("Chunk", "Split", "Concatenate")
+        if not one or operation.dim != 0 or getattr(operation, "num_shards_attribute", None):
+            continue
+        joined: dict[str, dict[str, tuple[str, int]]] = {}  # {target: {pattern: (source, its layer's rows)}}
+        for name in checkpoint.names():
+            layer, _, child = name.rpartition(".")
+            (target, pattern), end = rule.rename_source_key(name), child
+            if pattern is None and child != "bias":  # rules speak of weights, which quantised layers have not
+                (target, pattern), end = rule.rename_source_key(f"{layer}.weight"), "weight"
+            rows, step = (0, 1) if pattern is None or name in tensors else _rows(checkpoint, layer)
+            if not rows or not target.endswith(end):
+                continue
+            target = target.removesuffix(end) + child
+            if kind == "Concatenate":
+                joined.setdefault(target, {})[pattern] = name, rows
+                continue
+            first, *others = (each.removesuffix(".weight") for each in rule.target_patterns)
+            parts = [target, *(target.replace(first, each, 1) for each in others)]
+            sizes, start = [rows_of(each) for each in parts], 0
+            whole = sum(sizes) == rows and all(size % step == 0 for size in sizes)
+            whole = whole and (kind == "Split" or len(set(sizes)) == 1)
+            for each, size in zip(parts, sizes if whole else ()):
+                made[each] = _part(checkpoint, (name,), start, size, rows)
+                start += size
+        for target, sources in joined.items():
+            count = sum(rows for _, rows in sources.values())
+            if len(sources) == len(rule.source_patterns) and rows_of(target) == count:
+                names = tuple(sources[pattern][0] for pattern in rule.source_patterns)
+                made[target] = _part(checkpoint, names, 0, count, sources[rule.source_patterns[0]][1])
+    return made
+
+
+def _rows(checkpoint: Checkpoint, layer: str) -> tuple[int, int]:
+    """(rows of a layer, of how many a part must be whole multiples); 0 where a tensor has others.
+
+    A tensor has as many rows as the weight, or those of scales of whole blocks of 128.
+    """
+    infos = {child: checkpoint.info(full) for child, full in checkpoint.layer(layer).items() if child != "weight_shape"}
+    weight = infos.get("weight", infos.get("weight_packed"))
+    if weight is None or not weight.shape or any(info.kind or not info.shape for info in infos.values()):
+        return 0, 1
+    rows, counts = weight.shape[0], {info.shape[0] for info in infos.values()}
+    if counts == {rows}:
+        return rows, 1
+    scale = infos.get("weight_scale_inv", infos.get("weight_scale"))
+    blocks = scale is not None and len(scale.shape) == 2 and scale.shape[0] * LHS_GROUP == rows
+    return (rows, LHS_GROUP) if blocks and counts == {rows, rows // LHS_GROUP} else (0, 1)
+
+
+def _part(checkpoint: Checkpoint, names: tuple[str, ...], start: int, count: int, rows: int) -> Rows:
+    """Rows of a layer's tensors; rows: of the first one's layer."""
+    if names[0].endswith(".weight_shape"):
+        return Rows(names, start, count, numbers=True)
+    step = rows // checkpoint.info(names[0]).shape[0]
+    return Rows(names, start // step, count // step)
 
 
 def _by_rules(rules: list[Any], name: str) -> str:
