@@ -87,8 +87,12 @@ CONFIGS = {
     "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "float-quantized": scheme("channel", None, format="float-quantized", num_bits=8, type="float", inputs=E4M3),
     "int8-quantized": scheme("channel", None, format="int-quantized", num_bits=8, inputs=INT8),
+    "fbgemm": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {}, "ignore": ["lm_head"]},
+    "modelopt-channel": {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
 }
-EIGHT = ("fp8", "fp8-blocks", "float-quantized", "int8-quantized")
+PER_TENSOR = ("fp8", "modelopt")
+EIGHT = (*PER_TENSOR, "fp8-blocks", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
 LINEAR = [name for name in CONFIGS if name != "w4afp8"]  # whose linears are FP8
 
 
@@ -99,7 +103,7 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     ct = method == "compressed-tensors"
     group = config["config_groups"]["group_0"] if ct else {}
     weights = group.get("weights", {})
-    if method == "fp8" or weights.get("num_bits") == 8:
+    if method in ("fp8", "fbgemm_fp8", "modelopt") or weights.get("num_bits") == 8:
         return stored_8(config, weights, n, k, seed)
     strategy = weights.get("strategy", "group")
     size = weights.get("group_size") if ct else config["group_size"]
@@ -136,9 +140,12 @@ def stored_8(config, weights, n, k, seed):
         scale = (torch.rand(-(-n // 128), -(-k // 128)) + 0.5).to(BF16).float()
         by_row = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
         return {"weight": q, "weight_scale_inv": scale}, q.double() * by_row.double()
-    scale = (torch.rand(n if weights else 1, 1) + 0.5).to(BF16)
-    found = {"weight": q, "weight_scale": scale if weights else scale.reshape(())}
-    return found | static(None if weights else seed), q.double() * scale.double()
+    algorithm = config.get("quant_algo")
+    tensor = config["quant_method"] == "fp8" or algorithm == "FP8"
+    scale = (torch.rand(1 if tensor else n, 1) + 0.5).to(BF16)
+    stored = scale.reshape(()) if tensor else scale[:, 0] if algorithm else scale
+    found = {"weight": q, "weight_scale": stored if weights else stored.float()}
+    return found | static(seed if tensor else None), q.double() * scale.double()
 
 
 def static(seed):
@@ -284,6 +291,35 @@ def test_layers_that_the_config_leaves_out_stay():
     assert kind(gptq, "model.layers.0.self_attn.o_proj") is UnquantizedLinearMethod
 
 
+@pytest.mark.parametrize("quantization", ["FP8", "fp8_per_channel_per_token", "NVFP4"])
+def test_modelopts_config_beside_the_files_is_read(monkeypatch, quantization):
+    """hf_quant_config.json, as vLLM hands it over."""
+    said = {"quant_algo": quantization, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "m.*.gate*"]}
+    given = {"producer": {"name": "modelopt"}, "quantization": said, "quant_method": "modelopt"}
+    asked = []
+
+    def none(name):
+        return SimpleNamespace(from_config=lambda config: asked.append((name, config)) or 1 / 0)
+
+    monkeypatch.setattr(configs, "get_quantization_config", none)
+    config = made(given)
+    assert kind(config, "m.0.gate") is kind(config, "lm_head") is UnquantizedLinearMethod
+    if quantization == "NVFP4":
+        with pytest.raises(ValueError, match="m.0.up: quant_algo: expected FP8 or FP8_PER_CHANNEL.* got 'NVFP4'"):
+            kind(config, "m.0.up")
+        assert asked == [("modelopt", given)]
+    else:
+        assert kind(config, "m.0.up") is JitGemmLinearMethod
+
+
+def test_a_bound_on_activation_scales_is_said_not_to_be_applied(monkeypatch):
+    said = []
+    monkeypatch.setattr(configs.logger, "warning_once", lambda text, *given: said.append(text % given))
+    assert kind(made(CONFIGS["fbgemm"] | {"activation_scale_ub": None}), "m.a") is JitGemmLinearMethod and not said
+    assert kind(made(CONFIGS["fbgemm"]), "m.a") is JitGemmLinearMethod
+    assert len(said) == 1 and "activation_scale_ub 1200.0 is not applied" in said[0]
+
+
 def test_of_a_model_in_floats_routers_ignored_layers_and_odd_sizes_stay():
     config = made(None, {"ignore": ["vision", "re:.*head"]})
     assert kind(config, "model.layers.0.mlp.up_proj") is JitGemmLinearMethod
@@ -380,7 +416,7 @@ def test_joined_columns_hold_the_ranks_rows_of_each_part(name, place):
     rows = slice(256 * place[0] // place[1], 256 * (place[0] + 1) // place[1])
     assert torch.equal(dense_of(module), torch.cat([dense[rows] for _, dense in parts]))
     assert not list(layer.parameters()) and module.weight.bits == (8 if name in EIGHT else 4)
-    if name in ("packed-static", "fp8"):
+    if name in ("packed-static", *PER_TENSOR):
         assert module.input_scale.tolist() == pytest.approx([0.03])  # the largest of both
     block = name == "fp8-blocks"
     assert module.activation == ("e4m3_block" if block else "int8" if "int8" in name else "e4m3")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ logger = init_logger("vllm." + __name__)
 
 _OPTIONS = {"activation": None, "lm_head": None, "bits": 4, "group_size": 128, "symmetric": True, "ignore": ()}
 """What a user may say, and what it is otherwise."""
-_LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers")
+_LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _FLOATS = (*_DTYPES, "F64")
 _SCALES = ("weight_scale", "scales", "weight_scale_inv")
@@ -54,7 +55,9 @@ class JitGemmConfig(QuantizationConfig):
 
     def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
         super().__init__()
-        self.checkpoint = checkpoint
+        self._given = checkpoint
+        nested = (checkpoint or {}).get("quantization")  # of ModelOpt's hf_quant_config.json
+        self.checkpoint = checkpoint if nested is None else {"quant_method": "modelopt", **checkpoint, **nested}
         self.options: dict[str, Any] = dict(_OPTIONS)
         self._set(options or {})
         self.warmer = Warmer()
@@ -197,6 +200,11 @@ class JitGemmConfig(QuantizationConfig):
         found = []
         for name in names:
             config, header = self.config_of(name), self._headers.get(name, {})
+            if config.get("activation_scale_ub") is not None:
+                logger.warning_once(
+                    "jitgemm: activation_scale_ub %s is not applied: a token's scale grows with its largest value",
+                    config["activation_scale_ub"],
+                )
             codes = header.get("weight", "" if experts else "F8_E4M3")
             found.append(layout_of(config, k, _scale_dtype(header, config, dtype), codes))
         if any(each != found[0] for each in found):
@@ -251,9 +259,8 @@ class JitGemmConfig(QuantizationConfig):
         """vLLM's config of the checkpoint, if it has one."""
         if self._theirs is None and self.checkpoint is not None:
             try:
-                found = get_quantization_config(self.checkpoint.get("quant_method", "")).from_config(
-                    dict(self.checkpoint)
-                )
+                own = get_quantization_config(self.checkpoint.get("quant_method", ""))
+                found = own.from_config(dict(self._given))
                 found.maybe_update_config(*self._model)
             except Exception as error:  # whatever it asserts or does not know, jitgemm may
                 logger.warning_once("jitgemm: vLLM's own config refuses this checkpoint: %s", repr(error))
@@ -267,12 +274,12 @@ class JitGemmConfig(QuantizationConfig):
 
 
 def _named(name: str, rules: Iterable[str]) -> bool:
-    """Whether a rule means a layer: its name, an expression behind "re:", or whole parts of its name."""
+    """Whether a rule means a layer: its name, an expression behind "re:", a pattern, or whole parts of its name."""
     for rule in rules:
         if rule.startswith("re:"):
             if re.match(rule[3:], name):
                 return True
-        elif f".{rule}." in f".{name}.":
+        elif f".{rule}." in f".{name}." or fnmatchcase(name, rule):
             return True
     return False
 

@@ -195,17 +195,22 @@ def _w8a8(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
         block = block or [BLOCK, BLOCK]
     if block not in (None, [BLOCK, BLOCK]):
         raise Unsupported(f"weight_block_size: expected {[BLOCK, BLOCK]}, got {block}")
-    scheme = "block" if block else "tensor" if method == "fp8" else "channel"
+    algorithm = str(config.get("quant_algo")).upper() if method == "modelopt" else ""
+    if algorithm not in ("", "FP8", _PER_CHANNEL):
+        raise Unsupported(f"quant_algo: expected FP8 or {_PER_CHANNEL} of ModelOpt, got {config.get('quant_algo')!r}")
+    scheme = "block" if block else "tensor" if method == "fp8" or algorithm == "FP8" else "channel"
     tensors = {"weight": TensorLayout(E4M3 if codes == "e4m3" else torch.int8, ("n", "k"))}
-    tensors["weight_scale_inv" if block else "weight_scale"] = TensorLayout(scale, _SCALES.get(scheme, ("n", "1")))
-    if config.get("activation_scheme") == "static":
+    by_row = ("n",) if algorithm == _PER_CHANNEL else ("n", "1")
+    tensors["weight_scale_inv" if block else "weight_scale"] = TensorLayout(scale, _SCALES.get(scheme, by_row))
+    if config.get("activation_scheme") == "static" or algorithm == "FP8":
         tensors["input_scale"] = _INPUT
     return Layout("w8a8", tensors, BLOCK if block else 0, scheme, codes)
 
 
 _METHODS = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "w4afp8": _w4afp8} | dict.fromkeys(
-    ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8"), _w8a8
+    ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8", "fbgemm_fp8", "modelopt"), _w8a8
 )
+_PER_CHANNEL = "FP8_PER_CHANNEL_PER_TOKEN"
 _KINDS = {(4, "int"): "", (8, "int"): "int8", (8, "float"): "e4m3"}
 _INPUT = TensorLayout(torch.float32, ("parts",))
 _SCALES: dict[str, tuple[str, ...]] = {"tensor": ("parts",), "block": (f"n / {BLOCK}", f"k / {BLOCK}")}
