@@ -32,6 +32,7 @@ from jitgemm.cli import warmup as cli_warmup
 from jitgemm.cli.cache import describe_spec
 from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache, process_cache
+from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.nn.warm import _kernels
@@ -372,6 +373,31 @@ def test_quantisers_are_named_by_input_and_what_they_do(run):
     assert [label.rpartition("-")[0] for label in found] == ["quantize-fp16-s8z-permuted", "quantize-bf16-s8-silumul"]
 
 
+def test_e4m3_is_another_word_for_fp8(run):
+    def report(*options: str):
+        return run(*options, "--json").json
+
+    dry = ("warmup", *LAYER, "--dry-run")
+    assert (
+        report(*dry, "--lhs", "e4m3") == report(*dry, "--lhs", "fp8") == report(*dry, "--lhs", "fp8", "--lhs", "e4m3")
+    )
+    shape = ("explain", "16", "256", "256")
+    assert report(*shape, "--lhs", "e4m3") == report(*shape, "--lhs", "fp8") != report(*shape, "--lhs", "int8")
+
+
+@pytest.mark.parametrize(
+    "gate, label", [("silu_mul", "silumul"), ("gelu_mul=none", "gelumul"), ("gelu_mul=tanh", "gelutanhmul")]
+)
+def test_the_command_that_a_missing_quantiser_names_compiles_it(run, gate, label):
+    options = ("--quantizer", f"bf16+{gate}", "--lhs", "e4m3", "--dry-run", "--json")
+    [kernel] = [each for each in run("warmup", *LAYER, *options).json["kernels"] if each["kind"] == "quantizer"]
+    assert kernel["label"].startswith(f"quantize-bf16-e4m3-{label}-")
+    name, _, value = gate.partition("=")
+    source = quantize_source(quantize_spec(256, "bf16", "e4m3", **{name: value or True}))
+    assert source.warmup.endswith(f"--lhs fp8 --quantizer bf16+{gate}")
+    assert source.key(nvrtc_info()) == kernel["key"]
+
+
 def test_layers_of_one_k_share_their_quantiser(run):
     shapes = ("--shape", "256,256", "--shape", "512,256", "--device", "h200", "--max-m", "8")
     kernels = run("warmup", *shapes, "--dry-run", "--json").json["kernels"]
@@ -627,8 +653,9 @@ def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
         (["warmup", *LAYER, "--out", "int8"], "--out"),
         (["warmup", *LAYER, "--offset", "--group-size", "channel"], "--offset: expected a --group-size below k, got"),
         (["warmup", *LAYER, "--quantizer", "int8"], "--quantizer: expected one of bf16, fp16, fp32"),
-        (["warmup", *LAYER, "--quantizer", "bf16+affin"], "+affine, +static, +silu_mul, +rms_norm, +residual, +perm"),
+        (["warmup", *LAYER, "--quantizer", "bf16+affin"], "+silu_mul, +gelu_mul=none, +gelu_mul=tanh, +rms_norm, +res"),
         (["warmup", *LAYER, "--quantizer", "none", "--quantizer", "bf16"], "--quantizer: expected none alone"),
+        (["warmup", *LAYER, "--quantizer", "bf16+silu_mul+gelu_mul=tanh"], "gelu_mul: expected one gate, got silu_mul"),
         (["warmup", *LAYER, "--quantizer", "bf16+affine"], "affine: expected codes of int8, got e4m3"),
         (["explain", "1", "64", "128", "--offset"], "--offset: expected a --group-size below k, got 128 and k = 128"),
         (["explain", "1", "64", "128", "--top-k", "2"], "--top-k: expected at most --experts (not given), got 2"),

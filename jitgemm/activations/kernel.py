@@ -158,6 +158,8 @@ def quantize_spec(
         raise ValueError(f"q: expected one of {LHS_TYPES}, got {q!r}")
     if affine and q != "s8":
         raise ValueError("affine: expected codes of int8, got e4m3, which has no zero point")
+    if bool(silu_mul) + bool(gelu_mul) + bool(gate) > 1:
+        raise ValueError(f"gelu_mul: expected one gate, got silu_mul {silu_mul}, gelu_mul {gelu_mul!r}, gate {gate}")
     gate = SILU_MUL if silu_mul else GELU_MULS[gelu_mul] if gelu_mul else gate
     if gate and rms_norm:
         raise ValueError("gate: expected no rms_norm beside it")
@@ -267,9 +269,10 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
 
     names = ("affine", "static", "rms_norm", "residual", "permuted", "block")
     variants = [name for name in names if getattr(spec, name)]
-    variants += ["silu_mul"] if spec.gate else []
+    gates = {"silu": "silu_mul"} | {gate.kind: f"gelu_mul={name}" for name, gate in GELU_MULS.items()}
+    variants += [gates[spec.gate]] if spec.gate in gates else []
     command = f"--lhs {'int8' if spec.q == 's8' else 'fp8'} --quantizer {'+'.join([spec.x, *variants])}"
-    common = (spec.gate or "silu", spec.order, spec.limited) == ("silu", "gate_up", False)
+    common = spec.gate in ("", *gates) and (spec.order, spec.limited) == ("gate_up", False)
     named = common and not (spec.gathered or spec.masked)
     return KernelSource(
         spec.label,

@@ -32,11 +32,12 @@ class Lhs(str, Enum):
     """Type of the activations, by the name people use."""
 
     fp8 = "fp8"
+    e4m3 = "e4m3"
     int8 = "int8"
 
     @property
     def kernel_type(self) -> str:
-        return {"fp8": "e4m3", "int8": "s8"}[self.value]
+        return {"fp8": "e4m3", "e4m3": "e4m3", "int8": "s8"}[self.value]
 
 
 RealType = Enum("RealType", {name: name for name in REAL_TYPES}, type=str)
@@ -45,7 +46,7 @@ Codes = Enum("Codes", {name: name for name in ("any", "tuned")}, type=str)
 """Order of a weight's codes, by how it is asked for: `lhs_dtype` of `pack_w4` left out, or given."""
 
 # Options that mean the same to every command.
-LHS_HELP = "Type of the activations."
+LHS_HELP = "Type of the activations; fp8 and e4m3 are the same."
 GROUP_HELP = f"Values of k that share a scale: {', '.join(map(str, GROUP_SIZES))}, or 'channel' for one per row of n."
 ZERO_HELP = "Weights have integer zero points (codes 0..15) instead of signed codes -8..7."
 CODES_HELP = (

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from jitgemm import settings
-from jitgemm.activations.kernel import QuantizeSpec, quantize_spec
+from jitgemm.activations.kernel import GELU_MULS, QuantizeSpec, quantize_spec
 from jitgemm.cli import common
 from jitgemm.cli.hf_config import (
     ExpertLayer,
@@ -48,8 +48,17 @@ from jitgemm.select.devices import DeviceSpec
 
 _FROM_CONFIG = "what --model's quantization_config says, else {}"
 
-QUANTIZER_VARIANTS = ("affine", "static", "silu_mul", "rms_norm", "residual", "permuted", "block")
-"""What a quantiser may do besides; keyword arguments of `quantize_spec`. For "block", GEMMs take such scales, too."""
+QUANTIZER_VARIANTS: dict[str, dict[str, Any]] = {
+    "affine": {"affine": True},
+    "static": {"static": True},
+    "silu_mul": {"silu_mul": True},
+    **{f"gelu_mul={name}": {"gelu_mul": name} for name in GELU_MULS},
+    "rms_norm": {"rms_norm": True},
+    "residual": {"residual": True},
+    "permuted": {"permuted": True},
+    "block": {"block": True},
+}
+"""What a quantiser may do besides, as arguments of `quantize_spec`. For "block", GEMMs take such scales, too."""
 
 
 Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
@@ -71,7 +80,7 @@ def pick_quantizers(texts: Sequence[str], outs: Sequence[str], variants: tuple[s
     found: list[Quantizer] = [] if texts else [(out, variants) for out in outs]
     for text in texts:
         x, *given = text.split("+")
-        if x not in REAL_TYPES or not set(given) <= set(QUANTIZER_VARIANTS):
+        if x not in REAL_TYPES or not set(given) <= QUANTIZER_VARIANTS.keys():
             raise ValueError(
                 f"--quantizer: expected one of {', '.join(REAL_TYPES)}, followed by any of "
                 f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}, or none; got {text!r}"
@@ -114,7 +123,8 @@ class Wanted:
                 flags = {name: name in variants for name in ("affine", "block")}
                 yield from layer_specs(layer.hidden, layer.inter, x, lhs, layer.gate, **flags)
             else:
-                yield quantize_spec(layer.k, x, lhs, **dict.fromkeys(variants, True))
+                given = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
+                yield quantize_spec(layer.k, x, lhs, **given)
         orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
         orders = [common.Codes.tuned] if self.bits == 8 else orders
         groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in self.quantizers} or {0: None}
@@ -133,8 +143,7 @@ class Wanted:
         weights = "8-bit weights, " if self.bits == 8 else ""
         weights += f"groups of {self.group_size}" if self.group_size else "scales per channel"
         weights += " with zero points" if self.zero_point else ""
-        names = {choice.kernel_type: choice.value for choice in common.Lhs}
-        activations = " and ".join(names[lhs] for lhs in self.lhs_types)
+        activations = " and ".join({"e4m3": "fp8", "s8": "int8"}[lhs] for lhs in self.lhs_types)
         modes = dict.fromkeys(mode for _, variants in self.quantizers for mode in variants)
         activations += " activations" + (f" ({', '.join(modes)})" if modes else "")
         return f"{weights} in {self.scale_type}, {activations}, results in {', '.join(self.outs)}"
