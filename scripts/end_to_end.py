@@ -318,8 +318,7 @@ def tp(
         if size % (ranks * unit):
             raise ValueError(f"{name}: expected a multiple of {ranks} ranks * {unit}, got {size}")
     start = time.monotonic()
-    document = _about(sizes, group_size, device, versions) | {"environment": environment()}
-    document |= {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+    document = _about(sizes, group_size, device, versions)
     document |= {"ranks": ranks, "context": context, "backend": backend}
     with tempfile.TemporaryDirectory(prefix="jitgemm-") as folder:
         compiled = None if backend == "none" else backend
@@ -403,8 +402,7 @@ def layer(
     sizes = ModelSizes(layers, hidden, intermediate, heads, kv_heads, 0, 0)
     sizes.check(group_size)
     start = time.monotonic()
-    document = _about(sizes, group_size, device, _libraries()) | {"environment": environment()}
-    document |= {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+    document = _about(sizes, group_size, device, _libraries())
     document |= {"backend": backend}
     with torch.no_grad():
         document["rows"] = one_layer.time_layer(
@@ -424,6 +422,8 @@ def _about(sizes: ModelSizes, group_size: int, device: str, versions: dict[str, 
     gpu = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "environment": environment(),
         "model": asdict(sizes) | {"group_size": group_size},
         "versions": versions,
     }
