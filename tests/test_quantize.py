@@ -345,6 +345,7 @@ NORM = {"rms_norm": torch.ones(K)}
         (ValueError, "x: expected 2k columns with a gate", {"gelu_mul": "tanh"}),
         (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got 'erf'", {"x": X2, "gelu_mul": "erf"}),
         (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got True", {"x": X2, "gelu_mul": True}),
+        (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got .'tanh'", {"x": X2, "gelu_mul": ["tanh"]}),
         (ValueError, "gelu_mul: expected None with silu_mul", {"x": X2, "silu_mul": True, "gelu_mul": "tanh"}),
         (ValueError, "rms_norm: expected None with silu_mul or gelu_mul",
          {"x": X2, "gelu_mul": "none", "rms_norm": torch.ones(K)}),

@@ -368,6 +368,28 @@ def test_layers_that_transformers_joins_or_cuts_are_read(monkeypatch, cut, store
         assert torch.equal(found[start : start + len(weight)], weight)
 
 
+def test_layers_that_are_joined_have_one_scheme_of_activations(monkeypatch):
+    loading = pytest.importorskip("transformers.core_model_loading")
+    mapping = pytest.importorskip("transformers.conversion_mapping")
+    each, one = [f"{part}_proj.weight" for part in ("gate", "up")], ["gate_up_proj.weight"]
+    rule = loading.WeightConverter(each, one, operations=[loading.Concatenate(dim=0)])
+    monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [rule])
+    model, mlp = build("Phi3ForCausalLM", "Phi3Config", SIZES), "model.layers.0.mlp"
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if "gate_up" not in name}
+    for name in ("gate_proj", "up_proj"):
+        parts, _ = stored(torch.randn(SIZES["intermediate_size"], SIZES["hidden_size"]))
+        tensors |= {f"{mlp}.{name}.{suffix}": value for suffix, value in parts.items()}
+    config = stored_config()
+    group = config["config_groups"]["group_0"]
+    inputs = group["input_activations"] | {"type": "int"}
+    config["config_groups"]["group_1"] = group | {"targets": ["re:.*up_proj"], "input_activations": inputs}
+    expected = f"expected one scheme of '{mlp}.gate_proj' and '{mlp}.up_proj', whose rows are joined"
+    with pytest.raises(ValueError, match=expected):
+        load_(model, tensors, config=config)
+    inputs["type"] = "float"
+    assert load_(model, tensors, config=config) == [f"{mlp}.gate_up_proj"]
+
+
 @pytest.mark.parametrize("n", [128, 96])
 @pytest.mark.parametrize("cut", [False, True])
 def test_layers_in_blocks_are_joined_and_cut_between_blocks(monkeypatch, cut, n):

@@ -389,6 +389,18 @@ def test_layers_that_are_joined_but_quantised_differently_are_an_error():
         )
 
 
+@pytest.mark.parametrize("form", ["linear", "experts"])
+def test_joined_layers_with_different_activations_are_an_error(form):
+    group = CONFIGS["packed"]["config_groups"]["group_0"]
+    groups = {"a": group | {"targets": ["re:.*up_proj"], "input_activations": INT8}}
+    config = CONFIGS["packed"] | {"config_groups": groups | {"b": group | {"input_activations": E4M3}}}
+    with rank(), pytest.raises(ValueError, match="gate_proj, .*up_proj.*: expected one way of quantising layers"):
+        if form == "linear":
+            gate_up(config, 64, 64)
+        else:
+            experts(made(config), "m.experts", (2, 64, 64), 1)
+
+
 def test_what_jitgemm_cannot_read_is_left_to_vllms_own_config(monkeypatch):
     theirs = SimpleNamespace(
         get_quant_method=lambda layer, prefix: UnquantizedLinearMethod(), packed_modules_mapping={},

@@ -119,7 +119,7 @@ def gate_of(silu_mul: bool, gelu_mul: str | None) -> Gate | None:
     """The gate of a call. Raises ValueError for two of them, or one unknown."""
     if gelu_mul is None:
         return SILU_MUL if silu_mul else None
-    if silu_mul or gelu_mul not in GELU_MULS:
+    if silu_mul or gelu_mul not in tuple(GELU_MULS):
         expected = "None with silu_mul" if silu_mul else " or ".join(map(repr, (*GELU_MULS, None)))
         raise ValueError(f"gelu_mul: expected {expected}, got {gelu_mul!r}")
     return GELU_MULS[gelu_mul]

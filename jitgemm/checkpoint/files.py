@@ -113,16 +113,18 @@ class Checkpoint:
         """The same open checkpoint with some tensors made of the rows of others, which are gone."""
         other, gone = copy.copy(self), {source for rows in made.values() for source in rows.sources}
         other._found = {name: found for name, found in self._found.items() if name not in gone} | dict(made)
-        first = {name: self._in_file.get(rows.sources[0], rows.sources[0]) for name, rows in made.items()}
-        other._base, other._in_file, other._layers = self, {**self._in_file, **first}, _by_layer(other._found)
+        other._base, other._layers = self, _by_layer(other._found)
         return other
 
-    def in_file(self, prefix: str) -> str:
-        """What the files call a layer."""
+    def in_file(self, prefix: str) -> list[str]:
+        """What the files call a layer, or the layers whose rows it has."""
         for suffix, name in self.layer(prefix).items():
-            if name in self._in_file and self._in_file[name].endswith(suffix):
-                return self._in_file[name].removesuffix(suffix)
-        return prefix
+            found = self._found[name]
+            sources = found.sources if isinstance(found, Rows) else (name,)
+            names = [self._in_file.get(source, source) for source in sources]
+            if names != [name] and all(each.endswith(suffix) for each in names):
+                return [each.removesuffix(suffix) for each in names]
+        return [prefix]
 
     def names(self) -> Iterator[str]:
         """The names of all tensors."""

@@ -167,12 +167,18 @@ def layer_header(
         if shape is not None:  # of all experts: [E, n, k] or [n, k]
             del infos["weight_shape"], names["weight_shape"]
         infos, shape = _of_expert(infos, expert), None if shape is None else shape[-2:]
-    layer, prefix_in_file = prefix.rstrip("._"), checkpoint.in_file(prefix).rstrip("._")
+    layer, prefix_in_file, *others = (each.rstrip("._") for each in (prefix, *checkpoint.in_file(prefix)))
     found = formats.find(infos, checkpoint.config, prefix_in_file) if format is None else formats.by_name(format)
     for suffix, name in found.elsewhere(layer).items():
         if suffix not in names and name in checkpoint:
             names[suffix], infos[suffix] = name, checkpoint.info(name)
     config = formats.config_of_layer(found, checkpoint.config, prefix_in_file)
+    for other in others:
+        if (its := formats.config_of_layer(found, checkpoint.config, other)) != config:
+            raise ValueError(
+                f"quantization_config: expected one scheme of {prefix_in_file!r} and {other!r}, whose rows are joined, "
+                f"got {config} and {its}"
+            )
     described = found.described(checkpoint.metadata(next(iter(names.values()))), prefix_in_file)
     config = {**described, **(config or {})} if described else config
     if config is not None and "refusal" in config:

@@ -206,10 +206,11 @@ class JitGemmConfig(QuantizationConfig):
                     config["activation_scale_ub"],
                 )
             codes = header.get("weight", "" if experts else "F8_E4M3")
-            found.append(layout_of(config, k, _scale_dtype(header, config, dtype), codes))
+            layout = layout_of(config, k, _scale_dtype(header, config, dtype), codes)
+            found.append((layout, config.get("input_activations")))
         if any(each != found[0] for each in found):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
-        return found[0]
+        return found[0][0]
 
     def activation(self, layout: Layout) -> str | None:
         """What the user wants a layer's input quantised to, if its weight can meet it; None: as the checkpoint says."""
