@@ -21,6 +21,7 @@ from benchmark_lib.cells import Format, parse_format
 from jitgemm.cli import common
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
+from jitgemm.jit.entry import BADLY
 from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_codes
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
@@ -32,8 +33,6 @@ FORMATS = (
     "e4m3_g128", "int8_g128", "e4m3_ch", "int8_ch", "e4m3_g128_any", "int8_g128_any", "e4m3_g128z", "int8_g128z",
     "e4m3_chz", "int8_chz", "e4m3_g64z", "int8_g64z", "e4m3_g32", "int8_g32", "e4m3_g32z", "int8_g32z",
 )  # fmt: skip
-BADLY = 200
-"""Bytes of spills from which a kernel counts as badly built; so does one whose wgmma ptxas serialised."""
 LONG_K = 16384
 """k for which a kernel takes `direct` where it can."""
 

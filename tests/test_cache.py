@@ -217,6 +217,23 @@ def test_a_slow_kernel_runs_with_one_warning_a_process(root, monkeypatch, cached
     assert len(caught) == 1
 
 
+def test_a_kernel_that_spills_a_little_runs_without_a_word(root, monkeypatch, recwarn):
+    """The selector lets it pass: there is nothing to report."""
+    from jitgemm.runtime import kernels
+
+    entry, _ = KernelCache([root]).get_or_compile(spilling_kernel())
+    little, much = (replace(entry, metadata=entry.metadata | {"spill_bytes": each}) for each in (200, 204))
+    assert (little.badly_built, much.badly_built) == (False, True) and little.slow_because
+    monkeypatch.setattr(kernels, "_warned_of_slow", False)
+    monkeypatch.setattr(kernels.cache, "get_or_compile", lambda source: (little, False))
+    monkeypatch.setattr(kernels, "kernels", {})
+    monkeypatch.setattr(kernels.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(kernels.driver, "check_nvrtc_against_driver", lambda version: None)
+    monkeypatch.setattr(kernels.driver, "load_kernel", lambda cubin, name, **_: cubin)
+    kernels.KernelFamily("spilling", lambda _: spilling_kernel(), lambda _: 0, call="it").load("one", 0)
+    assert not recwarn
+
+
 # The key
 
 

@@ -21,6 +21,9 @@ from typing import Any, BinaryIO
 SCHEMA = 2
 """Version of the key's fields and of the entry's layout. A change orphans every older entry."""
 
+BADLY = 200
+"""Bytes of register spills from which a kernel counts as badly built: of those that spill less some are the fastest."""
+
 MAGIC = b"JITGEMM1"
 SUFFIX = ".jgk"
 SET_ASIDE = SUFFIX + ".bad"
@@ -45,6 +48,11 @@ class Entry:
         spills = self.metadata.get("spill_bytes", 0)
         reasons = (f"{spills} bytes of register spills" if spills else "", self.metadata.get("serialised", ""))
         return "; ".join(filter(None, reasons))
+
+    @property
+    def badly_built(self) -> bool:
+        """Whether a faster kernel should have been chosen: one that ptxas spills more of, or serialises."""
+        return self.metadata.get("spill_bytes", 0) > BADLY or bool(self.metadata.get("serialised"))
 
 
 @dataclass(frozen=True)
