@@ -669,6 +669,79 @@ def test_experts_of_all_ranks_add_up_to_the_dequantised_mixture(name, split):
     assert (total - expected).norm() < 0.06 * expected.norm()
 
 
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+def test_experts_that_are_packed_together_hold_what_each_of_them_does(monkeypatch, at_once):
+    """AWQ's experts of two ranks, of which some have zero points that make their codes signed."""
+    monkeypatch.setattr("jitgemm.vllm.experts.AT_ONCE", at_once)
+    tensors, dense = expert_tensors(CONFIGS["awq"], 6, 64, 64)
+    for proj in SHARDS:
+        q = tensors[4, proj]["scales"].T.double().repeat_interleave(32, 1)
+        zero = words(torch.full((2, 64), 8), 1, order=(0, 2, 4, 6, 1, 3, 5, 7))
+        tensors[4, proj]["qweight"] = words(torch.full((64, 64), 11), 1)
+        tensors[4, proj]["qzeros"], dense[4, proj] = zero, 3 * q
+    for place in TWO:
+        with rank():
+            layer = experts(made(CONFIGS["awq"]), "m.experts", (6, 64, 64), 1, ep=place)
+            load_experts(layer, "m.experts", tensors)
+            layer.quant_method.process_weights_after_loading(layer)
+        found = [each.weight.dequantize().double() for each in (layer.jitgemm.w13, layer.jitgemm.w2)]
+        for e in range(3):
+            gate, up, down = (dense[3 * place[0] + e, proj] for proj in SHARDS)
+            assert torch.equal(found[0][e], torch.cat([gate, up])) and torch.equal(found[1][e], down)
+
+
+@pytest.mark.parametrize("proj", SHARDS)
+def test_experts_have_no_activation_order_in_any_of_their_layers(proj):
+    """Of gate and up vLLM keeps one."""
+    tensors, dense = expert_tensors(CONFIGS["gptq"], 2, 64, 64)
+    with rank():
+        layer = experts(made(CONFIGS["gptq"]), "m.experts", (2, 64, 64), 1)
+        for expert in tensors.values():
+            expert["g_idx"].fill_(-1)  # in order
+        load_experts(layer, "m.experts", tensors)
+        layer.quant_method.process_weights_after_loading(layer)
+        assert torch.equal(layer.jitgemm.w2.weight.dequantize()[1].double(), dense[1, "down_proj"])
+        layer = experts(made(CONFIGS["gptq"]), "m.experts", (2, 64, 64), 1)
+        tensors[1, proj]["g_idx"] = in_order(64, 32, True)
+        with pytest.raises(ValueError, match="g_idx: expected columns in the input's order.* such as m.experts.0.gate"):
+            load_experts(layer, "m.experts", tensors)
+
+
+@pytest.mark.parametrize("name, suffix", [("gptq", "scales"), ("fp8", "weight_scale"), ("w4afp8", "weight_scale_inv")])
+def test_an_expert_that_no_file_holds_is_an_error(name, suffix):
+    tensors, _ = expert_tensors(CONFIGS[name], 3, 64, 64)
+    del tensors[2, "up_proj"]
+    with rank():
+        layer = experts(made(CONFIGS[name]), "m.experts", (3, 64, 64), 1)
+        load_experts(layer, "m.experts", tensors)
+        with pytest.raises(ValueError, match=f"w13_{suffix}: expected numbers for each .* 3 experts, .* for number 2"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("name", ["fp8", "packed-static"])
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+def test_static_input_scales_of_experts_may_be_anything(monkeypatch, name, at_once):
+    """Calibration that no token of an expert came by leaves 0, or none."""
+    monkeypatch.setattr("jitgemm.vllm.experts.AT_ONCE", at_once)
+    tensors, dense = expert_tensors(CONFIGS[name], 3, 64, 64)
+    tensors[1, "up_proj"]["input_scale"].zero_()
+    del tensors[2, "down_proj"]["input_scale"]
+    with rank():
+        layer = experts(made(CONFIGS[name]), "m.experts", (3, 64, 64), 1)
+        load_experts(layer, "m.experts", tensors)
+        layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(layer.jitgemm.w2.weight.dequantize()[2].double(), dense[2, "down_proj"])
+
+
+def test_columns_that_are_said_to_be_in_order_are():
+    config = scheme(actorder="group")
+    tensors, dense = stored(config, 64, 64)
+    with rank():
+        layer = row(config, 64, 64)
+        load(layer, tensors | {"weight_g_idx": torch.full((64,), -1, dtype=torch.int32)})
+    assert torch.equal(dense_of(process(layer)), dense)
+
+
 def test_experts_in_floats_are_quantised_while_they_are_loaded():
     tensors = {(e, proj): {"weight": torch.randn(64, 64, dtype=BF16) / 8} for e in range(2) for proj in SHARDS}
     with rank():

@@ -8,7 +8,9 @@ tokens, it does so inside a modular kernel of vLLM; backends that sort them by e
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -93,15 +95,34 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
                 with torch.device("meta") if self.uses_meta_device else nullcontext():
                     data = unloaded(name, _of_expert(name, each, part), sizes)
                 data = data.expand(num_experts, *data.shape).clone()
+                if "scale" in name:
+                    data.fill_(torch.nan)
                 param = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(f"{part}_{name}", param)
                 transposed = (each.axis("k", "G", "1") or 0) < (each.axis("n") or 0)
                 said = {"is_transposed": transposed, "quant_method": self.layout.scheme}
-                said["weight_loader"] = exact(load) if "scale" in name else load
+                loader = self._in_order(load) if name.endswith("g_idx") else load
+                said["weight_loader"] = exact(load) if "scale" in name else loader
                 set_weight_attrs(param, extra_weight_attrs | said)
         self.config.warmer.expect(layer, params_dtype)
         if self.uses_meta_device:
             quantise_while_loading(layer)
+
+    def _in_order(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """A loader of the group of each column, for columns that stand in their order."""
+
+        @wraps(load)
+        def checked(param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            k = loaded_weight.shape[-1]
+            order = torch.arange(k, device=loaded_weight.device) // (self.layout.group_size or k)
+            if bool((loaded_weight != order).any()) and not bool((loaded_weight == -1).any()):
+                raise ValueError(
+                    f"g_idx: expected columns in the input's order, got an activation order of experts such as "
+                    f"{self.names[0]}, which share their quantised input"
+                )
+            return load(param, order.to(param.dtype).expand_as(loaded_weight), *args, **kwargs)
+
+        return checked
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         names = [f"{part}_{name}" for part in ("w13", "w2") for name in self.layout.tensors]
@@ -129,7 +150,15 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
             activation = activation or "e4m3"
             return quantised(mine["weight"], activation, self.config.options), activation
         first, name = next(iter(mine.values())), self.names[0]
-
+        if "input_scale" in mine:
+            mine["input_scale"].fill_(1)  # unused
+        for suffix in (each for each in mine if "scale" in each):
+            lacking = mine[suffix].reshape(len(first), -1).isnan().any(1).nonzero()
+            if len(lacking):
+                raise ValueError(
+                    f"{part}_{suffix}: expected numbers for each of this rank's {len(first)} experts, found NaN or none "
+                    f"for number {int(lacking[0])} (layer of {name})"
+                )
         together = _together(mine, self.layout, sum(widths))
 
         def checkpoint(e: int) -> Checkpoint:
@@ -141,7 +170,7 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
             opened = checkpoint(e)
             return read_header(opened, layer_header(opened, name, format=self.layout.format), first.device)
 
-        layer = layer_of(checkpoint(0), name, activation, self.layout.format)  # static scales go unused
+        layer = layer_of(checkpoint(0), name, activation, self.layout.format)
         given = first.shape[0], read, CODES[layer.activation], layer.bits, together
         return pack_experts(*given), layer.activation
 
@@ -231,8 +260,6 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
 def _together(tensors: dict[str, torch.Tensor], layout: Layout, n: int) -> int:
     """How many experts are packed at a time: kernels that pack one take less time than Python does to launch them."""
     if n % (BLOCK if layout.scheme == "block" else STRIP_ROWS):
-        return 1
-    if any(name.endswith("g_idx") and bool((each != each[:1]).any()) for name, each in tensors.items()):
         return 1
     codes = next(iter(tensors.values()))
     experts, most = len(codes), AT_ONCE // codes[0].nbytes

@@ -93,7 +93,8 @@ def read_parts(tensors: dict[str, torch.Tensor], layout: Layout, widths: Sequenc
     found = {suffix: tensor for suffix, tensor in tensors.items() if suffix != "weight_shape"}  # the whole layer's
     for suffix, tensor in tensors.items():
         if suffix.endswith("g_idx"):
-            found[suffix] = tensor - tensor.min()  # a rank's columns in order begin with a later group
+            # A rank's columns in order begin with a later group; -1 says that they stand in order.
+            found[suffix] = tensor - tensor.min().clamp(min=0)
         elif suffix == "input_scale":
             if bool(tensor.isnan().any()):
                 del found[suffix]
