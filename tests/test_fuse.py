@@ -217,6 +217,13 @@ def test_gates_that_are_nearly_equal_for_small_values_are_told_apart(act, gate):
     assert {fused[f"model.layers.{number}.mlp"] for number in (0, 1)} == {f"{gate} * mul, quantiser and down_proj"}
 
 
+def test_a_gate_that_is_nearly_gelu_stays_pytorchs():
+    model = quantised(hidden_act="quick_gelu", intermediate_size=128)
+    reason = "what its last Linear reads is neither silu(gate) * up nor gelu(gate) * up"
+    assert fuse_(model).skipped == {f"model.layers.{number}.mlp": reason for number in (0, 1)}
+    assert len(fuse_(quantised(hidden_act="gelu_new", intermediate_size=128)).fused) == 8
+
+
 def test_projections_through_a_low_rank_are_fused_too():
     ranks = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
     ranks |= {"head_dim": 16}  # of the rotary embedding
