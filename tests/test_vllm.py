@@ -457,6 +457,34 @@ def test_q_k_and_v_hold_the_ranks_heads(name, place):
 
 
 @pytest.mark.parametrize("name", LINEAR)
+def test_joined_layers_that_no_file_holds_are_zeros_unless_none_does(monkeypatch, name):
+    """Gemma 3n and 4 have no k and v in layers that share others', where vLLM makes them all the same."""
+    said, real = [], torch.empty
+    monkeypatch.setattr("jitgemm.vllm.linear.logger.warning_once", lambda text, *given: said.append(text % given))
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: dirty(real(*size, **more)))
+    tensors, dense = stored(CONFIGS[name], 128, 128)
+    with rank():
+        layer = QKVParallelLinear(
+            128, 64, 2, 2, bias=False, params_dtype=BF16, quant_config=made(CONFIGS[name]), prefix="m.qkv_proj"
+        )
+        load(layer, tensors, "q")
+    found = dense_of(process(layer))
+    assert torch.equal(found[:128], dense) and not found[128:].any()
+    assert said == ["jitgemm: no file holds m.k_proj, m.v_proj: zeros"]
+    if name in ("packed-static", *PER_TENSOR):
+        assert layer.jitgemm.input_scale.tolist() == pytest.approx([0.01])
+    with rank(), pytest.raises(ValueError, match="scale.*: expected numbers, found none in the files.*m.o_proj"):
+        process(row(CONFIGS[name], 128, 128))
+
+
+def dirty(tensor):
+    """Memory as somebody left it."""
+    if tensor.dtype.itemsize == 1:
+        tensor.view(torch.int8).fill_(0x7F)
+    return tensor
+
+
+@pytest.mark.parametrize("name", LINEAR)
 def test_the_ranks_columns_of_a_row_parallel_layer_add_up(name):
     tensors, dense = stored(CONFIGS[name], 64, 256)
     x, total = torch.randn(5, 256) / 4, torch.zeros(5, 64, dtype=torch.float64)

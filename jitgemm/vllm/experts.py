@@ -95,8 +95,6 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
                 with torch.device("meta") if self.uses_meta_device else nullcontext():
                     data = unloaded(name, _of_expert(name, each, part), sizes)
                 data = data.expand(num_experts, *data.shape).clone()
-                if "scale" in name:
-                    data.fill_(torch.nan)
                 param = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(f"{part}_{name}", param)
                 transposed = (each.axis("k", "G", "1") or 0) < (each.axis("n") or 0)

@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 import vllm.envs as envs
+from vllm.logger import init_logger
 from vllm.model_executor import parameter as parameters
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows
 from jitgemm.nn.read import CODES, layer_of, read
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, floats
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
+logger = init_logger("vllm." + __name__)
 CHILD = "jitgemm"
 """What a layer calls the module of its packed weight."""
 
@@ -77,11 +80,35 @@ def parameter(name: str, layout: TensorLayout, sizes: Mapping[str, int], loader:
 
 def unloaded(name: str, layout: TensorLayout, sizes: Mapping[str, int]) -> torch.Tensor:
     """A tensor to load into; those that files may lack say that they were not loaded, or what their lack means."""
-    if name.endswith("input_scale"):
+    if "scale" in name:
         return torch.full(layout.shape(sizes), torch.nan, dtype=layout.dtype)
     if name.endswith("g_idx"):
         return (torch.arange(sizes["k"]) * sizes["G"] // sizes["k"]).to(layout.dtype)
-    return torch.empty(layout.shape(sizes), dtype=layout.dtype)
+    make = torch.zeros if layout.dtype.itemsize == 1 else torch.empty  # of 8 bits not all are codes
+    return make(layout.shape(sizes), dtype=layout.dtype)
+
+
+def zero_missing(tensors: Mapping[str, torch.Tensor], layout: Layout, widths: Sequence[int]) -> list[int]:
+    """Makes joined layers that no file holds zeros, and says which.
+
+    Raises:
+        ValueError: no file holds any.
+    """
+    for suffix in (each for each in tensors if "scale" in each and each != "input_scale"):
+        dims, scale = layout.tensors[suffix].dims, tensors[suffix]
+        if dims == ("parts",):
+            parts = scale.split(1)
+        else:
+            axis = layout.tensors[suffix].axis("n") or 0
+            rows = BLOCK if " / " in dims[axis] else 1
+            parts = scale.split([ceil_div(width, rows) for width in widths] or scale.shape[axis], axis)
+        missing = [i for i, part in enumerate(parts) if bool(part.isnan().all())]
+        if len(missing) == len(parts):
+            raise ValueError(f"{suffix}: expected numbers, found none in the files, or NaN alone")
+        for i in missing:
+            parts[i].zero_()
+        return missing
+    return []
 
 
 def read_parts(tensors: dict[str, torch.Tensor], layout: Layout, widths: Sequence[int] = ()) -> dict[str, torch.Tensor]:
@@ -96,10 +123,9 @@ def read_parts(tensors: dict[str, torch.Tensor], layout: Layout, widths: Sequenc
             # A rank's columns in order begin with a later group; -1 says that they stand in order.
             found[suffix] = tensor - tensor.min().clamp(min=0)
         elif suffix == "input_scale":
-            if bool(tensor.isnan().any()):
-                del found[suffix]
-            else:
-                found[suffix] = tensor.max().reshape(1)
+            del found[suffix]
+            if len(given := tensor[~tensor.isnan()]):
+                found[suffix] = given.max().reshape(1)
         elif layout.tensors[suffix].dims == ("parts",):
             rows = torch.tensor(widths, device=tensor.device)
             found[suffix] = tensor.reshape(-1).repeat_interleave(rows)[:, None]
@@ -167,6 +193,13 @@ class JitGemmLinearMethod(LinearMethodBase):
             activation = activation or "e4m3"
             weight = quantised(tensors["weight"], activation, self.config.options)
             return LINEARS[weight.bits](weight, activation=activation)
+        try:
+            missing = zero_missing(tensors, self.layout, widths)
+        except ValueError as error:
+            raise ValueError(f"{error} (layer of {self.names[0]})") from error
+        if missing:  # as k and v of layers that share others'
+            names = ", ".join(self.names[i] for i in missing if i < len(self.names))
+            logger.warning_once("jitgemm: no file holds %s: zeros", names)
         found = read_parts(tensors, self.layout, widths)
         named = {f"{self.names[0]}.{suffix}": tensor for suffix, tensor in found.items()}
         checkpoint = Checkpoint(named, self.config.checkpoint)
