@@ -515,6 +515,7 @@ PER_TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": T
         ({"quant_method": "w8a8_int8"}, "int8", "rows"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "e4m3", "rows"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "e4m3", "rows"),
+        ({"quant_method": "modelopt", "quant_algo": "fp8_per_channel_per_token"}, "e4m3", "rows"),
         (eight_bits("int", "channel", PER_TOKEN | {"type": "int"}), "int8", "bf16 rows"),
         (eight_bits("float", "channel", PER_TOKEN | {"type": "float"}), "e4m3", "bf16 rows"),
         (eight_bits("float", "channel", None), "e4m3", "bf16 rows"),

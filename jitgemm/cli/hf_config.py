@@ -380,9 +380,10 @@ def _w8a8(section: Mapping[str, Any], method: str) -> Quantization:
     block, static = section.get("weight_block_size"), section.get("activation_scheme") == "static"
     variants = ("static",) if static else ("block",) if block else ()
     if method == "modelopt":
-        algorithm = section["quant_algo"]
+        algorithm = str(section["quant_algo"]).upper()
         if algorithm not in _MODELOPT:
-            raise ValueError(f"quant_algo: expected {' or '.join(_MODELOPT)} of ModelOpt, got {algorithm!r}")
+            got = section["quant_algo"]
+            raise ValueError(f"quant_algo: expected {' or '.join(_MODELOPT)} of ModelOpt, got {got!r}")
         variants = _MODELOPT[algorithm]
     return Quantization(method, block[1] if block else 0, False, _W8A8[method], variants, 8, "fp32")
 
