@@ -106,7 +106,7 @@ def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelS
     families: dict[tuple, KernelSpec] = {}
     for kernel in ranked:
         shape = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_lhs, kernel.multicast_rhs)
-        families.setdefault((*shape, kernel.ctas_per_sm, kernel.halves, kernel.scatter), kernel)
+        families.setdefault((*shape, kernel.ctas_per_sm, kernel.halves, kernel.scatter, kernel.token_rows), kernel)
     found = ranked[:count] + list(families.values())[:count]
     if problem.format.bits == 8:
         others = [replace(kernel, shared_weights=not kernel.shared_weights, stages=MIN_STAGES) for kernel in found]

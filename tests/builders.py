@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
-from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
+from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, ceil_div
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.pack8 import pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight
@@ -93,12 +93,14 @@ def weight_parts(
     offset: bool = False,
     codes: str = "any",
     bits: int = 4,
+    strip_scales: bool = False,
     device: str = "cpu",
 ) -> WeightParts:
     """A random weight [n, k] with all codes, which are sixteen but for "e4m3", and zero points 0..max_zero.
 
     Args:
         bits: 8 for all bytes of the type `codes` but NaN.
+        strip_scales: the rows of a strip share scales.
         offset: with offsets of both signs, as large as the scaled codes.
         codes: the order to pack for, as `WeightFormat.codes`; "e4m3" has no code -8.
         scales: "plain" near 0.01, "negative" of both signs, "tiny" and "huge" near the ends of the scale type (but far
@@ -125,6 +127,8 @@ def weight_parts(
     if scales in ("negative", "mixed"):
         scale = scale * sign
     scale = (scale * size).to(torch_dtype(scale_type))
+    if strip_scales:
+        scale = scale[::STRIP_ROWS].repeat_interleave(STRIP_ROWS, 0)[:n]
     added = (scale.double() * (torch.rand((n, groups), generator=g) * 16 - 8)).to(scale.dtype) if offset else None
     q, scale, zero, added = (None if tensor is None else tensor.to(device) for tensor in (q, scale, zero, added))
     lhs_dtype = None if codes == "any" else LHS_DTYPES[codes]

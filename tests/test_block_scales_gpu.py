@@ -30,7 +30,8 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.route import route_and_quantize
 from jitgemm.select.choose import candidates, choose
 from jitgemm.select.devices import device_spec
-from jitgemm.select.shapes import legal_kernels
+from jitgemm.select.shapes import illegal, legal_kernels
+from jitgemm.tensors import TYPE_NAMES
 
 pytestmark = pytest.mark.gpu
 
@@ -209,6 +210,97 @@ def test_packed_exponents_give_the_bits_of_fp32_scales(name, way):
             results.append(run(Plan(operands, kernel), operands))
         assert same_bits(*(result[:-1] for result in results)), spec.label
         assert bool(results[1][-1].isnan().all() and results[1][:-1].isfinite().all())
+
+
+# ---- weights in blocks -----------------------------------------------------------------------------------------------
+
+
+TOKEN_ROWS = [
+    dict(block_m=64, block_n=256), dict(block_m=64, block_n=192, multicast_rhs=2), dict(block_m=128, block_n=128),
+    dict(block_m=128, block_n=128, multicast_lhs=2), dict(block_m=128, block_n=192),
+    dict(block_m=128, block_n=192, multicast_rhs=2), dict(block_m=192, block_n=128),
+]  # fmt: skip
+"""Tiles with tokens as wgmma's rows."""
+
+
+def names_of(shape: dict) -> str:
+    return "-".join(f"{k}{v}" for k, v in shape.items())
+
+
+@pytest.mark.parametrize("shape", TOKEN_ROWS, ids=names_of)
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scales", ["fp32", "bf16", "e8m0"])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_tokens_as_rows_give_the_bits_of_weights_as_rows(lhs_type, scales, out, shape):
+    m, n, k = 213, 456, 1184
+    scale_type = "bf16" if scales == "bf16" else "fp32"
+    form = dict(codes=lhs_type, bits=8, scale_type=scale_type, strip_scales=True)
+    weight = builders.weight_parts(1, n, k, scales="negative", **form, device="cuda").packed
+    e8m0 = scales == "e8m0"
+    x, x_scale = builders.block_lhs(2, m, k, lhs_type, column_major=True, device="cuda")
+    if e8m0:
+        x_scale = of_every_kind(m, k, column_major=True)
+    bias = builders.bias(3, n, device="cuda")
+    spec = KernelSpec(
+        lhs_type, weight.format.of_kernels, stages=3, shared_weights=True, token_rows=True, lhs_group=128, lhs_e8m0=e8m0,
+        out=TYPE_NAMES[out], **shape,
+    )  # fmt: skip
+    assert illegal(spec, device_spec("h200")) is None
+    results = []
+    for kernel in (spec, replace(spec, block_m=64, block_n=64, multicast_lhs=1, multicast_rhs=1, token_rows=False)):
+        guarded = Guarded(m, n, dtype=out)
+        operands = Operands(x, x_scale, None, weight, guarded.out, bias)
+        results.append(run(Plan(operands, kernel), operands))
+        guarded.check()
+    assert same_bits(*(result[:-1] for result in results)) if e8m0 else same_bits(*results)
+    if e8m0:
+        assert bool(results[0][-1].isnan().all() and results[0][:-1].isfinite().all())
+    else:
+        assert_right(results[0], (x, x_scale), weight, bias, has_rms=False)
+
+
+@pytest.mark.parametrize("m", [1, 5, 16, 40, 63, 130, 700])
+@pytest.mark.parametrize("n, k", [(8, 160), (136, 1056), (2112, 7168)])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_weights_in_blocks_are_within_the_bound(lhs_type, n, k, m):
+    parts = builders.weight_parts(1, n, k, PER_CHANNEL, codes=lhs_type, bits=8, device="cuda")
+    weight = jitgemm.pack_w8(parts.q, torch.rand(-(-n // 128), -(-k // 128), device="cuda") * 0.01 + 0.001)
+    lhs = builders.block_lhs(2, m, k, lhs_type, column_major=m % 2 == 1, device="cuda")
+    out, bias = Guarded(m, n), builders.bias(3, n, device="cuda")
+    jitgemm.gemm_w8a8_bf16_nt(lhs, weight, out.out, bias=bias)
+    out.check()
+    assert_right(out.out, lhs, weight, bias, has_rms=False)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in TOKEN_ROWS if "multicast_rhs" not in shape], ids=names_of)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_groups_of_tokens_as_rows(lhs_type, gathered, shape):
+    experts, n, k = 12, 200, 672
+    q = torch.stack([builders.weight_parts(e, n, k, codes=lhs_type, bits=8).q for e in range(experts)]).cuda()
+    weight = jitgemm.pack_w8(q, torch.rand(experts, 2, 6, device="cuda") + 0.5)
+    counts = [0, 1, 16, 17, 30, 48, 64, 80, 100, 128, 150, 200]
+    rows, first = sum(counts), 2
+    lhs = builders.block_lhs(2, rows + first, k, lhs_type, device="cuda")
+    index = torch.randint(0, rows, (rows + first,), generator=builders.generator(4), dtype=torch.int32).cuda()
+    bias = torch.stack([builders.bias(e, n) for e in range(experts)]).cuda()
+    spec = KernelSpec(
+        lhs_type,
+        weight.format.of_kernels,
+        stages=3,
+        shared_weights=True,
+        token_rows=True,
+        lhs_group=128,
+        experts=64,
+        **shape,
+    )
+    assert illegal(spec, device_spec("h200")) is None
+    before = torch.full((rows + first + 3, n), 3.0, dtype=torch.bfloat16, device="cuda")
+    out = before.clone()
+    operands = Operands(*lhs, None, weight, out, bias)
+    groups = Groups(offsets_of(counts, first), index if gathered else None, 0, rows)
+    GroupedPlan(operands, groups, spec).launch(operands, groups)
+    assert_groups_right(lhs, weight, out, before, counts, first, bias, index if gathered else None)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -320,7 +320,7 @@ def test_weights_of_8_bits_are_those_of_pack_w8(run):
         assert common.weight_format(codes, "s8", 128, False, "fp32", False, 256, 8) == weight.format
     arguments = ["--bits", "8", "--lhs", "int8", "--scale-dtype", "fp32"]
     label = run("explain", "64", "4096", "7168", *arguments, "--json").json["chosen"]
-    assert KernelSpec.from_label(label).format == weight.format
+    assert KernelSpec.from_label(label).format == weight.format.of_kernels
     kernels = run("warmup", "--shape", "4096,7168", *arguments, "--dry-run", "--json").json["kernels"]
     assert label in [kernel["label"] for kernel in kernels]
     assert len({kernel["key"] for kernel in kernels}) == len(kernels)
@@ -867,7 +867,7 @@ def test_explain_json_names_the_whole_problem(run):
     problem = run("explain", "9", "256", "512", "--device", "h200", *options).json["problem"]
     assert problem == {
         "m": 9, "n": 256, "k": 512, "lhs": "e4m3", "group_size": 128, "zero_point": False, "scale_type": "bf16",
-        "codes": "e4m3", "offset": True, "bits": 4, "out": "fp16", "batch_invariant": True, "experts": 0,
+        "codes": "e4m3", "offset": True, "bits": 4, "strip_scales": False, "out": "fp16", "batch_invariant": True, "experts": 0,
         "lhs_group": 0, "lhs_e8m0": False,
     }  # fmt: skip
 

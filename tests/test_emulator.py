@@ -46,6 +46,10 @@ DENSE = {
     "s8-channelz-b128-m64n128-s5": 70,
     "e4m3w8-g128-bf16-b128-m16n64-k2x2s-s5-ss": 20,
     "s8w8-channel-m64n192-mc2rhs-s4": 130,
+    "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr": 300,
+    "e4m3w8-g128-fp32-b128-tofp32-m128n192-s3-ss-tr": 150,
+    "e4m3w8-g128-fp16-b128-tofp16-m64n128-mc2rhs-s4-ss-tr": 170,
+    "s8w8-g128-bf16-b128-m192n128-mc2lhs-s3-ss-tr": 210,
 }
 """Kernels, and tokens for them: no multiple of the tile."""
 
@@ -55,7 +59,7 @@ def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Operands
     f = spec.format
     weight = builders.weight_parts(
         seed, n, k, f.group_size, zero_point=f.zero_point, scale_type=f.scale_type, offset=f.offset,
-        codes=f.codes, bits=f.bits,
+        codes=f.codes, bits=f.bits, strip_scales=spec.token_rows,
     ).packed  # fmt: skip
     zero = None
     if spec.lhs_group:
@@ -88,9 +92,20 @@ def test_a_gemm_is_within_its_bound(emulator, label):
     assert_within_the_bound(operands)
 
 
+@pytest.mark.parametrize("label", [label for label in DENSE if label.endswith("-tr")])
+def test_tokens_as_rows_give_the_bits_of_weights_as_rows(emulator, label):
+    spec = KernelSpec.from_label(label)
+    results = []
+    for kernel in (spec, replace(spec, token_rows=False, block_n=64)):
+        operands = problem(spec, DENSE[label], 200, 544)
+        Plan(operands, kernel).launch(*operands)
+        results.append(operands.out)
+    assert builders.same_bits(*results)
+
+
 @pytest.mark.parametrize("seed", range(2, 5))
-def test_the_order_in_which_warps_run_changes_nothing(monkeypatch, seed):
-    label = "e4m3-g128-bf16-m24n64-k2x2s-s2"
+@pytest.mark.parametrize("label", ["e4m3-g128-bf16-m24n64-k2x2s-s2", "e4m3w8-g128-fp32-b128-m128n64-s2-ss-tr"])
+def test_the_order_in_which_warps_run_changes_nothing(monkeypatch, label, seed):
     spec = KernelSpec.from_label(label)
     results = []
     for each in (1, seed):
@@ -105,6 +120,7 @@ GROUPED = {
     "e4m3-g128-bf16-m80n192-mc2lhs-s4-e64": [0, 3, 90, 0, 170],
     "s8-g64-bf16-m16n64-k2x2-s6-e64": [9, 0, 0, 1, 33],
     "e4m3w8-g128-bf16-m8n64-k1x2-s6-ss-e64": [9, 0, 0, 1, 33],
+    "e4m3w8-g128-bf16-b128-m128n128-s3-ss-tr-e64": [9, 0, 200, 1, 64],
 }
 
 
@@ -114,12 +130,15 @@ def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool) -> tupl
     if f.bits == 8:
         parts = [builders.weight_parts(e, n, k, f.group_size, codes=f.codes, bits=8) for e in range(len(counts))]
         stacks = (torch.stack([getattr(each, name) for each in parts]) for name in ("q", "scale"))
-        weight = jitgemm.pack_w8(*stacks, group_size=f.group_size)
+        q, scale = stacks
+        scale = scale[:, ::128].contiguous() if spec.token_rows else scale
+        weight = jitgemm.pack_w8(q, scale, group_size=None if spec.token_rows else f.group_size)
     else:
         weight = weight_of_experts(len(counts), n, k, f.group_size, codes=f.codes, scale_type=f.scale_type)
     offsets = torch.tensor([0, *(sum(counts[: i + 1]) for i in range(len(counts)))], dtype=torch.int32)
     index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32)
-    operands = Operands(*builders.lhs(3, tokens, k, spec.lhs), None, weight, torch.empty(rows, n).bfloat16(), None)
+    lhs = (builders.block_lhs if spec.lhs_group else builders.lhs)(3, tokens, k, spec.lhs)
+    operands = Operands(*lhs, None, weight, torch.empty(rows, n).bfloat16(), None)
     return operands, Groups(offsets, index if gathered else None, 0, rows)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import pickle
 from dataclasses import replace
 
@@ -23,7 +25,7 @@ from jitgemm.jit.sass import MULTIPLY, code_sections, instructions
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, format_named
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.select.choose import choose
+from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.shapes import illegal, legal_kernels
 from jitgemm.weight.packed import Weight
@@ -148,6 +150,67 @@ def test_experts_pack_as_each_would(codes):
     block = torch.rand(3, 2, 3)
     by_row = block.repeat_interleave(128, 1)[:, :136].repeat_interleave(128, 2)[:, :, :288]
     assert torch.equal(pack_w8(q, block).dequantize(), q.float() * by_row)
+
+
+def block_weight(n: int = 200, k: int = 416, seed: int = 1) -> W8Weight:
+    """Every strip's rows share their scales."""
+    weight = builders.weight_parts(seed, n, k, codes="e4m3", bits=8, scale_type="fp32", strip_scales=True).packed
+    assert weight.format.strip_scales and "-b-" in weight.format.name
+    return weight
+
+
+def test_the_format_says_where_rows_of_a_strip_share_scales():
+    q, scale, _ = block_weight(136, 384).unpack()
+    assert pack_w8(q, scale[::128]).format.strip_scales == pack_w8(q, scale).format.strip_scales
+    assert pack_w8(q, torch.rand(2, 3)).format.strip_scales
+    for row in (0, 63, 64, 135):
+        other = scale.clone()
+        other[row, 1] *= 2
+        assert not pack_w8(q, other).format.strip_scales
+    assert not pack_w8(q, torch.ones(136, 2), group_size=256).format.strip_scales
+    assert not pack_w8(q[:, :128], torch.ones(2, 1)).format.strip_scales  # per channel
+    both = torch.stack((scale, other))
+    assert not pack_w8(torch.stack((q, q)), both).format.strip_scales
+    with pytest.raises(ValueError, match="strip_scales: expected 8 bits in groups of 128"):
+        WeightFormat(256, False, "fp32", "e4m3", bits=8, strip_scales=True)
+
+
+def test_weights_keep_what_the_format_says_of_strips():
+    weight = block_weight()
+    again = [W8Weight.from_state_dict(weight.state_dict()), copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))]
+    again += [W8Weight.stacked(2, lambda e: block_weight(seed=e))[1], pack_w8(*weight.unpack()[:2])]
+    assert all(each.format == weight.format for each in again)
+    q, scale, _ = weight.unpack()
+    scale[7] *= 2
+    rows = pack_w8(q, scale)
+    mixed = W8Weight.stacked(2, (weight, rows).__getitem__)
+    assert mixed.format == rows.format == weight.format.common != weight.format
+    assert torch.equal(mixed[0].dequantize(), weight.dequantize())
+    layers = [jitgemm.nn.W8A8Linear(each) for each in (weight, rows)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    assert layers[1].weight.format == weight.format
+
+
+@pytest.mark.parametrize("lhs", LHS_TYPES)
+def test_only_kernels_for_block_scales_have_tokens_as_rows(lhs):
+    rows = WeightFormat(128, False, "fp32", lhs, bits=8)
+    strips = replace(rows, strip_scales=True)
+    for experts, group in itertools.product((0, 64), (0, 128)):
+        make = functools.partial(legal_kernels, lhs, device=DEVICES["h200"], experts=experts, lhs_group=group)
+        kernels = [make(fmt=format) for format in (rows, strips)]
+        assert kernels[0] == tuple(spec for spec in kernels[1] if not spec.token_rows)
+        assert (kernels[0] != kernels[1]) == bool(group)
+        assert all(spec.format == rows for spec in kernels[1])
+    for m, token_rows in ((1, False), (24, False), (1000, True), (9000, True)):
+        problem = Problem(m, 4096, 4096, lhs, strips, lhs_group=128)
+        spec = choose(problem, DEVICES["h200"])
+        assert spec.token_rows == token_rows
+        assert KernelSpec.from_label(spec.label) == spec == KernelSpec.from_dict(spec.to_dict())
+        assert spec == kernel_named(spec.label, problem, DEVICES["h200"])
+        assert not choose(replace(problem, lhs_group=0), DEVICES["h200"]).token_rows
+        if token_rows:
+            with pytest.raises(ValueError, match="whose strips do not share scales"):
+                kernel_named(spec.label, replace(problem, format=rows), DEVICES["h200"])
 
 
 def test_files_copies_and_pickles():

@@ -65,7 +65,9 @@ class Case:
     @property
     def problem(self) -> Problem:
         group = 128 if self.group == BLOCK else self.group
-        format = WeightFormat(group if group < self.k else 0, False, self.scale, self.lhs, bits=8)
+        group = group if group < self.k else 0
+        strips = self.group == BLOCK and group > 0
+        format = WeightFormat(group, False, self.scale, self.lhs, bits=8, strip_scales=strips)
         return Problem(self.m, self.n, self.k, self.lhs, format, self.out)
 
     def operands(self) -> tuple[tuple, jitgemm.W8Weight, torch.Tensor | None]:

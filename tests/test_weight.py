@@ -332,7 +332,7 @@ def test_a_misaligned_tensor_is_copied():
     assert got.blocks.data_ptr() % 16 == 0 and same_weight(got, weight)
 
 
-KNOWN = "state dict: 'p.meta': expected zero_point and offset 0 or 1, known scale type and codes"
+KNOWN = "state dict: 'p.meta': expected zero_point 0 or 1, offset 0, 1 or 2, known scale type and codes"
 
 
 def changed_meta(index: int, value: int):

@@ -21,7 +21,7 @@ from rich.text import Text
 from jitgemm.cli.hf_config import weight_group
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
-from jitgemm.kernel.formats import GROUP_SIZES, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, WeightFormat, tuned_codes
 from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
@@ -172,7 +172,8 @@ def note(message: str) -> None:
 def weight_format(
     codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int, bits: int = 4
 ) -> WeightFormat:
-    """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8.
+    """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8, and groups of
+    128 with 8 bits to be blocks, whose rows share scales.
 
     Raises:
         ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits.
@@ -183,7 +184,7 @@ def weight_format(
     if offset and not group:
         raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
     order = lhs if bits == 8 else "any" if codes is Codes.any else tuned_codes(lhs, group, zero_point, k)
-    return WeightFormat(group, zero_point, scale_type, order, offset, bits)
+    return WeightFormat(group, zero_point, scale_type, order, offset, bits, bits == 8 and group == BLOCK_K)
 
 
 def parse_group_size(text: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
@@ -44,6 +44,8 @@ class WeightFormat:
             "e4m3" or "s8", their type, which is the activations' too.
         offset: a value of the scale's type per group is added to its scaled weights.
         bits: of a code, 4 or 8; with 8 there are no zero points and no offsets.
+        strip_scales: the 64 rows of every strip have the same scales, as those of a block of 128 x 128 have; of 8 bits
+            in groups of 128 only. The record is the same.
     """
 
     group_size: int
@@ -52,6 +54,7 @@ class WeightFormat:
     codes: str = "any"
     offset: bool = False
     bits: int = 4
+    strip_scales: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size not in (0, *GROUP_SIZES):
@@ -68,6 +71,10 @@ class WeightFormat:
             raise ValueError(f"bits: expected 4 or 8, got {self.bits!r}")
         if self.bits == 8 and (self.zero_point or self.offset or self.codes == "any"):
             raise ValueError(f"bits: expected 4 with zero points, offsets or codes 'any', got 8 and {self.codes!r}")
+        if self.strip_scales and (self.bits, self.group_size) != (8, BLOCK_K):
+            raise ValueError(
+                f"strip_scales: expected 8 bits in groups of {BLOCK_K}, got {self.bits}, {self.group_size}"
+            )
 
     @property
     def name(self) -> str:
@@ -77,6 +84,7 @@ class WeightFormat:
         parts = [*(["w8"] if self.bits == 8 else []), group, self.scale_type]
         parts += ["z"] if self.zero_point else []
         parts += ["o"] if self.offset else []
+        parts += ["b"] if self.strip_scales else []
         return "-".join(parts if self.codes == "any" else [*parts, self.codes])
 
     @property
@@ -127,17 +135,30 @@ class WeightFormat:
         """
         return self.zeros_at + STRIP_ROWS * self.zero_rows
 
+    @property
+    def common(self) -> WeightFormat:
+        """The same apart from what depends on a weight's values: 4-bit codes in the order that holds all, and scales that
+        rows need not share."""
+        return replace(self, codes="any" if self.bits == 4 else self.codes, strip_scales=False)
+
+    @property
+    def of_kernels(self) -> WeightFormat:
+        """The format as kernels have it: they read scales per channel by a run-time type, and those of strips that share
+        them (`KernelSpec.token_rows`) lie where others do."""
+        return replace(self, scale_type=self.scale_type if self.group_size else "fp32", strip_scales=False)
+
 
 @lru_cache(maxsize=None)
 def format_named(name: str) -> WeightFormat:
     """The format whose `name` this is. ValueError for any other text."""
-    match = re.fullmatch(r"(w8-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(?:-(e4m3|s8))?", name)
+    match = re.fullmatch(r"(w8-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-(e4m3|s8))?", name)
     if match is None:
         raise ValueError(f"format: expected the name of a WeightFormat, such as 'g128-bf16', got {name!r}")
-    w8, group_size, scale_type, zero_point, offset, codes = match.groups()
+    w8, group_size, scale_type, zero_point, offset, strip, codes = match.groups()
     return WeightFormat(
-        int(group_size or 0), zero_point is not None, scale_type, codes or "any", offset is not None, 8 if w8 else 4
-    )
+        int(group_size or 0), zero_point is not None, scale_type, codes or "any", offset is not None, 8 if w8 else 4,
+        strip is not None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

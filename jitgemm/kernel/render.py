@@ -72,6 +72,10 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
     fmt = spec.format
     constants = {
         "u32 kBlockM": spec.block_m,
+        "u32 kSums": spec.multiply_n // 2,
+        "bool kTokenRows": str(spec.token_rows).lower(),
+        "u32 kStrips": spec.strips,
+        "u32 kWarpgroupsM": spec.warpgroups_m,
         "u32 kHalves": spec.halves,
         "u32 kSliceTokens": slice_tokens(spec),
         "u32 kWarpgroupsN": spec.warpgroups_n,

@@ -24,11 +24,11 @@ class KernelSpec:
 
     Attributes:
         lhs: type of the activations.
-        format: of the weight; its scale_type is "fp32" for per-channel kernels, which read their scales by a run-time
-            type.
-        block_m: tokens per tile (wgmma's N over all `halves`).
+        format: of the weight, as `WeightFormat.of_kernels`; its scale_type is "fp32" for per-channel kernels, which
+            read their scales by a run-time type.
+        block_m: tokens per tile (wgmma's N over all `halves`, but with `token_rows`).
         halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves.
-        block_n: rows of n per tile; 64 per warpgroup along n.
+        block_n: rows of n per tile; 64 per warpgroup along n, but with `token_rows`.
         warpgroups_k: warpgroups that share a tile's rows and take k-blocks alternately.
         split_k: CTAs of a cluster that share a tile and take contiguous k-blocks each.
         scatter: a reduce-scatter: each split of k reduces and stores a slice of the tile's tokens, instead of the first
@@ -40,6 +40,10 @@ class KernelSpec:
         direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
             the copy engine; `tactics.for_k` sets it.
         shared_weights: wgmma reads 8-bit weights from shared memory, not from registers.
+        token_rows: wgmma's M are tokens, 64 for each warpgroup, and its N all rows of n of the tile; half of them in
+            tiles of 64 x 256, of which two warpgroups have the same tokens. A thread then has sums of two tokens, whose
+            scales per 128 k it multiplies by one for each strip of the weights: for shared weights of a format with
+            `strip_scales`.
         out: type of the result.
         experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
         lhs_group: k that share a scale of activations, `LHS_GROUP`; 0 for a scale per token.
@@ -61,6 +65,7 @@ class KernelSpec:
     ctas_per_sm: int = 1
     direct: bool = False
     shared_weights: bool = False
+    token_rows: bool = False
     out: str = "bf16"
     debug: bool = False
     experts: int = 0
@@ -68,13 +73,27 @@ class KernelSpec:
     lhs_e8m0: bool = False
 
     @property
-    def warpgroups_n(self) -> int:
+    def strips(self) -> int:
+        """Records of 64 rows of n side by side."""
         return self.block_n // STRIP_ROWS
+
+    @property
+    def warpgroups_m(self) -> int:
+        return self.block_m // STRIP_ROWS if self.token_rows else 1
+
+    @property
+    def warpgroups_n(self) -> int:
+        return self.strips if not self.token_rows else 2 if (self.block_m, self.strips) == (64, 4) else 1
 
     @property
     def warpgroups(self) -> int:
         """Consumer warpgroups of a CTA."""
-        return self.warpgroups_n * self.warpgroups_k
+        return self.warpgroups_m * self.warpgroups_n * self.warpgroups_k
+
+    @property
+    def multiply_n(self) -> int:
+        """wgmma's N over all halves; a thread has half as many sums."""
+        return self.block_n // self.warpgroups_n if self.token_rows else self.block_m
 
     @property
     def threads(self) -> int:
@@ -138,6 +157,8 @@ class KernelSpec:
             parts.append("d")
         if self.shared_weights:
             parts.append("ss")
+        if self.token_rows:
+            parts.append("tr")
         if self.experts:
             parts.append(f"e{self.experts}")
         if self.debug:
@@ -168,7 +189,7 @@ class KernelSpec:
             block_m=number("m"), block_n=number("n"), stages=number("stages"), halves=1 + flag("halves"),
             warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
-            direct=flag("direct"), shared_weights=flag("shared"), out=found["out"] or "bf16",
+            direct=flag("direct"), shared_weights=flag("shared"), token_rows=flag("rows"), out=found["out"] or "bf16",
             experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0), lhs_e8m0=flag("e8m0"),
         )  # fmt: skip
 
@@ -190,7 +211,7 @@ _LABEL = re.compile(
     r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128)(?P<e8m0>e)?)?(?:-to(?P<out>fp32|fp16))?"
     r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
-    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?P<shared>-ss)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"
+    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?P<shared>-ss)?(?P<rows>-tr)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"
 )
 
 
@@ -203,12 +224,18 @@ def wgmma_shapes(lhs: str) -> tuple[int, ...]:
 
 def stage_weight_bytes(spec: KernelSpec) -> int:
     """Bytes of weights that a stage holds."""
-    return spec.warpgroups * spec.format.record_bytes
+    return spec.strips * spec.warpgroups_k * spec.format.record_bytes
+
+
+def strip_scale_bytes(spec: KernelSpec) -> int:
+    """Bytes of a record that are kept apart from its codes: the first of its scales."""
+    return 32 if spec.token_rows else 0
 
 
 def record_stride(spec: KernelSpec) -> int:
-    """Bytes from one record in shared memory to the next; wgmma reads weights that start at a multiple of 1024."""
-    size = spec.format.record_bytes
+    """Bytes from one record in shared memory to the next; wgmma reads weights that start at a multiple of 1024, and
+    with `token_rows` those of all strips as one operand."""
+    size = spec.format.scales_at if spec.token_rows else spec.format.record_bytes
     return 1024 * ceil_div(size, 1024) if spec.shared_weights else size
 
 
@@ -228,7 +255,7 @@ def slice_tokens(spec: KernelSpec) -> int:
     Scattered: multiples of 8, the same number for each; with fewer slices than splits, the last splits have none.
     """
     if not spec.scatter:
-        return spec.block_m
+        return spec.block_m // spec.warpgroups_m
     eights = spec.block_m // 8
     splits = spec.split_k * spec.warpgroups_k
     return 8 * next(size for size in range(ceil_div(eights, splits), eights + 1) if eights % size == 0)
@@ -245,7 +272,8 @@ def slot_tokens(spec: KernelSpec) -> int:
 def stage_bytes(spec: KernelSpec) -> int:
     """Shared memory of one stage: activations, perhaps their scales, records and two barriers."""
     token_bytes = BLOCK_K + (4 if spec.lhs_group else 0)
-    return spec.warpgroups_k * spec.block_m * token_bytes + spec.warpgroups * record_stride(spec) + 2 * 8
+    records = spec.strips * spec.warpgroups_k * (record_stride(spec) + strip_scale_bytes(spec))
+    return spec.warpgroups_k * spec.block_m * token_bytes + records + 2 * 8
 
 
 def smem_bytes(spec: KernelSpec) -> int:
@@ -257,4 +285,7 @@ def smem_bytes(spec: KernelSpec) -> int:
     barriers = 8 * (reducers + spec.warpgroups) if spec.warpgroups_k > 1 else 0
     barriers += 8 * 2 * reducers if spec.split_k > 1 else 0
     factors = ((0 if spec.lhs_group else size) + 3 * STRIP_ROWS) * 4
+    if spec.token_rows:  # every warpgroup stores its tokens, and has the bias of all columns
+        reducers = spec.warpgroups
+        out_panel, factors = spec.multiply_n // STRIP_ROWS * out_panel, spec.multiply_n * 4
     return spec.stages * stage_bytes(spec) + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from jitgemm.jit.sass import Yields
-from jitgemm.kernel.formats import BLOCK_K, ceil_div
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
 from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes, wgmma_shapes
 
 MIN_PREFETCH_STAGES = 5
@@ -49,7 +49,7 @@ def units_in_flight(spec: KernelSpec) -> int:
     factors = max(1, spec.format.scale_rows) * (2 if spec.format.offset else 1)
     if factors == 1:
         return spec.halves
-    fit = IN_FLIGHT_REGISTERS // (spec.block_m // spec.halves // 2) // spec.halves
+    fit = IN_FLIGHT_REGISTERS // (spec.multiply_n // spec.halves // 2) // spec.halves
     return spec.halves * max(1, min(factors, fit))
 
 
@@ -72,14 +72,14 @@ def fragment_sets(spec: KernelSpec) -> int:
 
 
 def multiply_widths(spec: KernelSpec) -> tuple[int, ...]:
-    """Tokens of the multiplies that a kernel has, one a loop of its own: a tile takes the narrowest that it fits.
+    """wgmma's N in the loops that a kernel has, one for all its halves: a tile takes the narrowest that its tokens fit.
 
     A grouped GEMM's tiles end with their experts, so that most of them are not full: multiplies as wide as needed are 2
     to 12 % faster where tensor cores or conversions bind (docs/moe.md). With several factors a record, or zero points,
     a loop takes ptxas seconds, and registers run short.
     """
-    full, fmt = spec.block_m, spec.format
-    cuts = spec.experts > 0 and full >= 64 and spec.warpgroups_k == spec.split_k == 1
+    full, fmt = spec.multiply_n, spec.format
+    cuts = spec.experts > 0 and full >= 64 and not spec.token_rows and spec.warpgroups_k == spec.split_k == 1
     cuts = cuts and fmt.scale_rows <= 1 and not (fmt.offset or fmt.zero_point)
     # Sums that stay in the tensor cores for the whole tile lie by halves of the full width.
     if not cuts or (spec.halves > 1 and not promote_records(spec)):
@@ -87,6 +87,13 @@ def multiply_widths(spec: KernelSpec) -> tuple[int, ...]:
     rounded = (16 * ceil_div(full, 16 * parts) for parts in (4, 2))
     legal = {width for width in (*rounded, full - 32, full - 16) if width // spec.halves in wgmma_shapes(spec.lhs)}
     return (*sorted(width for width in legal if 16 <= width < full), full)
+
+
+def token_widths(spec: KernelSpec) -> tuple[int, ...]:
+    """Tokens that a tile can multiply. Where tokens are wgmma's rows, a warpgroup that has none of a tile leaves it out."""
+    if spec.token_rows and spec.experts:
+        return tuple(range(STRIP_ROWS, spec.block_m + 1, STRIP_ROWS))
+    return multiply_widths(spec)
 
 
 def pins_shared_base(spec: KernelSpec) -> bool:

@@ -16,7 +16,6 @@ import torch
 
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows, is_dtensor, on_parts, result_type
-from jitgemm.nn.packed import in_any_order
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
@@ -425,10 +424,10 @@ def quantised_alike(linears: Sequence[PackedLinear]) -> str | None:
 
 
 def _kind(linear: PackedLinear) -> tuple[Any, ...]:
-    """What must agree for one GEMM; the order of the codes may differ, as "any" holds all."""
+    """What must agree for one GEMM; not what depends on values, as weights have a format in common."""
     weight, bias = linear.weight, linear.bias
     bias_dtype = None if bias is None else bias.dtype
-    return in_any_order(weight.format), weight.row_sum is None, bias_dtype, linear.batch_invariant
+    return weight.format.common, weight.row_sum is None, bias_dtype, linear.batch_invariant
 
 
 def _stacked(weights: Sequence[Weight]) -> Weight:
@@ -448,7 +447,8 @@ def _stacked(weights: Sequence[Weight]) -> Weight:
             strip = end
         channel_scale = None if first.channel_scale is None else torch.cat([weight.channel_scale for weight in weights])
         row_sum = None if first.row_sum is None else torch.cat([weight.row_sum for weight in weights])
-        n, format = sum(weight.n for weight in weights), replace(first.format, codes=codes)
+        n, strips = sum(weight.n for weight in weights), all(weight.format.strip_scales for weight in weights)
+        format = replace(first.format, codes=codes, strip_scales=strips)
         sizes = (n, first.k, first.group_size, format)
         return type(first)(blocks, channel_scale, *sizes, row_sum=row_sum, permutation=first.permutation)
 

@@ -6,13 +6,11 @@ PyTorch replaces, moves, loads and copies buffers; the `Weight` is made anew ove
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn.read import ACTIVATIONS, CODES, check_activation
 from jitgemm.tensors import TYPE_NAMES, check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight
@@ -130,8 +128,8 @@ class Packed(torch.nn.Module):
             except (TypeError, ValueError) as error:
                 return str(error)
             mine = self._weight
-            # The order of codes may differ: it depends on their values, and takes the same room.
-            formats = {in_any_order(weight.format) for weight in (mine, other)}
+            # What depends on values may differ, and takes the same room.
+            formats = {weight.format.common for weight in (mine, other)}
             if mine.shape != other.shape or mine.group_size != other.group_size or len(formats) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
         number = state_dict.get(prefix + "activation_type")
@@ -159,11 +157,6 @@ class Packed(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._bind_described()
-
-
-def in_any_order(format: WeightFormat) -> WeightFormat:
-    """The format of the same weight with its 4-bit codes in the order that holds all; 8-bit ones have one order."""
-    return replace(format, codes="any") if format.bits == 4 else format
 
 
 def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -117,13 +117,15 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
             it sums k in another order than batch-invariant calls, which are asked for.
     """
     spec = KernelSpec.from_label(label)
-    fmt = problem.format if problem.format.group_size else replace(problem.format, scale_type="fp32")
+    fmt = problem.format.of_kernels
     operands = replace(
         spec, lhs=problem.lhs, format=fmt, out=problem.out, experts=problem.table_size, lhs_group=problem.lhs_group,
         lhs_e8m0=problem.lhs_e8m0,
     )  # fmt: skip
     if spec != operands:
         raise ValueError(f"kernel: expected one for these operands, such as {operands.label}, got {label}")
+    if spec.token_rows and not problem.format.strip_scales:
+        raise ValueError(f"kernel: expected one for weights whose strips do not share scales, got {label}")
     reason = shapes.illegal(spec, device)
     if reason is not None:
         raise ValueError(f"kernel: expected one that an {device.name} can run, got {label}: {reason}")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, stage_weight_bytes
-from jitgemm.kernel.tactics import engine_stages, multiply_widths, prefetch_stages, promote_records, split_blocks
+from jitgemm.kernel.tactics import engine_stages, token_widths, prefetch_stages, promote_records, split_blocks
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.loads import filled, token_tiles, weights_read
 from jitgemm.select.shapes import launched_clusters, units_along_n
@@ -116,11 +116,12 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     multiplies = 2 if fmt.offset else 1  # offsets take a multiply by ones
     groups = max(1, fmt.scale_rows)
     ops_per_cycle = device.tensor_ops_per_us * cycle / device.num_sms
-    multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.block_m / ops_per_cycle
+    multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.multiply_n / ops_per_cycle
     decode = DECODE_CYCLES["bytes" if fmt.bits == 8 else "any" if fmt.codes == "any" else "own"]
     every = promote_records(spec)
-    cycles = PROMOTE_CYCLES[spec.lhs] + (SCALE_CYCLES if spec.lhs_group and fmt.group_size else 0.0)
-    promote = multiplies * groups / every * spec.block_m / 2 * cycles if every else 0.0
+    products = spec.lhs_group and fmt.group_size and not spec.token_rows
+    cycles = PROMOTE_CYCLES[spec.lhs] + (SCALE_CYCLES if products else 0.0)
+    promote = multiplies * groups / every * spec.multiply_n / 2 * cycles if every else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
     # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
     if groups > 1:
@@ -135,7 +136,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         tile += SEND_US * sums * (1 - 1 / spec.split_k)
     elif spec.warpgroups_k > 1:
         tile += SUM_US
-    weights = spec.warpgroups_n * fmt.record_bytes / spec.multicast_rhs
+    weights = spec.strips * fmt.record_bytes / spec.multicast_rhs
     operands = spec.block_m * BLOCK_K / spec.multicast_lhs + weights
     return Costs(
         # The warpgroups of an SM share its tensor cores and its schedulers.
@@ -201,7 +202,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs.
     crowded = max(0.0, 2 - device.num_sms / ctas) if spec.ctas_per_sm == 1 else 0.0
     alone = ALONE_US * (ALONE_LEAST + (1 - ALONE_LEAST) * crowded) if crowded else 0.0
-    fill = filled(problem.experts, m, multiply_widths(spec))
+    fill = filled(problem.experts, m, token_widths(spec))
     issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))
     found = Times(
         memory=of.stream * max(0.0, memory - min(prefetched, PREFETCH_US)),

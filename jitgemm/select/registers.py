@@ -18,7 +18,7 @@ SET_REGISTERS = 16
 """Fewer of them for int8 with a single set of fragments, but for groups of 32, whose factors take as many."""
 CONVERTED = 1.5
 """Registers for each of int8's sums in flight: ptxas converts about half of them at a time. In halves, the other half's
-registers serve."""
+registers serve; where rows are tokens, none are needed."""
 ZERO_REGISTERS = 10
 """More of them for zero points, but for one group a record in halves, where ptxas finds room: without that exception
 28672 x 4096, m = 192 would take 31 % longer in e4m3, 33 % in int8. Twice as many for int8 with scales in fp32."""
@@ -35,12 +35,12 @@ SCALE_REGISTERS = 12
 
 def registers_needed(spec: KernelSpec) -> int:
     """Registers of a consumer thread: promoted sums, sums in flight in the tensor cores, the rest."""
-    fmt, sums = spec.format, spec.block_m / 2
+    fmt, sums = spec.format, spec.multiply_n / 2
     rest = OVERHEAD_REGISTERS
     if promote_records(spec):
-        in_flight = units_in_flight(spec) * spec.block_m / spec.halves / 2
-        sums += in_flight * (CONVERTED if spec.lhs == "s8" and spec.halves == 1 else 1)
-        rest += SCALE_REGISTERS if spec.lhs_group else 0
+        in_flight = units_in_flight(spec) * spec.multiply_n / spec.halves / 2
+        sums += in_flight * (CONVERTED if spec.lhs == "s8" and spec.halves == 1 and not spec.token_rows else 1)
+        rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
         rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0
     else:
         rest += UNPROMOTED_REGISTERS

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, wgmma_shapes
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.registers import registers_needed
@@ -48,8 +48,12 @@ FEW_STAGE_TOKENS tokens, by warpgroups along k and `_decodes_slowly`. More cost 
 
 def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
     """Why this kernel cannot run on the device, or would spill badly; None when it can be chosen."""
-    if spec.block_m % spec.halves or spec.block_m // spec.halves not in wgmma_shapes(spec.lhs):
-        return f"wgmma has no N of {spec.block_m}/{spec.halves} for {spec.lhs}"
+    if spec.multiply_n % spec.halves or spec.multiply_n // spec.halves not in wgmma_shapes(spec.lhs):
+        return f"wgmma has no N of {spec.multiply_n}/{spec.halves} for {spec.lhs}"
+    if spec.token_rows and (spec.block_m % STRIP_ROWS or spec.warpgroups_k * spec.split_k * spec.halves > 1):
+        return "with tokens as wgmma's rows a warpgroup has 64 of them and all of k"
+    if spec.token_rows and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
+        return "tokens are wgmma's rows beside shared weights in blocks, and have a scale per 128 k"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
     if spec.experts and (spec.multicast_rhs > 1 or spec.direct):
@@ -124,13 +128,14 @@ def _enumerate(
     lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0
 ) -> Iterator[KernelSpec]:
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
-    # Per-channel kernels read their scales by a run-time type.
-    fmt = fmt if fmt.group_size else replace(fmt, scale_type="fp32")
+    strips, fmt = fmt.strip_scales and lhs_group, fmt.of_kernels
     shared = fmt.bits == 8 and block_m <= SHARED_WEIGHT_TOKENS
-    for shape in (*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())):
+    every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
+    every += _token_row_shapes(block_m) if strips else ()
+    for shape in every:
+        free = {"shared_weights": shared} | shape
         spec = KernelSpec(
-            lhs, fmt, block_m, stages=MIN_STAGES, shared_weights=shared, out=out, experts=experts, lhs_group=lhs_group,
-            **shape,
+            lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **free
         )  # fmt: skip
         yield replace(spec, stages=_stages(spec, device))
 
@@ -159,6 +164,12 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
         # In one piece, a promotion leaves nothing to multiply beside it while the other CTA is waited for: up to 20 %.
         yield dict(block_n=128, halves=2, multicast_lhs=2)
         yield dict(block_n=128, halves=2, multicast_rhs=2)
+
+
+def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
+    """Those of kernels with tokens as wgmma's rows."""
+    for block_n in {64: (256,), 128: (128, 192), 192: (128,)}.get(block_m, ()):
+        yield dict(block_n=block_n, shared_weights=True, token_rows=True)
 
 
 def _grouped_shapes(block_m: int) -> Iterator[dict[str, Any]]:

@@ -8,11 +8,19 @@ from __future__ import annotations
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
+from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, ceil_div
 from jitgemm.tensors import check_dtype, check_int, check_tensor, check_values
 from jitgemm.weight import layout
 from jitgemm.weight.pack import row_sums
-from jitgemm.weight.packed import PackedWeight, W8Weight, check_sizes, expert_indices, group_count, weight_format
+from jitgemm.weight.packed import (
+    PackedWeight,
+    W8Weight,
+    capturing,
+    check_sizes,
+    expert_indices,
+    group_count,
+    weight_format,
+)
 
 BLOCK = 128
 """Rows and columns of a block with a scale of its own."""
@@ -27,7 +35,7 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
     Args:
         q: float8_e4m3fn or int8 [n, k], n a multiple of 8 and k a multiple of 32. It meets activations of its own type.
             Values are not scanned: NaNs stay NaNs.
-        scale: fp32, bf16, fp16 or float8_e8m0fnu, in one of these forms; values are not scanned:
+        scale: fp32, bf16, fp16 or float8_e8m0fnu, in one of these forms; any values will do:
 
             - one element, or one per expert [E]: for the whole weight;
             - [n], [n, 1]: a scale per row;
@@ -38,8 +46,9 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
 
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. Blocks become groups of 128 that
-        repeat their scale, e8m0 scales the same numbers in bf16. On a GPU the current stream is synchronised, unless it
-        is being captured.
+        repeat their scale, e8m0 scales the same numbers in bf16. Where every strip of 64 rows shares its scales per
+        group of 128, as in blocks, the format says so, unless packing is being captured. On a GPU the current stream is
+        synchronised, unless it is being captured.
 
     Raises:
         TypeError: an argument is no tensor, or of a wrong dtype or layout.
@@ -58,7 +67,8 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
         scale = scale.bfloat16() if scale.dtype == torch.float8_e8m0fnu else scale  # exact
         scale_type = check_dtype("scale", scale.dtype, REAL_TYPES)
         scale, group_size = _by_row(scale, lead, n, k, group_size)
-        format = weight_format(k, group_size, False, scale_type, codes, bits=8)
+        strips = group_size == BLOCK and _same_in_strips(scale)
+        format = weight_format(k, group_size, False, scale_type, codes, bits=8, strip_scales=strips)
         shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
         blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
         channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
@@ -67,6 +77,15 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
         # Zero points of activations, which need it, come with int8.
         row_sum = row_sums(PackedWeight(blocks, channel_scale, None, n, k, format)) if codes == "s8" else None
         return W8Weight(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum)
+
+
+def _same_in_strips(scale: torch.Tensor) -> bool:
+    """Whether the rows of every strip have the same scales [*lead, n, groups]."""
+    if scale.is_cuda and capturing(scale.device):
+        return False
+    same = scale[..., 1:, :] == scale[..., :-1, :]
+    same[..., STRIP_ROWS - 1 :: STRIP_ROWS, :] = True
+    return bool(same.all())
 
 
 def _by_row(scale: torch.Tensor, lead: list[int], n: int, k: int, group_size: int | None) -> tuple[torch.Tensor, int]:

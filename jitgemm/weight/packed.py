@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from types import EllipsisType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES, torch_dtype
-from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
+from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
 from jitgemm.tensors import check_int, check_tensor, describe, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.settled import SettledAt, note_settled, noted_settled
@@ -25,6 +25,7 @@ INTEGERS = (torch.uint8, *_SIGNED, torch.uint16, torch.uint32, torch.uint64)
 
 _TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
 _META_FIELDS = ("magic", "layout_version", "n", "k", "group_size", "zero_point", "scale_type", "codes", "offset")
+# The last is 2 for strips' scales, which weights with offsets do not have.
 _META_SCALE_TYPES = {DTYPES[name].number: name for name in REAL_TYPES}
 _META_CODES = ("any", "e4m3", "s8")  # by their number in the meta tensor; append only
 
@@ -42,11 +43,13 @@ def weight_format(
     codes: str = "any",
     offset: bool = False,
     bits: int = 4,
+    strip_scales: bool = False,
 ) -> WeightFormat:
     """The format of a weight with k columns. Raises ValueError for a group size that it cannot have."""
     if group_size < 1 or (group_size < k and group_size not in GROUP_SIZES):
         raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k = {k} for per channel, got {group_size}")
-    return WeightFormat(0 if group_size >= k else group_size, zero_point, scale_type, codes, offset, bits)
+    group = 0 if group_size >= k else group_size
+    return WeightFormat(group, zero_point, scale_type, codes, offset, bits, strip_scales and group == BLOCK_K)
 
 
 def check_sizes(n: int, k: int, name: str = "q") -> None:
@@ -259,7 +262,7 @@ class Weight:
         check_sizes(self.n, self.k)
         fmt = self.format
         expected = weight_format(
-            self.k, self.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, self.bits
+            self.k, self.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, self.bits, fmt.strip_scales
         )
         if fmt != expected:
             raise ValueError(f"format: expected {expected} for group_size {self.group_size}, got {fmt}")
@@ -410,8 +413,7 @@ class Weight:
                     expected = f"the rows of {together} experts, {STRIP_ROWS} or a multiple each"
                     raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
                 kind = {name: getattr(each, name) for name in ("n", "k", "group_size", "device")}
-                common = replace(each.format, codes="any") if cls.bits == 4 else each.format
-                kind |= {"format": common, "tensors": list(each._tensors)}
+                kind |= {"format": each.format.common, "tensors": list(each._tensors)}
                 if e == 0:
                     same, format = kind, each.format
                     whole = {
@@ -424,9 +426,10 @@ class Weight:
                 for name, part in each._tensors.items():
                     whole[name][e : e + together] = part.unflatten(0, (together, -1))
                 if each.format != format:
-                    layout.reorder_codes(whole["blocks"][:e], format.codes, "any")
-                    layout.reorder_codes(whole["blocks"][e : e + together], each.format.codes, "any")
-                    format = replace(format, codes="any")
+                    if cls.bits == 4:
+                        layout.reorder_codes(whole["blocks"][:e], format.codes, "any")
+                        layout.reorder_codes(whole["blocks"][e : e + together], each.format.codes, "any")
+                    format = format.common
                 del each, part  # before the next is made
             sizes = same["n"] // together, same["k"], same["group_size"]
             return cls(whole["blocks"], whole.get("channel_scale"), *sizes, format, row_sum=whole.get("row_sum"))
@@ -544,7 +547,7 @@ class Weight:
             int(self.format.zero_point),
             DTYPES[self.format.scale_type].number,
             _META_CODES.index(self.format.codes),
-            int(self.format.offset),
+            self.format.offset + 2 * self.format.strip_scales,
         )
         tensors = self._tensors | {"meta": torch.tensor(meta, dtype=torch.int64, device="cpu")}
         return {prefix + name: tensor for name, tensor in tensors.items()}
@@ -587,14 +590,14 @@ class Weight:
             raise ValueError(f"{key}: expected {len(_META_FIELDS)} values, got {len(values)}")
         _, version, n, k, group_size, zero_point, scale_type, codes, offset = values
         known = scale_type in _META_SCALE_TYPES and 0 <= codes < len(_META_CODES)
-        if zero_point not in (0, 1) or offset not in (0, 1) or not known:
+        if zero_point not in (0, 1) or offset not in (0, 1, 2) or not known:
             raise ValueError(
-                f"{key}: expected zero_point and offset 0 or 1, known scale type and codes, got {values[5:]}"
+                f"{key}: expected zero_point 0 or 1, offset 0, 1 or 2, known scale type and codes, got {values[5:]}"
             )
         parts: dict[str, Any] = {name: _aligned(tensors.get(prefix + name)) for name in _TENSORS}
         try:
             names = _META_SCALE_TYPES[scale_type], _META_CODES[codes]
-            format = weight_format(k, group_size, bool(zero_point), *names, bool(offset), kind.bits)
+            format = weight_format(k, group_size, bool(zero_point), *names, offset == 1, kind.bits, offset == 2)
             weight = kind(n=n, k=k, group_size=group_size, format=format, layout_version=version, **parts)
             permutation = parts["permutation"]
             if type(permutation) in (torch.Tensor, torch.nn.Parameter) and not permutation.is_meta:

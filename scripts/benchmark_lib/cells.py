@@ -266,7 +266,7 @@ class Format:
         """What the selector is asked for this GEMM; the benchmark's 4-bit weights have bf16 scales and no code -8."""
         group, lhs_group = weight_group(self.group_size, k), 128 if self.lhs_blocks else 0
         if self.bits == 8:
-            weight = WeightFormat(group, False, "fp32", self.lhs, bits=8)
+            weight = WeightFormat(group, False, "fp32", self.lhs, bits=8, strip_scales=group > 0)
         else:
             codes = "any" if self.any_codes else tuned_codes(self.lhs, group, self.zero_point, k)
             weight = WeightFormat(group, self.zero_point, "bf16", codes)

@@ -742,17 +742,18 @@ Next load_matrices(Warp& w, const Instruction& in, u32) {
     return Next::kOn;
 }
 
-// [row], {words}, transposed: lane l holds rows 2 * (l % 4) and the next of column l / 4
+// [row], {words}: lane l holds columns 2 * (l % 4) and the next of row l / 4, or transposed such rows of that column
 Next store_matrices(Warp& w, const Instruction& in, u32) {
     for (u32 i = 0; i < in.a; ++i)
         for (u32 l = 0; l < 32; ++l) {
             const u32 word = u32(get(w, in.operands[1 + i], l));
             for (u32 half = 0; half < 2; ++half) {
-                const u32 row = u32(get(w, in.operands[0], 8 * i + 2 * (l % 4) + half)) + 2 * (l / 4);
+                const u32 pair = 2 * (l % 4) + half, of_row = 8 * i + (in.b ? pair : l / 4);
+                const u32 row = u32(get(w, in.operands[0], of_row)), at = row + 2 * (in.b ? l / 4 : pair);
                 const u16 value = u16(word >> 16 * half);
-                w.cta->at(row - 2 * (l / 4), 16);
-                std::memcpy(w.cta->at(row, 2), &value, 2);
-                w.cta->wrote(row, 2, thread_of(w, 8 * i + 2 * (l % 4) + half));
+                w.cta->at(row, 16);
+                std::memcpy(w.cta->at(at, 2), &value, 2);
+                w.cta->wrote(at, 2, thread_of(w, of_row));
             }
         }
     return Next::kOn;
@@ -1116,7 +1117,8 @@ void find_handler(Instruction& in) {
     if (name == "ldmatrix" || name == "stmatrix") {
         in.collective = true, in.handler = name == "ldmatrix" ? load_matrices : store_matrices;
         in.a = in.opcode.find(".x4") != std::string::npos ? 4 : 2;
-        if ((in.opcode.find(".trans") != std::string::npos) != (name == "stmatrix")) fail(in.opcode);
+        in.b = in.opcode.find(".trans") != std::string::npos;
+        if (in.b && name == "ldmatrix") fail(in.opcode);
         return;
     }
     if (in.opcode.rfind("cp.async.bulk.", 0) == 0) {

@@ -2,7 +2,7 @@
 // store.
 //
 // Accumulator i of a thread is row 16*warp + lane/4 + 8*((i/2)%2) of the 64-row strip and token
-// 8*(i/4) + 2*(lane%4) + i%2.
+// 8*(i/4) + 2*(lane%4) + i%2; with kTokenRows, such a token of the warpgroup's 64 and such a row of the tile's.
 #pragma once
 #include <jitgemm/gemm/sums.cuh>
 #include <jitgemm/ptx/tma.cuh>
@@ -47,6 +47,19 @@ __device__ __forceinline__ void copy_factors(const Args& args, const Shared<Conf
     if (tile.bias()) {
         const float bias = inside ? load_real(tile.bias(), first + thread, args.bias_type) : 0.0f;
         if (thread < kStripRows) store_shared_float(terms + kBiasTerms, bias);
+    }
+}
+
+// The same where tokens are wgmma's rows: of the tile's columns, which have a bias alone.
+template <typename Config>
+__device__ __forceinline__ void store_biases(const Args& args, const Shared<Config>& shared, const Position& position,
+                                             const Tile<Config>& tile) {
+    if (!tile.bias()) return;
+    constexpr u32 kColumns = Shared<Config>::kStripsOfWarpgroup * kStripRows;
+    for (u32 i = reread_thread(); i < kColumns; i += kWarpgroup) {
+        const u32 row = tile.first_row + position.along_n * kColumns + i;
+        const float bias = row < args.n ? load_real(tile.bias(), row, args.bias_type) : 0.0f;
+        store_shared_float(shared.terms(position.warpgroup) + i * 4, bias);
     }
 }
 
@@ -114,11 +127,40 @@ __device__ __forceinline__ bool stores(const Position& position) {
     return !Scheduler<Config>::kClippedByMap || position.thread == 0;
 }
 
+// Stores the warpgroup's panels, one for each 128 bytes of its kColumns columns from first_row on, of kSliceTokens tokens
+// from first_token on. All its threads call this once they have written.
+template <typename Config, u32 kColumns>
+__device__ __forceinline__ void store_panels(const Consumer<Config>& consumer, const Tile<Config>& tile, u32 panel,
+                                             u32 first_token, u32 first_row) {
+    const Position& position = consumer.position;
+    async_proxy_fence();
+    warpgroup_sync(position.warpgroup);
+    auto store = [&](const TensorMap* map, u32 row) {
+        constexpr u32 kPanelBytes = Config::kSliceTokens * kSwizzledRow;
+        constexpr u32 kPanelColumns = kSwizzledRow / real_bytes(Config::kOutType);
+#pragma unroll
+        for (u32 column = 0; column < kColumns; column += kPanelColumns) {
+            u32 source = panel + column / kPanelColumns * kPanelBytes + row * kSwizzledRow;
+            tile_store(map, source, first_row + column, first_token + row);
+        }
+    };
+    if (Scheduler<Config>::kClippedByMap || first_token + Config::kSliceTokens <= tile.end_token()) {
+        if (position.thread == 0) store(consumer.out_map, 0);
+    } else {
+        // Another expert's rows follow: in parts of kSwizzleRows by a first warp, and the rest by a second.
+        const u32 rows = max(tile.end_token(), first_token) - first_token;
+        const u32 parts = rows / kSwizzleRows;
+        if (position.thread < parts) store(consumer.out_part_map, position.thread * kSwizzleRows);
+        const u32 row = parts * kSwizzleRows + position.thread - 32;
+        if (position.thread >= 32 && row < rows) store(consumer.out_row_map, row);
+    }
+}
+
 // Scales, converts and stores a slice of the output tile, by columns that take 128 bytes together. In shared memory a
 // token is a row of 128 bytes whose 16-byte chunks are swizzled: chunk c of token t lies at c ^ (t % 8), as the tile
 // store expects and free of bank conflicts.
 template <typename Config, u32 kSlice>
-__device__ __forceinline__ void store_slice(float (&acc)[Config::kBlockM / 2], const Consumer<Config>& consumer,
+__device__ __forceinline__ void store_slice(float (&acc)[Config::kSums], const Consumer<Config>& consumer,
                                             const Tile<Config>& tile) {
     const Position& position = consumer.position;
     const u32 panel = consumer.shared.out(position.warpgroup);
@@ -186,32 +228,56 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kBlockM / 2], c
             }
         }
     }
-    async_proxy_fence();
-    warpgroup_sync(position.warpgroup);
-    const u32 first_row = tile.first_row + position.along_n * kStripRows;
-    auto store = [&](const TensorMap* map, u32 row) {
-        constexpr u32 kColumns = kSwizzledRow / real_bytes(Config::kOutType);
+    store_panels<Config, kStripRows>(consumer, tile, panel, first_token,
+                                     tile.first_row + position.along_n * kStripRows);
+}
+
+// The same for the warpgroup's 64 tokens and all its columns where tokens are wgmma's rows.
+template <typename Config>
+__device__ __forceinline__ void store_token_rows(const float (&acc)[Config::kSums], const Consumer<Config>& consumer,
+                                                 const Tile<Config>& tile) {
+    const Position& position = consumer.position;
+    const u32 panel = consumer.shared.out(position.warpgroup);
+    if (stores<Config>(position)) store_wait_read();
+    warpgroup_sync(position.warpgroup);  // the panels are free, the bias is there
+    constexpr u32 kPanelBytes = kTokenRows * kSwizzledRow;
+    const u32 biases = consumer.shared.terms(position.warpgroup) + position.lane % 4 * 8;
 #pragma unroll
-        for (u32 column = 0; column < kStripRows; column += kColumns) {
-            u32 source = panel + column / kColumns * kPanelBytes + row * kSwizzledRow;
-            tile_store(map, source, first_row + column, first_token + row);
+    for (u32 first = 0; first < Config::kSums / 4; first += 2) {  // matrices of 8 columns, two at a time
+        u32 packed[4];
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+            const float2 bias = tile.bias() ? load_shared_float2(biases + (first + i) * 32) : float2{0.0f, 0.0f};
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {  // the thread's two tokens
+                const float* sum = acc + (first + i) * 4 + half * 2;
+                const float left = fmaf(sum[0], Config::Codec::kOutputScale, bias.x);
+                const float right = fmaf(sum[1], Config::Codec::kOutputScale, bias.y);
+                if constexpr (Config::kOutType == kFp32) {
+                    const u32 token = position.warp * 16 + half * 8 + position.lane / 4;
+                    const u32 byte = ((first + i) % 4 * 8 + position.lane % 4 * 2) * 4;
+                    const u32 row = panel + (first + i) / 4 * kPanelBytes + token * kSwizzledRow;
+                    store_shared_float2(row + (byte ^ token % kSwizzleRows * 16), left, right);
+                } else {
+                    packed[i * 2 + half] = pack_halves<Config::kOutType>(left, right);
+                }
+            }
         }
-    };
-    if (Scheduler<Config>::kClippedByMap || first_token + Config::kSliceTokens <= tile.end_token()) {
-        if (position.thread == 0) store(consumer.out_map, 0);
-    } else {
-        // Another expert's rows follow: in parts of kSwizzleRows by a first warp, and the rest by a second.
-        const u32 rows = max(tile.end_token(), first_token) - first_token;
-        const u32 parts = rows / kSwizzleRows;
-        if (position.thread < parts) store(consumer.out_part_map, position.thread * kSwizzleRows);
-        const u32 row = parts * kSwizzleRows + position.thread - 32;
-        if (position.thread >= 32 && row < rows) store(consumer.out_row_map, row);
+        if constexpr (Config::kOutType != kFp32) {
+            const u32 token = position.warp * 16 + position.lane % 16;
+            const u32 chunk = first % 8 + position.lane / 16;
+            const u32 row = panel + first / 8 * kPanelBytes + token * kSwizzledRow;
+            store_rows_x4(row + (chunk ^ token % kSwizzleRows) * 16, packed[0], packed[1], packed[2], packed[3]);
+        }
     }
+    constexpr u32 kColumns = Shared<Config>::kStripsOfWarpgroup * kStripRows;
+    store_panels<Config, kColumns>(consumer, tile, panel, tile.first_token + position.along_m * kTokenRows,
+                                   tile.first_row + position.along_n * kColumns);
 }
 
 // Sums up the slices of a span over the cluster and stores the one that is this warpgroup's, if any is.
 template <typename Config, u32 kSlice, u32 kEnd>
-__device__ __forceinline__ void finish_slice(float (&acc)[Config::kBlockM / 2], const Consumer<Config>& consumer,
+__device__ __forceinline__ void finish_slice(float (&acc)[Config::kSums], const Consumer<Config>& consumer,
                                              const Tile<Config>& tile, u32 parity, bool last_tile) {
     // A constant for each slice, so that accumulators stay in registers.
     if (consumer.position.slice == kSlice) {
@@ -224,7 +290,7 @@ __device__ __forceinline__ void finish_slice(float (&acc)[Config::kBlockM / 2], 
 
 // Sums the tile over the splits of k and stores it, each split its slice.
 template <typename Config, u32 kSpan = 0>
-__device__ __forceinline__ void finish_tile(float (&acc)[Config::kBlockM / 2], const Consumer<Config>& consumer,
+__device__ __forceinline__ void finish_tile(float (&acc)[Config::kSums], const Consumer<Config>& consumer,
                                             const Tile<Config>& tile, u32 parity, bool last_tile) {
     using Layout = Shared<Config>;
     const u32 along_k = consumer.position.along_k;

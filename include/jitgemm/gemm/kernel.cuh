@@ -1,6 +1,7 @@
 // The W4A8 GEMM: out[m, n] = lhs[m, k] · rhs[n, k]ᵀ with 4-bit rhs. Operands are swapped: weights are wgmma's A,
 // decoded from shared memory into registers (64 rows of n), activations its B, read from shared memory
-// (block_m tokens).
+// (block_m tokens). With kTokenRows, for 8-bit weights in shared memory, they are not: 64 tokens of each warpgroup are its
+// A, the tile's weights its B.
 //
 //     producer warp                         consumer warpgroups
 //     weights of the first stages           load and decode the first record
@@ -25,8 +26,9 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     const Consumer<Config> consumer{args, out_map, out_part_map, out_row_map, shared, rank, position};
     // The same in the whole warp, see w4a8_gemm: descriptors stay in uniform registers.
     position.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarpgroup, 0);
+    position.along_m = Config::kWarpgroupsM > 1 ? position.warpgroup / Config::kWarpgroupsN : 0;
     position.along_n = position.warpgroup % Config::kWarpgroupsN;
-    position.along_k = position.warpgroup / Config::kWarpgroupsN;
+    position.along_k = position.warpgroup / (Config::kWarpgroupsN * Config::kWarpgroupsM);
     position.thread = threadIdx.x % kWarpgroup;
     position.warp = position.thread / 32;
     position.lane = position.thread % 32;
@@ -47,9 +49,9 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
     Tile<Config> tile(args);
     while (scheduler.next(tile, rank)) {
         position.slice = position.along_k * Config::kSplitK + (Config::kSplitK > 1 ? rank : 0);
-        float acc[Config::kBlockM / 2];
+        float acc[Config::kSums];
 #pragma unroll
-        for (u32 i = 0; i < Config::kBlockM / 2; ++i) acc[i] = 0.0f;
+        for (u32 i = 0; i < Config::kSums; ++i) acc[i] = 0.0f;
         TileSums<Config> sums;
         const u32 tokens = tile.end_token() - tile.first_token;
         multiply_tokens<Config>(tokens, acc, sums, shared, position, tile.range, ring, [&] {
@@ -64,14 +66,19 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
                 if (Config::kSplitK > 1 && position.thread == 0)
                     barrier_expect_bytes(shared.slice_full(position.warpgroup),
                                          (Config::kSplitK - 1) * Shared<Config>::kSlot);
-                copy_factors(args, shared, position, tile);
+                if constexpr (Config::kTokenRows) store_biases(args, shared, position, tile);
+                else copy_factors(args, shared, position, tile);
             }
             if (copying) ActivationCopies<Config>::wait(position);
         });
         sums.take(acc);
 
-        if constexpr (Config::kWarpgroupsK > 1) send_to_warpgroups(acc, consumer, parity);
-        finish_tile(acc, consumer, tile, parity, scheduler.done());
+        if constexpr (Config::kTokenRows) {
+            if (has_tokens<Config>(position, tokens)) store_token_rows(acc, consumer, tile);
+        } else {
+            if constexpr (Config::kWarpgroupsK > 1) send_to_warpgroups(acc, consumer, parity);
+            finish_tile(acc, consumer, tile, parity, scheduler.done());
+        }
         parity ^= Config::kSplitK > 1 || Config::kWarpgroupsK > 1;
     }
     if (!waited) wait_for_previous_grid();

@@ -81,8 +81,10 @@ struct Fragments {
 
     u32 step[4][4];
     u64 weights;  // descriptor of the record, where wgmma reads it from shared memory
-    // Factors of the thread's two rows: for sums of codes times activations, for sums of activations.
-    float low_scale[kChunks], high_scale[kChunks];
+    // Factors of the thread's two rows: for sums of codes times activations, for sums of activations. Where rows are
+    // tokens, one for each strip of the weights.
+    static constexpr u32 kScales = Config::kTokenRows ? Shared<Config>::kStripsOfWarpgroup : kChunks;
+    float low_scale[kScales], high_scale[kScales];
     float low_offset[kChunks], high_offset[kChunks];
 
     // Loads and decodes the codes.
@@ -121,13 +123,34 @@ struct Fragments {
             }
         }
     }
+
+    // The same where rows are tokens: products of their scales and the strips'.
+    __device__ __forceinline__ void load_factors(const Shared<Config>& shared, u32 stage, u32 block,
+                                                 const Position& position) {
+        const u32 row = position.along_m * kTokenRows + position.warp * 16 + position.lane / 4;
+        const u32 tokens = shared.block_scales(stage, 0) + row * 4;
+        float low, high;
+        if constexpr (Config::kLhsE8m0) {
+            low = __uint_as_float(bf16_of_e8m0(load_shared_u8(tokens + block % 4)) << 16);
+            high = __uint_as_float(bf16_of_e8m0(load_shared_u8(tokens + 32 + block % 4)) << 16);
+        } else {
+            low = load_shared_float(tokens);
+            high = load_shared_float(tokens + 32);
+        }
+#pragma unroll
+        for (u32 strip = 0; strip < kScales; ++strip) {
+            const float scale = load_shared_real<Config::kScaleType>(shared.strip_scale(stage, position.along_n * kScales + strip), 0);
+            low_scale[strip] = scale * low;
+            high_scale[strip] = scale * high;
+        }
+    }
 };
 
 // A warpgroup's sums of a tile, promoted and in the tensor cores.
 template <typename Config>
 struct TileSums {
-    using Partial = typename Config::template Wgmma<Config::kBlockM / Config::kHalves>::Accumulator;
-    static constexpr u32 kPartials = Config::kBlockM / Config::kHalves / 2;
+    static constexpr u32 kPartials = Config::kSums / Config::kHalves;
+    using Partial = typename Config::template Wgmma<kPartials * 2>::Accumulator;
     Partial partial[Config::kInFlight][kPartials];
 
     __device__ __forceinline__ void clear() {
@@ -138,7 +161,7 @@ struct TileSums {
     }
 
     // Those of the tile, where no group promoted them.
-    __device__ __forceinline__ void take(float (&acc)[Config::kBlockM / 2]) const {
+    __device__ __forceinline__ void take(float (&acc)[Config::kSums]) const {
         if constexpr (Config::kPromoteRecords == 0) {
 #pragma unroll
             for (u32 h = 0; h < Config::kHalves; ++h)
@@ -148,7 +171,7 @@ struct TileSums {
     }
 };
 
-// Multiplies the first kWidth tokens of a tile.
+// Multiplies the first kWidth tokens of a tile, or where rows are tokens, kWidth rows of n.
 template <typename Config, u32 kWidth>
 struct Multiplier {
     static constexpr u32 kHalves = Config::kHalves;
@@ -182,7 +205,9 @@ struct Multiplier {
             const u32 step = chunk * kSteps + s;
             const bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
             const u64 tokens = descriptor + half * (kTokens * kSwizzledRow >> 4) + step * 2;
-            if constexpr (Config::kSharedWeights) {
+            if constexpr (Config::kTokenRows) {
+                Wgmma::issue(partial[unit % kInFlight], tokens, fragments.weights + step * 2, accumulate);
+            } else if constexpr (Config::kSharedWeights) {
                 Wgmma::issue(partial[unit % kInFlight], fragments.weights + step * 2, tokens, accumulate);
             } else if (factor == 0) {
                 Wgmma::issue(partial[unit % kInFlight], fragments.step[step], tokens, accumulate);
@@ -202,7 +227,7 @@ struct Multiplier {
     // Waits for them, promoting each unit's sums by its factor while the next one multiplies. Sums of several records
     // are promoted when kPromoteRecords are summed up, or at the last one; 0 is never. `tokens` is where the first of
     // the tokens' scales that the lane reads is, if they have any for the record.
-    __device__ __forceinline__ void finish(float (&acc)[Config::kBlockM / 2], Fragments<Config>& fragments,
+    __device__ __forceinline__ void finish(float (&acc)[Config::kSums], Fragments<Config>& fragments,
                                            u64 descriptor, bool last, u32 tokens) {
         constexpr bool kNever = Config::kPromoteRecords == 0;
         const bool promote_now =
@@ -228,6 +253,19 @@ struct Multiplier {
         fragments.fence();
         pending = promote_now ? 0 : pending + 1;
     }
+
+    // The same where rows are tokens.
+    __device__ __forceinline__ void finish(float (&acc)[Config::kSums], const Fragments<Config>& fragments) {
+        wgmma_wait<0>();
+        register_fence(partial[0]);
+#pragma unroll
+        for (u32 i = 0; i < Config::kSums; ++i) {
+            const u32 strip = i / (kStripRows / 2);
+            const float scale = i / 2 % 2 ? fragments.high_scale[strip] : fragments.low_scale[strip];
+            acc[i] = fmaf(float(partial[0][i]), scale, acc[i]);
+        }
+        register_fence(acc);
+    }
 };
 
 // Hands a stage back to the producers that fill it.
@@ -245,14 +283,15 @@ __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 
 // Multiplies the warpgroup's records of a tile's first kWidth tokens into `acc`. While one record multiplies, the next
 // is loaded and decoded. `begin` is called once the tile's first record is decoded and before activations are needed.
 template <typename Config, u32 kWidth, typename Begin>
-__device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2], TileSums<Config>& sums,
+__device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileSums<Config>& sums,
                                               const Shared<Config>& shared, const Position& position,
                                               BlockRange range, Ring<Config::kStages>& ring, Begin begin) {
     const u32 stages = ceil_div(range.end - range.begin, Config::kWarpgroupsK);
     // The last stage may hold no record for this warpgroup.
     const u32 records =
         ceil_div(max(range.end - range.begin, position.along_k) - position.along_k, Config::kWarpgroupsK);
-    const u64 first_descriptor = k_major_descriptor(shared.lhs(0, position.along_k));
+    const u64 first_descriptor =
+        k_major_descriptor(shared.lhs(0, position.along_k) + position.along_m * (kTokenRows * kSwizzledRow));
 
     // Known where k is not split, which saves registers; but with one set of fragments ptxas would serialise the
     // multiplies (C7513).
@@ -263,7 +302,8 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
     [[maybe_unused]] u32 block = range.begin + position.along_k;  // of the ring's stage
     auto load = [&](Fragments<Config>& fragments, const Ring<Config::kStages>& from) {
         barrier_wait<Config::kDebug>(shared.full(from.stage), from.parity);
-        fragments.load(shared.record(from.stage, position.along_n, position.along_k), position);
+        const u32 strip = position.along_n * Shared<Config>::kStripsOfWarpgroup;
+        fragments.load(shared.record(from.stage, strip, position.along_k), position);
     };
     // The stage of the next record; after the last, the last again: loading it for nothing costs less than a branch,
     // which would keep ptxas from scheduling across it.
@@ -279,13 +319,18 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
         multiplier.start(current, descriptor);
         if (load_next) load(next, next_stage(last));
         ring.advance();
-        current.load_factors(shared.record(stage, position.along_n, position.along_k), position);
-        const u32 tokens = shared.block_scales(stage, position.along_k);
-        if constexpr (Config::kLhsE8m0) {
-            multiplier.finish(acc, current, descriptor, last, tokens + block % 4);
-            block += Config::kWarpgroupsK;
+        if constexpr (Config::kTokenRows) {
+            current.load_factors(shared, stage, block++, position);
+            multiplier.finish(acc, current);
         } else {
-            multiplier.finish(acc, current, descriptor, last, tokens + position.lane % 4 * 8);
+            current.load_factors(shared.record(stage, position.along_n, position.along_k), position);
+            const u32 tokens = shared.block_scales(stage, position.along_k);
+            if constexpr (Config::kLhsE8m0) {
+                multiplier.finish(acc, current, descriptor, last, tokens + block % 4);
+                block += Config::kWarpgroupsK;
+            } else {
+                multiplier.finish(acc, current, descriptor, last, tokens + position.lane % 4 * 8);
+            }
         }
         release_stage(shared, stage, position);
     };
@@ -318,12 +363,36 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kBlockM / 2],
     }
 }
 
+// Whether a warpgroup has some of a tile's tokens, of which there may be fewer than the tile has room for.
+template <typename Config>
+__device__ __forceinline__ bool has_tokens(const Position& position, u32 tokens) {
+    return Config::kWarpgroupsM == 1 || position.along_m * kTokenRows < tokens;
+}
+
+// Hands all stages of a tile back, of which the warpgroup has no tokens.
+template <typename Config, typename Begin>
+__device__ __forceinline__ void skip_tile(const Shared<Config>& shared, const Position& position, BlockRange range,
+                                          Ring<Config::kStages>& ring, Begin begin) {
+    begin();
+    for (u32 block = range.begin; block < range.end; ++block) {
+        barrier_wait<Config::kDebug>(shared.full(ring.stage), ring.parity);
+        release_stage(shared, ring.stage, position);
+        ring.advance();
+    }
+}
+
 // The same with the narrowest multiply that takes `tokens`.
 template <typename Config, u32 kIndex = 0, typename Begin>
-__device__ __forceinline__ void multiply_tokens(u32 tokens, float (&acc)[Config::kBlockM / 2], TileSums<Config>& sums,
+__device__ __forceinline__ void multiply_tokens(u32 tokens, float (&acc)[Config::kSums], TileSums<Config>& sums,
                                                 const Shared<Config>& shared, const Position& position,
                                                 BlockRange range, Ring<Config::kStages>& ring, Begin begin) {
     constexpr u32 kWidth = Config::width(kIndex);
+    if constexpr (Config::kWarpgroupsM > 1) {
+        if (!has_tokens<Config>(position, tokens)) {
+            skip_tile(shared, position, range, ring, begin);
+            return;
+        }
+    }
     if constexpr (kIndex + 1 < Config::kWidths) {
         if (tokens > kWidth) {
             multiply_tokens<Config, kIndex + 1>(tokens, acc, sums, shared, position, range, ring, begin);

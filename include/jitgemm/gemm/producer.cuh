@@ -19,14 +19,14 @@ __device__ __forceinline__ u32 blocks_of_stage(BlockRange range, u32 block) {
 template <typename Config>
 __device__ __forceinline__ void load_weights(const Args& args, const Shared<Config>& shared, const Tile<Config>& tile,
                                              u32 stage, u32 block, u32 blocks, u32 rank, u64 policy, u32 rows) {
-    u32 bytes = blocks * Record<Config>::kBytes;
+    u32 bytes = blocks * Shared<Config>::kRecordBytes;
     const u32 copies = Tile<Config>::kGrouped ? 1 : Config::kMulticastLhs;
     const u32 lhs_bytes = blocks * copies * rows * kSwizzledRow;
-    barrier_expect_bytes(shared.full(stage), Config::kWarpgroupsN * bytes + lhs_bytes);
+    barrier_expect_bytes(shared.full(stage), Config::kStrips * (bytes + Shared<Config>::kStripScale) + lhs_bytes);
     u32 k_blocks = ceil_div(args.k, kBlockK);
     u32 last_strip = ceil_div(args.n, kStripRows) - 1;
 #pragma unroll
-    for (u32 i = 0; i < Config::kWarpgroupsN; ++i) {
+    for (u32 i = 0; i < Config::kStrips; ++i) {
         // A strip past the end is computed from the last one and clipped by the store.
         u32 strip = min(tile.first_row / kStripRows + i, last_strip);
         const u8* source = tile.records() + (u64(strip) * k_blocks + block) * Record<Config>::kBytes;
@@ -45,6 +45,8 @@ __device__ __forceinline__ void load_weights(const Args& args, const Shared<Conf
             for (u32 j = 0; j < blocks; ++j)
                 copy(shared.record(stage, i, j), source + j * Record<Config>::kBytes, Record<Config>::kBytes);
         }
+        if constexpr (Config::kTokenRows)
+            copy(shared.strip_scale(stage, i), source + Record<Config>::kScales, Shared<Config>::kStripScale);
     }
 }
 

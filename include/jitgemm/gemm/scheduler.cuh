@@ -97,7 +97,7 @@ private:
 // inside a band, so that the tiles in flight share both operands through the L2.
 template <typename Config>
 struct Units {
-    static constexpr u32 kBlockN = kStripRows * Config::kWarpgroupsN;
+    static constexpr u32 kBlockN = kStripRows * Config::kStrips;
     static constexpr u32 kAlongM = Config::kMulticastRhs, kAlongN = Config::kMulticastLhs;
     static constexpr u32 kClusterSize = Config::kSplitK * kAlongM * kAlongN;
     static constexpr u32 kBandTiles = 8 / kAlongM;

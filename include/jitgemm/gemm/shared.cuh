@@ -2,15 +2,20 @@
 // source checks it.
 //
 //     1024-aligned   lhs      [stages][warpgroups_k][block_m][128 B]       activations, 128-byte swizzle
-//                    out      [reducers][slice][64 columns]                rows of 128 B a token, 128-byte swizzle
-//     64-aligned     records  [stages][warpgroups_n][warpgroups_k][record]  1024-aligned where wgmma reads them
+//                    out      [reducers][slice][64 columns]                rows of 128 B a token, 128-byte swizzle;
+//                                                                          kTokenRows: for each strip
+//     64-aligned     records  [stages][strips][warpgroups_k][record]       1024-aligned where wgmma reads them;
+//                                                                          kTokenRows: only their codes, so that strips
+//                                                                          follow one another as one operand
 //                    slots    [reducers][warpgroups_k - 1][span / 8][128 threads][4] fp32 sums of the CTA's other
 //                             warpgroups along k and, for each reducer behind them, [split_k - 1][slice / 8][128][4] of
 //                             the other CTAs
 //                    blocks   [stages][warpgroups_k][block_m] fp32         scales per token and 128 k (kLhsGroup), or
 //                             words of packed exponents (kLhsE8m0), or
+//                    strips   [stages][strips][32 B]                       the first of a record's scales (kTokenRows)
 //                    scales   [reducers][slice] fp32                       per-token scales
-//                    terms    [reducers][3][64] fp32                       scale, bias and sum of each row of n
+//                    terms    [reducers][3][64] fp32                       scale, bias and sum of each row of n;
+//                             [reducers][columns]                          kTokenRows: their bias
 //                    barriers full[stages] empty[stages]
 //                             span_full[reducers] span_empty[warpgroups]   where warpgroups split k
 //                             slice_full[reducers] slice_empty[reducers]   where CTAs do
@@ -27,26 +32,31 @@ namespace jitgemm {
 
 template <typename Config>
 struct Shared {
-    static constexpr u32 kWarpgroups = Config::kWarpgroupsN * Config::kWarpgroupsK;
+    static constexpr u32 kWarpgroups = Config::kWarpgroupsM * Config::kWarpgroupsN * Config::kWarpgroupsK;
     static constexpr u32 kMulticast = Config::kMulticastLhs * Config::kMulticastRhs;  // CTAs that share an operand
     static_assert(Config::kMulticastLhs == 1 || Config::kMulticastRhs == 1, "a cluster shares one operand");
-    static constexpr u32 kSlices = Config::kBlockM / Config::kSliceTokens;
+    static constexpr u32 kSlices = Config::kBlockM / Config::kWarpgroupsM / Config::kSliceTokens;
     static constexpr u32 kSpans = ceil_div(kSlices, Config::kSplitK);
     static constexpr u32 kSpanTokens = Config::kSliceTokens * smaller(Config::kSplitK, kSlices);
-    static constexpr u32 kReducers = kSpans * Config::kWarpgroupsN;
-    static_assert(Config::kSliceTokens * kSlices == Config::kBlockM && kSpans <= Config::kWarpgroupsK,
+    static constexpr u32 kReducers = kSpans * Config::kWarpgroupsN * Config::kWarpgroupsM;
+    static_assert(Config::kSliceTokens * kSlices * Config::kWarpgroupsM == Config::kBlockM &&
+                      kSpans <= Config::kWarpgroupsK,
                   "slices cover the tile");
 
     static constexpr u32 kLhsTile = Config::kBlockM * kSwizzledRow;
     static constexpr u32 kLhsStage = Config::kWarpgroupsK * kLhsTile;
-    static constexpr u32 kOutPanel = Config::kSliceTokens * kStripRows * real_bytes(Config::kOutType);
-    static constexpr u32 kRecord =
-        Config::kSharedWeights ? ceil_div(Record<Config>::kBytes, 1024) * 1024 : Record<Config>::kBytes;
+    static constexpr u32 kStripsOfWarpgroup = Config::kStrips / Config::kWarpgroupsN;
+    static constexpr u32 kOutPanel =
+        Config::kSliceTokens * kStripsOfWarpgroup * kStripRows * real_bytes(Config::kOutType);
+    // What of a record lies together.
+    static constexpr u32 kRecordBytes = Config::kTokenRows ? Record<Config>::kScales : Record<Config>::kBytes;
+    static constexpr u32 kRecord = Config::kSharedWeights ? ceil_div(kRecordBytes, 1024) * 1024 : kRecordBytes;
     static constexpr u32 kRecordColumn = Config::kWarpgroupsK * kRecord;
-    static constexpr u32 kRecordStage = Config::kWarpgroupsN * kRecordColumn;
+    static constexpr u32 kRecordStage = Config::kStrips * kRecordColumn;
+    static constexpr u32 kStripScale = Config::kTokenRows ? 32 : 0;  // two CTAs that share it copy 16 bytes each
     static constexpr u32 kSlot = Config::kSliceTokens * kStripRows * 4;
     static constexpr u32 kSpanSlot = kSpanTokens * kStripRows * 4;
-    static constexpr u32 kTermsBytes = 3 * kStripRows * 4;
+    static constexpr u32 kTermsBytes = (Config::kTokenRows ? kStripsOfWarpgroup : 3) * kStripRows * 4;
     static constexpr u32 kBlockScalesTile = Config::kLhsGroup ? Config::kBlockM * 4 : 0;
     static constexpr u32 kScalesTile = Config::kLhsGroup ? 0 : Config::kSliceTokens * 4;
     static constexpr u32 kLanesThatCopy = Config::kLhsGroup ? 32 : 0;  // and count on a stage's barrier
@@ -57,7 +67,8 @@ struct Shared {
     static constexpr u32 kSlotsOfCta = (Config::kWarpgroupsK - 1) * kSpanSlot;
     static constexpr u32 kSlotsOfReducer = kSlotsOfCta + (Config::kSplitK - 1) * kSlot;
     static constexpr u32 kBlockScales = kSlots + kReducers * kSlotsOfReducer;
-    static constexpr u32 kScales = kBlockScales + Config::kStages * Config::kWarpgroupsK * kBlockScalesTile;
+    static constexpr u32 kStripScales = kBlockScales + Config::kStages * Config::kWarpgroupsK * kBlockScalesTile;
+    static constexpr u32 kScales = kStripScales + Config::kStages * Config::kStrips * kStripScale;
     static constexpr u32 kTerms = kScales + kReducers * kScalesTile;
     static constexpr u32 kBarriers = kTerms + kReducers * kTermsBytes;
     static constexpr u32 kSpanBarriers = Config::kWarpgroupsK > 1 ? kReducers + kWarpgroups : 0;
@@ -76,8 +87,11 @@ struct Shared {
         return base + stage * kLhsStage + along_k * kLhsTile;
     }
     __device__ __forceinline__ u32 out(u32 reducer) const { return base + kOut + reducer * kOutPanel; }
-    __device__ __forceinline__ u32 record(u32 stage, u32 along_n, u32 along_k) const {
-        return base + kRecords + stage * kRecordStage + along_n * kRecordColumn + along_k * kRecord;
+    __device__ __forceinline__ u32 record(u32 stage, u32 strip, u32 along_k) const {
+        return base + kRecords + stage * kRecordStage + strip * kRecordColumn + along_k * kRecord;
+    }
+    __device__ __forceinline__ u32 strip_scale(u32 stage, u32 strip) const {
+        return base + kStripScales + (stage * Config::kStrips + strip) * kStripScale;
     }
     __device__ __forceinline__ static u32 warpgroup_of(u32 along_k, u32 along_n) {
         return along_k * Config::kWarpgroupsN + along_n;

@@ -42,7 +42,7 @@ __device__ __forceinline__ u32 sending_thread(const Position& position) {
 
 // Hands this warpgroup's sums of the other spans to the warpgroups that reduce them.
 template <typename Config>
-__device__ __forceinline__ void send_to_warpgroups(const float (&acc)[Config::kBlockM / 2],
+__device__ __forceinline__ void send_to_warpgroups(const float (&acc)[Config::kSums],
                                                    const Consumer<Config>& consumer, u32 parity) {
     using Layout = Shared<Config>;
     const Layout& shared = consumer.shared;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void send_to_warpgroups(const float (&acc)[Config::kB
 // Sends the other CTAs their slices of this warpgroup's span. The stores count on the receiver's barrier as they land,
 // so that nothing has to be flushed.
 template <typename Config, u32 kSpan>
-__device__ __forceinline__ void send_to_ctas(const float (&acc)[Config::kBlockM / 2], const Consumer<Config>& consumer,
+__device__ __forceinline__ void send_to_ctas(const float (&acc)[Config::kSums], const Consumer<Config>& consumer,
                                              u32 parity) {
     const Shared<Config>& shared = consumer.shared;
     const u32 warpgroup = consumer.position.warpgroup, rank = consumer.rank;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void add_in_order(float* sums, u32 slots, const Posit
 
 // Adds up a span over the warpgroups along k, in place in `acc`.
 template <typename Config, u32 kSpan>
-__device__ __forceinline__ void reduce_span(float (&acc)[Config::kBlockM / 2], const Consumer<Config>& consumer,
+__device__ __forceinline__ void reduce_span(float (&acc)[Config::kSums], const Consumer<Config>& consumer,
                                             u32 parity, bool last_tile) {
     using Layout = Shared<Config>;
     const Layout& shared = consumer.shared;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void reduce_span(float (&acc)[Config::kBlockM / 2], c
 
 // Adds up a slice over the CTAs of the cluster, in place in `acc`.
 template <typename Config, u32 kSlice>
-__device__ __forceinline__ void reduce_slice(float (&acc)[Config::kBlockM / 2], const Consumer<Config>& consumer,
+__device__ __forceinline__ void reduce_slice(float (&acc)[Config::kSums], const Consumer<Config>& consumer,
                                              u32 parity, bool last_tile) {
     const Shared<Config>& shared = consumer.shared;
     const Position& position = consumer.position;

@@ -6,6 +6,7 @@ namespace jitgemm {
 
 constexpr u32 kBlockK = 128;     // k of a weight record, and bytes of a swizzled row of activations
 constexpr u32 kStripRows = 64;   // rows of n of a weight record: wgmma's M
+constexpr u32 kTokenRows = 64;   // tokens of a warpgroup where they are wgmma's M (Config::kTokenRows)
 constexpr u32 kSwizzledRow = 128;  // bytes of a row of shared memory with the 128-byte swizzle
 constexpr u32 kSwizzleRows = 8;  // after so many rows the swizzle repeats
 constexpr u32 kWarpgroup = 128;  // threads
@@ -51,7 +52,7 @@ static_assert(sizeof(GroupedArgs) == 152, "jitgemm/gemm/grouped_plan.py packs th
 
 // A consumer thread's position in its CTA, and the tokens that its warpgroup stores.
 struct Position {
-    u32 warpgroup, along_n, along_k;
+    u32 warpgroup, along_m, along_n, along_k;
     u32 thread, warp, lane;  // thread within the warpgroup
     u32 slice;               // of the tile's tokens; the warpgroup stores none where there are not so many
 };

@@ -82,6 +82,10 @@ __device__ __forceinline__ void store_shared_float4(u32 address, float x, float 
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_float2(u32 address, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_u32(u32 address, u32 value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
@@ -115,6 +119,12 @@ __device__ __forceinline__ void store_matrix_x4(u32 row, u32 a, u32 b, u32 c, u3
 __device__ __forceinline__ void store_matrix_x2(u32 row, u32 a, u32 b) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
                  ::"r"(row), "r"(a), "r"(b) : "memory");
+}
+
+// Four of them as they are.
+__device__ __forceinline__ void store_rows_x4(u32 row, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // Orders this thread's ordinary writes to shared memory before later reads by the copy engine.
