@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -41,24 +41,36 @@ if TYPE_CHECKING:
 
 # ---- problems --------------------------------------------------------------------------------------------------------
 
+
+class Numbers(NamedTuple):
+    """Of a problem: type of the activations, format of the weight, k that share a scale of activations (0: all)."""
+
+    lhs: str
+    format: WeightFormat
+    lhs_group: int = 0
+
+
 FORMATS = {
-    "e4m3_g128": ("e4m3", WeightFormat(128, False, "bf16", "e4m3")),
-    "int8_g128": ("s8", WeightFormat(128, False, "bf16", "s8")),
-    "e4m3_g128_any": ("e4m3", WeightFormat(128, False, "bf16")),
-    "int8_g128_any": ("s8", WeightFormat(128, False, "bf16")),
-    "e4m3_ch": ("e4m3", WeightFormat(0, False, "bf16", "e4m3")),
-    "int8_ch": ("s8", WeightFormat(0, False, "bf16", "s8")),
-    "e4m3_g32": ("e4m3", WeightFormat(32, False, "bf16")),
-    "e4m3_g128z": ("e4m3", WeightFormat(128, True, "bf16")),
-    "e4m3_g32z": ("e4m3", WeightFormat(32, True, "bf16")),
-    "int8_g32z": ("s8", WeightFormat(32, True, "bf16")),
-    "int8_g32": ("s8", WeightFormat(32, False, "bf16", "s8")),
-    "int8_g128z": ("s8", WeightFormat(128, True, "bf16")),
-    "e4m3_g64": ("e4m3", WeightFormat(64, False, "bf16")),
-    "int8_g64": ("s8", WeightFormat(64, False, "bf16", "s8")),
-    "w8_e4m3_ch": ("e4m3", WeightFormat(0, False, "fp32", "e4m3", bits=8)),
-    "w8_int8_ch": ("s8", WeightFormat(0, False, "fp32", "s8", bits=8)),
-    "w8_e4m3_block": ("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8)),
+    "e4m3_g128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3")),
+    "int8_g128": Numbers("s8", WeightFormat(128, False, "bf16", "s8")),
+    "e4m3_g128_any": Numbers("e4m3", WeightFormat(128, False, "bf16")),
+    "int8_g128_any": Numbers("s8", WeightFormat(128, False, "bf16")),
+    "e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "bf16", "e4m3")),
+    "int8_ch": Numbers("s8", WeightFormat(0, False, "bf16", "s8")),
+    "e4m3_g32": Numbers("e4m3", WeightFormat(32, False, "bf16")),
+    "e4m3_g128z": Numbers("e4m3", WeightFormat(128, True, "bf16")),
+    "e4m3_g32z": Numbers("e4m3", WeightFormat(32, True, "bf16")),
+    "int8_g32z": Numbers("s8", WeightFormat(32, True, "bf16")),
+    "int8_g32": Numbers("s8", WeightFormat(32, False, "bf16", "s8")),
+    "int8_g128z": Numbers("s8", WeightFormat(128, True, "bf16")),
+    "e4m3_g64": Numbers("e4m3", WeightFormat(64, False, "bf16")),
+    "int8_g64": Numbers("s8", WeightFormat(64, False, "bf16", "s8")),
+    "w8_e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "fp32", "e4m3", bits=8)),
+    "w8_int8_ch": Numbers("s8", WeightFormat(0, False, "fp32", "s8", bits=8)),
+    "e4m3_g128_b128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 128),
+    "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),
+    "w8_e4m3_block_b128": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8, strip_scales=True), 128),
+    "w8_e4m3_block": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8)),
 }
 SHAPES = (
     (4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4608, 4096), (2112, 7168), (2048, 7168), (7168, 512),
@@ -81,8 +93,11 @@ def problem_of(cell: Cell) -> Problem:
     name, n, k, m, *experts = cell
     if experts:
         rows = GroupedCell(n, k, m, "", Experts(*experts)).expected_rows
-        return Problem(band_end(rows, experts[0]), n, k, *FORMATS[name], experts=experts[0])
-    return Problem(band_end(m), n, k, *FORMATS[name])
+        m, more = band_end(rows, experts[0]), {"experts": experts[0]}
+    else:
+        m, more = band_end(m), {}
+    lhs, format, lhs_group = FORMATS[name]
+    return Problem(m, n, k, lhs, format, lhs_group=lhs_group, **more)
 
 
 def random_layers(count: int, seed: int, held: bool = True) -> list[tuple[str, int, int]]:
@@ -164,11 +179,11 @@ class Sweep:
         def table(name: str) -> Timings:
             found: Timings = {}
             for *cell, us in document[name]:
-                lhs, fmt = FORMATS[cell[0]]
-                fmt = fmt if fmt.group_size else replace(fmt, scale_type="fp32")
+                lhs, fmt, lhs_group = FORMATS[cell[0]]
+                fmt = fmt.of_kernels(lhs_group)
                 table = problem_of(tuple(cell)).table_size
                 shapes = (dict(zip(FIELDS, document["kernels"][index])) for index, _ in us)
-                kernels = (KernelSpec(lhs, fmt, experts=table, **shape) for shape in shapes)
+                kernels = (KernelSpec(lhs, fmt, experts=table, lhs_group=lhs_group, **shape) for shape in shapes)
                 found[tuple(cell)] = dict(zip(kernels, (value for _, value in us)))
             return found
 
@@ -281,7 +296,7 @@ class Bench:
     def __init__(self, name: str, n: int, k: int, *experts: int):
         from benchmark_lib.data import DISTINCT
 
-        self.lhs, self.n, self.k = FORMATS[name][0], n, k
+        (self.lhs, _, self.lhs_group), self.n, self.k = FORMATS[name], n, k
         self.experts = Experts(*experts) if experts else None
         if self.experts is not None:
             packed = [self._packed(name) for _ in range(min(self.experts.count, DISTINCT))]
@@ -296,7 +311,7 @@ class Bench:
 
         import jitgemm
 
-        (_, fmt), n, k = FORMATS[name], self.n, self.k
+        fmt, n, k = FORMATS[name].format, self.n, self.k
         if fmt.bits == 8:
             dtype = torch.int8 if self.lhs == "s8" else torch.float8_e4m3fn
             return jitgemm.quantize_w8(torch.randn(n, k, device="cuda"), dtype, block=fmt.group_size or None)
@@ -354,7 +369,8 @@ class Bench:
 
         x = torch.randn(m, self.k, device="cuda")
         x = x.to(torch.float8_e4m3fn) if self.lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
-        x_scale = torch.rand(m, device="cuda")
+        groups = -(-self.k // self.lhs_group) if self.lhs_group else 0
+        x_scale = torch.rand(groups, m, device="cuda").T if groups else torch.rand(m, device="cuda")
         out = torch.empty(m, self.n, device="cuda", dtype=torch.bfloat16)
         return [Operands(x, x_scale, None, weight, out, None) for weight in weights]
 
