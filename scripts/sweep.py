@@ -138,7 +138,7 @@ Timings = dict[Cell, dict[KernelSpec, float]]
 """Microseconds of one call, by problem and kernel."""
 FIELDS = (
     "block_m", "block_n", "stages", "halves", "warpgroups_k", "split_k", "scatter", "multicast_lhs", "multicast_rhs",
-    "ctas_per_sm", "direct", "shared_weights",
+    "ctas_per_sm", "direct", "shared_weights", "token_rows",
 )  # fmt: skip
 """Of a kernel, as the file lists them; its other fields follow from the problem."""
 
@@ -180,7 +180,7 @@ class Sweep:
             found: Timings = {}
             for *cell, us in document[name]:
                 lhs, fmt, lhs_group = FORMATS[cell[0]]
-                fmt = fmt.of_kernels(lhs_group)
+                fmt = fmt.of_kernels
                 table = problem_of(tuple(cell)).table_size
                 shapes = (dict(zip(FIELDS, document["kernels"][index])) for index, _ in us)
                 kernels = (KernelSpec(lhs, fmt, experts=table, lhs_group=lhs_group, **shape) for shape in shapes)
