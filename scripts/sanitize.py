@@ -7,7 +7,7 @@ kernels. Exits 1 on a wrong result. Needs a Hopper GPU.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +34,7 @@ E4M3_8, S8_8 = (builders.PER_CHANNEL, False, "fp32", "e4m3", False, 8), (128, Fa
 SHARED = {"shared_weights": True}
 LHS, RHS, BLOCKS = {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"lhs_group": 128}
 E8M0 = BLOCKS | {"lhs_e8m0": True}
+STRIPS, ROWS = (128, False, "fp32", "e4m3", False, 8, True), {"token_rows": True, **SHARED, **BLOCKS}
 CASES = [
     ("plain", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "e4m3", (5, 72, 544)),
     ("k over warpgroups", {"warpgroups_k": 4, "split_k": 1}, G128, "s8", (5, 72, 544)),
@@ -68,6 +69,9 @@ CASES = [
      (13, 136, 1056)),
     ("packed block scales, several tiles a CTA", {"block_m": 48, "split_k": 1, **E8M0}, G32Z, "s8", (100, 17160, 288)),
     ("block scales, multicast rhs", {"halves": 2, **RHS, **BLOCKS}, CHANNEL, "s8", (200, 200, 544)),
+    ("tokens as rows", {"block_m": 128, "block_n": 128, **ROWS}, STRIPS, "e4m3", (200, 392, 544)),
+    ("tokens as rows, 64 of them", {"block_m": 64, **ROWS}, STRIPS, "e4m3", (200, 392, 544)),
+    ("tokens as rows, packed block scales", {"block_m": 192, **ROWS, **E8M0}, STRIPS, "e4m3", (200, 392, 544)),
 ]  # fmt: skip
 
 
@@ -83,6 +87,7 @@ GROUPED = [
     ("grouped, 8 bits in shared memory", {"block_m": 64, **SHARED}, S8_8, "s8", (5, 0, 40, 17), (200, 544), True),
     ("grouped, activations shared", {"block_m": 80, **LHS}, G128, "e4m3", (130, 0, 33, 71), (328, 544), False),
     ("grouped, gathered and shared", {"block_m": 80, **LHS}, CHANNEL, "s8", (90, 0, 33, 71), (328, 544), True),
+    ("grouped, tokens as rows", {"block_m": 128, **ROWS}, STRIPS, "e4m3", (130, 0, 33, 71), (328, 544), False),
     ("grouped, two CTAs an SM", {"block_m": 8, "ctas_per_sm": 2}, CHANNEL, "e4m3", (2,) * 40, (136, 544), False),
 ]  # fmt: skip
 
@@ -116,12 +121,9 @@ def grouped(  # type: ignore[no-untyped-def]
 ) -> bool:
     """Whether a grouped GEMM of these sizes is right, and leaves the rows before and behind alone."""
     (n, k), rows = sizes, sum(counts) + 4
-    weights = [
-        builders.weight_parts(
-            e, n, k, format.group_size, scale_type=format.scale_type, codes=format.codes, bits=format.bits
-        ).packed
-        for e in range(len(counts))
-    ]
+    fields = asdict(format)
+    group = fields.pop("group_size")
+    weights = [builders.weight_parts(e, n, k, group, **fields).packed for e in range(len(counts))]
     weight = type(weights[0]).stacked(len(weights), weights.__getitem__)
     lhs, bias = activations(wanted, rows, k, lhs_type), torch.stack([builders.bias(e, n) for e in range(len(counts))])
     index = torch.randint(rows, (rows,), dtype=torch.int32) if gathers else None
@@ -146,10 +148,8 @@ def main() -> int:
     wrong = 0
     for name, wanted, format, lhs_type, (m, n, k) in CASES:
         spec = first(wanted, lhs_type, WeightFormat(*format))
-        group_size, zero_point, scale_type, codes, offset, bits = (*format, *("any", False, 4)[len(format) - 3 :])
-        weight = builders.weight_parts(
-            1, n, k, group_size, zero_point=zero_point, scale_type=scale_type, offset=offset, codes=codes, bits=bits
-        ).packed
+        fields = asdict(WeightFormat(*format))
+        weight = builders.weight_parts(1, n, k, fields.pop("group_size"), **fields).packed
         lhs, bias = activations(wanted, m, k, lhs_type), builders.bias(3, n, torch.float32)
         ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
         x, x_scale, rhs, bias = lhs[0].cuda(), lhs[1].cuda(), weight.to("cuda"), bias.cuda()

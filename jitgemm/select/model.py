@@ -47,13 +47,14 @@ RECORD_CYCLES = 124.1
 """Latency of a record beside its multiply and promotion: barrier, loads from shared memory, loop."""
 HALVES_CYCLES = 127.1
 """Added to it in halves where a record's one group is promoted: nothing runs beside that."""
-DECODE_CYCLES = {"any": 229.7, "own": 158.7, "bytes": 180.0}
+DECODE_CYCLES = {"any": 229.7, "own": 158.7, "bytes": 160.0}
 """Issue cycles of a scheduler for a record on one warpgroup: codes for any activations, for this type's alone, and of 8
-bits. The last is fitted to 63 problems, and stands for what else they take longer for: nothing decodes them."""
+bits. The last is fitted to scripts/data/sweep_w8_h200.json, and stands for what else they take longer for: nothing
+decodes them."""
 PROMOTE_CYCLES = {"e4m3": 1.45, "s8": 2.633}
 """Issue cycles of a scheduler for every accumulator register promoted, by lhs type."""
-SCALE_CYCLES = 1.45
-"""Added to it where the scale is a product, of a row's and a token's; not fitted."""
+SCALE_CYCLES = 3.0
+"""Added to it where the scale is a product, of a row's and a token's; fitted to scripts/data/sweep_w8_h200.json."""
 FETCH_CYCLES = 1695.0
 """From asking for a stage to having it; a pipeline of s stages waits for one part in s - 1 of it at every record."""
 PAIRED_STREAM = 1.549
@@ -64,6 +65,9 @@ PREFETCH_US = 1.056
 """Most microseconds of memory's time that a kernel's prefetch saves it: the end of the kernel before is no longer."""
 L2_BYTES_PER_CYCLE = 39.0
 """Bytes that an SM draws from the L2 in a cycle while all SMs draw: `scripts/probe.py copies` measures 38.7 to 39.9."""
+DRAW_BYTES_PER_CYCLE = 41.0
+"""Bytes of weights that an SM draws from the HBM in a cycle at most, however few SMs draw; fitted to
+scripts/data/sweep_w8_h200.json. 4-bit weights are seldom held up by it."""
 GROUPED_EPILOGUE = 0.735
 """Part of an epilogue's time that counts for every tile but a CTA's last, of grouped GEMMs."""
 L2_SHARE = 0.01973
@@ -101,6 +105,7 @@ class Costs(NamedTuple):
     any_width: tuple[float, float]  # parts of issue and latency that do not depend on a multiply's width
     fetch: float
     l2: float  # of one record of every warpgroup along n, where all SMs draw
+    draw: float  # of what a CTA asks for in a block of k
     stream: float  # times the HBM's
     once: float  # beside the tiles, apart from ALONE_US
     tile: float  # sum and epilogue of one tile
@@ -145,6 +150,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         latency=serial * cycle,
         any_width=(spec.warpgroups * decode * paired * cycle, (decode + RECORD_CYCLES) * cycle),
         fetch=FETCH_CYCLES / (spec.stages - 1) * cycle,
+        draw=weights / DRAW_BYTES_PER_CYCLE * cycle,
         l2=spec.multicast * operands / (L2_BYTES_PER_CYCLE * device.num_sms) * cycle,
         stream=PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0,
         once=(MULTICAST_US if spec.multicast > 1 else 0.0) + (TABLE_US if spec.experts else 0.0),
@@ -204,8 +210,9 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     alone = ALONE_US * (ALONE_LEAST + (1 - ALONE_LEAST) * crowded) if crowded else 0.0
     fill = filled(problem.experts, m, token_widths(spec))
     issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))
+    draw = rounds * split_blocks(spec, blocks) * of.draw  # an SM's, which few CTAs have to draw all
     found = Times(
-        memory=of.stream * max(0.0, memory - min(prefetched, PREFETCH_US)),
+        memory=max(of.stream * max(0.0, memory - min(prefetched, PREFETCH_US)), draw),
         fetch=records * of.fetch,
         tensor=shared * records * fill * of.tensor,
         issue=shared * records * issue,
