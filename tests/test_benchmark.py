@@ -234,7 +234,7 @@ def test_list_peers_says_who_is_missing_and_why():
     assert facts["bf16"]["missing"] is None
     assert facts["e4m3_g128"]["kind"] == facts["e4m3_g128_any"]["kind"] == "jitgemm"
     assert "codes of any activations" in facts["e4m3_g128_any"]["label"]
-    for name in ("hum_fp8_g128", "quack_exact"):
+    for name in ("hum_fp8_g128", "hum_w8_e4m3_block", "quack_exact", "dg_fp8_block"):
         assert facts[name]["missing"] is None or "cannot import" in facts[name]["missing"]
 
 
@@ -821,6 +821,73 @@ def test_torch_s_grouped_gemm_passes_the_check_and_another_expert_s_weight_does_
     run = bf16.load(source, None)(40, 1)
     source.distinct.reverse()
     assert not check(run, source, 40)["correct"]
+
+
+def deep_gemm_on_the_cpu():
+    """What our contestants call of DeepGEMM, on the CPU, from its documented shapes."""
+    from types import SimpleNamespace
+
+    import torch
+    from benchmark_lib.data import quantise_blocks, quantise_rows
+
+    def per_block(weight, use_ue8m0):
+        n, k = weight.shape
+        blocks = weight.view(n // 128, 128, k // 128, 128).transpose(1, 2).reshape(-1, 128 * 128)
+        codes, scale = quantise_rows(blocks, torch.float8_e4m3fn)
+        return codes.view(n // 128, -1, 128, 128).transpose(1, 2).reshape(n, k), scale.view(n // 128, -1)
+
+    def plain(x, scale, block):
+        return x.float() * scale.repeat_interleave(block, -2).repeat_interleave(128, -1)
+
+    def gemm(lhs, weight, out, **_):
+        out.copy_(plain(*lhs, 1) @ plain(*weight, 128).transpose(-1, -2))
+
+    def contiguous(lhs, weight, out, owner, **_):
+        assert len(owner) == len(out) and len(out) % 128 == 0
+        for at, expert in zip(range(0, len(out), 128), owner[::128].tolist()):
+            tile = slice(at, at + 128)
+            assert all(each in (-1, expert) for each in owner[tile].tolist()) and expert >= 0
+            gemm([each[tile] for each in lhs], [each[expert] for each in weight], out[tile])
+
+    def masked(lhs, weight, out, rows, expected_m, **_):
+        assert expected_m > 0
+        for expert, count in enumerate(rows.tolist()):
+            mine = [each[expert, :count] for each in lhs]
+            gemm(mine, [each[expert] for each in weight], out[expert, :count])
+
+    return SimpleNamespace(
+        utils=SimpleNamespace(
+            per_block_cast_to_fp8=per_block,
+            per_token_cast_to_fp8=lambda x, use_ue8m0: quantise_blocks(x, torch.float8_e4m3fn),
+        ),
+        get_mn_major_tma_aligned_tensor=lambda scale: scale,
+        fp8_gemm_nt=gemm,
+        m_grouped_fp8_gemm_nt_contiguous=contiguous,
+        m_grouped_fp8_gemm_nt_masked=masked,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "moe"), [("dg_fp8_block", False), ("dg_fp8_block", True), ("dg_fp8_block_masked", True)]
+)
+def test_deepgemm_gets_each_expert_s_rows_where_it_wants_them(name, moe, monkeypatch):
+    from benchmark_lib import moe as moe_lib
+    from benchmark_lib import other_peers
+    from benchmark_lib.checks import check
+    from benchmark_lib.contestants import pick
+    from benchmark_lib.data import GroupedSource, Source
+
+    for module in (moe_lib, other_peers):
+        monkeypatch.setattr(module, "import_deep_gemm", deep_gemm_on_the_cpu)
+    (peer,) = pick([], [name], moe=moe)
+    tokens = 90
+    source = GroupedSource(128, 256, Experts(5, 2, 8), device="cpu") if moe else Source(128, 256, device="cpu")
+    run = peer.load(source, None)(tokens, 1)
+    found = check(run, source, tokens)
+    assert found["correct"] and found["error"] < 0.06
+    if moe:
+        source.distinct.reverse()
+        assert not check(run, source, tokens)["correct"]
 
 
 @pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g64z_bi", "int8_g32", "int8_ch"])

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark of grouped GEMMs: jitgemm, torch and humming. Packing follows the dense contestants'.
+"""Who takes part in the benchmark of grouped GEMMs: jitgemm, torch, humming and DeepGEMM, packed as for dense ones.
 
 Call i of a run multiplies by routing i's offsets, which are on the device; all calls share activations and results,
 which are as long as the routing with the most rows needs.
@@ -19,6 +19,7 @@ import jitgemm
 from .cells import Format
 from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
 from .data import GroupedSource, quantise_rows
+from .other_peers import humming_bytes, humming_layer, import_deep_gemm, no_deep_gemm
 from .ours import error_over_bound, kernel_label, lhs_of, ours, weight_of
 
 Start = Callable[[int, int], Run]
@@ -28,16 +29,26 @@ def moe_contestants(formats: Sequence[Format]) -> list[Contestant]:
     """Our formats, then every peer there is."""
     mine = [replace(ours(fmt), load=partial(_load, fmt)) for fmt in formats]
     humming = (
-        ("hum_fp8_g128", "humming int4 x e4m3, g128, grouped", EXACT, "float8e4m3", 128),
-        ("hum_int8_ch", "humming int4 x int8, per channel, grouped", CHANNEL, "int8", 0),
+        ("hum_fp8_g128", "humming int4 x e4m3, g128, grouped", EXACT, "int4", "float8e4m3", 128),
+        ("hum_int8_ch", "humming int4 x int8, per channel, grouped", CHANNEL, "int4", "int8", 0),
+        ("hum_w8_e4m3_ch", "humming e4m3 x e4m3, per channel, grouped", WIDER, "float8e4m3", "float8e4m3", 0),
+        ("hum_w8_int8_ch", "humming int8 x int8, per channel, grouped", WIDER, "int8", "int8", 0),
+    )
+    deep_gemm = (
+        ("dg_fp8_block", "DeepGEMM e4m3, blocks of 128 x 128, experts' rows padded to 128", False),
+        ("dg_fp8_block_masked", "DeepGEMM e4m3, blocks of 128 x 128, as many rows for each expert, masked", True),
     )
     return [
         *mine,
         Contestant("bf16", "torch._grouped_mm bf16", WIDER, False, "torch", None, _bf16),
         Contestant("fp8row", "torch._scaled_grouped_mm e4m3, row-wise scales", WIDER, False, "torch", None, _fp8),
         *(
-            Contestant(name, label, kind, False, "humming-kernels", "humming.layer", partial(_humming, lhs, group))
-            for name, label, kind, lhs, group in humming
+            Contestant(name, label, kind, False, "humming-kernels", "humming.layer", partial(_humming, *config))
+            for name, label, kind, *config in humming
+        ),
+        *(
+            Contestant(name, label, WIDER, False, "deep-gemm", None, partial(_deep_gemm, masked), no_deep_gemm)
+            for name, label, masked in deep_gemm
         ),
     ]
 
@@ -142,20 +153,11 @@ def _fp8(source: GroupedSource, copies: int | None) -> Start:
 # ---- humming ---------------------------------------------------------------------------------------------------------
 
 
-def _humming(lhs: str, group: int, source: GroupedSource, copies: int | None) -> Start:
-    from humming.layer import HummingLayer
-
-    layer = HummingLayer(
-        shape_n=source.n,
-        shape_k=source.k,
-        weight_config={"dtype": "int4", "group_size": group},
-        input_config={"dtype": lhs},
-        num_experts=source.experts.count,
-        torch_dtype=torch.bfloat16,
-    ).to(source.device)
-    layer.load_from_unquantized(torch.stack([source.expert(i).weight for i in range(source.experts.count)]))
-    layer.transform()
-    weight_bytes = source.n * source.k / 2 + 2.0 * source.n * (source.k // group if group else 1)
+def _humming(codes: str, lhs: str, group: int, source: GroupedSource, copies: int | None) -> Start:
+    layer = humming_layer(
+        torch.stack([source.expert(i).weight for i in range(source.experts.count)]), codes, lhs, group
+    )
+    weight_bytes = humming_bytes(source.n, source.k, codes, group)
 
     def start(tokens: int, buffers: int) -> Run:
         dtype = torch.int8 if lhs == "int8" else torch.float8_e4m3fn
@@ -174,5 +176,68 @@ def _humming(lhs: str, group: int, source: GroupedSource, copies: int | None) ->
         ]
         # Stream-K may add up in another order in each run.
         return replace(_run(source, tokens, calls, out, weight_bytes), snapshot=None)
+
+    return start
+
+
+# ---- DeepGEMM --------------------------------------------------------------------------------------------------------
+#
+# Its experts' rows begin at multiples of 128 (contiguous) or of the most rows that an expert has (masked). Rows are
+# brought there before the clock runs.
+
+LARGEST_PADDED = 20e9
+"""Bytes that padded activations of all routings may take."""
+
+
+def places(loads: Sequence[int], room: Sequence[int]) -> torch.Tensor:
+    """Where each row lies: rows sorted by expert, loads[i] of expert i, of which each has room[i] rows."""
+    starts = torch.tensor([0, *room]).cumsum(0).tolist()
+    return torch.cat([torch.arange(load) + start for load, start in zip(loads, starts, strict=False)])
+
+
+def _deep_gemm(masked: bool, source: GroupedSource, copies: int | None) -> Start:
+    if source.n % 128 or source.k % 128:
+        raise Refused("m_grouped_fp8_gemm_nt: n and k must be multiples of 128")
+    deep_gemm, count = import_deep_gemm(), source.experts.count
+    quantised = [deep_gemm.utils.per_block_cast_to_fp8(each.weight, use_ue8m0=False) for each in source.distinct]
+    picked = [quantised[index % len(quantised)] for index in range(count)]
+    codes = torch.stack([codes.view(torch.uint8) for codes, _ in picked]).view(torch.float8_e4m3fn)
+    weight = (codes, torch.stack([scale for _, scale in picked]))
+
+    def start(tokens: int, buffers: int) -> Run:
+        x, loads = source.activations(tokens), source.cell(tokens).loads
+        expected_m = max(1, round(tokens * source.experts.top_k / source.experts.of))
+        most = max(-(-load // 128) * 128 for each in loads for load in each) or 128
+        rooms = [[most if masked else -(-load // 128) * 128 for load in each] for each in loads]
+        longest = max(map(sum, rooms)) or 128
+        if len(rooms) * longest * source.k > LARGEST_PADDED:
+            raise Refused(f"{longest} padded rows in each of {len(rooms)} routings take too much memory")
+        out = torch.empty(longest, source.n, dtype=torch.bfloat16, device=source.device)
+        last: list[torch.Tensor] = []
+
+        def call(at: torch.Tensor, gemm: Callable[[], None]) -> None:
+            last[:] = [at]
+            gemm()
+
+        calls = []
+        for load, room in zip(loads, rooms, strict=True):
+            at = places(load, room).to(source.device)
+            padded = x.new_zeros(sum(room), source.k)
+            padded[at] = x[: sum(load)]
+            y, scale = deep_gemm.utils.per_token_cast_to_fp8(padded, use_ue8m0=False)
+            mine, options = out[: sum(room)], {"disable_ue8m0_cast": True}
+            if masked:
+                rows = torch.tensor(load, dtype=torch.int32, device=source.device)
+                y, scale, mine = (each.view(count, most, -1) for each in (y, scale, mine))
+                gemm = partial(deep_gemm.m_grouped_fp8_gemm_nt_masked, expected_m=expected_m)
+            else:
+                rows = torch.full((sum(room),), -1, dtype=torch.int32, device=source.device)
+                rows[at] = torch.arange(count, dtype=torch.int32).repeat_interleave(torch.tensor(load)).to(rows.device)
+                gemm = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+            lhs = (y, deep_gemm.get_mn_major_tma_aligned_tensor(scale))
+            calls.append(partial(call, at, partial(gemm, lhs, weight, mine, rows, **options)))
+        weight_bytes = source.n * source.k + 4.0 * (source.n // 128) * (source.k // 128)
+        run = _run(source, tokens, calls, out, weight_bytes)
+        return replace(run, rows=lambda rows: out[last[0][rows]].float(), snapshot=None)  # rows between are not written
 
     return start
