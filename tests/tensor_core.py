@@ -7,7 +7,8 @@ whose authors found an H100's bits equal to it. A wgmma of e4m3 adds 32 products
 2. Products and accumulator are cut off, towards zero, 13 bits below the largest exponent of those that are not zero.
 3. Their sum, exact from there, is cut off towards zero 13 bits below its leading one.
 
-Codes are integers here. The kernels decode them to codes * 2^-9: subnormals, or just above.
+Codes are integers here. The kernels decode them to unit * codes * 2^-9: subnormals, or just above. `unit` is 2 for
+signed codes in the order for any activations, else 1.
 """
 
 from __future__ import annotations
@@ -35,23 +36,24 @@ class TensorCore:
     sign_fill: bool = False
     normal: bool = False
 
-    def step(self, acc: torch.Tensor, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-        """acc [m, n] + x [m, 32] · d [n, 32]ᵀ, all fp64; codes d of -16..16."""
+    def step(self, acc: torch.Tensor, x: torch.Tensor, d: torch.Tensor, unit: int = 1) -> torch.Tensor:
+        """acc [m, n] + x [m, 32] · d [n, 32]ᵀ, all fp64; codes d, unit * d of -16..16."""
         terms = x[:, None, :] * d
         if self.normal:
             exponents = exponent(terms)
         else:
-            exponents = exponent(x).clamp(min=-6)[:, None, :] + torch.where(d.abs() < 16, 3.0, 4.0)
+            exponents = exponent(x).clamp(min=-6)[:, None, :] + torch.where(unit * d.abs() < 16, 3.0, 4.0)
+            exponents = exponents - (unit - 1)  # log2 of a unit of 1 or 2
             exponents = exponents.where(terms != 0, -torch.inf)
-        unit = self.unit(torch.maximum(exponents.amax(-1), exponent(acc)))
-        total = self.cut(terms, unit[..., None]).sum(-1) + self.cut(acc, unit)
-        return self.cut(total, self.unit(exponent(total)))
+        last = self.last_bit(torch.maximum(exponents.amax(-1), exponent(acc)))
+        total = self.cut(terms, last[..., None]).sum(-1) + self.cut(acc, last)
+        return self.cut(total, self.last_bit(exponent(total)))
 
-    def run(self, x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    def run(self, x: torch.Tensor, d: torch.Tensor, unit: int) -> torch.Tensor:
         """x [m, k] · d [n, k]ᵀ in steps of 32 k."""
         acc = x.new_zeros(x.shape[0], d.shape[0])
         for part, codes in zip(x.split(STEP, 1), d.split(STEP, 1), strict=True):
-            acc = self.step(acc, part, codes)
+            acc = self.step(acc, part, codes, unit)
         return acc
 
     def gemm(self, lhs: tuple, parts, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -59,6 +61,7 @@ class TensorCore:
         x, x_scale = lhs[0].double(), lhs[1]
         per_block = x_scale.dim() == 2 and x_scale.shape[1] > 1
         size = min(parts.group_size, RUN)
+        unit = 2 if parts.zero is None and parts.lhs_dtype is None else 1
         acc = torch.zeros(x.shape[0], parts.q.shape[0], device=x.device)
         for first in range(0, x.shape[1], size):
             part, group = x[:, first : first + size], first // parts.group_size
@@ -67,19 +70,19 @@ class TensorCore:
                 d = d - parts.zero[:, group, None].double()
             token = x_scale[:, first // RUN, None] if per_block else x_scale.new_ones(1, 1)
             scale = parts.scale[:, group].float() * token
-            acc = (acc + self.run(part, d) * scale.double()).float()
+            acc = (acc + self.run(part, d, unit) * scale.double()).float()
             if parts.offset is not None:
                 offset = parts.offset[:, group].float() * token
-                acc = (acc + self.run(part, torch.ones_like(d)) * offset.double()).float()
+                acc = (acc + self.run(part, torch.ones_like(d), unit) * offset.double()).float()
         if per_block:
             return acc.to(out_dtype)
         return (acc * x_scale.reshape(-1, 1)).to(out_dtype)
 
-    def unit(self, exponents: torch.Tensor) -> torch.Tensor:
+    def last_bit(self, exponents: torch.Tensor) -> torch.Tensor:
         return torch.exp2(exponents.clamp(min=-1000) - self.bits)
 
-    def cut(self, value: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-        return (torch.floor if self.sign_fill else torch.trunc)(value / unit) * unit
+    def cut(self, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        return (torch.floor if self.sign_fill else torch.trunc)(value / last) * last
 
 
 def exponent(value: torch.Tensor) -> torch.Tensor:

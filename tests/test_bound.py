@@ -25,9 +25,9 @@ def used(lhs: tuple, parts: builders.WeightParts, core: TensorCore, out_dtype=to
 # ---- the model of a tensor core -------------------------------------------------------------------------------------
 
 
-def step(x: list[float], d: list[int], acc: float = 0.0, core: TensorCore = HOPPER) -> float:
+def step(x: list[float], d: list[int], acc: float = 0.0, unit: int = 1) -> float:
     x, d = (torch.tensor([values + [0] * (32 - len(values))], dtype=torch.float64) for values in (x, d))
-    return float(core.step(torch.tensor([[acc]], dtype=torch.float64), x, d))
+    return float(HOPPER.step(torch.tensor([[acc]], dtype=torch.float64), x, d, unit))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,19 @@ def test_a_step_cuts_off_13_bits_below_the_largest_exponent(x, d, acc, expected)
     assert step(x, d, acc) == expected
 
 
+@pytest.mark.parametrize(
+    "x, d, expected",
+    [
+        ([256, 0.125], [1, 1], 256.125),  # code 1 is subnormal: cut 13 bits below 4 * 256
+        ([256, 0.1171875], [1, 1], 256),
+        ([256, 0.125], [7, 1], 1792.125),
+        ([256, 0.125], [-8, 1], -2048),  # code -8 has the next exponent
+    ],
+)
+def test_codes_decoded_to_twice_themselves_have_one_bit_more(x, d, expected):
+    assert step(x, d, unit=2) == expected
+
+
 # ---- the bound against the model ------------------------------------------------------------------------------------
 
 
@@ -70,7 +83,7 @@ def lhs_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("k, position", [(32, 0), (32, 31), (96, 64), (160, 128), (160, 159), (512, 511)])
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("code, small, at_least", [(-7, 0.03515625, 0.4), (-16, 0.029296875, 0.8)])
+@pytest.mark.parametrize("code, small, at_least", [(-8, 0.029296875, 0.4), (-16, 0.029296875, 0.8)])
 def test_an_outlier_above_terms_just_below_its_cut(k, position, sign, core, code, small, at_least):
     """All other terms of the outlier's step are lost, whole: nearly half the bound, nearly all with codes of 16."""
     x = torch.zeros(1, k)

@@ -40,16 +40,13 @@ def code_place(half: int, thread: int, word: int, byte: int, which: str) -> tupl
     return row, k
 
 
-def signed_byte(a: list[int], b: list[int], byte: int) -> int:
-    """Byte of a signed word whose weights are a[0..3] and b[0..3]."""
+def signed_byte(a: int, b: int) -> int:
+    """Byte of a signed word with codes a and b."""
 
-    def sign(d: int) -> int:
-        return int(d < 0)
+    def nibble(d: int) -> int:
+        return ((~d if d < 0 else d) & 7) << 1 | int(d < 0)
 
-    def magnitude(d: int) -> int:
-        return (~d if d < 0 else d) & 7
-
-    return sign(a[byte]) << 7 | magnitude(b[byte]) << 4 | sign(b[(byte - 1) % 4]) << 3 | magnitude(a[byte])
+    return nibble(b) << 4 | nibble(a)
 
 
 def one_type_byte(a: int, b: int, before_b: int, codes: str) -> int:
@@ -80,7 +77,7 @@ def expected_record(parts: builders.WeightParts, strip: int, block: int, format:
                     elif format.codes != "any":
                         value = one_type_byte(a[byte], b_[byte], b_[(byte - 1) % 4], format.codes)
                     else:
-                        value = signed_byte(a, b_, byte)
+                        value = signed_byte(a[byte], b_[byte])
                     record[half * 2048 + thread * 16 + word * 4 + byte] = value
 
     def group_of(line: int, rows: int) -> int:
@@ -118,12 +115,11 @@ def sign_bytes(w: int) -> int:
 
 
 def decode_s8_signed(w: int) -> int:
-    return (w & 0x07070707) ^ sign_bytes(w)
+    return (w & 0x0F0F0F0F) ^ sign_bytes(w << 7)
 
 
 def decode_e4m3_signed(w: int) -> int:
-    t = w & 0x87878787
-    return (t + ((t & 0x80808080) >> 7)) & U32
+    return ((w & 0x01010101) * 0x81 + (w & 0x0F0F0F0F)) & U32
 
 
 def subtract_zero(w: int, zero: int) -> int:
@@ -148,15 +144,15 @@ def decode(w: int, zero: int | None, lhs: str, codes: str = "any") -> tuple[int,
         return w & 0xF0F0F0F0, w << 4 & 0xF0F0F0F0
     if zero is None:
         f = decode_s8_signed if lhs == "s8" else decode_e4m3_signed
-        return f(w), f(rotr32(w, 4))
+        return f(w), f(w >> 4)
     f = decode_s8_zero if lhs == "s8" else decode_e4m3_zero
     return f(w, zero), f(w >> 4, zero)
 
 
-def operand_byte(d: int, lhs: str, codes: str = "any") -> int:
-    """What the tensor core must see for the integer weight d; "s8" is packed to give sixteen times as much."""
-    if codes == "s8":
-        return 16 * d & 0xFF
+def operand_byte(d: int, lhs: str, codes: str | None = None) -> int:
+    """What the tensor core must see for the integer weight d: "s8" is packed to give sixteen times as much, "any"
+    twice; None is a code with a zero point."""
+    d *= {"s8": 16, "any": 2}.get(codes, 1)
     return d & 0xFF if lhs == "s8" else E4M3_BYTES[d]
 
 
@@ -313,7 +309,7 @@ def check_fragments(parts: builders.WeightParts, lhs: str) -> None:
                             padded_zero = record[zeros_at + 64 * line + row % 64] if zero is not None else 0
                             d = 0 - padded_zero
                         got = registers[register] >> 8 * byte & 0xFF
-                        assert got == operand_byte(d, lhs, format.codes), (row, k, d)
+                        assert got == operand_byte(d, lhs, None if format.zero_point else format.codes), (row, k, d)
 
 
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
@@ -325,9 +321,9 @@ def test_signed_decode_of_every_code_beside_every_neighbour(lhs):
             for place in range(8):
                 values = [other] * 8
                 values[place] = d
-                word = sum(signed_byte(values[:4], values[4:], b) << 8 * b for b in range(4))
+                word = sum(signed_byte(values[b], values[4 + b]) << 8 * b for b in range(4))
                 a, b_ = decode(word, None, lhs)
-                expected = [operand_byte(x, lhs) for x in values]
+                expected = [operand_byte(x, lhs, "any") for x in values]
                 assert list(a.to_bytes(4, "little") + b_.to_bytes(4, "little")) == expected
 
 

@@ -358,10 +358,11 @@ def test_a_state_dict_without_values_gives_a_weight_without_values():
         (lambda s: s.pop("p.meta"), "state dict: expected a tensor 'p.meta', found none"),
         (lambda s: s.pop("p.channel_scale"), "state dict: p.channel_scale: expected a tensor for a per-channel weight"),
         (changed_meta(0, 1), "state dict: 'p.meta': expected a packed W4 weight, got another tensor"),
-        (changed_meta(1, 99), "state dict: 'p.meta': expected layout version 2, got 99; pack the weight again"),
+        (changed_meta(1, 2), "state dict: 'p.meta': expected layout version 3, got 2; pack the weight again"),
+        (changed_meta(1, 99), "state dict: 'p.meta': expected layout version 3, got 99; pack the weight again"),
         (
             lambda s: s.update({"p.meta": torch.tensor([int(s["p.meta"][0]), 1, 8, 256, 256, 1, 1])}),  # as version 1
-            "state dict: 'p.meta': expected layout version 2, got 1; pack the weight again",
+            "state dict: 'p.meta': expected layout version 3, got 1; pack the weight again",
         ),
         (changed_meta(2, 80), r"state dict: p.blocks: expected uint8 [2, 2, 4160], got uint8 [1, 2, 4160]"),
         (changed_meta(3, 512), r"state dict: p.blocks: expected uint8 [1, 4, 4288], got uint8 [1, 2, 4160]"),
@@ -835,7 +836,7 @@ def test_zero_points_out_of_range(dtype, value):
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"layout_version": 0}, ValueError, "layout_version: expected 2, got 0; pack the weight again"),
+        ({"layout_version": 0}, ValueError, "layout_version: expected 3, got 0; pack the weight again"),
         ({"n": 80}, ValueError, "blocks: expected uint8 [2, 2, 4224], got uint8 [1, 2, 4224]"),
         ({"group_size": 64}, ValueError, "format: expected WeightFormat(group_size=64"),
         ({"blocks": None}, TypeError, "blocks: expected a torch.Tensor, got NoneType"),

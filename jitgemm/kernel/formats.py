@@ -78,14 +78,17 @@ class WeightFormat:
 
     @property
     def name(self) -> str:
-        """One text for all of it, such as "g128-bf16", "channel-fp32-z", "w8-g128-fp32-s8"; `format_named` reads it."""
+        """One text for all of it, such as "g128-bf16-any", "channel-fp32-z", "w8-g128-fp32-s8"; `format_named` reads it.
+
+        Exported programs hold it beside the packed bytes: a format that packs to other bytes takes another name.
+        """
         # Found by comparing: a compiler that traces this may know the group size as a symbol only.
         group = [name for size, name in _GROUP_NAMES.items() if size == self.group_size][0]
         parts = [*(["w8"] if self.bits == 8 else []), group, self.scale_type]
         parts += ["z"] if self.zero_point else []
         parts += ["o"] if self.offset else []
         parts += ["b"] if self.strip_scales else []
-        return "-".join(parts if self.codes == "any" else [*parts, self.codes])
+        return "-".join(parts if self.zero_point else [*parts, self.codes])
 
     @property
     def max_int8_k(self) -> int:
@@ -151,9 +154,12 @@ class WeightFormat:
 @lru_cache(maxsize=None)
 def format_named(name: str) -> WeightFormat:
     """The format whose `name` this is. ValueError for any other text."""
-    match = re.fullmatch(r"(w8-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-(e4m3|s8))?", name)
-    if match is None:
-        raise ValueError(f"format: expected the name of a WeightFormat, such as 'g128-bf16', got {name!r}")
+    match = re.fullmatch(r"(w8-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-(any|e4m3|s8))?", name)
+    if match is None or (match[4] is None) == (match[7] is None):
+        raise ValueError(
+            f"format: expected the name of a WeightFormat, such as 'g128-bf16-any', got {name!r}; if a program was "
+            "exported with it, pack the weight and export again"
+        )
     w8, group_size, scale_type, zero_point, offset, strip, codes = match.groups()
     return WeightFormat(
         int(group_size or 0), zero_point is not None, scale_type, codes or "any", offset is not None, 8 if w8 else 4,

@@ -28,8 +28,10 @@ KERNEL_NAME = "jitgemm_w4a8"
 _CODES = {
     ("e4m3", "any"): "E4m3Codes",
     ("e4m3", "e4m3"): "E4m3SignMagnitudeCodes",
+    ("e4m3", "zero point"): "E4m3ZeroPointCodes",
     ("s8", "any"): "S8Codes",
     ("s8", "s8"): "S8TwosComplementCodes",
+    ("s8", "zero point"): "S8ZeroPointCodes",
 }
 
 
@@ -104,8 +106,11 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kDebug": str(spec.debug).lower(),
     }
     lines = [f"    static constexpr {name} = {value};" for name, value in constants.items()]
-    codec = f"Int4Codec<{_CODES[spec.lhs, fmt.codes]}, {str(fmt.zero_point).lower()}>"
-    codec = codec if fmt.bits == 4 else f"ByteCodec<{str(spec.lhs == 's8').lower()}>"
+    if fmt.bits == 4:
+        codes = _CODES[spec.lhs, "zero point" if fmt.zero_point else fmt.codes]
+        codec = f"Int4Codec<{codes}, {str(fmt.zero_point).lower()}>"
+    else:
+        codec = f"ByteCodec<{str(spec.lhs == 's8').lower()}>"
     return "\n".join(
         [
             "struct Config {",

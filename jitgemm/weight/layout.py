@@ -15,14 +15,15 @@ m64k32 (PTX ISA, "Register fragments for wgmma.mma_async.m64nNk32"), so that a t
     first k, A half   32 * (w / 2) + 4 * (lane % 4)             byte b: weight A_b at this k + b
     first k, B half   32 * (w / 2) + 4 * (lane % 4) + 16        byte b: weight B_b at this k + b
 
-    signed codes, byte b      bit   7       6 5 4   3              2 1 0
-      any                           s(A_b)  v(B_b)  s(B_(b-1)%4)   v(A_b)       s: d < 0    v: (s ? ~d : d) & 7
-      e4m3                          s(A_b)  v(B_b)  s(B_(b-1)%4)   v(A_b)       s: d < 0    v: |d|, no -8
-      s8                            A_b << 4 | B_b & 15                         two's complement
-    zero-point codes, byte b        B_b << 4 | A_b
+    byte b             bit   7 6 5 4          3 2 1 0
+      zero-point codes       B_b              A_b
+      any                    v(B_b)  s(B_b)   v(A_b)  s(A_b)       s: d < 0    v: (s ? ~d : d) & 7
+      s8                     A_b & 15         B_b & 15             two's complement
+                       bit   7       6 5 4    3              2 1 0
+      e4m3                   s(A_b)  v(B_b)   s(B_(b-1)%4)   v(A_b)       s: d < 0    v: |d|, no -8
 
-The sign of B_b stands in the next byte so that rotating a signed word right by four puts B where A was. Sign and
-magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
+In the order for e4m3 the sign of B_b stands in the next byte so that rotating a word right by four puts B where A was.
+Sign and magnitude is what e4m3 decodes fastest, but has no nibble for -8: one's complement has.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Changes when the same weight packs to other bytes."""
 
 CHUNK_CODES = 32 << 20
@@ -43,6 +44,7 @@ CHUNK_CODES = 32 << 20
 _CODE_WORDS = STRIP_ROWS * BLOCK_K // 8
 """32-bit words of 4-bit codes in a record."""
 _SIGNS = 0x80808080 - (1 << 32)  # as an int32
+_ONES = 0x01010101
 _LOW3 = 0x07070707
 _LOW4 = 0x0F0F0F0F
 
@@ -69,7 +71,7 @@ def strip_chunks(n: int, k: int) -> Iterator[tuple[int, int]]:
 def _byte_masks(words: torch.Tensor) -> torch.Tensor:
     """int32 words: 0xFF in every byte whose top bit is set, 0 in the others."""
     signs = words & _SIGNS
-    return (signs - ((signs >> 7) & 0x01010101)) | signs
+    return (signs - ((signs >> 7) & _ONES)) | signs
 
 
 def encode_codes(codes: torch.Tensor, zero_point: bool, order: str = "any") -> torch.Tensor:
@@ -85,15 +87,16 @@ def encode_codes(codes: torch.Tensor, zero_point: bool, order: str = "any") -> t
     """
     strips, kblocks = codes.shape[0] // STRIP_ROWS, codes.shape[1] // BLOCK_K
     # strip, warp, row half, lane / 4, block, half h, k step in the half, A or B, lane % 4; a word is four k
-    signs = codes.view(torch.int32).view(strips, 4, 2, 8, kblocks, 2, 2, 2, 4)
-    words = codes.view(torch.int8).abs().view(torch.int32).view(signs.shape) if order == "e4m3" else signs
-    if zero_point or order == "s8":
-        a, b = (words & _LOW4).unbind(7)
-        packed = a | (b << 4) if zero_point else (a << 4) | b
-    else:
-        magnitude = words if order == "e4m3" else words ^ _byte_masks(words)
-        a, b = ((magnitude & _LOW3) | (signs & _SIGNS)).unbind(7)
+    words = codes.view(torch.int32).view(strips, 4, 2, 8, kblocks, 2, 2, 2, 4)
+    if order == "e4m3":
+        magnitudes = codes.view(torch.int8).abs().view(torch.int32).view(words.shape)
+        a, b = ((magnitudes & _LOW3) | (words & _SIGNS)).unbind(7)
         packed = a | (b << 4) | ((b >> 28) & 0xF)  # b rotated left by four
+    else:
+        if order == "any" and not zero_point:
+            words = ((words & _LOW3) << 1) ^ _byte_masks(words)
+        a, b = (words & _LOW4).unbind(7)
+        packed = (a << 4) | b if order == "s8" else a | (b << 4)
     return packed.permute(0, 4, 5, 1, 3, 7, 6, 2).reshape(strips, kblocks, _CODE_WORDS)
 
 
@@ -102,17 +105,17 @@ def decode_codes(words: torch.Tensor, zero_point: bool, order: str = "any") -> t
     strips, kblocks, _ = words.shape
     # strip, block, half h, warp, lane / 4, lane % 4, k step in the half, row half -> the order of the matrix
     words = words.reshape(strips, kblocks, 2, 4, 8, 4, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5)
-    if zero_point:
-        words = torch.stack((words & _LOW4, (words >> 4) & _LOW4), dim=7)
-    elif order == "s8":
-        words = torch.stack(((words >> 4) & _LOW4, words & _LOW4), dim=7)
-        words = (words.view(torch.int8) << 4) >> 4
-    else:
+    if order == "e4m3":
         words = torch.stack((words, ((words >> 4) & 0x0FFFFFFF) | (words << 28)), dim=7)
-        masks = _byte_masks(words)
-        words = (words & _LOW3) ^ masks
-        if order == "e4m3":  # minus the magnitude is its complement plus one
-            words = words.view(torch.int8) - masks.view(torch.int8)
+        masks = _byte_masks(words)  # minus the magnitude is its complement plus one
+        words = ((words & _LOW3) ^ masks).view(torch.int8) - masks.view(torch.int8)
+    else:
+        nibbles = (words & _LOW4, (words >> 4) & _LOW4)
+        words = torch.stack(nibbles[::-1] if order == "s8" else nibbles, dim=7)
+        if order == "s8":
+            words = (words.view(torch.int8) << 4) >> 4
+        elif not zero_point:
+            words = (words ^ (words & _ONES) * 0xFF).view(torch.int8) >> 1
     return words.view(torch.uint8 if zero_point else torch.int8).reshape(strips * STRIP_ROWS, kblocks * BLOCK_K)
 
 

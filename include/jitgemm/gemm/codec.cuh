@@ -5,13 +5,16 @@
 // one 16-byte load holds the codes of two k-steps of 32; a 32-bit word holds two fragment registers of one row: set A
 // is k = 4*(lane%4)..+3 of the step, set B the same at k + 16.
 //
-// Word of signed codes: s is the sign, v the code's low three bits, inverted where it is negative (one's complement):
+// Word of signed codes: byte b is A_b | B_b << 4. A nibble is v << 1 | s: s is the sign, v the code's low three bits,
+// inverted where it is negative (one's complement). It decodes to twice the code; for e4m3 by a multiplication, which
+// leaves the ALU pipe to LOP3 and shifts.
+//
+// Word of codes with a zero point: byte b is A_b | B_b << 4 as well, and a nibble the code itself. For int8 alone byte b
+// is A_b << 4 | B_b in two's complement. For e4m3 alone, v is the code's magnitude, and a rotation by 4 puts set B where
+// set A was:
 //
 //     byte b, bit   7     6 5 4     3          2 1 0
 //                   sA_b  v(B_b)    sB_(b-1)   v(A_b)
-//
-// so that a rotation by 4 puts set B where set A was. For e4m3 alone, v is the code's magnitude. For int8 alone, byte b
-// is A_b << 4 | B_b in two's complement. Word of codes with a zero point: byte b is A_b | B_b << 4.
 #pragma once
 #include <jitgemm/gemm/types.cuh>
 #include <jitgemm/ptx/memory.cuh>
@@ -32,8 +35,6 @@ __device__ __forceinline__ u32 byte_distance(u32 a, u32 b) {
     return distance;
 }
 
-__device__ __forceinline__ u32 rotate_right_4(u32 word) { return __funnelshift_r(word, word, 4); }
-
 // ---- orders of codes ------------------------------------------------------------------------------------------------
 
 // Each decodes a word of codes to four bytes that are kOutputScale times less than the codes; the epilogue multiplies.
@@ -42,15 +43,18 @@ __device__ __forceinline__ u32 rotate_right_4(u32 word) { return __funnelshift_r
 // e4m3 is linear from 0 to 16 in its lowest bits: byte s000 mmmm (or s001 0000) is exactly ±m * 2^-9.
 struct E4m3Codes {
     static constexpr bool kIntegerSums = false;
+    static constexpr float kOutputScale = 256.0f;
+    static constexpr u32 kOne = 0x02020202u;
+
+    // One's complement plus its sign bit, on both sides of the magnitude, is sign and twice the magnitude.
+    __device__ static u32 signed_a(u32 word) { return (word & 0x01010101u) * 0x81u + (word & 0x0F0F0F0Fu); }
+    __device__ static u32 signed_b(u32 word) { return signed_a(word >> 4); }
+};
+
+struct E4m3ZeroPointCodes {
+    static constexpr bool kIntegerSums = false;
     static constexpr float kOutputScale = 512.0f;
     static constexpr u32 kOne = 0x01010101u;
-
-    // One's complement plus its sign bit is sign and magnitude, -8 included.
-    __device__ static u32 signed_a(u32 word) {
-        u32 bytes = word & 0x87878787u;
-        return bytes + ((bytes & 0x80808080u) >> 7);
-    }
-    __device__ static u32 signed_b(u32 word) { return signed_a(rotate_right_4(word)); }
 
     // `zero` is the zero point in every byte. The bytes 128 + q - z have their highest bit where the sign has not.
     __device__ static u32 minus_zero(u32 codes, u32 zero) {
@@ -65,7 +69,7 @@ struct E4m3SignMagnitudeCodes {
     static constexpr u32 kOne = 0x01010101u;
 
     __device__ static u32 signed_a(u32 word) { return word & 0x87878787u; }
-    __device__ static u32 signed_b(u32 word) { return signed_a(rotate_right_4(word)); }
+    __device__ static u32 signed_b(u32 word) { return signed_a(__funnelshift_r(word, word, 4)); }
 };
 
 // 16 times the code: two's complement in the high nibble.
@@ -80,11 +84,18 @@ struct S8TwosComplementCodes {
 
 struct S8Codes {
     static constexpr bool kIntegerSums = true;
+    static constexpr float kOutputScale = 0.5f;
+    static constexpr u32 kOne = 0x02020202u;
+
+    // The complement of a negative code's nibble is twice the code.
+    __device__ static u32 signed_a(u32 word) { return (word & 0x0F0F0F0Fu) ^ byte_sign_mask(word << 7); }
+    __device__ static u32 signed_b(u32 word) { return signed_a(word >> 4); }
+};
+
+struct S8ZeroPointCodes {
+    static constexpr bool kIntegerSums = true;
     static constexpr float kOutputScale = 1.0f;
     static constexpr u32 kOne = 0x01010101u;
-
-    __device__ static u32 signed_a(u32 word) { return (word & 0x07070707u) ^ byte_sign_mask(word); }
-    __device__ static u32 signed_b(u32 word) { return signed_a(rotate_right_4(word)); }
 
     __device__ static u32 minus_zero(u32 codes, u32 zero) { return ((codes | 0x80808080u) - zero) ^ 0x80808080u; }
 };
