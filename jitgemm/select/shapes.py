@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, wgmma_shapes
+from jitgemm.kernel.spec import KernelSpec, smem_bytes, stage_bytes, strip_scale_bytes, wgmma_shapes
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.registers import registers_needed
 
@@ -66,6 +66,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return "a cluster shares one operand"
     if spec.block_m % (8 * spec.multicast_lhs):
         return "multicast shares must be whole swizzle rows"
+    if any(size % (16 * spec.multicast_rhs) for size in (spec.format.record_bytes, strip_scale_bytes(spec))):
+        return "multicast shares must be multiples of 16 bytes"
     if spec.cluster_size > min(8, device.num_sms):
         return f"clusters of more than {min(8, device.num_sms)} do not fit"
     if spec.stages < MIN_STAGES:
