@@ -316,11 +316,13 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next, bool last, bool load_next) {
         const u32 stage = ring.stage;
         const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
+        // Ahead of the multiplies: ptxas hands the stage back as soon as they are done, ahead of the promotion, when loads
+        // begun beside them may still be on their way.
+        if constexpr (Config::kTokenRows) current.load_factors(shared, stage, block++, position);
         multiplier.start(current, descriptor);
         if (load_next) load(next, next_stage(last));
         ring.advance();
         if constexpr (Config::kTokenRows) {
-            current.load_factors(shared, stage, block++, position);
             multiplier.finish(acc, current);
         } else {
             current.load_factors(shared.record(stage, position.along_n, position.along_k), position);
