@@ -259,10 +259,11 @@ def test_tokens_as_rows_give_the_bits_of_weights_as_rows(lhs_type, scales, out, 
         assert_right(results[0], (x, x_scale), weight, bias, has_rms=False)
 
 
-@pytest.mark.parametrize("m", [1, 5, 16, 40, 63, 130, 700])
-@pytest.mark.parametrize("n, k", [(8, 160), (136, 1056), (2112, 7168)])
+@pytest.mark.parametrize("m", [1, 5, 16, 40, 63, 130, 700, 1001])
+@pytest.mark.parametrize("n, k", [(8, 160), (136, 1056), (2112, 7168), (4096, 4096)])
 @pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
 def test_weights_in_blocks_are_within_the_bound(lhs_type, n, k, m):
+    """Scales of even m row by row, which the L1 has from the k-block before, of odd m column by column."""
     parts = builders.weight_parts(1, n, k, PER_CHANNEL, codes=lhs_type, bits=8, device="cuda")
     weight = jitgemm.pack_w8(parts.q, torch.rand(-(-n // 128), -(-k // 128), device="cuda") * 0.01 + 0.001)
     lhs = builders.block_lhs(2, m, k, lhs_type, column_major=m % 2 == 1, device="cuda")
