@@ -348,32 +348,3 @@ def test_every_masked_row_s_scale_is_at_its_strides(layout, monkeypatch):
 def parameters(block, launches: list) -> dict[str, int]:
     [(_, (*_, packed))] = launches
     return dict(zip(block.fields, struct.unpack("<" + "".join(block.fields.values()), packed)))
-
-
-@pytest.mark.nvrtc
-@pytest.mark.parametrize(
-    "label",
-    [
-        "e4m3w8-g128-fp32-b128-m64n256-s4-ss-tr",
-        "e4m3w8-g128-fp32-b128-m192n128-s4-ss-tr",
-        "s8w8-g128-bf16-b128e-m128n192-s4-ss-tr",
-        "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr-e64",
-    ],
-)
-def test_tokens_as_rows_load_their_scales_ahead_of_the_multiplies(label):
-    """Loads between a record's multiplies and its stage's hand-back could be overtaken by the next scales."""
-    from jitgemm.jit import sass
-    from jitgemm.jit.nvrtc import compile_cubin
-
-    hand_back = 0x9A7  # mbarrier.arrive
-    source = kernel_source(KernelSpec.from_label(label))
-    cubin = compile_cubin(source.source, source.headers, source.options, name=source.label).cubin
-    checked = 0
-    for start, end in sass.code_sections(cubin):
-        opcodes = [each.opcode for each in sass.instructions(cubin, start, end)]
-        for first, opcode in enumerate(opcodes):
-            if opcode in sass.MULTIPLY:
-                between = opcodes[first : opcodes.index(hand_back, first)]
-                assert sass.LDS not in between
-                checked += 1
-    assert checked == 3 * 4, "two records of four multiplies in the loop, one behind it"

@@ -23,6 +23,7 @@ import pytest
 from jitgemm.cli.hf_config import linear_layers, read_config
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.errors import CompileError
+from jitgemm.jit import sass
 from jitgemm.jit.cache import KernelCache
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import SERIALISED, compile_cubin
@@ -93,6 +94,12 @@ def newer_kernels() -> list[KernelSpec]:
 
 LLAMA = llama_kernels()
 SAMPLE = [spec for spec in (*sampled_kernels(), *newer_kernels()) if spec not in LLAMA]
+BLOCK_SCALES = [KernelSpec.from_label(label) for label in (
+    "e4m3fast-g128-bf16-b128-m64n64-k2x2s-s7", "s8-g32-fp32-b128e-m16n64-k2x2s-s6",
+    "e4m3w8-g128-fp32-b128-m64n64-k2x2s-s5-ss", "e4m3w8-g128-fp32-b128-m64n256-s4-ss-tr",
+    "s8w8-g128-bf16-b128e-m128n192-s4-ss-tr", "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr-e64",
+)]  # fmt: skip
+"""Activations with a scale per token and 128 k, which other warps copy one by one."""
 DRAWN, DRAWN_SHAPES = 72, 12
 """Kernels that are compiled by default, and shapes of wgmma whose PTX is read; --all-kernels takes all of them."""
 
@@ -103,7 +110,7 @@ def one_per_shape() -> list[KernelSpec]:
 
 def drawn(config: pytest.Config) -> list[KernelSpec]:
     """The kernels to compile: all, or a sample by seed with some of every knob."""
-    everything = [*LLAMA, *SAMPLE]
+    everything = [*LLAMA, *SAMPLE, *BLOCK_SCALES]
     if config.getoption("all_kernels"):
         return everything
     draw = random.Random(2026)
@@ -115,7 +122,7 @@ def drawn(config: pytest.Config) -> list[KernelSpec]:
         "two CTAs": lambda spec: spec.ctas_per_sm == 2,
         "debug": lambda spec: spec.debug,
     }
-    found = [LLAMA[0], LLAMA[-1], SAMPLE[0]]
+    found = [LLAMA[0], LLAMA[-1], SAMPLE[0], *BLOCK_SCALES]
     for has in knobs.values():
         found += draw.sample([spec for spec in everything if has(spec)], 2)
     return list(dict.fromkeys([*found, *draw.sample(everything, DRAWN)]))[:DRAWN]
@@ -174,6 +181,26 @@ def test_compiles_for_sm_90a_without_spilling_badly_or_serialised_wgmma(compiled
         assert entry.metadata["registers"] == spec.entry_registers
     else:
         assert entry.metadata["registers"] <= spec.entry_registers
+
+
+LDS, MEMBAR, ARRIVE, NEVER = 0x984, 0x992, 0x9A7, 7
+"""Opcodes of a load from shared memory, fence.acq_rel.cta and mbarrier.arrive, and the predicate of what never runs."""
+
+
+def test_a_stage_is_handed_back_when_its_loads_are_done(compiled, kernel):
+    """An arrival overtakes loads in flight (docs/notes/sums.md): a fence stands between them, in the machine code."""
+    cubin = compiled[kernel].cubin
+    found = 0
+    for start, end in sass.code_sections(cubin):
+        code = list(sass.instructions(cubin, start, end))
+        loads = [at for at, each in enumerate(code) if each.opcode == LDS and each.low >> 12 & 15 != NEVER + 8]
+        fences = [at for at, each in enumerate(code) if each.opcode == MEMBAR]
+        for multiply in (at for at, each in enumerate(code) if each.opcode in sass.MULTIPLY):
+            handed_back = next(at for at in range(multiply, len(code)) if code[at].opcode == ARRIVE)
+            fence = max((at for at in fences if multiply < at < handed_back), default=-1)
+            assert fence > max((at for at in loads if at < handed_back), default=-1), code[handed_back].offset - start
+            found += 1
+    assert found >= 4
 
 
 def test_llama_s_layers_need_few_kernels_and_bring_all_forms():

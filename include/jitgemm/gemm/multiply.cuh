@@ -91,18 +91,19 @@ struct Fragments {
     __device__ __forceinline__ void load(u32 record, const Position& position) {
         if constexpr (Config::kSharedWeights) {
             weights = k_major_descriptor(record);
-            return;
+        } else {
+            Config::Codec::template load<kChunks>(step, record, record + Layout::kZeros, position);
+            // Else int8's decode comes between the multiplies, which ptxas then fences one by one (C7519). Where groups
+            // are promoted, that is no slower: the promotion comes there too.
+            if constexpr (Config::kPromoteRecords == 0) fence();
         }
-        Config::Codec::template load<kChunks>(step, record, record + Layout::kZeros, position);
-        // Else int8's decode comes between the multiplies, which ptxas then fences one by one (C7519). Where groups are
-        // promoted, that is no slower: the promotion comes there too.
-        if constexpr (Config::kPromoteRecords == 0) fence();
     }
 
     __device__ __forceinline__ void fence() {
-        if constexpr (Config::kSharedWeights) return;
+        if constexpr (!Config::kSharedWeights) {
 #pragma unroll
-        for (u32 s = 0; s < 4; ++s) register_fence(step[s]);
+            for (u32 s = 0; s < 4; ++s) register_fence(step[s]);
+        }
     }
 
     // Loads what promotion needs; later than the codes, since registers are short until then.
@@ -268,10 +269,12 @@ struct Multiplier {
     }
 };
 
-// Hands a stage back to the producers that fill it.
+// Hands a stage back to the producers that fill it, once what the warp loaded of it is there. ptxas arrives ahead of a
+// record's promotion, when loads of its scales may still be on their way: behind a queue of single scales that another
+// warp copies they can take longer than the next record takes to come.
 template <typename Config>
 __device__ __forceinline__ void release_stage(const Shared<Config>& shared, u32 stage, const Position& position) {
-    __syncwarp();
+    loads_done();
     if constexpr (Shared<Config>::kMulticast == 1) {
         if (position.lane == 0) barrier_arrive(shared.empty(stage));
     } else {
@@ -316,13 +319,11 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next, bool last, bool load_next) {
         const u32 stage = ring.stage;
         const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
-        // Ahead of the multiplies: ptxas hands the stage back as soon as they are done, ahead of the promotion, when loads
-        // begun beside them may still be on their way.
-        if constexpr (Config::kTokenRows) current.load_factors(shared, stage, block++, position);
         multiplier.start(current, descriptor);
         if (load_next) load(next, next_stage(last));
         ring.advance();
         if constexpr (Config::kTokenRows) {
+            current.load_factors(shared, stage, block++, position);
             multiplier.finish(acc, current);
         } else {
             current.load_factors(shared.record(stage, position.along_n, position.along_k), position);

@@ -146,7 +146,7 @@ __device__ __forceinline__ u32 prefetch_weights(const Args& args, const Shared<C
         const BlockRange range = tile.range;
         const u32 rows = Config::kDirectLhs ? 0 : tile.lhs_rows();
         u32 block = range.begin;
-        for (; block < range.end && filled < Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
+        for (; block < range.end && filled != Config::kPrefetchStages; block += Config::kWarpgroupsK, ++filled) {
             const u32 blocks = blocks_of_stage<Config>(range, block);
             if (elect_one()) load_weights<Config>(args, shared, tile, filled, block, blocks, rank, policy, rows);
             // Consumers that copy activations copy their scales, too.
