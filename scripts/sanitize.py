@@ -70,6 +70,7 @@ CASES = [
     ("packed block scales, several tiles a CTA", {"block_m": 48, "split_k": 1, **E8M0}, G32Z, "s8", (100, 17160, 288)),
     ("block scales, multicast rhs", {"halves": 2, **RHS, **BLOCKS}, CHANNEL, "s8", (200, 200, 544)),
     ("tokens as rows", {"block_m": 128, "block_n": 128, **ROWS}, STRIPS, "e4m3", (200, 392, 544)),
+    ("tokens as rows, halves", {"block_m": 256, "halves": 2, **ROWS}, STRIPS, "e4m3", (300, 392, 544)),
     ("tokens as rows, 64 of them", {"block_m": 64, **ROWS}, STRIPS, "e4m3", (200, 392, 544)),
     ("tokens as rows, packed block scales", {"block_m": 192, **ROWS, **E8M0}, STRIPS, "e4m3", (200, 392, 544)),
 ]  # fmt: skip

@@ -218,7 +218,8 @@ def test_packed_exponents_give_the_bits_of_fp32_scales(name, way):
 TOKEN_ROWS = [
     dict(block_m=64, block_n=256), dict(block_m=64, block_n=192, multicast_rhs=2), dict(block_m=128, block_n=128),
     dict(block_m=128, block_n=128, multicast_lhs=2), dict(block_m=128, block_n=192),
-    dict(block_m=128, block_n=192, multicast_rhs=2), dict(block_m=192, block_n=128),
+    dict(block_m=128, block_n=192, multicast_rhs=2), dict(block_m=192, block_n=128), dict(block_m=128, block_n=64),
+    dict(block_m=256, block_n=128, halves=2),
 ]  # fmt: skip
 """Tiles with tokens as wgmma's rows."""
 
@@ -247,7 +248,10 @@ def test_tokens_as_rows_give_the_bits_of_weights_as_rows(lhs_type, scales, out, 
     )  # fmt: skip
     assert illegal(spec, device_spec("h200")) is None
     results = []
-    for kernel in (spec, replace(spec, block_m=64, block_n=64, multicast_lhs=1, multicast_rhs=1, token_rows=False)):
+    for kernel in (
+        spec,
+        replace(spec, block_m=64, block_n=64, halves=1, multicast_lhs=1, multicast_rhs=1, token_rows=False),
+    ):
         guarded = Guarded(m, n, dtype=out)
         operands = Operands(x, x_scale, None, weight, guarded.out, bias)
         results.append(run(Plan(operands, kernel), operands))

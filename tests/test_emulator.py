@@ -50,6 +50,8 @@ DENSE = {
     "e4m3w8-g128-fp32-b128-tofp32-m128n192-s3-ss-tr": 150,
     "e4m3w8-g128-fp16-b128-tofp16-m64n128-mc2rhs-s4-ss-tr": 170,
     "s8w8-g128-bf16-b128-m192n128-mc2lhs-s3-ss-tr": 210,
+    "e4m3w8-g128-fp32-b128-m256hn128-s3-ss-tr": 330,
+    "s8w8-g128-fp16-b128-tofp32-m256hn64-s2-ss-tr": 190,
 }
 """Kernels, and tokens for them: no multiple of the tile."""
 
@@ -96,7 +98,7 @@ def test_a_gemm_is_within_its_bound(emulator, label):
 def test_tokens_as_rows_give_the_bits_of_weights_as_rows(emulator, label):
     spec = KernelSpec.from_label(label)
     results = []
-    for kernel in (spec, replace(spec, token_rows=False, block_n=64)):
+    for kernel in (spec, replace(spec, token_rows=False, block_n=64, block_m=64, halves=1, multicast_lhs=1)):
         operands = problem(spec, DENSE[label], 200, 544)
         Plan(operands, kernel).launch(*operands)
         results.append(operands.out)
@@ -121,6 +123,7 @@ GROUPED = {
     "s8-g64-bf16-m16n64-k2x2-s6-e64": [9, 0, 0, 1, 33],
     "e4m3w8-g128-bf16-m8n64-k1x2-s6-ss-e64": [9, 0, 0, 1, 33],
     "e4m3w8-g128-bf16-b128-m128n128-s3-ss-tr-e64": [9, 0, 200, 1, 64],
+    "e4m3w8-g128-bf16-b128-m256hn128-s3-ss-tr-e64": [9, 0, 260, 1, 70],
 }
 
 

@@ -27,7 +27,8 @@ class KernelSpec:
         format: of the weight, as `WeightFormat.of_kernels`; its scale_type is "fp32" for per-channel kernels, which
             read their scales by a run-time type.
         block_m: tokens per tile (wgmma's N over all `halves`, but with `token_rows`).
-        halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves.
+        halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves; with `token_rows` one half
+            after the other, of 64 tokens each.
         block_n: rows of n per tile; 64 per warpgroup along n, but with `token_rows`.
         warpgroups_k: warpgroups that share a tile's rows and take k-blocks alternately.
         split_k: CTAs of a cluster that share a tile and take contiguous k-blocks each.
@@ -40,10 +41,10 @@ class KernelSpec:
         direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
             the copy engine; `tactics.for_k` sets it.
         shared_weights: wgmma reads 8-bit weights from shared memory, not from registers.
-        token_rows: wgmma's M are tokens, 64 for each warpgroup, and its N all rows of n of the tile; half of them in
-            tiles of 64 x 256, of which two warpgroups have the same tokens. A thread then has sums of two tokens, whose
-            scales per 128 k it multiplies by one for each strip of the weights: for shared weights of a format with
-            `strip_scales`.
+        token_rows: wgmma's M are tokens, 64 for each half of a warpgroup, and its N all rows of n of the tile; half of
+            them in tiles of 64 x 256, of which two warpgroups have the same tokens. A thread then has sums of two
+            tokens, whose scales per 128 k it multiplies by one for each strip of the weights: for shared weights of a
+            format with `strip_scales`.
         out: type of the result.
         experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
         lhs_group: k that share a scale of activations, `LHS_GROUP`; 0 for a scale per token.
@@ -79,7 +80,7 @@ class KernelSpec:
 
     @property
     def warpgroups_m(self) -> int:
-        return self.block_m // STRIP_ROWS if self.token_rows else 1
+        return self.block_m // (STRIP_ROWS * self.halves) if self.token_rows else 1
 
     @property
     def warpgroups_n(self) -> int:
@@ -93,7 +94,7 @@ class KernelSpec:
     @property
     def multiply_n(self) -> int:
         """wgmma's N over all halves; a thread has half as many sums."""
-        return self.block_n // self.warpgroups_n if self.token_rows else self.block_m
+        return self.halves * self.block_n // self.warpgroups_n if self.token_rows else self.block_m
 
     @property
     def threads(self) -> int:
@@ -254,8 +255,10 @@ def slice_tokens(spec: KernelSpec) -> int:
 
     Scattered: multiples of 8, the same number for each; with fewer slices than splits, the last splits have none.
     """
+    if spec.token_rows:
+        return STRIP_ROWS
     if not spec.scatter:
-        return spec.block_m // spec.warpgroups_m
+        return spec.block_m
     eights = spec.block_m // 8
     splits = spec.split_k * spec.warpgroups_k
     return 8 * next(size for size in range(ceil_div(eights, splits), eights + 1) if eights % size == 0)
@@ -286,6 +289,6 @@ def smem_bytes(spec: KernelSpec) -> int:
     barriers += 8 * 2 * reducers if spec.split_k > 1 else 0
     factors = ((0 if spec.lhs_group else size) + 3 * STRIP_ROWS) * 4
     if spec.token_rows:  # every warpgroup stores its tokens, and has the bias of all columns
-        reducers = spec.warpgroups
-        out_panel, factors = spec.multiply_n // STRIP_ROWS * out_panel, spec.multiply_n * 4
+        reducers, columns = spec.warpgroups, spec.multiply_n // spec.halves
+        out_panel, factors = columns // STRIP_ROWS * out_panel, columns * 4
     return spec.stages * stage_bytes(spec) + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts

@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from jitgemm.jit.sass import Yields
-from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
+from jitgemm.kernel.formats import BLOCK_K, ceil_div
 from jitgemm.kernel.spec import KernelSpec, stage_weight_bytes, wgmma_shapes
 
 MIN_PREFETCH_STAGES = 5
@@ -45,8 +45,11 @@ def units_in_flight(spec: KernelSpec) -> int:
     """How many of a record's sums have registers at a time; there is one for each half of the tokens, group and factor.
 
     Each is promoted apart. Wide tiles have registers for one a half: the next group multiplies when one is promoted.
+    Where tokens are wgmma's rows, the halves share those of one.
     """
     factors = max(1, spec.format.scale_rows) * (2 if spec.format.offset else 1)
+    if spec.token_rows:
+        return 1
     if factors == 1:
         return spec.halves
     fit = IN_FLIGHT_REGISTERS // (spec.multiply_n // spec.halves // 2) // spec.halves
@@ -92,7 +95,8 @@ def multiply_widths(spec: KernelSpec) -> tuple[int, ...]:
 def token_widths(spec: KernelSpec) -> tuple[int, ...]:
     """Tokens that a tile can multiply. Where tokens are wgmma's rows, a warpgroup that has none of a tile leaves it out."""
     if spec.token_rows and spec.experts:
-        return tuple(range(STRIP_ROWS, spec.block_m + 1, STRIP_ROWS))
+        tokens = spec.block_m // spec.warpgroups_m
+        return tuple(range(tokens, spec.block_m + 1, tokens))
     return multiply_widths(spec)
 
 

@@ -46,7 +46,8 @@ TABLE_US = 1.38
 RECORD_CYCLES = 124.1
 """Latency of a record beside its multiply and promotion: barrier, loads from shared memory, loop."""
 HALVES_CYCLES = 127.1
-"""Added to it in halves where a record's one group is promoted: nothing runs beside that."""
+"""Added to it in halves where a record's one group is promoted: nothing runs beside that. Twice where tokens are
+wgmma's rows, whose halves run one after the other."""
 DECODE_CYCLES = {"any": 229.7, "own": 158.7, "bytes": 160.0}
 """Issue cycles of a scheduler for a record on one warpgroup: codes for any activations, for this type's alone, and of 8
 bits. The last is fitted to scripts/data/sweep_w8_h200.json, and stands for what else they take longer for: nothing
@@ -132,7 +133,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     if groups > 1:
         serial += promote / spec.halves
     elif promote:
-        serial += promote + HALVES_CYCLES * (spec.halves - 1)
+        serial += promote + HALVES_CYCLES * (spec.halves if spec.token_rows else 1) * (spec.halves - 1)
 
     paired = PAIRED_ISSUE if spec.ctas_per_sm > 1 else 1.0
     sums = spec.block_m * spec.warpgroups_n

@@ -50,8 +50,8 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
     """Why this kernel cannot run on the device, or would spill badly; None when it can be chosen."""
     if spec.multiply_n % spec.halves or spec.multiply_n // spec.halves not in wgmma_shapes(spec.lhs):
         return f"wgmma has no N of {spec.multiply_n}/{spec.halves} for {spec.lhs}"
-    if spec.token_rows and (spec.block_m % STRIP_ROWS or spec.warpgroups_k * spec.split_k * spec.halves > 1):
-        return "with tokens as wgmma's rows a warpgroup has 64 of them and all of k"
+    if spec.token_rows and (spec.block_m % (STRIP_ROWS * spec.halves) or spec.warpgroups_k * spec.split_k > 1):
+        return "with tokens as wgmma's rows a warpgroup has 64 of them in each half, and all of k"
     if spec.token_rows and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
         return "tokens are wgmma's rows beside shared weights in blocks, and have a scale per 128 k"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
@@ -170,8 +170,8 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
 
 def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
     """Those of kernels with tokens as wgmma's rows."""
-    for block_n in {64: (256,), 128: (128, 192), 192: (128,)}.get(block_m, ()):
-        yield dict(block_n=block_n, shared_weights=True, token_rows=True)
+    for block_n in {64: (256,), 128: (64, 128, 192), 192: (64, 128), 256: (128,)}.get(block_m, ()):
+        yield dict(block_n=block_n, halves=2 if block_m == 256 else 1, shared_weights=True, token_rows=True)
 
 
 def _grouped_shapes(block_m: int) -> Iterator[dict[str, Any]]:

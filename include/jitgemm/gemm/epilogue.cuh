@@ -232,10 +232,11 @@ __device__ __forceinline__ void store_slice(float (&acc)[Config::kSums], const C
                                      tile.first_row + position.along_n * kStripRows);
 }
 
-// The same for the warpgroup's 64 tokens and all its columns where tokens are wgmma's rows.
+// The same for a half of the warpgroup's tokens and all its columns where tokens are wgmma's rows.
 template <typename Config>
 __device__ __forceinline__ void store_token_rows(const float (&acc)[Config::kSums], const Consumer<Config>& consumer,
-                                                 const Tile<Config>& tile) {
+                                                 const Tile<Config>& tile, u32 half) {
+    constexpr u32 kSums = Config::kSums / Config::kHalves;
     const Position& position = consumer.position;
     const u32 panel = consumer.shared.out(position.warpgroup);
     if (stores<Config>(position)) store_wait_read();
@@ -243,23 +244,23 @@ __device__ __forceinline__ void store_token_rows(const float (&acc)[Config::kSum
     constexpr u32 kPanelBytes = kTokenRows * kSwizzledRow;
     const u32 biases = consumer.shared.terms(position.warpgroup) + position.lane % 4 * 8;
 #pragma unroll
-    for (u32 first = 0; first < Config::kSums / 4; first += 2) {  // matrices of 8 columns, two at a time
+    for (u32 first = 0; first < kSums / 4; first += 2) {  // matrices of 8 columns, two at a time
         u32 packed[4];
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
             const float2 bias = tile.bias() ? load_shared_float2(biases + (first + i) * 32) : float2{0.0f, 0.0f};
 #pragma unroll
-            for (u32 half = 0; half < 2; ++half) {  // the thread's two tokens
-                const float* sum = acc + (first + i) * 4 + half * 2;
+            for (u32 eight = 0; eight < 2; ++eight) {  // the thread's two tokens
+                const float* sum = acc + half * kSums + (first + i) * 4 + eight * 2;
                 const float left = fmaf(sum[0], Config::Codec::kOutputScale, bias.x);
                 const float right = fmaf(sum[1], Config::Codec::kOutputScale, bias.y);
                 if constexpr (Config::kOutType == kFp32) {
-                    const u32 token = position.warp * 16 + half * 8 + position.lane / 4;
+                    const u32 token = position.warp * 16 + eight * 8 + position.lane / 4;
                     const u32 byte = ((first + i) % 4 * 8 + position.lane % 4 * 2) * 4;
                     const u32 row = panel + (first + i) / 4 * kPanelBytes + token * kSwizzledRow;
                     store_shared_float2(row + (byte ^ token % kSwizzleRows * 16), left, right);
                 } else {
-                    packed[i * 2 + half] = pack_halves<Config::kOutType>(left, right);
+                    packed[i * 2 + eight] = pack_halves<Config::kOutType>(left, right);
                 }
             }
         }
@@ -271,8 +272,18 @@ __device__ __forceinline__ void store_token_rows(const float (&acc)[Config::kSum
         }
     }
     constexpr u32 kColumns = Shared<Config>::kStripsOfWarpgroup * kStripRows;
-    store_panels<Config, kColumns>(consumer, tile, panel, tile.first_token + position.along_m * kTokenRows,
+    store_panels<Config, kColumns>(consumer, tile, panel, tile.first_token + first_token_row<Config>(position, half),
                                    tile.first_row + position.along_n * kColumns);
+}
+
+// The same for the halves that have tokens.
+template <typename Config>
+__device__ __forceinline__ void store_token_rows(const float (&acc)[Config::kSums], const Consumer<Config>& consumer,
+                                                 const Tile<Config>& tile) {
+#pragma unroll
+    for (u32 half = 0; half < Config::kHalves; ++half)
+        if (first_token_row<Config>(consumer.position, half) < tile.end_token() - tile.first_token)
+            store_token_rows(acc, consumer, tile, half);
 }
 
 // Sums up the slices of a span over the cluster and stores the one that is this warpgroup's, if any is.

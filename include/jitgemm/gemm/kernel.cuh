@@ -74,7 +74,7 @@ __device__ __forceinline__ void consume(const Args& args, const TensorMap* out_m
         sums.take(acc);
 
         if constexpr (Config::kTokenRows) {
-            if (has_tokens<Config>(position, tokens)) store_token_rows(acc, consumer, tile);
+            store_token_rows(acc, consumer, tile);
         } else {
             if constexpr (Config::kWarpgroupsK > 1) send_to_warpgroups(acc, consumer, parity);
             finish_tile(acc, consumer, tile, parity, scheduler.done());

@@ -125,10 +125,10 @@ struct Fragments {
         }
     }
 
-    // The same where rows are tokens: products of their scales and the strips'.
+    // The same where rows are tokens, for a half of them: products of their scales and the strips'.
     __device__ __forceinline__ void load_factors(const Shared<Config>& shared, u32 stage, u32 block,
-                                                 const Position& position) {
-        const u32 row = position.along_m * kTokenRows + position.warp * 16 + position.lane / 4;
+                                                 const Position& position, u32 half) {
+        const u32 row = first_token_row<Config>(position, half) + position.warp * 16 + position.lane / 4;
         const u32 tokens = shared.block_scales(stage, 0) + row * 4;
         float low, high;
         if constexpr (Config::kLhsE8m0) {
@@ -188,7 +188,8 @@ struct Multiplier {
     // A unit is the sum for one half of the tokens and one factor of a chunk; kInFlight of them have registers.
     static constexpr u32 kUnits = kChunks * kFactors * kHalves;
     static constexpr u32 kInFlight = Config::kInFlight;
-    static_assert(kInFlight % kHalves == 0 && kInFlight <= kUnits, "every half in flight, or no more than there are");
+    static_assert(kInFlight % kHalves == 0 || (Config::kTokenRows && kInFlight == 1), "every half in flight, or one");
+    static_assert(kInFlight <= kUnits, "no more in flight than there are");
     static_assert(kUnits == kHalves || Config::kPromoteRecords == 1, "units share registers one after another");
 
     typename Sums::Partial (&partial)[kInFlight][Sums::kPartials];
@@ -205,7 +206,8 @@ struct Multiplier {
         for (u32 s = 0; s < kSteps; ++s) {
             const u32 step = chunk * kSteps + s;
             const bool accumulate = s > 0 || (Config::kPromoteRecords != 1 && pending > 0);
-            const u64 tokens = descriptor + half * (kTokens * kSwizzledRow >> 4) + step * 2;
+            constexpr u32 kRows = Config::kTokenRows ? kTokenRows : kTokens;
+            const u64 tokens = descriptor + half * (kRows * kSwizzledRow >> 4) + step * 2;
             if constexpr (Config::kTokenRows) {
                 Wgmma::issue(partial[unit % kInFlight], tokens, fragments.weights + step * 2, accumulate);
             } else if constexpr (Config::kSharedWeights) {
@@ -255,17 +257,26 @@ struct Multiplier {
         pending = promote_now ? 0 : pending + 1;
     }
 
-    // The same where rows are tokens.
-    __device__ __forceinline__ void finish(float (&acc)[Config::kSums], const Fragments<Config>& fragments) {
-        wgmma_wait<0>();
-        register_fence(partial[0]);
+    // The same where rows are tokens. `load_factors` loads those of a half; `release` is called once the tensor cores
+    // have read all of the record.
+    template <typename LoadFactors, typename Release>
+    __device__ __forceinline__ void finish(float (&acc)[Config::kSums], const Fragments<Config>& fragments,
+                                           u64 descriptor, LoadFactors load_factors, Release release) {
 #pragma unroll
-        for (u32 i = 0; i < Config::kSums; ++i) {
-            const u32 strip = i / (kStripRows / 2);
-            const float scale = i / 2 % 2 ? fragments.high_scale[strip] : fragments.low_scale[strip];
-            acc[i] = fmaf(float(partial[0][i]), scale, acc[i]);
+        for (u32 half = 0; half < kHalves; ++half) {
+            load_factors(half);
+            wgmma_wait<0>();
+            register_fence(partial[0]);
+            if (half + 1 == kHalves) release();
+#pragma unroll
+            for (u32 i = 0; i < kPartials; ++i) {
+                const u32 strip = i / (kStripRows / 2);
+                const float scale = i / 2 % 2 ? fragments.high_scale[strip] : fragments.low_scale[strip];
+                acc[half * kPartials + i] = fmaf(float(partial[0][i]), scale, acc[half * kPartials + i]);
+            }
+            register_fence(acc, half * kPartials, kPartials);
+            if (half + 1 < kHalves) issue(half + 1, fragments, descriptor);
         }
-        register_fence(acc);
     }
 };
 
@@ -294,7 +305,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     const u32 records =
         ceil_div(max(range.end - range.begin, position.along_k) - position.along_k, Config::kWarpgroupsK);
     const u64 first_descriptor =
-        k_major_descriptor(shared.lhs(0, position.along_k) + position.along_m * (kTokenRows * kSwizzledRow));
+        k_major_descriptor(shared.lhs(0, position.along_k) + first_token_row<Config>(position, 0) * kSwizzledRow);
 
     // Known where k is not split, which saves registers; but with one set of fragments ptxas would serialise the
     // multiplies (C7513).
@@ -319,12 +330,21 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
     auto multiply = [&](Fragments<Config>& current, Fragments<Config>& next, bool last, bool load_next) {
         const u32 stage = ring.stage;
         const u64 descriptor = advance_descriptor(first_descriptor, stage * Shared<Config>::kLhsStage);
+        // Halves of token rows have few stages: the next is waited for when this one's is on its way again.
+        constexpr bool kAdvancesLast = Config::kTokenRows && Config::kHalves == 2;
         multiplier.start(current, descriptor);
-        if (load_next) load(next, next_stage(last));
-        ring.advance();
+        if constexpr (!kAdvancesLast) {
+            if (load_next) load(next, next_stage(last));
+            ring.advance();
+        }
         if constexpr (Config::kTokenRows) {
-            current.load_factors(shared, stage, block++, position);
-            multiplier.finish(acc, current);
+            auto load_factors = [&](u32 half) { current.load_factors(shared, stage, block, position, half); };
+            multiplier.finish(acc, current, descriptor, load_factors, [&] { release_stage(shared, stage, position); });
+            ++block;
+            if constexpr (kAdvancesLast) {
+                if (load_next) load(next, next_stage(last));
+                ring.advance();
+            }
         } else {
             current.load_factors(shared.record(stage, position.along_n, position.along_k), position);
             const u32 tokens = shared.block_scales(stage, position.along_k);
@@ -334,8 +354,8 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
             } else {
                 multiplier.finish(acc, current, descriptor, last, tokens + position.lane % 4 * 8);
             }
+            release_stage(shared, stage, position);
         }
-        release_stage(shared, stage, position);
     };
     if (!any) begin();
     if (any) {
@@ -369,7 +389,7 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[Config::kSums], TileS
 // Whether a warpgroup has some of a tile's tokens, of which there may be fewer than the tile has room for.
 template <typename Config>
 __device__ __forceinline__ bool has_tokens(const Position& position, u32 tokens) {
-    return Config::kWarpgroupsM == 1 || position.along_m * kTokenRows < tokens;
+    return Config::kWarpgroupsM == 1 || first_token_row<Config>(position, 0) < tokens;
 }
 
 // Hands all stages of a tile back, of which the warpgroup has no tokens.

@@ -35,11 +35,14 @@ struct Shared {
     static constexpr u32 kWarpgroups = Config::kWarpgroupsM * Config::kWarpgroupsN * Config::kWarpgroupsK;
     static constexpr u32 kMulticast = Config::kMulticastLhs * Config::kMulticastRhs;  // CTAs that share an operand
     static_assert(Config::kMulticastLhs == 1 || Config::kMulticastRhs == 1, "a cluster shares one operand");
-    static constexpr u32 kSlices = Config::kBlockM / Config::kWarpgroupsM / Config::kSliceTokens;
+    // Where rows are tokens, a warpgroup stores its halves one after the other.
+    static constexpr u32 kSlices = Config::kTokenRows ? 1 : Config::kBlockM / Config::kSliceTokens;
     static constexpr u32 kSpans = ceil_div(kSlices, Config::kSplitK);
     static constexpr u32 kSpanTokens = Config::kSliceTokens * smaller(Config::kSplitK, kSlices);
     static constexpr u32 kReducers = kSpans * Config::kWarpgroupsN * Config::kWarpgroupsM;
-    static_assert(Config::kSliceTokens * kSlices * Config::kWarpgroupsM == Config::kBlockM &&
+    static_assert(Config::kSliceTokens * kSlices *
+                              (Config::kTokenRows ? Config::kWarpgroupsM * Config::kHalves : 1) ==
+                          Config::kBlockM &&
                       kSpans <= Config::kWarpgroupsK,
                   "slices cover the tile");
 
