@@ -135,6 +135,8 @@ __device__ __forceinline__ void w4a8_gemm(const TensorMap* lhs_map, const Tensor
         if constexpr (Config::kConsumerRegisters > 0) release_registers<Config::kProducerRegisters>();
         if (producer_warp) {
             produce<Config>(args, lhs_map, last_lhs_map, shared, rank, prefetched, policy);
+        } else if (Config::kLhsGroup > 0 && warp == Shared<Config>::kWarpgroups * 4 + 1) {
+            produce_block_scales(args, shared, rank);
         } else {
             wait_for_previous_grid();
         }

@@ -1,12 +1,12 @@
-// Who fills the stages: the producer warp with weight records and activations, and, for the first stages of narrow
-// tiles, the consumers themselves with activations.
+// Who fills the stages: the producer warp with weight records and activations, a second warp with scales of activations
+// per token and 128 k, and, for the first stages of narrow tiles, the consumers themselves with activations.
 #pragma once
 #include <jitgemm/gemm/scheduler.cuh>
 #include <jitgemm/gemm/shared.cuh>
 
 namespace jitgemm {
 
-// ---- the producer warp ----------------------------------------------------------------------------------------------
+// ---- the producer warps ---------------------------------------------------------------------------------------------
 
 // Records of each strip in the stage that begins at `block`: one for each warpgroup along k, fewer at the end.
 template <typename Config>
@@ -177,7 +177,6 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
     for (u32 i = 0; i < prefetched; ++i, block += Config::kWarpgroupsK, ring.advance()) {
         const u32 blocks = blocks_of_stage<Config>(tile.range, block);
         if (!Config::kDirectLhs && elect_one()) load_lhs(blocks);
-        if (!Config::kDirectLhs) load_block_scales<Config>(shared, tile, ring.stage, block, blocks);
     }
     while (more) {
         // Several at a time take more registers than a producer has.
@@ -191,7 +190,6 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
             }
             if constexpr (Tile<Config>::kGrouped)
                 gather_activations<Config>(last_lhs_map, shared, tile, ring.stage, block, blocks, rank, rows);
-            load_block_scales<Config>(shared, tile, ring.stage, block, blocks);
         }
         more = scheduler.next(tile, rank);
         block = tile.range.begin;
@@ -202,6 +200,32 @@ __device__ __forceinline__ void produce(const Args& args, const TensorMap* lhs_m
     if constexpr (Shared<Config>::kMulticast > 1) {
         for (u32 stage = 0; stage < Config::kStages; ++stage, ring.advance())
             barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
+    }
+}
+
+// Brings the scales of activations, one per token and k-block, to all stages but those whose activations the consumers
+// copy. A warp of its own does: between a stage that is handed back and the next copies, a few hundred instructions
+// would keep the copy engine waiting.
+template <typename Config>
+__device__ __forceinline__ void produce_block_scales(const Args& args, const Shared<Config>& shared, u32 rank) {
+    constexpr bool kKnown = Scheduler<Config>::kKnownBeforeWait;
+    if constexpr (!kKnown) wait_for_previous_grid();
+    Scheduler<Config> scheduler(args, shared);
+    Ring<Config::kStages> ring;
+    Tile<Config> tile(args);
+    bool more = scheduler.next(tile, rank);
+    if constexpr (kKnown) wait_for_previous_grid();
+    u32 copied = Config::kDirectLhs && more ? prefetched_stages<Config>(tile.range) : 0;
+    for (; more; more = scheduler.next(tile, rank)) {
+#pragma unroll 1
+        for (u32 block = tile.range.begin; block < tile.range.end; block += Config::kWarpgroupsK, ring.advance()) {
+            if (copied > 0) {
+                --copied;
+                continue;
+            }
+            barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
+            load_block_scales<Config>(shared, tile, ring.stage, block, blocks_of_stage<Config>(tile.range, block));
+        }
     }
 }
 
