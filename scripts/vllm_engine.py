@@ -10,7 +10,8 @@ this checkout, installed or not. Experts get uniform routing: with weights of no
 
 Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one, and
 are measured one after another, when all have started: an idle engine leaves the GPU alone. For the time that one engine
-takes to start, give one. With KERNELS=1 in the environment the kernels of a decode step go to OUT, too.
+takes to start, give one. With KERNELS=1 in the environment the kernels of a decode step go to OUT, too, and a
+layer's one after another.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,16 +135,43 @@ def read_until(engine: subprocess.Popen[str], word: str) -> bool:
     return any(line.strip() == word for line in engine.stdout)
 
 
+def profiled_events(folder: Path) -> list[dict[str, Any]]:
+    """Those on the GPU in the later half of the newest profile, as they start."""
+    newest = max(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    events = [e for e in json.loads(newest.read_text())["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
+    events.sort(key=lambda e: e["ts"])
+    return [e for e in events if e["ts"] > (events[0]["ts"] + events[-1]["ts"]) / 2]
+
+
+def layer_chain(folder: Path) -> list[dict[str, Any]]:
+    """The kernels of a layer from one attention to the next, in the order in which they end: name, µs since the last.
+
+    A kernel that launches dependently starts before the last ends, and waits. Its time is that from end to end; medians
+    of all layers with the most frequent sequence of kernels.
+    """
+    events = sorted(profiled_events(folder), key=lambda e: e["ts"] + e["dur"])
+    layers: dict[tuple[str, ...], list[list[float]]] = {}
+    names: list[str] = []
+    times: list[float] = []
+    end = 0.0
+    for each in events:
+        if "FlashAttnFwdSm90" in each["name"]:
+            layers.setdefault(tuple(names), []).append(times)
+            names, times = [], []
+        names.append(each["name"][:120])
+        times.append(each["ts"] + each["dur"] - end)
+        end = each["ts"] + each["dur"]
+    kind = max(layers, key=lambda kind: len(layers[kind]))
+    return [{"name": name, "us": round(median(of), 2)} for name, of in zip(kind, zip(*layers[kind]))]
+
+
 def kernels(folder: Path) -> list[dict[str, Any]]:
     """Kernels of the later half of the newest profile, a step each: name, launches, µs; first all together.
 
     Beside "all" stands how long the GPU is busy and how long a step takes. A kernel that is launched least often is
     launched once a step.
     """
-    newest = max(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    events = [e for e in json.loads(newest.read_text())["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy")]
-    events.sort(key=lambda e: e["ts"])
-    events = [e for e in events if e["ts"] > (events[0]["ts"] + events[-1]["ts"]) / 2]
+    events = profiled_events(folder)
     found: dict[str, list[float]] = {}
     busy = end = 0.0
     for each in events:
@@ -180,6 +209,7 @@ def engine(model: str, quant: str, out: str, beside: int) -> None:
     )  # fmt: skip
     row: dict[str, Any] = {"model": model, "quant": quant, "start_s": round(time.time() - start, 1)}
     row["started_beside"] = beside
+    print(f"started in {row['start_s']} s", file=sys.stderr)
     print(STARTED, file=told, flush=True)
     sys.stdin.readline()
 
@@ -202,6 +232,7 @@ def engine(model: str, quant: str, out: str, beside: int) -> None:
             seconds(sequences, 128, 33)
             llm.stop_profile()
             row[f"kernels_{sequences}"] = kernels(Path(folder))
+            row[f"layer_{sequences}"] = layer_chain(Path(folder))
     row["prefill_tokens_s"] = round(8 * 2048 / min(seconds(8, 2048, 1) for _ in range(3)))
     report(out, row)
 
