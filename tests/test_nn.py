@@ -94,7 +94,7 @@ def layer(request) -> W4A8Linear:
 
 def same_layer(a: W4A8Linear, b: W4A8Linear) -> bool:
     """The same tensors, bit for bit, and the same results."""
-    x, y = dict(a.named_buffers()), dict(b.named_buffers())
+    x, y = a.state_dict(), b.state_dict()
     same = x.keys() == y.keys() and all(builders.same_bits(x[name], y[name]) for name in x)
     m5 = inputs(3, 5, K)
     return same and a.activation == b.activation and builders.same_bits(a(m5), b(m5))
@@ -389,7 +389,7 @@ def test_conversions_leave_the_layer_alone(layer, convert):
 
 def test_moving_to_another_device_moves_everything_but_the_description(layer):
     moved = copy.deepcopy(layer).to("meta")
-    devices = {name: tensor.device.type for name, tensor in moved.named_buffers()}
+    devices = {name: tensor.device.type for name, tensor in moved.state_dict().items()}
     assert {name for name, device in devices.items() if device == "cpu"} == {"meta", "activation_type"}
     assert moved.weight.device.type == "meta" and moved.weight.blocks is moved.blocks
     dtypes = {name: tensor.dtype for name, tensor in layer.named_buffers()}
@@ -590,12 +590,17 @@ def test_a_compiler_sees_the_weight_as_the_modules_own(fresh_dynamo):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_export(fresh_dynamo, strict):
-    model = torch.nn.Sequential(layer_of("int8"), torch.nn.ReLU())
+@pytest.mark.parametrize("root", [True, False], ids=["root", "inside"])
+@pytest.mark.parametrize("kind", ["int8", "w8 e4m3", "permutation", "static"])
+def test_export(fresh_dynamo, tmp_path, kind, root, strict):
+    layer = layer_of(kind)
+    model = layer if root else torch.nn.Sequential(layer, torch.nn.ReLU())
     x = inputs(1, 5, K)
     program = torch.export.export(model, (x,), strict=strict)
-    assert builders.same_bits(program.module()(x), model(x))
-    assert bound(model[0])
+    torch.export.save(program, tmp_path / "program.pt2")
+    for each in (program, torch.export.load(tmp_path / "program.pt2")):
+        assert builders.same_bits(each.module()(x), model(x))
+    assert bound(layer)
 
 
 # ---- warmup ----------------------------------------------------------------------------------------------------------

@@ -69,13 +69,13 @@ class Slice(PackedLinear):
         linear.named(self._weight.layer)
         return linear.train(self.training)
 
-    def show(self, views: dict[str, torch.Tensor | None], described: bool) -> None:
-        """Makes views of a run's tensors the buffers; described: by what `meta` says of them."""
+    def show(self, views: dict[str, torch.Tensor | None], meta: torch.Tensor | None) -> None:
+        """Makes views of a run's tensors the buffers; meta: what describes them, None for what described the last."""
         self._buffers.update(views)
-        if described:
-            self._bind_described()
-        else:
+        if meta is None:
             self._bind()
+        else:
+            self._bind_described(meta)
 
     # ---- buffers: the run moves and copies them ----------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Slice(PackedLinear):
             if codes != mine:
                 blocks = state_dict[prefix + "blocks"].clone()
                 layout.reorder_codes(blocks[None], codes, mine)
-                state_dict = {**state_dict, prefix + "blocks": blocks, prefix + "meta": self.meta.clone()}
+                state_dict = {**state_dict, prefix + "blocks": blocks, prefix + "meta": self._description()["meta"]}
             self.codes = codes
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -128,13 +128,11 @@ class Run(PackedLinear):
             slices.append(Slice(linear, start, width))
             start += linear.out_features
         self.slices = tuple(slices)  # in a tuple: they are modules of the model elsewhere
-        for part in self.slices:
-            part._buffers["meta"] = _meta(part, weight.format.codes)
-        self._show(described=True)
+        self._show([_meta(part, weight.format.codes) for part in self.slices])
 
-    def _show(self, described: bool) -> None:
+    def _show(self, metas: Sequence[torch.Tensor | None]) -> None:
         row = 0
-        for part in self.slices:
+        for part, meta in zip(self.slices, metas):
             n = part.out_features
             padded = slice(row, row + STRIP_ROWS * layout.strips_of(n))
             blocks, channel_scale, row_sum, bias, permutation, input_scale = (self._buffers[name] for name in _VIEWS)
@@ -146,17 +144,17 @@ class Run(PackedLinear):
                 "permutation": permutation,
                 "input_scale": input_scale,
             }
-            part.show(views, described)
+            part.show(views, meta)
             row += n
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Run:
         super()._apply(fn, recurse)
-        self._show(described=False)
+        self._show([None] * len(self.slices))
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._show(described=True)
+        self._show([part._weight for part in self.slices])  # as `Packed.__getstate__` left it
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
         pass

@@ -39,7 +39,8 @@ class PackedLinear(Packed):
     Every token (row) is quantised with a scale of its own, or with `input_scale` if there is one. There is no gradient:
     the input must not require one while gradients are enabled.
 
-    Buffers, all in `state_dict()`; moved by `.to(device)`, but never converted to another type, whatever the model is:
+    Tensors of `state_dict()`. All but `meta` and `activation_type` are buffers; moved by `.to(device)`, but never
+    converted to another type, whatever the model is:
 
     ==================  =========================================================================================
     `blocks`            uint8, the packed weight: see `Weight`

@@ -16,14 +16,14 @@ from jitgemm.tensors import TYPE_NAMES, check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight
 
 _WEIGHT_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")  # as `Weight` and its state dict call them
-_ON_CPU = ("meta", "activation_type")  # describe the module, take no part in the call
 
 
 class Packed(torch.nn.Module):
     """A packed weight, dense or of several experts, with its bias and the kind of activations that it meets.
 
     Its buffers are those that `PackedLinear` lists. They are moved by `.to(device)`, but never converted to another
-    type, whatever the model is.
+    type, whatever the model is. What describes them is in the state dict alone: no buffer that a move would take along,
+    and none called `meta`, which torch.export's modules have as an attribute.
 
     Attributes:
         activation: one of ACTIVATIONS.
@@ -47,8 +47,7 @@ class Packed(torch.nn.Module):
         _check_codes(weight, activation)
         self._weight = weight
         tensors = weight.state_dict()
-        buffers = {name: tensors.get(name) for name in (*_WEIGHT_TENSORS, "meta")}
-        buffers["activation_type"] = torch.tensor([ACTIVATIONS.index(activation)], device="cpu")
+        buffers = {name: tensors.get(name) for name in _WEIGHT_TENSORS}
         buffers["input_scale"] = _check_input_scale(input_scale, activation, weight.device)
         buffers["bias"] = _check_bias(bias, weight)
         # Absent ones last: torch.export (2.13, not strict) counts on it.
@@ -84,21 +83,25 @@ class Packed(torch.nn.Module):
         self._weight = self._weight.with_tensors(*(self._buffers[name] for name in _WEIGHT_TENSORS))
         return self._weight
 
-    def _bind_described(self) -> None:
+    def _bind_described(self, meta: torch.Tensor) -> None:
         """The same, from what `meta` says of the buffers."""
-        self._weight = self.kind.from_state_dict({name: x for name, x in self._buffers.items() if x is not None})
+        self._weight = self.kind.from_state_dict(self._buffers | {"meta": meta})
         for name in _WEIGHT_TENSORS:
             self._buffers[name] = getattr(self._weight, name)  # a misaligned one was copied
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Packed:
-        moved = {
-            name: _moved(tensor, fn)
-            for name, tensor in self._buffers.items()
-            if tensor is not None and name not in _ON_CPU
-        }
-        self._buffers.update(moved)
+        self._buffers.update({name: _moved(tensor, fn) for name, tensor in self._buffers.items() if tensor is not None})
         self._bind()
         return self
+
+    def _description(self) -> dict[str, torch.Tensor]:
+        """What the state dict holds beside the buffers, on the CPU."""
+        activation_type = torch.tensor([ACTIVATIONS.index(self.activation)], device="cpu")
+        return {"meta": self._weight.state_dict()["meta"], "activation_type": activation_type}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination |= {prefix + name: tensor for name, tensor in self._description().items()}
 
     def _load_from_state_dict(  # type: ignore[no-untyped-def]
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -108,17 +111,17 @@ class Packed(torch.nn.Module):
             error_msgs.append(wrong)
             return
         errors = len(error_msgs)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        described = {prefix + name for name in self._description()}
+        missing_keys += sorted(described - state_dict.keys()) if strict else []
+        rest = {name: tensor for name, tensor in state_dict.items() if name not in described}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         if len(error_msgs) > errors:
             return
-        for name in _ON_CPU:
-            self._buffers[name] = self._buffers[name].cpu()
-        if self.blocks.is_meta:
+        meta = state_dict.get(prefix + "meta")
+        if meta is None or self.blocks.is_meta:
             self._bind()
         else:
-            self._bind_described()
+            self._bind_described(meta)
 
     def _what_is_wrong(self, state_dict: Mapping[str, torch.Tensor], prefix: str) -> str | None:
         """Why these tensors are not this layer's, so that nothing is copied or converted that should not be."""
@@ -133,8 +136,8 @@ class Packed(torch.nn.Module):
             if mine.shape != other.shape or mine.group_size != other.group_size or len(formats) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
         number = state_dict.get(prefix + "activation_type")
-        if number is not None and number.tolist() != self.activation_type.tolist():
-            mine = self.activation_type.tolist()
+        mine = [ACTIVATIONS.index(self.activation)]
+        if number is not None and number.tolist() != mine:
             return f"{prefix}activation_type: expected {mine} ({self.activation}), got {number.tolist()}"
         for name in ("input_scale", "bias"):
             mine, other = self._buffers[name], state_dict.get(prefix + name)
@@ -151,12 +154,12 @@ class Packed(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_weight"]  # the buffers hold all of it
+        state["_weight"] = self._description()["meta"]  # the buffers hold the rest of it
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._bind_described()
+        self._bind_described(state["_weight"])
 
 
 def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
