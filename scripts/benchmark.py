@@ -58,8 +58,8 @@ def benchmark(
             "--format",
             metavar="NAME",
             help="A format of ours: e4m3 or int8, then _g32, _g64, _g128, _g256 or _ch, then z for zero points, then "
-            "_any for codes that any activations decode, _b128 for activations with a scale per token and 128 k, _bi "
-            "for batch-invariant; w8_e4m3_ch, w8_int8_ch, w8_e4m3_block for 8-bit weights; 'all' for the usual ones; "
+            "_any for codes that any activations decode, _b128 for activations with a scale per token and 128 k, "
+            "_b128e for the same in packed e8m0, _bi for batch-invariant; w8_e4m3_ch, w8_int8_ch, w8_e4m3_block for 8-bit weights; 'all' for the usual ones; "
             "may be repeated.",
             show_default="e4m3_g128, int8_g128, int8_ch, e4m3_g128_any",
         ),
@@ -175,8 +175,9 @@ def benchmark(
     \b
     Reading the table:
       % floor  floor_us / us. The floor is the longer of bytes and operations over the device's rates (H200:
-               4.5 TB/s, 1.5 PFLOP/s), one figure a cell; int8 may pass 100, because it draws less power. With
-               --moe: microseconds of the floor, and us over them.
+               4.5 TB/s, 1.5 PFLOP/s), one figure for all formats of 4 bits and one for those of 8, whose "of" says
+               which; int8 may pass 100, because it draws less power. With --moe: microseconds of the floor, and us
+               over them.
       +-       how much the replays varied: 10th to 90th percentile, over the median.
       x        how many times faster than the best peer of its kind (exact group scales, or per channel), and than
                the best of any kind (also 8 and 16 bits, also rounded scales). Below 1 the peer is faster.

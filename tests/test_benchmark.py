@@ -52,7 +52,7 @@ def document(**us: float | None) -> dict:
         "date": "2025-01-02T03:04:05+00:00",
         "environment": {"device": DEVICE, "driver": "580", "commit": "0123456789abcdef", "dirty": False},
         "settings": {},
-        "floor": cells_lib.H200.floor,
+        "floor": cells_lib.H200.floor(),
         "contestants": [
             contestant_facts("e4m3_g128", "exact", ours=True),
             contestant_facts("int8_ch", "channel", ours=True),
@@ -100,7 +100,16 @@ def test_a_device_has_a_floor_of_its_own():
     half = cells_lib.Rates.of(device_spec("h200,hbm=2.25e6,tensor=0.9e9"))
     assert Cell(4096, 4096, 1).floor_us(half) == pytest.approx(2 * Cell(4096, 4096, 1).floor_us())
     assert Cell(4096, 4096, 8192).floor_us(half) == pytest.approx(2 * Cell(4096, 4096, 8192).floor_us())
-    assert "2.2 TB/s" in half.floor and "0.75 PFLOP/s" in half.floor
+    assert "2.2 TB/s" in half.floor() and "0.75 PFLOP/s" in half.floor()
+
+
+def test_the_floor_of_8_bit_weights_is_that_of_their_bytes():
+    n, k, m, rates = 28672, 4096, 16, cells_lib.H200
+    assert Cell(n, k, m).floor_us(bits=8) == (n * k + m * k + 2 * m * n) / rates.hbm_bytes_per_us
+    assert Cell(n, k, 8192).floor_us(bits=8) == Cell(n, k, 8192).floor_us()  # of operations
+    assert "weights*(n*k)" in rates.floor([8, 8]) and "(n*k/2 + 2*n*k/128 or n*k)" in rates.floor([8, 4])
+    grouped = GroupedCell(n, k, m, "", Experts(8, 2, 8))
+    assert grouped.floor_bytes(8) - grouped.bytes_of(0) == pytest.approx(grouped.hit * n * k)
 
 
 def test_presets_name_the_cells_of_a_llama_8b():
@@ -141,6 +150,8 @@ def test_wrong_numbers_of_tokens_are_refused(text):
         Format("s8", 0, any_codes=True),
         Format("e4m3", 256, batch_invariant=True, any_codes=True),
         Format("s8", 128, bits=8, lhs_blocks=True, batch_invariant=True),
+        Format("s8", 128, bits=8, lhs_blocks=True, lhs_e8m0=True, batch_invariant=True),
+        Format("e4m3", 0, any_codes=True, lhs_blocks=True, lhs_e8m0=True),
     ],
     ids=lambda fmt: fmt.name,
 )
@@ -157,19 +168,19 @@ def test_a_formats_name_ends_in_its_codes_and_then_its_invariance():
 
 def test_different_formats_have_different_names():
     formats = [
-        Format(lhs, group, zero, invariant, any_codes, lhs_blocks=blocks)
+        Format(lhs, group, zero, invariant, any_codes, lhs_blocks=blocks > 0, lhs_e8m0=blocks > 1)
         for lhs in ("e4m3", "s8")
         for group in (0, 32, 128)
         for zero in (False, True)
         for invariant in (False, True)
         for any_codes in (False, True)
-        for blocks in (False, True)
+        for blocks in range(3)
     ]
     formats += [
-        Format(lhs, group, bits=8, lhs_blocks=blocks, batch_invariant=invariant)
+        Format(lhs, group, bits=8, lhs_blocks=blocks > 0, lhs_e8m0=blocks > 1, batch_invariant=invariant)
         for lhs in ("e4m3", "s8")
         for group in (0, 128)
-        for blocks in (False, True)
+        for blocks in range(3)
         for invariant in (False, True)
     ]
     assert len({fmt.name for fmt in formats}) == len(formats)
@@ -192,6 +203,8 @@ def test_different_formats_have_different_names():
         "w8_int8_chz",
         "e4m3_block",
         "e4m3_g128_bi_b128",
+        "e4m3_g128_b128_b128e",
+        "e4m3_g128_e",
     ],
 )
 def test_an_unknown_format_is_refused_with_what_is_known(text):
@@ -389,6 +402,43 @@ def test_the_table_has_ours_in_detail_and_says_who_is_missing(recorded):
     assert "int8mm: refused: _int_mm" in done.stdout
 
 
+def with_8_bits(**floors: tuple[int, float]) -> dict:
+    """A recorded run in which results of ours have these (bits, floor_us); cells have the floor of the least bits."""
+    found = document()
+    bits = min(bits for bits, _ in floors.values())
+    for cell in found["cells"]:
+        cell |= {"floor_bits": bits, "floor_us": next(us for each, us in floors.values() if each == bits)}
+        for name, (each, us) in floors.items():
+            cell["results"][name] |= {"floor_bits": each, "floor_us": us}
+    return found
+
+
+def test_the_table_says_which_floor_a_format_of_a_mixed_run_stands_beside():
+    from benchmark_lib.table import ours_columns, ours_rows, side_by_side
+
+    mixed = with_8_bits(e4m3_g128=(4, 2.0), int8_ch=(8, 3.6))
+    at = ours_columns(mixed).index("% floor")
+    assert ours_columns(mixed)[at + 1] == "of" and "of" not in ours_columns(document())
+    assert [row[at : at + 2] for row in ours_rows(mixed)][:2] == [("40", "4 bits"), ("80", "8 bits")]
+    assert all(len(row) == len(ours_columns(mixed)) for row in ours_rows(mixed))
+    assert side_by_side(mixed)[0][3] == "floor" and side_by_side(mixed)[1][0][3] == "2.00"
+    missing = with_8_bits(e4m3_g128=(4, 2.0), int8_ch=(8, 3.6))
+    missing["cells"][0]["results"]["int8_ch"] = result(None, note="refused: k")
+    assert all(len(row) == len(ours_columns(missing)) for row in ours_rows(missing))
+    eight = with_8_bits(e4m3_g128=(8, 3.8), int8_ch=(8, 3.8))
+    assert side_by_side(eight)[0][3] == "8-bit floor" and side_by_side(eight)[1][0][3] == "3.80"
+
+
+def test_our_formats_say_the_bits_of_their_floor():
+    from benchmark_lib.contestants import pick
+
+    for moe in (False, True):
+        formats = [parse_format("e4m3_g128"), parse_format("w8_e4m3_block")]
+        assert [each.floor_bits for each in pick(formats, ["none"], moe=moe)] == [4, 8]
+    made = results_lib.new_document("burst", {}, pick([parse_format("w8_int8_ch")]), {}, cells_lib.H200)
+    assert made["floor"] == cells_lib.H200.floor([8])
+
+
 def test_the_best_of_its_kind_leaves_other_kinds_out():
     from benchmark_lib.table import ours_rows
 
@@ -445,7 +495,7 @@ class FakeTimed:
     spread = property(lambda self: 0.0)
 
 
-def fake(name: str, us: float, ours: bool = False, error: Exception | None = None) -> Contestant:
+def fake(name: str, us: float, ours: bool = False, error: Exception | None = None, bits: int = 4) -> Contestant:
     def load(source, copies):
         def start(m, buffers):
             if error is not None:
@@ -454,7 +504,7 @@ def fake(name: str, us: float, ours: bool = False, error: Exception | None = Non
 
         return start
 
-    return Contestant(name, name, EXACT if ours else WIDER, ours, "torch", None, load)
+    return Contestant(name, name, EXACT if ours else WIDER, ours, "torch", None, load, floor_bits=bits)
 
 
 @pytest.fixture
@@ -487,6 +537,17 @@ def test_a_failing_or_refusing_peer_is_noted_and_the_rest_is_measured(no_gpu):
         assert results["ours"]["replays"] == 6 and results["ours"]["copies"] == 2
         assert results["broken"] == {"us": None, "note": "failed: RuntimeError: illegal something"}
         assert results["picky"]["note"] == "refused: n too odd"
+
+
+@pytest.mark.parametrize(("others", "expected"), [((4, 8), (4, 8, 4)), ((8, 8), (8, 8, 8)), ((4, 4), (4, 4, 4))])
+def test_each_format_has_the_floor_of_its_bits_and_peers_that_of_the_cell(no_gpu, others, expected):
+    ours = [fake(f"ours{i}", 4.0, ours=True, bits=bits) for i, bits in enumerate(others)]
+    (record,) = measured([*ours, fake("peer", 5.0)], ms=(1,))
+    floors = {bits: Cell(64, 128, 1).floor_us(bits=bits) for bits in (4, 8)}
+    assert record["floor_bits"] == min(others) and record["floor_us"] == round(floors[min(others)], 3)
+    for (name, found), bits in zip(record["results"].items(), expected):
+        assert found["floor_bits"] == bits and found["floor_us"] == round(floors[bits], 3), name
+        assert found["floor_percent"] == round(100 * floors[bits] / found["us"], 1)
 
 
 def test_a_lost_device_keeps_the_cells_before_it(no_gpu, monkeypatch):
@@ -594,7 +655,16 @@ def test_a_batch_invariant_format_calls_for_it():
 
 @pytest.mark.parametrize(
     "name",
-    ["e4m3_g128", "e4m3_g128_any", "int8_ch_bi", "int8_g32z", "e4m3_ch_any_bi", "w8_int8_ch", "w8_e4m3_block_b128"],
+    [
+        "e4m3_g128",
+        "e4m3_g128_any",
+        "int8_ch_bi",
+        "int8_g32z",
+        "e4m3_ch_any_bi",
+        "w8_int8_ch",
+        "w8_e4m3_block_b128",
+        "int8_g128_b128e",
+    ],
 )
 def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypatch):
     import torch
@@ -632,6 +702,8 @@ def test_the_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypa
         "w8_int8_ch",
         "w8_e4m3_block",
         "w8_int8_block_b128",
+        "w8_e4m3_block_b128e",
+        "int8_g128_b128e",
     ],
 )
 def test_our_results_pass_both_checks_and_wrong_ones_do_not(name):
@@ -890,7 +962,7 @@ def test_deepgemm_gets_each_expert_s_rows_where_it_wants_them(name, moe, monkeyp
         assert not check(run, source, tokens)["correct"]
 
 
-@pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g64z_bi", "int8_g32", "int8_ch"])
+@pytest.mark.parametrize("name", ["e4m3_g128", "e4m3_g64z_bi", "int8_g32", "int8_ch", "w8_e4m3_block_b128e"])
 def test_our_grouped_results_pass_both_checks_and_wrong_ones_do_not(name):
     import torch
     from benchmark_lib.checks import check
@@ -911,7 +983,7 @@ def test_our_grouped_results_pass_both_checks_and_wrong_ones_do_not(name):
     assert len(run.snapshot()) == sum(source.cell(40).loads[-1])  # no row that belongs to no expert
 
 
-@pytest.mark.parametrize("name", ["e4m3_g128", "int8_g64z", "int8_ch_bi"])
+@pytest.mark.parametrize("name", ["e4m3_g128", "int8_g64z", "int8_ch_bi", "w8_int8_block_b128", "w8_e4m3_ch"])
 def test_the_grouped_kernels_compiled_ahead_are_those_that_the_calls_take(name, monkeypatch):
     import torch
     from benchmark_lib.ours import kernel_label, weight_of
@@ -932,7 +1004,7 @@ def test_the_grouped_kernels_compiled_ahead_are_those_that_the_calls_take(name, 
     cells = [GroupedCell(72, 288, m, "", source.experts) for m in (1, 64, 1024)]
     run_lib.compile_ahead(cells, [fmt])
     packed = [weight_of(fmt, each) for each in source.distinct]
-    weight = jitgemm.W4Weight.stacked(5, packed.__getitem__)
+    weight = type(packed[0]).stacked(5, packed.__getitem__)
     assert set(compiled) == {kernel_label(fmt, weight, cell.most_rows) for cell in cells}
 
 

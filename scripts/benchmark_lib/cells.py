@@ -6,7 +6,7 @@ Plain arithmetic: no torch, no GPU.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -49,11 +49,15 @@ class Rates:
     def limits(self) -> str:
         return f"{self.hbm_bytes_per_us / 1e6:.2g} TB/s, {self.tensor_ops_per_us / 1e9:.2g} PFLOP/s"
 
-    @property
-    def floor(self) -> str:
-        """The floor's formula, for people; of a grouped GEMM m counts the rows of all experts."""
+    def floor(self, bits: Collection[int] = (4,)) -> str:
+        """The floor's formula for weights of so many bits, for people; of a grouped GEMM m counts all experts' rows."""
         bandwidth, tensor = self.limits.split(", ")
-        return f"max(bytes / {bandwidth}, 2mnk / {tensor}); bytes = weights*(n*k/2 + 2*n*k/128) + m*k + 2*m*n"
+        weight = " or ".join(FLOOR_BYTES[each] for each in sorted(set(bits)))
+        return f"max(bytes / {bandwidth}, 2mnk / {tensor}); bytes = weights*({weight}) + m*k + 2*m*n"
+
+
+FLOOR_BYTES = {4: "n*k/2 + 2*n*k/128", 8: "n*k"}
+"""Of a weight by its bits, for people: a 16-bit scale per 128 values, and of 8 bits none, as those are few."""
 
 
 H200 = Rates.of(DEVICES["h200"])
@@ -72,10 +76,9 @@ class Cell:
     def ops(self) -> float:
         return 2.0 * self.m * self.n * self.k
 
-    @property
-    def floor_bytes(self) -> float:
-        """Bytes a W4A8 GEMM with a 16-bit scale per 128 values has to move once."""
-        return self.bytes_of(self.n * self.k / 2 + 2 * self.n * self.k / 128)
+    def floor_bytes(self, bits: int = 4) -> float:
+        """Bytes that a GEMM whose weight has so many bits has to move once: of the weight those of FLOOR_BYTES."""
+        return self.bytes_of(self.n * self.k * (1 / 2 + 2 / 128 if bits == 4 else 1))
 
     def bytes_of(self, weight_bytes: float) -> float:
         """Bytes that a call has to move: weights of this size, activations, results of 16 bits."""
@@ -90,9 +93,9 @@ class Cell:
         """What the selector is asked."""
         return fmt.problem(self.m, self.n, self.k)
 
-    def floor_us(self, rates: Rates = H200) -> float:
-        """Microseconds below which no W4A8 kernel is expected: one figure for every format, so that formats compare."""
-        return max(self.floor_bytes / rates.hbm_bytes_per_us, self.ops / rates.tensor_ops_per_us)
+    def floor_us(self, rates: Rates = H200, bits: int = 4) -> float:
+        """Microseconds below which no kernel is expected: one figure for all formats of so many bits; they compare."""
+        return max(self.floor_bytes(bits) / rates.hbm_bytes_per_us, self.ops / rates.tensor_ops_per_us)
 
     @property
     def name(self) -> str:
@@ -243,6 +246,7 @@ class Format:
             of the one that decodes fastest (`lhs_dtype` of `pack_w4`).
         bits: of the weight; 8 bits have fp32 scales, per row or with group_size 128 per block of 128 x 128.
         lhs_blocks: activations have a scale per token and 128 k.
+        lhs_e8m0: those scales are powers of two, four packed in an int32.
     """
 
     lhs: str
@@ -252,13 +256,14 @@ class Format:
     any_codes: bool = False
     bits: int = 4
     lhs_blocks: bool = False
+    lhs_e8m0: bool = False
 
     @property
     def name(self) -> str:
-        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, w8_e4m3_block_b128."""
+        """The name in results: e4m3_g128, int8_ch, int8_g128z, e4m3_g128_any, e4m3_g128_bi, w8_e4m3_block_b128e."""
         group = "ch" if not self.group_size else f"g{self.group_size}" if self.bits == 4 else "block"
         lhs = ("w8_" if self.bits == 8 else "") + ("int8" if self.lhs == "s8" else self.lhs)
-        given = (self.any_codes, self.lhs_blocks, self.batch_invariant)
+        given = (self.any_codes, self.lhs_blocks and not self.lhs_e8m0, self.lhs_e8m0, self.batch_invariant)
         switches = "".join(f"_{switch}" for switch, on in zip(SWITCHES, given) if on)
         return f"{lhs}_{group}{'z' if self.zero_point else ''}{switches}"
 
@@ -270,7 +275,9 @@ class Format:
         else:
             codes = "any" if self.any_codes else tuned_codes(self.lhs, group, self.zero_point, k)
             weight = WeightFormat(group, self.zero_point, "bf16", codes)
-        return Problem(m, n, k, self.lhs, weight, batch_invariant=self.batch_invariant, lhs_group=lhs_group)
+        return Problem(
+            m, n, k, self.lhs, weight, batch_invariant=self.batch_invariant, lhs_group=lhs_group, lhs_e8m0=self.lhs_e8m0
+        )
 
     def weight_bytes(self, n: int, k: int) -> float:
         """Bytes of codes, scales and zero points; padding of tiles, and copies of a block's scale, are not counted."""
@@ -280,8 +287,9 @@ class Format:
         return n * k / 2 + n * groups * (3 if self.zero_point else 2)
 
 
-SWITCHES = ("any", "b128", "bi")
-"""What may follow in a format's name, in this order: `any_codes`, `lhs_blocks`, `batch_invariant`."""
+SWITCHES = ("any", "b128", "b128e", "bi")
+"""What may follow in a format's name, in this order, one of the b's: `any_codes`, `lhs_blocks`, that with `lhs_e8m0`,
+`batch_invariant`."""
 DEFAULT_FORMATS = (
     Format("e4m3", 128),
     Format("s8", 128),
@@ -299,6 +307,7 @@ MORE_FORMATS = (
     Format("e4m3", 0, bits=8),
     Format("s8", 0, bits=8),
     Format("e4m3", 128, bits=8),
+    Format("s8", 128, bits=8),
     Format("e4m3", 128, bits=8, lhs_blocks=True),
     Format("e4m3", 128, lhs_blocks=True),
 )
@@ -319,13 +328,16 @@ def parse_format(text: str) -> Format:
     types = {"e4m3": "e4m3", "fp8": "e4m3", "int8": "s8", "s8": "s8"}
     sizes = {f"g{size}": size for size in GROUP_SIZES} | {"ch": 0} if bits == 4 else {"ch": 0, "block": 128}
     known = [switch for switch in SWITCHES if switch in switches and (bits == 4 or switch != "any")]
-    if lhs not in types or group not in sizes or switches != known:
+    e8m0 = "b128e" in switches
+    if lhs not in types or group not in sizes or switches != known or (e8m0 and "b128" in switches):
         raise ValueError(
             f"--format: expected LHS_GROUP with LHS e4m3 or int8 and GROUP one of g32, g64, g128, g256, ch, then z for "
-            f"zero points, _any for codes of any activations, _b128 for activations' scales per 128 k and _bi for "
-            f"batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit weights; got {text!r}"
+            f"zero points, _any for codes of any activations, _b128 for activations' scales per 128 k, or _b128e for "
+            f"packed e8m0 ones, and _bi for batch-invariant, such as int8_g64z; or w8_LHS_ch, w8_LHS_block for 8-bit "
+            f"weights; got {text!r}"
         )
-    return Format(types[lhs], sizes[group], zero_point, "bi" in switches, "any" in switches, bits, "b128" in switches)
+    invariant, any_codes, blocks = "bi" in switches, "any" in switches, e8m0 or "b128" in switches
+    return Format(types[lhs], sizes[group], zero_point, invariant, any_codes, bits, blocks, e8m0)
 
 
 def parse_ms(text: str) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -59,6 +59,7 @@ class Contestant:
             k), `copies` of them or as many as leave the L2; starting makes activations and outputs, `buffers` of each
             to rotate through. Both may raise `Refused`.
         obstacle: why this one cannot take part at all, or None; asked once.
+        floor_bits: of the weight whose floor ours is compared with, 4 or 8; a peer is compared with its cell's.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Contestant:
     module: str | None
     load: Callable[[Any, int | None], Callable[[int, int], Run]]
     obstacle: Callable[[], str | None] = lambda: None
+    floor_bits: int = 4
 
     def missing(self) -> str | None:
         """Why it cannot take part here; None when it can. Imports the peer to find out."""
@@ -90,6 +92,11 @@ class Contestant:
             return metadata.version(self.package)
         except metadata.PackageNotFoundError:
             return None
+
+
+def cell_floor_bits(contestants: Iterable[Contestant]) -> int:
+    """Of the floor that a cell has: 8 where all of ours have 8-bit weights, else 4."""
+    return min((each.floor_bits for each in contestants if each.ours), default=4)
 
 
 def short(error: BaseException, limit: int = 160) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from jitgemm.gemm.e8m0 import pack_e8m0
+
 from .cells import COPY_BYTES, Cell, Experts, GroupedCell
 
 ROWS = 48
@@ -129,20 +131,32 @@ def source_of(cell: Cell) -> Source | GroupedSource:
     return GroupedSource(cell.n, cell.k, cell.experts) if isinstance(cell, GroupedCell) else Source(cell.n, cell.k)
 
 
-def quantise_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """One scale per row: x / scale in e4m3 or int8, and scale fp32 [rows]."""
+def quantise_rows(x: torch.Tensor, dtype: torch.dtype, powers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale per row, with `powers` the next power of two: x / scale in e4m3 or int8, and scale fp32 [rows]."""
     largest = 127.0 if dtype == torch.int8 else 448.0
     scale = (x.abs().amax(1).float() / largest).clamp_(min=1e-12)
+    scale = scale.log2().ceil().exp2() if powers else scale
     y = x.float() / scale[:, None]
     return (y.round_().clamp_(-127, 127) if dtype == torch.int8 else y.clamp_(-448, 448)).to(dtype), scale
 
 
-def quantise_blocks(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_blocks(x: torch.Tensor, dtype: torch.dtype, powers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """One scale per row and 128 columns: x / scale, and scale fp32 [rows, ceil(columns / 128)], column-major."""
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % 128)).reshape(-1, 128)
-    y, scale = quantise_rows(padded, dtype)
+    y, scale = quantise_rows(padded, dtype, powers)
     return y.view(rows, -1)[:, :columns].contiguous(), scale.view(rows, -1).T.contiguous().T
+
+
+def quantise_e8m0(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with powers of two as DeepGEMM packs them: int32 [rows, ceil(columns / 512)], column-major, a column
+    rounded up to 4 rows."""
+    y, scale = quantise_blocks(x, dtype, powers=True)
+    exponents = (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    packed = pack_e8m0(exponents.view(torch.float8_e8m0fnu))
+    rows = len(packed)
+    columns = torch.nn.functional.pad(packed, (0, 0, 0, -rows % 4)).T.contiguous()
+    return y, columns.T[:rows]
 
 
 def quantise_groups(

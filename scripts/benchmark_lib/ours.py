@@ -15,7 +15,7 @@ from jitgemm.select.choose import choose
 
 from .cells import Format
 from .contestant import CHANNEL, EXACT, WIDER, Contestant, Refused, Run
-from .data import Source, quantise_blocks, quantise_groups, quantise_rows
+from .data import Source, quantise_blocks, quantise_e8m0, quantise_groups, quantise_rows
 
 LHS_DTYPES = {"e4m3": torch.float8_e4m3fn, "s8": torch.int8}
 
@@ -29,12 +29,15 @@ def ours(fmt: Format) -> Contestant:
     invariant = ", batch-invariant" if fmt.batch_invariant else ""
     codes = ", codes of any activations" if fmt.any_codes else ""
     blocks = ", activations per token and 128 k" if fmt.lhs_blocks else ""
+    blocks += " in packed e8m0" if fmt.lhs_e8m0 else ""
     label = f"jitgemm {weights} x {'int8' if fmt.lhs == 's8' else 'e4m3'}, {group}{zero}{codes}{blocks}{invariant}"
     kind = WIDER if fmt.bits == 8 else EXACT if fmt.group_size else CHANNEL
-    return Contestant(fmt.name, label, kind, True, "jitgemm", None, partial(_load, fmt))
+    return Contestant(fmt.name, label, kind, True, "jitgemm", None, partial(_load, fmt), floor_bits=fmt.bits)
 
 
 def lhs_of(fmt: Format, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if fmt.lhs_e8m0:
+        return quantise_e8m0(x, LHS_DTYPES[fmt.lhs])
     return (quantise_blocks if fmt.lhs_blocks else quantise_rows)(x, LHS_DTYPES[fmt.lhs])
 
 
@@ -55,8 +58,9 @@ def kernel_label(fmt: Format, weight: jitgemm.W4Weight | jitgemm.W8Weight, m: in
     device = device_of(torch.cuda.current_device())
     experts = weight.experts or 0
     problem = Problem(
-        m, weight.n, weight.k, fmt.lhs, weight.format, "bf16", fmt.batch_invariant, experts, 128 * fmt.lhs_blocks
-    )
+        m, weight.n, weight.k, fmt.lhs, weight.format, "bf16", fmt.batch_invariant, experts, 128 * fmt.lhs_blocks,
+        fmt.lhs_e8m0,
+    )  # fmt: skip
     return choose(problem, device).label
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .cells import H200, Rates, from_record
-from .results import names_of
+from .results import floor_bits, names_of
 
 _MARKERS = "osD^vP*X"
 
@@ -19,8 +19,7 @@ def draw(document: dict[str, Any], path: Path) -> int:
     """Throughput over arithmetic intensity, log by log, under the roof; ours in colour, peers in grey. One panel a
     weight shape.
 
-    All contestants of a cell stand at the same intensity, that of a 4-bit weight with group scales, so that they
-    compare vertically.
+    All contestants of a cell stand at the same intensity, that of the cell's floor, so that they compare vertically.
 
     Returns:
         Points drawn.
@@ -40,6 +39,7 @@ def draw(document: dict[str, Any], path: Path) -> int:
     cells = [cell for cell in document["cells"] if any(result.get("us") for result in cell["results"].values())]
     if not cells:
         raise ValueError("no picture: nothing was timed")
+    bits = "an 8-bit" if {floor_bits(cell) for cell in cells} == {8} else "a 4-bit"
     shapes = list(dict.fromkeys(from_record(cell).weight for cell in cells))
     across = 2 if len(shapes) == 4 else min(3, len(shapes))
     down = -(-len(shapes) // across)
@@ -52,7 +52,7 @@ def draw(document: dict[str, Any], path: Path) -> int:
     for row in axes:
         row[0].set_ylabel("TFLOP/s")
     for panel in axes[-1]:
-        panel.set_xlabel("operations per byte of a 4-bit weight's GEMM")
+        panel.set_xlabel(f"operations per byte of {bits} weight's GEMM")
     environment = document["environment"]
     commit = str(environment.get("commit") or "")[:10]
     figure.suptitle(f"{environment.get('device')}, {document['mode']}, {document['date'][:10]}, {commit}", fontsize=10)
@@ -121,4 +121,4 @@ def _panel(panel: Any, document: dict[str, Any], cells: list[dict[str, Any]], sh
 def _intensity(cell: dict[str, Any]) -> float:
     """Operations per byte, with the bytes of the floor's formula."""
     sizes = from_record(cell)
-    return sizes.ops / sizes.floor_bytes
+    return sizes.ops / sizes.floor_bytes(floor_bits(cell))

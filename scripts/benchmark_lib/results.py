@@ -62,7 +62,7 @@ def new_document(
         "settings": settings,
         "unit": "us: median microseconds a call over replays of one CUDA graph that holds one call per weight copy; "
         "weights come from HBM, activations are the same each call and quantised before; contestants take turns",
-        "floor": rates.floor,
+        "floor": rates.floor([each.floor_bits for each in contestants if each.ours] or [4]),
         "rates": asdict(rates),
         "contestants": [
             {
@@ -260,7 +260,7 @@ def add_recorded_peers(document: dict[str, Any], path: Path) -> None:
     for record in document["cells"]:
         cell = from_record(record)
         for name, us in times.get((cell.layer, cell.n, cell.k, cell.m), {}).items():
-            figures = {"tflops": round(cell.ops / us / 1e6, 2), "gbs": round(cell.floor_bytes / us / 1e3, 1)}
+            figures = {"tflops": round(cell.ops / us / 1e6, 2), "gbs": round(cell.floor_bytes() / us / 1e3, 1)}
             if name in added:
                 record["results"][name] = {"us": us, "note": "", "spread": 0.0, **figures}
 
@@ -270,6 +270,11 @@ def add_recorded_peers(document: dict[str, Any], path: Path) -> None:
 
 def names_of(document: dict[str, Any], *, ours: bool | None = None, kinds: Sequence[str] = KINDS) -> list[str]:
     return [e["name"] for e in document["contestants"] if (ours is None or e["ours"] == ours) and e["kind"] in kinds]
+
+
+def floor_bits(record: dict[str, Any]) -> int:
+    """Bits of the weight whose floor a cell, or a result in it, has; where it is not said, 4."""
+    return int(record.get("floor_bits", 4))
 
 
 def best_of(document: dict[str, Any], cell: dict[str, Any], names: Sequence[str]) -> tuple[str, float] | None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from .cells import H200, Cell, Format, Rates, to_record
-from .contestant import Contestant, Refused, Run, short
+from .contestant import Contestant, Refused, Run, cell_floor_bits, short
 
 HOLD_S = 1.0
 """Seconds that --sustained holds a cell."""
@@ -116,6 +116,7 @@ def _measure_cell(
     timed: dict[str, Timed] = {}
     runs: dict[str, Run] = {}
     before: dict[str, object] = {}
+    by_name, floor_bits = {each.name: each for each in contestants}, cell_floor_bits(contestants)
     for each in contestants:
         result = results[each.name] = {"us": None, "note": failures.get(each.name, "")}
         if each.name in failures:
@@ -157,12 +158,15 @@ def _measure_cell(
             "copies": clock.calls,
             "tflops": round(cell.ops / clock.us / 1e6, 2),
             "gbs": round(run.bytes / clock.us / 1e3, 1),
-            "floor_percent": round(100 * cell.floor_us(settings.rates) / clock.us, 1),
         }
+        bits = by_name[name].floor_bits if by_name[name].ours else floor_bits
+        mine = cell.floor_us(settings.rates, bits)
+        result |= {"floor_us": round(mine, 3), "floor_bits": bits, "floor_percent": round(100 * mine / clock.us, 1)}
         if before.get(name) is not None and not torch.equal(before[name], run.snapshot()):
             result["correct"] = False
             result["note"] = "WRONG: bits changed between the check and the replays"
-    record = to_record(cell) | {"floor_us": round(cell.floor_us(settings.rates), 3), "results": results}
+    floor = {"floor_us": round(cell.floor_us(settings.rates, floor_bits), 3), "floor_bits": floor_bits}
+    record = to_record(cell) | floor | {"results": results}
     del timed, runs, before
     _free()
     return record

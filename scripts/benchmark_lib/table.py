@@ -12,7 +12,7 @@ from jitgemm.cli.common import table
 
 from .cells import from_record
 from .compare import Comparison
-from .results import best_of, names_of
+from .results import best_of, floor_bits, names_of
 
 
 def print_cells(document: dict[str, Any], console: Console) -> None:
@@ -51,9 +51,17 @@ def _place(cell: dict[str, Any]) -> tuple[str, ...]:
 PLACE = {False: ("n", "k", "m"), True: ("layer", "experts", "n", "k", "tokens")}
 
 
+def _says_bits(document: dict[str, Any]) -> bool:
+    """Whether some result of ours stands beside the floor of 8-bit weights."""
+    ours = names_of(document, ours=True)
+    return any(floor_bits(cell["results"].get(name, {})) == 8 for cell in document["cells"] for name in ours)
+
+
 def ours_columns(document: dict[str, Any]) -> tuple[str, ...]:
     grouped = _grouped(document)
     floor = ("floor", "us/floor") if grouped else ("% floor",)
+    if _says_bits(document):
+        floor += ("of",)
     return (
         *PLACE[grouped], "format", "us", "+-", "TFLOP/s", "GB/s", *floor,
         "best of its kind", "x", "best peer", "x", "kernel", "note",
@@ -62,7 +70,7 @@ def ours_columns(document: dict[str, Any]) -> tuple[str, ...]:
 
 def ours_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
     """One row a cell and format. x: how many times faster than that peer; below 1 it is the faster one."""
-    peers = names_of(document, ours=False)
+    peers, says_bits = names_of(document, ours=False), _says_bits(document)
     kind_of = {each["name"]: each["kind"] for each in document["contestants"]}
     rows = []
     for cell in document["cells"]:
@@ -72,11 +80,12 @@ def ours_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
             if result is None:
                 continue
             us = result.get("us")
-            grouped, floor_us = "experts" in cell, cell["floor_us"]
-            figures = ("-",) * (6 if grouped else 5)
+            grouped, floor_us = "experts" in cell, result.get("floor_us", cell["floor_us"])
+            figures = ("-",) * (5 + grouped + says_bits)
             if us is not None:
                 figures = (_us(us), f"{100 * result['spread']:.1f}%", f"{result['tflops']:.0f}", f"{result['gbs']:.0f}")
                 figures += (_us(floor_us), f"{us / floor_us:.2f}") if grouped else (f"{100 * floor_us / us:.0f}",)
+                figures += (f"{floor_bits(result)} bits",) if says_bits else ()
             best_kin = best_of(document, cell, names_of(document, ours=False, kinds=(kind_of[name],)))
             against = [_against(us, peer) for peer in (best_kin, best)]
             # Peers' kernels are their own business; of ours, what the name does not say already.
@@ -100,7 +109,8 @@ def side_by_side(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     names = [n for n in names_of(document) if any(cell["results"].get(n, {}).get("us") for cell in document["cells"])]
     grouped = _grouped(document)
     with_layers = not grouped and any(cell.get("layer") for cell in document["cells"])
-    columns = [*PLACE[grouped], *(["layer"] if with_layers else []), "floor", *names]
+    bits = {floor_bits(cell) for cell in document["cells"]}
+    columns = [*PLACE[grouped], *(["layer"] if with_layers else []), "8-bit floor" if bits == {8} else "floor", *names]
     rows = []
     for cell in document["cells"]:
         start = [*_place(cell), *([cell.get("layer", "")] if with_layers else []), _us(cell["floor_us"])]
