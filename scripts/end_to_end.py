@@ -188,13 +188,14 @@ def speed(
 
     One token a step for each sequence, greedily; on a GPU one CUDA graph is replayed a step. All blocks are compiled by
     torch.compile, as one function that serves all layers; attention is SDPA. Embedding, attention and lm_head are the
-    same in all, in bf16.
+    same in all, in bf16, but for e4m3-head8's lm_head.
 
     \b
       bf16         torch.nn.Linear
       fp8          torch._scaled_mm, scales per row and per token; the compiler fuses the quantiser
       e4m3, int8   W4A8Linear, groups of --group-size, after jitgemm.nn.fuse_
       ...-plain    the same without fuse_
+      e4m3-head8   e4m3, and lm_head a W8A8Linear, a scale per row and per token
 
     The logits of a compiled step are compared with those of the same modules uncompiled, as a guard against nonsense:
     within 60 %, as both round to bf16, elsewhere, and random weights pass on what that changes.

@@ -139,7 +139,7 @@ def test_a_table_of_speeds_for_people(script, transformers):
     assert "x bf16" in result.stdout and "x fp8" not in result.stdout
 
 
-@pytest.fixture(params=["bf16", "fp8", "e4m3", "int8", "e4m3-plain"])
+@pytest.fixture(params=["bf16", "fp8", "e4m3", "int8", "e4m3-plain", "e4m3-head8"])
 def changed(request, script, transformers):
     """A model of transformers, and the forward that is timed; one graph for each shape serves all layers."""
     llama = sys.modules["benchmark_lib.llama"]
@@ -165,6 +165,15 @@ def test_the_forward_is_that_of_transformers_and_its_block_is_compiled_once(chan
         logits = forward(ids[:, -1:].contiguous(), torch.tensor([position])).float()
         assert float((logits - expected).norm() / expected.norm()) < 0.1  # 8-bit activations, of keys rounded elsewhere
     assert graphs.frame_count == 6
+
+
+@torch.no_grad()
+def test_a_contestant_s_head_alone_has_8_bits(script, transformers):
+    llama = sys.modules["benchmark_lib.llama"]
+    model = llama.empty_model(llama.ModelSizes(2, 64, 128, 2, 1, 96, 64), "cpu", 3)
+    llama.CONTESTANTS["e4m3-head8"](model, 32)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if "A8Linear" in str(type(module))}
+    assert kinds.pop("lm_head") == "W8A8Linear" and set(kinds.values()) == {"W4A8Linear"}
 
 
 @torch.no_grad()

@@ -123,9 +123,12 @@ def fp8(model: Any, group_size: int) -> None:
             setattr(model.model.get_submodule(parent), child, Fp8Linear(module))
 
 
-def ours(activation: str, fused: bool) -> Callable[[Any, int], None]:
+def ours(activation: str, fused: bool, head: bool = False) -> Callable[[Any, int], None]:
+    """head: lm_head in 8 bits, with these activations."""
+
     def change(model: Any, group_size: int) -> None:
-        jitgemm.nn.quantize_(model, activation=activation, group_size=group_size, clip_steps=0)
+        lm_head = activation if head else None
+        jitgemm.nn.quantize_(model, activation=activation, lm_head=lm_head, group_size=group_size, clip_steps=0)
         if fused and len(jitgemm.nn.fuse_(model)) != 4 * len(model.model.layers):
             raise RuntimeError("fuse_: expected each block, both its norms and its MLP to be fused")
 
@@ -139,6 +142,7 @@ CONTESTANTS: dict[str, Callable[[Any, int], None]] = {
     "int8": ours("int8", True),
     "e4m3-plain": ours("e4m3", False),
     "int8-plain": ours("int8", False),
+    "e4m3-head8": ours("e4m3", True, head=True),
 }
 """By name: what makes a bf16 model another one, in place."""
 USUAL = ("bf16", "fp8", "e4m3", "int8")
@@ -210,7 +214,7 @@ class Forward:
 
     def __init__(self, model: Any, batch: int, length: int, backend: str | None = None, ranks: int = 1):
         self.model = model
-        config, device = model.config, model.lm_head.weight.device
+        config, device = model.config, model.device
         self.slots = torch.arange(-(-length // SLOTS) * SLOTS, device=device)
         heads, size = config.num_key_value_heads // ranks, config.hidden_size // config.num_attention_heads
         shape = batch, heads, len(self.slots), size
