@@ -25,12 +25,19 @@ MODELS = {
     "deepseek-v3-ep8": {"experts": 32, "everywhere": 256, "top_k": 8, "k": 7168, "inter": 2048, "tokens": (8, 128)},
     "qwen3-30b-a3b": {"experts": 128, "everywhere": 128, "top_k": 8, "k": 2048, "inter": 768, "tokens": (1, 16, 64)},
 }
-MODES = {"e4m3": ("float8_e4m3fn", 128), "int8": ("int8", 128), "int8-channel": ("int8", 0)}
-"""Name -> (lhs_dtype, group size or 0 for scales per channel)."""
+MODES = {
+    "e4m3": ("float8_e4m3fn", 4, 128, "token"),
+    "int8": ("int8", 4, 128, "token"),
+    "int8-channel": ("int8", 4, 0, "token"),
+    "w8-e4m3": ("float8_e4m3fn", 8, 0, "token"),
+    "w8-int8": ("int8", 8, 0, "token"),
+    "w8-e4m3-block": ("float8_e4m3fn", 8, 128, "block"),
+}
+"""Name -> (lhs_dtype, bits of weights, group or block size or 0 for scales per channel, scheme of activations)."""
 PARTS = ("route", "quantise", "gemm1", "act", "gemm2", "combine")
 
 
-def weights_of(model: dict[str, Any], group_size: int, lhs_dtype: Any) -> list[Any]:
+def weights_of(model: dict[str, Any], bits: int, group_size: int, lhs_dtype: Any, device: str = "cuda") -> list[Any]:
     """w13 and w2: all experts alike, each in its own memory."""
     import torch
 
@@ -38,15 +45,21 @@ def weights_of(model: dict[str, Any], group_size: int, lhs_dtype: Any) -> list[A
 
     made = []
     for n, k in ((2 * model["inter"], model["k"]), (model["k"], model["inter"])):
-        group = group_size or k
-        q = torch.randint(-7, 8, (n, k), dtype=torch.int8, device="cuda")
-        scale = (torch.rand(n, -(-k // group), device="cuda") + 0.5).mul(0.01).bfloat16()
-        expert = jitgemm.pack_w4(q, scale, group_size=group, k=k, lhs_dtype=lhs_dtype)
-        made.append(jitgemm.W4Weight.stacked(model["experts"], lambda e: expert))
+        if bits == 8:
+            weight = torch.randn(n, k, device=device).mul(k**-0.5).bfloat16()
+            expert = jitgemm.quantize_w8(weight, lhs_dtype, block=group_size or None)
+        else:
+            group = group_size or k
+            q = torch.randint(-7, 8, (n, k), dtype=torch.int8, device=device)
+            scale = (torch.rand(n, -(-k // group), device=device) + 0.5).mul(0.01).bfloat16()
+            expert = jitgemm.pack_w4(q, scale, group_size=group, k=k, lhs_dtype=lhs_dtype)
+        made.append(type(expert).stacked(model["experts"], lambda e: expert))
     return made
 
 
-def calls_of(model: dict[str, Any], tokens: int, weights: list[Any], lhs_dtype: Any, routings: int) -> dict[str, list]:
+def calls_of(
+    model: dict[str, Any], tokens: int, weights: list[Any], mode: str, routings: int, device: str = "cuda"
+) -> dict[str, list]:
     """For "layer" and each part, a call for each routing."""
     import torch
 
@@ -54,25 +67,27 @@ def calls_of(model: dict[str, Any], tokens: int, weights: list[Any], lhs_dtype: 
     from jitgemm.activations.arguments import Inputs
     from jitgemm.activations.call import quantize
     from jitgemm.activations.kernel import SILU_MUL
-    from jitgemm.gemm.grouped import m_grouped_gemm_w4a8_nt_contiguous as gemm
     from jitgemm.moe.route import combine, route
 
     w13, w2 = weights
+    dtype_name, bits, _, scheme = MODES[mode]
+    lhs_dtype = getattr(torch, dtype_name)
+    gemm = getattr(jitgemm, f"m_grouped_gemm_w{bits}a8_nt_contiguous")
     experts, everywhere, top_k = model["experts"], model["everywhere"], model["top_k"]
     choices = tokens * top_k
     hint = choices / everywhere
     expert_map = None
     if everywhere != experts:
-        expert_map = torch.full((everywhere,), -1, dtype=torch.int32, device="cuda")
-        expert_map[:experts] = torch.arange(experts, dtype=torch.int32, device="cuda")
+        expert_map = torch.full((everywhere,), -1, dtype=torch.int32, device=device)
+        expert_map[:experts] = torch.arange(experts, dtype=torch.int32, device=device)
     calls: dict[str, list] = {name: [] for name in ("layer", *PARTS)}
     for _ in range(routings):
-        x = torch.randn(tokens, model["k"], device="cuda").bfloat16()
-        ids = torch.rand(tokens, everywhere, device="cuda").argsort(1)[:, :top_k].int().contiguous()
-        topk_weights, out = torch.rand(tokens, top_k, device="cuda"), torch.empty_like(x)
-        hidden, rows = (torch.empty(choices, w.n, dtype=x.dtype, device="cuda") for w in weights)
+        x = torch.randn(tokens, model["k"], device=device).bfloat16()
+        ids = torch.rand(tokens, everywhere, device=device).argsort(1)[:, :top_k].int().contiguous()
+        topk_weights, out = torch.rand(tokens, top_k, device=device), torch.empty_like(x)
+        hidden, rows = (torch.empty(choices, w.n, dtype=x.dtype, device=device) for w in weights)
         routing = route(ids, experts, expert_map=expert_map)
-        first = Inputs(x, lhs_dtype, False, False, None, None, None, None, 0.0, None)
+        first = Inputs(x, lhs_dtype, False, False, None, None, None, None, 0.0, None, block=scheme == "block")
         options: dict[str, Any] = {"expected_m": hint}
         gather = routing.row_index
         if hint >= jitgemm.moe.call.GATHER_M:  # the layer's quantiser gathers then
@@ -84,7 +99,8 @@ def calls_of(model: dict[str, Any], tokens: int, weights: list[Any], lhs_dtype: 
         gemm(lhs2[:2], w2, rows, routing.offsets, **options)
 
         def layer(x=x, ids=ids, topk_weights=topk_weights, out=out) -> None:
-            jitgemm.fused_experts(x, w13, w2, ids, topk_weights, lhs_dtype=lhs_dtype, expert_map=expert_map, out=out)
+            options = {"lhs_dtype": lhs_dtype, "scheme": scheme, "expert_map": expert_map, "out": out}
+            jitgemm.fused_experts(x, w13, w2, ids, topk_weights, **options)
 
         def gemm1(lhs=lhs1, hidden=hidden, routing=routing, gather=gather) -> None:
             gemm(lhs[:2], w13, hidden, routing.offsets, row_index=gather, **options)
@@ -105,11 +121,9 @@ def calls_of(model: dict[str, Any], tokens: int, weights: list[Any], lhs_dtype: 
 
 
 def measure(name: str, tokens: int, mode: str, weights: list[Any], rounds: int, routings: int) -> dict[str, Any]:
-    import torch
     from benchmark_lib.timing import Timed
 
-    lhs_dtype = getattr(torch, MODES[mode][0])
-    calls = calls_of(MODELS[name], tokens, weights, lhs_dtype, routings)
+    calls = calls_of(MODELS[name], tokens, weights, mode, routings)
     timed = {part: Timed(each) for part, each in calls.items()}
     for _ in range(rounds):
         for each in timed.values():
@@ -152,7 +166,8 @@ def main() -> None:
     rows = []
     for name in arguments.model or MODELS:
         for mode in arguments.mode or ["e4m3"]:
-            weights = weights_of(MODELS[name], MODES[mode][1], getattr(torch, MODES[mode][0]))
+            dtype_name, bits, group_size, _ = MODES[mode]
+            weights = weights_of(MODELS[name], bits, group_size, getattr(torch, dtype_name))
             tokens = tuple(map(int, arguments.tokens.split(","))) if arguments.tokens else MODELS[name]["tokens"]
             for count in tokens:
                 row = measure(name, count, mode, weights, arguments.rounds, arguments.routings)

@@ -3,7 +3,8 @@
 
 The figures of docs/notes/quantiser.md. A call reads x and writes codes and scales; a copy of half those bytes
 (`Tensor.copy_`, what `torch.clone` does) reads and writes as many, and is timed in the same run, in turns. Both as CUDA
-graphs of calls on different buffers, which together are larger than the L2, launched dependently as in a model.
+graphs of calls on different buffers, which together are larger than the L2, launched dependently as in a model. The
+floor is the bytes over the device's rate.
 
     python scripts/benchmark_quantize.py [--k 4096,14336] [--m 1,16,1024,8192] [--x bf16] [--mode NAME] [--json FILE]
 """
@@ -38,12 +39,20 @@ MODES = {
     "e4m3 residual rms_norm": ("e4m3", {"rms_norm": True, "residual": True}),
     "int8 rms_norm": ("int8", {"rms_norm": True}),
     "int8 affine rms_norm": ("int8", {"affine": True, "rms_norm": True}),
+    "e4m3 block": ("e4m3", {"block": True}),
+    "int8 block": ("int8", {"block": True}),
+    "e4m3 block silu_mul": ("e4m3", {"block": True, "silu_mul": True}),
+    "int8 block silu_mul": ("int8", {"block": True, "silu_mul": True}),
+    "e4m3 block rms_norm": ("e4m3", {"block": True, "rms_norm": True}),
+    "int8 block rms_norm": ("int8", {"block": True, "rms_norm": True}),
+    "e4m3 block residual rms_norm": ("e4m3", {"block": True, "rms_norm": True, "residual": True}),
+    "int8 block residual rms_norm": ("int8", {"block": True, "rms_norm": True, "residual": True}),
     "e4m3 permuted": ("e4m3", {"permuted": True}),
     "int8 permuted": ("int8", {"permuted": True}),
 }
 
 
-def calls_of(mode: str, m: int, k: int, x_type: str) -> tuple[list, list, int]:
+def calls_of(mode: str, m: int, k: int, x_type: str, device: str = "cuda") -> tuple[list, list, int]:
     """(quantiser calls, copies of as many bytes, bytes read and written by one call)."""
     import torch
 
@@ -55,39 +64,47 @@ def calls_of(mode: str, m: int, k: int, x_type: str) -> tuple[list, list, int]:
     arguments: dict[str, Any] = {"affine": affine}
     parameter_bytes = 0
     if options.get("static"):
-        arguments |= {"scheme": "tensor", "scale": torch.tensor([0.05], device="cuda")}
+        arguments |= {"scheme": "tensor", "scale": torch.tensor([0.05], device=device)}
+    if options.get("block"):
+        arguments["scheme"] = "block"
     if options.get("silu_mul"):
         arguments["silu_mul"] = True
     if options.get("rms_norm"):
-        arguments["rms_norm"] = torch.ones(k, device="cuda", dtype=torch.bfloat16)
+        arguments["rms_norm"] = torch.ones(k, device=device, dtype=torch.bfloat16)
         parameter_bytes = 2 * k
     if options.get("permuted"):
-        arguments["permutation"] = torch.randperm(k, device="cuda").to(torch.int32)
+        arguments["permutation"] = torch.randperm(k, device=device).to(torch.int32)
         parameter_bytes = 4 * k
 
     columns = 2 * k if options.get("silu_mul") else k
     x_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[x_type]
-    moved = m * (columns * X_BYTES[x_type] + k + 4 + (4 if affine else 0)) + parameter_bytes
+    scales = -(-k // 128) if options.get("block") else 1
+    moved = m * (columns * X_BYTES[x_type] + k + 4 * scales + (4 if affine else 0)) + parameter_bytes
     moved += 2 * m * k * X_BYTES[x_type] if options.get("residual") else 0
     copies = min(MAX_COPIES, max(2, int(COLD_BYTES / moved) + 1))
     sources, targets = [], []
     for _ in range(copies):
-        sources.append(torch.randn(m, columns, device="cuda").to(x_dtype))
-        out = [torch.empty(m, k, dtype=dtype, device="cuda"), torch.empty(m, device="cuda")]
+        sources.append(torch.randn(m, columns, device=device).to(x_dtype))
+        out = [torch.empty(m, k, dtype=dtype, device=device), torch.empty(m, device=device)]
+        if options.get("block"):  # as the quantiser makes them
+            out[1] = torch.empty(scales, -(-m // 4) * 4, device=device).T[:m]
         if affine:
-            out.append(torch.empty(m, dtype=torch.int32, device="cuda"))
+            out.append(torch.empty(m, dtype=torch.int32, device=device))
         sums = torch.randn_like(sources[-1]) if options.get("residual") else None
         targets.append({"out": tuple(out), "residual": sums, "residual_out": sums})
     ours = [
         lambda x=x, into=into: quantize_activations(x, dtype, **into, **arguments) for x, into in zip(sources, targets)
     ]
-    blocks = [torch.empty(2, max(1, moved // 2), dtype=torch.uint8, device="cuda") for _ in range(copies)]
+    blocks = [torch.empty(2, max(1, moved // 2), dtype=torch.uint8, device=device) for _ in range(copies)]
     return ours, [lambda block=block: block[0].copy_(block[1]) for block in blocks], moved
 
 
 def measure(mode: str, m: int, k: int, x_type: str, rounds: int) -> dict[str, Any]:
     import torch
+    from benchmark_lib.cells import Rates
     from benchmark_lib.timing import Timed
+
+    from jitgemm.runtime.device import local_device
 
     ours, clones, moved = calls_of(mode, m, k, x_type)
     timed, copy = Timed(ours), Timed(clones)
@@ -103,6 +120,7 @@ def measure(mode: str, m: int, k: int, x_type: str, rounds: int) -> dict[str, An
         "spread": timed.spread,
         "copy_us": copy.us,
         "bytes": moved,
+        "floor_us": moved / Rates.of(local_device()).hbm_bytes_per_us,
         "tb_per_s": moved / timed.us / 1e6,
         "copy_tb_per_s": moved / copy.us / 1e6,
         "of_copy": copy.us / timed.us,
@@ -131,8 +149,8 @@ def main() -> None:
     table = arguments.json != "-"
     if table:
         print(f"{torch.cuda.get_device_name()}, x {arguments.x}, medians of {arguments.rounds * REPLAYS} replays\n")
-        print("| mode | m | k | us | +- | TB/s | copy us | copy TB/s | % of copy |")
-        print("|---|---|---|---|---|---|---|---|---|")
+        print("| mode | m | k | us | +- | TB/s | floor us | copy us | copy TB/s | % of copy |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
     rows = []
     for mode in arguments.mode or MODES:
         for k in map(int, arguments.k.split(",")):
@@ -142,7 +160,7 @@ def main() -> None:
                 if table:
                     print(
                         f"| {mode} | {m} | {k} | {row['us']:.2f} | {row['spread']:.0%} | {row['tb_per_s']:.2f} "
-                        f"| {row['copy_us']:.2f} | {row['copy_tb_per_s']:.2f} | {row['of_copy']:.0%} |",
+                        f"| {row['floor_us']:.2f} | {row['copy_us']:.2f} | {row['copy_tb_per_s']:.2f} | {row['of_copy']:.0%} |",
                         flush=True,
                     )
     document = {"environment": environment(), "rows": rows}

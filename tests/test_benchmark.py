@@ -725,6 +725,28 @@ def test_our_results_pass_both_checks_and_wrong_ones_do_not(name):
     assert not check(run, source, 60)["correct"]
 
 
+# the quantiser
+
+
+@pytest.mark.parametrize("m", [1, 5])
+def test_a_call_of_each_quantiser_mode_moves_the_bytes_it_says(m, monkeypatch):
+    import benchmark_quantize
+    import torch
+
+    monkeypatch.setattr(benchmark_quantize, "COLD_BYTES", 1)
+    for mode in benchmark_quantize.MODES:
+        k = 288
+        calls, copies, moved = benchmark_quantize.calls_of(mode, m, k, "bf16", "cpu")
+        x = calls[0].__defaults__[0]
+        results = calls[0]()
+        q, scale, *more = results[: 3 if "affine" in mode else 2]
+        assert q.shape == (m, k) and scale.shape == ((m, 3) if "block" in mode else (m,)), mode
+        assert 0 < float(q.view(torch.uint8).float().std()) and bool((scale > 0).all())
+        parameters = 2 * k * ("rms_norm" in mode) + 4 * k * ("permuted" in mode) + 4 * m * k * ("residual" in mode)
+        assert moved == x.nbytes + q.nbytes + 4 * scale.numel() + sum(each.nbytes for each in more) + parameters, mode
+        assert copies[0].__defaults__[0].nbytes >= moved - 1
+
+
 # compile and look-up times
 
 
@@ -1006,6 +1028,27 @@ def test_the_grouped_kernels_compiled_ahead_are_those_that_the_calls_take(name, 
     packed = [weight_of(fmt, each) for each in source.distinct]
     weight = type(packed[0]).stacked(5, packed.__getitem__)
     assert set(compiled) == {kernel_label(fmt, weight, cell.most_rows) for cell in cells}
+
+
+@pytest.mark.parametrize("mode", ["e4m3", "int8-channel", "w8-e4m3", "w8-int8", "w8-e4m3-block"])
+@pytest.mark.parametrize("everywhere", [4, 8])
+def test_the_parts_of_a_fused_layer_make_the_layer_s_result(mode, everywhere):
+    import benchmark_moe_layer
+    import torch
+
+    torch.manual_seed(5)
+    model = {"experts": 4, "everywhere": everywhere, "top_k": 2, "k": 256, "inter": 160}
+    dtype_name, bits, group_size, _ = benchmark_moe_layer.MODES[mode]
+    weights = benchmark_moe_layer.weights_of(model, bits, group_size, getattr(torch, dtype_name), "cpu")
+    assert {type(weight).__name__ for weight in weights} == {f"W{bits}Weight"}
+    calls = benchmark_moe_layer.calls_of(model, 6, weights, mode, 1, "cpu")
+    out = calls["layer"][0].__defaults__[-1]
+    calls["layer"][0]()
+    expected = out.clone()
+    for part in benchmark_moe_layer.PARTS:
+        calls[part][0]()
+    assert expected.float().norm() > 0
+    assert torch.equal(out, expected)
 
 
 def moe_document(**us: float) -> dict:
