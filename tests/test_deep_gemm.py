@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
+from pathlib import Path
 
 import builders
 import pytest
@@ -39,7 +41,7 @@ def assert_near(d: torch.Tensor, expected: torch.Tensor) -> None:
 def test_a_dense_gemm(device):
     a, b = builders.block_lhs(1, M, K, column_major=True, device=device), pair(2, device=device)
     d, older = (torch.empty(M, N, dtype=torch.bfloat16, device=device) for _ in range(2))
-    deep_gemm.fp8_gemm_nt(a, b, d, None, (1, 128, 128), "nk", True)
+    deep_gemm.fp8_gemm_nt(a, b, d, None, None, (1, 128), (128, 128), "nk", True)
     assert_near(d, exact(a, b))
     deep_gemm.gemm_fp8_fp8_bf16_nt(a, jitgemm.pack_w8(*b), older)
     assert same_bits(d, older)
@@ -74,6 +76,9 @@ def test_contiguous_groups(device):
     indices = torch.tensor([0, 0, -1, 2, 2, 2, -1, -1, -1], dtype=torch.int32, device=device)
     d = torch.full((9, N), 3.0, dtype=torch.bfloat16, device=device)
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, d, indices)
+    older = torch.full_like(d, 3.0)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, older, m_indices=indices, recipe=(1, 128, 128))
+    assert same_bits(d, older)
     for e in (0, 2):
         rows = indices == e
         part = a[0].view(torch.uint8)[rows].view(a[0].dtype), a[1][rows]
@@ -128,6 +133,10 @@ def test_a_pair_is_packed_once_until_it_is_written_to_or_gone(monkeypatch):
     [
         ("c: expected None, as results are not added to a tensor, got a Tensor", {"c": torch.zeros(M, N)}),
         ("recipe: expected one of", {"recipe": (1, 1, 32)}),
+        ("recipe_a: expected one of .* got 'nk'", {"recipe_a": "nk"}),
+        ("recipe_b: expected one of", {"recipe_a": (1, 128), "recipe_b": (1, 32)}),
+        ("recipe: expected it alone, recipe_a and recipe_b together, or none", {"recipe_b": (1, 128)}),
+        ("recipe: expected it alone", {"recipe": (1, 128, 128), "recipe_a": (1, 128), "recipe_b": (128, 128)}),
         ("b: expected a packed weight or a pair", {"b": torch.zeros(N, K)}),
         (r"b\[1\] \(scales\): expected a torch.Tensor, got None", {"b": (torch.zeros(N, K), None)}),
         (r"lhs\[1\] \(x_scale\): expected shape \[7, 1\] for the exponents of a token and four times 128 k, got \[7, 4\]", {
@@ -140,26 +149,68 @@ def test_what_is_not_there_is_named(message, change):
         deep_gemm.fp8_gemm_nt(**arguments)
 
 
+@pytest.mark.parametrize("name", ["grouped_layout", "m_indices"])
 @pytest.mark.parametrize("count", [M - 1, M + 1])
-def test_every_row_has_an_index(count):
+def test_every_row_has_an_index(count, name):
     a, d = builders.block_lhs(1, M, K), torch.empty(M, N)
-    with pytest.raises(ValueError, match=rf"m_indices: expected shape \[{M}\], got \[{count}\]"):
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, pair(2, E), d, torch.zeros(count, dtype=torch.int32))
+    with pytest.raises(ValueError, match=rf"{name}: expected shape \[{M}\], got \[{count}\]"):
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, pair(2, E), d, **{name: torch.zeros(count, dtype=torch.int32)})
 
 
-def test_gradients_of_weights_are_not_there():
-    with pytest.raises(NotImplementedError, match="k_grouped_fp8_gemm_tn_contiguous: jitgemm has no GEMM"):
-        deep_gemm.k_grouped_fp8_gemm_tn_contiguous(1, ks=2)
+def test_one_layout_of_groups_and_an_index_for_each_row():
+    a, b, d, indices = builders.block_lhs(1, M, K), pair(2, E), torch.empty(M, N), torch.zeros(M, dtype=torch.int32)
+    call = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+    for options in ({}, {"grouped_layout": indices, "m_indices": indices}):
+        with pytest.raises(TypeError, match="grouped_layout: expected it, or m_indices in its place"):
+            call(a, b, d, **options)
+    for options in ({"use_psum_layout": True}, {"expected_m_for_psum_layout": 4}):
+        with pytest.raises(ValueError, match="use_psum_layout: expected False and an index for each row"):
+            call(a, b, d, indices, **options)
+    call(a, b, d, indices, ensure_zero_padding=False)
 
 
-def test_arguments_have_deepgemm_s_names_and_order():
-    rest = ["recipe", "compiled_dims", "disable_ue8m0_cast"]
-    for call, names in (
-        (deep_gemm.fp8_gemm_nt, ["a", "b", "d", "c", *rest]),
-        (deep_gemm.m_grouped_fp8_gemm_nt_contiguous, ["a", "b", "d", "m_indices", *rest]),
-        (deep_gemm.m_grouped_fp8_gemm_nt_masked, ["a", "b", "d", "masked_m", "expected_m", *rest]),
-    ):
-        assert list(inspect.signature(call).parameters) == names
+SIGNATURES = json.loads((Path(__file__).parent / "deep_gemm_signatures.json").read_text())
+NEWEST, *OLDER = sorted(SIGNATURES.keys() - {"source"}, reverse=True)
+CALLS = ["fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"]
+GRADIENTS = ["k_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_tn_contiguous"]
+
+
+def theirs(version: str, name: str) -> dict[str, object]:
+    """DeepGEMM's arguments in their order, each with its default."""
+    scope: dict = {}
+    exec(f"def call({SIGNATURES[version][name]}): ...", scope)
+    return {each.name: each.default for each in inspect.signature(scope["call"]).parameters.values()}
+
+
+def ours(name: str) -> dict[str, object]:
+    return {each.name: each.default for each in inspect.signature(getattr(deep_gemm, name)).parameters.values()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_have_the_names_order_and_defaults_of_deepgemm_s_newest(name):
+    layout = {"grouped_layout", "m_indices"}  # either, so that neither is required
+    assert [each for each in ours(name) if each != "m_indices"] == list(theirs(NEWEST, name))
+    assert all(ours(name)[each] == default for each, default in theirs(NEWEST, name).items() if each not in layout)
+
+
+@pytest.mark.parametrize("version", OLDER)
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_of_older_versions_are_taken_by_name_and_in_order_up_to_what_is_new(name, version):
+    older = theirs(version, name)
+    assert older.keys() <= ours(name).keys()
+    positional = [each for each in older if each != "m_indices"]
+    assert [each for each in ours(name) if each in positional and each != "expected_m_for_psum_layout"] == [
+        each for each in positional if each != "expected_m_for_psum_layout"  # 2.6.1 has an argument before it
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("version", [NEWEST, *OLDER])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_weights_are_not_there(name, version):
+    with pytest.raises(NotImplementedError, match=f"{name}: jitgemm has no GEMM for the gradients of weights"):
+        getattr(deep_gemm, name)(*theirs(version, name))
+    with pytest.raises(NotImplementedError, match=name):
+        getattr(deep_gemm, name)(**theirs(version, name))
 
 
 def test_callers_need_neither_pad_nor_transpose():
