@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -655,6 +656,34 @@ def regret(
 ) -> None:
     """Says how good the selector is by a file of timings; needs no GPU."""
     report(Sweep.read(file), worst)
+
+
+@app.command()
+@common.guarded
+def weights(file: File) -> None:
+    """Says what 8-bit weights in registers cost over those in shared memory, by a file of timings; needs no GPU.
+
+    Compares kernels that differ in nothing else but perhaps a stage.
+    """
+    rows = [
+        (name, f"up to {most}", len(some), *(f"{value:.3f}" for value in (median(some), some[0], some[-1])))
+        for (name, most), some in sorted(register_times(Sweep.read(file).timings()).items())
+    ]
+    columns = ("format", "tokens of a tile", "pairs", "median of registers / shared memory", "least", "most")
+    common.out().print(common.table(columns, rows))
+
+
+def register_times(timings: Timings) -> dict[tuple[str, int], list[float]]:
+    """Sorted times with weights in registers over those in shared memory, by format and most tokens of a tile."""
+    found = defaultdict(list)
+    for cell, us in timings.items():
+        registers = {replace(kernel, stages=0): value for kernel, value in us.items() if not kernel.shared_weights}
+        for kernel, value in us.items():
+            other = registers.get(replace(kernel, stages=0, shared_weights=False))
+            if kernel.shared_weights and other:
+                most = next(most for most in (64, 128, 192, 256) if kernel.block_m <= most)
+                found[cell[0], most].append(other / value)
+    return {key: sorted(some) for key, some in found.items()}
 
 
 @app.command("fit")

@@ -26,6 +26,9 @@ BYTE_FACTOR_REGISTERS = 16
 """More of them for four groups a record of 8-bit weights, which have two sets of factors."""
 SHARED_REGISTERS = 40
 """Fewer of them where wgmma reads the weights from shared memory: there are no fragments."""
+SHARED_TOKENS = 128
+"""Most tokens along wgmma's N of a tile that has use of it: counted for wider ones, it lets kernels pass that spill up
+to 500 bytes."""
 OFFSET_REGISTERS = 26
 """More of them for offsets: multiplies by ones, and a second factor for each group."""
 
@@ -50,5 +53,5 @@ def registers_needed(spec: KernelSpec) -> int:
         rest += ZERO_REGISTERS
     rest += OFFSET_REGISTERS if fmt.offset else 0
     rest += BYTE_FACTOR_REGISTERS if fmt.bits == 8 and fmt.scale_rows == 4 else 0
-    rest -= SHARED_REGISTERS if spec.shared_weights else 0
+    rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
     return round(sums + rest)

@@ -37,9 +37,6 @@ PAIRED_SPLITS = {1: (1, 2, 4, 5, 6), 2: (1, 2, 4)}
 """Splits of NARROW_SPLITS that also exist with two CTAs on an SM, by consumer warpgroups. The second CTA's place lets
 the next kernel prefetch its weights. Clusters of three appear to put two of their own CTAs on one SM
 (docs/notes/selector.md)."""
-SHARED_WEIGHT_TOKENS = 128
-"""Most tokens of a tile whose 8-bit weights wgmma reads from shared memory: 1 to 5 % faster up to here, as nothing
-waits for fragments; up to 6 % slower for int8 with 256, where wider tiles reuse them in registers."""
 FEW_STAGE_TOKENS = 32
 FEW_STAGE_BYTES = {(4, False): 187_000, (4, True): 160_000, (1, True): 130_000}
 """Most bytes of stages that a CTA alone on its SM takes where three or four warpgroups share a tile of at most
@@ -131,13 +128,12 @@ def _enumerate(
 ) -> Iterator[KernelSpec]:
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
     strips, fmt = fmt.strip_scales and lhs_group, fmt.of_kernels
-    shared = fmt.bits == 8 and block_m <= SHARED_WEIGHT_TOKENS
     every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
     every += _token_row_shapes(block_m) if strips else ()
     for shape in every:
-        free = {"shared_weights": shared} | shape
         spec = KernelSpec(
-            lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **free
+            lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group,
+            shared_weights=fmt.bits == 8, **shape,
         )  # fmt: skip
         yield replace(spec, stages=_stages(spec, device))
 
@@ -171,7 +167,7 @@ def _shapes(block_m: int) -> Iterator[dict[str, Any]]:
 def _token_row_shapes(block_m: int) -> Iterator[dict[str, Any]]:
     """Those of kernels with tokens as wgmma's rows."""
     for block_n in {64: (256,), 128: (64, 128, 192), 192: (64, 128), 256: (128,)}.get(block_m, ()):
-        yield dict(block_n=block_n, halves=2 if block_m == 256 else 1, shared_weights=True, token_rows=True)
+        yield dict(block_n=block_n, halves=2 if block_m == 256 else 1, token_rows=True)
 
 
 def _grouped_shapes(block_m: int) -> Iterator[dict[str, Any]]:
