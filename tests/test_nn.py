@@ -21,6 +21,7 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_spec
 from jitgemm.errors import CompileError
 from jitgemm.nn import ACTIVATIONS, PackedLinear, W4A8Linear, W8A8Linear
+from jitgemm.nn.fused import Joint
 from jitgemm.nn.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
@@ -371,6 +372,37 @@ def test_deepcopy_and_pickle(layer):
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert same_layer(layer, other) and bound(other)
         assert other.blocks.data_ptr() != layer.blocks.data_ptr()
+
+
+INFERENCE = {
+    "deepcopy": lambda layer, path: copy.deepcopy(layer),
+    "pickle": lambda layer, path: pickle.loads(pickle.dumps(layer)),
+    "move": lambda layer, path: layer.to("meta").to_empty(device="cpu"),
+    "empty": lambda layer, path: emptied(layer),
+    "assign": lambda layer, path: _assigned(layer),
+    "file": lambda layer, path: PackedLinear.from_checkpoint(path, "a"),
+    "fused": lambda layer, path: Joint([copy.deepcopy(layer), copy.deepcopy(layer)]).runs[0],
+}
+
+
+def _assigned(layer: PackedLinear) -> PackedLinear:
+    other = emptied(layer, "meta")
+    other.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True)
+    return other
+
+
+@pytest.mark.parametrize("made", INFERENCE)
+@pytest.mark.parametrize("kind", ["per channel", "w8 block"])
+def test_layers_made_in_inference_mode_are_settled_and_tell_when_they_are_written(kind, made, tmp_path):
+    layer = layer_of(kind)
+    save_file(layer.state_dict(prefix="a."), tmp_path / "model.safetensors")
+    with torch.inference_mode():
+        other = INFERENCE[made](layer, tmp_path)
+    for each in (other, copy.deepcopy(other)):
+        assert bound(each)
+        with torch.inference_mode():
+            each.blocks.zero_()
+        assert not each.weight.settled
 
 
 def test_torch_save_of_the_module(layer, tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 import jitgemm
 from jitgemm.gemm import call
-from jitgemm.nn import W4A8Linear
+from jitgemm.nn import W4A8Linear, settle
 from jitgemm.weight.packed import W4Weight
 
 N, K = 128, 256
@@ -112,6 +112,38 @@ def test_a_weight_that_is_given_to_the_graph_is_settled_too(settled):
     assert settled == [True, True]
 
 
+def test_a_loaded_program_s_weight_is_settled_by_request(settled, tmp_path):
+    layer, x = W4A8Linear(weight(1), activation="int8"), torch.randn(5, K, dtype=torch.bfloat16)
+    expected = layer(x)
+    for model, name in ((layer, "blocks"), (torch.nn.Sequential(layer), "0.blocks")):
+        torch.export.save(torch.export.export(model, (x,), strict=False), tmp_path / "program.pt2")
+        loaded = torch.export.load(tmp_path / "program.pt2").module()
+        settled.clear()
+        assert builders.same_bits(loaded(x), expected)
+        assert settle(loaded) == [name]
+        assert builders.same_bits(loaded(x), expected)
+        loaded.get_buffer(name).add_(0)
+        loaded(x)
+        assert settled == [False, True, False]
+
+
+def test_a_layer_written_past_pytorch_is_settled_by_request(settled):
+    layer, x = W4A8Linear(weight(1), activation="int8"), torch.randn(5, K, dtype=torch.bfloat16)
+    layer.blocks.add_(0)
+    layer(x)
+    assert settle(torch.nn.Sequential(layer, torch.nn.Linear(8, 8))) == ["0.blocks"]
+    layer(x)
+    assert settled == [False, True]
+
+
+def test_an_inference_tensor_is_not_settled():
+    model = torch.nn.Module()
+    with torch.inference_mode():
+        model.register_buffer("records", torch.zeros(8, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="records: expected a tensor that tells when it is written, got an inference"):
+        settle(model)
+
+
 def test_a_dispatch_mode_s_call_is_settled_as_an_eager_one_is(settled):
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -165,6 +197,20 @@ def test_quantiser_and_gemm_of_a_compiled_layer_launch_dependently(launches, mod
         with torch.no_grad():
             assert builders.same_bits(compiled(x), expected)
         assert launches == [True, False]
+
+
+@pytest.mark.gpu
+def test_settling_a_model_waits_for_every_stream():
+    model, side = torch.nn.Module(), torch.cuda.Stream()
+    model.register_buffer("records", weight(1).blocks.cuda())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        model.records.add_(0)
+    assert not side.query() and settle(model) == ["records"] and side.query()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with pytest.raises(RuntimeError, match="settle: expected no CUDA graph to be captured"):
+            settle(model)
+        model.records.add_(0)
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from jitgemm.nn.load import load_
 from jitgemm.nn.quantize import quantize_
 from jitgemm.nn.read import ACTIVATIONS
 from jitgemm.nn.report import FusionReport, Report
+from jitgemm.nn.settle import settle
 from jitgemm.nn.warm import warmup
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "fuse_",
     "load_",
     "quantize_",
+    "settle",
     "unfuse_",
     "warmup",
 ]

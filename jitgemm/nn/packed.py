@@ -45,7 +45,7 @@ class Packed(torch.nn.Module):
             raise TypeError(f"weight: expected a {self.kind.__name__}, got {type(weight).__name__}")
         self.activation = check_activation(activation)
         _check_codes(weight, activation)
-        self._weight = weight
+        self._weight = weight = _lasting(weight)
         tensors = weight.state_dict()
         buffers = {name: tensors.get(name) for name in _WEIGHT_TENSORS}
         buffers["input_scale"] = _check_input_scale(input_scale, activation, weight.device)
@@ -80,14 +80,18 @@ class Packed(torch.nn.Module):
 
     def _bind(self) -> Weight:
         """Makes the weight anew over the buffers as they are now, which checks and settles it."""
-        self._weight = self._weight.with_tensors(*(self._buffers[name] for name in _WEIGHT_TENSORS))
-        return self._weight
+        return self._keep(self._weight.with_tensors(*(self._buffers[name] for name in _WEIGHT_TENSORS)))
 
     def _bind_described(self, meta: torch.Tensor) -> None:
         """The same, from what `meta` says of the buffers."""
-        self._weight = self.kind.from_state_dict(self._buffers | {"meta": meta})
+        self._keep(self.kind.from_state_dict(self._buffers | {"meta": meta}))
+
+    def _keep(self, weight: Weight) -> Weight:
+        """Makes this the layer's weight, and its tensors the buffers, some of which may have been copied."""
+        self._weight = weight = _lasting(weight)
         for name in _WEIGHT_TENSORS:
-            self._buffers[name] = getattr(self._weight, name)  # a misaligned one was copied
+            self._buffers[name] = getattr(weight, name)
+        return weight
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Packed:
         self._buffers.update({name: _moved(tensor, fn) for name, tensor in self._buffers.items() if tensor is not None})
@@ -160,6 +164,14 @@ class Packed(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._bind_described(state["_weight"])
+
+
+def _lasting(weight: Weight) -> Weight:
+    """The weight; its records copied where they are an inference tensor, of which nobody knows when it is written."""
+    if not weight.blocks.is_inference():
+        return weight
+    with torch.inference_mode(False):
+        return weight.with_tensors(weight.blocks.clone(), weight.channel_scale, weight.row_sum, weight.permutation)
 
 
 def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from jitgemm.dtypes import DTYPES, REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
 from jitgemm.tensors import check_int, check_tensor, describe, dtype_name
 from jitgemm.weight import layout
-from jitgemm.weight.settled import SettledAt, note_settled, noted_settled
+from jitgemm.weight.settled import SettledAt, capturing, note_settled, noted_settled, settle
 
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 INTEGERS = (torch.uint8, *_SIGNED, torch.uint16, torch.uint32, torch.uint64)
@@ -58,12 +58,6 @@ def check_sizes(n: int, k: int, name: str = "q") -> None:
         raise ValueError(f"{name}: expected n, its rows, to be a positive multiple of 8, got {n}")
     if k < 32 or k % 32:
         raise ValueError(f"{name}: expected k to be a positive multiple of 32, got {k}")
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether the device's current stream is being captured by a CUDA graph, so that nothing can be waited for."""
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
@@ -286,15 +280,8 @@ class Weight:
             for, nor for inference tensors, which do not tell when they are written, nor for fake ones, which have no
             address.
         """
-        settled_at = None
-        real = type(self.blocks) in (torch.Tensor, torch.nn.Parameter) and not self.blocks.is_inference()
-        if real and not (self.blocks.is_cuda and capturing(self.device)):
-            if self.blocks.is_cuda:
-                torch.cuda.current_stream(self.device).synchronize()
-            settled_at = (self.blocks.data_ptr(), self.blocks._version)
-        object.__setattr__(self, "settled_at", settled_at)
-        note_settled(self.blocks, settled_at)
-        return settled_at is not None
+        object.__setattr__(self, "settled_at", settle(self.blocks))
+        return self.settled_at is not None
 
     @property
     def settled(self) -> bool:

@@ -19,6 +19,27 @@ _noted: dict[int, tuple[weakref.ref[torch.Tensor], SettledAt]] = {}
 """By `id`. An entry goes with its tensor: an address that another weight had says nothing."""
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is being captured by a CUDA graph, so that nothing can be waited for."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def settle(blocks: torch.Tensor) -> SettledAt | None:
+    """Waits for what the current stream still writes, and remembers where the records are settled now.
+
+    None where nothing can be waited for or known: see `Weight.settle`.
+    """
+    settled_at = None
+    real = type(blocks) in (torch.Tensor, torch.nn.Parameter) and not blocks.is_inference()
+    if real and not (blocks.is_cuda and capturing(blocks.device)):
+        if blocks.is_cuda:
+            torch.cuda.current_stream(blocks.device).synchronize()
+        settled_at = (blocks.data_ptr(), blocks._version)
+    note_settled(blocks, settled_at)
+    return settled_at
+
+
 def note_settled(blocks: torch.Tensor, settled_at: SettledAt | None) -> None:
     """Remembers where a weight's records were settled; None forgets it."""
     key = id(blocks)

@@ -1,0 +1,48 @@
+"""settle: what a model's GEMMs read ahead of their turn, where no layer of jitgemm.nn knows of it."""
+
+from __future__ import annotations
+
+import torch
+
+from jitgemm.nn.packed import Packed
+from jitgemm.weight import settled
+
+
+def settle(model: torch.nn.Module) -> list[str]:
+    """Waits for the GPUs that hold a model's packed weights, which GEMMs then read before the kernel ahead of them ends.
+
+    The layers of jitgemm.nn do so whenever their weight is replaced, moved or loaded. This is for modules whose weights
+    no layer made, such as `torch.export.load(file).module()`, and for weights that were written without PyTorch's
+    knowledge (`.data`, a raw pointer). To be called when the weights are where they stay: copies and moves are other
+    tensors. A weight that is written in place through PyTorch later is waited for again.
+
+    Returns:
+        Names of the settled buffers: of packed layers `blocks`, of other modules all of uint8, as one that holds a
+        packed weight is.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured on a GPU of the model, so that nothing can be waited for.
+        ValueError: a buffer is an inference tensor, which does not tell when it is written.
+    """
+    found = [
+        (f"{name}.{child}" if name else child, module, tensor)
+        for name, module in model.named_modules()
+        for child, tensor in module._buffers.items()
+        if tensor is not None and tensor.dtype == torch.uint8 and (child == "blocks" or not isinstance(module, Packed))
+    ]
+    for name, _, tensor in found:
+        if tensor.is_inference():
+            raise ValueError(
+                f"{name}: expected a tensor that tells when it is written, got an inference tensor; make the model "
+                "outside of torch.inference_mode()"
+            )
+    for device in {tensor.device for _, _, tensor in found if tensor.is_cuda}:
+        if settled.capturing(device):
+            raise RuntimeError("settle: expected no CUDA graph to be captured meanwhile, as it waits for the GPU")
+        torch.cuda.synchronize(device)  # writes on other streams too
+    for _, module, tensor in found:
+        if isinstance(module, Packed):
+            module.weight.settle()
+        else:
+            settled.settle(tensor)
+    return [name for name, _, _ in found]
