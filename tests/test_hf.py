@@ -8,12 +8,19 @@ import warnings
 from pathlib import Path
 
 import checkpoints
+import layers
 import pytest
+import test_bitblas_format
+import test_executorch_format
+import test_qserve
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import config as stored_config
 from small_models import quantised_names, same_state, stored
+from test_formats_8bit import DEEPSEEK, inputs, scheme
 
+from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes
 from jitgemm.nn import PackedExperts, W4A8Linear, W8A8Linear, load_, quantize_
 
 transformers = pytest.importorskip("transformers")
@@ -101,15 +108,85 @@ def w4afp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": codes, "weight_scale_inv": scale.float()}
 
 
+def qserve(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, scale = integers(weight)
+    s1 = scale.float().amax(1, keepdim=True).half() / 8
+    s2 = (scale / s1).round().clamp(1, 8)
+    scales = {"s1_scales": s1[:, 0], "s2_scales": test_qserve.interleaved(s2)}
+    return {"qweight": test_qserve.tiled(q + 8), "s2_zeros": test_qserve.interleaved(-8 * s2), **scales}
+
+
+def torchao(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, scale = integers(weight)
+    scale = scale.T.bfloat16()
+    flat = {"qdata": checkpoints.words(q, 1, torch.int8), "scale": scale, "zero_point": scale / 4}
+    return {f"_weight_{name}": tensor for name, tensor in flat.items()}
+
+
+def tinygemm(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, scale = integers(weight)
+    scale = scale.T.bfloat16()
+    return {"weight": test_executorch_format.high_first(q + 8), "scales_and_zeros": torch.stack([scale, scale / 4], 2)}
+
+
+def executorch(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, scale = integers(weight)
+    zeros = torch.full_like(scale.T, 1, dtype=torch.int32)
+    codes = test_executorch_format.high_first(q + 8)
+    return {"weight": codes, "weight_scales": scale.T.float(), "weight_zeros": zeros}
+
+
+def bitblas(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    q, scale = integers(weight)
+    zeros = checkpoints.words(torch.full_like(scale.T, 7), 1, torch.int8)
+    return {"qweight": test_bitblas_format.qweight(q + 8), "scales": scale, "zeros": zeros}
+
+
+def eight(codes: torch.dtype, strategy: str, scale_name: str = "weight_scale", input_scale: float | None = None):
+    """A packer into 8 bits with a scale per row, tensor or block of 128 x 128."""
+
+    def pack(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows, columns = {"channel": (1, weight.shape[1]), "tensor": tuple(weight.shape), "block": (128, 128)}[strategy]
+        n, k = weight.shape
+        padded = torch.nn.functional.pad(weight.float(), (0, -k % columns, 0, -n % rows))
+        blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scale = blocks.abs().amax((1, 3)).clamp(min=1e-4) / (448 if codes.is_floating_point else 127)
+        q = blocks / scale[:, None, :, None]
+        q = (q if codes.is_floating_point else q.round()).flatten(2).flatten(0, 1)[:n, :k].to(codes)
+        static = {} if input_scale is None else {"input_scale": torch.tensor([input_scale])}
+        return {"weight": q, scale_name: scale.reshape(1) if strategy == "tensor" else scale, **static}
+
+    return pack
+
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+STATIC = inputs("float", dynamic=False, strategy="tensor")
+GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 PACKED = stored_config()
 PACKED["format"] = "pack-quantized"
 PACKED["config_groups"]["group_0"]["weights"] |= {"strategy": "group", "group_size": 32}
 FORMATS = {
     "compressed-tensors": (pack_quantized, PACKED),
     "int-quantized": (lambda weight: stored(weight.float())[0], stored_config()),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}),
+    "gptq": (gptq, {"quant_method": "gptq"} | GPTQ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
     "w4afp8": (w4afp8, {"quant_method": "w4afp8", "group_size": 32}),
+    "autoround": (gptq, {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"} | GPTQ),
+    "autoround as awq": (awq, {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"} | GPTQ),
+    "qserve": (qserve, {"quant_method": "qoq", "wbits": 4, "group_size": 32}),
+    "torchao": (torchao, {"quant_method": "torchao"}),
+    "tinygemm": (tinygemm, {"quant_method": "torchao", "group_size": 32}),
+    "executorch": (executorch, None),
+    "bitblas": (bitblas, {"quant_method": "bitblas", "bits": 4, "fast_decoding": False, "zeros_mode": "quantized"}),
+    "fp8 per channel": (eight(E4M3, "channel"), scheme("float", "channel", "float-quantized", inputs("float"))),
+    "fp8 per tensor": (
+        eight(E4M3, "tensor", input_scale=0.05),
+        scheme("float", "tensor", "float-quantized", STATIC),
+    ),
+    "fp8 in blocks": (eight(E4M3, "block", "weight_scale_inv"), DEEPSEEK),
+    "fp8 per row": (eight(E4M3, "channel"), {"quant_method": "fbgemm_fp8"}),
+    "int8 per channel": (eight(INT8, "channel"), scheme("int", "channel", "int-quantized", inputs("int"))),
+    "int8 per row": (eight(INT8, "channel"), {"quant_method": "w8a8_int8"}),
 }
 
 
@@ -133,7 +210,7 @@ def file(folder: Path, name: str, format: str, chosen: re.Pattern = LAYER, shard
     if shards:
         (folder / "model.safetensors").unlink()
     checkpoints.save(folder, tensors, shards=shards)
-    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": told}))
+    (folder / "config.json").write_text(json.dumps(text | ({"quantization_config": told} if told else {})))
     if shards is None:  # transformers wants to be told who wrote the file
         save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -166,8 +243,11 @@ def assert_same(model: torch.nn.Module, expected: torch.nn.Module) -> None:
 # ---- quantised checkpoints -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "mixtral"])
+@pytest.mark.parametrize(
+    "name, format",
+    [(name, format) for name in ("llama", "qwen3-moe") for format in FORMATS]
+    + [("mixtral", format) for format in ("compressed-tensors", "gptq", "w4afp8", "fp8 in blocks")],
+)
 def test_a_checkpoint_becomes_the_model_that_load_makes(tmp_path, name, format):
     file(tmp_path, name, format)
     with warnings.catch_warnings():
@@ -177,6 +257,40 @@ def test_a_checkpoint_becomes_the_model_that_load_makes(tmp_path, name, format):
     assert model.hf_quantizer.report == quantised_names(model)
     has_experts = any(isinstance(module, PackedExperts) for module in model.modules())
     assert has_experts == (name != "llama" and int(transformers.__version__.split(".")[0]) > 4)
+
+
+def test_every_format_of_the_registry_is_loaded():
+    """By which format reads each: a new one has to be added above."""
+    tensors = {name: pack(torch.randn(64, 96)) for name, (pack, _) in FORMATS.items()}
+    read_by = {name: layers.detecting(tensors[name], told) for name, (_, told) in FORMATS.items()}
+    assert {format for found in read_by.values() for format in found} == {each.name for each in formats.FORMATS}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_a_format_that_comes_later_needs_no_change_in_hf(tmp_path, monkeypatch, name):
+    def pack(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        q, scale = integers(weight)
+        return {"later_codes": q.to(torch.int16), "later_scale": scale}
+
+    later = Format(
+        "later",
+        detect=lambda names, config: "later_codes" in names,
+        sizes=lambda tensors, config: Sizes(*tensors["later_codes"].shape, 32),
+        read=lambda tensors, config: CanonicalWeight(
+            tensors["later_codes"].to(torch.int8), tensors["later_scale"], group_size=32
+        ),
+    )
+    monkeypatch.setitem(FORMATS, "later", (pack, {"quant_method": "later"}))
+    file(tmp_path, name, "later")
+    with pytest.raises(ValueError, match="is of no format known here"):
+        loaded(tmp_path)
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, later))
+    model = loaded(tmp_path)
+    assert_same(model, by_load_(tmp_path))
+    up = "model.layers.1.mlp.up_proj" if name == "llama" else "model.layers.1.self_attn.k_proj"
+    assert torch.equal(
+        model.get_submodule(up).weight.unpack()[0].long(), integers(build(name).get_submodule(up).weight)[0]
+    )
 
 
 @pytest.mark.parametrize("more", [{"device_map": "cpu"}, {"device_map": "auto"}, {"device_map": {"": "cpu"}}], ids=str)
