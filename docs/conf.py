@@ -30,6 +30,7 @@ highlight_language = "none"  # blocks without a language are tables, drawings an
 smartquotes = False
 default_role = "py:obj"  # docstrings write `name` for code: a link where there is one
 autodoc_default_options = {"member-order": "bysource"}
+autodoc_mock_imports = ["transformers"]  # which jitgemm.hf imports
 autodoc_typehints = "signature"
 autodoc_use_legacy_class_based = False
 toc_object_entries_show_parents = "hide"

@@ -5,7 +5,9 @@ A sample runs as it stands, but for the replacements that `STAND_INS` lists: tin
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -22,6 +24,7 @@ from safetensors.torch import save_file
 
 import jitgemm
 import jitgemm.nn
+from jitgemm import deep_gemm
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
@@ -266,10 +269,48 @@ def test_links_lead_somewhere():
     assert bad == []
 
 
-def test_the_api_pages_have_every_public_name():
-    text = (ROOT / "docs" / "api.rst").read_text(encoding="utf-8")
-    names = {f"jitgemm.{name}" for name in jitgemm.__all__} | {f"jitgemm.nn.{name}" for name in jitgemm.nn.__all__}
-    assert sorted(name for name in names if not re.search(rf":: {re.escape(name)}$", text, re.MULTILINE)) == []
+def in_all() -> set[str]:
+    """The names in every `__all__` of the package, and the functions that its entry points name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = {entry.replace(":", ".") for group in project["entry-points"].values() for entry in group.values()}
+    for path in (ROOT / "jitgemm").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                found |= {f"{module}.{name}" for name in ast.literal_eval(node.value)}
+    return found
+
+
+def resolved(name: str) -> object:
+    """The function or class of that dotted name, or that a method's name begins with; None for anything else."""
+    found: object = jitgemm
+    for at, part in list(enumerate(name.split(".")))[1:]:
+        if inspect.ismodule(found) and not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(name.split(".")[: at + 1]))
+            except ImportError:
+                return None
+        found = getattr(found, part, None)
+        if inspect.isfunction(found) or inspect.isclass(found):
+            return found
+    return None
+
+
+def test_the_api_page_has_every_public_name():
+    """Those that a module offers with `__all__`, and the functions and classes that the pages for users name."""
+    names = re.findall(r":: (jitgemm[\w.]*)$", (ROOT / "docs" / "api.rst").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(in_all() - set(names)) == []
+    shown = [resolved(name) for name in names]
+    missing = set()
+    for page in PAGES:
+        if "notes" in page.parts:
+            continue
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"(?<![\w/.:])jitgemm(?:\.\w+)+", text)
+        for module, imported in re.findall(r"^ *from (jitgemm[\w.]*) import ([\w, ]+)", text, re.MULTILINE):
+            named += [f"{module}.{name.strip()}" for name in imported.split(",")]
+        missing |= {name for name in named if (found := resolved(name)) is not None and found not in shown}
+    assert sorted(missing - {f"jitgemm.deep_gemm.{name}" for name in vars(deep_gemm)}) == []  # by `automodule`
 
 
 def test_the_site_builds_without_warnings(tmp_path):
@@ -283,3 +324,4 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "api.html").read_text(encoding="utf-8")
     assert 'id="jitgemm.gemm_w4a8_nt"' in page and "float8_e4m3fn" in page  # with its docstring
+    assert 'id="jitgemm.hf.JitGemmConfig"' in page and "modules_to_not_convert" in page  # without transformers
