@@ -7,8 +7,11 @@ import functools
 import gc
 import io
 import pickle
+import pty
+import sys
 import warnings
 import weakref
+from contextlib import suppress
 
 import builders
 import pytest
@@ -360,9 +363,29 @@ def test_training_mode_is_kept_and_options_reach_the_layers():
     assert layer.weight.scale_dtype == torch.float16
 
 
-def test_no_bar_where_stderr_is_no_terminal(capsys):
-    quantize(Model())
+LOADS = {
+    "loading": lambda: load_(Model(), opened(checkpoint_tensors(Model())[0])),
+    "quantising": lambda: quantize(Model()),
+}
+
+
+@pytest.mark.parametrize("doing", LOADS)
+def test_a_bar_names_the_layers_where_stderr_is_a_terminal_and_nothing_is_written_elsewhere(monkeypatch, capsys, doing):
+    LOADS[doing]()
     assert capsys.readouterr() == ("", "")
+    leader, follower = pty.openpty()
+    with open(follower, "w") as terminal, monkeypatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", "100")
+        patch.setattr(sys, "stderr", terminal)
+        names = LOADS[doing]()
+    written = b""
+    with open(leader, "rb", buffering=0) as screen, suppress(OSError):  # EIO: all is read
+        while chunk := screen.read(65536):
+            written += chunk
+    assert capsys.readouterr().out == ""
+    for text in (doing, f"{len(names)}/{len(names)}", names[-1]):
+        assert text in written.decode()
 
 
 def test_a_whole_model_through_pickle_and_deepcopy():
