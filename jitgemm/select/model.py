@@ -48,9 +48,9 @@ RECORD_CYCLES = 124.1
 HALVES_CYCLES = 127.1
 """Added to it in halves where a record's one group is promoted: nothing runs beside that. Twice where tokens are
 wgmma's rows, whose halves run one after the other."""
-DECODE_CYCLES = {"any": 229.7, "own": 158.7, "bytes": 160.0}
-"""Issue cycles of a scheduler for a record on one warpgroup: codes for any activations, for this type's alone, and of 8
-bits. The last is fitted to scripts/data/sweep_w8_h200.json, and stands for what else they take longer for: nothing
+DECODE_CYCLES = {"any": 229.7, "signed": 170.0, "own": 158.7, "bytes": 160.0}
+"""Issue cycles of a scheduler for a record on one warpgroup: codes for any activations, the same for e4m3 where they
+have no zero points, codes for this type's activations alone, and of 8 bits. The last is fitted to scripts/data/sweep_w8_h200.json, and stands for what else they take longer for: nothing
 decodes them."""
 PROMOTE_CYCLES = {"e4m3": 1.45, "s8": 2.633}
 """Issue cycles of a scheduler for every accumulator register promoted, by lhs type."""
@@ -123,7 +123,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     groups = max(1, fmt.scale_rows)
     ops_per_cycle = device.tensor_ops_per_us * cycle / device.num_sms
     multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.multiply_n / ops_per_cycle
-    decode = DECODE_CYCLES["bytes" if fmt.bits == 8 else "any" if fmt.codes == "any" else "own"]
+    decode = DECODE_CYCLES[_decoder(spec)]
     every = promote_records(spec)
     products = spec.lhs_group and fmt.group_size and not spec.token_rows
     cycles = PROMOTE_CYCLES[spec.lhs] + (SCALE_CYCLES if products else 0.0)
@@ -180,6 +180,16 @@ class Times(NamedTuple):
         memory, fetch, tensor, issue, latency, epilogue, l2, fixed = self
         consumers = _norm(tensor, issue, latency) + epilogue
         return fixed + l2 + _norm(memory, fetch, consumers)
+
+
+def _decoder(spec: KernelSpec) -> str:
+    """Which of DECODE_CYCLES is the kernel's."""
+    fmt = spec.format
+    if fmt.bits == 8:
+        return "bytes"
+    if fmt.codes != "any":
+        return "own"
+    return "any" if fmt.zero_point or spec.lhs == "s8" else "signed"
 
 
 def _norm(a: float, b: float, c: float) -> float:
