@@ -10,7 +10,6 @@ import builders
 import torch
 
 from jitgemm.activations.call import quantize_activations
-from jitgemm.weight.packed import W4Weight
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 ORDERS = ("gate_up", "up_gate", "interleaved")
@@ -33,6 +32,7 @@ class Case:
     mode: str = "s8"
     group_size: int = 32
     zero_point: bool = False
+    bits: int = 4
     device: str = "cpu"
     scale: float = 4.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -41,10 +41,11 @@ class Case:
         self.options = {"lhs_dtype": MODES[self.mode][0], "affine": MODES[self.mode][1], **self.options}
 
     def _parts(self, seed: int, n: int, k: int) -> list[builders.WeightParts]:
-        return [
-            builders.weight_parts(100 * self.seed + seed + e, n, k, self.group_size, zero_point=self.zero_point)
-            for e in range(self.experts)
-        ]
+        form: dict[str, Any] = {"zero_point": self.zero_point}
+        if self.bits == 8:
+            form = {"bits": 8, "codes": "e4m3" if self.mode == "e4m3" else "s8"}
+        seeds = range(100 * self.seed + seed, 100 * self.seed + seed + self.experts)
+        return [builders.weight_parts(each, n, k, self.group_size, **form) for each in seeds]
 
     @cached_property
     def parts13(self) -> list[builders.WeightParts]:
@@ -60,7 +61,7 @@ class Case:
         g = builders.generator(self.seed)
         x = (torch.randn((self.tokens, self.k), generator=g) * self.scale).to(self.dtype)
         w13, w2 = (
-            W4Weight.stacked(self.experts, lambda e: parts[e].packed).to(self.device)
+            type(parts[0].packed).stacked(self.experts, lambda e: parts[e].packed).to(self.device)
             for parts in (self.parts13, self.parts2)
         )
         ids = choices(self.seed, self.tokens, self.top_k, self.experts)

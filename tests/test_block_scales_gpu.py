@@ -179,6 +179,26 @@ def test_batch_invariant_rows():
         assert same_bits(out, whole[:m])
 
 
+@pytest.mark.parametrize("strip_scales", [False, True])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_batch_invariant_rows_of_8_bit_weights(lhs_type, strip_scales):
+    """Where strips share scales, many tokens are wgmma's rows and few are not."""
+    most, n, k = 700, 1160, 416
+    form = dict(codes=lhs_type, bits=8, scale_type="fp32", strip_scales=strip_scales)
+    weight = builders.weight_parts(1, n, k, **form, device="cuda").packed
+    problem = Problem(most, n, k, lhs_type, weight.format, batch_invariant=True, lhs_group=128)
+    assert choose(problem, device_spec("h200")).token_rows == strip_scales
+    assert not choose(replace(problem, m=17), device_spec("h200")).token_rows
+    x, x_scale = builders.block_lhs(2, most, k, lhs_type, device="cuda")
+    whole = torch.empty(most, n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w8a8_bf16_nt((x, x_scale), weight, whole, batch_invariant=True)
+    assert_right(whole, (x, x_scale), weight, has_rms=False)
+    for m in (1, 17, 130, 300):
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        jitgemm.gemm_w8a8_bf16_nt((x[:m], x_scale[:m]), weight, out, batch_invariant=True)
+        assert same_bits(out, whole[:m]), m
+
+
 # ---- powers of two ---------------------------------------------------------------------------------------------------
 
 
@@ -277,35 +297,49 @@ def test_weights_in_blocks_are_within_the_bound(lhs_type, n, k, m):
     assert_right(out.out, lhs, weight, bias, has_rms=False)
 
 
-@pytest.mark.parametrize("shape", [shape for shape in TOKEN_ROWS if "multicast_rhs" not in shape], ids=names_of)
-@pytest.mark.parametrize("gathered", [False, True])
-@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
-def test_groups_of_tokens_as_rows(lhs_type, gathered, shape):
-    experts, n, k = 12, 200, 672
+def launch_groups_of_token_rows(lhs_type, gathered, shape, n, k, counts, launches=1):
+    """Launches with scales row by row: alike to the bit, and right."""
+    experts = len(counts)
     q = torch.stack([builders.weight_parts(e, n, k, codes=lhs_type, bits=8).q for e in range(experts)]).cuda()
-    weight = jitgemm.pack_w8(q, torch.rand(experts, 2, 6, device="cuda") + 0.5)
-    counts = [0, 1, 16, 17, 30, 48, 64, 80, 100, 128, 150, 200]
+    weight = jitgemm.pack_w8(q, torch.rand(experts, -(-n // 128), -(-k // 128), device="cuda") + 0.5)
     rows, first = sum(counts), 2
     lhs = builders.block_lhs(2, rows + first, k, lhs_type, device="cuda")
     index = torch.randint(0, rows, (rows + first,), generator=builders.generator(4), dtype=torch.int32).cuda()
     bias = torch.stack([builders.bias(e, n) for e in range(experts)]).cuda()
     spec = KernelSpec(
-        lhs_type,
-        weight.format.of_kernels,
-        stages=3,
-        shared_weights=True,
-        token_rows=True,
-        lhs_group=128,
-        experts=64,
+        lhs_type, weight.format.of_kernels, stages=3, shared_weights=True, token_rows=True, lhs_group=128, experts=64,
         **shape,
-    )
+    )  # fmt: skip
     assert illegal(spec, device_spec("h200")) is None
     before = torch.full((rows + first + 3, n), 3.0, dtype=torch.bfloat16, device="cuda")
-    out = before.clone()
-    operands = Operands(*lhs, None, weight, out, bias)
     groups = Groups(offsets_of(counts, first), index if gathered else None, 0, rows)
-    GroupedPlan(operands, groups, spec).launch(operands, groups)
-    assert_groups_right(lhs, weight, out, before, counts, first, bias, index if gathered else None)
+    results = []
+    for _ in range(launches):
+        results.append(before.clone())
+        operands = Operands(*lhs, None, weight, results[-1], bias)
+        GroupedPlan(operands, groups, spec).launch(operands, groups)
+    assert all(same_bits(results[0], each) for each in results)
+    assert_groups_right(lhs, weight, results[0], before, counts, first, bias, index if gathered else None)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in TOKEN_ROWS if "multicast_rhs" not in shape], ids=names_of)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_groups_of_tokens_as_rows(lhs_type, gathered, shape):
+    counts = [0, 1, 16, 17, 30, 48, 64, 80, 100, 128, 150, 200]
+    launch_groups_of_token_rows(lhs_type, gathered, shape, 200, 672, counts)
+
+
+@pytest.mark.parametrize("shape", [TOKEN_ROWS[i] for i in (2, 4, 6, 8)], ids=names_of)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("lhs_type", builders.LHS_DTYPES)
+def test_large_groups_of_tokens_as_rows(request, lhs_type, gathered, shape):
+    """More tiles than SMs, and so many blocks of k that all stages are used often. The emulator takes less."""
+    if request.config.getoption("--emulate"):
+        sizes = 200, 1184, [130, 0, 260]
+    else:
+        sizes = 2112, 7168, [700, 0, 1, 384, 130, 1000]
+    launch_groups_of_token_rows(lhs_type, gathered, shape, *sizes, launches=3)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -45,14 +45,16 @@ def expected(case: Case, x: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("scheme", ["token", "block"])
 @pytest.mark.parametrize("mode", MODES)
-def test_each_expert_gets_its_live_rows_and_no_others(mode, scheme):
+def test_each_expert_gets_its_live_rows_and_no_others(mode, scheme, bits):
     if (mode, scheme) == ("s8z", "block"):
         pytest.skip("blocks have no zero points")
     options = {"activation": "swiglu_oai", "order": "interleaved", "limit": 7.0, "scheme": scheme}
     options |= {"bias13": torch.randn(4, 256), "bias2": torch.randn(4, 72)}
-    case = Case(experts=4, k=192, inter=128, mode=mode, group_size=32, options=options)
+    scale = 4.0 if bits == 4 else 0.1  # weights of 8 bits are some sixteen times as large
+    case = Case(experts=4, k=192, inter=128, mode=mode, group_size=32, bits=bits, scale=scale, options=options)
     x, masked_m = sorted_tokens(case, 6, COUNTS)
     out = called(case, x, masked_m)
     for e, wanted in enumerate(expected(case, x)):
@@ -147,19 +149,21 @@ def test_compiles_for_sm_90a_without_spills(cache, block):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("scheme", ["token", "block"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("k, inter", [(256, 96), (2048, 768), (7168, 2048)])
-def test_a_gpu_agrees_with_the_cpu(mode, scheme, k, inter):
+def test_a_gpu_agrees_with_the_cpu(mode, scheme, k, inter, bits):
     if (mode, scheme) == ("s8z", "block"):
         pytest.skip("blocks have no zero points")
     experts, max_m = 9, 300
     counts = (0, 300, 1, 17, 128, 299, 0, 64, 5)
-    case = Case(experts=experts, k=k, inter=inter, n=256, mode=mode, group_size=32, dtype=torch.bfloat16)
+    sizes = dict(experts=experts, k=k, inter=inter, n=256, mode=mode, group_size=32, bits=bits, dtype=torch.bfloat16)
+    case = Case(**sizes)
     case.options["scheme"] = scheme
     x, masked_m = sorted_tokens(case, max_m, counts)
     wanted = called(case, x, masked_m)
-    gpu = Case(experts=experts, k=k, inter=inter, n=256, mode=mode, group_size=32, dtype=torch.bfloat16, device="cuda")
+    gpu = Case(**sizes, device="cuda")
     gpu.options["scheme"] = scheme
     x, masked_m = x.cuda(), masked_m.cuda()
     out = called(gpu, x, masked_m).cpu()
