@@ -153,6 +153,61 @@ def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
     )
 
 
+class Normed(torch.nn.Module):
+    """A norm, and the projections behind it that share its result."""
+
+    def __init__(self, k: int, n: int):
+        super().__init__()
+        self.input_layernorm = torch.nn.RMSNorm(k)
+        self.q_proj, self.k_proj = (torch.nn.Linear(k, n, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.input_layernorm(x)
+        return torch.cat([self.q_proj(y), self.k_proj(y)], -1)
+
+
+def w8a8_of(model: Normed, factors: torch.Tensor, folder, activations: dict) -> tuple[Normed, dict]:
+    """`model` with channels divided by the factors, written and loaded in int8; and what the file has."""
+    tensors = {"input_layernorm.weight": model.input_layernorm.weight.detach() / factors}
+    for name in ("q_proj", "k_proj"):
+        weight = getattr(model, name).weight.detach() * factors
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        tensors |= {f"{name}.weight": (weight / scale).round().to(torch.int8), f"{name}.weight_scale": scale}
+    if not activations["dynamic"]:
+        tensors |= {f"{name}.input_scale": torch.tensor([0.02]) for name in ("q_proj", "k_proj")}
+    told = scheme("int", "channel", "int-quantized", activations, dynamic=False, actorder=None, observer="minmax")
+    told |= {"ignore": ["lm_head"], "quantization_status": "compressed", "kv_cache_scheme": None}
+    loaded = Normed(model.q_proj.in_features, model.q_proj.out_features)
+    found = load_(loaded, checkpoints.save(folder, tensors, told), device="cpu")
+    assert sorted(found) == ["k_proj", "q_proj"]
+    return loaded, tensors
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_smoothquant_file_is_a_w8a8_one_with_its_factors_folded_in(tmp_path, dynamic):
+    torch.manual_seed(3)
+    model, x = Normed(256, 64), torch.randn(40, 256)
+    with torch.no_grad():
+        model.input_layernorm.weight[::32] *= 60.0  # channels that take most of a token's scale
+        expected, y = model(x), model.input_layernorm(x)
+        columns = torch.maximum(model.q_proj.weight.abs().amax(0), model.k_proj.weight.abs().amax(0))
+        factors = (y.abs().amax(0) / columns).sqrt()
+        factors = factors / factors.min()
+    activations = inputs("int", dynamic=dynamic, strategy="token" if dynamic else "tensor")
+    smoothed, tensors = w8a8_of(model, factors, tmp_path / "smoothed", activations)
+    assert torch.equal(smoothed.input_layernorm.weight, tensors["input_layernorm.weight"])
+    for name in ("q_proj", "k_proj"):
+        layer = getattr(smoothed, name)
+        assert type(layer) is W8A8Linear and layer.activation == "int8"
+        assert (layer.input_scale is None) == dynamic
+        assert builders.same_bits(layer.weight.unpack()[0], tensors[f"{name}.weight"])
+    if dynamic:
+        plain, _ = w8a8_of(model, torch.ones(256), tmp_path / "plain", activations)
+        with torch.no_grad():
+            of_smoothed, of_plain = (float((each(x) - expected).norm() / expected.norm()) for each in (smoothed, plain))
+        assert of_smoothed < 0.01 and 2 * of_smoothed < of_plain
+
+
 # ---- w8a8: other tools' ----------------------------------------------------------------------------------------------
 
 DEEPSEEK = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
