@@ -829,6 +829,8 @@ def test_explain_json_holds_the_chosen_kernel_with_its_prediction(run):
         ("--lhs", "int8", "--codes", "tuned", "--out", "fp32"),
         ("--offset", "--group-size", "64"),
         ("--batch-invariant",),
+        ("--block-scales",),
+        ("--block-scales", "--bits", "8"),
     ],
     ids=" ".join,
 )
@@ -844,6 +846,16 @@ def test_a_warm_up_of_block_quantisers_compiles_gemms_that_take_their_scales(run
     kernels = run("warmup", *LAYER, "--dry-run", "--json", "--quantizer", "bf16+block").json["kernels"]
     assert chosen in {kernel["label"] for kernel in kernels}
     assert "quantize-bf16-e4m3-block-v1r8" in {kernel["label"] for kernel in kernels}
+
+
+def test_a_warm_up_with_block_scales_is_one_of_block_quantisers(run):
+    def kernels(*options: str) -> set[str]:
+        return {each["label"] for each in run("warmup", *LAYER, "--dry-run", "--json", *options).json["kernels"]}
+
+    assert kernels("--block-scales") == kernels("--quantizer", "bf16+block")
+    assert kernels("--block-scales", "--quantizer", "fp16+silu_mul") == kernels("--quantizer", "fp16+silu_mul+block")
+    gemms = kernels("--block-scales", "--quantizer", "none")
+    assert gemms == {label for label in kernels("--block-scales") if not label.startswith("quantize")}
 
 
 def test_packed_exponents_have_kernels_of_their_own(run):

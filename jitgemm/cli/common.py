@@ -65,6 +65,9 @@ Offset = Annotated[
         help="Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become.",
     ),
 ]
+BlockScales = Annotated[
+    bool, typer.Option("--block-scales", help="Activations with a scale per token and 128 k, not one per token.")
+]
 E8m0 = Annotated[
     bool,
     typer.Option(

@@ -29,9 +29,7 @@ def explain(
     codes: Annotated[common.Codes, typer.Option("--codes", help=common.CODES_HELP)] = common.Codes.any,
     out: Annotated[common.RealType, typer.Option("--out", help=common.OUT_HELP)] = common.RealType.bf16,
     batch_invariant: common.BatchInvariant = False,
-    block_scales: Annotated[
-        bool, typer.Option("--block-scales", help="Activations with a scale per token and 128 k, not one per token.")
-    ] = False,
+    block_scales: common.BlockScales = False,
     e8m0: common.E8m0 = False,
     experts: Annotated[
         Optional[int],

@@ -71,8 +71,13 @@ Quantizer = tuple[str, tuple[str, ...]]
 """A quantiser as --quantizer names it, such as "fp16+static+permuted": its input's type and its variants."""
 
 
-def pick_quantizers(texts: Sequence[str], outs: Sequence[str], variants: tuple[str, ...]) -> list[Quantizer]:
-    """What --quantizer asks for; by default those of `jitgemm.nn.W4A8Linear`, whose result has its input's type."""
+def pick_quantizers(
+    texts: Sequence[str], outs: Sequence[str], variants: tuple[str, ...], block: bool
+) -> list[Quantizer]:
+    """What --quantizer asks for; by default those of `jitgemm.nn.W4A8Linear`, whose result has its input's type.
+
+    With `block` all of them are "block", whatever they are else.
+    """
     if texts == ["none"]:
         return []
     if "none" in texts:
@@ -86,7 +91,8 @@ def pick_quantizers(texts: Sequence[str], outs: Sequence[str], variants: tuple[s
                 f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}, or none; got {text!r}"
             )
         found.append((x, tuple(dict.fromkeys(given))))
-    return list(dict.fromkeys(found))
+    more = ("block",) if block else ()
+    return list(dict.fromkeys((x, tuple(dict.fromkeys((*given, *more)))) for x, given in found))
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Wanted:
     scale_type: str
     outs: Sequence[str]
     batch_invariant: bool
+    block_scales: bool
     e8m0: bool
     quantizers: Sequence[Quantizer]
     max_m: int
@@ -128,7 +135,7 @@ class Wanted:
         orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
         orders = [common.Codes.tuned] if self.bits == 8 else orders
         groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in self.quantizers} or {0: None}
-        groups = {LHS_GROUP: None} if self.e8m0 else groups
+        groups = {LHS_GROUP: None} if self.block_scales or self.e8m0 else groups
         for lhs, codes, out, (n, k), group in product(self.lhs_types, orders, self.outs, shapes, groups):
             format = common.weight_format(
                 codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k, self.bits
@@ -244,6 +251,7 @@ def warmup(
         typer.Option("--out", help=f"{common.OUT_HELP} May be repeated.", show_default="bf16"),
     ] = None,
     batch_invariant: common.BatchInvariant = False,
+    block_scales: common.BlockScales = False,
     e8m0: common.E8m0 = False,
     quantizer: Annotated[
         Optional[list[str]],
@@ -321,8 +329,9 @@ def warmup(
             scale_type=said.scale_type if scale_dtype is None else scale_dtype.value,
             outs=outs,
             batch_invariant=batch_invariant,
+            block_scales=block_scales,
             e8m0=e8m0,
-            quantizers=pick_quantizers(quantizer or (), outs, said.variants),
+            quantizers=pick_quantizers(quantizer or (), outs, said.variants, block_scales),
             max_m=max_m,
         )
 
