@@ -1,4 +1,6 @@
-"""Exit 0 if this Python can run jitgemm, and its tests with --tests; else say what is missing on stderr and exit 1.
+"""Exit 0 if this Python can run jitgemm; else say what is missing on stderr and exit 1.
+
+--tests: its tests too. --libraries: those of them too that need the libraries of the extra of this name.
 
 Imports what is used instead of comparing lists of packages: a Python counts when it works, however it was set up.
 """
@@ -20,13 +22,16 @@ REQUIRED = [
     "cuda.bindings.nvrtc",
 ]
 TESTS = ["pytest", "hypothesis"]
+LIBRARIES = ["accelerate", "compressed_tensors", "matplotlib", "torchao", "transformers"]
 
 
 def main() -> int:
     if sys.version_info < (3, 11):
         print(f"Python {sys.version.split()[0]} is older than 3.11", file=sys.stderr)
         return 1
-    for name in REQUIRED + (TESTS if "--tests" in sys.argv[1:] else []):
+    tests = TESTS if "--tests" in sys.argv[1:] else []
+    libraries = LIBRARIES if "--libraries" in sys.argv[1:] else []
+    for name in REQUIRED + tests + libraries:
         try:
             importlib.import_module(name)
         except Exception as error:

@@ -1,5 +1,6 @@
 # Sourced by the scripts beside it: sets PYTHON to a Python that can run jitgemm, and its tests if the caller set
-# WANT_TESTS=1, and makes `import jitgemm` find this checkout.
+# WANT_TESTS=1, those too that need other libraries if JITGEMM_TEST_LIBRARIES is set, and makes `import jitgemm` find
+# this checkout.
 #
 # What is there already is used where it suffices: $JITGEMM_PYTHON, the checkout's .venv, then python3. Otherwise .venv
 # is made and filled from the network. JITGEMM_TORCH chooses torch's requirement (default torch==2.13.0) and
@@ -12,7 +13,14 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
 
 check_python() {  # $1: a Python; 0 if it has what is needed
-    "$1" "$ROOT/scripts/check_environment.py" ${WANT_TESTS:+--tests}
+    "$1" "$ROOT/scripts/check_environment.py" ${WANT_TESTS:+--tests} ${JITGEMM_TEST_LIBRARIES:+--libraries}
+}
+
+without_libraries() {  # where a Python lacks what is needed
+    if [ -n "${JITGEMM_TEST_LIBRARIES:-}" ]; then
+        say "With JITGEMM_TEST_LIBRARIES= set to nothing, tests that need libraries such as transformers skip without them"
+    fi
+    return 1
 }
 
 base_python() {  # a Python 3.11 or later on the path
@@ -28,24 +36,26 @@ base_python() {  # a Python 3.11 or later on the path
     return 1
 }
 
-fill_venv() {  # torch first: what it brings decides whether an extra is needed
-    local base
+fill_venv() {  # $@: more requirements. torch first: what it brings decides whether an extra is needed
+    local base torch="${JITGEMM_TORCH:-torch==2.13.0}" extras="test,docs${JITGEMM_TEST_LIBRARIES:+,libraries}"
     base="$(base_python)"
     [ -x "$VENV/bin/python" ] || "$base" -m venv "$VENV"
     local pip=("$VENV/bin/python" -m pip --disable-pip-version-check --quiet)
-    say "Installing ${JITGEMM_TORCH:-torch==2.13.0} into .venv (JITGEMM_TORCH chooses another)"
-    "${pip[@]}" install ${JITGEMM_TORCH_INDEX:+--index-url "$JITGEMM_TORCH_INDEX"} "${JITGEMM_TORCH:-torch==2.13.0}"
-    "${pip[@]}" install --editable "$ROOT[test,docs]"
-    if ! check_python "$VENV/bin/python" 2>/dev/null; then
+    say "Installing $torch into $(basename "$VENV") (JITGEMM_TORCH chooses another)"
+    "${pip[@]}" install ${JITGEMM_TORCH_INDEX:+--index-url "$JITGEMM_TORCH_INDEX"} "$torch"
+    say "Installing $extras"
+    # With torch's requirement again, which a library may else replace by another version
+    "${pip[@]}" install --editable "$ROOT[$extras]" "$torch" "$@" || without_libraries
+    if ! "$VENV/bin/python" "$ROOT/scripts/check_environment.py" 2>/dev/null; then
         say "torch brought no CUDA bindings or no NVRTC: installing the cu12 extra"
-        "${pip[@]}" install --editable "$ROOT[cu12,test,docs]"
+        "${pip[@]}" install --editable "$ROOT[cu12]"
     fi
-    check_python "$VENV/bin/python"
+    check_python "$VENV/bin/python" || without_libraries
 }
 
 if [ -n "${JITGEMM_PYTHON:-}" ]; then
     PYTHON="$JITGEMM_PYTHON"
-    check_python "$PYTHON"
+    check_python "$PYTHON" || without_libraries
 elif [ -x "$VENV/bin/python" ] && check_python "$VENV/bin/python"; then
     PYTHON="$VENV/bin/python"
 elif command -v python3 >/dev/null && check_python python3 2>/dev/null; then

@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
 # Sets everything up and runs the tests; arguments go to pytest. `--all-kernels` compiles every kernel that the tests
 # know instead of a sample; scripts/test_other_nvrtc.sh compiles under the other NVRTC line.
+#
+# The libraries that tests compare with and load models of, such as transformers, are installed too, and a test fails
+# without them. `JITGEMM_TEST_LIBRARIES= scripts/test.sh` does without, and such tests skip.
 set -euo pipefail
 WANT_TESTS=1
+export JITGEMM_TEST_LIBRARIES="${JITGEMM_TEST_LIBRARIES-1}"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
 processes=()

@@ -6,6 +6,7 @@
 set -euo pipefail
 WANT_TESTS=1
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+export JITGEMM_TEST_LIBRARIES=1
 cd "$ROOT"
 
 declare -A versions=(
@@ -20,7 +21,8 @@ if [ -n "${versions[${1:-none}]:-}" ]; then
     shift
 fi
 if [ $# -eq 0 ]; then
-    set -- tests/test_{nn,op,weight,arguments,transformers,hf,nn_models,nn_experts,moe,docs}.py
+    set -- tests/test_{nn,op,op_launch,inductor,fuse,weight,arguments,transformers,hf,nn_models,nn_experts,deepseek}.py \
+        tests/test_{moe,parallel,end_to_end,docs}.py
 fi
 status=0
 for end in "${ends[@]}"; do
@@ -30,8 +32,7 @@ for end in "${ends[@]}"; do
     if "${pythons[$end]}" -c "" 2>/dev/null; then
         "${pythons[$end]}" -m venv "$VENV"
     fi
-    JITGEMM_TORCH="$torch" fill_venv
-    "$VENV/bin/python" -m pip --disable-pip-version-check --quiet install "$torch" "$transformers" accelerate
+    JITGEMM_TORCH="$torch" fill_venv "$transformers"
     say "$end: $("$VENV/bin/python" --version), $torch, $transformers"
     "$VENV/bin/python" -m pytest "$@" || status=$?
 done

@@ -6,12 +6,18 @@ import functools
 import os
 import signal
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
 FAILURES = os.environ.get("GPU_TESTS_FAILURES")
 """A file that takes each failure as it happens: a run that is cut off has said by then what failed."""
+
+LIBRARIES = os.environ.get("JITGEMM_TEST_LIBRARIES")
+"""Set where the `libraries` extra is installed, as scripts/test.sh does: `pytest.importorskip` fails there, not skips.
+
+With a reason of its own, or for a version that is too old, it skips as ever.
+"""
 
 
 @functools.cache
@@ -49,6 +55,23 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         message = (crash.message if crash else report.longreprtext).split("\n")[0]
         with open(FAILURES, "a", encoding="utf-8") as file:
             file.write(f"FAILED {report.nodeid} - {message}\n{report.longreprtext}\n\n")
+
+
+def _without_a_library(report):
+    if LIBRARIES and report.skipped and "Skipped: could not import '" in str(report.longrepr):
+        report.outcome, (path, line, reason) = "failed", report.longrepr
+        report.longrepr = f"{path}:{line}: {reason}. JITGEMM_TEST_LIBRARIES is set: this library must be there."
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _without_a_library((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _without_a_library((yield))
 
 
 @pytest.fixture(scope="module")

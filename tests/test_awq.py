@@ -121,7 +121,7 @@ def linear_of(layer: layers.Layer) -> torch.nn.Linear:
 
 
 def test_a_layer_packed_by_autoawq_equals_its_own_dequantisation(tmp_path):
-    pytest.importorskip("awq")
+    pytest.importorskip("awq", reason="needs AutoAWQ")
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.utils.packing_utils import dequantize_gemm
 
@@ -138,7 +138,7 @@ def test_a_layer_packed_by_autoawq_equals_its_own_dequantisation(tmp_path):
 
 @pytest.mark.parametrize("group_size", [64, 128])
 def test_a_gemv_layer_packed_by_autoawq_is_what_was_quantised(tmp_path, group_size):
-    pytest.importorskip("awq")
+    pytest.importorskip("awq", reason="needs AutoAWQ")
     from awq.modules.linear.gemv import WQLinear_GEMV
 
     layer = layers.layer(21, n=64, k=256, group_size=group_size)

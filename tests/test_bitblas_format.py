@@ -152,7 +152,7 @@ def bitblas_packers():
     """BitBLAS's quantization/utils.py alone, numpy and torch: importing the package around it takes a CUDA driver."""
     found = importlib.util.find_spec("bitblas")
     if found is None:
-        pytest.skip("could not import 'bitblas'")
+        pytest.skip("needs BitBLAS")
     path = Path(found.submodule_search_locations[0]) / "quantization" / "utils.py"
     spec = importlib.util.spec_from_file_location("bitblas_quantization_utils", path)
     module = importlib.util.module_from_spec(spec)

@@ -210,7 +210,7 @@ def gptqmodel_layer(layer: layers.Layer, group_size: int, act_order: bool):
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 def test_a_layer_packed_by_gptqmodel_equals_its_own_dequantisation(tmp_path, monkeypatch, version, act_order):
     monkeypatch.setenv("GPTQMODEL_DISABLE_PACK_EXT", "1")  # its Python packer, instead of building a C++ one
-    pytest.importorskip("gptqmodel")
+    pytest.importorskip("gptqmodel", reason="needs GPTQModel")
     layer = layers.layer(20, n=64, k=256, group_size=64, zeros=(0, 15), act_order=act_order)
     module = gptqmodel_layer(layer, 64, act_order)
     from gptqmodel.quantization import QuantizeConfig

@@ -167,8 +167,12 @@ def test_versions_that_the_readme_names_are_those_tested():
     for name in ("torch", "transformers"):
         oldest, *_, newest = re.findall(rf"\b{name}==([\d.]+)", script)
         assert re.search(rf"^\| {name}.* \| {re.escape(oldest)} \| {re.escape(newest)} \|$", readme, re.MULTILINE)
-        bounds = [text for text in PROJECT["project"]["dependencies"] if re.match(rf"{name}\b", text)]
-        assert all(oldest.startswith(text.partition(">=")[2]) for text in bounds)
+        requirements = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["libraries"]
+        [bounds] = [text for text in requirements if re.match(rf"{name}\b", text)]
+        least, _, less_than = bounds.partition(">=")[2].partition(",<")
+        assert oldest.startswith(least)
+        major, minor = newest.split(".")[:2]
+        assert less_than in ("", f"{major}.{int(minor) + 1}")
 
 
 def test_types_are_clean_and_users_see_them(tmp_path):
@@ -200,6 +204,45 @@ def test_every_third_party_import_is_a_requirement():
     # cuda-bindings comes with torch or an extra; torchao's tensors, and transformers' names of tensors, are recognised
     # where torchao and transformers are there. vLLM imports its plug-in, not the other way round.
     assert third_party - {"cuda", "torchao", "transformers", "vllm"} == required
+
+
+# ---- the run of all tests --------------------------------------------------------------------------------------------
+
+LIBRARY = """
+import pytest
+
+
+def test_default():
+    pytest.importorskip("no_such_library")
+
+
+def test_reason():
+    pytest.importorskip("no_such_library", reason="needs no such library")
+
+
+def test_too_old():
+    pytest.importorskip("pytest", minversion="1000")
+"""
+
+
+@pytest.mark.parametrize("installed, counts", [("", "4 skipped"), ("1", "1 failed, 2 skipped, 1 error")])
+def test_a_library_that_is_missing_fails_where_libraries_are_installed(tmp_path, installed, counts):
+    (tmp_path / "test_it.py").write_text(LIBRARY)
+    (tmp_path / "test_module.py").write_text('import pytest\n\npytest.importorskip("no_such_library")\n')
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+    environment = os.environ | {"JITGEMM_TEST_LIBRARIES": installed, "PYTHONPATH": str(ROOT / "tests")}
+    command += ["--continue-on-collection-errors", str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].strip("= ").startswith(counts), done.stdout + done.stderr
+    assert ("could not import 'no_such_library'" in done.stdout) and done.returncode == int(bool(installed))
+
+
+def test_the_libraries_that_are_checked_are_those_of_the_extra():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import check_environment
+
+    extra = PROJECT["project"]["optional-dependencies"]["libraries"]
+    assert check_environment.LIBRARIES == [re.match(r"[\w-]+", name)[0].replace("-", "_") for name in extra]
 
 
 # ---- the GPU run -----------------------------------------------------------------------------------------------------

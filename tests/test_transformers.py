@@ -335,8 +335,9 @@ JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 @pytest.mark.parametrize("cut", [False, True])
 def test_layers_that_transformers_joins_or_cuts_are_read(monkeypatch, cut, store, format):
     """Phi-3 has q, k and v in one Linear, gate and up in another; Llama has them apart."""
-    loading = pytest.importorskip("transformers.core_model_loading")
-    mapping = pytest.importorskip("transformers.conversion_mapping")
+    pytest.importorskip("transformers", minversion="5")  # 4 joins and cuts none
+    from transformers import conversion_mapping as mapping, core_model_loading as loading
+
     phi, llama_ = build("Phi3ForCausalLM", "Phi3Config", SIZES), llama()
     source, model = (phi, llama_) if cut else (llama_, phi)
     rules = []
@@ -369,8 +370,9 @@ def test_layers_that_transformers_joins_or_cuts_are_read(monkeypatch, cut, store
 
 
 def test_layers_that_are_joined_have_one_scheme_of_activations(monkeypatch):
-    loading = pytest.importorskip("transformers.core_model_loading")
-    mapping = pytest.importorskip("transformers.conversion_mapping")
+    pytest.importorskip("transformers", minversion="5")  # 4 joins and cuts none
+    from transformers import conversion_mapping as mapping, core_model_loading as loading
+
     each, one = [f"{part}_proj.weight" for part in ("gate", "up")], ["gate_up_proj.weight"]
     rule = loading.WeightConverter(each, one, operations=[loading.Concatenate(dim=0)])
     monkeypatch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [rule])
@@ -394,8 +396,9 @@ def test_layers_that_are_joined_have_one_scheme_of_activations(monkeypatch):
 @pytest.mark.parametrize("cut", [False, True])
 def test_layers_in_blocks_are_joined_and_cut_between_blocks(monkeypatch, cut, n):
     """The scale of a block that holds rows of both parts is of neither."""
-    loading = pytest.importorskip("transformers.core_model_loading")
-    mapping = pytest.importorskip("transformers.conversion_mapping")
+    pytest.importorskip("transformers", minversion="5")  # 4 joins and cuts none
+    from transformers import conversion_mapping as mapping, core_model_loading as loading
+
     each, one = [f"{part}_proj.weight" for part in ("gate", "up")], ["gate_up_proj.weight"]
     rule = loading.WeightConverter(one, each, operations=[loading.Chunk(dim=0)])
     if not cut:
