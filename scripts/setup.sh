@@ -18,7 +18,7 @@ check_python() {  # $1: a Python; 0 if it has what is needed
 
 without_libraries() {  # where a Python lacks what is needed
     if [ -n "${JITGEMM_TEST_LIBRARIES:-}" ]; then
-        say "With JITGEMM_TEST_LIBRARIES= set to nothing, tests that need libraries such as transformers skip without them"
+        say "A library for the tests is missing. 'JITGEMM_TEST_LIBRARIES= scripts/test.sh' skips tests that need one"
     fi
     return 1
 }

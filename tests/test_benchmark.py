@@ -906,6 +906,7 @@ def test_a_rank_that_no_token_chose_has_nothing_to_check_in_this_call():
 
 
 def test_torch_s_grouped_gemm_passes_the_check_and_another_expert_s_weight_does_not():
+    pytest.importorskip("torch", minversion="2.13")  # 2.8 has none on the CPU
     from benchmark_lib.checks import check
     from benchmark_lib.contestants import pick
 

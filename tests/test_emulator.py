@@ -156,7 +156,8 @@ def test_a_grouped_gemm_is_within_its_bound(emulator, label, gathered):
     for e, count in enumerate(GROUPED[label]):
         begin, end = end, end + count
         rows = torch.arange(begin, end) if groups.row_index is None else groups.row_index[begin:end].long()
-        ref, bound = gemm_w4a8_bound((operands.x[rows], operands.x_scale[rows]), operands.weight[e])
+        x = operands.x.view(torch.uint8)[rows].view(operands.x.dtype)  # torch 2.8 indexes no e4m3 on the CPU
+        ref, bound = gemm_w4a8_bound((x, operands.x_scale[rows]), operands.weight[e])
         assert bool(((operands.out[begin:end].double() - ref).abs() <= bound).all()), e
 
 

@@ -124,7 +124,7 @@ def projected(norm: torch.nn.Module, layers: list[W4A8Linear], x: torch.Tensor) 
     return gemms(quantise(layers[0], x, rms_norm=gain.detach(), eps=eps), layers, x.shape)
 
 
-def by_hand(layer: torch.nn.Module, x: torch.Tensor, attention_mask, position_embeddings, **_) -> torch.Tensor:
+def by_hand(layer: torch.nn.Module, x: torch.Tensor, attention_mask, position_embeddings=None, **kinds) -> torch.Tensor:
     """A decoder layer, of a model that is not fused: the residual addition and the norm's quantiser are two calls."""
     attention, mlp = layer.self_attn, layer.mlp
     functions = sys.modules[type(layer).__module__]
@@ -136,6 +136,8 @@ def by_hand(layer: torch.nn.Module, x: torch.Tensor, attention_mask, position_em
     q, k, v = (part.view(*x.shape[:-1], -1, dim).transpose(1, 2) for part in parts)
     if hasattr(attention, "q_norm"):
         q, k = attention.q_norm(q), attention.k_norm(k)
+    if position_embeddings is None:  # Gemma 3 in transformers 4: of both kinds of layers
+        position_embeddings = kinds[f"position_embeddings_{'local' if attention.is_sliding else 'global'}"]
     q, k = functions.apply_rotary_pos_emb(q, k, *position_embeddings)
     y, _ = functions.eager_attention_forward(attention, q, k, v, attention_mask, scaling=attention.scaling)
     y = attention.o_proj(y.reshape(x.shape[:-1] + (-1,)).contiguous())
@@ -164,6 +166,7 @@ def assert_by_hand(fused: torch.nn.Module, before: torch.nn.Module) -> None:
     assert [number for number, *_ in seen] == [0, 1]
     with torch.no_grad():
         for number, x, named, output in seen:
+            output = output[0] if isinstance(output, tuple) else output  # Gemma 3 in transformers 4
             assert builders.same_bits(output, by_hand(before.model.layers[number], x, **named))
 
 
@@ -179,8 +182,9 @@ def test_a_fused_model_is_the_calls_by_hand(family, activation):
     norms = [name for name, module in layer.named_modules() if isinstance(module, FusedNorm)]
     assert len(norms) == 2 and all(len(layer.get_submodule(name).joint.runs) == 1 for name in norms)
     assert isinstance(layer.mlp, FusedMLP)
-    assert isinstance(layer, FusedLayer) and isinstance(layer, type(before.model.layers[1]))
-    assert len(report) == 8 and not set(report.skipped) & set(report)
+    more = family == "Gemma3" and transformers.__version__ < "5"  # than the sum: a tuple with it
+    assert isinstance(layer, FusedLayer) != more and isinstance(layer, type(before.model.layers[1]))
+    assert len(report) == (6 if more else 8) and not set(report.skipped) & set(report)
 
 
 def test_activations_with_zero_points_are_fused_too():

@@ -231,7 +231,7 @@ def test_a_library_that_is_missing_fails_where_libraries_are_installed(tmp_path,
     (tmp_path / "test_module.py").write_text('import pytest\n\npytest.importorskip("no_such_library")\n')
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
     environment = os.environ | {"JITGEMM_TEST_LIBRARIES": installed, "PYTHONPATH": str(ROOT / "tests")}
-    command += ["--continue-on-collection-errors", str(tmp_path)]
+    command += ["-ra", "--continue-on-collection-errors", str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1].strip("= ").startswith(counts), done.stdout + done.stderr
     assert ("could not import 'no_such_library'" in done.stdout) and done.returncode == int(bool(installed))

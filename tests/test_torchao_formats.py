@@ -325,7 +325,8 @@ def test_torchaos_int4_tensor_through_a_state_dict(torchao, tmp_path):
         layers.assert_exactly(read, tinygemm(q, parameters))
 
 
-def test_torchaos_cpu_packing_is_refused(torchao):
+def test_torchaos_cpu_packing_is_refused():
+    pytest.importorskip("torchao", minversion="0.18")  # which has it in this place
     from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
 
     weight = Int4OpaqueTensor.from_hp(high_precision(32, 256, torch.bfloat16), [1, 64])

@@ -372,7 +372,7 @@ class FusedLayer:
         if self.training:
             return super().forward(*inputs, **named)
         steps = self.fused_steps
-        named |= zip(steps.names, inputs)
+        named |= dict(zip(steps.names, inputs))  # torch 2.8 traces no `dict | zip`
         x = named[steps.names[0]]
         first, attention, *others = (getattr(self, name) for name in steps.before)
         given = {to: named.get(name, default) for to, name, default in steps.passed}
