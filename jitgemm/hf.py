@@ -126,7 +126,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         ):
             if isinstance(patterns, str):
                 raise ValueError(f"{name}: expected a list of patterns, got {patterns!r}")
-        self.quant_method = quant_method
+        self.quant_method: Any = quant_method
         self.bits, self.group_size, self.activation = bits, group_size, activation
         self.symmetric, self.scale_dtype, self.lm_head = symmetric, scale_dtype, lm_head
         self.modules_to_not_convert = list(modules_to_not_convert or ())
@@ -158,6 +158,8 @@ class Placeholder(torch.nn.Module):
     no tensor of a file has its name, and no key is missing.
     """
 
+    room: torch.Tensor
+
     def __init__(self, module: torch.nn.Module, size: int, device: torch.device):
         super().__init__()
         self.module = (module,)  # in a tuple, where PyTorch does not see its parameters
@@ -180,7 +182,7 @@ class Placeholder(torch.nn.Module):
     def vacate(self) -> tuple[torch.nn.Module, torch.device]:
         """The module, and the device on which its layer goes, whose room is free from now on."""
         device = self.room.device
-        self.room = None
+        del self.room
         hook = vars(self).get("_hf_hook")
         if hook is not None:  # accelerate's, where a device_map names the layer itself: it moves the input
             self.module[0].register_forward_pre_hook(_moving_to(device))
@@ -199,6 +201,7 @@ class JitGemmQuantizer(HfQuantizer):
         report: what was loaded or quantised, see `jitgemm.nn.Report`: `model.hf_quantizer.report`.
     """
 
+    quantization_config: JitGemmConfig
     requires_parameters_quantization = False
     modules_to_not_convert: tuple[str, ...] = ()  # transformers 4 looks for it
     is_trainable = False
@@ -224,7 +227,7 @@ class JitGemmQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
         _check_parallel(model)
-        said: JitGemmConfig = self.quantization_config
+        said = self.quantization_config
         device = torch.empty(0).device  # meta where transformers makes room for buffers after loading, else the CPU
         checkpoint = Checkpoint(checkpoint_files or _folder(model.config))
         self._tied = dict(getattr(model, "all_tied_weights_keys", {}))  # of transformers 5, which ties after loading
@@ -243,7 +246,7 @@ class JitGemmQuantizer(HfQuantizer):
                 said.strict,
             )
             _check_patterns(model, said.modules_to_not_convert, plan)
-            self._origins: dict[str, dict[str, str | None]] = {}  # names in the checkpoint of what is quantised
+            self._origins: dict[str, dict[str, str]] = {}  # names in the checkpoint of what is quantised
             self._head = plan.replaceable.head if said.lm_head is not None else None
             self._chosen = {} if self.pre_quantized else self._choose(plan)
         self._plan = plan
@@ -270,7 +273,7 @@ class JitGemmQuantizer(HfQuantizer):
                 skipped[name] = "left out by modules_to_not_convert"
             elif None in found.values():
                 skipped[name] = "not in the checkpoint"
-            self._origins[name] = found
+            self._origins[name] = {child: origin for child, origin in found.items() if origin is not None}
         plan.skipped |= skipped | plan.replaceable.others()
         return {name: places for name, places in chosen.items() if name not in skipped and name not in plan.layers}
 
@@ -331,8 +334,9 @@ class JitGemmQuantizer(HfQuantizer):
             and (not isinstance(origin, str) or name in plan.untied or not hasattr(state[name], "_is_hf_initialized"))
         ]
         fill(plan, rest, lambda name, tensor: devices[_owner(name)])
-        for place in devices if division is not None else ():
-            if isinstance(module := model.get_submodule(place), torch.nn.Linear):
+        for place in devices:
+            module = model.get_submodule(place)
+            if division is not None and isinstance(module, torch.nn.Linear):
                 division.divide(place, module)
         model._keys_to_ignore_on_load_unexpected = self._unexpected
         if hasattr(model, "all_tied_weights_keys"):
@@ -372,7 +376,7 @@ def _check_parallel(model: PreTrainedModel) -> None:
             raise ValueError(f"distributed_config: expected {name} = 1, as jitgemm.nn knows tp_size only, got {size}")
 
 
-def _division(model: PreTrainedModel, plan: Plan) -> Division | None:
+def _division(model: Any, plan: Plan) -> Division | None:
     """How transformers divides the model among ranks; None for a whole one."""
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return None
@@ -429,7 +433,8 @@ def _owner(name: str) -> str:
 def _folder(told: Any) -> str:
     """Where the files are, in transformers 4, which has downloaded them but does not say so."""
     revision = getattr(told, "_commit_hash", None)
-    return str(Path(cached_file(told.name_or_path, "config.json", revision=revision, local_files_only=True)).parent)
+    file = cached_file(told.name_or_path, "config.json", revision=revision, local_files_only=True)
+    return str(Path(str(file)).parent)
 
 
 @contextmanager

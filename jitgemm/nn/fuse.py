@@ -16,11 +16,12 @@ output the same is made.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from jitgemm.nn.fused import FUSED, FusedLayer, FusedMLP, FusedNorm, Joint, Slice, Steps, quantised_alike
+from jitgemm.nn.fused import FUSED, FusedLayer, FusedMLP, FusedNorm, Slice, Steps, quantised_alike
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason
 from jitgemm.nn.trial import (
@@ -107,7 +108,7 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
         for kind in (FusedLayer, Slice, FusedMLP, FusedNorm):  # a norm's joint goes last: slices are views of it
             for name, found in names:
                 if isinstance(found, kind):
-                    module = model.get_submodule(name)
+                    module: Any = model.get_submodule(name)
                     _put(model, name, module.original())
     return [name for name, found in names if not isinstance(found, Slice)]
 
@@ -158,7 +159,7 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
                 skipped[mlp.name] = reason
     for mlp in mlps:
         stubs = [block.stubs[each] for each in mlp.linears]
-        reason = quantised_alike([module.get_submodule(each) for each in mlp.linears])
+        reason = quantised_alike(_layers(module, mlp.linears))
         reason = reason or block.check({mlp.name: Gated(stubs, block.stubs[mlp.down], 0, mlp.gate)})
         if reason is None:
             alone.append(mlp)
@@ -169,7 +170,7 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
     if isinstance(steps, str):
         report.skipped[name] = steps
 
-    def put_in(child: str, new: torch.nn.Module, joint: Joint | None, linears: Sequence[str], what: str) -> None:
+    def put_in(child: str, new: torch.nn.Module, joint: Any, linears: Sequence[str], what: str) -> None:
         _put(module, child, new)
         report.append(f"{name}.{child}")
         report.fused[report[-1]] = what
@@ -178,13 +179,13 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
 
     for child, (eps, one_plus, linears) in norms.items():
         norm = module.get_submodule(child)
-        new = FusedNorm(norm, eps, one_plus, [module.get_submodule(each) for each in linears])
-        put_in(child, new, new.joint, linears, f"RMSNorm, quantiser and {_gemms(linears, new.joint)}")
+        fused = FusedNorm(norm, eps, one_plus, _layers(module, linears))
+        put_in(child, fused, fused.joint, linears, f"RMSNorm, quantiser and {_gemms(linears, fused.joint)}")
     for mlp, start, width in gated:
         new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), start, width, FRONTS[mlp.gate])
         put_in(mlp.name, new, None, (), f"{mlp.gate} * mul, quantiser and {_last(mlp.down)}")
     for mlp in alone:
-        layers = [module.get_submodule(each) for each in mlp.linears]
+        layers = _layers(module, mlp.linears)
         width = sum(layer.out_features for layer in layers)
         new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), 0, width, FRONTS[mlp.gate], layers)
         what = f"quantiser and {_gemms(mlp.linears, new.joint)}; {mlp.gate} * mul, quantiser and {_last(mlp.down)}"
@@ -197,7 +198,7 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
 
 def _stays(block: Block, norm: str, linears: Sequence[str], others: Sequence[str]) -> str | None:
     """Why a norm is not fused with the Linears that read it, or None."""
-    layers = [block.module.get_submodule(each) for each in linears]
+    layers = _layers(block.module, linears)
     reason = untouchable(block, norm, *linears) or quantised_alike(layers)
     if reason is None and sum(layer.out_features for layer in layers) == layers[0].in_features:
         reason = "its Linears give as many columns as they take: called by itself, one could not tell its input"
@@ -220,8 +221,13 @@ def _joined(block: Block, norm: str, linears: Sequence[str]) -> tuple[dict[str, 
     return put, starts, width
 
 
-def _gemms(linears: Sequence[str], joint: Joint) -> str:
-    """The GEMMs of a joint: "q_proj + k_proj, v_proj"."""
+def _layers(module: torch.nn.Module, names: Iterable[str]) -> list[Any]:
+    """The packed Linears of these names."""
+    return [module.get_submodule(each) for each in names]
+
+
+def _gemms(linears: Sequence[str], joint: Any) -> str:
+    """The GEMMs of a `Joint`: "q_proj + k_proj, v_proj"."""
     names = iter(map(_last, linears))
     return ", ".join(" + ".join(next(names) for _ in run.slices) for run in joint.runs)
 

@@ -260,7 +260,7 @@ class PackedLinear(Packed):
         Of a layer divided along k: summed over the ranks, where all of them want it.
         """
         weight = self.weight
-        gemm = gemm_w4a8_nt if weight.bits == 4 else gemm_w8a8_nt
+        gemm: Callable[..., None] = gemm_w4a8_nt if weight.bits == 4 else gemm_w8a8_nt
         bias = self._buffers["bias"] if bias is None else bias
         gemm(lhs, weight, out, bias=bias, batch_invariant=self.batch_invariant)
         if self.split is not None and self.split.sums:

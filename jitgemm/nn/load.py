@@ -120,8 +120,9 @@ def planned(
     if fused is not None:
         raise ValueError(f"model: expected no fused modules, got {fused}; {ADVICE}")
     checkpoint = in_names_of(model, checkpoint)
-    if hasattr(model, "tie_weights") and any(p.is_meta for p in model.parameters()):
-        model.tie_weights()  # what was made without data may not be tied yet
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None and any(p.is_meta for p in model.parameters()):
+        tie()  # what was made without data may not be tied yet
     plan = Plan(model, checkpoint, Replaceable(model))
     plan.find_layers(filter, activation, format)
     plan.find_tensors(tuple(allow_missing))
@@ -140,7 +141,10 @@ def warn_of(report: Report, call: str, where: str, instead: str) -> None:
 
 
 def _carry_out(plan: Plan, target: torch.device | None, division: Division | None) -> None:
-    def make(name: str, old: torch.nn.Module) -> PackedLinear | PackedExperts:
+    model: Any = plan.model
+
+    def make(name: str, old: Any) -> PackedLinear | PackedExperts:
+        tensor: Any
         if isinstance(plan.layers[name], Experts):
             tensor = old.w13.blocks if isinstance(old, PackedExperts) else getattr(old, PARAMETERS[0])
         else:
@@ -148,20 +152,20 @@ def _carry_out(plan: Plan, target: torch.device | None, division: Division | Non
         return made(plan, name, old, target or _device(tensor), division)
 
     tied = any(plan.replaceable.shared(name) for name in plan.layers)
-    put_layers(plan.model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
+    put_layers(model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
     for name in plan.computed:  # whatever it holds, as every other tensor
-        plan.model._init_weights(plan.model.get_submodule(name.rpartition(".")[0]))
+        model._init_weights(model.get_submodule(name.rpartition(".")[0]))
     fill(plan, plan.tensors, lambda name, tensor: target or _device(tensor))
     if plan.layers:
-        describe_to_transformers(plan.model, bool(tied or plan.untied))
+        describe_to_transformers(model, bool(tied or plan.untied))
     if target is not None:
-        plan.model.to(target)
+        model.to(target)
     if division is not None:
-        for name, module in list(plan.model.named_modules()):
+        for name, module in list(model.named_modules()):
             if isinstance(module, torch.nn.Linear):
                 division.divide(name, module)
-        if hasattr(plan.model, "_tp_size"):  # by which transformers sizes static caches
-            plan.model._tp_size = division.mesh.size()
+        if hasattr(model, "_tp_size"):  # by which transformers sizes static caches
+            model._tp_size = division.mesh.size()
 
 
 def made(
@@ -229,4 +233,5 @@ def _put(model: torch.nn.Module, names: list[str], old: torch.Tensor, value: tor
     for name in names:
         parent, _, child = name.rpartition(".")
         module = model.get_submodule(parent)
-        (module._parameters if is_parameter else module._buffers)[child] = new
+        held: dict[str, Any] = module._parameters if is_parameter else module._buffers
+        held[child] = new

@@ -25,7 +25,7 @@ _SAVED_BY = {"saved_by": "jitgemm", "read_with": "config=jitgemm.hf.config(folde
 def put_layers(
     model: torch.nn.Module,
     places: Mapping[str, list[str]],
-    make: Callable[[str, torch.nn.Module], PackedLinear | PackedExperts],
+    make: Callable[[str, Any], PackedLinear | PackedExperts],
     doing: str,
 ) -> None:
     """Puts make(name, module) at all places of each module; a module's hooks and training mode go to its layer.

@@ -221,7 +221,11 @@ class Gated(torch.nn.Module):
         return down(_gated(gate, *y.chunk(2, -1)))
 
 
-FRONTS = {"silu": {"silu_mul": True}, "gelu_tanh": {"gelu_mul": "tanh"}, "gelu": {"gelu_mul": "none"}}
+FRONTS: dict[str, dict[str, Any]] = {
+    "silu": {"silu_mul": True},
+    "gelu_tanh": {"gelu_mul": "tanh"},
+    "gelu": {"gelu_mul": "none"},
+}
 """Gates by name, and what `quantize_activations` calls them."""
 
 
