@@ -727,7 +727,14 @@ def stored_mixture(tmp_path_factory) -> str:
     return str(folder)
 
 
+def needs_plans() -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers.PreTrainedModel, "_mesh_manager"):
+        pytest.skip("needs transformers with a mesh manager")
+
+
 def test_experts_are_whole_on_every_rank(both, stored_mixture):
+    needs_plans()
     first, second = both(mixture, stored_mixture)
     assert builders.same_bits(first, second)
 
@@ -769,8 +776,6 @@ def test_plans_that_load_refuses(both, stored):
 
 @pytest.mark.parametrize("quantising", [False, True], ids=["a checkpoint", "from floats"])
 def test_transformers_divides_the_model_by_its_own_plan(both, stored, floats, quantising):
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers.PreTrainedModel, "_mesh_manager"):
-        pytest.skip("needs transformers with a mesh manager")
+    needs_plans()
     first, second = both(from_pretrained, floats if quantising else stored, quantising)
     assert builders.same_bits(first, second)
