@@ -159,7 +159,9 @@ def test_the_forward_is_that_of_transformers_and_its_block_is_compiled_once(chan
     ids = torch.randint(0, 96, (2, 5), generator=torch.Generator().manual_seed(7))
     expected = model(input_ids=ids, use_cache=False).logits[:, -1].float()
     logits = forward(ids, torch.arange(5)).float()
-    assert float((logits - expected).norm() / expected.norm()) < 0.1  # torch 2.8's SDPA rounds elsewhere, see below
+    # 2.8's attention rounds elsewhere, which 8-bit activations make more of.
+    apart = 0.01 if torch.__version__ >= (2, 13) else 0.1
+    assert float((logits - expected).norm() / expected.norm()) < apart
     assert graphs.frame_count == 3  # of ten layers
     for position in range(5, 8):
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
