@@ -143,18 +143,17 @@ def profiled_events(folder: Path) -> list[dict[str, Any]]:
     return [e for e in events if e["ts"] > (events[0]["ts"] + events[-1]["ts"]) / 2]
 
 
-def layer_chain(folder: Path) -> list[dict[str, Any]]:
+def layer_chain(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The kernels of a layer from one attention to the next, in the order in which they end: name, µs since the last.
 
     A kernel that launches dependently starts before the last ends, and waits. Its time is that from end to end; medians
     of all layers with the most frequent sequence of kernels.
     """
-    events = sorted(profiled_events(folder), key=lambda e: e["ts"] + e["dur"])
     layers: dict[tuple[str, ...], list[list[float]]] = {}
     names: list[str] = []
     times: list[float] = []
     end = 0.0
-    for each in events:
+    for each in sorted(events, key=lambda e: e["ts"] + e["dur"]):
         if "FlashAttnFwdSm90" in each["name"]:
             layers.setdefault(tuple(names), []).append(times)
             names, times = [], []
@@ -165,13 +164,12 @@ def layer_chain(folder: Path) -> list[dict[str, Any]]:
     return [{"name": name, "us": round(median(of), 2)} for name, of in zip(kind, zip(*layers[kind]))]
 
 
-def kernels(folder: Path) -> list[dict[str, Any]]:
-    """Kernels of the later half of the newest profile, a step each: name, launches, µs; first all together.
+def kernels(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels, a step each: name, launches, µs; first all together.
 
     Beside "all" stands how long the GPU is busy and how long a step takes. A kernel that is launched least often is
     launched once a step.
     """
-    events = profiled_events(folder)
     found: dict[str, list[float]] = {}
     busy = end = 0.0
     for each in events:
@@ -231,8 +229,8 @@ def engine(model: str, quant: str, out: str, beside: int) -> None:
             llm.start_profile()
             seconds(sequences, 128, 33)
             llm.stop_profile()
-            row[f"kernels_{sequences}"] = kernels(Path(folder))
-            row[f"layer_{sequences}"] = layer_chain(Path(folder))
+            events = profiled_events(Path(folder))
+            row |= {f"kernels_{sequences}": kernels(events), f"layer_{sequences}": layer_chain(events)}
     row["prefill_tokens_s"] = round(8 * 2048 / min(seconds(8, 2048, 1) for _ in range(3)))
     report(out, row)
 

@@ -184,8 +184,8 @@ def test_compiles_for_sm_90a_without_spilling_badly_or_serialised_wgmma(compiled
         assert entry.metadata["registers"] <= spec.entry_registers
 
 
-LDS, MEMBAR, ARRIVE, NEVER = 0x984, 0x992, 0x9A7, 7
-"""Opcodes of a load from shared memory, fence.acq_rel.cta and mbarrier.arrive, and the predicate of what never runs."""
+MEMBAR, ARRIVE, NEVER = 0x992, 0x9A7, 15
+"""Opcodes of fence.acq_rel.cta and mbarrier.arrive, and the predicate of what never runs."""
 
 
 def test_a_stage_is_handed_back_when_its_loads_are_done(compiled, kernel):
@@ -194,7 +194,7 @@ def test_a_stage_is_handed_back_when_its_loads_are_done(compiled, kernel):
     found = 0
     for start, end in sass.code_sections(cubin):
         code = list(sass.instructions(cubin, start, end))
-        loads = [at for at, each in enumerate(code) if each.opcode == LDS and each.low >> 12 & 15 != NEVER + 8]
+        loads = [at for at, each in enumerate(code) if each.opcode == sass.LDS and each.low >> 12 & 15 != NEVER]
         fences = [at for at, each in enumerate(code) if each.opcode == MEMBAR]
         for multiply in (at for at, each in enumerate(code) if each.opcode in sass.MULTIPLY):
             handed_back = next(at for at in range(multiply, len(code)) if code[at].opcode == ARRIVE)
