@@ -204,6 +204,23 @@ def test_a_stage_is_handed_back_when_its_loads_are_done(compiled, kernel):
     assert found >= 4
 
 
+COPY, LOAD = 0xFAE, 0x981
+"""Opcodes of cp.async and of a load from global memory."""
+
+
+def test_a_record_s_scales_are_copied_without_looking_up_whose_they_are():
+    """That is done once a tile: for each record of a grouped kernel it took longer than the record's multiplies."""
+    spec = KernelSpec.from_label("e4m3w8-g128-fp32-b128-m192n128-s4-ss-tr-e64")
+    source = kernel_source(spec)
+    cubin = compile_cubin(source.source, source.headers, source.options, name=source.label).cubin
+    ((start, end),) = sass.code_sections(cubin)
+    code = [each.opcode for each in sass.instructions(cubin, start, end)]
+    copies = [at for at, opcode in enumerate(code) if opcode == COPY]
+    assert len(copies) == spec.block_m / 32
+    between = code[copies[0] : copies[-1]]
+    assert LOAD not in between and len(between) < 8 * len(copies)
+
+
 def test_llama_s_layers_need_few_kernels_and_bring_all_forms():
     assert 20 <= len(LLAMA) <= 150
     for lhs in LHS_TYPES:

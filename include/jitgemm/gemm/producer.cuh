@@ -113,27 +113,46 @@ __device__ __forceinline__ const float* block_scale_of(const Tile<Config>& tile,
     return tile.args.lhs_scale + index;
 }
 
-// Copies the scales of a stage's activations, if they have one per token and k-block; each lane arrives at the stage's
-// barrier behind its copies. Rows past the end get the last one's. The whole warp calls this.
+// The scales of a tile's activations that a lane copies, where they have one per token and k-block: of every 32nd row.
+// Which row is whose is found out once a tile: of grouped kernels that takes hundreds of instructions, and where rows
+// are gathered a load of each one's index, for which every record would wait.
 template <typename Config>
-__device__ __forceinline__ void load_block_scales(const Shared<Config>& shared, const Tile<Config>& tile, u32 stage,
-                                                  u32 block, u32 blocks) {
-    if constexpr (Config::kLhsGroup > 0) {
-        const Args& args = tile.args;
+struct BlockScales {
+    static constexpr u32 kRows = ceil_div(Config::kBlockM, 32);
+    const float* source[kRows];  // of the next record
+
+    // Rows past the end get the last one's.
+    __device__ __forceinline__ void start(const Tile<Config>& tile) {
+#pragma unroll
+        for (u32 i = 0; i < kRows; ++i) {
+            const u32 row = min(tile.first_token + i * 32 + threadIdx.x % 32, tile.end_token() - 1);
+            source[i] = block_scale_of(tile, row) + scale_step<Config>(tile.args, 0, tile.range.begin);
+        }
+    }
+
+    // Copies those of a stage, whose barrier each lane arrives at behind its copies.
+    __device__ __forceinline__ void copy(const Args& args, const Shared<Config>& shared, u32 stage, u32 block,
+                                         u32 blocks) {
         const u32 lane = threadIdx.x % 32;
 #pragma unroll
-        for (u32 first = 0; first < Config::kBlockM; first += 32) {
-            const u32 row = first + lane;
-            const float* source = block_scale_of(tile, min(tile.first_token + row, tile.end_token() - 1));
-            source += scale_step<Config>(args, 0, block);
+        for (u32 along_k = 0; along_k < Config::kWarpgroupsK; ++along_k) {
+            const u32 destination = shared.block_scales(stage, along_k) + lane * 4;
 #pragma unroll
-            for (u32 i = 0; i < Config::kWarpgroupsK; source += scale_step<Config>(args, block + i, 1), ++i)
-                copy_4(i < blocks && row < Config::kBlockM, shared.block_scales(stage, i) + row * 4, source, source,
+            for (u32 i = 0; i < kRows; ++i)
+                copy_4(along_k < blocks && i * 32 + lane < Config::kBlockM, destination + i * 128, source[i], source[i],
                        true);
+            skip(args, block + along_k, 1);
         }
         barrier_arrive_behind_copies(shared.full(stage));
     }
-}
+
+    // Goes on from a record to that `step` blocks behind it.
+    __device__ __forceinline__ void skip(const Args& args, u32 block, u32 step) {
+        const u64 elements = scale_step<Config>(args, block, step);
+#pragma unroll
+        for (u32 i = 0; i < kRows; ++i) source[i] += elements;
+    }
+};
 
 // Asks for the first tile's weights before this grid waits for the one before it, on which they do not depend. Returns
 // the stages filled. The whole warp calls this and produce(); one elected lane issues the copies.
@@ -216,15 +235,18 @@ __device__ __forceinline__ void produce_block_scales(const Args& args, const Sha
     bool more = scheduler.next(tile, rank);
     if constexpr (kKnown) wait_for_previous_grid();
     u32 copied = Config::kDirectLhs && more ? prefetched_stages<Config>(tile.range) : 0;
+    BlockScales<Config> scales;
     for (; more; more = scheduler.next(tile, rank)) {
+        scales.start(tile);
 #pragma unroll 1
         for (u32 block = tile.range.begin; block < tile.range.end; block += Config::kWarpgroupsK, ring.advance()) {
             if (copied > 0) {
                 --copied;
+                scales.skip(args, block, Config::kWarpgroupsK);
                 continue;
             }
             barrier_wait<Config::kDebug>(shared.empty(ring.stage), ring.parity ^ 1);
-            load_block_scales<Config>(shared, tile, ring.stage, block, blocks_of_stage<Config>(tile.range, block));
+            scales.copy(args, shared, ring.stage, block, blocks_of_stage<Config>(tile.range, block));
         }
     }
 }
