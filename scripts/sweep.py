@@ -442,7 +442,7 @@ NEAR = 1.35
 LIMITS = {"OVERLAP": (1.2, 8.0), "PAIRED_STREAM": (1.0, 1.6), "L2_SHARE": (0.001, 1.0)}
 MEASURED = ("L2_BYTES_PER_CYCLE",)
 """Constants of the model that no fit may change."""
-GROUPED = ("TABLE_US",)
+GROUPED = ("TABLE_US", "REREAD")
 """Those that have no part in a dense GEMM."""
 
 

@@ -69,6 +69,10 @@ L2_BYTES_PER_CYCLE = 39.0
 DRAW_BYTES_PER_CYCLE = 41.0
 """Bytes of weights that an SM draws from the HBM in a cycle at most, however few SMs draw; fitted to
 scripts/data/sweep_w8_h200.json. 4-bit weights are seldom held up by it."""
+REREAD = 0.5
+"""Part of an expert's 8-bit weight that its tiles but the first bring from the HBM again, where experts are expected to
+have no more rows than a tile: the L2 is told not to keep it. Fitted to scripts/data/sweep_moe_w8_h200.json; 4-bit
+weights are faster to bring than to multiply."""
 GROUPED_EPILOGUE = 0.735
 """Part of an epilogue's time that counts for every tile but a CTA's last, of grouped GEMMs."""
 L2_SHARE = 0.01973
@@ -211,7 +215,10 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     # CTAs beyond those that fit one an SM share their SMs.
     shared = 2 if ctas > of.sms_of_clusters else 1
     # Each weight once: an expert's tiles follow one another, and find it in the L2 (the term l2).
-    all_bytes = weights_read(problem.experts, m) * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
+    reads = weights_read(problem.experts, m)
+    if problem.experts and problem.format.bits == 8 and m <= problem.experts * spec.block_m:
+        reads += REREAD * (sum(tiles) / len(tiles) - reads)  # Scheduler::weight_policy
+    all_bytes = reads * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     all_bytes += m * k + DTYPES[spec.out].bytes * m * n
     memory = all_bytes / device.hbm_bytes_per_us
     # What CTAs ask for before they wait for the kernel before comes while that one ends.
