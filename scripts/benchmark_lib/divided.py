@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -199,6 +200,8 @@ def serve(rank: int, world: int, folder: str, device: str, arguments: tuple[Any,
     if rank == 0:
         torch.save(rows, Path(folder, "rows"))
     dist.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo's that still lets go of a tensor would abort an interpreter on its way out
 
 
 def on_ranks(world: int, folder: str, device: str, *arguments: Any) -> list[dict[str, Any]]:
