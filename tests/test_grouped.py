@@ -87,6 +87,23 @@ def test_first_rows_and_ends_leave_rows_between_experts_alone():
     assert torch.equal(out, right)
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(offsets=torch.zeros(E, dtype=torch.int32)), rf"offsets: .* shape \[{E + 1}\] or \[{E}, 2\], got \[{E}\]"),
+        (dict(offsets=torch.zeros(E + 2, dtype=torch.int32)), rf"offsets: .* got \[{E + 2}\]"),
+        (dict(offsets=torch.zeros(E + 1)), "offsets: expected int32 or int64, got float32"),
+        (dict(offsets=[0] * (E + 1)), "offsets: expected a torch.Tensor, got list"),
+        (dict(row_index=torch.zeros(6, dtype=torch.int64)), "row_index: expected int32, got int64"),
+        (dict(rhs=weight_of_experts()[0]), "rhs: expected a weight of experts, got a dense one"),
+    ],
+)
+def test_the_reference_takes_what_the_call_takes(changed, message):
+    arguments = dict(lhs=builders.lhs(1, 6, K), rhs=weight_of_experts(), offsets=torch.zeros(E + 1, dtype=torch.int32))
+    with pytest.raises((TypeError, ValueError), match=message):
+        jitgemm.m_grouped_gemm_w4a8_reference(**{**arguments, **changed})
+
+
 def test_blocks_of_rows_with_masks():
     weight, (x, scale) = weight_of_experts(), builders.lhs(1, E * 6, K, "s8")
     masked_m = torch.tensor([6, 0, 3, 99, -4], dtype=torch.int32)

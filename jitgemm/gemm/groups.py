@@ -60,10 +60,15 @@ def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: 
 
 def check_grouped(operands: Operands, groups: Groups) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
-    sizes, row_index, rows_of_expert, _ = groups
     rows = operands.out.shape[0] if operands.out.dim() == 2 else -1
-    check_arguments(operands, grouped=True, gathers=row_index is not None, masked=rows_of_expert > 0)
-    experts = experts_of(operands.weight)
+    gathers, masked = groups.row_index is not None, groups.rows_of_expert > 0
+    check_arguments(operands, grouped=True, gathers=gathers, masked=masked)
+    check_groups(groups, experts_of(operands.weight), rows, operands.x.device)
+
+
+def check_groups(groups: Groups, experts: int, rows: int, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless the groups are of this many experts and rows, on x's device."""
+    sizes, row_index, rows_of_expert, _ = groups
     name = "masked_m" if rows_of_expert else "offsets"
     check_plain(name, sizes)
     if sizes.dtype not in (torch.int32, torch.int64):
@@ -72,10 +77,10 @@ def check_grouped(operands: Operands, groups: Groups) -> None:
     if tuple(sizes.shape) not in shapes or not sizes.is_contiguous():
         expected = f"[{experts}]" if rows_of_expert else f"[{experts + 1}] or [{experts}, 2]"
         raise ValueError(f"{name}: expected a contiguous tensor of shape {expected}, got {list(sizes.shape)}")
-    check_device(name, sizes, "lhs[0] (x)", operands.x.device)
+    check_device(name, sizes, "lhs[0] (x)", device)
     if row_index is not None:
         check_plain("row_index", check_tensor("row_index", row_index))
         check_dtype("row_index", row_index.dtype, ("s32",))
         if differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
             raise ValueError(f"row_index: expected a contiguous tensor of shape [{rows}], got {list(row_index.shape)}")
-        check_device("row_index", row_index, "lhs[0] (x)", operands.x.device)
+        check_device("row_index", row_index, "lhs[0] (x)", device)

@@ -18,6 +18,7 @@ import torch
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.gemm.arguments import Lhs, check_weight, lhs_group_of, split_lhs
 from jitgemm.gemm.e8m0 import with_fp32_scales
+from jitgemm.gemm.groups import Groups, check_groups, experts_of
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_device
 from jitgemm.tensors import check_dtype, check_no_grad, check_tensor, dtype_name, take_rows
@@ -77,10 +78,15 @@ def m_grouped_gemm_w4a8_reference(
         lhs, rhs, offsets, row_index, bias: as that call takes them.
         out: [M, n] of any float type to write to, whose rows of no expert stay as they are; None for zeros of
             out_dtype.
+
+    Raises:
+        TypeError, ValueError: as that call for rhs, offsets and row_index, else as `gemm_w4a8_reference`.
     """
+    experts, x = experts_of(rhs), split_lhs(lhs)[0]
     if out is None:
-        rows = split_lhs(lhs)[0].shape[0] if row_index is None else row_index.shape[0]
+        rows = x.shape[0] if row_index is None else check_tensor("row_index", row_index).numel()
         out = torch.zeros((rows, rhs.n), dtype=out_dtype, device=rhs.device)
+    check_groups(Groups(check_tensor("offsets", offsets), row_index, 0, 1), experts, out.shape[0], x.device)
     write_grouped_reference(lhs, rhs, out, offsets, row_index=row_index, bias=bias, most=out.shape[0])
     return out
 
