@@ -17,7 +17,8 @@ VARIABLES: dict[str, str] = {
     "written (default: cache/ of the checkout, then the user cache folder)",
     "JITGEMM_JIT": "what a kernel missing from the cache means: on (compile, default), warn (compile and say so), "
     "off (an error that names the warm-up command)",
-    "JITGEMM_DEBUG": "1: kernels are built with a spin limit in every barrier wait and trap instead of hanging",
+    "JITGEMM_DEBUG": "1: kernels are built with a spin limit in every barrier wait and trap instead of hanging; "
+    "the runs of m_indices are checked on the GPU, which waits for it",
     "JITGEMM_YIELDS": "0: machine code stays as NVRTC built it, without jitgemm's yield hints; such kernels have "
     "keys of their own",
     "JITGEMM_DUMP_DIR": "folder that also receives the source, log and cubin of everything compiled, and the cubin as "

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from jitgemm import settings
 from jitgemm.gemm.arguments import Lhs, Operands, check_switches, split_lhs
 from jitgemm.gemm.call import check_bf16
 from jitgemm.gemm.e8m0 import pack_e8m0
@@ -25,6 +26,7 @@ from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_tensor
 from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight
+from jitgemm.weight.settled import capturing
 
 Call = TypeVar("Call", bound=Callable[..., None])
 
@@ -187,18 +189,31 @@ m_grouped_gemm_w8a8_bf16_nt_contiguous = _into_bf16(m_grouped_gemm_w8a8_nt_conti
 m_grouped_gemm_w8a8_bf16_nt_masked = _into_bf16(m_grouped_gemm_w8a8_nt_masked)
 
 
-def rows_of_m_indices(m_indices: torch.Tensor, experts: int) -> torch.Tensor:
-    """DeepGEMM's `m_indices` as `offsets`: int32 [E, 2], each expert's first row and end. Never waits for the device.
+def rows_of_m_indices(m_indices: torch.Tensor, experts: int, name: str = "m_indices") -> torch.Tensor:
+    """DeepGEMM's `m_indices` as `offsets`: int32 [E, 2], each expert's first row and end.
 
     Args:
-        m_indices: int32 [M], the expert of each row, -1 for rows to skip. Rows of one expert stand together.
+        m_indices: int32 [M], the expert of each row, -1 for rows to skip. Rows of one expert stand together, with no
+            other row between them; that is checked on the CPU, and on a GPU, waiting for it, where JITGEMM_DEBUG is
+            set. Else an expert's rows are all from its first to its last.
         experts: E.
+        name: of m_indices in messages.
     """
-    check_dtype("m_indices", check_tensor("m_indices", m_indices).dtype, ("s32",))
+    check_dtype(name, check_tensor(name, m_indices).dtype, ("s32",))
     if m_indices.dim() != 1:
-        raise ValueError(f"m_indices: expected shape [M], got {list(m_indices.shape)}")
+        raise ValueError(f"{name}: expected shape [M], got {list(m_indices.shape)}")
     rows = torch.arange(m_indices.shape[0], dtype=torch.int32, device=m_indices.device)
     of = torch.where((m_indices >= 0) & (m_indices < experts), m_indices, experts).long()
+    if not (torch.compiler.is_compiling() or traced(of, of)) and (
+        of.is_cpu or (settings.debug() and not capturing(of.device))
+    ):
+        runs = torch.unique_consecutive(of)
+        found, counts = runs[runs < experts].unique(return_counts=True)
+        if bool((counts > 1).any()):
+            raise ValueError(
+                f"{name}: expected each expert's rows together, with no other row between them, got expert "
+                f"{int(found[counts > 1][0])} in {int(counts[counts > 1][0])} places"
+            )
     first = m_indices.new_full((experts + 1,), m_indices.shape[0]).scatter_reduce_(0, of, rows, "amin")
     end = m_indices.new_zeros(experts + 1).scatter_reduce_(0, of, rows + 1, "amax")
     return torch.stack((torch.minimum(first, end), end), 1)[:experts].contiguous()
