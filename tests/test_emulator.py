@@ -17,6 +17,7 @@ from emulator.launch import COMPILER, Emulator, Kernel, emulate
 from test_grouped import weight_of_experts
 
 import jitgemm
+from jitgemm.activations import plan as quantizers
 from jitgemm.activations.call import quantize_activations
 from jitgemm.gemm.arguments import Operands
 from jitgemm.gemm.bound import gemm_w4a8_bound
@@ -25,6 +26,9 @@ from jitgemm.gemm.groups import Groups
 from jitgemm.gemm.plan import Plan
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
+from jitgemm.runtime import driver
+from jitgemm.runtime.plans import Memory, thread
+from jitgemm.select.devices import DEVICES
 from jitgemm.tensors import TYPE_NAMES
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -206,6 +210,38 @@ def test_a_residual_s_sum_is_pytorch_s_and_codes_are_the_kernel_s_without_it(mon
         assert builders.same_bits(s, total)
         quantize_cases.assert_same_bits(tuple(found), expected)
     assert len(emulator.launched) == 3 and s is residual
+
+
+@pytest.mark.parametrize("rows_at_once", [5, 1])
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        ("e4m3", ["silu_mul"]),
+        ("s8z", []),
+        ("e4m3", ["rms_norm"]),
+        ("s8z", ["rms_norm", "residual"]),
+        ("e4m3", ["block", "silu_mul"]),
+        ("s8", ["block", "rms_norm", "residual"]),
+    ],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_however_many_ctas_share_it(monkeypatch, mode, names, rows_at_once):
+    k, (q_type, affine) = 4096, quantize_cases.MODES[mode]
+    draw = builders.generator(1)
+    x, residual = (torch.randn(5, k * (1 + ("silu_mul" in names)), generator=draw).bfloat16() for _ in range(2))
+    parameters = {"rms_norm": quantize_cases.parameters(2, k)["rms_norm"], "residual": residual, "silu_mul": True}
+    options = {name: parameters[name] for name in names if name in parameters}
+    options |= {"affine": affine, "scheme": "block" if "block" in names else "token"}
+    emulate(monkeypatch)
+    monkeypatch.setattr(quantizers, "device_of", lambda _: replace(DEVICES["h200"], num_sms=rows_at_once))
+    monkeypatch.setattr(driver, "resident_ctas", lambda *_: 1)
+    found = []
+    for ctas in (1, 2, 4):
+        monkeypatch.setattr(quantizers, "spec_for_rows", lambda spec, *_, ctas=ctas: replace(spec, ctas=ctas))
+        monkeypatch.setattr(thread, "memory", Memory())
+        found.append(quantize_activations(x, q_type, **options))
+    for shared in found[1:]:
+        assert all(builders.same_bits(a, b) for a, b in zip(shared, found[0], strict=True))
 
 
 @pytest.mark.parametrize("k", [288, 2080, 20480])

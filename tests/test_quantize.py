@@ -22,7 +22,15 @@ from jitgemm import gemm_w4a8_bf16_nt
 from jitgemm.activations import call
 from jitgemm.activations.arguments import Inputs, Outputs
 from jitgemm.activations.call import quantize_activations
-from jitgemm.activations.kernel import QuantizeSpec, block_dims, quantize_source, quantize_spec, smem_bytes
+from jitgemm.activations.kernel import (
+    QuantizeSpec,
+    block_dims,
+    quantize_source,
+    quantize_spec,
+    quantize_specs,
+    smem_bytes,
+    spec_for_rows,
+)
 from jitgemm.activations.plan import QuantizePlan
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.jit.cache import KernelCache
@@ -600,8 +608,9 @@ def every_spec(ks: tuple[int, ...]) -> list[tuple[int, QuantizeSpec]]:
                 for static in (False, True):
                     for front in ({}, {"silu_mul": True}, {"rms_norm": True}, {"rms_norm": True, "residual": True}):
                         for permuted in (False, True):
-                            spec = quantize_spec(k, x, q, affine=affine, static=static, permuted=permuted, **front)
-                            found.setdefault(spec, k)
+                            options = {"affine": affine, "static": static, "permuted": permuted}
+                            for spec in quantize_specs(k, x, q, **options, **front):
+                                found.setdefault(spec, k)
     return [(k, spec) for spec, k in found.items()]
 
 
@@ -616,7 +625,7 @@ def test_blocks_hold_their_rows():
     for k, spec in ALL:
         threads, rows = block_dims(spec, k)
         assert threads % 32 == 0 and threads * rows <= 1024
-        assert spec.vectors == 0 or threads * spec.vectors * 8 >= k
+        assert spec.vectors == 0 or threads * spec.ctas * spec.vectors * 8 >= k
         assert (rows == 1) or threads == 32
         assert smem_bytes(spec, k) <= 131072 and (smem_bytes(spec, k) > 0) == spec.permuted
 
@@ -669,7 +678,8 @@ def sampled() -> list[QuantizeSpec]:
     for _, spec in ALL:
         if spec.q == "s8" and spec.affine and not spec.static:
             front = spec.gate, spec.rms_norm, spec.residual
-            shapes.setdefault((spec.x == "fp32", front, spec.permuted, spec.vectors, spec.rows > 1), spec)
+            shape = spec.x == "fp32", front, spec.permuted, spec.vectors, spec.rows > 1, spec.ctas
+            shapes.setdefault(shape, spec)
     features = [spec for _, spec in ALL if spec.vectors == 4 and spec.x == "fp16" and spec.rows == 1]
     return list(dict.fromkeys([*shapes.values(), *features]))
 
@@ -687,7 +697,7 @@ def test_compiles_for_sm_90a_without_spills_or_warnings(cache, spec):
     assert compiled and entry.cubin.startswith(b"\x7fELF")
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", log) == [("0", "0")]
     assert "warning" not in log.lower(), log
-    assert entry.metadata["registers"] <= 65536 // (32 * spec.rows if spec.rows > 1 else 1024)
+    assert entry.metadata["registers"] <= 65536 // (32 * spec.rows if spec.rows > 1 else 1024 // spec.ctas)
 
 
 def test_importing_the_quantiser_loads_no_layer_below_it():
@@ -696,3 +706,12 @@ def test_importing_the_quantiser_loads_no_layer_below_it():
     below = set("gemm.plan activations.plan runtime.driver jit.cache jit.nvrtc kernel.render select.choose cli".split())
     assert "jitgemm.activations.call" in done.stdout.split()
     assert below.isdisjoint(name.removeprefix("jitgemm.") for name in done.stdout.split())
+
+
+def test_ctas_share_a_row_where_rows_are_long_and_few():
+    def ctas(k: int, m: int, **options) -> int:
+        return spec_for_rows(quantize_spec(k, "bf16", "e4m3", **options), k, m, 132).ctas
+
+    assert [ctas(14336, m, silu_mul=True) for m in (1, 33, 34, 4096)] == [4, 4, 1, 1]
+    assert ctas(1024, 1) == ctas(40960, 1) == ctas(14336, 1, permuted=True) == 1
+    assert ctas(13824, 1, rms_norm=True) == 1  # 27 warps: the sum of squares keeps its order

@@ -414,6 +414,25 @@ def test_outputs_are_not_overwritten_while_the_gemm_before_still_reads_them():
         assert builders.same_bits(out, expected)
 
 
+@pytest.mark.parametrize("scheme", ["token", "block"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("k", [8192, 14336, 16384])
+def test_a_row_has_the_same_bits_among_few_rows_and_many(k, mode, scheme):
+    """Few rows have several CTAs each."""
+    dtype, affine = MODES[mode]
+    if affine and scheme == "block":
+        pytest.skip("blocks have no zero points")
+    draw = builders.generator(k)
+    x, gates, residual = (torch.randn(200, width, generator=draw).bfloat16().cuda() for width in (k, 2 * k, k))
+    norm = {"rms_norm": parameters(1, k, "cuda")["rms_norm"]}
+    for values, options in ((x, {}), (gates, {"silu_mul": True}), (x, norm), (x, norm | {"residual": residual})):
+        options = {"affine": affine, "scheme": scheme, **options}
+        many = quantize_activations(values, dtype, **options)
+        for rows in (slice(0, 1), slice(60, 93), slice(100, 140)):
+            few = options | ({"residual": residual[rows]} if "residual" in options else {})
+            assert_same_bits(quantize_activations(values[rows], dtype, **few), tuple(each[rows] for each in many))
+
+
 @pytest.mark.parametrize("m", [1, 16, 3000])
 def test_a_graph_replays_with_what_its_inputs_hold_now(m):
     x = activations(1, m, 1024, device="cuda")

@@ -12,10 +12,11 @@
 //
 // A thread holds kVectors vectors of eight values, a row's vectors dealt out to its threads round-robin:
 //
-//   vector    0   1   2  ..  T-1 | T  T+1  ..  2T-1 | ..        T = blockDim.x
+//   vector    0   1   2  ..  T-1 | T  T+1  ..  2T-1 | ..        T = threads of a row
 //   thread    0   1   2  ..  T-1 | 0   1   ..   T-1 | ..
 //
-// blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). CTAs walk the rows, each one in so many.
+// blockDim.y rows share a CTA when a warp suffices for each (kRows > 1). A long row may have the CTAs of a cluster
+// (Team), if rows are so few that SMs would idle. CTAs or clusters walk the rows, each one in so many.
 #pragma once
 #include <jitgemm/ptx/barrier.cuh>
 #include <jitgemm/ptx/memory.cuh>
@@ -155,8 +156,15 @@ __device__ __forceinline__ Vector<kType> load_vector(const u8* source) {
     return vector;
 }
 
-// Eight consecutive weights, whose type is known at run time only; rows share them, so they may stay in the L1.
-__device__ __forceinline__ void load_weights(const u8* weights, u32 vector, i32 type, float (&values)[kVector]) {
+// Eight consecutive weights of 16 bits; rows share them, so they may stay in the L1.
+__device__ __forceinline__ uint4 load_weights(const u8* weights, u32 vector) {
+    return reinterpret_cast<const uint4*>(weights)[vector];
+}
+
+// Eight consecutive weights, whose type is known at run time only. kEarly: those of 16 bits are `early`.
+template <bool kEarly>
+__device__ __forceinline__ void take_weights(const u8* weights, u32 vector, i32 type, const uint4& early,
+                                             float (&values)[kVector]) {
     if (type == kFp32) {
         const float4* source = reinterpret_cast<const float4*>(weights) + 2 * vector;
         const float4 low = source[0], high = source[1];
@@ -164,7 +172,7 @@ __device__ __forceinline__ void load_weights(const u8* weights, u32 vector, i32 
         values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
         return;
     }
-    const uint4 packed = reinterpret_cast<const uint4*>(weights)[vector];
+    const uint4 packed = kEarly ? early : load_weights(weights, vector);
     const Vector<kBf16> bf16{{packed.x, packed.y, packed.z, packed.w}};
     const Vector<kFp16> fp16{{packed.x, packed.y, packed.z, packed.w}};
 #pragma unroll
@@ -174,10 +182,34 @@ __device__ __forceinline__ void load_weights(const u8* weights, u32 vector, i32 
 template <class Config>
 constexpr bool kGated = Config::kGate != kUngated;
 
+// Whether RMSNorm's weights of 16 bits come together with x, and not behind it: where registers suffice.
+template <class Config>
+constexpr bool kEarlyWeights = Config::kRmsNorm && Config::kVectors > 0 && !Config::kPermuted;
+
+// The threads of a row: a warp, a CTA, or the kCtas CTAs of a cluster, side by side.
+template <class Config>
+struct Team {
+    static constexpr bool kCluster = Config::kCtas > 1;
+    u32 thread;   // of this one among them
+    u32 threads;
+
+    __device__ __forceinline__ Team()
+        : thread((kCluster ? cluster_rank() * blockDim.x : 0) + threadIdx.x), threads(Config::kCtas * blockDim.x) {}
+
+    // The other CTAs have started, and their barriers are there. Between the two there is time for something else.
+    __device__ __forceinline__ static void start() {
+        if constexpr (kCluster) cluster_arrive<true>();
+    }
+    __device__ __forceinline__ static void wait() {
+        if constexpr (kCluster) cluster_wait();
+    }
+};
+
 // What is read for a vector of y: the vector of x, and of the residual, or gates and ups, two vectors as they lie in x.
 template <class Config>
 struct Input {
     Vector<Config::kX> x[kGated<Config> || Config::kResidual ? 2 : 1];
+    uint4 weights;  // kEarlyWeights only
 
     __device__ __forceinline__ float gate(u32 i) const {
         if constexpr (Config::kOrder == kInterleaved) return x[i / (kVector / 2)].value(2 * i % kVector);
@@ -219,6 +251,9 @@ __device__ __forceinline__ Input<Config> load(const QuantizeArgs& args, u32 row,
     if constexpr (Config::kGathered) row = args.row_index[row];
     const u8* source = args.x + row * args.x_row_bytes + vector * kBytes * (kInPairs ? 2 : 1);
     Input<Config> input;
+    if constexpr (kEarlyWeights<Config>) {
+        if (args.norm_weight_type != kFp32) input.weights = load_weights(args.norm_weight, vector);
+    }
     if constexpr (Config::kResidual) {
         if (again) {
             source = args.sum + row * args.sum_row_bytes + vector * kBytes;
@@ -290,30 +325,36 @@ struct Range {
     }
 };
 
-// The warps' ranges of one row.
+// The warps' ranges of one row, each {high, low, squares, -}, and a barrier that counts them where they come from
+// several CTAs.
 struct WarpRanges {
-    u32 high[kMaxWarps];
-    u32 low[kMaxWarps];
-    float squares[kMaxWarps];
+    float4 range[kMaxWarps];
+    u64 full;
 };
 
-// Combines the threads that share a row; all of them get the result. Consecutive rows use different `slots`: the
-// barrier in between then keeps writers of one row from readers of the one before.
+// Combines the threads that share a row; all of them get the result. Consecutive rows use different `slots`, which are
+// written again only when the whole team has read them: a warp sends the next row's range behind its reads of this one.
 template <class Config>
-__device__ __forceinline__ void combine_threads(Range<Config>& range, WarpRanges& slots) {
+__device__ __forceinline__ void combine_threads(const Team<Config>& team, Range<Config>& range, WarpRanges (&slots)[2],
+                                                u32 round) {
     range.combine_lanes();
     if constexpr (Config::kRows == 1) {
-        const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        if (lane == 0) {
-            slots.high[warp] = range.high;
-            if constexpr (Config::kAffine) slots.low[warp] = range.low;
-            if constexpr (Config::kRmsNorm) slots.squares[warp] = range.squares;
+        const u32 own = team.thread / 32, lane = threadIdx.x % 32, warps = team.threads / 32;
+        const u32 ranges = shared_address(slots[round % 2].range), full = shared_address(&slots[round % 2].full);
+        const float high = __uint_as_float(range.high), low = __uint_as_float(range.low);
+        if constexpr (!Team<Config>::kCluster) {
+            if (lane == 0) store_shared_float4(ranges + 16 * own, high, low, range.squares, 0.0f);
+            __syncthreads();
+        } else {
+            if (threadIdx.x == 0) barrier_expect_bytes(full, 16 * warps);
+            if (lane < Config::kCtas)
+                store_async_float4(map_to_rank(ranges + 16 * own, lane), high, low, range.squares, 0.0f,
+                                   map_to_rank(full, lane));
+            barrier_wait<false>(full, round / 2 % 2);
         }
-        __syncthreads();
-        const bool used = lane < blockDim.x / 32;
-        range.high = used ? slots.high[lane] : 0;
-        if constexpr (Config::kAffine) range.low = used ? slots.low[lane] : 0;
-        if constexpr (Config::kRmsNorm) range.squares = used ? slots.squares[lane] : 0.0f;
+        const float4 other = load_shared_float4(ranges + 16 * min(lane, warps - 1));
+        range.high = __float_as_uint(other.x), range.low = __float_as_uint(other.y);
+        range.squares = lane < warps ? other.z : 0.0f;  // a maximum may count the last warp again
         range.combine_lanes();
     }
 }
@@ -368,7 +409,8 @@ __device__ __forceinline__ Held<Config> transform(const QuantizeArgs& args, cons
         return y;
     } else if constexpr (Config::kRmsNorm) {
         float weights[kVector];
-        load_weights(args.norm_weight, vector, args.norm_weight_type, weights);
+        const i32 type = args.norm_weight_type;
+        take_weights<kEarlyWeights<Config>>(args.norm_weight, vector, type, input.weights, weights);
         Vector<Config::kX> values = input.x[0];
         if constexpr (Config::kResidual) {
             if (!again) {
@@ -425,6 +467,7 @@ struct Quantizer {
             inverse = __fdiv_rn(1.0f, scale);
             if constexpr (Config::kAffine) zero = zero_point(high, low, scale);
         }
+        asm volatile("" : "+f"(inverse));  // else each vector divides anew
     }
 
     // The zero point of -low..high. It follows from either end; the sum of both errors tells which, as in XNNPACK.
@@ -517,8 +560,9 @@ __device__ __forceinline__ void gather_row(const QuantizeArgs& args, const u8* p
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
 template <class Config>
-__device__ __forceinline__ void store_scale(const QuantizeArgs& args, u32 row, const Quantizer<Config>& quantizer) {
-    if (threadIdx.x == 0) {
+__device__ __forceinline__ void store_scale(const QuantizeArgs& args, const Team<Config>& team, u32 row,
+                                            const Quantizer<Config>& quantizer) {
+    if (team.thread == 0) {
         args.scale[row] = quantizer.scale;
         if constexpr (Config::kAffine) args.zero[row] = quantizer.zero;
     }
@@ -543,12 +587,12 @@ __device__ __forceinline__ u32 live_row(const QuantizeArgs& args, u32 row, u32 s
 
 // Rows that fit the registers of their threads; the next row is read while one is worked on.
 template <class Config>
-__device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted,
-                                                   u32 block, u32 blocks) {
+__device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, const Team<Config>& team, WarpRanges (&slots)[2],
+                                                   u8* permuted, u32 block, u32 blocks) {
     constexpr u32 kVectors = Config::kVectors;
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = blocks * Config::kRows;
     u32 row = live_row<Config>(args, block * Config::kRows + threadIdx.y, step);
-    auto mine = [](u32 i) { return threadIdx.x + i * blockDim.x; };
+    auto mine = [&](u32 i) { return team.thread + i * team.threads; };
 
     Input<Config> input[kVectors];
     auto load_row = [&](u32 of) {
@@ -558,6 +602,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
         }
     };
     if (row < m) load_row(row);
+    team.wait();
     Sources sources[Config::kSourcesHeld ? kVectors : 1];
     if constexpr (Config::kSourcesHeld) {
 #pragma unroll
@@ -566,7 +611,7 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
         }
     }
 
-    for (u32 parity = 0, next; row < m; row = next, parity ^= 1) {
+    for (u32 round = 0, next; row < m; row = next, ++round) {
         Range<Config> range;
         Held<Config> y[kVectors];
 #pragma unroll
@@ -578,9 +623,9 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
         }
         next = live_row<Config>(args, row + step, step);
         if (next < m) load_row(next);
-        combine_threads(range, slots[parity]);
+        combine_threads(team, range, slots, round);
         const Quantizer<Config> quantizer(args, range);
-        store_scale(args, row, quantizer);
+        store_scale(args, team, row, quantizer);
 
         u8* const out = args.q + row * args.q_row_bytes;
         u8* const target = Config::kPermuted ? permuted : out;
@@ -606,20 +651,20 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, War
 
 // Longer rows are read twice, the second time from the L2; with a residual, the sum.
 template <class Config>
-__device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, WarpRanges (&slots)[2], u8* permuted,
-                                                   u32 block, u32 blocks) {
+__device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, const Team<Config>& team, WarpRanges (&slots)[2],
+                                                   u8* permuted, u32 block, u32 blocks) {
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector;
-    u32 parity = 0;
+    u32 round = 0;
     for (u32 row = live_row<Config>(args, block, blocks); row < m;
-         row = live_row<Config>(args, row + blocks, blocks), parity ^= 1) {
+         row = live_row<Config>(args, row + blocks, blocks), ++round) {
         Range<Config> range;
 #pragma unroll 2
         for (u32 vector = threadIdx.x; vector < vectors; vector += blockDim.x) {
             range.include(transform(args, load<Config>(args, row, vector), row, vector, range));
         }
-        combine_threads(range, slots[parity]);
+        combine_threads(team, range, slots, round);
         const Quantizer<Config> quantizer(args, range);
-        store_scale(args, row, quantizer);
+        store_scale(args, team, row, quantizer);
 
         u8* const out = args.q + row * args.q_row_bytes;
         u8* const target = Config::kPermuted ? permuted : out;
@@ -638,16 +683,17 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, War
 // Rows with a scale for each block of 128 codes. Only RMSNorm and a permutation make a row's threads wait for one
 // another; permuted rows lie in shared memory as values, since a block's codes come from anywhere in the row.
 template <class Config>
-__device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, WarpRanges (&slots)[2], float* values,
-                                                u32 block, u32 blocks) {
+__device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, const Team<Config>& team, WarpRanges (&slots)[2],
+                                                float* values, u32 block, u32 blocks) {
     constexpr bool kHeld = Config::kVectors > 0;  // the threads hold the row
     constexpr u32 kVectors = kHeld ? Config::kVectors : Config::kPermuted || Config::kResidual ? 1 : 2;
-    const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = kVectors * blockDim.x;
+    const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = kVectors * team.threads;
     const u32 rows = blocks * Config::kRows;
-    auto mine = [](u32 first, u32 i) { return first + threadIdx.x + i * blockDim.x; };
-    u32 parity = 0;
+    auto mine = [&](u32 first, u32 i) { return first + team.thread + i * team.threads; };
+    team.wait();
+    u32 round = 0;
     for (u32 row = live_row<Config>(args, block * Config::kRows + threadIdx.y, rows); row < m;
-         row = live_row<Config>(args, row + rows, rows), parity ^= 1) {
+         row = live_row<Config>(args, row + rows, rows), ++round) {
         Range<Config> range;
         Held<Config> y[kVectors];
         auto read = [&](u32 first, bool again) {
@@ -686,7 +732,7 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, WarpRa
                 read(first, false);
                 if constexpr (Config::kPermuted) keep(first);
             }
-            combine_threads(range, slots[parity]);
+            combine_threads(team, range, slots, round);
             squares = range.squares;
         }
         if constexpr (!Config::kPermuted) {
@@ -714,7 +760,19 @@ __device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, WarpRa
     }
 }
 
-// The part of CTA `block` of `blocks`.
+// Asks the L2 for what a row needs beside what the kernel before this one may have made last: weights, which other
+// kernels' have pushed out of it. Before the wait: what is written meanwhile goes through the L2, too.
+template <class Config>
+__device__ __forceinline__ void prefetch_weights(const QuantizeArgs& args, const Team<Config>& team) {
+    const u32 bytes = kVector * (args.norm_weight_type == kFp32 ? 4 : 2);
+#pragma unroll
+    for (u32 i = 0; i < Config::kVectors; ++i) {
+        const u32 vector = team.thread + i * team.threads;
+        if (vector < args.k / kVector) prefetch_l2(args.norm_weight + vector * bytes);
+    }
+}
+
+// The part of CTA `block` of `blocks`, or of a cluster.
 template <class Config>
 __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, u32 block, u32 blocks) {
     __shared__ WarpRanges slots[2];
@@ -723,16 +781,23 @@ __device__ __forceinline__ void quantize_rows(const QuantizeArgs& args, u32 bloc
     // First of all, so that a GEMM behind this kernel fetches its weights meanwhile; it waits for the end of this grid,
     // and so, because every thread here waits too, for the end of those before.
     launch_next_grid();
+    const Team<Config> team;
+    if (Team<Config>::kCluster && threadIdx.x == 0) {
+        for (WarpRanges& each : slots) barrier_init(shared_address(&each.full), 1);
+        barrier_init_fence();
+    }
+    team.start();
+    if constexpr (Config::kRmsNorm && Config::kVectors > 0) prefetch_weights<Config>(args, team);
     wait_for_previous_grid();
 
     u8* const row_of_codes = permuted + threadIdx.y * args.k;
     if constexpr (Config::kBlocks) {
         float* const values = reinterpret_cast<float*>(permuted) + threadIdx.y * args.k;
-        quantize_blocks<Config>(args, slots, values, block, blocks);
+        quantize_blocks<Config>(args, team, slots, values, block, blocks);
     } else if constexpr (Config::kVectors > 0) {
-        quantize_held_rows<Config>(args, slots, row_of_codes, block, blocks);
+        quantize_held_rows<Config>(args, team, slots, row_of_codes, block, blocks);
     } else {
-        quantize_long_rows<Config>(args, slots, row_of_codes, block, blocks);
+        quantize_long_rows<Config>(args, team, slots, row_of_codes, block, blocks);
     }
 }
 

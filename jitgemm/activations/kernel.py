@@ -7,8 +7,8 @@ Pure functions over a frozen dataclass; no torch, no driver, no files other than
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
@@ -32,6 +32,10 @@ GATES = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "swiglu_oai
 ORDERS = {"gate_up": "kGateUp", "up_gate": "kUpGate", "interleaved": "kInterleaved"}
 """`GateOrder` there by name."""
 
+ROW_CTAS = 4
+"""CTAs, a cluster, that share a row where rows are few and long (docs/notes/quantiser.md)."""
+SHARED_WARPS = 12
+"""Warps that a row has at least where they share it."""
 _ROW_REGISTERS = 32
 """Of the 64 that each of 1024 threads has: what a row, the next one and the permutation may take."""
 
@@ -87,6 +91,7 @@ class QuantizeSpec:
         rows: rows that a CTA works on at once, one warp each; 1 where a row has the whole CTA.
         sources_held: a thread reads its part of the permutation once for all rows.
         block: a scale for every `LHS_GROUP` codes.
+        ctas: CTAs, a cluster, that share a row.
     """
 
     x: str
@@ -105,6 +110,7 @@ class QuantizeSpec:
     gathered: bool = False
     residual: bool = False
     masked: bool = False
+    ctas: int = 1
 
     @property
     def label(self) -> str:
@@ -117,7 +123,9 @@ class QuantizeSpec:
             parts += ["limited"] if self.limited else []
         flags = ("residual", "rms_norm", "permuted", "block", "gathered", "masked")
         parts += [name.replace("_", "") for name in flags if getattr(self, name)]
-        parts.append(f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}")
+        parts.append(
+            f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}{f'c{self.ctas}' if self.ctas > 1 else ''}"
+        )
         return "-".join(parts)
 
     def to_dict(self) -> dict[str, object]:
@@ -141,10 +149,10 @@ def quantize_spec(
     residual: bool = False,
     masked: bool = False,
 ) -> QuantizeSpec:
-    """The kernel for rows of k codes, the only one whatever m is.
+    """The kernel for rows of k codes, whatever m is, but for few rows that several CTAs share (`spec_for_rows`).
 
-    m decides nothing, so that a new m never compiles, and so that a row's bits do not depend on the rows beside it
-    (RMSNorm's sum has one order for a k).
+    m decides nothing else, so that a new m hardly ever compiles. A row's bits never depend on the rows beside it: RMSNorm's
+    sum has one order for a k.
 
     Args:
         silu_mul, gelu_mul: the gate is SILU_MUL, or one of GELU_MULS.
@@ -185,6 +193,13 @@ def quantize_spec(
     )  # fmt: skip
 
 
+def quantize_specs(k: int, x: str, q: str, **options: Any) -> tuple[QuantizeSpec, ...]:
+    """Every kernel that rows of k codes can need, whatever m is. Arguments as `quantize_spec`'s."""
+    spec = quantize_spec(k, x, q, **options)
+    shared = shared_spec(spec, k)
+    return (spec,) if shared is None else (spec, shared)
+
+
 def most_k(permuted: bool, block: bool) -> int:
     """The largest k of such a quantiser: a permuted row lies in shared memory, as fp32 values where it has blocks."""
     return MAX_PERMUTED_K // (4 if block else 1) if permuted else MAX_K
@@ -211,7 +226,23 @@ def block_dims(spec: QuantizeSpec, k: int) -> tuple[int, int]:
         return 32, spec.rows
     if spec.vectors == 0:
         return MAX_THREADS, 1
-    return 32 * ceil_div(k, 32 * VECTOR * spec.vectors), 1
+    return 32 * ceil_div(k, 32 * VECTOR * spec.vectors * spec.ctas), 1
+
+
+def shared_spec(spec: QuantizeSpec, k: int) -> QuantizeSpec | None:
+    """The kernel whose rows have `ROW_CTAS` CTAs each; None where rows are too short for that, or read twice."""
+    if spec.rows > 1 or spec.vectors == 0 or spec.permuted:
+        return None
+    warps = block_dims(spec, k)[0] // 32
+    # The CTAs hold a row as one CTA does, so that RMSNorm's sum keeps its order.
+    if warps < SHARED_WARPS or spec.rms_norm and warps % ROW_CTAS:
+        return None
+    return replace(spec, ctas=ROW_CTAS)
+
+
+def spec_for_rows(spec: QuantizeSpec, k: int, m: int, num_sms: int) -> QuantizeSpec:
+    """The kernel for m rows: several CTAs share each where that leaves none without an SM."""
+    return (m * ROW_CTAS <= num_sms and shared_spec(spec, k)) or spec
 
 
 def smem_bytes(spec: QuantizeSpec, k: int) -> int:
@@ -238,6 +269,7 @@ def render_config(spec: QuantizeSpec) -> str:
         "u32 kRows": spec.rows,
         "bool kSourcesHeld": spec.sources_held,
         "bool kBlocks": spec.block,
+        "u32 kCtas": spec.ctas,
     }
     texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in constants.items()}
     lines = "\n".join(f"    static constexpr {name} = {text};" for name, text in texts.items())
@@ -246,7 +278,8 @@ def render_config(spec: QuantizeSpec) -> str:
 
 def render_quantize(spec: QuantizeSpec) -> str:
     """The CUDA source of a quantiser. Compile as `quantize_source` says; the entry point is `KERNEL_NAME`."""
-    threads = 32 * spec.rows if spec.rows > 1 else MAX_THREADS
+    threads = 32 * spec.rows if spec.rows > 1 else MAX_THREADS // spec.ctas
+    cluster = f"__cluster_dims__({spec.ctas}, 1, 1) " if spec.ctas > 1 else ""
     bounds = f"{threads}, 1" if spec.gate == "gelu" else threads  # erfc() needs more than the 32 registers of two CTAs
     return f"""\
 // jitgemm quantiser {spec.label}
@@ -256,9 +289,9 @@ namespace jitgemm {{
 {render_config(spec)}
 }}
 
-extern "C" __global__ void __launch_bounds__({bounds})
+extern "C" __global__ void {cluster}__launch_bounds__({bounds})
 {KERNEL_NAME}(const __grid_constant__ jitgemm::QuantizeArgs args) {{
-    jitgemm::quantize_rows<jitgemm::Config>(args, blockIdx.x, gridDim.x);
+    jitgemm::quantize_rows<jitgemm::Config>(args, blockIdx.x / {spec.ctas}, gridDim.x / {spec.ctas});
 }}
 """
 

@@ -14,6 +14,7 @@ from jitgemm.activations.kernel import (
     quantize_source,
     quantize_spec,
     smem_bytes,
+    spec_for_rows,
 )
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
@@ -50,7 +51,7 @@ class QuantizePlan(PreparedLaunch):
     def __init__(self, inputs: Inputs, outputs: Outputs):
         x, q, scale, norm, gate = inputs.x, *outputs[:2], inputs.rms_norm, inputs.gate or SILU_MUL
         m, k, device = inputs.rows, inputs.k, x.get_device()
-        spec = self.spec = quantize_spec(
+        spec = quantize_spec(
             k,
             TYPE_NAMES[x.dtype],
             TYPE_NAMES[q.dtype],
@@ -64,6 +65,8 @@ class QuantizePlan(PreparedLaunch):
             residual=inputs.residual is not None,
             masked=inputs.masked,
         )
+        sms = device_of(device).num_sms
+        spec = self.spec = spec_for_rows(spec, k, m, sms)
         kernel = KERNELS.load(spec, device)
         threads, rows = block_dims(spec, k)
         smem = smem_bytes(spec, k)
@@ -87,7 +90,7 @@ class QuantizePlan(PreparedLaunch):
                 "sum_row_bytes": row_bytes(inputs.residual_out),
                 "rows_of_count": 0 if inputs.row_count is None else m // inputs.row_count.shape[0],
             },
-            grid=min(ceil_div(m, rows), resident * device_of(device).num_sms),
+            grid=min(ceil_div(m, rows), resident * sms) * spec.ctas,
             threads=(threads, rows),
             smem_bytes=smem,
         )

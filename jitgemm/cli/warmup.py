@@ -19,7 +19,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from jitgemm import settings
-from jitgemm.activations.kernel import GELU_MULS, QuantizeSpec, quantize_spec
+from jitgemm.activations.kernel import GELU_MULS, QuantizeSpec, quantize_specs
 from jitgemm.cli import common
 from jitgemm.cli.hf_config import (
     ExpertLayer,
@@ -131,7 +131,7 @@ class Wanted:
                 yield from layer_specs(layer.hidden, layer.inter, x, lhs, layer.gate, **flags)
             else:
                 given = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
-                yield quantize_spec(layer.k, x, lhs, **given)
+                yield from quantize_specs(layer.k, x, lhs, **given)
         orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
         orders = [common.Codes.tuned] if self.bits == 8 else orders
         groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in self.quantizers} or {0: None}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from jitgemm.activations.kernel import Gate, QuantizeSpec, quantize_source, quantize_spec, render_config
+from jitgemm.activations.kernel import Gate, QuantizeSpec, quantize_source, quantize_specs, render_config
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
 
@@ -94,15 +94,15 @@ def layer_specs(
     """
     found: tuple[RouteSpec | FrontSpec | CombineSpec | QuantizeSpec, ...] = ()
     if masked:
-        found += (quantize_spec(k, x, q, affine=affine, block=block, masked=True),)
-        found += (quantize_spec(inter, x, q, affine=affine, block=block, gate=gate, masked=True),)
+        found += quantize_specs(k, x, q, affine=affine, block=block, masked=True)
+        found += quantize_specs(inter, x, q, affine=affine, block=block, gate=gate, masked=True)
     return (
         *found,
         front_spec(1, k, x, q, affine, block) or RouteSpec(1),
         RouteSpec(CLUSTER),
-        quantize_spec(k, x, q, affine=affine, block=block),
-        quantize_spec(k, x, q, affine=affine, block=block, gathered=True),
-        quantize_spec(inter, x, q, affine=affine, block=block, gate=gate),
+        *quantize_specs(k, x, q, affine=affine, block=block),
+        *quantize_specs(k, x, q, affine=affine, block=block, gathered=True),
+        *quantize_specs(inter, x, q, affine=affine, block=block, gate=gate),
         CombineSpec(x, x),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from jitgemm import settings
-from jitgemm.activations.kernel import GELU_MULS, QuantizeSpec, quantize_spec
+from jitgemm.activations.kernel import GELU_MULS, QuantizeSpec, quantize_specs
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
 from jitgemm.gemm import plan as gemms
@@ -159,7 +159,7 @@ def _linear_specs(layer: PackedLinear, x: str, figures: DeviceSpec, max_m: int, 
         fronts += [{"rms_norm": True}, {"rms_norm": True, "residual": True}, {"silu_mul": True}]
         fronts += [{"gelu_mul": name} for name in GELU_MULS]
     for each in fronts:
-        yield quantize_spec(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **each)
+        yield from quantize_specs(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **each)
     yield from kernels_for(
         weight.n, weight.k, lhs, weight.format, figures, max_m, out=x, batch_invariant=layer.batch_invariant,
         lhs_group=LHS_GROUP if quantiser["block"] else 0,

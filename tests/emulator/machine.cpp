@@ -976,6 +976,7 @@ const std::map<std::string, Handler>& plain_opcodes() {
         {"mbarrier.test_wait.parity.shared::cta.b64", barrier_try_wait},
         {"fence.proxy.async.shared::cta", fence_async},
         {"fence.mbarrier_init.release.cluster", nothing},
+        {"prefetch.global.L2", nothing},
         {"fence.acq_rel.cta", nothing},
         {"fence.acq_rel.gpu", nothing},
         {"membar.gl", nothing},

@@ -43,7 +43,8 @@ __device__ __forceinline__ void sync_ctas() {
     if constexpr (kCtas == 1) {
         __syncthreads();
     } else {
-        asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+        cluster_arrive<false>();
+        cluster_wait();
     }
 }
 

@@ -83,17 +83,24 @@ __device__ __forceinline__ void along_n_sync(u32 along_k, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(along_k + 5), "r"(threads) : "memory");
 }
 
-// Every CTA of the cluster has started and its barriers are initialised (after barrier_init_fence). What else threads
-// have written is there too, unless the barrier is relaxed: a release waits for all that is in flight, which takes
-// microseconds while weights are being fetched.
+// A barrier of all threads of the cluster, in two steps. What threads have written before is there behind it, unless
+// they arrive relaxed: a release waits for all that is in flight, which takes microseconds while weights are being
+// fetched.
 template <bool kRelaxed>
-__device__ __forceinline__ void cluster_started() {
+__device__ __forceinline__ void cluster_arrive() {
     if constexpr (kRelaxed) {
         asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
     } else {
         asm volatile("barrier.cluster.arrive.release;" ::: "memory");
     }
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Every CTA of the cluster has started and its barriers are initialised (after barrier_init_fence).
+template <bool kRelaxed>
+__device__ __forceinline__ void cluster_started() {
+    cluster_arrive<kRelaxed>();
+    cluster_wait();
 }
 
 // Programmatic dependent launch. Both do nothing in a kernel launched without it.

@@ -159,6 +159,11 @@ __device__ __forceinline__ void copy_wait() { asm volatile("cp.async.wait_all;" 
 
 // ---- global memory --------------------------------------------------------------------------------------------------
 
+// Brings what lies at an address on its way into the L2.
+__device__ __forceinline__ void prefetch_l2(const u8* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
 // 16 bytes that are read once. Not through the read-only path: the kernel before may still have been writing them when
 // this one started.
 __device__ __forceinline__ void load_streamed(const u8* source, u32 (&words)[4]) {
