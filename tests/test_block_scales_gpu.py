@@ -79,6 +79,20 @@ def test_within_the_bound_for_every_format_and_m(n, k, name, lhs_type):
         assert_right(out.out, lhs, weight, bias, has_rms=False)
 
 
+def test_a_kernel_for_strips_that_share_scales_is_kept_from_others():
+    """By the plan of a call with the one, which the other must not find: both weights have the same shapes."""
+    m, n, k = 130, 136, 256
+    strips = builders.weight_parts(1, n, k, codes="e4m3", bits=8, scale_type="fp32", strip_scales=True, device="cuda")
+    rows = replace(strips, scale=strips.scale * torch.linspace(1, 8, n, device="cuda")[:, None]).packed
+    every = legal_kernels("e4m3", strips.packed.format, device_spec("h200"), lhs_group=128)
+    label = next(spec.label for spec in every if spec.token_rows)
+    lhs, out = builders.block_lhs(2, m, k, device="cuda"), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    jitgemm.gemm_w8a8_bf16_nt(lhs, strips.packed, out, kernel=label)
+    assert_right(out, lhs, strips.packed, has_rms=False)
+    with pytest.raises(ValueError, match="kernel: expected one for weights whose strips do not share scales"):
+        jitgemm.gemm_w8a8_bf16_nt(lhs, rows, out, kernel=label)
+
+
 WAYS = [
     {"split_k": 1, "warpgroups_k": 4}, {"split_k": 4, "warpgroups_k": 2}, {"split_k": 6, "warpgroups_k": 1},
     {"scatter": True, "warpgroups_k": 2, "split_k": 2}, {"scatter": True, "split_k": 3}, {"block_n": 256},

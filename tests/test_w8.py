@@ -28,7 +28,7 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.shapes import illegal, legal_kernels
-from jitgemm.weight.packed import Weight
+from jitgemm.weight.packed import PackedWeight, Weight
 
 TYPES = list(builders.LHS_DTYPES.values())
 
@@ -189,6 +189,21 @@ def test_weights_keep_what_the_format_says_of_strips():
     layers = [jitgemm.nn.W8A8Linear(each) for each in (weight, rows)]
     layers[1].load_state_dict(layers[0].state_dict())
     assert layers[1].weight.format == weight.format
+
+
+def test_no_two_formats_share_a_plan():
+    formats = [
+        WeightFormat(group_size, zero_point, scale_type, codes, offset, bits, strip_scales)
+        for group_size, zero_point, scale_type, codes, offset, bits, strip_scales in itertools.product(
+            (0, *GROUP_SIZES), (False, True), REAL_TYPES, ("any", *LHS_TYPES), (False, True), (4, 8), (False, True)
+        )
+        if not (zero_point and codes != "any" or offset and not group_size)
+        if bits == 4 or not (zero_point or offset or codes == "any")
+        if not strip_scales or (bits, group_size) == (8, 128)
+    ]
+    assert len({format.name for format in formats}) == len(formats) > 100
+    blocks = torch.empty(0, 0, 0)
+    assert len({PackedWeight(blocks, None, None, 64, 256, format).plan_key for format in formats}) == len(formats)
 
 
 @pytest.mark.parametrize("lhs", LHS_TYPES)

@@ -108,7 +108,7 @@ class PackedWeight(NamedTuple):
         # Plain values: hashing a dataclass takes longer.
         values = (
             self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, fmt.bits,
-            self.blocks.device, self.row_sum is None, self.experts,
+            fmt.strip_scales, self.blocks.device, self.row_sum is None, self.experts,
         )  # fmt: skip
         # Both are one step each, so threads agree on a number and never give one twice.
         return _plan_keys.setdefault(values, next(_plan_numbers))
