@@ -202,12 +202,25 @@ def test_a_compiler_takes_exponents(form):
             torch.ones(5, 4, dtype=torch.bfloat16),
             r"lhs\[1\] \(x_scale\): expected float32, int32 or float8_e8m0fnu, got bfloat16",
         ),
+        (torch.ones(5, dtype=torch.int32), r"expected shape \[5, 1\] for the exponents .*, got \[5\]"),
+        (torch.tensor(127, dtype=torch.int32), r"expected shape \[5, 1\] for the exponents .*, got \[\]"),
+        (torch.ones(5, dtype=torch.float64), r"lhs\[1\] \(x_scale\): expected float32, got float64"),
     ],
 )
 def test_wrong_scales_are_named(x_scale, message):
     x, weight = builders.block_lhs(1, 5, 416)[0], builders.weight_parts(1, 64, 416).packed
     with pytest.raises((TypeError, ValueError), match=message):
         jitgemm.gemm_w4a8_bf16_nt((x, x_scale), weight, torch.empty(5, 64, dtype=torch.bfloat16))
+    with pytest.raises((TypeError, ValueError), match=message):
+        jitgemm.gemm_w4a8_reference((x, x_scale), weight)
+    with pytest.raises((TypeError, ValueError), match=message):
+        jitgemm.m_grouped_gemm_w4a8_reference((x, x_scale), weight_of_experts(3, 64, 416), torch.zeros(4).int())
+
+
+def test_a_word_is_no_scale_for_every_token_of_the_reference():
+    weight, x = builders.weight_parts(1, 64, 416).packed, builders.block_lhs(1, 4, 416)[0]
+    with pytest.raises(ValueError, match=r"expected shape \[4, 1\] for the exponents .*, got \[1\]"):
+        jitgemm.gemm_w4a8_reference((x, torch.tensor([0x7F7E7D7C], dtype=torch.int32)), weight)
 
 
 def test_no_zero_points_beside_them():

@@ -96,6 +96,10 @@ def test_first_rows_and_ends_leave_rows_between_experts_alone():
         (dict(offsets=[0] * (E + 1)), "offsets: expected a torch.Tensor, got list"),
         (dict(row_index=torch.zeros(6, dtype=torch.int64)), "row_index: expected int32, got int64"),
         (dict(rhs=weight_of_experts()[0]), "rhs: expected a weight of experts, got a dense one"),
+        (dict(lhs=(builders.lhs(1, 6, K)[0], torch.ones(7))), r"\(x_scale\): expected shape \[6\], .*, got \[7\]"),
+        (dict(bias=torch.ones(N)), rf"bias: expected shape \[{E}, {N}\], got \[{N}\]"),
+        (dict(bias=torch.ones(E + 1, N)), rf"bias: expected shape \[{E}, {N}\], got \[{E + 1}, {N}\]"),
+        (dict(bias=torch.ones(E, N).int()), "bias: expected a float type, got int32"),
     ],
 )
 def test_the_reference_takes_what_the_call_takes(changed, message):

@@ -353,6 +353,8 @@ def test_wrong_arguments(x, x_scale, bias, error, message):
          r"lhs\[0\] \(x\): expected int8 beside lhs\[2\] \(x_zero\), got float8_e4m3fn"),
         ((torch.zeros(2, 64, dtype=torch.int8), torch.ones(2), torch.zeros(3, dtype=torch.int32)), ValueError,
          r"lhs\[2\] \(x_zero\): expected shape \[2\], \[2, 1\] or one element, got \[3\]"),
+        ((torch.zeros(2, 64, dtype=torch.int8), torch.ones(2), torch.full((2,), 0.5)), TypeError,
+         r"lhs\[2\] \(x_zero\): expected int32, got float32"),
         ((torch.zeros(2, 64, dtype=torch.int8), torch.ones(2), torch.zeros(2, dtype=torch.int32, device="meta")),
          ValueError, "expected a tensor on cpu, where rhs is, got one on meta"),
     ],

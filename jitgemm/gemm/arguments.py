@@ -143,15 +143,15 @@ def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool 
         raise TypeError(f"{X}: expected {packed_for}, {why}, got {dtype_name(x.dtype)}")
 
     if group:
-        _check_per_block(x_scale, (experts, m // experts) if masked else (m,), k)
+        check_per_block(x_scale, (experts, m // experts) if masked else (m,), k)
         if x_zero is not None:
             raise ValueError(f"{X_ZERO}: expected None beside a scale per token and {group} k, got a tensor")
     else:
-        _check_per_token(X_SCALE, x_scale, m, "fp32")
+        check_per_token(X_SCALE, x_scale, m, "fp32")
     if x_zero is not None:
         if lhs_type != "s8":
             raise TypeError(f"{X}: expected int8 beside {X_ZERO}, got {dtype_name(x.dtype)}")
-        _check_per_token(X_ZERO, x_zero, m, "s32")
+        check_per_token(X_ZERO, x_zero, m, "s32")
         if weight.row_sum is None:
             raise ValueError(f"rhs: expected a weight with row_sum, which {X_ZERO} needs, got one without")
 
@@ -184,7 +184,7 @@ def _check_matrix(name: str, tensor: torch.Tensor, shape: str, columns: int) -> 
     check_rows(name, tensor)
 
 
-def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None:
+def check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None:
     """One value per token, or one for all."""
     check_plain(name, tensor)
     check_dtype(name, tensor.dtype, (type,))
@@ -193,7 +193,7 @@ def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None
         raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
 
 
-def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> None:
+def check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> None:
     """One value per token and `LHS_GROUP` of k, or four of them in an int32, with any strides."""
     check_plain(X_SCALE, x_scale)
     type = check_dtype(X_SCALE, x_scale.dtype, ("fp32", "s32", "e8m0"))

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.arguments import Lhs, check_weight, lhs_group_of, split_lhs
+from jitgemm.gemm.arguments import X_SCALE, X_ZERO, Lhs, check_per_block, check_per_token, check_weight, lhs_group_of
+from jitgemm.gemm.arguments import split_lhs
 from jitgemm.gemm.e8m0 import with_fp32_scales
 from jitgemm.gemm.groups import Groups, check_groups, experts_of
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
@@ -54,8 +55,9 @@ def gemm_w4a8_reference(
     Raises:
         TypeError, ValueError: wrong dtype, shape or device, or x_scale or bias requires grad and gradients are on.
     """
-    lhs = with_fp32_scales(lhs, check_weight(rhs).k)
-    m = _check(lhs, rhs, bias, out_dtype)
+    check_packed(check_weight(rhs), "rhs.", experts=False)
+    m = _check(lhs, rhs, bias, (rhs.n,), out_dtype)
+    lhs = with_fp32_scales(lhs, rhs.k)
     out = torch.empty((m, rhs.n), dtype=out_dtype, device=rhs.device)
     for rows, columns, ref in _tiles(lhs, rhs, bias):
         out[rows, columns] = round_fp64(ref, out_dtype)
@@ -87,6 +89,7 @@ def m_grouped_gemm_w4a8_reference(
         rows = x.shape[0] if row_index is None else check_tensor("row_index", row_index).numel()
         out = torch.zeros((rows, rhs.n), dtype=out_dtype, device=rhs.device)
     check_groups(Groups(check_tensor("offsets", offsets), row_index, 0, 1), experts, out.shape[0], x.device)
+    _check(lhs, rhs, bias, (experts, rhs.n), out_dtype)
     write_grouped_reference(lhs, rhs, out, offsets, row_index=row_index, bias=bias, most=out.shape[0])
     return out
 
@@ -138,10 +141,11 @@ def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return odd.view(torch.float32).to(dtype)
 
 
-def _check(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None, out_dtype: torch.dtype) -> int:
+def _check(  # type: ignore[no-untyped-def]
+    lhs, rhs, bias, bias_shape: tuple[int, ...], out_dtype: torch.dtype
+) -> int:
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
-    check_packed(rhs, "rhs.", experts=False)
     check_dtype("lhs[0] (x)", x.dtype, LHS_TYPES if rhs.format.bits == 4 else (rhs.format.codes,))
     if x.dim() != 2 or x.shape[1] != rhs.k:
         raise ValueError(f"lhs[0] (x): expected shape [m, {rhs.k}], got {list(x.shape)}")
@@ -150,15 +154,18 @@ def _check(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None, out_dtype: torch.dt
         raise TypeError(f"lhs[0] (x): expected int8 beside lhs[2] (x_zero), got {dtype_name(x.dtype)}")
     group = lhs_group_of(x_scale)
     if group and x_zero is not None:
-        raise ValueError(f"lhs[2] (x_zero): expected None beside a scale per token and {group} k, got a tensor")
-    for name, tensor in (("lhs[1] (x_scale)", x_scale), ("lhs[2] (x_zero)", x_zero)):
-        shapes = ((m,), (m, 1), *([(m, ceil_div(rhs.k, group))] if group else []))
-        if tensor is not None and tensor.numel() != 1 and tuple(tensor.shape) not in shapes:
-            expected = ", ".join(f"{list(shape)}" for shape in shapes)
-            raise ValueError(f"{name}: expected shape {expected} or one element, got {list(tensor.shape)}")
-    if bias is not None and tuple(check_tensor("bias", bias).shape) != (rhs.n,):
-        raise ValueError(f"bias: expected shape [{rhs.n}], got {list(bias.shape)}")
-    for name, tensor in (("lhs[0] (x)", x), ("lhs[1] (x_scale)", x_scale), ("lhs[2] (x_zero)", x_zero), ("bias", bias)):
+        raise ValueError(f"{X_ZERO}: expected None beside a scale per token and {group} k, got a tensor")
+    if group:
+        check_per_block(x_scale, (m,), rhs.k)
+    else:
+        check_per_token(X_SCALE, x_scale, m, "fp32")
+    if x_zero is not None:
+        check_per_token(X_ZERO, x_zero, m, "s32")
+    if bias is not None and tuple(check_tensor("bias", bias).shape) != bias_shape:
+        raise ValueError(f"bias: expected shape {list(bias_shape)}, got {list(bias.shape)}")
+    if bias is not None and not bias.is_floating_point():
+        raise TypeError(f"bias: expected a float type, got {dtype_name(bias.dtype)}")
+    for name, tensor in (("lhs[0] (x)", x), (X_SCALE, x_scale), (X_ZERO, x_zero), ("bias", bias)):
         if tensor is not None:
             check_device(name, tensor, "rhs", rhs.device)
             check_no_grad(name, tensor)
