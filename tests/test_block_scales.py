@@ -223,6 +223,19 @@ def test_a_word_is_no_scale_for_every_token_of_the_reference():
         jitgemm.gemm_w4a8_reference((x, torch.tensor([0x7F7E7D7C], dtype=torch.int32)), weight)
 
 
+@pytest.mark.parametrize("step, overlaps", [(40, False), (60, True)])
+def test_scales_that_reach_into_the_output_overlap_it(step, overlaps):
+    weight, x = builders.weight_parts(1, 64, 416).packed, builders.block_lhs(1, 5, 416)[0]
+    rows = torch.ones(5, 256)
+    x_scale, out = rows.as_strided((5, 4), (256, step)), rows[:, 128:192]  # the last scale of a row in column 3 * step
+    if not overlaps:
+        jitgemm.gemm_w4a8_nt((x, x_scale), weight, out)
+        assert bool((rows[:, :128] == 1).all()) and bool((rows[:, 192:] == 1).all())
+        return
+    with pytest.raises(ValueError, match=r"out: expected memory of its own, got a tensor that overlaps lhs\[1\]"):
+        jitgemm.gemm_w4a8_nt((x, x_scale), weight, out)
+
+
 def test_no_zero_points_beside_them():
     weight, (x, x_scale) = builders.weight_parts(1, 64, 416).packed, builders.block_lhs(1, 5, 416, "s8")
     lhs = x, x_scale, torch.zeros(5, dtype=torch.int32)

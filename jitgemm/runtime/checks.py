@@ -125,4 +125,4 @@ def _share_a_byte(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     # Rows of the same pitch: they meet only if their windows within the pitch do, wrapping around it.
     offset = (b.data_ptr() - a.data_ptr()) % pitch
-    return offset < a.shape[1] * a.element_size() or offset + b.shape[1] * b.element_size() > pitch
+    return offset < byte_extent(a[0]) or offset + byte_extent(b[0]) > pitch
