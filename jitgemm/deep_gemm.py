@@ -39,6 +39,7 @@ from jitgemm.gemm.call import gemm
 from jitgemm.gemm.e8m0 import fp32_scales
 from jitgemm.gemm.grouped import contiguous, masked, rows_of_m_indices
 from jitgemm.gemm.groups import experts_of
+from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.tensors import check_tensor, describe
 from jitgemm.weight.pack8 import pack_w8
 from jitgemm.weight.packed import Weight
@@ -254,7 +255,12 @@ def _weight(b: object, *recipes: object) -> Weight:
 
 
 def _pack(w: torch.Tensor, scale: torch.Tensor) -> Weight:
-    return pack_w8(w, fp32_scales(scale, w.shape[-1]) if scale.dtype == torch.int32 else scale)
+    if scale.dtype == torch.int32 and w.dim() > 1:
+        expected = [*w.shape[:-1], ceil_div(w.shape[-1], 4 * LHS_GROUP)]
+        if scale.dim() != w.dim() or scale.shape[-1] != expected[-1]:
+            raise ValueError(f"b[1] (scales): expected int32 {expected}, four exponents each, got {describe(scale)}")
+        scale = fp32_scales(scale, w.shape[-1])
+    return pack_w8(w, scale)
 
 
 def _remembered(w: torch.Tensor, scale: torch.Tensor) -> Weight:

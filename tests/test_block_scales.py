@@ -253,6 +253,8 @@ def test_masked_scales_of_the_wrong_shape_are_named():
         ValueError, match=r"expected shape \[3, 4\] or one element, or \[3, 4, 4\] for a .* \[3, 4, 2\]"
     ):
         jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked((x, torch.ones(3, 4, 2)), *arguments)
+    with pytest.raises(ValueError, match=r"lhs\[0\] \(x\): expected shape \[3, max_m, k\], got \[12, 416\]"):
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_masked((x.flatten(0, 1), torch.ones(12, 4)), *arguments)
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import re
 from pathlib import Path
 
 import builders
@@ -293,6 +294,11 @@ def test_a_compiled_function_breaks_its_graph_at_a_pair_and_not_at_a_packed_weig
         (r"b\[1\] \(scales\): expected a torch.Tensor, got None", {"b": (torch.zeros(N, K), None)}),
         (r"lhs\[1\] \(x_scale\): expected shape \[7, 1\] for the exponents of a token and four times 128 k, got \[7, 4\]", {
             "a": (torch.zeros(M, K).to(torch.float8_e4m3fn), torch.zeros(M, 4, dtype=torch.int32))}),
+        *((rf"b\[1\] \(scales\): expected int32 \[{N}, 1\], four exponents each, got int32 {re.escape(str(shape))}", {
+            "b": (torch.zeros(N, K).to(torch.float8_e4m3fn), torch.zeros(shape, dtype=torch.int32))})
+          for shape in ([], [N], [N, 2])),
+        (r"q: expected shape \[n, k\] or \[experts, n, k\], got \[\]", {
+            "b": (torch.tensor(1.0).to(torch.float8_e4m3fn), torch.tensor(127, dtype=torch.int32))}),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_named(message, change):

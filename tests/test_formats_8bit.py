@@ -336,7 +336,11 @@ def changed(told: dict, **weights) -> dict:
             DEEPSEEK,
             "weight_scale_inv: expected shape [1, 2]",
         ),
-        ({"weight": FP8["weight"], "weight_scale": torch.ones(15)}, None, "weight_scale: expected one element"),
+        (
+            {"weight": FP8["weight"], "weight_scale": torch.ones(1, 16)},
+            None,
+            "weight_scale: expected one element, shape [16] or [16, 1], got shape [1, 16]",
+        ),
         (
             {"weight": FP8["weight"], "weight_scale_inv": torch.ones(1, 2)},
             DEEPSEEK | {"weight_block_size": 128},

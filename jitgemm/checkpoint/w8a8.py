@@ -19,6 +19,7 @@ caller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,8 +60,10 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
         check_shape("weight_scale_inv", tensors["weight_scale_inv"], ceil_div(n, rows), ceil_div(k, columns))
     else:
         columns, scale = k, tensors["weight_scale"]
-        if tuple(scale.shape) not in ((n,), (n, 1)):
-            check_single("weight_scale", scale)
+        if tuple(scale.shape) not in ((n,), (n, 1)) and math.prod(scale.shape) != 1:
+            raise ValueError(
+                f"weight_scale: expected one element, shape [{n}] or [{n}, 1], got shape {list(scale.shape)}"
+            )
     if "input_scale" in tensors:
         check_single("input_scale", tensors["input_scale"])
     return Sizes(n, k, columns, weight.dtype)

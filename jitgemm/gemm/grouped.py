@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from jitgemm import settings
-from jitgemm.gemm.arguments import Lhs, Operands, check_switches, split_lhs
+from jitgemm.gemm.arguments import X, Lhs, Operands, check_switches, split_lhs
 from jitgemm.gemm.call import check_bf16
 from jitgemm.gemm.e8m0 import pack_e8m0
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped, experts_of
@@ -156,7 +156,9 @@ def masked(  # type: ignore[no-untyped-def]
     """`m_grouped_gemm_w4a8_nt_masked` for a weight of this kind."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, kind)
-    max_m = x.shape[1] if x.dim() == 3 else 0
+    if x.dim() != 3:
+        raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")
+    max_m = x.shape[1]
     x, x_scale, x_zero, out = (
         None if each is None else as_rows(name, check_tensor(name, each), experts, max_m, columns)
         for name, each, columns in (

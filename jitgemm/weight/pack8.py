@@ -9,7 +9,7 @@ import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, ceil_div
-from jitgemm.tensors import check_dtype, check_int, check_tensor, check_values
+from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int, check_tensor, check_values
 from jitgemm.weight import layout
 from jitgemm.weight.pack import row_sums
 from jitgemm.weight.packed import (
@@ -42,7 +42,7 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
             - [n, ceil(k / group_size)]: a scale per group of 32, 64, 128 or 256 values of k;
             - [ceil(n / 128), ceil(k / 128)]: a scale per block of 128 x 128.
 
-        group_size: only needed where scale's columns fit several: a k so small that they have as many groups.
+        group_size: what scale's columns must say; they always tell it, so that it may be left out.
 
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. Blocks become groups of 128 that
@@ -63,9 +63,10 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
         raise ValueError(f"scale: expected q's device {q.device}, got {scale.device}")
     *lead, n, k = q.shape
     check_sizes(n, k)
+    check_dtype("scale", scale.dtype, (*REAL_TYPES, "e8m0"))
     with torch.inference_mode(False), torch.no_grad():
         scale = scale.bfloat16() if scale.dtype == torch.float8_e8m0fnu else scale  # exact
-        scale_type = check_dtype("scale", scale.dtype, REAL_TYPES)
+        scale_type = TYPE_NAMES[scale.dtype]
         scale, group_size = _by_row(scale, lead, n, k, group_size)
         strips = group_size == BLOCK and _same_in_strips(scale)
         format = weight_format(k, group_size, False, scale_type, codes, bits=8, strip_scales=strips)
@@ -98,14 +99,14 @@ def _by_row(scale: torch.Tensor, lead: list[int], n: int, k: int, group_size: in
         found = scale if len(shape) == len(lead) + 2 else scale[..., None]
     elif shape == block:
         found = scale.repeat_interleave(BLOCK, -2)[..., :n, :]
-        group_size = BLOCK if group_size is None else group_size
     else:
         rows = f"{[*lead, n]}, {[*lead, n, 'ceil(k / group_size)']}".replace("'", "")
         raise ValueError(f"scale: expected one element, shape {rows} or, by block, {list(block)}, got {list(shape)}")
-    groups = found.shape[-1]
-    fit = [size for size in (*(size for size in GROUP_SIZES if size < k), k) if group_count(k, size) == groups]
-    fit = [size for size in fit if group_size is None or size == min(group_size, k)]
-    if len(fit) != 1:
-        expected = f"one of {GROUP_SIZES} or k, of which k = {k} has {groups} groups, as scale"
-        raise ValueError(f"group_size: expected {expected} {list(shape)} does, got {group_size}")
-    return found, fit[0]
+    sizes = {group_count(k, size): size for size in (*(size for size in GROUP_SIZES if size < k), k)}  # no two as many
+    size = sizes.get(found.shape[-1])
+    if size is None:
+        columns, of = (", ".join(map(str, each)) for each in (sizes, sizes.values()))
+        raise ValueError(f"scale: expected {columns} columns for groups of {of} of k = {k}, got shape {list(shape)}")
+    if group_size is not None and size != min(group_size, k):
+        raise ValueError(f"group_size: expected {size}, by scale {list(shape)} for k = {k}, got {group_size}")
+    return found, size
