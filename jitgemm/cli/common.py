@@ -56,7 +56,10 @@ CODES_HELP = (
 OUT_HELP = "Type of the result."
 SCALE_HELP = "Type of the weights' scales in the checkpoint."
 Scale = Annotated[RealType, typer.Option("--scale-dtype", help=SCALE_HELP)]
-BITS_HELP = "Bits of a weight. With 8 it has the activations' type, and --codes says nothing."
+BITS_HELP = (
+    "Bits of a weight. With 8 it has the activations' type, --codes says nothing, and groups of 128 are taken for those "
+    "of blocks, whose rows share scales."
+)
 Bits = Annotated[int, typer.Option("--bits", metavar="4|8", help=BITS_HELP)]
 Offset = Annotated[
     bool,
