@@ -183,7 +183,7 @@ class Sweep:
                 lhs, fmt, lhs_group = FORMATS[cell[0]]
                 fmt = fmt.of_kernels
                 table = problem_of(tuple(cell)).table_size
-                shapes = (dict(zip(FIELDS, document["kernels"][index])) for index, _ in us)
+                shapes = (dict(zip(document["fields"], document["kernels"][index])) for index, _ in us)
                 kernels = (KernelSpec(lhs, fmt, experts=table, lhs_group=lhs_group, **shape) for shape in shapes)
                 found[tuple(cell)] = dict(zip(kernels, (value for _, value in us)))
             return found

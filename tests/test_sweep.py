@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,16 @@ def test_what_is_written_is_read_again(swept, tmp_path):
     path = tmp_path / "sweep.json"
     swept.write(path)
     assert Sweep.read(path) == swept
+
+
+def test_a_file_says_itself_which_field_a_number_is(tmp_path):
+    """Files of other versions have other fields; by position one would be taken for another."""
+    document = json.loads(H200.read_text())
+    document["fields"].reverse()
+    document["kernels"] = [kernel[::-1] for kernel in document["kernels"]]
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps(document))
+    assert Sweep.read(path) == Sweep.read(H200)
 
 
 def test_timings_of_grouped_gemms_are_written_and_read_and_have_regret(tmp_path):
