@@ -31,10 +31,9 @@ from jitgemm.select.shapes import legal_kernels  # noqa: E402
 # What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
 G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")
 E4M3_8, S8_8 = (builders.PER_CHANNEL, False, "fp32", "e4m3", False, 8), (128, False, "fp32", "s8", False, 8)
-SHARED = {"shared_weights": True}
 LHS, RHS, BLOCKS = {"multicast_lhs": 2}, {"multicast_rhs": 2}, {"lhs_group": 128}
 E8M0 = BLOCKS | {"lhs_e8m0": True}
-STRIPS, ROWS = (128, False, "fp32", "e4m3", False, 8, True), {"token_rows": True, **SHARED, **BLOCKS}
+STRIPS, ROWS = (128, False, "fp32", "e4m3", False, 8, True), {"token_rows": True, **BLOCKS}
 CASES = [
     ("plain", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "e4m3", (5, 72, 544)),
     ("k over warpgroups", {"warpgroups_k": 4, "split_k": 1}, G128, "s8", (5, 72, 544)),
@@ -56,8 +55,8 @@ CASES = [
     ("several tiles a CTA", {"block_m": 8, "warpgroups": 1, "split_k": 1}, G128, "s8", (40, 3272, 288)),
     ("8 bits", {"block_m": 8, "warpgroups_k": 2, "split_k": 2}, E4M3_8, "e4m3", (5, 72, 1056)),
     ("8 bits, halves", {"halves": 2, **RHS}, S8_8, "s8", (200, 392, 544)),
-    ("8 bits in shared memory", {"block_m": 32, "warpgroups_k": 4, "split_k": 1, **SHARED}, S8_8, "s8", (40, 136, 1056)),
-    ("8 bits in shared memory, multicast", {"halves": 2, **RHS, **SHARED}, E4M3_8, "e4m3", (200, 392, 544)),
+    ("8 bits, k over warpgroups", {"block_m": 32, "warpgroups_k": 4, "split_k": 1}, S8_8, "s8", (40, 136, 1056)),
+    ("8 bits, per channel, halves", {"halves": 2, **RHS}, E4M3_8, "e4m3", (200, 392, 544)),
     ("8 bits, block scales", {"block_m": 48, "split_k": 1, **BLOCKS}, S8_8, "s8", (100, 17160, 288)),
     ("block scales, copied by threads", {"block_m": 16, "warpgroups_k": 2, "split_k": 2, "ctas_per_sm": 2, **BLOCKS},
      G128, "e4m3", (13, 136, 1056)),
@@ -85,7 +84,7 @@ GROUPED = [
     ("grouped, gathered, block scales", {"block_m": 64, **BLOCKS}, G128, "s8", (5, 0, 40, 17), (200, 544), True),
     ("grouped, gathered, packed block scales", {"block_m": 64, **E8M0}, S8_8, "s8", (5, 0, 40, 17), (200, 544), True),
     ("grouped, 8 bits", {"block_m": 24}, S8_8, "s8", (3, 0, 9, 50), (136, 1056), False),
-    ("grouped, 8 bits in shared memory", {"block_m": 64, **SHARED}, S8_8, "s8", (5, 0, 40, 17), (200, 544), True),
+    ("grouped, gathered, 8 bits", {"block_m": 64}, S8_8, "s8", (5, 0, 40, 17), (200, 544), True),
     ("grouped, activations shared", {"block_m": 80, **LHS}, G128, "e4m3", (130, 0, 33, 71), (328, 544), False),
     ("grouped, gathered and shared", {"block_m": 80, **LHS}, CHANNEL, "s8", (90, 0, 33, 71), (328, 544), True),
     ("grouped, tokens as rows", {"block_m": 128, **ROWS}, STRIPS, "e4m3", (130, 0, 33, 71), (328, 544), False),
@@ -106,9 +105,6 @@ def first(wanted: dict[str, object], lhs: str, format: WeightFormat, experts: in
     """The first legal kernel with these properties; StopIteration when there is none any more."""
     kernels = legal_kernels(lhs, format, device_of(0), experts=experts, lhs_group=wanted.get("lhs_group", 0))
     kernels = tuple(replace(spec, lhs_e8m0=bool(wanted.get("lhs_e8m0"))) for spec in kernels)
-    if format.bits == 8:  # of which the selector knows one way for a tile
-        shared = bool(wanted.get("shared_weights"))
-        kernels = tuple(replace(spec, shared_weights=shared, stages=max(3, spec.stages - 2)) for spec in kernels)
     return next(spec for spec in kernels if all(getattr(spec, name) == value for name, value in wanted.items()))
 
 

@@ -13,10 +13,9 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +31,7 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select import model
 from jitgemm.select.choose import band_end, candidates, choose
 from jitgemm.select.devices import DEVICES, DeviceSpec, device_spec
-from jitgemm.select.shapes import MIN_STAGES, illegal, most_stages
+from jitgemm.select.shapes import illegal
 
 if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
@@ -114,23 +113,13 @@ def random_layers(count: int, seed: int, held: bool = True) -> list[tuple[str, i
 
 
 def kernels_of(problem: Problem, device: DeviceSpec, count: int) -> list[KernelSpec]:
-    """The `count` kernels that the model likes best, and the best of each of `count` families.
-
-    With 8-bit weights each of them in both ways: weights in registers and in shared memory.
-    """
+    """The `count` kernels that the model likes best, and the best of each of `count` families."""
     ranked = [candidate.kernel for candidate in candidates(problem, device)]
     families: dict[tuple, KernelSpec] = {}
     for kernel in ranked:
         shape = (kernel.warpgroups_n, kernel.warpgroups_k, kernel.split_k, kernel.multicast_lhs, kernel.multicast_rhs)
         families.setdefault((*shape, kernel.ctas_per_sm, kernel.halves, kernel.scatter, kernel.token_rows), kernel)
-    found = ranked[:count] + list(families.values())[:count]
-    if problem.format.bits == 8:
-        others = [replace(kernel, shared_weights=not kernel.shared_weights, stages=MIN_STAGES) for kernel in found]
-        found += [
-            replace(other, stages=min(kernel.stages, most_stages(other, device)))
-            for other, kernel in zip(others, found)
-        ]
-    return [kernel for kernel in dict.fromkeys(found) if illegal(kernel, device) is None]
+    return list(dict.fromkeys(ranked[:count] + list(families.values())[:count]))
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -139,7 +128,7 @@ Timings = dict[Cell, dict[KernelSpec, float]]
 """Microseconds of one call, by problem and kernel."""
 FIELDS = (
     "block_m", "block_n", "stages", "halves", "warpgroups_k", "split_k", "scatter", "multicast_lhs", "multicast_rhs",
-    "ctas_per_sm", "direct", "shared_weights", "token_rows",
+    "ctas_per_sm", "direct", "token_rows",
 )  # fmt: skip
 """Of a kernel, as the file lists them; its other fields follow from the problem."""
 
@@ -656,34 +645,6 @@ def regret(
 ) -> None:
     """Says how good the selector is by a file of timings; needs no GPU."""
     report(Sweep.read(file), worst)
-
-
-@app.command()
-@common.guarded
-def weights(file: File) -> None:
-    """Says what 8-bit weights in registers cost over those in shared memory, by a file of timings; needs no GPU.
-
-    Compares kernels that differ in nothing else but perhaps a stage.
-    """
-    rows = [
-        (name, f"up to {most}", len(some), *(f"{value:.3f}" for value in (median(some), some[0], some[-1])))
-        for (name, most), some in sorted(register_times(Sweep.read(file).timings()).items())
-    ]
-    columns = ("format", "tokens of a tile", "pairs", "median of registers / shared memory", "least", "most")
-    common.out().print(common.table(columns, rows))
-
-
-def register_times(timings: Timings) -> dict[tuple[str, int], list[float]]:
-    """Sorted times with weights in registers over those in shared memory, by format and most tokens of a tile."""
-    found = defaultdict(list)
-    for cell, us in timings.items():
-        registers = {replace(kernel, stages=0): value for kernel, value in us.items() if not kernel.shared_weights}
-        for kernel, value in us.items():
-            other = registers.get(replace(kernel, stages=0, shared_weights=False))
-            if kernel.shared_weights and other:
-                most = next(most for most in (64, 128, 192, 256) if kernel.block_m <= most)
-                found[cell[0], most].append(other / value)
-    return {key: sorted(some) for key, some in found.items()}
 
 
 @app.command("fit")

@@ -369,7 +369,7 @@ def test_every_field_of_a_kernel_reaches_its_source():
     other = {
         "lhs": "s8", "block_m": 32, "block_n": 128, "stages": 3, "halves": 2, "warpgroups_k": 1, "split_k": 2,
         "scatter": True, "multicast_lhs": 2, "multicast_rhs": 2, "ctas_per_sm": 2, "direct": True, "out": "fp16",
-        "debug": True, "experts": 64, "lhs_group": 128, "shared_weights": True, "token_rows": True,
+        "debug": True, "experts": 64, "lhs_group": 128, "token_rows": True,
     }  # fmt: skip
     formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "codes": "e4m3", "offset": True}
     assert other.keys() == {field.name for field in fields(KernelSpec)} - {"format", "lhs_e8m0"}
@@ -377,7 +377,7 @@ def test_every_field_of_a_kernel_reaches_its_source():
     changed = [replace(base, **{name: value}) for name, value in other.items() if name != "token_rows"]
     changed += [replace(base, format=replace(fmt, **{name: value})) for name, value in formats.items()]
     changed.append(replace(base, format=replace(fmt, bits=8, codes="e4m3")))
-    rows = replace(changed[-1], block_m=128, block_n=128, warpgroups_k=1, lhs_group=128, shared_weights=True)
+    rows = replace(changed[-1], block_m=128, block_n=128, warpgroups_k=1, lhs_group=128)
     changed += [rows, replace(rows, token_rows=True)]
     changed.append(replace(base, lhs_group=128, lhs_e8m0=True))
     # Not through the label in the first line alone.

@@ -49,7 +49,7 @@ DENSE = {
     "e4m3fast-g128-bf16-m160hn128-mc2lhs-s4": 170,
     "s8-channelz-b128-m64n128-s5": 70,
     "e4m3w8-g128-bf16-b128-m16n64-k2x2s-s5-ss": 20,
-    "s8w8-channel-m64n192-mc2rhs-s4": 130,
+    "s8w8-channel-m64n192-mc2rhs-s4-ss": 130,
     "e4m3w8-g128-fp32-b128-m128n128-s3-ss-tr": 300,
     "e4m3w8-g128-fp32-b128-tofp32-m128n192-s3-ss-tr": 150,
     "e4m3w8-g128-fp16-b128-tofp16-m64n128-mc2rhs-s4-ss-tr": 170,

@@ -418,19 +418,10 @@ def test_more_sms_are_never_predicted_slower():
         assert predict(spec, problem, whole).predicted_us <= predict(spec, problem, half).predicted_us + 1e-9
 
 
-@pytest.mark.parametrize("lhs", LHS_TYPES)
-@pytest.mark.parametrize("experts", [0, 64])
-def test_wgmma_reads_8_bit_weights_from_shared_memory_in_every_tile(lhs, experts):
-    device = DEVICES["h200"]
-    kernels = legal_kernels(lhs, WeightFormat(0, False, "fp32", lhs, bits=8), device, experts=experts)
-    assert all(spec.shared_weights for spec in kernels) and max(spec.block_m for spec in kernels) > 128
-    assert not any(spec.shared_weights for spec in legal_kernels(lhs, WeightFormat(0, False, "fp32"), device))
-
-
-def test_weights_in_shared_memory_make_no_room_for_wider_tiles():
+def test_8_bit_weights_make_no_room_for_wider_tiles():
     """Those of 3 warpgroups and 144 tokens, and of 224 tokens, spilled up to 500 bytes."""
     device, fmt = DEVICES["h200"], WeightFormat(128, False, "fp32", "e4m3", bits=8)
-    wide = KernelSpec("e4m3", fmt, 144, 192, 3, shared_weights=True)
+    wide = KernelSpec("e4m3", fmt, 144, 192, 3)
     for spec in (wide, replace(wide, block_m=224, block_n=128, halves=2)):
         assert "registers" in illegal(spec, device)
     assert illegal(replace(wide, block_m=128), device) is None

@@ -7,7 +7,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 from typer.testing import CliRunner
@@ -23,7 +22,6 @@ from jitgemm.select.shapes import illegal
 
 DATA = sorted((ROOT / "scripts" / "data").glob("sweep_*.json"))
 H200 = ROOT / "scripts" / "data" / "sweep_h200.json"
-W8 = ROOT / "scripts" / "data" / "sweep_w8_h200.json"
 
 
 @pytest.fixture(scope="module", params=DATA, ids=lambda path: path.stem)
@@ -196,40 +194,3 @@ def test_the_command_reports_regret_for_both_parts():
     done = CliRunner().invoke(sweep.app, ["regret", str(H200), "--worst", "3"])
     assert done.exit_code == 0, done.output
     assert "fitted" in done.output and "held out" in done.output
-
-
-@pytest.mark.parametrize("m", [8, 512])
-@pytest.mark.parametrize("name", ["w8_e4m3_ch", "w8_int8_ch", "w8_e4m3_block"])
-def test_kernels_for_8_bit_weights_come_with_weights_in_registers_and_in_shared_memory(name, m, tmp_path):
-    device = Sweep.read(H200).device
-    kernels = sweep.kernels_of(sweep.problem_of((name, 4096, 4096, m)), device, 4)
-    assert all(illegal(kernel, device) is None for kernel in kernels)
-    shared = [kernel for kernel in kernels if kernel.shared_weights]
-    assert len(kernels) > 6 and 0.4 < len(shared) / len(kernels) < 0.6
-    timings = {(name, 4096, 4096, m): {kernel: 1.0 + i for i, kernel in enumerate(kernels)}}
-    swept = Sweep("NVIDIA H200", "h200", "2026-01-01", timings)
-    swept.write(tmp_path / "w8.json")
-    assert Sweep.read(tmp_path / "w8.json") == swept
-
-
-def test_times_with_weights_in_registers_over_those_with_weights_in_shared_memory():
-    cell = ("w8_int8_ch", 4096, 4096, 512)
-    device = Sweep.read(W8).device
-    first, second = (each for each in sweep.kernels_of(sweep.problem_of(cell), device, 1)[:2])
-    assert first.shared_weights != second.shared_weights
-    fewer = replace(first, stages=first.stages - 1)
-    of_first = 3.0 if first.shared_weights else 6.0
-    timings = {cell: {first: of_first, second: 9.0 - of_first}}
-    most = next(most for most in (64, 128, 192, 256) if first.block_m <= most)
-    assert sweep.register_times(timings) == {("w8_int8_ch", most): [2.0]}
-    assert sweep.register_times({cell: {fewer: of_first, second: 9.0 - of_first}}) == {("w8_int8_ch", most): [2.0]}
-    assert sweep.register_times({cell: {first: 3.0, fewer: 4.0}}) == {}
-
-
-def test_no_tile_of_8_bit_weights_is_faster_with_weights_in_registers():
-    """Else the selector should weigh kernels with both."""
-    ratios = sweep.register_times(Sweep.read(W8).timings())
-    assert {most for _, most in ratios} == {64, 128, 192, 256}
-    assert all(median(some) >= 1 for some in ratios.values())
-    done = CliRunner().invoke(sweep.app, ["weights", str(W8)])
-    assert done.exit_code == 0 and "w8_int8_ch" in done.output, done.output

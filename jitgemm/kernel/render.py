@@ -96,7 +96,6 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kLhsE8m0": str(spec.lhs_e8m0).lower(),
         "u32 kInFlight": units_in_flight(spec),
         "u32 kFragmentSets": fragment_sets(spec),
-        "bool kSharedWeights": str(spec.shared_weights).lower(),
         "bool kPinSharedBase": str(pins_shared_base(spec)).lower(),
         "u32 kPromoteRecords": promote_records(spec),
         "bool kDirectLhs": str(direct_lhs(spec)).lower(),

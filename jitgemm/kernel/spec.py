@@ -40,10 +40,9 @@ class KernelSpec:
         ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
         direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
             the copy engine; `tactics.for_k` sets it.
-        shared_weights: wgmma reads 8-bit weights from shared memory, not from registers.
         token_rows: wgmma's M are tokens, 64 for each half of a warpgroup, and its N all rows of n of the tile; half of
             them in tiles of 64 x 256, of which two warpgroups have the same tokens. A thread then has sums of two
-            tokens, whose scales per 128 k it multiplies by one for each strip of the weights: for shared weights of a
+            tokens, whose scales per 128 k it multiplies by one for each strip of the weights: for 8-bit weights of a
             format with `strip_scales`.
         out: type of the result.
         experts: 0 for a dense GEMM; else the most experts of a grouped one, which a CTA keeps a table of.
@@ -65,13 +64,17 @@ class KernelSpec:
     multicast_rhs: int = 1
     ctas_per_sm: int = 1
     direct: bool = False
-    shared_weights: bool = False
     token_rows: bool = False
     out: str = "bf16"
     debug: bool = False
     experts: int = 0
     lhs_group: int = 0
     lhs_e8m0: bool = False
+
+    @property
+    def shared_weights(self) -> bool:
+        """Whether wgmma reads the weights from shared memory: those of 8 bits, which nothing has to decode."""
+        return self.format.bits == 8
 
     @property
     def strips(self) -> int:
@@ -182,7 +185,7 @@ class KernelSpec:
 
         codes = found["lhs"] if flag("codes") else "any"
         scale_type = found["scale"] or "fp32"
-        return cls(
+        spec = cls(
             lhs=found["lhs"],
             format=WeightFormat(
                 number("group", 0), flag("zero"), scale_type, codes, flag("offset"), 8 if found["codes"] == "w8" else 4
@@ -190,9 +193,12 @@ class KernelSpec:
             block_m=number("m"), block_n=number("n"), stages=number("stages"), halves=1 + flag("halves"),
             warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
-            direct=flag("direct"), shared_weights=flag("shared"), token_rows=flag("rows"), out=found["out"] or "bf16",
+            direct=flag("direct"), token_rows=flag("rows"), out=found["out"] or "bf16",
             experts=number("experts", 0), debug=flag("debug"), lhs_group=number("block", 0), lhs_e8m0=flag("e8m0"),
         )  # fmt: skip
+        if spec.label != label:
+            raise ValueError(f"kernel: expected {spec.label}, got {label}")
+        return spec
 
     def to_dict(self) -> dict[str, Any]:
         """Field -> value, with the format's fields in place of `format`."""
@@ -212,7 +218,7 @@ _LABEL = re.compile(
     r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128)(?P<e8m0>e)?)?(?:-to(?P<out>fp32|fp16))?"
     r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"
-    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?P<shared>-ss)?(?P<rows>-tr)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"
+    r"-s(?P<stages>\d+)(?:-c(?P<ctas>\d+))?(?P<direct>-d)?(?:-ss)?(?P<rows>-tr)?(?:-e(?P<experts>\d+))?(?P<debug>-debug)?"
 )
 
 

@@ -61,7 +61,8 @@ def fragment_sets(spec: KernelSpec) -> int:
 
     Two make the loop two records long. That is too much code with groups of 32, which unroll to four times as much, and
     too many registers for four warpgroups, or two CTAs, with wide tiles that convert int8's sums; with narrow tiles, or
-    codes for any activations or 8-bit ones, ptxas serialises the multiplies of a single set.
+    codes for any activations, ptxas serialises the multiplies of a single set. Those of 8-bit weights hold addresses
+    and factors only.
     """
     if spec.format.bits == 8:
         return 2

@@ -25,7 +25,7 @@ ZERO_REGISTERS = 10
 BYTE_FACTOR_REGISTERS = 16
 """More of them for four groups a record of 8-bit weights, which have two sets of factors."""
 SHARED_REGISTERS = 40
-"""Fewer of them where wgmma reads the weights from shared memory: there are no fragments."""
+"""Fewer of them for 8-bit weights, which wgmma reads from shared memory: there are no fragments."""
 SHARED_TOKENS = 128
 """Most tokens along wgmma's N of a tile that has use of it: counted for wider ones, it lets kernels pass that spill up
 to 500 bytes."""

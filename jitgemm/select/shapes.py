@@ -49,14 +49,12 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return f"wgmma has no N of {spec.multiply_n}/{spec.halves} for {spec.lhs}"
     if spec.token_rows and (spec.block_m % (STRIP_ROWS * spec.halves) or spec.warpgroups_k * spec.split_k > 1):
         return "with tokens as wgmma's rows a warpgroup has 64 of them in each half, and all of k"
-    if spec.token_rows and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
-        return "tokens are wgmma's rows beside shared weights in blocks, and have a scale per 128 k"
+    if spec.token_rows and not (spec.format.bits == 8 and spec.format.group_size == spec.lhs_group == LHS_GROUP):
+        return "tokens are wgmma's rows beside 8-bit weights in blocks, and have a scale per 128 k"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
     if spec.experts and (spec.multicast_rhs > 1 or spec.direct):
         return "a grouped kernel shares no weights, and its consumers copy no activations"
-    if spec.shared_weights and spec.format.bits != 8:
-        return "wgmma reads no codes of 4 bits from shared memory"
     if spec.multicast > 1 and spec.split_k > 1:
         return "a cluster either splits k or shares an operand"
     if spec.multicast_lhs > 1 and spec.multicast_rhs > 1:
@@ -131,10 +129,7 @@ def _enumerate(
     every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
     every += _token_row_shapes(block_m) if strips else ()
     for shape in every:
-        spec = KernelSpec(
-            lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group,
-            shared_weights=fmt.bits == 8, **shape,
-        )  # fmt: skip
+        spec = KernelSpec(lhs, fmt, block_m, stages=MIN_STAGES, out=out, experts=experts, lhs_group=lhs_group, **shape)
         yield replace(spec, stages=_stages(spec, device))
 
 

@@ -732,17 +732,8 @@ Next elect(Warp& w, const Instruction& in, u32 lanes) {
     return Next::kOn;
 }
 
-// {words}, [row]; in.a matrices
-Next load_matrices(Warp& w, const Instruction& in, u32) {
-    for (u32 i = 0; i < in.a; ++i)
-        for (u32 l = 0; l < 32; ++l) {
-            const u32 row = u32(get(w, in.operands[in.a], 8 * i + l / 4));
-            put(w, in.operands[i], l, *reinterpret_cast<u32*>(w.cta->at(row, 16) + 4 * (l % 4)));
-        }
-    return Next::kOn;
-}
-
-// [row], {words}: lane l holds columns 2 * (l % 4) and the next of row l / 4, or transposed such rows of that column
+// [row], {words}; in.a matrices: lane l holds columns 2 * (l % 4) and the next of row l / 4, or transposed such rows of
+// that column
 Next store_matrices(Warp& w, const Instruction& in, u32) {
     for (u32 i = 0; i < in.a; ++i)
         for (u32 l = 0; l < 32; ++l) {
@@ -1115,11 +1106,10 @@ void find_handler(Instruction& in) {
         if (shape.substr(0, 4) != "m64n" || shape.substr(shape.find('k')) != "k32") fail("wgmma: " + shape);
         return;
     }
-    if (name == "ldmatrix" || name == "stmatrix") {
-        in.collective = true, in.handler = name == "ldmatrix" ? load_matrices : store_matrices;
+    if (name == "stmatrix") {
+        in.collective = true, in.handler = store_matrices;
         in.a = in.opcode.find(".x4") != std::string::npos ? 4 : 2;
         in.b = in.opcode.find(".trans") != std::string::npos;
-        if (in.b && name == "ldmatrix") fail(in.opcode);
         return;
     }
     if (in.opcode.rfind("cp.async.bulk.", 0) == 0) {

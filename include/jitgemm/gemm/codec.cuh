@@ -1,9 +1,9 @@
-// Codes of 4 or 8 bits to wgmma A fragments, and the record that they lie in. A codec owns the bytes of its codes and
-// says how a warpgroup turns a record of them into fragments; another width or number format is another codec.
+// Codes of 4 or 8 bits for wgmma's A, and the record that they lie in. A codec owns the bytes of its codes and says how
+// a warpgroup turns a record of them into fragments; another width or number format is another codec.
 //
-// 8-bit codes are fragments already, in rows of 128 bytes with the 128-byte swizzle. Of 4-bit ones,
-// one 16-byte load holds the codes of two k-steps of 32; a 32-bit word holds two fragment registers of one row: set A
-// is k = 4*(lane%4)..+3 of the step, set B the same at k + 16.
+// wgmma reads 8-bit codes where they are, in rows of 128 bytes with the 128-byte swizzle. Of 4-bit ones, one 16-byte
+// load holds the codes of two k-steps of 32; a 32-bit word holds two fragment registers of one row: set A is
+// k = 4*(lane%4)..+3 of the step, set B the same at k + 16.
 //
 // Word of signed codes: byte b is A_b | B_b << 4. A nibble is v << 1 | s: s is the sign, v the code's low three bits,
 // inverted where it is negative (one's complement). It decodes to twice the code; for e4m3 by a multiplication, which
@@ -105,6 +105,7 @@ struct S8ZeroPointCodes {
 // 4-bit codes in the order of Codes, with a zero point for each row and chunk or none.
 template <typename Codes, bool kHasZeros>
 struct Int4Codec : Codes {
+    static constexpr bool kSharedWeights = false;  // whether wgmma reads them from shared memory, not from registers
     static constexpr bool kZeroPoint = kHasZeros;
     static constexpr u32 kCodeBytes = kStripRows * kBlockK / 2;
 
@@ -150,19 +151,9 @@ template <bool kIntegers>
 struct ByteCodec {
     static constexpr bool kIntegerSums = kIntegers;
     static constexpr float kOutputScale = 1.0f;
-    static constexpr u32 kOne = kIntegers ? 0x01010101u : 0x38383838u;
+    static constexpr bool kSharedWeights = true;
     static constexpr bool kZeroPoint = false;
     static constexpr u32 kCodeBytes = kStripRows * kBlockK;
-
-    // As Int4Codec's. Chunk c of 16 k of a row lies at c ^ (row % 8): the record's address is a multiple of 128.
-    template <u32 kChunks>
-    __device__ __forceinline__ static void load(u32 (&step)[4][4], u32 record, u32, const Position& position) {
-        // Matrices 0 and 1 are rows 0-7 and 8-15 at the step's first k, matrices 2 and 3 at k + 16.
-        const u32 row = position.lane % 16, half = position.lane / 16;
-        const u32 first = record + (position.warp * 16 + row) * kSwizzledRow + (half ^ row % kSwizzleRows) * 16;
-#pragma unroll
-        for (u32 s = 0; s < 4; ++s) load_matrix_x4(step[s], first ^ s * 32);
-    }
 };
 
 // A weight record: 64 rows x 128 k of codes, then what belongs to its groups. A chunk is the part of the record's k

@@ -89,7 +89,7 @@ struct Fragments {
 
     // Loads and decodes the codes.
     __device__ __forceinline__ void load(u32 record, const Position& position) {
-        if constexpr (Config::kSharedWeights) {
+        if constexpr (Config::Codec::kSharedWeights) {
             weights = k_major_descriptor(record);
         } else {
             Config::Codec::template load<kChunks>(step, record, record + Layout::kZeros, position);
@@ -100,7 +100,7 @@ struct Fragments {
     }
 
     __device__ __forceinline__ void fence() {
-        if constexpr (!Config::kSharedWeights) {
+        if constexpr (!Config::Codec::kSharedWeights) {
 #pragma unroll
             for (u32 s = 0; s < 4; ++s) register_fence(step[s]);
         }
@@ -199,8 +199,6 @@ struct Multiplier {
 
     __device__ __forceinline__ void issue(u32 unit, const Fragments<Config>& fragments, u64 descriptor) {
         const u32 half = unit % kHalves, factor = unit / kHalves % kFactors, chunk = unit / kHalves / kFactors;
-        constexpr u32 kOne = Config::Codec::kOne;
-        const u32 ones[4] = {kOne, kOne, kOne, kOne};
         wgmma_fence();
 #pragma unroll
         for (u32 s = 0; s < kSteps; ++s) {
@@ -210,11 +208,13 @@ struct Multiplier {
             const u64 tokens = descriptor + half * (kRows * kSwizzledRow >> 4) + step * 2;
             if constexpr (Config::kTokenRows) {
                 Wgmma::issue(partial[unit % kInFlight], tokens, fragments.weights + step * 2, accumulate);
-            } else if constexpr (Config::kSharedWeights) {
+            } else if constexpr (Config::Codec::kSharedWeights) {
                 Wgmma::issue(partial[unit % kInFlight], fragments.weights + step * 2, tokens, accumulate);
             } else if (factor == 0) {
                 Wgmma::issue(partial[unit % kInFlight], fragments.step[step], tokens, accumulate);
             } else {
+                constexpr u32 kOne = Config::Codec::kOne;
+                const u32 ones[4] = {kOne, kOne, kOne, kOne};
                 Wgmma::issue(partial[unit % kInFlight], ones, tokens, accumulate);
             }
         }

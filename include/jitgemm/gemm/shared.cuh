@@ -53,7 +53,7 @@ struct Shared {
         Config::kSliceTokens * kStripsOfWarpgroup * kStripRows * real_bytes(Config::kOutType);
     // What of a record lies together.
     static constexpr u32 kRecordBytes = Config::kTokenRows ? Record<Config>::kScales : Record<Config>::kBytes;
-    static constexpr u32 kRecord = Config::kSharedWeights ? ceil_div(kRecordBytes, 1024) * 1024 : kRecordBytes;
+    static constexpr u32 kRecord = Config::Codec::kSharedWeights ? ceil_div(kRecordBytes, 1024) * 1024 : kRecordBytes;
     static constexpr u32 kRecordColumn = Config::kWarpgroupsK * kRecord;
     static constexpr u32 kRecordStage = Config::kStrips * kRecordColumn;
     static constexpr u32 kStripScale = Config::kTokenRows ? 32 : 0;  // two CTAs that share it copy 16 bytes each
@@ -80,8 +80,8 @@ struct Shared {
     static constexpr u32 kTable = kBarriers + kBarrierCount * 8;
     static constexpr u32 kTableRow = Config::kExperts * 4;
     static constexpr u32 kBytes = kTable + 3 * kTableRow;
-    static_assert(kRecords % (Config::kSharedWeights ? 1024 : 128) == 0 && kSlots % 64 == 0 && kScales % 16 == 0 &&
-                      kBarriers % 8 == 0,
+    static_assert(kRecords % (Config::Codec::kSharedWeights ? 1024 : 64) == 0 && kSlots % 64 == 0 &&
+                      kScales % 16 == 0 && kBarriers % 8 == 0,
                   "misaligned shared memory");
 
     u32 base;

@@ -101,15 +101,6 @@ __device__ __forceinline__ void store_async_float4(u32 address, float x, float y
                  ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w), "r"(barrier) : "memory");
 }
 
-// Four 8 x 8 matrices of 16 bits, one a register: lanes 8i..8i+7 give the addresses of matrix i's rows, of 16 bytes,
-// and lane l gets bytes 4 * (l % 4) on of row l / 4.
-__device__ __forceinline__ void load_matrix_x4(u32 (&words)[4], u32 row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(row)
-                 : "memory");
-}
-
 // Four 8 x 8 matrices of 16 bits, or two, transposed: lanes 8i..8i+7 give the rows' addresses of matrix i.
 __device__ __forceinline__ void store_matrix_x4(u32 row, u32 a, u32 b, u32 c, u32 d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
