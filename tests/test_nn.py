@@ -689,6 +689,8 @@ def test_warmup_says_that_a_model_without_layers_needs_no_kernels(own_cache):
 def test_wrong_arguments_of_warmup_are_named():
     with pytest.raises(ValueError, match="max_m: expected at least 1, got 0"):
         warmup(Model(), 0)
+    with pytest.raises(TypeError, match="max_m: expected an int, got str"):
+        warmup(Model(), "many")
     with pytest.raises(TypeError, match="dtype: expected bfloat16, float16 or float32, got int8"):
         warmup(Model(), 1, dtype=torch.int8)
     with pytest.raises(ValueError, match="device: expected one of h200"):

@@ -39,6 +39,19 @@ quantize = functools.partial(jitgemm.nn.quantize_, clip_steps=0)
 """Without the search for better scales, which takes most of the time."""
 
 
+@pytest.mark.parametrize("call", ["quantize_", "fuse_", "unfuse_", "warmup", "settle", "load_"])
+def test_what_is_no_model_is_refused(call):
+    source = ({},) if call == "load_" else ()
+    with pytest.raises(TypeError, match="^model: expected a torch.nn.Module, got str$"):
+        getattr(jitgemm.nn, call)("model", *source)
+
+
+def test_a_filter_that_is_no_function_is_refused():
+    for call in (lambda: quantize(Model(), ["blocks.*"]), lambda: load_(Model(), {}, filter=["blocks.*"])):
+        with pytest.raises(TypeError, match="^filter: expected a function of a name and a module, got list$"):
+            call()
+
+
 # ---- quantize_ -------------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,14 @@ MIN_STACKED = 32  # smaller matrices in 3-D parameters are no experts
 PACKED = (PackedLinear, PackedExperts)
 
 
+def check_model(model: object, filter: object = None) -> None:
+    """Raises TypeError for what is no module, and for a filter that cannot be called."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter: expected a function of a name and a module, got {type(filter).__name__}")
+
+
 class Replaceable:
     """The Linears and stacked experts of a model, or the layers that replaced them, and what stands in each one's way.
 

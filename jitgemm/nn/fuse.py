@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from jitgemm.nn.choose import check_model
 from jitgemm.nn.fused import FUSED, FusedLayer, FusedMLP, FusedNorm, Slice, Steps, quantised_alike
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason
@@ -72,8 +73,7 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
         TypeError: model is no module.
         ValueError: model is a packed Linear itself.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    check_model(model)
     if isinstance(model, PackedLinear):
         raise ValueError(f"model: expected a module that holds packed Linears, got a {type(model).__name__}")
     report = FusionReport()
@@ -102,7 +102,11 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
 
     Returns:
         The names of the modules put back.
+
+    Raises:
+        TypeError: model is no module.
     """
+    check_model(model)
     names = [(name, m) for name, m in model.named_modules() if isinstance(m, FUSED)]
     with torch.inference_mode(False), torch.no_grad():
         for kind in (FusedLayer, Slice, FusedMLP, FusedNorm):  # a norm's joint goes last: slices are views of it

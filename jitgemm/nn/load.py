@@ -10,7 +10,7 @@ import torch
 
 from jitgemm.checkpoint.files import Checkpoint, Source, opened
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.nn.choose import Filter, Replaceable
+from jitgemm.nn.choose import Filter, Replaceable, check_model
 from jitgemm.nn.experts import PackedExperts
 from jitgemm.nn.fused import ADVICE, FUSED
 from jitgemm.nn.linear import PackedLinear
@@ -87,6 +87,7 @@ def load_(
             message says where, and what to do. What config and headers show is found before the model is changed.
             Where a value is wrong, as a NaN scale is, layers before it have been loaded; load again to mend that.
     """
+    check_model(model, filter)
     target = None if device is None else target_device(device)
     if tp is None and tp_plan is not None:
         raise ValueError("tp_plan: expected None without tp, a mesh, got a plan")

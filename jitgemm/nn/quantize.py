@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.choose import PACKED, STACKED, Filter, Replaceable
+from jitgemm.nn.choose import PACKED, STACKED, Filter, Replaceable, check_model
 from jitgemm.nn.experts import PackedExperts
 from jitgemm.nn.linear import LINEARS, PackedLinear
 from jitgemm.nn.read import ACTIVATIONS
@@ -60,6 +60,7 @@ def quantize_(
             message names it. What sizes and dtypes show is found before anything is replaced. Where a value is wrong,
             as a NaN is, the Linears before it have been replaced.
     """
+    check_model(model, filter)
     check_options(bits, lm_head)
     found = Replaceable(model)
     chosen, skipped = choose(model, found, filter, lm_head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from jitgemm.nn.choose import check_model
 from jitgemm.nn.packed import Packed
 from jitgemm.weight import settled
 
@@ -21,9 +22,11 @@ def settle(model: torch.nn.Module) -> list[str]:
         packed weight is.
 
     Raises:
+        TypeError: model is no module.
         RuntimeError: a CUDA graph is being captured on a GPU of the model, so that nothing can be waited for.
         ValueError: a buffer is an inference tensor, which does not tell when it is written.
     """
+    check_model(model)
     found = [
         (f"{name}.{child}" if name else child, module, tensor)
         for name, module in model.named_modules()

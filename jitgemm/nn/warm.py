@@ -23,13 +23,14 @@ from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
+from jitgemm.nn.choose import check_model
 from jitgemm.nn.experts import PackedExperts
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.read import BLOCK, CODES
 from jitgemm.runtime.device import device_of, pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.tensors import TYPE_NAMES, check_dtype
+from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int
 
 Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
 MOST_TOP_K = 16
@@ -72,7 +73,8 @@ def warmup(
         CacheMissError: build is False, and the cache lacks a kernel.
         CompileError: a kernel did not compile; the others are compiled and loaded.
     """
-    if max_m < 1:
+    check_model(model)
+    if check_int("max_m", max_m) < 1:
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
     dtypes = _dtypes(model, dtype)
     nvrtc = nvrtc_info()
