@@ -63,6 +63,14 @@ print(json.dumps([jitgemm.__file__, jitgemm.__version__, version("jitgemm"), out
 """
 
 
+PLUG_IN = """
+from importlib.metadata import distribution
+
+[plug_in] = [each for each in distribution("jitgemm").entry_points if each.group == "vllm.general_plugins"]
+print(plug_in.name, plug_in.value, plug_in.load().__code__.co_filename)
+"""
+
+
 def build(what: str, checkout: Path, folder: Path) -> Path:
     """What `pip` and `python -m build` ask of hatchling: build_sdist or build_wheel, from a checkout into a folder."""
     script = f"import hatchling.build; print(hatchling.build.{what}({str(folder)!r}))"
@@ -124,6 +132,7 @@ def test_the_sdist_has_what_tests_and_docs_need_and_no_leftovers(sdist):
         "LICENSE",
         "pyproject.toml",
         "docs/conf.py",
+        ".pre-commit-config.yaml",
     }
     assert wanted | {"scripts/test.sh", "tests/conftest.py", "include/jitgemm/gemm/kernel.cuh"} <= files
     folders = {name.partition("/")[0] for name in files if "/" in name}
@@ -147,6 +156,12 @@ def test_an_installed_package_brings_the_command(installed):
     assert report["packages"]["jitgemm"] == jitgemm.__version__
     assert report["python"].endswith(str(installed / "python"))
     assert report["cache"] and not any(Path(folder).is_relative_to(ROOT) for folder in report["cache"])
+
+
+def test_an_installed_package_brings_the_plug_in_of_vllm(installed):
+    name, value, file = run_elsewhere(installed / "python", "-c", PLUG_IN).split()
+    assert (name, value) == ("jitgemm", "jitgemm.vllm:register")
+    assert Path(file).is_relative_to(installed.parent)
 
 
 def test_lint_and_format_are_clean():
