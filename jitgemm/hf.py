@@ -16,12 +16,14 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.kernel.formats import GROUP_SIZES
 from jitgemm.nn.experts import PackedExperts
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.load import fill, made, planned, value_of, warn_of
@@ -31,6 +33,7 @@ from jitgemm.nn.read import check_activation
 from jitgemm.nn.read_experts import Experts
 from jitgemm.nn.report import Report
 from jitgemm.nn.swap import HOOKS, describe_to_transformers, put_layers
+from jitgemm.tensors import check_flag, check_int
 
 try:
     from transformers import AutoConfig, PreTrainedModel
@@ -50,7 +53,7 @@ NAME = "jitgemm"
 
 
 def config(
-    folder: str,
+    folder: str | PathLike[str],
     *,
     activation: str | None = None,
     modules_to_not_convert: Iterable[str] = (),
@@ -66,8 +69,13 @@ def config(
         activation, strict, allow_missing, format: as in `jitgemm.nn.load_`.
         modules_to_not_convert: patterns (`fnmatch`) of modules that stay what they are, with dequantised weights.
         options: for AutoConfig.from_pretrained, such as revision.
+
+    Raises:
+        OSError: there is no such folder, and the hub gives none of that name.
+        TypeError, ValueError: an argument is wrong, or none that AutoConfig.from_pretrained takes.
     """
-    found = AutoConfig.from_pretrained(folder, **options)
+    if not isinstance(folder, (str, PathLike)):
+        raise TypeError(f"folder: expected a path, or a name on the hub, got {type(folder).__name__}")
     said = JitGemmConfig(
         activation=activation,
         modules_to_not_convert=modules_to_not_convert,
@@ -75,6 +83,18 @@ def config(
         allow_missing=allow_missing,
         format=format,
     )
+    try:
+        found, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+    except OSError as error:
+        if Path(folder).exists():
+            raise
+        raise OSError(
+            f"folder: expected one that is here, or a name on the hub, got {str(folder)!r}: {error}"
+        ) from error
+    if unknown:
+        raise TypeError(
+            f"config: expected arguments of its own or of AutoConfig.from_pretrained, got {', '.join(unknown)}"
+        )
     found.quantization_config = said.to_dict()  # transformers takes a dict for one that stood in the file
     return found
 
@@ -93,7 +113,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         strict, allow_missing, format: as in `jitgemm.nn.load_`.
 
     Raises:
-        ValueError: an argument is wrong.
+        TypeError, ValueError: an argument is wrong.
     """
 
     def __init__(
@@ -116,6 +136,12 @@ class JitGemmConfig(QuantizationConfigMixin):
                 "group_size, symmetric, scale_dtype: expected none with bits=8, a scale per row in fp32, got "
                 f"{group_size}, {symmetric}, {scale_dtype!r}"
             )
+        if check_int("group_size", group_size) < GROUP_SIZES[0]:
+            raise ValueError(
+                f"group_size: expected one of {GROUP_SIZES}, or in_features or more for a scale per row, got {group_size}"
+            )
+        for name, flag in (("symmetric", symmetric), ("strict", strict)):
+            check_flag(name, flag)
         if scale_dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"scale_dtype: expected 'bfloat16', 'float16' or 'float32', got {scale_dtype!r}")
         if activation is not None:

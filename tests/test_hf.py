@@ -454,12 +454,36 @@ def test_a_checkpoint_in_floats_is_told_apart(tmp_path):
         ({"lm_head": "fp8"}, "lm_head: expected None or one of e4m3"),
         ({"activation": "fp8"}, "activation: expected one of e4m3"),
         ({"scale_dtype": "fp8"}, "scale_dtype: expected"),
+        ({"group_size": -1}, r"group_size: expected one of \(32, .*, or in_features or more .*, got -1"),
+        ({"group_size": "128"}, "group_size: expected an int, got str"),
+        ({"symmetric": "no"}, "symmetric: expected a bool, got str"),
+        ({"strict": 1}, "strict: expected a bool, got int"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list"),
     ],
 )
 def test_wrong_options_are_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         hf.JitGemmConfig(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"activations": "int8"}, {"group_size": 64}, {"lm_head": "int8"}], ids=str)
+def test_options_that_config_does_not_know_are_named(tmp_path, wrong):
+    floats(tmp_path, "llama")
+    with pytest.raises(TypeError, match=f"config: expected arguments .* got {next(iter(wrong))}$"):
+        hf.config(tmp_path, **wrong)
+    told = {"revision": "main", "local_files_only": True, "trust_remote_code": False, "rms_norm_eps": 0.5}
+    assert hf.config(tmp_path, **told).rms_norm_eps == 0.5
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./no-such-folder", "no-such-folder", "nobody/no-such-model"])
+def test_a_folder_that_is_not_here_is_named(name):
+    with pytest.raises(OSError, match=f"^folder: expected one that is here, or a name on the hub, got '{name}'"):
+        hf.config(name, local_files_only=True)
+
+
+def test_what_is_no_name_of_a_folder_is_refused():
+    with pytest.raises(TypeError, match="^folder: expected a path, or a name on the hub, got NoneType$"):
+        hf.config(None)
 
 
 # ---- quantising on the way -------------------------------------------------------------------------------------------
@@ -568,6 +592,20 @@ def test_generation_with_a_static_cache(tmp_path, name):
     tokens = model.generate(TOKENS, cache_implementation="static", **options)
     assert tokens.shape == (1, TOKENS.shape[1] + 6)
     assert torch.equal(tokens, by_load_(tmp_path).generate(TOKENS, cache_implementation="static", **options))
+
+
+def test_a_pipeline_takes_the_loaded_model(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", unk_token="w0")
+    model = loaded(file(tmp_path, "llama", "gptq"))
+    options = {"max_new_tokens": 3, "do_sample": False}
+    pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    [said] = pipeline("w5 w6", return_full_text=False, **options)
+    expected = by_load_(tmp_path).generate(torch.tensor([[5, 6]]), pad_token_id=0, **options)
+    assert said["generated_text"].split() == [f"w{i}" for i in expected[0, 2:].tolist()]
 
 
 @pytest.mark.gpu
