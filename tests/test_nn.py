@@ -569,6 +569,22 @@ def test_buffers_replaced_behind_the_modules_back_are_used():
     assert builders.same_bits(layer(x), other(x)) and bound(layer)
 
 
+@pytest.mark.parametrize(
+    "kind, name, change",
+    [
+        ("per channel", "channel_scale", lambda scale: scale * 2),
+        ("permutation", "permutation", lambda order: order.flip(0)),
+    ],
+)
+def test_a_buffer_that_is_replaced_alone_is_used(kind, name, change):
+    layer, x = layer_of(kind), inputs(9, 3, K)
+    before, buffer = layer(x), change(getattr(layer, name))
+    changed = torch.func.functional_call(layer, {name: buffer}, (x,))
+    assert not torch.equal(changed, before) and builders.same_bits(layer(x), before)
+    setattr(layer, name, buffer)
+    assert builders.same_bits(layer(x), changed) and bound(layer)
+
+
 def test_functional_call():
     layer, other = layer_of("int8"), W4A8Linear.from_linear(linear(seed=9), activation="int8")
     x = inputs(10, 3, K)
@@ -603,6 +619,21 @@ def test_one_graph_serves_every_m(fresh_dynamo):
         x = inputs(m, m, K)
         assert builders.same_bits(compiled(x), layer(x))
     assert graphs.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "permutation", "w8 e4m3"])
+def test_tokens_as_many_as_a_size_of_the_weight_make_no_graph_of_their_own(fresh_dynamo, kind):
+    """A compiler gives sizes that are equal, and not known to be fixed, one name."""
+    layer = layer_of(kind)
+    sizes = {size for tensor in layer.buffers() for size in tensor.shape} - {1, K}  # x [K, K] is square itself
+    assert len(sizes) > 1
+    for m in sizes:
+        torch._dynamo.reset()
+        graphs = CompileCounterWithBackend("eager")
+        compiled = torch.compile(layer, backend=graphs, fullgraph=True, dynamic=True)
+        for count in (m, m + 1):
+            compiled(inputs(1, count, K))
+        assert graphs.frame_count == 1, m
 
 
 def test_a_compiler_sees_the_weight_as_the_modules_own(fresh_dynamo):

@@ -57,16 +57,19 @@ class Packed(torch.nn.Module):
     @property
     def weight(self) -> Weight:
         """The packed weight; its tensors are the layer's buffers."""
-        compiling = torch.compiler.is_compiling()
-        if not compiling and self._weight.blocks is self._buffers["blocks"]:
-            return self._weight
-        # Buffers first: a compiler then takes the tensors for the module's own, of fixed sizes and addresses.
-        tensors = [self._buffers[name] for name in _WEIGHT_TENSORS]
-        weight = self._weight
-        if weight.blocks is tensors[0]:
+        weight, buffers = self._weight, self._buffers
+        # Each as a buffer first: a compiler then takes the tensors for the module's own, of fixed sizes and addresses.
+        if (
+            buffers["blocks"] is weight.blocks
+            and buffers["channel_scale"] is weight.channel_scale
+            and buffers["row_sum"] is weight.row_sum
+            and buffers["permutation"] is weight.permutation
+        ):
             return weight
         # Replaced without asking the module: for good, or under a tracer for as long as it traces.
-        return weight.with_tensors(*tensors) if compiling else self._bind()
+        if torch.compiler.is_compiling():
+            return weight.with_tensors(*(buffers[name] for name in _WEIGHT_TENSORS))
+        return self._bind()
 
     def named(self, layer: str) -> None:
         """Sets the name of the layer, for messages of its weight."""
