@@ -1,6 +1,6 @@
 """The documentation: every sample of Python runs, every command in it exists, every public name has its place.
 
-A sample runs as it stands, but for the replacements that `STAND_INS` lists: tiny sizes, and the CPU for the GPU.
+A sample runs as it stands, but for the stand-ins below: tiny sizes, and the CPU for the GPU.
 """
 
 from __future__ import annotations
