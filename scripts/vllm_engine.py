@@ -8,10 +8,11 @@ own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16
 'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). KIND: dense or moe. The plug-in is found from
 this checkout, installed or not. Experts get uniform routing: with weights of no meaning routers route alike.
 
-Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one, and
-are measured one after another, when all have started: an idle engine leaves the GPU alone. For the time that one engine
-takes to start, give one. With KERNELS=1 in the environment the kernels of a decode step go to OUT, too, and a
-layer's one after another.
+Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one. When
+all have started they take turns, a size at a time, in three rounds: what slows the host for a while slows all of them.
+An idle engine leaves the GPU alone. OUT has the medians, and each round's figures under "rounds". For the time that
+one engine takes to start, give one. With KERNELS=1 in the environment the kernels of a decode step go to OUT, too, and
+a layer's one after another.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def report(out: str, row: dict[str, Any]) -> None:
 
 
 def speed(engines: list[str], out: str) -> None:
-    """Starts all engines, then measures one after another."""
+    """Starts all engines, then has them measure in turns."""
     running = {}
     for each in engines:
         model, _, quant = each.partition("/")
@@ -117,22 +118,35 @@ def speed(engines: list[str], out: str) -> None:
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             running[each] = subprocess.Popen(command, stderr=file, **pipes)
     for each, engine in running.items():
-        ready = read_until(engine, STARTED)
+        ready = answer(engine) == STARTED
         print(f"{each}: {'started' if ready else f'failed, exit code {engine.wait()}'}", flush=True)
+    for turn in range(ROUNDS):
+        for size in (*DECODED, PREFILL):
+            for each, engine in running.items():
+                if engine.poll() is None:
+                    print(f"round {turn + 1}, {each}: {answer(engine, size) or 'failed'}", flush=True)
     for engine in running.values():
-        if engine.poll() is None:
-            engine.communicate("measure\n")
+        engine.communicate()
     if any(engine.returncode for engine in running.values()):
         sys.exit(1)
 
 
 STARTED = "STARTED"
+ROUNDS = 3
+DECODED = ("1", "16", "64")
+PREFILL = "prefill"
+"""What a turn measures: a decode step of so many sequences, or prefill."""
 
 
-def read_until(engine: subprocess.Popen[str], word: str) -> bool:
-    """Whether the process says so before it ends."""
-    assert engine.stdout is not None
-    return any(line.strip() == word for line in engine.stdout)
+def answer(engine: subprocess.Popen[str], asked: str = "") -> str:
+    """The next line of an engine, once it was asked; empty where it ended instead."""
+    assert engine.stdin is not None and engine.stdout is not None
+    try:
+        if asked:
+            print(asked, file=engine.stdin, flush=True)
+        return engine.stdout.readline().strip()
+    except BrokenPipeError:
+        return ""
 
 
 def profiled_events(folder: Path) -> list[dict[str, Any]]:
@@ -184,7 +198,7 @@ def kernels(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def engine(model: str, quant: str, out: str, beside: int) -> None:
-    """Start-up, µs a decode step at 1, 16 and 64 sequences, prefill tokens/s; measures once a line comes in."""
+    """Start-up, µs a decode step, prefill tokens/s: for each line that comes in, "1", "16", "64" or "prefill"."""
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout
     os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
@@ -208,30 +222,48 @@ def engine(model: str, quant: str, out: str, beside: int) -> None:
     row: dict[str, Any] = {"model": model, "quant": quant, "start_s": round(time.time() - start, 1)}
     row["started_beside"] = beside
     print(f"started in {row['start_s']} s", file=sys.stderr)
-    print(STARTED, file=told, flush=True)
-    sys.stdin.readline()
 
-    def seconds(sequences: int, tokens: int, made: int) -> float:
+    def outputs(sequences: int, tokens: int, made: int) -> list[float]:
+        """When requests are made, and when the engine hands over each step's outputs."""
         ids = [[3 + (i * 7919 + j * 104729) % 30000 for j in range(tokens)] for i in range(sequences)]
         prompts = [{"prompt_token_ids": each} for each in ids]
         how = SamplingParams(temperature=0, max_tokens=made, ignore_eos=True, detokenize=False)
-        begin = time.time()
-        llm.generate(prompts, how, use_tqdm=False)
-        return time.time() - begin
+        times = [time.perf_counter()]
+        llm.enqueue(prompts, how, use_tqdm=False)
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+            times.append(time.perf_counter())
+        if not made < len(times) <= made + sequences:
+            raise RuntimeError(f"vLLM: expected an output a step, {made} and few more, got {len(times) - 1}")
+        return times
 
-    seconds(2, 128, 8)
-    for sequences in (1, 16, 64):
-        seconds(sequences, 128, 3)
-        # Requests come in one by one, so that prompts are split into steps in several ways: up to 40 ms.
-        short, long = (min(seconds(sequences, 128, made) for _ in range(3)) for made in (65, 577))
-        row[f"step_us_{sequences}"] = round((long - short) / 512 * 1e6)
-        if profiled:
-            llm.start_profile()
-            seconds(sequences, 128, 33)
-            llm.stop_profile()
-            events = profiled_events(Path(folder))
-            row |= {f"kernels_{sequences}": kernels(events), f"layer_{sequences}": layer_chain(events)}
-    row["prefill_tokens_s"] = round(8 * 2048 / min(seconds(8, 2048, 1) for _ in range(3)))
+    def step_us(sequences: int) -> int:
+        # Requests come in one by one, and the first ones leave first: all are there from step to step.
+        outputs(sequences, 128, 3)
+        first, last = 64, 576
+        times = outputs(sequences, 128, last + 8)
+        return round((times[last] - times[first]) / (last - first) * 1e6)
+
+    def prefill() -> int:
+        runs = [outputs(8, 2048, 1) for _ in range(3)]
+        return round(8 * 2048 / min(times[-1] - times[0] for times in runs))
+
+    outputs(2, 128, 8)
+    print(STARTED, file=told, flush=True)
+    rounds: dict[str, list[int]] = {}
+    for line in sys.stdin:
+        size = line.strip()
+        name = "prefill_tokens_s" if size == PREFILL else f"step_us_{size}"
+        figure = prefill() if size == PREFILL else step_us(int(size))
+        rounds.setdefault(name, []).append(figure)
+        print(name, figure, file=told, flush=True)
+    row |= {name: round(median(figures)) for name, figures in rounds.items()} | {"rounds": rounds}
+    for sequences in DECODED if profiled else ():
+        llm.start_profile()
+        outputs(int(sequences), 128, 33)
+        llm.stop_profile()
+        events = profiled_events(Path(folder))
+        row |= {f"kernels_{sequences}": kernels(events), f"layer_{sequences}": layer_chain(events)}
     report(out, row)
 
 
