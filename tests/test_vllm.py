@@ -381,6 +381,63 @@ def test_names_that_a_model_changes_are_found_in_the_files(monkeypatch):
     assert layer.quant_method.names == [f"lm.layers.0.{part}_proj" for part in "qkv"]
 
 
+def test_a_user_leaves_layers_out_by_vllms_names_too(monkeypatch):
+    names = {f"model.language_model.layers.0.self_attn.{part}_proj.weight": "BF16" for part in "qkv"}
+    config = headers(
+        monkeypatch, made(None, {"ignore": ["self_attn.qkv_proj", "language_model.model.layers.1"]}), names
+    )
+    config.apply_vllm_mapper(
+        SimpleNamespace(
+            apply_dict=lambda d: {n.replace("model.language_model", "language_model.model"): v for n, v in d.items()}
+        )
+    )
+    for layer, number in (("0.self_attn.qkv_proj", 0), ("1.mlp.down_proj", 0), ("0.mlp.down_proj", 1)):
+        found = kind(config, f"language_model.model.layers.{layer}")
+        assert found is (UnquantizedLinearMethod, JitGemmLinearMethod)[number]
+
+
+def test_experts_of_which_some_are_quantised_are_an_error(monkeypatch):
+    names = {
+        f"m.experts.{e}.{proj}.{suffix}": kind
+        for e in range(4)
+        for proj in ("gate_proj", "up_proj", "down_proj")
+        for suffix, kind in {"weight": "F8_E4M3", "weight_scale_inv": "F32"}.items()
+    }
+    del names["m.experts.2.down_proj.weight_scale_inv"]
+    names["m.experts.2.down_proj.weight"] = "BF16"
+    config = headers(monkeypatch, made(CONFIGS["fp8-blocks"]), names)
+    with rank(), pytest.raises(ValueError, match="m.experts: expected all or none .*m.experts.2.down_proj': False"):
+        experts(config, "m.experts", (4, 128, 128), 2)
+
+
+def test_an_output_layer_that_the_checkpoint_has_quantised_is_vllms_own(monkeypatch):
+    names = {"lm_head.qweight": "I32", "lm_head.scales": "F16", "model.embed_tokens.weight": "BF16"}
+    theirs, asked = object(), []
+    own = SimpleNamespace(
+        get_quant_method=lambda layer, prefix: asked.append(prefix) or theirs, maybe_update_config=lambda *model: None
+    )
+    monkeypatch.setattr(
+        configs, "get_quantization_config", lambda name: SimpleNamespace(from_config=lambda config: own)
+    )
+    head = SimpleNamespace(num_embeddings=96)
+    config = headers(monkeypatch, made(CONFIGS["gptq"], {"lm_head": "e4m3"}), names)
+    assert config.get_quant_method(head, "lm_head") is theirs and asked == ["lm_head"]
+    assert config.get_quant_method(head, "model.embed_tokens") is None and asked == ["lm_head"]
+    theirs = None
+    with pytest.raises(ValueError, match="lm_head: expected its weight in floats, .* got qweight, scales"):
+        config.get_quant_method(head, "lm_head")
+
+
+def test_how_a_checkpoint_has_its_cache_quantised_is_read_from_vllms_own_config(monkeypatch):
+    said = {"strategy": "attn_head", "num_bits": 8, "type": "float"}
+    own = SimpleNamespace(kv_cache_scheme=said, maybe_update_config=lambda *model: None)
+    monkeypatch.setattr(
+        configs, "get_quantization_config", lambda name: SimpleNamespace(from_config=lambda config: own)
+    )
+    assert made(CONFIGS["packed"] | {"kv_cache_scheme": said}).kv_cache_scheme == said
+    assert made(None).kv_cache_scheme is None
+
+
 def test_layers_that_are_joined_but_quantised_differently_are_an_error():
     config = made(CONFIGS["packed"] | {"ignore": ["model.gate_proj"]})
     with rank(), pytest.raises(ValueError, match="model.gate_up_proj: expected all or none .*'model.gate_proj': False"):
@@ -514,6 +571,34 @@ def test_a_layer_computes_what_w4a8linear_does_with_bias_and_any_leading_sizes()
     assert torch.equal(apply(layer, half, bias.half()), W4A8Linear(own.weight, bias.half())(half))
 
 
+@pytest.mark.parametrize(
+    "name", ["packed", "packed-static", "gptq", "awq", "fp8", "fp8-blocks", "float-quantized", None]
+)
+def test_mla_gets_a_layers_weight_and_lora_its_device(name):
+    """From the attributes that vLLM knows, and a product with an identity: no static scale may round that."""
+    with rank():
+        if name is None:
+            layer = row(made(None, {"bits": 8}), 128, 128, prefix="m.kv_b_proj")
+            dense = torch.randn(128, 128, dtype=BF16)
+            load(layer, {"weight": dense})
+        else:
+            layer = row(CONFIGS[name], 128, 128, prefix="m.kv_b_proj")
+            tensors, dense = stored(CONFIGS[name], 128, 128)
+            load(layer, tensors | ({"input_scale": torch.tensor([1e-4])} if "input_scale" in tensors else {}))
+        module = process(layer)
+    if REAL:
+        from vllm.lora.layers.utils import _get_lora_device
+        from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
+
+        assert _get_lora_device(layer) == module.blocks.device
+        found = get_and_maybe_dequant_weights(layer, out_dtype=BF16)
+    else:
+        assert any(hasattr(layer, each) for each in ("weight", "qweight", "weight_packed"))
+        found = layer.quant_method.apply(layer, torch.eye(128, dtype=BF16)).T
+    exact = dense_of(module)
+    assert ((found.double() - exact).abs() <= exact.abs() / 256 + 1e-30).all()
+
+
 def test_a_layer_traces_into_one_graph_for_any_number_of_tokens():
     tensors, _ = stored(CONFIGS["packed"], 64, 64)
     with rank():
@@ -594,6 +679,7 @@ def test_an_activation_order_that_is_not_loaded_is_an_error():
     (CONFIGS["packed"], (64, 72), "multiples of 8"),
     (CONFIGS["gptq"] | {"group_size": 128}, (64, 256), "whole groups of 128"),
     (CONFIGS["gptq"] | {"desc_act": True}, (64, 128), "no activation order"),
+    (CONFIGS["awq"] | {"group_size": 48}, (64, 768), "group_size: expected a multiple of 32, got 48"),
 ])  # fmt: skip
 def test_a_layer_that_cannot_be_cut_so_is_left_to_vllm_or_an_error(monkeypatch, config, sizes, reason):
     def none(name):

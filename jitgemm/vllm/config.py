@@ -140,6 +140,11 @@ class JitGemmConfig(QuantizationConfig):
         theirs = self._checkpoints_own()
         return super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
 
+    @property
+    def kv_cache_scheme(self) -> Any:
+        """How compressed-tensors' checkpoint has the cache quantised, which vLLM's attention reads from a config."""
+        return getattr(self._checkpoints_own(), "kv_cache_scheme", None)
+
     @staticmethod
     def get_checkpoint_weight_mapper() -> Any:
         """Drops no tensor; vLLM's own drops activation orders (0.33)."""
@@ -160,6 +165,9 @@ class JitGemmConfig(QuantizationConfig):
         from jitgemm.vllm.linear import JitGemmHeadMethod, JitGemmLinearMethod
 
         if hasattr(layer, "num_embeddings"):  # which stays in its type, but for
+            name = self._names(prefix)[0]
+            if name in self._headers and self._quantised(name, layer):
+                return self._checkpoints_head(layer, prefix, self._headers[name])
             head = self.options["lm_head"] is not None and type(layer).__name__ == "ParallelLMHead"
             return JitGemmHeadMethod(self, layer) if head else None
         if not isinstance(layer, (LinearBase, RoutedExperts)):
@@ -171,9 +179,11 @@ class JitGemmConfig(QuantizationConfig):
             return UnquantizedFusedMoEMethod(layer.moe_config) if experts else UnquantizedLinearMethod()
 
         names = self._experts_names(prefix) if experts else self._names(prefix)
-        quantised = {name: self._quantised(name, layer) for name in names}
+        joined = (self._in_all_experts(prefix) if experts else []) or names
+        quantised = {name: self._quantised(name, layer, prefix) for name in joined}
         if len(set(quantised.values())) > 1:
-            raise ValueError(f"{prefix}: expected all or none of its layers to be quantised, got {quantised}")
+            one_of_each = dict({each: (name, each) for name, each in quantised.items()}.values())
+            raise ValueError(f"{prefix}: expected all or none of its layers to be quantised, got such as {one_of_each}")
         if not quantised[names[0]]:
             return unquantised()
         try:
@@ -234,12 +244,33 @@ class JitGemmConfig(QuantizationConfig):
         found = [name for vllms, name in self._in_file.items() if vllms.startswith(start)]
         return found or [start + name for name in ("gate_proj", "up_proj", "down_proj")]
 
-    def _quantised(self, name: str, layer: torch.nn.Module) -> bool:
-        """Whether a layer is quantised in the checkpoint, or is to be where nothing is."""
+    def _in_all_experts(self, prefix: str) -> list[str]:
+        """What the files call the layers of all experts; none where no header is known."""
+        start = prefix.removesuffix(".routed_experts") + "."
+        found = ((vllms[len(start) :], name) for vllms, name in self._in_file.items() if vllms.startswith(start))
+        return [name for rest, name in found if rest.partition(".")[0].isdigit()]
+
+    def _checkpoints_head(self, layer: torch.nn.Module, prefix: str, found: Mapping[str, str]) -> QuantizeMethodBase:
+        """vLLM's own method of an output layer or an embedding that the checkpoint has quantised."""
+        theirs = self._checkpoints_own()
+        method = None if theirs is None else theirs.get_quant_method(layer, prefix)
+        if method is None:
+            raise ValueError(
+                f"{prefix}: expected its weight in floats, or a config of vLLM's that reads it, got {', '.join(found)}"
+            )
+        logger.warning_once("jitgemm: vLLM's own kernels serve %s, which the checkpoint has quantised", prefix)
+        return method
+
+    def _quantised(self, name: str, layer: torch.nn.Module, prefix: str = "") -> bool:
+        """Whether a layer is quantised in the checkpoint, or is to be where nothing is.
+
+        Args:
+            prefix: what vLLM calls it, by which a user may leave it out, too.
+        """
         if self.checkpoint is None:
             sizes = getattr(layer, "output_size", 0), getattr(layer, "input_size", 0)
             router = set(name.split(".")[-2:]) & set(ROUTERS) and sizes[0] < sizes[1]
-            return not router and not _named(name, self.options["ignore"])
+            return not router and not any(_named(each, self.options["ignore"]) for each in (name, prefix))
         if name in self._headers:
             found = self._headers[name]
             return bool(set(found) - {"weight", "bias"}) or found.get("weight") not in _FLOATS

@@ -87,6 +87,8 @@ class Layout:
         n = sum(widths)
         if n % 8 or k % 32:
             raise Unsupported(f"expected rows in multiples of 8 and columns of 32 on each rank, got {n} and {k}")
+        if self.group_size % 32:
+            raise Unsupported(f"group_size: expected a multiple of 32, got {self.group_size}")
         if self.group_size and k % self.group_size and not whole:
             raise Unsupported(f"expected whole groups of {self.group_size} columns on each rank, got {k} columns")
         if self.scheme == "block" and any(width % BLOCK for width in widths[:-1]):

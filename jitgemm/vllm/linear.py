@@ -185,6 +185,9 @@ class JitGemmLinearMethod(LinearMethodBase):
             module = self._packed(tensors, getattr(layer, "output_partition_sizes", ()))
             module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
             put(layer, module)
+            # Where vLLM looks for the device of a layer's weight (LoRA, MLA); no name that a parameter may get again.
+            name = "weight_packed" if "qweight" in self.layout.tensors else "qweight"
+            setattr(layer, name, getattr(layer, CHILD).blocks)
             self.config.warmer.packed(layer, getattr(layer, CHILD))
 
     def _packed(self, tensors: dict[str, torch.Tensor], widths: Sequence[int]) -> PackedLinear:
@@ -204,7 +207,11 @@ class JitGemmLinearMethod(LinearMethodBase):
         named = {f"{self.names[0]}.{suffix}": tensor for suffix, tensor in found.items()}
         checkpoint = Checkpoint(named, self.config.checkpoint)
         layer = layer_of(checkpoint, self.names[0], activation, self.layout.format)
-        return LINEARS[layer.bits](**read(checkpoint, layer, next(iter(found.values())).device)._asdict())
+        parts = read(checkpoint, layer, next(iter(found.values())).device)
+        if self.names[0].rpartition(".")[2] == "kv_b_proj":
+            # vLLM's MLA takes the weight from the product with an identity, which no static scale gives exactly.
+            parts = parts._replace(input_scale=None)
+        return LINEARS[layer.bits](**parts._asdict())
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         module = getattr(layer, CHILD)
