@@ -593,8 +593,8 @@ def test_mla_gets_a_layers_weight_and_lora_its_device(name):
         assert _get_lora_device(layer) == module.blocks.device
         found = get_and_maybe_dequant_weights(layer, out_dtype=BF16)
     else:
-        assert any(hasattr(layer, each) for each in ("weight", "qweight", "weight_packed"))
         found = layer.quant_method.apply(layer, torch.eye(128, dtype=BF16)).T
+    assert (layer.weight.device, layer.weight.dtype) == (module.blocks.device, BF16)  # MLA's input is cast to it
     exact = dense_of(module)
     assert ((found.double() - exact).abs() <= exact.abs() / 256 + 1e-30).all()
 
@@ -704,17 +704,26 @@ def test_a_layer_in_floats_is_quantised_while_it_is_loaded(bits, activation):
     assert layer.jitgemm.activation == (activation or "e4m3") and not list(layer.parameters())
 
 
-def test_weights_that_are_loaded_again_go_to_the_same_memory():
+@pytest.mark.parametrize("name", ["packed", "fp8", "w4afp8", "gptq"])
+def test_weights_that_are_loaded_again_go_to_the_same_memory(monkeypatch, name):
+    config = made(CONFIGS[name])
+    if name == "w4afp8":  # whose linears are FP8 where no header tells
+        headers(monkeypatch, config, {"m.o_proj.weight": "I8", "m.o_proj.weight_scale_inv": "BF16"})
     with rank():
-        layer = row(CONFIGS["packed"], 64, 64)
+        layer = row(config, 64, 64)
     names = dict(layer.named_parameters())
-    load(layer, stored(CONFIGS["packed"], 64, 64, 1)[0])
+    absent = {"g_idx", "input_scale"} if name in ("w4afp8", "gptq") else set()
+    load(layer, {suffix: each for suffix, each in stored(CONFIGS[name], 64, 64, 1)[0].items() if suffix not in absent})
     address = process(layer).blocks.data_ptr()
-    for name, param in names.items():
-        layer.register_parameter(name, param)
-    tensors, dense = stored(CONFIGS["packed"], 64, 64, 2)
-    load(layer, tensors)
+    for each in (*layer._parameters, *layer._buffers):  # as vLLM does
+        delattr(layer, each)
+    for each, param in names.items():
+        layer.register_parameter(each, param)
+        param.data.fill_(1)  # vLLM's are of anything then
+    tensors, dense = stored(CONFIGS[name], 64, 64, 2)
+    load(layer, {suffix: each for suffix, each in tensors.items() if suffix not in absent})
     assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(layer.jitgemm), dense)
+    assert (layer.jitgemm.input_scale is None) == (name != "fp8")
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def layers_of(model):
     return found
 
 
-def save(folder, quantization, mixture, format_of=lambda layer: None, change=dict, tied=False):
+def save(folder, quantization, mixture, format_of=lambda layer: None, change=dict, tied=False, seed=0):
     """A checkpoint; format_of: the config by which a layer is stored, None for the model's; change: the tensors."""
     config = config_of(mixture)
     config.tie_word_embeddings = tied
@@ -94,7 +94,7 @@ def save(folder, quantization, mixture, format_of=lambda layer: None, change=dic
             found = {"weight": torch.randn(size, dtype=torch.bfloat16) / 16}
             dense[layer] = found["weight"].double()
         else:
-            found, dense[layer] = stored(format_of(layer) or quantization, *size, seed=number)
+            found, dense[layer] = stored(format_of(layer) or quantization, *size, seed=seed + number)
         tensors |= {f"{layer}.{suffix}": tensor.contiguous() for suffix, tensor in found.items()}
     save_file(change(tensors), folder / "model.safetensors", {"format": "pt"})
     if quantization is not None:
@@ -104,6 +104,10 @@ def save(folder, quantization, mixture, format_of=lambda layer: None, change=dic
 
 
 def loaded(folder, **options):
+    return loaded_with_config(folder, **options)[0]
+
+
+def loaded_with_config(folder, **options):
     args = EngineArgs(
         model=str(folder),
         quantization="jitgemm",
@@ -114,7 +118,7 @@ def loaded(folder, **options):
     )
     config = args.create_engine_config()
     with set_current_vllm_config(config):
-        return get_model(vllm_config=config)
+        return get_model(vllm_config=config), config
 
 
 def test_an_activation_order_survives_vllms_loaders(alone, tmp_path):
@@ -177,6 +181,27 @@ def test_a_model_in_floats_is_quantised_layer_by_layer(alone, tmp_path, bits, mi
         (m.jitgemm.activation, next(m.jitgemm.buffers()).device.type) for m in model.modules() if hasattr(m, "jitgemm")
     }
     assert kinds == {("int8", "cpu")}
+
+
+@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["packed", "gptq", "fp8", "fp8-blocks"])
+def test_a_checkpoint_that_vllm_loads_again_goes_to_the_same_memory(alone, tmp_path, name, mixture):
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    quantization = CONFIGS[name] | ({"ignore": ["lm_head"]} if "config_groups" in CONFIGS[name] else {})
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+    save(tmp_path / "first", quantization, mixture)
+    model, config = loaded_with_config(tmp_path / "first")
+    modules = [m.jitgemm for m in model.modules() if hasattr(m, "jitgemm")]
+    addresses = [each.data_ptr() for module in modules for each in module.buffers()]
+    dense = save(tmp_path / "second", quantization, mixture, seed=100)
+    with set_current_vllm_config(config):
+        initialize_layerwise_reload(model)
+        model.load_weights(load_file(tmp_path / "second" / "model.safetensors").items())
+        finalize_layerwise_reload(model, config.model_config)
+    assert [each.data_ptr() for module in modules for each in module.buffers()] == addresses
+    check(model, dense)
 
 
 @pytest.mark.parametrize("tied", [False, True])

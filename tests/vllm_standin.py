@@ -357,6 +357,7 @@ def install() -> dict[str, ModuleType]:
         "vllm.model_executor.utils": {"set_weight_attrs": attributes},
         "vllm.model_executor.parameter": kinds,
         "vllm.model_executor.model_loader.reload.layerwise": {"initialize_online_processing": online},
+        "vllm.model_executor.model_loader.reload.meta": {"SKIP_MODULES": set()},
         LAYERS + "quantization": {"register_quantization_config": register, "get_quantization_config": get},
         LAYERS + "quantization.base_config": {"QuantizationConfig": config, "QuantizeMethodBase": method},
         LAYERS + "linear": {

@@ -128,6 +128,8 @@ class JitGemmConfig(QuantizationConfig):
             return
         for name, info in found.items():
             layer, _, suffix = name.rpartition(".")
+            if not layer:
+                continue  # such as __metadata__
             self._headers.setdefault(layer, {})[suffix] = str(info.get("dtype"))
         self._in_file = {layer: layer for layer in self._headers}
 

@@ -34,7 +34,7 @@ from jitgemm.kernel.formats import STRIP_ROWS
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.read import CODES, layer_of
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Unsupported
-from jitgemm.vllm.linear import CHILD, exact, put, quantise_while_loading, quantised, read_parts, taken, unloaded
+from jitgemm.vllm.linear import CHILD, anew, exact, put, quantise_while_loading, quantised, read_parts, taken, unloaded
 
 _GATES = {
     "silu": ("silu", "gate_up"),
@@ -60,6 +60,7 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
     def __init__(self, config: Any, moe: Any, names: list[str], layout: Layout):
         super().__init__(moe)
         self.config, self.names, self.layout = config, names, layout
+        self.sizes: dict[str, dict[str, int]] = {}
         self.uses_meta_device = layout.format is None
 
     @classmethod
@@ -90,40 +91,41 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
             ("w13", 2 * intermediate_size_per_partition, hidden_size, 2),
             ("w2", hidden_size, intermediate_size_per_partition, 1),
         ):
-            sizes = self.layout.sizes(n, k, parts)
+            sizes = self.sizes[part] = self.layout.sizes(n, k, parts)
             for name, each in self.layout.tensors.items():
                 with torch.device("meta") if self.uses_meta_device else nullcontext():
                     data = unloaded(name, _of_expert(name, each, part), sizes)
+                data = data[:0] if name.endswith("g_idx") else data  # which is looked at, not kept
                 data = data.expand(num_experts, *data.shape).clone()
                 param = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(f"{part}_{name}", param)
                 transposed = (each.axis("k", "G", "1") or 0) < (each.axis("n") or 0)
                 said = {"is_transposed": transposed, "quant_method": self.layout.scheme}
-                loader = self._in_order(load) if name.endswith("g_idx") else load
-                said["weight_loader"] = exact(load) if "scale" in name else loader
+                loader = self._in_order if name.endswith("g_idx") else exact(load) if "scale" in name else load
+                shared = part == "w13" and (name == "weight_shape" or data.dim() == 1)
+                said["weight_loader"] = counted_once(loader) if shared else loader
                 set_weight_attrs(param, extra_weight_attrs | said)
         self.config.warmer.expect(layer, params_dtype)
         if self.uses_meta_device:
             quantise_while_loading(layer)
 
-    def _in_order(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """A loader of the group of each column, for columns that stand in their order."""
-
-        @wraps(load)
-        def checked(param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            k = loaded_weight.shape[-1]
-            order = torch.arange(k, device=loaded_weight.device) // (self.layout.group_size or k)
-            if bool((loaded_weight != order).any()) and not bool((loaded_weight == -1).any()):
-                raise ValueError(
-                    f"g_idx: expected columns in the input's order, got an activation order of experts such as "
-                    f"{self.names[0]}, which share their quantised input"
-                )
-            return load(param, order.to(param.dtype).expand_as(loaded_weight), *args, **kwargs)
-
-        return checked
+    def _in_order(self, param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        """A loader of the group of each column, which takes columns that stand in their order alone."""
+        k = loaded_weight.shape[-1]
+        order = torch.arange(k, device=loaded_weight.device) // (self.layout.group_size or k)
+        if bool((loaded_weight != order).any()) and not bool((loaded_weight == -1).any()):
+            raise ValueError(
+                f"g_idx: expected columns in the input's order, got an activation order of experts such as "
+                f"{self.names[0]}, which share their quantised input"
+            )
+        return True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         names = [f"{part}_{name}" for part in ("w13", "w2") for name in self.layout.tensors]
+        for part, sizes in self.sizes.items():
+            mine = {name: _of_expert(name, each, part) for name, each in self.layout.tensors.items()}
+            scales = {name: unloaded(name, each, sizes) for name, each in mine.items() if "scale" in name}
+            anew(layer, {f"{part}_{name}": value for name, value in scales.items()})
         tensors = taken(layer, names)
         if tensors is None:
             return
@@ -148,6 +150,9 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
             activation = activation or "e4m3"
             return quantised(mine["weight"], activation, self.config.options), activation
         first, name = next(iter(mine.values())), self.names[0]
+        for suffix in (each for each in mine if each.endswith("g_idx")):
+            order = unloaded(suffix, self.layout.tensors[suffix], self.sizes[part]).to(first.device)
+            mine[suffix] = order.expand(first.shape[0], -1)
         if "input_scale" in mine:
             mine["input_scale"].fill_(1)  # unused
         for suffix in (each for each in mine if "scale" in each):
@@ -409,6 +414,18 @@ class JitGemmBatchedExperts(JitGemmExperts):
         # As many tokens of every other rank: a CUDA graph is captured for its own number alone.
         expected = topk_ids.numel() * self.num_dispatchers / global_num_experts
         self.module.run_batched(x, output, live, min(expected, hidden_states.shape[1]))
+
+
+def counted_once(load: Callable[..., Any]) -> Callable[..., Any]:
+    """A loader of what w1 and w3 share, where vLLM counts numbers to pack the layer once it has all."""
+
+    @wraps(load)
+    def counted(param: Any, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if param.is_meta and "w3" in (*args, *kwargs.values()):
+            return True
+        return load(param, loaded_weight, *args, **kwargs)
+
+    return counted
 
 
 def _weighted(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,11 +33,14 @@ def one_order(load: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(load)
     def checked(param: Any, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> Any:
-        before = param.data.clone() if getattr(param, "has_order", False) else None
+        if param.is_meta:  # vLLM counts numbers, to pack the layer once it has all: those that are shared, once
+            again, param.counted = getattr(param, "counted", False), True
+            return None if again else load(param, loaded_weight, *shard, **shards)
+        before = param.data.clone() if getattr(param, "loaded", False) else None
         result = load(param, loaded_weight, *shard, **shards)
         if before is not None and not torch.equal(before, param.data):
             raise ValueError("g_idx: expected one activation order of layers that vLLM joins, got several")
-        param.has_order = True
+        param.loaded = True
         return result
 
     return checked
@@ -51,6 +54,7 @@ def exact(load: Callable[..., Any]) -> Callable[..., Any]:
         kind, given = param.dtype, loaded_weight.dtype
         if kind != given and not torch.equal(loaded_weight.to(kind).float(), loaded_weight.float()):
             raise ValueError(f"scale: expected numbers that {kind} holds, as no header told their type, got {given}")
+        param.loaded = not param.is_meta
         return load(param, loaded_weight, *shard, **shards)
 
     return checked
@@ -144,6 +148,7 @@ class JitGemmLinearMethod(LinearMethodBase):
 
     def __init__(self, config: Any, names: list[str], layout: Layout):
         self.config, self.names, self.layout = config, names, layout
+        self.sizes: dict[str, int] = {}
         self.uses_meta_device = layout.format is None
 
     @classmethod
@@ -165,7 +170,7 @@ class JitGemmLinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         parts = len(output_partition_sizes)
-        sizes = self.layout.sizes(sum(output_partition_sizes), input_size_per_partition, parts)
+        sizes = self.sizes = self.layout.sizes(sum(output_partition_sizes), input_size_per_partition, parts)
         loader = extra_weight_attrs["weight_loader"]
         with torch.device("meta") if self.uses_meta_device else nullcontext():
             for name, each in self.layout.tensors.items():
@@ -178,16 +183,17 @@ class JitGemmLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         orders = [each for name, each in layer._parameters.items() if name.endswith("g_idx")]
-        if self.layout.ordered and not all(getattr(each, "has_order", False) for each in orders):
+        if self.layout.ordered and not all(getattr(each, "loaded", False) for each in orders):
             raise ValueError(f"g_idx: expected the activation order of {self.names[0]}, as its config says, found none")
+        anew(layer, {name: unloaded(name, each, self.sizes) for name, each in self.layout.tensors.items()})
         tensors = taken(layer, self.layout.tensors)
         if tensors is not None:
             module = self._packed(tensors, getattr(layer, "output_partition_sizes", ()))
             module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
             put(layer, module)
-            # Where vLLM looks for the device of a layer's weight (LoRA, MLA); no name that a parameter may get again.
-            name = "weight_packed" if "qweight" in self.layout.tensors else "qweight"
-            setattr(layer, name, getattr(layer, CHILD).blocks)
+            if self.names:  # where vLLM's LoRA looks for a linear's device, and MLA for the type of its input
+                here = next(module.buffers()).new_empty(0, dtype=layer.params_dtype)
+                layer.register_buffer("weight", here, persistent=False)
             self.config.warmer.packed(layer, getattr(layer, CHILD))
 
     def _packed(self, tensors: dict[str, torch.Tensor], widths: Sequence[int]) -> PackedLinear:
@@ -256,6 +262,14 @@ def quantise_while_loading(layer: torch.nn.Module) -> None:
     initialize_online_processing(layer)
 
 
+def anew(layer: torch.nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
+    """Of a layer that vLLM loads again, makes what no file holds what it was the first time."""
+    for name, value in initial.items() if CHILD in layer._modules else ():
+        param = layer._parameters.get(name)
+        if param is not None and ("scale" in name or name.endswith("g_idx")) and not getattr(param, "loaded", False):
+            param.data.copy_(value)
+
+
 def taken(layer: torch.nn.Module, names: Sequence[str] | Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
     """A layer's parameters, which it no longer has; None where they were taken before."""
     if any(name not in layer._parameters for name in names):
@@ -268,6 +282,9 @@ def taken(layer: torch.nn.Module, names: Sequence[str] | Mapping[str, Any]) -> d
 
 def put(layer: torch.nn.Module, module: torch.nn.Module) -> None:
     """Gives a layer its packed weights; if it has some, into the same memory, which CUDA graphs hold."""
+    from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES
+
+    SKIP_MODULES.update(type(each).__name__ for each in module.modules())  # else a layer that is loaded again loses it
     old = layer._modules.get(CHILD)
     if old is None:
         layer.add_module(CHILD, module)
