@@ -267,7 +267,10 @@ def test_a_config_travels_to_vllms_workers():
     "options, message",
     [({"bit": 4}, "options activation, lm_head"), ({"bits": 3}, "bits: expected 4 or 8, got 3"),
      ({"lm_head": "fp8"}, "lm_head: expected e4m3, int8 or None"),
-     ({"activation": "fp4"}, "activation: expected one of"), ({"ignore": "lm_head"}, "ignore: expected a list")],
+     ({"activation": "fp4"}, "activation: expected one of"), ({"ignore": "lm_head"}, "ignore: expected a list"),
+     ({"ignore": [5]}, "ignore: expected a list of names, got .5."), ({"ignore": None}, "ignore: .* got None"),
+     ({"group_size": "128"}, "group_size: expected an integer, got '128'"), ("int8", "by name, got 'int8'"),
+     ({"symmetric": "no"}, "symmetric: expected true or false, got 'no'")],
 )  # fmt: skip
 def test_an_option_that_is_wrong_is_named(options, message):
     with pytest.raises(ValueError, match=message):
@@ -287,6 +290,9 @@ def test_layers_that_the_config_leaves_out_stay():
     awq = made(CONFIGS["awq"] | {"modules_to_not_convert": ["visual"]})
     assert kind(awq, "visual.blocks.0.proj") is UnquantizedLinearMethod
     assert kind(awq, "visually.proj") is JitGemmLinearMethod
+    assert (
+        kind(made(CONFIGS["awq"] | {"modules_to_not_convert": ["attn."]}), "m.attn.o_proj") is UnquantizedLinearMethod
+    )
     gptq = made(CONFIGS["gptq"] | {"dynamic": {"-:.*o_proj": {}}})
     assert kind(gptq, "model.layers.0.self_attn.o_proj") is UnquantizedLinearMethod
 

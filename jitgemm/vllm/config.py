@@ -68,6 +68,8 @@ class JitGemmConfig(QuantizationConfig):
         self._in_file: dict[str, str] = {}  # what the files call the layers that vLLM renames
 
     def _set(self, options: Mapping[str, Any]) -> None:
+        if not isinstance(options, Mapping):
+            raise ValueError(f"jitgemm: expected options by name, got {options!r}")
         unknown = set(options) - set(_OPTIONS)
         if unknown:
             raise ValueError(f"jitgemm: expected the options {', '.join(_OPTIONS)}, got {', '.join(sorted(unknown))}")
@@ -78,8 +80,13 @@ class JitGemmConfig(QuantizationConfig):
             raise ValueError(f"lm_head: expected e4m3, int8 or None, got {self.options['lm_head']!r}")
         if self.options["bits"] not in (4, 8):
             raise ValueError(f"bits: expected 4 or 8, got {self.options['bits']!r}")
-        if isinstance(self.options["ignore"], str):
-            raise ValueError(f"ignore: expected a list, got {self.options['ignore']!r}")
+        if type(self.options["group_size"]) is not int:
+            raise ValueError(f"group_size: expected an integer, got {self.options['group_size']!r}")
+        if not isinstance(self.options["symmetric"], bool):
+            raise ValueError(f"symmetric: expected true or false, got {self.options['symmetric']!r}")
+        ignore = self.options["ignore"]
+        if not isinstance(ignore, (list, tuple)) or not all(isinstance(each, str) for each in ignore):
+            raise ValueError(f"ignore: expected a list of names, got {ignore!r}")
 
     # ---- what vLLM asks of a config ----------------------------------------------------------------------------------
 
@@ -313,7 +320,7 @@ def _named(name: str, rules: Iterable[str]) -> bool:
         if rule.startswith("re:"):
             if re.match(rule[3:], name):
                 return True
-        elif f".{rule}." in f".{name}." or fnmatchcase(name, rule):
+        elif f".{rule.strip('.')}." in f".{name}." or fnmatchcase(name, rule):
             return True
     return False
 
