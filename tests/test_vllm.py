@@ -429,6 +429,8 @@ def test_an_output_layer_that_the_checkpoint_has_quantised_is_vllms_own(monkeypa
     config = headers(monkeypatch, made(CONFIGS["gptq"], {"lm_head": "e4m3"}), names)
     assert config.get_quant_method(head, "lm_head") is theirs and asked == ["lm_head"]
     assert config.get_quant_method(head, "model.embed_tokens") is None and asked == ["lm_head"]
+    floats = headers(monkeypatch, made(None), {"lm_head.weight": "BF16"})
+    assert floats.get_quant_method(head, "lm_head") is None
     theirs = None
     with pytest.raises(ValueError, match="lm_head: expected its weight in floats, .* got qweight, scales"):
         config.get_quant_method(head, "lm_head")

@@ -175,7 +175,7 @@ class JitGemmConfig(QuantizationConfig):
 
         if hasattr(layer, "num_embeddings"):  # which stays in its type, but for
             name = self._names(prefix)[0]
-            if name in self._headers and self._quantised(name, layer):
+            if self.checkpoint is not None and name in self._headers and self._quantised(name, layer):
                 return self._checkpoints_head(layer, prefix, self._headers[name])
             head = self.options["lm_head"] is not None and type(layer).__name__ == "ParallelLMHead"
             return JitGemmHeadMethod(self, layer) if head else None
