@@ -602,6 +602,7 @@ def test_mla_gets_a_layers_weight_and_lora_its_device(name):
         found = get_and_maybe_dequant_weights(layer, out_dtype=BF16)
     else:
         found = layer.quant_method.apply(layer, torch.eye(128, dtype=BF16)).T
+    assert not torch.equal(layer.weight, layer.weight)  # as vLLM asks of the heads of two models, to share one
     assert (layer.weight.device, layer.weight.dtype) == (module.blocks.device, BF16)  # MLA's input is cast to it
     exact = dense_of(module)
     assert ((found.double() - exact).abs() <= exact.abs() / 256 + 1e-30).all()

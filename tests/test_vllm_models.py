@@ -213,6 +213,7 @@ def test_the_output_layer_is_quantised_on_request(alone, tmp_path, tied):
     expected = (embedding if tied else file["lm_head.weight"].double())[:96]
     head = model.lm_head.jitgemm
     found = head.weight.dequantize()[:96].double()
+    assert model.lm_head.weight.dtype == torch.bfloat16  # which LoRA reads
     assert head.weight.bits == 8 and (found - expected).norm() < 0.01 * expected.norm()
     x = torch.randn(3, SIZES["hidden_size"], dtype=torch.bfloat16)
     logits = model.lm_head.quant_method.apply(model.lm_head, x)[:, :96].double()

@@ -149,6 +149,7 @@ class JitGemmLinearMethod(LinearMethodBase):
     def __init__(self, config: Any, names: list[str], layout: Layout):
         self.config, self.names, self.layout = config, names, layout
         self.sizes: dict[str, int] = {}
+        self.dtype = torch.bfloat16
         self.uses_meta_device = layout.format is None
 
     @classmethod
@@ -169,6 +170,7 @@ class JitGemmLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        self.dtype = params_dtype
         parts = len(output_partition_sizes)
         sizes = self.sizes = self.layout.sizes(sum(output_partition_sizes), input_size_per_partition, parts)
         loader = extra_weight_attrs["weight_loader"]
@@ -191,9 +193,9 @@ class JitGemmLinearMethod(LinearMethodBase):
             module = self._packed(tensors, getattr(layer, "output_partition_sizes", ()))
             module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
             put(layer, module)
-            if self.names:  # where vLLM's LoRA looks for a linear's device, and MLA for the type of its input
-                here = next(module.buffers()).new_empty(0, dtype=layer.params_dtype)
-                layer.register_buffer("weight", here, persistent=False)
+            # Where vLLM's LoRA looks for a layer's device, and MLA for the type of its input; equal to no other weight.
+            here = next(module.buffers()).new_full((1,), torch.nan, dtype=self.dtype)
+            layer.register_buffer("weight", here, persistent=False)
             self.config.warmer.packed(layer, getattr(layer, CHILD))
 
     def _packed(self, tensors: dict[str, torch.Tensor], widths: Sequence[int]) -> PackedLinear:
