@@ -19,6 +19,8 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
+from jitgemm.nn.fused import FUSED
+
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "--device cpu --hidden 64 --intermediate 128 --heads 2 --kv-heads 1 --vocab 96 --group-size 32".split()
 CHECK = ["check", *SIZES, "--layers", "1", "--tokens", "8"]
@@ -394,4 +396,5 @@ def test_the_first_example_of_the_documentation_runs(script, libraries, tmp_path
     names: dict = {}
     exec(compile(code, "docs/linear.md", "exec"), names)
     assert names["logits"].shape == (1, 16, 96) and bool(names["logits"].isfinite().all())
-    assert sum(isinstance(m, script.W4A8Linear) for m in names["model"].modules()) == 7
+    plain = [name for name, m in names["model"].named_modules() if type(m) is torch.nn.Linear]
+    assert plain == ["lm_head"] and sum(isinstance(m, FUSED) for m in names["model"].modules()) > 2
