@@ -656,7 +656,8 @@ def test_a_sum_of_squares_has_one_order_with_and_without_a_residual():
             plain = quantize_spec(
                 k, spec.x, spec.q, affine=spec.affine, static=spec.static, rms_norm=True, permuted=spec.permuted
             )
-            assert (spec.vectors, block_dims(spec, k)) == (plain.vectors, block_dims(plain, k))
+            (threads, rows), (of_plain, plain_rows) = block_dims(spec, k), block_dims(plain, k)
+            assert (spec.vectors, threads * spec.ctas, rows) == (plain.vectors, of_plain, plain_rows)
 
 
 @pytest.mark.parametrize(

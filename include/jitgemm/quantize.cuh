@@ -587,8 +587,8 @@ __device__ __forceinline__ u32 live_row(const QuantizeArgs& args, u32 row, u32 s
 
 // Rows that fit the registers of their threads; the next row is read while one is worked on.
 template <class Config>
-__device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, const Team<Config>& team, WarpRanges (&slots)[2],
-                                                   u8* permuted, u32 block, u32 blocks) {
+__device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, const Team<Config>& team,
+                                                   WarpRanges (&slots)[2], u8* permuted, u32 block, u32 blocks) {
     constexpr u32 kVectors = Config::kVectors;
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = blocks * Config::kRows;
     u32 row = live_row<Config>(args, block * Config::kRows + threadIdx.y, step);
@@ -651,8 +651,8 @@ __device__ __forceinline__ void quantize_held_rows(const QuantizeArgs& args, con
 
 // Longer rows are read twice, the second time from the L2; with a residual, the sum.
 template <class Config>
-__device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, const Team<Config>& team, WarpRanges (&slots)[2],
-                                                   u8* permuted, u32 block, u32 blocks) {
+__device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, const Team<Config>& team,
+                                                   WarpRanges (&slots)[2], u8* permuted, u32 block, u32 blocks) {
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector;
     u32 round = 0;
     for (u32 row = live_row<Config>(args, block, blocks); row < m;
@@ -683,8 +683,8 @@ __device__ __forceinline__ void quantize_long_rows(const QuantizeArgs& args, con
 // Rows with a scale for each block of 128 codes. Only RMSNorm and a permutation make a row's threads wait for one
 // another; permuted rows lie in shared memory as values, since a block's codes come from anywhere in the row.
 template <class Config>
-__device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, const Team<Config>& team, WarpRanges (&slots)[2],
-                                                float* values, u32 block, u32 blocks) {
+__device__ __forceinline__ void quantize_blocks(const QuantizeArgs& args, const Team<Config>& team,
+                                                WarpRanges (&slots)[2], float* values, u32 block, u32 blocks) {
     constexpr bool kHeld = Config::kVectors > 0;  // the threads hold the row
     constexpr u32 kVectors = kHeld ? Config::kVectors : Config::kPermuted || Config::kResidual ? 1 : 2;
     const u32 m = live_rows<Config>(args), vectors = args.k / kVector, step = kVectors * team.threads;

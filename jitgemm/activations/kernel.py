@@ -123,9 +123,8 @@ class QuantizeSpec:
             parts += ["limited"] if self.limited else []
         flags = ("residual", "rms_norm", "permuted", "block", "gathered", "masked")
         parts += [name.replace("_", "") for name in flags if getattr(self, name)]
-        parts.append(
-            f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}{f'c{self.ctas}' if self.ctas > 1 else ''}"
-        )
+        shape = f"v{self.vectors}{f'r{self.rows}' if self.rows > 1 else ''}{'h' if self.sources_held else ''}"
+        parts.append(f"{shape}c{self.ctas}" if self.ctas > 1 else shape)
         return "-".join(parts)
 
     def to_dict(self) -> dict[str, object]:
@@ -151,8 +150,8 @@ def quantize_spec(
 ) -> QuantizeSpec:
     """The kernel for rows of k codes, whatever m is, but for few rows that several CTAs share (`spec_for_rows`).
 
-    m decides nothing else, so that a new m hardly ever compiles. A row's bits never depend on the rows beside it: RMSNorm's
-    sum has one order for a k.
+    m decides nothing else, so that a new m hardly ever compiles. A row's bits never depend on the rows beside it:
+    RMSNorm's sum has one order for a k.
 
     Args:
         silu_mul, gelu_mul: the gate is SILU_MUL, or one of GELU_MULS.
