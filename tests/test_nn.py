@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import jitgemm
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
-from jitgemm.activations.kernel import quantize_spec
+from jitgemm.activations.kernel import quantize_specs
 from jitgemm.errors import CompileError
 from jitgemm.nn import ACTIVATIONS, PackedLinear, W4A8Linear, W8A8Linear
 from jitgemm.nn.fused import Joint
@@ -679,7 +679,7 @@ def needed(layer: W4A8Linear, max_m: int, x: str, lhs: str) -> set[str]:
     weight = layer.weight
     static, permuted = layer.input_scale is not None, weight.permutation is not None
     gemms = kernels_for(weight.n, weight.k, lhs, weight.format, device_spec("h200"), max_m, out=x)
-    return {s.label for s in (*gemms, quantize_spec(weight.k, x, lhs, static=static, permuted=permuted))}
+    return {s.label for s in (*gemms, *quantize_specs(weight.k, x, lhs, static=static, permuted=permuted))}
 
 
 @pytest.mark.nvrtc
