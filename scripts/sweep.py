@@ -43,15 +43,11 @@ if TYPE_CHECKING:
 
 
 class Numbers(NamedTuple):
-    """Of a problem: type of the activations, format of the weight, k that share a scale of activations (0: all).
-
-    after_quantizer: timed are a quantiser and the GEMM behind it, one pair after the other.
-    """
+    """Of a problem: type of the activations, format of the weight, k that share a scale of activations (0: all)."""
 
     lhs: str
     format: WeightFormat
     lhs_group: int = 0
-    after_quantizer: bool = False
 
 
 FORMATS = {
@@ -75,10 +71,6 @@ FORMATS = {
     "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),
     "w8_e4m3_block_b128": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8, strip_scales=True), 128),
     "w8_e4m3_block": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8)),
-    "q_e4m3_g128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), after_quantizer=True),
-    "q_e4m3_g128_any": Numbers("e4m3", WeightFormat(128, False, "bf16"), after_quantizer=True),
-    "q_int8_g128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), after_quantizer=True),
-    "q_w8_e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "fp32", "e4m3", bits=8), after_quantizer=True),
 }
 SHAPES = (
     (4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4608, 4096), (2112, 7168), (2048, 7168), (7168, 512),
@@ -104,8 +96,8 @@ def problem_of(cell: Cell) -> Problem:
         m, more = band_end(rows, experts[0]), {"experts": experts[0]}
     else:
         m, more = band_end(m), {}
-    lhs, format, lhs_group, after_quantizer = FORMATS[name]
-    return Problem(m, n, k, lhs, format, lhs_group=lhs_group, after_quantizer=after_quantizer, **more)
+    lhs, format, lhs_group = FORMATS[name]
+    return Problem(m, n, k, lhs, format, lhs_group=lhs_group, **more)
 
 
 def random_layers(count: int, seed: int, held: bool = True) -> list[tuple[str, int, int]]:
@@ -177,7 +169,7 @@ class Sweep:
         def table(name: str) -> Timings:
             found: Timings = {}
             for *cell, us in document[name]:
-                lhs, fmt, lhs_group, _ = FORMATS[cell[0]]
+                lhs, fmt, lhs_group = FORMATS[cell[0]]
                 fmt = fmt.of_kernels
                 table = problem_of(tuple(cell)).table_size
                 shapes = (dict(zip(document["fields"], document["kernels"][index])) for index, _ in us)
@@ -294,8 +286,7 @@ class Bench:
     def __init__(self, name: str, n: int, k: int, *experts: int):
         from benchmark_lib.data import DISTINCT
 
-        self.lhs, _, self.lhs_group, self.after_quantizer = FORMATS[name]
-        self.n, self.k = n, k
+        (self.lhs, _, self.lhs_group), self.n, self.k = FORMATS[name], n, k
         self.experts = Experts(*experts) if experts else None
         if self.experts is not None:
             packed = [self._packed(name) for _ in range(min(self.experts.count, DISTINCT))]
@@ -333,25 +324,14 @@ class Bench:
         return {kernel: round(timed.us, 3) for kernel, timed in contestants.items()}
 
     def _dense(self, m: int) -> Callable[[KernelSpec], list[Callable[[], None]]]:
-        """Calls of a kernel, each behind its quantiser where that counts."""
-        import torch
-
-        from jitgemm import quantize_activations
+        """Calls of a kernel."""
         from jitgemm.gemm.plan import Plan
 
         operands = self._operands(m, self.weights if m <= 512 else self.weights[:4])
-        x = torch.randn(m, self.k, device="cuda", dtype=torch.bfloat16)
-
-        def quantise_and(launch: Callable[[], None], lhs: tuple[torch.Tensor, ...]) -> None:
-            quantize_activations(x, lhs[0].dtype, out=lhs)
-            launch()
 
         def calls(kernel: KernelSpec) -> list[Callable[[], None]]:
             plan = Plan(operands[0], kernel)
-            launches = [partial(plan.launch, *each) for each in operands]
-            if not self.after_quantizer:
-                return launches
-            return [partial(quantise_and, launch, tuple(each[:2])) for launch, each in zip(launches, operands)]
+            return [partial(plan.launch, *each) for each in operands]
 
         return calls
 

@@ -26,7 +26,6 @@ from jitgemm.gemm.groups import Groups
 from jitgemm.gemm.plan import Plan
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.nn import W4A8Linear
 from jitgemm.runtime import driver
 from jitgemm.runtime.plans import Memory, thread
 from jitgemm.select.devices import DEVICES
@@ -164,18 +163,6 @@ def test_a_grouped_gemm_is_within_its_bound(emulator, label, gathered):
         x = operands.x.view(torch.uint8)[rows].view(operands.x.dtype)  # torch 2.8 indexes no e4m3 on the CPU
         ref, bound = gemm_w4a8_bound((x, operands.x_scale[rows]), operands.weight[e])
         assert bool(((operands.out[begin:end].double() - ref).abs() <= bound).all()), e
-
-
-def test_a_layer_runs_the_kernel_that_is_chosen_behind_a_quantiser(emulator):
-    weight = builders.weight_parts(1, 4096, 256).packed
-    x = torch.randn(5, 256, generator=builders.generator(2)).bfloat16()
-    found = W4A8Linear.from_weight(weight, activation="e4m3")(x)
-    lhs, out = quantize_activations(x, torch.float8_e4m3fn), torch.empty(5, 4096, dtype=torch.bfloat16)
-    jitgemm.gemm_w4a8_nt(lhs, weight, out, kernel="after_quantizer")
-    jitgemm.gemm_w4a8_nt(lhs, weight, torch.empty_like(out))
-    layer, call, alone = emulator.launched[1], *emulator.launched[3:]
-    assert layer == call and alone == f"{call}-c2"
-    assert builders.same_bits(found, out)
 
 
 # ---- quantisers and the layer of experts -----------------------------------------------------------------------------

@@ -160,7 +160,7 @@ CALL = dict(rhs=WEIGHT, offsets=torch.zeros(E + 1, dtype=torch.int32), m=4)
         (dict(expected_m=True), "expected_m: expected a number of rows, got True"),
         (dict(expected_m=np.int64(-1)), "expected_m: expected a number of rows, got -1"),
         (dict(batch_invariant=1), "batch_invariant: expected a bool"),
-        (dict(kernel=3), "kernel: expected a label as `jitgemm explain` prints it, 'after_quantizer' or None, got int"),
+        (dict(kernel=3), "kernel: expected a label as `jitgemm explain` prints it, or None, got int"),
     ],
 )
 def test_what_is_wrong_is_named(changed, message):

@@ -678,8 +678,7 @@ def needed(layer: W4A8Linear, max_m: int, x: str, lhs: str) -> set[str]:
     """Labels of the kernels of a layer, from the selectors."""
     weight = layer.weight
     static, permuted = layer.input_scale is not None, weight.permutation is not None
-    fmt, device = weight.format, device_spec("h200")
-    gemms = kernels_for(weight.n, weight.k, lhs, fmt, device, max_m, out=x, after_quantizer=True)
+    gemms = kernels_for(weight.n, weight.k, lhs, weight.format, device_spec("h200"), max_m, out=x)
     return {s.label for s in (*gemms, *quantize_specs(weight.k, x, lhs, static=static, permuted=permuted))}
 
 

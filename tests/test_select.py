@@ -313,34 +313,6 @@ def test_kernels_for_holds_the_choice_of_every_m(problem, device, slack):
     assert choose(problem, device) in kernels
 
 
-# ---- behind a quantiser ---------------------------------------------------------------------------------------------
-
-
-def test_behind_a_quantiser_no_ctas_share_an_sm_where_one_fills_it():
-    """Two on an SM pay where the next GEMM starts beside this one, which a quantiser in between keeps it from."""
-    layer = Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16"))
-    assert choose(layer, DEVICES["h200"]).ctas_per_sm == 2
-    assert choose(replace(layer, after_quantizer=True), DEVICES["h200"]).ctas_per_sm == 1
-    prefill = replace(layer, m=4096)
-    assert choose(prefill, DEVICES["h200"]) == choose(replace(prefill, after_quantizer=True), DEVICES["h200"])
-
-
-@relaxed
-@given(problem=problems, device=devices)
-def test_behind_a_quantiser_candidates_are_the_same_and_none_is_slower(problem, device):
-    behind = {c.kernel: c.predicted_us for c in candidates(replace(problem, after_quantizer=True), device)}
-    alone = {c.kernel: c.predicted_us for c in candidates(problem, device)}
-    assert behind.keys() == alone.keys() and all(us <= alone[kernel] for kernel, us in behind.items())
-
-
-@relaxed
-@given(problem=problems, device=devices)
-def test_batch_invariant_layers_sum_k_behind_a_quantiser_as_elsewhere(problem, device):
-    problem = replace(problem, batch_invariant=True)
-    behind = replace(problem, after_quantizer=True)
-    assert order_of(choose(behind, device)) == order_of(choose(problem, device))
-
-
 # ---- batch-invariant calls ------------------------------------------------------------------------------------------
 
 

@@ -31,10 +31,6 @@ def explain(
     batch_invariant: common.BatchInvariant = False,
     block_scales: common.BlockScales = False,
     e8m0: common.E8m0 = False,
-    after_quantizer: Annotated[
-        bool,
-        typer.Option("--after-quantizer", help="The launch ahead is a quantiser, as in a model, not another GEMM."),
-    ] = False,
     experts: Annotated[
         Optional[int],
         typer.Option(
@@ -58,7 +54,6 @@ def explain(
     \b
     Examples:
       jitgemm explain 16 4096 4096
-      jitgemm explain 16 4096 4096 --after-quantizer
       jitgemm explain 16 4096 4096 --codes tuned --out fp32
       jitgemm explain 4096 28672 8192 --lhs int8 --group-size channel --device h20
       jitgemm explain 1 4096 14336 --json --top 1
@@ -75,11 +70,9 @@ def explain(
     format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits)
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
-    if experts and after_quantizer:
-        raise ValueError("--after-quantizer: expected no --experts beside it: grouped GEMMs have one choice")
     problem = Problem(
         m * top_k, n, k, kind, format, out.value, batch_invariant, experts or 0,
-        LHS_GROUP if block_scales or e8m0 else 0, e8m0, after_quantizer,
+        LHS_GROUP if block_scales or e8m0 else 0, e8m0,
     )  # fmt: skip
     ranked = candidates(problem, target)
     if not ranked:

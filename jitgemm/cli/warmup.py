@@ -136,14 +136,13 @@ class Wanted:
         orders = [common.Codes.tuned] if self.bits == 8 else orders
         groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in self.quantizers} or {0: None}
         groups = {LHS_GROUP: None} if self.block_scales or self.e8m0 else groups
-        behind = (False,) if experts else (True, False)  # a quantiser, as layers call it, or another GEMM
-        for lhs, codes, out, (n, k), group, after in product(self.lhs_types, orders, self.outs, shapes, groups, behind):
+        for lhs, codes, out, (n, k), group in product(self.lhs_types, orders, self.outs, shapes, groups):
             format = common.weight_format(
                 codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k, self.bits
             )
             yield from kernels_for(
                 n, k, lhs, format, device, rows, out=out, batch_invariant=self.batch_invariant, experts=experts,
-                lhs_group=group, lhs_e8m0=self.e8m0, after_quantizer=after,
+                lhs_group=group, lhs_e8m0=self.e8m0,
             )  # fmt: skip
 
     def describe(self) -> str:

@@ -93,17 +93,12 @@ def check_weight(rhs: object, kind: type[Weight] = Weight) -> Weight:
     return rhs
 
 
-AFTER_QUANTIZER = "after_quantizer"
-"""In place of a kernel's label: the fastest where the launch ahead is the quantiser of lhs."""
-
-
 def check_switches(batch_invariant: bool, kernel: str | None) -> None:
-    """Raises TypeError unless the one is a bool and the other a string or None."""
+    """Raises TypeError unless the one is a bool and the other a label or None."""
     check_flag("batch_invariant", batch_invariant)
     if kernel is not None and not isinstance(kernel, str):
         raise TypeError(
-            f"kernel: expected a label as `jitgemm explain` prints it, {AFTER_QUANTIZER!r} or None, "
-            f"got {type(kernel).__name__}"
+            f"kernel: expected a label as `jitgemm explain` prints it, or None, got {type(kernel).__name__}"
         )
 
 

@@ -87,9 +87,8 @@ def gemm_w4a8_nt(
         bias: bfloat16 or fp32 [n], contiguous, or None.
         batch_invariant: a row of out has the same bits whatever m is and whichever row it is. Costs time where k
             would be summed in another order for other m (docs/performance.md).
-        kernel: None: the kernel that is chosen is the fastest where GEMMs follow one another. "after_quantizer": where
-            the launch ahead is the quantiser of lhs, as in a model; layers call it so. Results may differ in the last
-            bit. Or a label, as `jitgemm explain` prints them. The CPU's reference takes no notice.
+        kernel: label of a kernel to take instead of the chosen one, as `jitgemm explain` prints them. The CPU's
+            reference has none and takes no notice.
 
     All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (about 0.2 s), never for a
     new m once the layer is warm. On the CPU: `gemm_w4a8_reference`. m = 0 returns at once.

@@ -13,7 +13,7 @@ import torch
 
 from jitgemm import settings
 from jitgemm.dtypes import DTYPES
-from jitgemm.gemm.arguments import AFTER_QUANTIZER, POINTERS, Operands
+from jitgemm.gemm.arguments import POINTERS, Operands
 from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.render import KERNEL_NAME, kernel_source
 from jitgemm.kernel.spec import KernelSpec, lhs_copy_rows, slice_tokens, smem_bytes
@@ -114,11 +114,9 @@ class Plan(PreparedLaunch):
             self.run(addresses, settled, Operands(x, x_scale, x_zero, weight, out, bias).tensors)
 
 
-def chosen(problem: Problem, device: DeviceSpec, kernel: str | None) -> KernelSpec:
+def chosen(problem: Problem, device: DeviceSpec, label: str | None) -> KernelSpec:
     """The kernel of this label, or the one that the selector takes."""
-    if kernel == AFTER_QUANTIZER and not problem.experts:
-        problem, kernel = replace(problem, after_quantizer=True), None
-    return choose(problem, device) if kernel is None else kernel_named(kernel, problem, device)
+    return choose(problem, device) if label is None else kernel_named(label, problem, device)
 
 
 def as_set(spec: KernelSpec) -> KernelSpec:

@@ -173,8 +173,7 @@ class Problem:
 
     With `experts` a grouped one: each of the m rows is multiplied by one of so many weights [n, k]. `lhs_group` is 0
     where a token has one scale, and `LHS_GROUP` where it has one for as many k; with `lhs_e8m0` those are packed
-    exponents (`jitgemm.gemm.e8m0`). `after_quantizer`: the launch ahead of a dense GEMM is its quantiser, and not
-    another GEMM.
+    exponents (`jitgemm.gemm.e8m0`).
     """
 
     m: int
@@ -187,7 +186,6 @@ class Problem:
     experts: int = 0
     lhs_group: int = 0
     lhs_e8m0: bool = False
-    after_quantizer: bool = False
 
     def __post_init__(self) -> None:
         if self.lhs_group not in (0, LHS_GROUP):

@@ -16,7 +16,6 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.arguments import AFTER_QUANTIZER
 from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.packed import Packed
@@ -263,7 +262,7 @@ class PackedLinear(Packed):
         weight = self.weight
         gemm: Callable[..., None] = gemm_w4a8_nt if weight.bits == 4 else gemm_w8a8_nt
         bias = self._buffers["bias"] if bias is None else bias
-        gemm(lhs, weight, out, bias=bias, batch_invariant=self.batch_invariant, kernel=AFTER_QUANTIZER)
+        gemm(lhs, weight, out, bias=bias, batch_invariant=self.batch_invariant)
         if self.split is not None and self.split.sums:
             self.split.sum(out)
 

@@ -164,7 +164,7 @@ def _linear_specs(layer: PackedLinear, x: str, figures: DeviceSpec, max_m: int, 
         yield from quantize_specs(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **each)
     yield from kernels_for(
         weight.n, weight.k, lhs, weight.format, figures, max_m, out=x, batch_invariant=layer.batch_invariant,
-        lhs_group=LHS_GROUP if quantiser["block"] else 0, after_quantizer=True,
+        lhs_group=LHS_GROUP if quantiser["block"] else 0,
     )  # fmt: skip
 
 

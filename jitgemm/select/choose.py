@@ -150,13 +150,12 @@ def kernels_for(
     experts: int = 0,
     lhs_group: int = 0,
     lhs_e8m0: bool = False,
-    after_quantizer: bool = False,
 ) -> list[KernelSpec]:
     """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once.
 
     With experts m counts the rows of all of them, and the kernels are those of every routing.
     """
-    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0, after_quantizer)
+    layer = Problem(1, n, k, lhs, format, out, batch_invariant, experts, lhs_group, lhs_e8m0)
     return list(dict.fromkeys(_choose(replace(layer, m=last), device) for _, last in bands(max_m, experts)))
 
 
@@ -177,13 +176,13 @@ def _order(spec: KernelSpec) -> tuple[int, int]:
 def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
     """The order of summation that costs a layer least over all m.
 
-    Tiles, stages and multicast change no sum; promotion follows from the order. It is the same behind a quantiser.
+    Tiles, stages and multicast change no sum; promotion follows from the order.
     """
     losses: dict[tuple[int, int], list[float]] = {}
     for m in ORDER_MS:
         best: dict[tuple[int, int], float] = {}
         rows = m * max(1, round(layer.experts * EXPERTS_PER_TOKEN))
-        problem = replace(layer, m=rows, batch_invariant=False, after_quantizer=False)
+        problem = replace(layer, m=rows, batch_invariant=False)
         for spec, costs in _considered(problem, device):
             us = model.times(spec, costs, problem, device)[0].total
             best[_order(spec)] = min(us, best.get(_order(spec), math.inf))

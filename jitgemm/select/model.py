@@ -33,9 +33,8 @@ SUM_US = 0.0238
 SEND_US = 0.01224
 """Added for every token and strip of rows whose sums a CTA sends to the others that split k."""
 ALONE_US = 1.116
-"""Added where a CTA is alone on its SM: the next GEMM's starts when it ends, and asks for its weights only then. Less
-where SMs are left for some of the next GEMM's, nothing where they are for all, nor where a quantiser runs in between.
-"""
+"""Added where a CTA is alone on its SM: the next kernel's starts when it ends, and asks for its weights only then. Less
+where SMs are left for some of the next kernel's, nothing where they are for all."""
 ALONE_LEAST = 0.324
 """Part of it that is left where all but one of the next kernel's find an SM of their own."""
 COPY_US = 0.1855
@@ -226,7 +225,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     prefetched = min(of.prefetch_stages, stages) * stage_weight_bytes(spec) * ctas / device.hbm_bytes_per_us
     # CTAs of the next kernel that find no SM of their own while this one's are alone on theirs.
     crowded = max(0.0, 2 - device.num_sms / ctas) if spec.ctas_per_sm == 1 else 0.0
-    alone = ALONE_US * (ALONE_LEAST + (1 - ALONE_LEAST) * crowded) if crowded and not problem.after_quantizer else 0.0
+    alone = ALONE_US * (ALONE_LEAST + (1 - ALONE_LEAST) * crowded) if crowded else 0.0
     fill = filled(problem.experts, m, token_widths(spec))
     issue, latency = (part + fill * (all_of_it - part) for part, all_of_it in zip(of.any_width, (of.issue, of.latency)))
     draw = rounds * split_blocks(spec, blocks) * of.draw  # an SM's, which few CTAs have to draw all

@@ -146,7 +146,7 @@ class ByHand:
         def multiply(lhs: tuple[torch.Tensor, ...], i: int) -> torch.Tensor:
             if keep:
                 inputs.append(lhs)
-            jitgemm.gemm_w4a8_nt(lhs, weights[i], self.outs[i], kernel="after_quantizer")
+            jitgemm.gemm_w4a8_nt(lhs, weights[i], self.outs[i])
             return self.outs[i]
 
         y, hidden = self.x, self.zeros
