@@ -429,7 +429,7 @@ another shape breaks."""
 NEAR = 1.35
 """Kernels slower than the best by more than this factor do not count in the error of predictions."""
 LIMITS = {"OVERLAP": (1.2, 8.0), "PAIRED_STREAM": (1.0, 1.6), "L2_SHARE": (0.001, 1.0)}
-MEASURED = ("L2_BYTES_PER_CYCLE",)
+MEASURED = ("L2_BYTES_PER_CYCLE", "PAIRED_TALL_US")
 """Constants of the model that no fit may change."""
 GROUPED = ("TABLE_US", "REREAD")
 """Those that have no part in a dense GEMM."""

@@ -313,6 +313,14 @@ def test_kernels_for_holds_the_choice_of_every_m(problem, device, slack):
     assert choose(problem, device) in kernels
 
 
+@pytest.mark.parametrize("codes", ["any", "e4m3"])
+def test_tall_tiles_do_not_share_sms(codes):
+    """Among GEMMs alone they would be faster; behind a quantiser they are not."""
+    layer = Problem(1, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16", codes))
+    chosen = {m: choose(replace(layer, m=m), DEVICES["h200"]).ctas_per_sm for m in (8, 16, 32, 40, 48, 64)}
+    assert chosen == {8: 2, 16: 2, 32: 2, 40: 1, 48: 1, 64: 1}
+
+
 # ---- batch-invariant calls ------------------------------------------------------------------------------------------
 
 

@@ -62,6 +62,9 @@ PAIRED_STREAM = 1.549
 """Times as long as at the HBM's rate that bytes take where two CTAs share an SM (docs/notes/decode.md)."""
 PAIRED_ISSUE = 1.135
 """Times as many issue cycles where they do: the next kernel's take some."""
+PAIRED_TOKENS, PAIRED_TALL_US = 32, 1.5
+"""Added, the latter, where two CTAs are to share an SM in dense tiles of more tokens than the former: among GEMMs alone
+they are up to 7 % faster, in a model's layer, behind quantisers, up to 2 us slower (docs/notes/selector.md)."""
 PREFETCH_US = 1.056
 """Most microseconds of memory's time that a kernel's prefetch saves it: the end of the kernel before is no longer."""
 L2_BYTES_PER_CYCLE = 39.0
@@ -146,6 +149,9 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         tile += SEND_US * sums * (1 - 1 / spec.split_k)
     elif spec.warpgroups_k > 1:
         tile += SUM_US
+    once = (MULTICAST_US if spec.multicast > 1 else 0.0) + (TABLE_US if spec.experts else 0.0)
+    if spec.ctas_per_sm > 1 and spec.block_m > PAIRED_TOKENS and not spec.experts:
+        once += PAIRED_TALL_US
     weights = spec.strips * fmt.record_bytes / spec.multicast_rhs
     operands = spec.block_m * BLOCK_K / spec.multicast_lhs + weights
     return Costs(
@@ -158,7 +164,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
         draw=weights / DRAW_BYTES_PER_CYCLE * cycle,
         l2=spec.multicast * operands / (L2_BYTES_PER_CYCLE * device.num_sms) * cycle,
         stream=PAIRED_STREAM if spec.ctas_per_sm > 1 else 1.0,
-        once=(MULTICAST_US if spec.multicast > 1 else 0.0) + (TABLE_US if spec.experts else 0.0),
+        once=once,
         tile=tile,
         engine_stages=engine_stages(spec),
         prefetch_stages=prefetch_stages(spec),
