@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from jitgemm.activations.kernel import Gate
 from jitgemm.cli.hf_config import ExpertLayer, LinearLayer, Quantization
@@ -72,6 +73,27 @@ QWEN2_MOE = {
     "num_experts": 60,
     "num_experts_per_tok": 4,
     "decoder_sparse_step": 1,
+}
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "hidden_act": "silu",
 }
 
 
@@ -178,6 +200,46 @@ def test_qwen_moe_keeps_some_layers_dense():
     layers = shapes(QWEN2_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]})
     assert layers["experts.down_proj"][2] == 11 * 60
     assert layers["down_proj"] == (2048, 5632, 13)
+
+
+def test_deepseek_has_latent_attention_and_three_kinds_of_mlp():
+    assert shapes(DEEPSEEK_V3, tp=8, ep=8, form="fused") == {
+        "fused_qkv_a_proj": (2112, 7168, 61),
+        "q_b_proj": (3072, 1536, 61),
+        "kv_b_proj": (4096, 512, 61),
+        "o_proj": (7168, 2048, 61),
+        "gate_up_proj": (4608, 7168, 3),
+        "down_proj": (7168, 2304, 3),
+        "shared_experts.gate_up_proj": (512, 7168, 58),
+        "shared_experts.down_proj": (7168, 256, 58),
+    }
+    assert experts(DEEPSEEK_V3, tp=8, ep=8) == (32, 7168, 2048, 8, 58)
+    separate = shapes(DEEPSEEK_V3, form="separate")
+    assert separate["q_a_proj"] == (1536, 7168, 61) and separate["kv_a_proj_with_mqa"] == (576, 7168, 61)
+    assert not {"fused_qkv_a_proj", "gate_up_proj"} & set(separate)
+    lite = {key: value for key, value in DEEPSEEK_V3.items() if key != "q_lora_rank"} | {"model_type": "deepseek_v2"}
+    fused = shapes(lite, form="fused")
+    assert fused["q_proj"] == (24576, 7168, 61) and fused["kv_a_proj_with_mqa"] == (576, 7168, 61)
+    assert not {"fused_qkv_a_proj", "q_a_proj", "q_b_proj"} & set(fused)
+
+
+@pytest.mark.parametrize("rank", [48, None])
+def test_deepseek_s_layers_are_those_of_transformers_model(rank):
+    transformers = pytest.importorskip("transformers")
+    small = DEEPSEEK_V3 | {"hidden_size": 64, "intermediate_size": 160, "moe_intermediate_size": 32}
+    small |= {"num_hidden_layers": 3, "first_k_dense_replace": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    small |= {"q_lora_rank": rank and 64, "kv_lora_rank": 32, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+    small |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 2}
+    config = transformers.DeepseekV3Config(**{key: value for key, value in small.items() if key != "model_type"})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    found: dict[str, list[tuple[int, int]]] = {}
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".experts." not in name:
+            name = name.rpartition(".")[2] if "shared_experts" not in name else ".".join(name.split(".")[-2:])
+            found.setdefault(name, []).append((module.out_features, module.in_features))
+    expected = {name: layer for name, layer in shapes(small, form="separate").items() if "experts." not in name[:8]}
+    assert found == {name: [(n, k)] * count for name, (n, k, count) in expected.items()}
 
 
 def test_a_multimodal_config_is_read_through_its_text_config():

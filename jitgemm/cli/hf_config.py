@@ -34,9 +34,19 @@ _CODES = {(4, "int", False): None, (4, "int", True): None, (8, "int", False): "i
 """Compressed-tensors' weights by num_bits, type and whether they have zero points: the activations that those of 8 bits
 must meet."""
 
-KNOWN_MODELS = DENSE_MODELS | {"mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe"}
-"""And experts: in every layer of mixtral and gpt_oss; of the others' layers some may be dense, and qwen2_moe has a
-shared expert."""
+DEEPSEEK_MODELS = frozenset({"deepseek_v2", "deepseek_v3"})
+"""Those with latent attention (MLA)."""
+KNOWN_MODELS = DENSE_MODELS | DEEPSEEK_MODELS | {"mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe"}
+"""And experts: in every layer of mixtral and gpt_oss; of the others' layers some may be dense, and qwen2_moe and
+DeepSeek's have shared experts."""
+
+_OF_ATTENTION = ("qkv_proj", "fused_qkv_a_proj")
+_FUSED = dict(
+    zip(_OF_ATTENTION, (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))),
+    gate_up_proj=("gate_proj", "up_proj"),
+    experts=("experts.down_proj",),
+)
+"""Projections as serving engines join them, of which attention has those that it has, and what each is made of."""
 
 _GATES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Kinds of gates by hidden_act."""
@@ -184,7 +194,8 @@ def linear_layers(
             raise ValueError(f"{name}: expected at least 1, got {ranks}")
     config = _text_config(config)
     model_type = config["model_type"]
-    layers: list[Layer] = [*_attention(config, tp, group_size)]
+    attention = _latent_attention if model_type in DEEPSEEK_MODELS else _attention
+    layers: list[Layer] = [*attention(config, tp, group_size)]
     depth = _size(config, "num_hidden_layers")
     if ep > 1 and model_type in DENSE_MODELS:
         raise ValueError(f"ep={ep}: expected 1 for {model_type}, which has no experts")
@@ -192,11 +203,13 @@ def linear_layers(
         layers += _mlp(config, "", "intermediate_size", tp, group_size, depth)
     elif model_type in ("mixtral", "gpt_oss"):
         layers += _experts(config, "num_local_experts", "intermediate_size", tp, ep, group_size, depth)
+    elif model_type in DEEPSEEK_MODELS:
+        layers += _deepseek_moe(config, tp, ep, group_size, depth)
     else:
         layers += _qwen_moe(config, tp, ep, group_size, depth)
-    fused = ("qkv_proj", "gate_up_proj", "experts")
-    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "experts.down_proj")
-    dropped = {Form.both: (), Form.fused: parts, Form.separate: fused}[Form(form)]
+    names = {layer.name for layer in layers}
+    parts = [part for whole, of in _FUSED.items() for part in of if whole in names or whole not in _OF_ATTENTION]
+    dropped = {Form.both: (), Form.fused: parts, Form.separate: _FUSED}[Form(form)]
     layers = [layer for layer in layers if not {layer.name, layer.name.rpartition(".")[2]} & set(dropped)]
     for layer in layers:
         for n, k in layer.shapes if isinstance(layer, ExpertLayer) else [(layer.n, layer.k)]:
@@ -288,6 +301,29 @@ def _attention(config: Mapping[str, Any], tp: int, group_size: int) -> list[Line
     ]
 
 
+def _latent_attention(config: Mapping[str, Any], tp: int, group_size: int) -> list[LinearLayer]:
+    """MLA: queries, keys and values by way of short vectors, whose projections every rank has whole."""
+    hidden, depth = _size(config, "hidden_size"), _size(config, "num_hidden_layers")
+    heads, latent = _size(config, "num_attention_heads"), _size(config, "kv_lora_rank")
+    nope, rope, v = (_size(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    local = _cut("num_attention_heads", heads, tp)
+    if config.get("q_lora_rank") is None:
+        queries = [LinearLayer("q_proj", local * (nope + rope), hidden, depth)]
+    else:
+        rank = _size(config, "q_lora_rank")
+        queries = [
+            LinearLayer("fused_qkv_a_proj", rank + latent + rope, hidden, depth),
+            LinearLayer("q_a_proj", rank, hidden, depth),
+            LinearLayer("q_b_proj", local * (nope + rope), rank, depth),
+        ]
+    return [
+        *queries,
+        LinearLayer("kv_a_proj_with_mqa", latent + rope, hidden, depth),
+        LinearLayer("kv_b_proj", local * (nope + v), latent, depth),
+        LinearLayer("o_proj", hidden, _cut_k("o_proj", heads * v, tp, group_size), depth),
+    ]
+
+
 def _mlp(config: Mapping[str, Any], prefix: str, width: str, tp: int, group_size: int, count: int) -> list[LinearLayer]:
     hidden = _size(config, "hidden_size")
     part = _cut_k(f"{prefix}down_proj", _size(config, width), tp, group_size)
@@ -339,6 +375,23 @@ def _qwen_moe(config: Mapping[str, Any], tp: int, ep: int, group_size: int, dept
         layers += _experts(config, experts, "moe_intermediate_size", tp, ep, group_size, routed)
     if routed and config["model_type"] == "qwen2_moe":
         layers += _mlp(config, "shared_expert.", "shared_expert_intermediate_size", tp, group_size, routed)
+    return layers
+
+
+def _deepseek_moe(config: Mapping[str, Any], tp: int, ep: int, group_size: int, depth: int) -> list[Layer]:
+    first, step = config.get("first_k_dense_replace", 0), _size(config, "moe_layer_freq", 1)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ValueError(f"model config: first_k_dense_replace: expected an integer of at least 0, got {first!r}")
+    routed = sum(1 for i in range(first, depth) if i % step == 0)
+    layers: list[Layer] = []
+    if routed < depth:
+        layers += _mlp(config, "", "intermediate_size", tp, group_size, depth - routed)
+    if routed:
+        layers += _experts(config, "n_routed_experts", "moe_intermediate_size", tp, ep, group_size, routed)
+        if config.get("n_shared_experts"):
+            width = _size(config, "n_shared_experts") * _size(config, "moe_intermediate_size")
+            of_shared = dict(config) | {"width of the shared experts": width}
+            layers += _mlp(of_shared, "shared_experts.", "width of the shared experts", tp, group_size, routed)
     return layers
 
 
