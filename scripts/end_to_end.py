@@ -360,6 +360,9 @@ def layer(
     backend: Backend = None,
     device: Device = None,
     seed: Seed = 0,
+    allocations: Annotated[
+        int, typer.Option("--allocations", min=1, help="Times that each gets its buffers, for the median.")
+    ] = 3,
     as_json: common.Json = False,
 ) -> None:
     """Time the four Linears of Llama-3-8B's layers in a decode step, with the norms, additions and gate around them.
@@ -370,6 +373,7 @@ def layer(
     \b
       gemms           the four GEMMs alone, on inputs quantised beforehand
       hand            the GEMMs and quantize_activations with rms_norm, residual and silu_mul, written by hand
+      hand-attention  the same with two kernels of PyTorch's ahead of o_proj, which are not launched dependently
       modules         W4A8Linear, torch.nn.RMSNorm, silu(gate) * up
       fused           the same after jitgemm.nn.fuse_
       compiled        modules under torch.compile, all layers as one graph
@@ -408,7 +412,7 @@ def layer(
     with torch.no_grad():
         document["rows"] = one_layer.time_layer(
             sizes, names, activations, batches, group_size, None if backend == "none" else backend, device, seed,
-            lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),
+            allocations, lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),
         )  # fmt: skip
     document["seconds"] = round(time.monotonic() - start, 1)
     if as_json:

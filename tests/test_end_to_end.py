@@ -228,7 +228,7 @@ def test_layers_are_timed_as_modules_and_by_hand(script):
     result = run(script, *LAYER, *both, "--batch", "1,3", "--backend", "eager", "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
-    ours = "gemms", "hand", "modules", "fused", "compiled", "fused-compiled", "floor"
+    ours = "gemms", "hand", "hand-attention", "modules", "fused", "compiled", "fused-compiled", "floor"
     kinds = [(name, kind) for kind in ("e4m3", "int8") for name in ours] + [("bf16", None)]
     rows = [(row["contestant"], row["activation"], row["tokens"]) for row in document["rows"]]
     assert rows == [(*kind, m) for m in (1, 3) for kind in kinds]
@@ -240,6 +240,7 @@ def test_layers_are_timed_as_modules_and_by_hand(script):
             assert 0 < row["difference"] < 0.1  # norms and gates are rounded
         elif row["contestant"] != "floor":
             assert row["difference"] == 0  # bit for bit the calls by hand
+            assert row["us"] == sorted(row["us_by_allocation"])[1]
     (floor,) = {row["us"] for row in document["rows"] if row["contestant"] == "floor"}
     values = 64 * (128 + 64) + 64 * 256 + 128 * 64
     assert floor == pytest.approx((values / 2 + 2 * values / 32) / 4.5e6)
@@ -343,7 +344,10 @@ def test_layers_divided_among_gpus_replay(script, transformers):
         ([*TP, "--contestant", "fp8"], "--contestant: expected one of bf16, e4m3, int8, e4m3-plain"),
         ([*TP, "--ranks", "3"], "--kv-heads: expected a multiple of 3 ranks * 1, got 4"),
         ([*TP, "--group-size", "64"], "--hidden: expected a multiple of 2 ranks * 64, got 64"),
-        ([*LAYER, "--contestant", "fp8"], "--contestant: expected one of gemms, hand, modules, fused, compiled"),
+        (
+            [*LAYER, "--contestant", "fp8"],
+            "--contestant: expected one of gemms, hand, hand-attention, modules, fused, compiled",
+        ),
         ([*LAYER, "--activation", "fp8"], "--activation: expected one of e4m3, int8, got 'fp8'"),
         ([*CHECK, "--group-size", "48"], "--hidden: expected a multiple of --group-size 48, got 64"),
     ],

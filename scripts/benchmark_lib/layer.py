@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -135,12 +136,16 @@ class ByHand:
         ]
         self.x, self.zeros, self.hidden = x, torch.zeros_like(x), torch.empty_like(x)
         self.outs = tuple(x.new_empty(len(x), weight.n) for weight in self.weights[0])
+        self.attended = x.new_empty(len(x), self.weights[0][1].k)
         self.quantise = partial(jitgemm.quantize_activations, dtype=CODES[linears[0][0].activation])
         self.inputs: list[tuple[torch.Tensor, ...]] = []
         """Of each GEMM, in a row, as the last call of `fused` that was to keep them found them."""
 
-    def fused(self, keep: bool = False) -> None:
-        """Leaves the hidden states as self.hidden + self.outs[-1]."""
+    def fused(self, keep: bool = False, attention: bool = False) -> None:
+        """Leaves the hidden states as self.hidden + self.outs[-1].
+
+        attention: two kernels of PyTorch's, which change nothing, stand where a model has attention.
+        """
         inputs = []
 
         def multiply(lhs: tuple[torch.Tensor, ...], i: int) -> torch.Tensor:
@@ -153,6 +158,8 @@ class ByHand:
         for weights, norms in zip(self.weights, self.norms):
             *lhs, hidden = self.quantise(y, rms_norm=norms[0], eps=EPS, residual=hidden, residual_out=self.hidden)
             q = multiply(tuple(lhs), 0)[:, : weights[1].k]
+            if attention:
+                q = torch.add(q.mul_(1), 0, out=self.attended)
             y = multiply(self.quantise(q), 1)
             *lhs, hidden = self.quantise(y, rms_norm=norms[1], eps=EPS, residual=hidden, residual_out=hidden)
             y = multiply(self.quantise(multiply(tuple(lhs), 2), silu_mul=True), 3)
@@ -176,7 +183,8 @@ class ByHand:
 
 # ---- the contestants -------------------------------------------------------------------------------------------------
 
-CONTESTANTS = ("gemms", "hand", "modules", "fused", "compiled", "fused-compiled", "bf16", "floor")
+BY_HAND = ("gemms", "hand", "hand-attention")
+CONTESTANTS = (*BY_HAND, "modules", "fused", "compiled", "fused-compiled", "bf16", "floor")
 
 
 @dataclass
@@ -213,10 +221,10 @@ def entries(weights: Weights, names: Sequence[str], hand: ByHand | None, x: torc
     """The contestants over these weights; compiled: what makes a module a compiled one."""
     made: list[Entry] = []
     for name in names:
-        if hand is not None and name in ("gemms", "hand"):
-            call = hand.gemms if name == "gemms" else hand.fused
+        if hand is not None and name in BY_HAND:
+            call = hand.gemms if name == "gemms" else partial(hand.fused, attention=name != "hand")
             made.append(Entry(name, call, partial(hand.result, call)))
-        elif (name == "bf16") == (weights.activation is None) and name not in ("gemms", "hand", "floor"):
+        elif (name == "bf16") == (weights.activation is None) and name not in (*BY_HAND, "floor"):
             stack = weights.fused if name.startswith("fused") else weights.plain
             module = stack if name in ("modules", "fused") else compiled(stack)
             run = partial(module, x[:, None])
@@ -233,13 +241,18 @@ def time_layer(
     backend: str | None,
     device: str,
     seed: int,
+    allocations: int,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """A row for each contestant, kind of activations and number of tokens.
 
+    Args:
+        allocations: how many times each contestant gets its buffers, elsewhere in memory: some places take 1.5 us of a
+            layer more than others.
+
     Returns:
-        contestant, activation (None for bf16), tokens; us: of a layer, the median of all replays; spread: relative, of
-        those; times_hand: us over that of the calls by hand; difference: relative, of what the layers add to x from
+        contestant, activation (None for bf16), tokens; us: of a layer, the median over the allocations of the medians
+        of all replays, which are us_by_allocation; spread: relative, of the replays, the largest; times_hand: us over that of the calls by hand; difference: relative, of what the layers add to x from
         what the calls by hand do, for bf16 from what its modules do uncompiled. The floor has no spread and no
         difference: it is computed.
     """
@@ -262,33 +275,42 @@ def time_layer(
     rows: list[dict[str, Any]] = []
     for m in batches:
         torch._dynamo.reset()  # a function is compiled for a few kinds of arguments at most
-        x = torch.randn(m, sizes.hidden, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
-        clocks: list[Timed | None] = []
-        first = len(rows)
-        for weights in kinds:
-            if weights.activation is None:
-                hand, exact = None, weights.plain(x[:, None])[:, 0]
-            else:
-                hand = ByHand(weights.plain, x)
-                exact = hand.result(partial(hand.fused, keep=True))
-            for entry in entries(weights, names, hand, x, compiled):
-                say(f"{m} token{'s' if m > 1 else ''}: {' '.join(filter(None, (entry.name, weights.activation)))}")
-                row = {"contestant": entry.name, "activation": weights.activation, "tokens": m}
-                added = (exact - x).float()
-                row["difference"] = float((entry.result().float() - exact.float()).norm() / added.norm())
-                rows.append(row)
-                clocks.append((Timed if gpu else OnCpu)([entry.call] * (PASSES if gpu else 1)))
-            if weights.activation is not None and "floor" in names:
-                row = {"contestant": "floor", "activation": weights.activation, "tokens": m}
-                rows.append(row | {"us": floor_us(weights.plain, group_size)})
-                clocks.append(None)
-        timed = list(filter(None, clocks))
+        tokens = torch.randn(m, sizes.hidden, generator=torch.Generator().manual_seed(seed))
+        clocks: dict[int, list[Timed]] = {}  # by the number of a row
+        first, between = len(rows), []
+        for place in range(allocations):
+            number = first
+            between.append(torch.empty(place * 3 << 17, dtype=torch.uint8, device=device))
+            x = tokens.to(device, torch.bfloat16)
+            for weights in kinds:
+                if weights.activation is None:
+                    hand, exact = None, weights.plain(x[:, None])[:, 0]
+                else:
+                    hand = ByHand(weights.plain, x)
+                    exact = hand.result(partial(hand.fused, keep=True))
+                for entry in entries(weights, names, hand, x, compiled):
+                    if place == 0:
+                        of = " ".join(filter(None, (entry.name, weights.activation)))
+                        say(f"{m} token{'s' if m > 1 else ''}: {of}")
+                        row = {"contestant": entry.name, "activation": weights.activation, "tokens": m}
+                        added = (exact - x).float()
+                        row["difference"] = float((entry.result().float() - exact.float()).norm() / added.norm())
+                        rows.append(row)
+                    clock = (Timed if gpu else OnCpu)([entry.call] * (PASSES if gpu else 1))
+                    clocks.setdefault(number, []).append(clock)
+                    number += 1
+                if weights.activation is not None and "floor" in names:
+                    row = {"contestant": "floor", "activation": weights.activation, "tokens": m}
+                    rows += [row | {"us": floor_us(weights.plain, group_size)}] if place == 0 else []
+                    number += 1
+        timed = [clock for each in clocks.values() for clock in each]
         for i in range(ROUNDS if gpu else 1):
             for clock in random.Random(i).sample(timed, len(timed)):  # nobody keeps its neighbours
                 clock.turn(REPLAYS if gpu else 1)
-        for row, clock in zip(rows[first:], clocks):
-            if clock is not None:
-                row |= {"us": clock.us / sizes.layers, "spread": clock.spread}
+        for number, each in clocks.items():
+            us = [clock.us / sizes.layers for clock in each]
+            spread = max(clock.spread for clock in each)
+            rows[number] |= {"us": median(us), "us_by_allocation": us, "spread": spread}
     hands = {(row["activation"], row["tokens"]): row["us"] for row in rows if row["contestant"] == "hand"}
     for row in rows:
         by_hand = hands.get((row["activation"], row["tokens"]))
