@@ -1,12 +1,16 @@
 """vLLM's engine with and without jitgemm, on real GPUs: how fast it is, and whether what it says is right.
 
     python scripts/vllm_engine.py speed MODEL/QUANT... OUT.jsonl    weights of real sizes and no meaning
-    python scripts/vllm_engine.py logprobs KIND OUT.jsonl [--tp 2]  small checkpoints with real weights, all engines
+    python scripts/vllm_engine.py logprobs KIND OUT.jsonl [--tp 2] [--checkpoint ONE]
+                                                                    small checkpoints with real weights, all engines
 
 MODEL: llama8b or qwen3-30b. QUANT: bf16, fp8 (per tensor, as vLLM quantises by itself), fp8_per_block, w4a8 (vLLM's
 own kernels of a compressed-tensors file), humming; jitgemm (quantised from bf16) with options or without, such as
-'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). KIND: dense or moe. The plug-in is found from
-this checkout, installed or not. Experts get uniform routing: with weights of no meaning routers route alike.
+'jitgemm:{"activation": "int8"}'; jitgemm-w4a8 (the file that w4a8 gets). The plug-in is found from this checkout,
+installed or not. Experts get uniform routing: with weights of no meaning routers route alike.
+
+KIND: dense or moe. Its weights are stored as bf16, compressed-tensors and gptq; of the latter two, ONE or both are
+served by vLLM's own kernels and by jitgemm, each compiled and eager.
 
 Each engine is a process of its own; its log lies beside OUT. All start at once, which takes about as long as one. When
 all have started they take turns, a size at a time, in three rounds: what slows the host for a while slows all of them.
@@ -25,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -270,13 +275,53 @@ def engine(model: str, quant: str, out: str, beside: int) -> None:
 # ---- logprobs --------------------------------------------------------------------------------------------------------
 
 
-def small(kind: str, folder: Path) -> None:
-    """Two checkpoints of one small random model: its linears in 4 bits, and the same values in bf16."""
+GROUP = 128
+SCHEME = compressed(E4M3, GROUP)
+
+
+def by_compressed_tensors(q: Any, scale: Any) -> dict[str, Any]:
+    """A layer's tensors, packed by the library itself; it rounds the dequantised weight to the same codes again."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme.model_validate(SCHEME["config_groups"]["group_0"])
+    tensors = {"weight": dequantised(q, scale), "weight_scale": scale}
+    return PackedQuantizationCompressor.compress(tensors, scheme)
+
+
+def by_gptq(q: Any, scale: Any) -> dict[str, Any]:
+    """A layer's tensors by GPTQ's definition, with its zero points of 8 stored less one."""
+    import torch
+
+    def words(codes: Any) -> Any:
+        places = torch.arange(0, 32, 4)[:, None]
+        return (codes.long().unflatten(0, (-1, 8)) << places).sum(1).int()  # int32 wraps
+
+    n, k = q.shape
+    return {
+        "qweight": words(q.T + 8),
+        "qzeros": words(torch.full((n, k // GROUP), 8 - 1)).T,
+        "scales": scale.T,
+        "g_idx": torch.arange(k, dtype=torch.int32) // GROUP,
+    }
+
+
+def dequantised(q: Any, scale: Any) -> Any:
+    return (q.float() * scale.float().repeat_interleave(GROUP, 1)).bfloat16()
+
+
+GPTQ = {
+    "quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "checkpoint_format": "gptq",
+}  # fmt: skip
+CHECKPOINTS = {"compressed-tensors": (by_compressed_tensors, SCHEME), "gptq": (by_gptq, GPTQ)}
+"""What packs a layer's codes and scales, none of it jitgemm's code, and the model's quantization_config."""
+
+
+def small(kind: str, folder: Path, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+    """One small random model, its linears in 4 bits, as these checkpoints and in bf16: {layer: (codes, scales)}."""
     import torch
     import transformers
     from safetensors.torch import save_file
-
-    from jitgemm.checkpoint.bits import pack_nibbles
 
     sizes = {
         "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -289,29 +334,28 @@ def small(kind: str, folder: Path) -> None:
     else:
         config = transformers.LlamaConfig(**sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    packed, plain = {}, {}
+    config.architectures = [type(model).__name__]
+    drawn, others = {}, {}
     for name, tensor in one_by_one(model.state_dict()):
-        tensor = tensor.clone()
         if "_proj" not in name:
-            packed[name] = plain[name] = tensor
+            others[name] = tensor.clone()
             continue
-        groups = tensor.float().unflatten(1, (-1, 128))
+        groups = tensor.float().unflatten(1, (-1, GROUP))
         scale = (groups.abs().amax(2) / 7).bfloat16()
         q = (groups / scale[..., None].float()).round().clamp(-8, 7).flatten(1).to(torch.int8)
-        layer = name.removesuffix(".weight")
-        plain[name] = (q.float() * scale.float().repeat_interleave(128, 1)).bfloat16()
-        packed |= {f"{layer}.weight_packed": pack_nibbles(q + 8, 1), f"{layer}.weight_scale": scale}
-        packed[f"{layer}.weight_shape"] = torch.tensor(q.shape)
-    config.architectures = [type(model).__name__]
-    for part, tensors in (("packed", packed), ("plain", plain)):
-        (folder / part).mkdir()
-        save_file(
-            {n: t.contiguous() for n, t in tensors.items()}, folder / part / "model.safetensors", {"format": "pt"}
-        )
-        config.quantization_config = compressed(E4M3)
-        if part == "plain":
-            del config.quantization_config
-        config.save_pretrained(folder / part)
+        drawn[name.removesuffix(".weight")] = q, scale
+    plain = (lambda q, scale: {"weight": dequantised(q, scale)}, None)
+    for checkpoint, (pack, quantization) in ({"bf16": plain} | {name: CHECKPOINTS[name] for name in names}).items():
+        tensors = dict(others)
+        for layer, parts in drawn.items():
+            tensors |= {f"{layer}.{name}": tensor.contiguous() for name, tensor in pack(*parts).items()}
+        path = folder / checkpoint
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        if quantization is not None:
+            config.quantization_config = quantization
+        config.save_pretrained(path)
+    return drawn
 
 
 def one_by_one(tensors: dict[str, Any]) -> Any:
@@ -328,33 +372,35 @@ def one_by_one(tensors: dict[str, Any]) -> Any:
                 yield from zip((f"{above}.{e}.{part}_proj.weight" for part in ("gate", "up")), expert.chunk(2))
 
 
-def logprobs(kind: str, out: str, tp: int) -> None:
+def logprobs(kind: str, out: str, tp: int, checkpoint: str | None) -> None:
     """Each engine's logprobs of the same tokens, next to those of the same weights in bf16."""
     folder = Path(tempfile.mkdtemp())
-    small(kind, folder)
-    engines = {
-        "bf16": ("plain", {}, False),
-        "vllm": ("packed", {}, False),
-        "jitgemm": ("packed", {"quantization": "jitgemm"}, False),
-        "jitgemm-eager": ("packed", {"quantization": "jitgemm"}, True),
-    }  # fmt: skip
-    found: dict[str, list[float]] = {}
+    chosen = [checkpoint] if checkpoint else list(CHECKPOINTS)
+    small(kind, folder, chosen)
+    engines: dict[tuple[str, str], dict[str, Any]] = {("bf16", "bf16"): {}}
+    for each in chosen:
+        for name, arguments in (("vllm", {}), ("jitgemm", {"quantization": "jitgemm"})):
+            engines[each, name] = arguments
+            engines[each, f"{name}-eager"] = arguments | {"enforce_eager": True}
+    found: dict[tuple[str, str], list[float]] = {}
     running = {}
-    for name, (part, arguments, eager) in engines.items():
-        given = {"model": str(folder / part), "tensor_parallel_size": tp, "enforce_eager": eager, **arguments}
-        command = [sys.executable, __file__, "one", json.dumps(given), str(folder / name)]
-        with Path(out).with_name(f"{kind}-tp{tp}-{name}.log").open("w") as log:
-            running[name] = subprocess.Popen(command, stdout=log, stderr=log)
-    for name, engine in running.items():
+    for (each, name), arguments in engines.items():
+        given = {"model": str(folder / each), "tensor_parallel_size": tp, **arguments}
+        command = [sys.executable, __file__, "one", json.dumps(given), str(folder / f"{each}-{name}.json")]
+        with Path(out).with_name(f"{kind}-tp{tp}-{each}-{name}.log").open("w") as log:
+            running[each, name] = subprocess.Popen(command, stdout=log, stderr=log)
+    for (each, name), engine in running.items():
         if engine.wait() == 0:
-            found[name] = json.loads((folder / name).read_text())
+            found[each, name] = json.loads((folder / f"{each}-{name}.json").read_text())
         else:
-            report(out, {"kind": kind, "tp": tp, "engine": name, "failed": engine.returncode})
-    for name, values in found.items():
-        apart = [abs(a - b) for a, b in zip(values, found["bf16"])]
-        row = {"kind": kind, "tp": tp, "engine": name, "mean_apart": sum(apart) / len(apart), "most_apart": max(apart)}
-        if name == "jitgemm-eager" and "jitgemm" in found:
-            row["equal_to_compiled"] = values == found["jitgemm"]
+            report(out, {"kind": kind, "tp": tp, "checkpoint": each, "engine": name, "failed": engine.returncode})
+    for (each, name), values in found.items():
+        apart = [abs(a - b) for a, b in zip(values, found["bf16", "bf16"], strict=True)]
+        row = {"kind": kind, "tp": tp, "checkpoint": each, "engine": name}
+        row |= {"mean_apart": sum(apart) / len(apart), "most_apart": max(apart)}
+        compiled = each, name.removesuffix("-eager")
+        if compiled != (each, name) and compiled in found:
+            row["equal_to_compiled"] = values == found[compiled]
         report(out, row)
 
 
@@ -363,8 +409,8 @@ def one(arguments: str, out: str) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        skip_tokenizer_init=True, max_model_len=1024, **LITTLE_MEMORY, enable_prefix_caching=False,
-        disable_log_stats=True, **json.loads(arguments),
+        skip_tokenizer_init=True, max_model_len=1024, **LITTLE_MEMORY | {"kv_cache_memory_bytes": 1 << 30},
+        enable_prefix_caching=False, disable_log_stats=True, **json.loads(arguments),
     )  # fmt: skip
     prompts = [{"prompt_token_ids": [3 + (i * 7919 + j * 104729) % 4000 for j in range(64 + 50 * i)]} for i in range(8)]
     how = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -384,9 +430,11 @@ def main() -> None:
     ):  # fmt: skip
         command = commands.add_parser(name)
         for argument in arguments:
-            command.add_argument(argument, nargs="+" if argument == "engines" else None)
+            allowed = ("dense", "moe") if argument == "kind" else None
+            command.add_argument(argument, nargs="+" if argument == "engines" else None, choices=allowed)
     commands.choices["engine"].add_argument("--beside", type=int, default=0)
     commands.choices["logprobs"].add_argument("--tp", type=int, default=1)
+    commands.choices["logprobs"].add_argument("--checkpoint", choices=CHECKPOINTS)
     given = vars(parser.parse_args())
     find_plug_in()
     globals()[given.pop("command")](**given)

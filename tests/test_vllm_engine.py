@@ -1,6 +1,7 @@
-"""scripts/vllm_engine.py: engines take turns, and their figures are those of steps with all sequences in them.
+"""scripts/vllm_engine.py: engines take turns, and their figures are those of steps with all sequences in them; the
+checkpoints whose logprobs it compares hold one and the same weights.
 
-vLLM is a stand-in with a clock of its own, in the scripts' own processes.
+vLLM is a stand-in, in the script's own processes: with a clock of its own, or with logprobs that the test says.
 """
 
 import json
@@ -9,9 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import builders
 import pytest
+import torch
+
+import jitgemm
+import jitgemm.nn
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "scripts"))
+
+import vllm_engine  # noqa: E402
+
 STANDIN = '''
 import json
 import os
@@ -108,3 +118,145 @@ def test_an_engine_that_dies_leaves_the_others_measured(speed):
 def test_an_engine_that_does_not_make_a_token_each_step_gives_no_figure(speed):
     done, rows = speed({"fp8": [1000]}, EVERY="2")
     assert done.returncode == 1 and not rows and "llama8b/fp8: failed, exit code 1" in done.stdout
+
+
+# ---- logprobs --------------------------------------------------------------------------------------------------------
+
+SAYS = """
+import json
+import os
+from types import SimpleNamespace
+
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, prompt_logprobs, detokenize):
+        pass
+
+
+class LLM:
+    def __init__(self, model, quantization="vllm", enforce_eager=False, tensor_parallel_size=1, **arguments):
+        name = f"{os.path.basename(model)} {quantization}{' eager' * enforce_eager}"
+        self.says = json.loads(os.environ["SAYS"])[name]
+        method = json.load(open(os.path.join(model, "config.json"))).get("quantization_config", {}).get("quant_method")
+        assert os.path.basename(model) == (method or "bf16") and tensor_parallel_size == 2
+
+    def generate(self, prompts, how, use_tqdm):
+        for prompt in prompts:
+            ids = prompt["prompt_token_ids"]
+            first = len(ids) == 64
+            values = [None] + [{each: SimpleNamespace(logprob=self.says[not first])} for each in ids[1:]]
+            yield SimpleNamespace(prompt_logprobs=values)
+"""
+
+
+@pytest.fixture(scope="module")
+def library():
+    pytest.importorskip("transformers")
+    return pytest.importorskip("compressed_tensors", minversion="0.17")  # that of vLLM 0.24
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def written(request, library, tmp_path_factory):
+    """The folder of a model's checkpoints, and the codes and scales that were drawn for each layer."""
+    folder = tmp_path_factory.mktemp(request.param)
+    drawn = vllm_engine.small(request.param, folder, vllm_engine.CHECKPOINTS)
+    linears = 4 if request.param == "moe" else 7
+    assert len(drawn) == 4 * (linears + (3 * 16 if request.param == "moe" else 0))
+    return folder, drawn
+
+
+def same_weight(weight, *layers):
+    """Whether a packed weight holds these layers' rows, bit for bit."""
+    q, scale, zero = weight.unpack()
+    codes, scales = (torch.cat(parts) for parts in zip(*layers, strict=True))
+    return zero is None and builders.same_bits(q, codes) and builders.same_bits(scale, scales)
+
+
+@pytest.mark.parametrize("name", vllm_engine.CHECKPOINTS)
+def test_each_layer_of_a_checkpoint_loads_as_it_was_drawn(written, name):
+    folder, drawn = written
+    assert [
+        layer for layer in drawn if not same_weight(jitgemm.load(folder / name, layer, device="cpu"), drawn[layer])
+    ] == []
+
+
+@pytest.mark.parametrize("name", vllm_engine.CHECKPOINTS)
+def test_a_model_of_a_checkpoint_has_the_weights_that_were_drawn(written, name):
+    import transformers
+    from safetensors.torch import load_file
+
+    folder, drawn = written
+    config = transformers.AutoConfig.from_pretrained(folder / "bf16")
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    left = dict(drawn)
+    for layer in jitgemm.nn.load_(model, folder / name, device="cpu"):
+        module = model.get_submodule(layer)
+        if isinstance(module, jitgemm.nn.W4A8Linear):
+            assert same_weight(module.weight, left.pop(layer)), layer
+            continue
+        for e in range(16):
+            gate, up, down = (left.pop(f"{layer}.{e}.{part}_proj") for part in ("gate", "up", "down"))
+            assert same_weight(module.w13.weight[e], gate, up) and same_weight(module.w2.weight[e], down), (layer, e)
+    assert left == {}
+    plain, state = load_file(folder / "bf16" / "model.safetensors"), model.state_dict()
+    others = [tensor for tensor in plain if "_proj" not in tensor]
+    assert "lm_head.weight" in others and all(builders.same_bits(state[each], plain[each]) for each in others)
+
+
+def test_the_file_in_bf16_holds_the_values_of_those_in_4_bits(written, library):
+    """As compressed-tensors itself unpacks them, and as jitgemm does."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from safetensors.torch import load_file
+
+    folder, drawn = written
+    plain = load_file(folder / "bf16" / "model.safetensors")
+    packed = load_file(folder / "compressed-tensors" / "model.safetensors")
+    config = json.loads((folder / "compressed-tensors" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
+    for layer in drawn:
+        parts = {each: packed[f"{layer}.{each}"] for each in ("weight_packed", "weight_scale", "weight_shape")}
+        theirs = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+        ours = jitgemm.load(folder / "gptq", layer, device="cpu").dequantize().bfloat16()
+        # 0 * scale is +0 or -0 by the path taken.
+        assert builders.same_bits(theirs + 0.0, plain[f"{layer}.weight"] + 0.0), layer
+        assert builders.same_bits(ours + 0.0, plain[f"{layer}.weight"] + 0.0), layer
+
+
+@pytest.mark.parametrize("chosen", [(), ("--checkpoint", "gptq")])
+def test_each_engine_s_logprobs_stand_next_to_those_in_bf16(library, tmp_path, monkeypatch, chosen):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(SAYS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    says = {"bf16 vllm": (-2, -3), "gptq vllm": (-2.5, -3.25), "gptq vllm eager": (-2.5, -3), "gptq jitgemm": (-2, -1)}
+    says |= {
+        "gptq jitgemm eager": (-2, -1),
+        "compressed-tensors vllm": (-2, -3),
+        "compressed-tensors jitgemm": (-2, -4),
+    }
+    says["compressed-tensors jitgemm eager"] = (-2, -3)
+    monkeypatch.setenv("SAYS", json.dumps(says))
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, ROOT / "scripts" / "vllm_engine.py", "logprobs", "dense", out, "--tp", "2", *chosen]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(row["kind"] == "dense" and row["tp"] == 2 and "commit" in row for row in rows)
+    failed = [(row["checkpoint"], row["engine"]) for row in rows if "failed" in row]
+    found = {(row["checkpoint"], row["engine"]): row for row in rows if "failed" not in row}
+    apart = {("bf16", "bf16"): (0, 0), ("gptq", "vllm"): (0.5, 0.25), ("gptq", "vllm-eager"): (0.5, 0)}
+    apart |= {("gptq", name): (0, 2) for name in ("jitgemm", "jitgemm-eager")}
+    equal = {("gptq", "vllm-eager"): False, ("gptq", "jitgemm-eager"): True}
+    if not chosen:
+        assert failed == [("compressed-tensors", "vllm-eager")]
+        apart |= {("compressed-tensors", name): far for name, far in (("vllm", (0, 0)), ("jitgemm", (0, 1)))}
+        apart["compressed-tensors", "jitgemm-eager"] = 0, 0
+        equal["compressed-tensors", "jitgemm-eager"] = False
+    else:
+        assert failed == []
+    assert found.keys() == apart.keys()
+    assert {name: row["equal_to_compiled"] for name, row in found.items() if "equal_to_compiled" in row} == equal
+    first, rest = 63, sum(63 + 50 * i for i in range(1, 8))  # tokens with logprobs in the first prompt, in the others
+    for name, (a, b) in apart.items():
+        assert found[name]["most_apart"] == max(a, b)
+        assert found[name]["mean_apart"] == pytest.approx((a * first + b * rest) / (first + rest))
