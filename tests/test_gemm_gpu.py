@@ -14,19 +14,18 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 import builders
+from ahead import compile_ahead
 import pytest
 import torch
 from builders import PER_CHANNEL
 
 import jitgemm
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
-from jitgemm.errors import JitGemmError
 from jitgemm.gemm.arguments import Operands
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
@@ -507,34 +506,16 @@ def kernel_of(lhs: str, format: WeightFormat, out: str, number: int) -> KernelSp
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_ahead(request, own_cache):
-    """The cache holds what the cases need, compiled in threads: serially it would take minutes.
-
-    The processes of a run share the cache: each begins elsewhere, and finds what another has compiled.
-    """
+    """The cache holds what the cases need."""
     if request.config.getoption("--emulate"):
         return
-    from jitgemm import settings
-    from jitgemm.runtime import kernels
-
     figures = device_figures()
     cases = (*NASTY, *FORMATS, *RANDOM, *MEANS, *SCALES, *OFFSETS, *AFFINE, *OUTS, *CODE_ORDERS, *REPEATED)
     problems = [*(case.problem for case in cases), *invariant_problems(), *exact_problems()]
     found = {choose(problem, figures) for problem in problems}
     found |= {kernel_of(*drawn) for drawn in drawn_kernels()}
     found |= {candidate.kernel for lhs in LHS_TYPES for candidate in candidates(small_problem(lhs), figures)}
-    specs = sorted(found, key=lambda spec: spec.label)
-    part, parts = map(int, (request.config.getoption("--shard") or "1/1").split("/"))
-    first = len(specs) * (part - 1) // parts
-    specs = specs[first:] + specs[:first]
-    if settings.debug():
-        specs = [replace(spec, debug=True) for spec in specs]
-
-    def build(spec: KernelSpec) -> None:
-        with suppress(JitGemmError):  # the test that needs it will say so
-            kernels.cache.get_or_compile(kernel_source(spec))
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(build, specs))
+    compile_ahead(request.config, found)
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------

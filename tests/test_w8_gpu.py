@@ -4,14 +4,12 @@ which wgmma gets the weights."""
 from __future__ import annotations
 
 import itertools
-import os
 import random
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import builders
+from ahead import compile_ahead
 import pytest
 import torch
 from builders import PER_CHANNEL, same_bits
@@ -22,13 +20,11 @@ from test_grouped_gpu import assert_right as assert_grouped
 
 import jitgemm
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.errors import JitGemmError
 from jitgemm.gemm.arguments import Operands
 from jitgemm.gemm.grouped_plan import GroupedPlan
 from jitgemm.gemm.groups import Groups
 from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
-from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
 from jitgemm.select.choose import choose
@@ -162,22 +158,13 @@ SAMPLED = [
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_ahead(request, own_cache):
-    """The cache holds what most cases need, compiled in threads."""
+    """The cache holds what most cases need."""
     if request.config.getoption("--emulate"):
         return
-    from jitgemm import settings
-    from jitgemm.runtime import kernels
-
     figures = device_figures()
     specs = {choose(case.problem, figures) for case in (*SIZES, *FORMS, *MODELS)}
     specs.update(*(sampled(problem) for problem in SAMPLED))
-
-    def build(spec: KernelSpec) -> None:
-        with suppress(JitGemmError):  # the test that needs it will say so
-            kernels.cache.get_or_compile(kernel_source(replace(spec, debug=settings.debug())))
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(build, sorted(specs, key=lambda spec: spec.label)))
+    compile_ahead(request.config, specs)
 
 
 @pytest.mark.parametrize("case", SIZES, ids=str)
