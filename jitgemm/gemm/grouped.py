@@ -195,9 +195,9 @@ def rows_of_m_indices(m_indices: torch.Tensor, experts: int, name: str = "m_indi
     """DeepGEMM's `m_indices` as `offsets`: int32 [E, 2], each expert's first row and end.
 
     Args:
-        m_indices: int32 [M], the expert of each row, -1 for rows to skip. Rows of one expert stand together, with no
-            other row between them; that is checked on the CPU, and on a GPU, waiting for it, where JITGEMM_DEBUG is
-            set. Else an expert's rows are all from its first to its last.
+        m_indices: int32 [M], the expert of each row; -1, or any number that is no expert's, for rows to skip. Rows of
+            one expert stand together, with no other row between them; that is checked on the CPU, and on a GPU,
+            waiting for it, where JITGEMM_DEBUG is set. Else an expert's rows are all from its first to its last.
         experts: E.
         name: of m_indices in messages.
     """
