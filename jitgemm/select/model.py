@@ -63,8 +63,8 @@ PAIRED_STREAM = 1.549
 PAIRED_ISSUE = 1.135
 """Times as many issue cycles where they do: the next kernel's take some."""
 PAIRED_TOKENS, PAIRED_TALL_US = 32, 1.5
-"""Added, the latter, where two CTAs are to share an SM in dense tiles of more tokens than the former: among GEMMs alone
-they are up to 7 % faster, in a model's layer, behind quantisers, up to 2 us slower (docs/notes/selector.md, behind a quantiser)."""
+"""Added, the latter, where two CTAs are to share an SM in dense tiles of more tokens than the former. Not fitted: among
+GEMMs alone they are faster, behind quantisers slower (docs/notes/selector.md, "Behind a quantiser")."""
 PREFETCH_US = 1.056
 """Most microseconds of memory's time that a kernel's prefetch saves it: the end of the kernel before is no longer."""
 L2_BYTES_PER_CYCLE = 39.0
