@@ -40,13 +40,13 @@ KNOWN_MODELS = DENSE_MODELS | DEEPSEEK_MODELS | {"mixtral", "gpt_oss", "qwen2_mo
 """And experts: in every layer of mixtral and gpt_oss; of the others' layers some may be dense, and qwen2_moe and
 DeepSeek's have shared experts."""
 
-_OF_ATTENTION = ("qkv_proj", "fused_qkv_a_proj")
-_FUSED = dict(
-    zip(_OF_ATTENTION, (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))),
-    gate_up_proj=("gate_proj", "up_proj"),
-    experts=("experts.down_proj",),
-)
-"""Projections as serving engines join them, of which attention has those that it has, and what each is made of."""
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "experts": ("experts.gate_proj", "experts.up_proj", "experts.down_proj"),
+}
+"""Projections as serving engines join them, and what each is made of."""
 
 _GATES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Kinds of gates by hidden_act."""
@@ -200,15 +200,15 @@ def linear_layers(
     if ep > 1 and model_type in DENSE_MODELS:
         raise ValueError(f"ep={ep}: expected 1 for {model_type}, which has no experts")
     if model_type in DENSE_MODELS:
-        layers += _mlp(config, "", "intermediate_size", tp, group_size, depth)
+        layers += _mlp(config, "", _size(config, "intermediate_size"), tp, group_size, depth)
     elif model_type in ("mixtral", "gpt_oss"):
         layers += _experts(config, "num_local_experts", "intermediate_size", tp, ep, group_size, depth)
     elif model_type in DEEPSEEK_MODELS:
         layers += _deepseek_moe(config, tp, ep, group_size, depth)
     else:
         layers += _qwen_moe(config, tp, ep, group_size, depth)
-    names = {layer.name for layer in layers}
-    parts = [part for whole, of in _FUSED.items() for part in of if whole in names or whole not in _OF_ATTENTION]
+    names = {layer.name.rpartition(".")[2] for layer in layers}
+    parts = [part for whole, of in _FUSED.items() if whole in names for part in of]
     dropped = {Form.both: (), Form.fused: parts, Form.separate: _FUSED}[Form(form)]
     layers = [layer for layer in layers if not {layer.name, layer.name.rpartition(".")[2]} & set(dropped)]
     for layer in layers:
@@ -324,9 +324,9 @@ def _latent_attention(config: Mapping[str, Any], tp: int, group_size: int) -> li
     ]
 
 
-def _mlp(config: Mapping[str, Any], prefix: str, width: str, tp: int, group_size: int, count: int) -> list[LinearLayer]:
+def _mlp(config: Mapping[str, Any], prefix: str, inter: int, tp: int, group_size: int, count: int) -> list[LinearLayer]:
     hidden = _size(config, "hidden_size")
-    part = _cut_k(f"{prefix}down_proj", _size(config, width), tp, group_size)
+    part = _cut_k(f"{prefix}down_proj", inter, tp, group_size)
     return [
         LinearLayer(f"{prefix}gate_up_proj", 2 * part, hidden, count),
         LinearLayer(f"{prefix}gate_proj", part, hidden, count),
@@ -345,7 +345,7 @@ def _experts(
         raise ValueError(f"ep={ep}: {experts} {total} is not divisible by it; what fits: ep of {fits}")
     local, tp = total // ep, tp if ep == 1 else 1
     part = _cut_k("experts.down_proj", inter, tp, group_size)
-    separate = _mlp(config, "experts.", width, tp, group_size, count * local)[1:]
+    separate = _mlp(config, "experts.", inter, tp, group_size, count * local)[1:]
     return [ExpertLayer(local, hidden, part, _size(config, "num_experts_per_tok"), _gate(config), count), *separate]
 
 
@@ -369,12 +369,13 @@ def _qwen_moe(config: Mapping[str, Any], tp: int, ep: int, group_size: int, dept
     routed = sum(1 for i in range(depth) if i not in dense_layers and (i + 1) % step == 0)
     layers: list[Layer] = []
     if routed < depth:
-        layers += _mlp(config, "", "intermediate_size", tp, group_size, depth - routed)
+        layers += _mlp(config, "", _size(config, "intermediate_size"), tp, group_size, depth - routed)
     if routed:
         experts = "num_experts" if "num_experts" in config else "num_local_experts"  # transformers 5 writes the latter
         layers += _experts(config, experts, "moe_intermediate_size", tp, ep, group_size, routed)
     if routed and config["model_type"] == "qwen2_moe":
-        layers += _mlp(config, "shared_expert.", "shared_expert_intermediate_size", tp, group_size, routed)
+        inter = _size(config, "shared_expert_intermediate_size")
+        layers += _mlp(config, "shared_expert.", inter, tp, group_size, routed)
     return layers
 
 
@@ -385,13 +386,12 @@ def _deepseek_moe(config: Mapping[str, Any], tp: int, ep: int, group_size: int, 
     routed = sum(1 for i in range(first, depth) if i % step == 0)
     layers: list[Layer] = []
     if routed < depth:
-        layers += _mlp(config, "", "intermediate_size", tp, group_size, depth - routed)
+        layers += _mlp(config, "", _size(config, "intermediate_size"), tp, group_size, depth - routed)
     if routed:
         layers += _experts(config, "n_routed_experts", "moe_intermediate_size", tp, ep, group_size, routed)
         if config.get("n_shared_experts"):
-            width = _size(config, "n_shared_experts") * _size(config, "moe_intermediate_size")
-            of_shared = dict(config) | {"width of the shared experts": width}
-            layers += _mlp(of_shared, "shared_experts.", "width of the shared experts", tp, group_size, routed)
+            inter = _size(config, "n_shared_experts") * _size(config, "moe_intermediate_size")
+            layers += _mlp(config, "shared_experts.", inter, tp, group_size, routed)
     return layers
 
 

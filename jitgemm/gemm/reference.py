@@ -16,8 +16,17 @@ from collections.abc import Iterator
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.arguments import X_SCALE, X_ZERO, Lhs, check_per_block, check_per_token, check_weight, lhs_group_of
-from jitgemm.gemm.arguments import split_lhs
+from jitgemm.gemm.arguments import (
+    X,
+    X_SCALE,
+    X_ZERO,
+    Lhs,
+    check_per_block,
+    check_per_token,
+    check_weight,
+    lhs_group_of,
+    split_lhs,
+)
 from jitgemm.gemm.e8m0 import with_fp32_scales
 from jitgemm.gemm.groups import Groups, check_groups, experts_of
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
@@ -146,12 +155,12 @@ def _check(  # type: ignore[no-untyped-def]
 ) -> int:
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
-    check_dtype("lhs[0] (x)", x.dtype, LHS_TYPES if rhs.format.bits == 4 else (rhs.format.codes,))
+    check_dtype(X, x.dtype, LHS_TYPES if rhs.format.bits == 4 else (rhs.format.codes,))
     if x.dim() != 2 or x.shape[1] != rhs.k:
-        raise ValueError(f"lhs[0] (x): expected shape [m, {rhs.k}], got {list(x.shape)}")
+        raise ValueError(f"{X}: expected shape [m, {rhs.k}], got {list(x.shape)}")
     m = x.shape[0]
     if x_zero is not None and x.dtype != torch.int8:
-        raise TypeError(f"lhs[0] (x): expected int8 beside lhs[2] (x_zero), got {dtype_name(x.dtype)}")
+        raise TypeError(f"{X}: expected int8 beside {X_ZERO}, got {dtype_name(x.dtype)}")
     group = lhs_group_of(x_scale)
     if group and x_zero is not None:
         raise ValueError(f"{X_ZERO}: expected None beside a scale per token and {group} k, got a tensor")
@@ -165,7 +174,7 @@ def _check(  # type: ignore[no-untyped-def]
         raise ValueError(f"bias: expected shape {list(bias_shape)}, got {list(bias.shape)}")
     if bias is not None and not bias.is_floating_point():
         raise TypeError(f"bias: expected a float type, got {dtype_name(bias.dtype)}")
-    for name, tensor in (("lhs[0] (x)", x), (X_SCALE, x_scale), (X_ZERO, x_zero), ("bias", bias)):
+    for name, tensor in ((X, x), (X_SCALE, x_scale), (X_ZERO, x_zero), ("bias", bias)):
         if tensor is not None:
             check_device(name, tensor, "rhs", rhs.device)
             check_no_grad(name, tensor)

@@ -252,9 +252,9 @@ def time_layer(
 
     Returns:
         contestant, activation (None for bf16), tokens; us: of a layer, the median over the allocations of the medians
-        of all replays, which are us_by_allocation; spread: relative, of the replays, the largest; times_hand: us over that of the calls by hand; difference: relative, of what the layers add to x from
-        what the calls by hand do, for bf16 from what its modules do uncompiled. The floor has no spread and no
-        difference: it is computed.
+        of all replays, which are us_by_allocation; spread: relative, of the replays, the largest; times_hand: us over
+        that of the calls by hand; difference: relative, of what the layers add to x from what the calls by hand do, for
+        bf16 from what its modules do uncompiled. The floor has no spread and no difference: it is computed.
     """
     gpu = torch.device(device).type == "cuda"
     base = random_stack(sizes, device, seed)
@@ -276,41 +276,39 @@ def time_layer(
     for m in batches:
         torch._dynamo.reset()  # a function is compiled for a few kinds of arguments at most
         tokens = torch.randn(m, sizes.hidden, generator=torch.Generator().manual_seed(seed))
-        clocks: dict[int, list[Timed]] = {}  # by the number of a row
-        first, between = len(rows), []
+        found: dict[tuple[str, str | None], tuple[dict[str, Any], list[Timed]]] = {}  # row and clocks of a contestant
+        between = []
         for place in range(allocations):
-            number = first
             between.append(torch.empty(place * 3 << 17, dtype=torch.uint8, device=device))
             x = tokens.to(device, torch.bfloat16)
             for weights in kinds:
-                if weights.activation is None:
+                kind = weights.activation
+                if kind is None:
                     hand, exact = None, weights.plain(x[:, None])[:, 0]
                 else:
                     hand = ByHand(weights.plain, x)
                     exact = hand.result(partial(hand.fused, keep=True))
                 for entry in entries(weights, names, hand, x, compiled):
-                    if place == 0:
-                        of = " ".join(filter(None, (entry.name, weights.activation)))
-                        say(f"{m} token{'s' if m > 1 else ''}: {of}")
-                        row = {"contestant": entry.name, "activation": weights.activation, "tokens": m}
+                    if (entry.name, kind) not in found:
+                        say(f"{m} token{'s' if m > 1 else ''}: {' '.join(filter(None, (entry.name, kind)))}")
+                        row = {"contestant": entry.name, "activation": kind, "tokens": m}
                         added = (exact - x).float()
                         row["difference"] = float((entry.result().float() - exact.float()).norm() / added.norm())
-                        rows.append(row)
-                    clock = (Timed if gpu else OnCpu)([entry.call] * (PASSES if gpu else 1))
-                    clocks.setdefault(number, []).append(clock)
-                    number += 1
-                if weights.activation is not None and "floor" in names:
-                    row = {"contestant": "floor", "activation": weights.activation, "tokens": m}
-                    rows += [row | {"us": floor_us(weights.plain, group_size)}] if place == 0 else []
-                    number += 1
-        timed = [clock for each in clocks.values() for clock in each]
+                        found[entry.name, kind] = row, []
+                    found[entry.name, kind][1].append((Timed if gpu else OnCpu)([entry.call] * (PASSES if gpu else 1)))
+                if kind is not None and "floor" in names:
+                    row = {"contestant": "floor", "activation": kind, "tokens": m}
+                    found["floor", kind] = row | {"us": floor_us(weights.plain, group_size)}, []
+        timed = [clock for _, clocks in found.values() for clock in clocks]
         for i in range(ROUNDS if gpu else 1):
             for clock in random.Random(i).sample(timed, len(timed)):  # nobody keeps its neighbours
                 clock.turn(REPLAYS if gpu else 1)
-        for number, each in clocks.items():
-            us = [clock.us / sizes.layers for clock in each]
-            spread = max(clock.spread for clock in each)
-            rows[number] |= {"us": median(us), "us_by_allocation": us, "spread": spread}
+        for row, clocks in found.values():
+            if clocks:
+                us = [clock.us / sizes.layers for clock in clocks]
+                spread = max(clock.spread for clock in clocks)
+                row |= {"us": median(us), "us_by_allocation": us, "spread": spread}
+            rows.append(row)
     hands = {(row["activation"], row["tokens"]): row["us"] for row in rows if row["contestant"] == "hand"}
     for row in rows:
         by_hand = hands.get((row["activation"], row["tokens"]))
