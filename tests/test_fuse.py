@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
+import gc
 import io
 import pickle
 import shutil
 import sys
+import weakref
 
 import builders
 import pytest
@@ -16,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from small_models import same_state
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
@@ -671,6 +675,182 @@ def test_a_fused_layer_checkpoints_as_it_did():
     with torch.no_grad():
         found = model.train()(IDS).logits
     assert builders.same_bits(found, exact)  # on a CPU the addition's and the norm's calls are one, bit for bit
+
+
+# ---- second residual additions ---------------------------------------------------------------------------------------
+
+
+def stack(count: int = 3, device: str = "cpu") -> torch.nn.Sequential:
+    """Layers in a row, fused."""
+    torch.manual_seed(1)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Layer("") for _ in range(count))
+    model.to(torch.bfloat16).eval().to(device)
+    quantize(model, activation="int8")
+    fuse_(model)
+    return torch.nn.Sequential(*model.layers)
+
+
+class Additions(TorchDispatchMode):
+    """Counts PyTorch's of two tensors, in three dimensions: jitgemm's reference adds rows."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.add.Tensor and args[0].dim() == getattr(args[1], "ndim", 0) == 3
+        return func(*args, **(kwargs or {}))
+
+
+def additions(layers: torch.nn.Sequential, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What layers that take nothing but x make of it, and how many sums of two tensors PyTorch made for that."""
+    with Additions() as counted:
+        return layers(x), counted.count
+
+
+GATES = 1
+"""Additions of two tensors in a layer's attention."""
+
+
+@contextlib.contextmanager
+def by_pytorch(layers: torch.nn.Sequential):
+    """Meanwhile PyTorch makes all second additions."""
+    links = [layer.fused_next for layer in layers]
+    assert [link and link() for link in links] == [*layers[1:], None]
+    for layer in layers:
+        layer.fused_next = None
+    yield
+    for layer, link in zip(layers, links):
+        layer.fused_next = link
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_next_layer_s_norm_makes_the_second_addition(mode, device):
+    layers = stack(device=device)
+    x = torch.randn(2, 3, 128, dtype=torch.bfloat16, device=device)
+    with mode():
+        with by_pytorch(layers):
+            expected, count = additions(layers, x)
+        assert count == len(layers) * (GATES + 1)
+        for _ in range(2):
+            found, count = additions(layers, x)
+            assert builders.same_bits(found, expected)
+            assert count == len(layers) * GATES + 1  # the last layer's
+    assert all(layer.first.kept is None and layer.first.adds for layer in layers)
+
+
+def written(x: torch.Tensor) -> torch.Tensor:
+    x[..., 1] += 3
+    return x
+
+
+BETWEEN = {
+    "writes": lambda x: written(x),
+    "replaces": lambda x: x * 2,
+    "views": lambda x: x.view(6, 128).view(2, 3, 128),
+    "writes a view": lambda x: (written(x[1:]), x)[1],
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_sum_that_is_not_what_the_next_layer_reads_is_not_taken_for_it(between, mode):
+    layers = stack()
+    first, second, _ = layers
+    x, change = torch.randn(2, 3, 128, dtype=torch.bfloat16), BETWEEN[between]
+    with mode():
+        with by_pytorch(layers):
+            expected = second(change(first(x)))
+        for _ in range(2):
+            assert builders.same_bits(second(change(first(x))), expected)
+        assert not second.first.adds and second.first.kept is None  # nor is it tried for ever
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("where", ["behind the layer", "ahead of the next", "ahead of its norm", "behind its norm"])
+def test_hooks_may_write_the_sum_behind_pytorch_s_back(where, mode):
+    layers = stack()
+    x = torch.randn(2, 3, 128, dtype=torch.bfloat16)
+
+    def write(_, inputs, output=None):
+        (inputs[0] if output is None else output).data[..., 1].add_(3)
+
+    module = {"behind": layers[0], "ahead": layers[1]}[where.split()[0]]
+    module = layers[1].first if "norm" in where else module
+    register = module.register_forward_hook if "behind" in where else module.register_forward_pre_hook
+    with mode():
+        without = layers(x)
+        handle = register(write)
+        with by_pytorch(layers):
+            expected = layers(x)
+        assert builders.same_bits(layers(x), expected) and not torch.equal(expected, without)
+        handle.remove()
+        found, count = additions(layers, x)
+    assert builders.same_bits(found, without) and count == len(layers) * GATES + 1
+
+
+def test_a_layer_that_is_left_out_costs_one_call_in_vain():
+    layers = stack()
+    x = torch.randn(2, 3, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = layers[2](layers[0](x) * 1)
+        for _ in range(3):
+            assert builders.same_bits(layers[2](layers[0](x)), expected)
+    assert not layers[1].first.adds and layers[1].first.kept is None and layers[2].first.adds
+
+
+def test_copies_add_as_pytorch_does_until_they_are_fused_again():
+    model = quantised()
+    fuse_(model)
+    exact = logits(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert model.model.layers[0].fused_next() is model.model.layers[1]
+        assert all(layer.fused_next is None for layer in other.model.layers)
+        assert builders.same_bits(logits(other), exact)
+        with pytest.warns(UserWarning, match="fused nothing"):
+            fuse_(other)
+        assert other.model.layers[0].fused_next() is other.model.layers[1]
+        assert builders.same_bits(logits(other), exact)
+    alone = copy.deepcopy(model.model.layers[0])
+    assert sum(isinstance(module, FusedNorm) for module in alone.modules()) == 2
+    unfuse_(model)
+    assert not any("fused_next" in vars(layer) for layer in model.model.layers)
+
+
+def test_a_layer_that_is_gone_is_not_asked():
+    layers, x = list(stack()), torch.randn(2, 3, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = layers[0](x)
+        layers[0].fused_next, gone = layers[0].fused_next, weakref.ref(layers.pop(1))
+        gc.collect()
+        assert gone() is None and layers[0].fused_next() is None
+        assert builders.same_bits(layers[0](x), expected)
+
+
+@pytest.mark.gpu
+def test_what_was_kept_is_for_the_same_capture():
+    first, second, _ = stack(device="cuda")
+    x = torch.randn(2, 3, 128, dtype=torch.bfloat16, device="cuda")
+    other = torch.randn_like(x)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+    with torch.no_grad():
+        expected = second(other)
+        second(first(x))
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graphs[0]):
+            inputs = [first(x)]
+        with torch.cuda.graph(graphs[1]):
+            results = [second(inputs[0])]
+        assert not second.first.adds  # seen: it was kept in another
+        second.first.adds = True
+        inputs.append(first(x))
+        with torch.cuda.graph(graphs[2]):
+            results.append(second(inputs[1]))
+        assert not second.first.adds
+        for given, graph, result in zip(inputs, graphs[1:], results):
+            given.copy_(other)
+            graph.replay()
+            assert builders.same_bits(result, expected)
 
 
 # ---- back ------------------------------------------------------------------------------------------------------------

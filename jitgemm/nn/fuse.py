@@ -16,7 +16,9 @@ output the same is made.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,8 +49,9 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
     - RMSNorm, the quantiser behind it and the projections that read the norm: their input is quantised once, and
       Linears whose formats and biases are of one kind are one GEMM. Norms that multiply by 1 + weight, as Gemma's, do
       so in fp32.
-    - the residual addition before such a norm, of layers h = x + attention(norm(x)), h + mlp(norm(h)). The second one
-      stays PyTorch's, as the norm behind it is the next layer's.
+    - the residual additions before such norms, of layers h = x + attention(norm(x)), h + mlp(norm(h)). The second one
+      belongs to the next layer's norm, which runs early for it; of the last layer, of copies until `fuse_` is called
+      on them, and wherever anything else may read or write the sum in between, it stays PyTorch's.
     - silu(gate) * up or gelu(gate) * up, gelu as it is or by tanh, and the quantiser of the next Linear's input. Other
       gates stay PyTorch's.
 
@@ -89,6 +92,9 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
                     report.skipped[name] = call
                 else:
                     _fuse_block(name, block, call, report)
+            for layer, behind in pairwise(owner.get_submodule(list_name).children()):
+                if isinstance(layer, FusedLayer) and isinstance(behind, FusedLayer):
+                    layer.fused_next = weakref.ref(behind)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     report.sort(key=lambda name: order[name])
     if not report:

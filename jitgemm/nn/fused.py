@@ -1,5 +1,5 @@
 """What `fuse_` puts into a model: a norm that runs the projections behind it, views of those, an MLP, and a layer
-that leaves its first residual addition to a norm's quantiser.
+that leaves its residual additions to norms' quantisers: the first to its own, the second to the next layer's.
 
 A joint runs Linears that read one input: that is quantised once, and those whose formats agree are one GEMM, whose
 weight is theirs one below the other. The Linears become `Slice`s, whose buffers are views of it.
@@ -7,6 +7,7 @@ weight is theirs one below the other. The Linears become `Slice`s, whose buffers
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows, is_dtensor, on_par
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
+from jitgemm.weight.settled import capture_number
 
 _VIEWS = ("blocks", "channel_scale", "row_sum", "bias", "permutation", "input_scale")
 ADVICE = "call jitgemm.nn.unfuse_(model) first"
@@ -211,12 +213,28 @@ class Joint(torch.nn.Module):
         return out if total is None else (total.view(x.shape), out)
 
 
+class Kept(NamedTuple):
+    """What a norm gives for x, found when x was made; true as long as x is not written, and within that CUDA graph."""
+
+    x: torch.Tensor
+    version: int
+    capture: int | None
+    out: torch.Tensor
+
+
 class FusedNorm(torch.nn.Module):
     """RMSNorm, quantiser and the projections that read the norm: x -> their outputs, side by side.
 
     `weight` is the norm's own parameter, under its own name. `gain` is what the norm multiplies by where that is
     another tensor: 1 + weight in fp32 for Gemma's.
+
+    Attributes:
+        kept: what `add` made, until the next call.
+        adds: whether calls behind `add` have always been for its sum; else it is work for nothing.
     """
+
+    kept: Kept | None = None
+    adds = True
 
     def __init__(self, norm: torch.nn.Module, eps: float, one_plus: bool, linears: Sequence[PackedLinear]):
         super().__init__()
@@ -229,19 +247,37 @@ class FusedNorm(torch.nn.Module):
         self.train(norm.training)
         self._set_gain()
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, **into: torch.Tensor) -> Any:
         """x bf16, fp16 or fp32 [..., k] -> [..., joint.width]; with a residual of x's shape (x + residual, that of it).
 
-        The addition is PyTorch's where the types differ, as under autocast.
+        The addition is PyTorch's where the types differ, as under autocast. into: `residual_out`, where it is not.
         """
         if residual is not None and (is_dtensor(x) or residual.dtype != x.dtype or residual.shape != x.shape):
             total = residual + x
             return total, self.forward(total)
         if is_dtensor(x):
             return on_parts(self.forward, x, self.joint.slices[0].split)
+        if not torch.compiler.is_compiling() and self.kept is not None:
+            kept, self.kept = self.kept, None
+            if kept.x is x and kept.version == x._version and kept.capture == capture_number(x.device):
+                return kept.out
+            self.adds = False
         gain = self._buffers["gain"]
         gain = self.weight.detach() if gain is None else gain
-        return self.joint(x, residual, rms_norm=gain, eps=self.eps)
+        return self.joint(x, residual, rms_norm=gain, eps=self.eps, **into)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x + residual, of one shape and type, in the quantiser's kernel: the call that follows, on that very sum, is
+        made here and its result kept for it.
+
+        Any other call is computed as ever. The sum counts its versions in inference mode as well.
+        """
+        with torch.inference_mode(False):
+            total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rows = as_rows(total, self.joint.in_features)
+        _, out = self(x, residual, residual_out=rows)
+        self.kept = Kept(total, total._version, capture_number(total.device), out)
+        return total
 
     def original(self) -> torch.nn.Module:
         norm = self.replaced[0]
@@ -350,10 +386,16 @@ class Steps(NamedTuple):
 class FusedLayer:
     """A layer whose first residual addition its second norm, a `FusedNorm`, makes. Its class derives from the layer's.
 
+    The second one is made by the first norm of the layer behind it in the list, which the layer's result goes to; by
+    PyTorch where that is none, has hooks or stands elsewhere, and by a compiler, which sees both layers.
     While training, the layer's own forward runs.
+
+    Attributes:
+        fused_next: the layer behind, weakly: copies and pickles of this one have none of it.
     """
 
     fused_steps: Steps
+    fused_next: weakref.ref[FusedLayer] | None = None
 
     @staticmethod
     def make(layer: torch.nn.Module, steps: Steps) -> None:
@@ -366,6 +408,7 @@ class FusedLayer:
     def original(self) -> torch.nn.Module:
         self.__class__ = type(self).__bases__[1]
         del self.fused_steps
+        vars(self).pop("fused_next", None)
         return self
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -381,10 +424,32 @@ class FusedLayer:
         y = attention(**given, **{steps.reads: y}) if steps.reads else attention(y, **given)
         y = _chain(others, y)
         total, y = getattr(self, steps.norm)(y, x)
-        return total + _chain([getattr(self, name) for name in steps.after], y)
+        y = _chain([getattr(self, name) for name in steps.after], y)
+        norm = None if torch.compiler.is_compiling() else self._norm_behind(y, total)
+        return total + y if norm is None else norm.add(y, total)
+
+    def _norm_behind(self, y: torch.Tensor, total: torch.Tensor) -> FusedNorm | None:
+        """The norm that reads y + total next and can add them, as far as can be told."""
+        layer = self.fused_next and self.fused_next()
+        if not isinstance(layer, FusedLayer):
+            return None
+        norm = getattr(layer, layer.fused_steps.before[0])
+        if not isinstance(norm, FusedNorm):
+            return None
+        if norm.kept is not None:  # since the last time: nothing reads it
+            norm.kept, norm.adds = None, False
+        if not norm.adds:
+            return None
+        # A hook may write the sum without its version, as through .data, and reads what the norm is given.
+        hooked = self._forward_hooks or layer._forward_pre_hooks or norm._forward_pre_hooks or norm._forward_hooks
+        alike = y.dtype == total.dtype and y.shape == total.shape and y.device == norm.weight.device
+        return norm if alike and not hooked and not is_dtensor(y) and not is_dtensor(total) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _new_fused, (type(self).__bases__[1],), self.__getstate__()
+        state = self.__getstate__()
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name != "fused_next"}
+        return _new_fused, (type(self).__bases__[1],), state
 
 
 def _chain(modules: Sequence[torch.nn.Module], y: Any) -> torch.Tensor:
