@@ -265,7 +265,7 @@ def _read(nvrtc: Any, program: Any, what: str) -> bytes:
     (size,) = _call(nvrtc, f"Get{what}Size", program)
     data = bytes(size)
     if size:
-        _call(nvrtc, f"Get{what}", program, data)  # fills the bytes object in place
+        _call(nvrtc, f"Get{what}", program, data)  # fills the bytes object in place; Python's only b"\0" with itself
     return data
 
 

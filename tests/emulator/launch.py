@@ -67,10 +67,10 @@ def to_ptx(kernel: KernelSource) -> str:
     options = [b"-arch=compute_90a", b"-std=c++17", b"-default-device"]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     size = nvrtc.nvrtcGetProgramLogSize(program)[1]
-    log = b" " * size
+    log = bytes(size)  # filled in place; an empty log's one byte is Python's only b"\0", and stays that
     nvrtc.nvrtcGetProgramLog(program, log)
     assert int(code) == 0, log.decode()
-    text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
+    text = bytes(nvrtc.nvrtcGetPTXSize(program)[1])
     nvrtc.nvrtcGetPTX(program, text)
     nvrtc.nvrtcDestroyProgram(program)
     return text.decode()
