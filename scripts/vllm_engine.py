@@ -390,8 +390,10 @@ def logprobs(kind: str, out: str, tp: int, checkpoint: str | None) -> None:
         with Path(out).with_name(f"{kind}-tp{tp}-{each}-{name}.log").open("w") as log:
             running[each, name] = subprocess.Popen(command, stdout=log, stderr=log)
     for (each, name), engine in running.items():
-        if engine.wait() == 0:
-            found[each, name] = json.loads((folder / f"{each}-{name}.json").read_text())
+        engine.wait()
+        values = folder / f"{each}-{name}.json"
+        if values.exists():  # whatever its exit code: vLLM's interpreters abort at their end now and then
+            found[each, name] = json.loads(values.read_text())
         else:
             report(out, {"kind": kind, "tp": tp, "checkpoint": each, "engine": name, "failed": engine.returncode})
     for (each, name), values in found.items():
@@ -418,7 +420,9 @@ def one(arguments: str, out: str) -> None:
     for prompt, answer in zip(prompts, llm.generate(prompts, how, use_tqdm=False)):
         ids = prompt["prompt_token_ids"]
         values += [each[ids[i]].logprob for i, each in enumerate(answer.prompt_logprobs) if each is not None]
-    Path(out).write_text(json.dumps(values))
+    part = Path(out).with_suffix(".part")
+    part.write_text(json.dumps(values))
+    part.rename(out)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows, is_dtensor, on_par
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
-from jitgemm.weight.settled import capture_number
+from jitgemm.weight.settled import capturing
 
 _VIEWS = ("blocks", "channel_scale", "row_sum", "bias", "permutation", "input_scale")
 ADVICE = "call jitgemm.nn.unfuse_(model) first"
@@ -259,7 +259,7 @@ class FusedNorm(torch.nn.Module):
             return on_parts(self.forward, x, self.joint.slices[0].split)
         if not torch.compiler.is_compiling() and self.kept is not None:
             kept, self.kept = self.kept, None
-            if kept.x is x and kept.version == x._version and kept.capture == capture_number(x.device):
+            if kept.x is x and kept.version == x._version and kept.capture == _capture(x.device):
                 return kept.out
             self.adds = False
         gain = self._buffers["gain"]
@@ -276,7 +276,7 @@ class FusedNorm(torch.nn.Module):
             total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rows = as_rows(total, self.joint.in_features)
         _, out = self(x, residual, residual_out=rows)
-        self.kept = Kept(total, total._version, capture_number(total.device), out)
+        self.kept = Kept(total, total._version, _capture(total.device), out)
         return total
 
     def original(self) -> torch.nn.Module:
@@ -522,6 +522,15 @@ def _meta(part: Slice, codes: str) -> torch.Tensor:
     other = object.__new__(type(weight))
     other.__dict__.update(weight.__dict__, format=replace(weight.format, codes=codes))
     return other.state_dict()["meta"]
+
+
+def _capture(device: torch.device) -> int | None:
+    """Which capture by a CUDA graph the device's current stream is part of, if it is of one."""
+    if device.type != "cuda" or not capturing(device):
+        return None
+    from jitgemm.runtime.driver import capture_number
+
+    return capture_number(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -25,15 +25,6 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def capture_number(device: torch.device) -> int | None:
-    """Which capture the device's current stream is part of; None if it is of none."""
-    if device.type != "cuda" or not capturing(device):
-        return None
-    from jitgemm.runtime.driver import capture_number
-
-    return capture_number(torch.cuda.current_stream(device).cuda_stream)
-
-
 def settle(blocks: torch.Tensor) -> SettledAt | None:
     """Waits for what the current stream still writes, and remembers where the records are settled now.
 
