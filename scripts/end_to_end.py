@@ -34,6 +34,7 @@ from jitgemm.nn.read import CODES
 from benchmark_lib import layer as one_layer
 from benchmark_lib.divided import DIVIDED, Cells, on_ranks
 from benchmark_lib.llama import (
+    ATTENTIONS,
     CONTESTANTS,
     MOST_DIFFERENT,
     MOST_DIFFERENT_LOGITS,
@@ -179,6 +180,9 @@ def speed(
     context: Annotated[int, typer.Option("--context", min=1, help="Tokens in the cache when decoding starts.")] = 256,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Tokens decoded for each sequence.")] = 64,
     prefill: Annotated[int, typer.Option("--prefill", min=0, help="Tokens of a prompt; 0 for none.")] = 2048,
+    attention: Annotated[
+        str, typer.Option("--attention", metavar="sdpa|flex", help="Of decoding: SDPA, or FlexAttention compiled.")
+    ] = "sdpa",
     backend: Backend = None,
     device: Device = None,
     seed: Seed = 0,
@@ -187,8 +191,9 @@ def speed(
     """Time a whole Llama-3-8B with random weights: decoding from a static cache, and a prompt.
 
     One token a step for each sequence, greedily; on a GPU one CUDA graph is replayed a step. All blocks are compiled by
-    torch.compile, as one function that serves all layers; attention is SDPA. Embedding, attention and lm_head are the
-    same in all, in bf16, but for e4m3-head8's lm_head.
+    torch.compile, as one function that serves all layers. Embedding, attention and lm_head are the same in all, in
+    bf16, but for e4m3-head8's lm_head. SDPA reads the cache of a sequence with a CTA for each head of it; FlexAttention
+    with as many as there are SMs.
 
     \b
       bf16         torch.nn.Linear
@@ -203,6 +208,7 @@ def speed(
     \b
     Examples:
       python scripts/end_to_end.py speed --json > llama.json
+      python scripts/end_to_end.py speed --attention flex --json > flex.json
       python scripts/end_to_end.py speed --contestant bf16 --contestant e4m3 --contestant e4m3-plain --batch 1
       python scripts/end_to_end.py speed --device cpu --layers 2 --hidden 256 --intermediate 512 --heads 4 \\
           --kv-heads 2 --vocab 512 --batch 1 --context 4 --steps 2 --prefill 8
@@ -219,15 +225,19 @@ def speed(
     batches = _parse_batches(batch)
     device = _device(device)
     backend = _backend(backend, device)
+    _contestants([attention], ATTENTIONS, "--attention")
+    if attention == "flex" and backend == "none":
+        raise ValueError("--attention: FlexAttention is for a compiler, expected a --backend, got none")
     sizes = ModelSizes(layers, hidden, intermediate, heads, kv_heads, vocab, max(prefill, context + steps))
     sizes.check(group_size)
     start = time.monotonic()
     with torch.no_grad(), _third_party_noise():
         document = _about(sizes, group_size, device, versions)
         document |= {"context": context, "steps": steps, "prefill": prefill, "backend": backend}
+        document["attention"] = attention
         document["rows"] = time_llama(
-            sizes, names, batches, context, steps, prefill, group_size, None if backend == "none" else backend, device,
-            seed, lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),
+            sizes, names, batches, context, steps, prefill, group_size, None if backend == "none" else backend,
+            attention, device, seed, lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),
         )  # fmt: skip
     document["seconds"] = round(time.monotonic() - start, 1)
     if as_json:

@@ -134,6 +134,15 @@ def compile_with(compile, other, function, *, backend, **options):
     return compile(function, backend=other, **options)
 
 
+def test_flex_attention_decodes_what_sdpa_decodes(script, transformers):
+    model = ["--contestant", "bf16", "--batch", "1,2", "--context", "70", "--prefill", "0", "--backend", "inductor"]
+    result = run(script, *SPEED, *model, "--attention", "flex", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["attention"] == "flex" and len(document["rows"]) == 2
+    assert all(0 < row["difference"] < 0.02 for row in document["rows"])  # SDPA's, uncompiled, masks 58 of 128 slots
+
+
 def test_a_table_of_speeds_for_people(script, transformers):
     result = run(script, *SPEED, "--contestant", "bf16", "--contestant", "int8-plain", "--batch", "2")
     assert result.exit_code == 0, result.output
@@ -338,6 +347,8 @@ def test_layers_divided_among_gpus_replay(script, transformers):
         ([*CHECK, "--activation", "int4"], "--activation: expected fp8 or int8, got 'int4'"),
         ([*CHECK, "--format", "gptq"], "--format: expected int-quantized or pack-quantized, got 'gptq'"),
         ([*SPEED, "--contestant", "int4"], "--contestant: expected one of bf16, fp8, e4m3, int8, e4m3-plain"),
+        ([*SPEED, "--attention", "eager"], "--attention: expected one of sdpa, flex, got 'eager'"),
+        ([*SPEED, "--attention", "flex"], "--attention: FlexAttention is for a compiler, expected a --backend"),
         ([*SPEED, "--batch", "1,x"], "--batch: expected positive numbers such as 1,16,64, got '1,x'"),
         ([*SPEED, "--batch", "0"], "--batch: expected positive numbers"),
         ([*SPEED, "--heads", "3"], "--heads: expected an even head size and a multiple of --kv-heads"),

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import jitgemm.nn
 from jitgemm.nn import W4A8Linear
 
 ROUNDS = 3
+ATTENTIONS = ("sdpa", "flex")
 SLOTS = 64
 """Caches have a multiple of so many tokens: SDPA's kernels take masks of such sizes as they are."""
 MOST_DIFFERENT = 0.3
@@ -158,11 +160,13 @@ def rotated(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch
 
 
 def block(  # type: ignore[no-untyped-def]
-    layer, hidden, rotary, keys, values, positions, mask
+    layer, hidden, rotary, keys, values, positions, mask, kind
 ) -> torch.Tensor:
     """A decoder layer: hidden [batch, tokens, size] -> the same; writes tokens' keys and values to their positions.
 
     mask: what a single token adds to its scores [batch, 1, 1, slots]; None for a prompt, whose tokens are all there is.
+    kind: of a single token's attention, one of ATTENTIONS; "flex" is for a compiler, which cuts the cache into parts
+    that SMs share.
     """
     attention = layer.self_attn
     batch, tokens, _ = hidden.shape
@@ -177,6 +181,11 @@ def block(  # type: ignore[no-untyped-def]
     values.index_copy_(2, positions, v)
     if mask is None:
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    elif kind == "flex":
+        position = positions[0]
+        out = flex_attention(
+            q, keys, values, lambda score, b, h, q, at: torch.where(at <= position, score, -torch.inf), enable_gqa=True
+        )
     else:
         # The heads that share keys as the tokens of one: kernels that take a mask know no such heads.
         shared = q.view(batch, kv_heads, -1, size)
@@ -210,10 +219,13 @@ class Forward:
         length: tokens that the cache is for; it has some more.
         backend: `torch.compile`'s; None for modules as they are.
         ranks: that share the heads.
+        attention: one of ATTENTIONS.
     """
 
-    def __init__(self, model: Any, batch: int, length: int, backend: str | None = None, ranks: int = 1):
-        self.model = model
+    def __init__(
+        self, model: Any, batch: int, length: int, backend: str | None = None, ranks: int = 1, attention: str = "sdpa"
+    ):
+        self.model, self.attention = model, attention
         config, device = model.config, model.device
         self.slots = torch.arange(-(-length // SLOTS) * SLOTS, device=device)
         heads, size = config.num_key_value_heads // ranks, config.hidden_size // config.num_attention_heads
@@ -238,7 +250,7 @@ class Forward:
 
     def layers(self, hidden, rotary, positions, mask) -> torch.Tensor:  # type: ignore[no-untyped-def]
         for layer, (keys, values) in zip(self.model.model.layers, self.caches, strict=True):
-            hidden = self.block(layer, hidden, rotary, keys, values, positions, mask)
+            hidden = self.block(layer, hidden, rotary, keys, values, positions, mask, self.attention)
         return hidden
 
 
@@ -317,6 +329,7 @@ def time_llama(
     prefill: int,
     group_size: int,
     backend: str | None,
+    attention: str,
     device: str,
     seed: int,
     say: Callable[[str], None],
@@ -345,7 +358,8 @@ def time_llama(
             kind = "decode" if tokens == 1 else "prefill"
             say(f"{name}: {kind}, {batch} sequence{'s' if batch > 1 else ''}")
             with known_attention():
-                forward = Forward(model, batch, position + (count if tokens == 1 else tokens), backend)
+                length = position + (count if tokens == 1 else tokens)
+                forward = Forward(model, batch, length, backend, attention=attention)
                 for cache in forward.caches:
                     for each in cache:
                         each.normal_()
