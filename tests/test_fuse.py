@@ -828,6 +828,22 @@ def test_a_layer_that_is_gone_is_not_asked():
 
 
 @pytest.mark.gpu
+def test_what_was_kept_is_for_the_same_stream():
+    """Its memory would be another tensor's while the other stream still reads."""
+    layers = stack(device="cuda")
+    x, other = torch.randn(2, 3, 128, dtype=torch.bfloat16, device="cuda"), torch.cuda.Stream()
+    with torch.no_grad():
+        expected = layers[1](layers[0](x).clone())
+        layers[1].first.adds = True
+        between = layers[0](x)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            found = layers[1](between)
+        other.synchronize()
+    assert not layers[1].first.adds and builders.same_bits(found, expected)
+
+
+@pytest.mark.gpu
 def test_what_was_kept_is_for_the_same_capture():
     first, second, _ = stack(device="cuda")
     x = torch.randn(2, 3, 128, dtype=torch.bfloat16, device="cuda")

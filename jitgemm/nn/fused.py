@@ -214,11 +214,11 @@ class Joint(torch.nn.Module):
 
 
 class Kept(NamedTuple):
-    """What a norm gives for x, found when x was made; true as long as x is not written, and within that CUDA graph."""
+    """What a norm gives for x, found when x was made: as long as x is not written, on that stream, in that capture."""
 
     x: torch.Tensor
     version: int
-    capture: int | None
+    where: tuple[int, int | None] | None
     out: torch.Tensor
 
 
@@ -259,7 +259,7 @@ class FusedNorm(torch.nn.Module):
             return on_parts(self.forward, x, self.joint.slices[0].split)
         if not torch.compiler.is_compiling() and self.kept is not None:
             kept, self.kept = self.kept, None
-            if kept.x is x and kept.version == x._version and kept.capture == _capture(x.device):
+            if kept.x is x and residual is None and kept[1:3] == (x._version, _where(x.device)):
                 return kept.out
             self.adds = False
         gain = self._buffers["gain"]
@@ -276,7 +276,7 @@ class FusedNorm(torch.nn.Module):
             total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rows = as_rows(total, self.joint.in_features)
         _, out = self(x, residual, residual_out=rows)
-        self.kept = Kept(total, total._version, _capture(total.device), out)
+        self.kept = Kept(total, total._version, _where(total.device), out)
         return total
 
     def original(self) -> torch.nn.Module:
@@ -524,13 +524,16 @@ def _meta(part: Slice, codes: str) -> torch.Tensor:
     return other.state_dict()["meta"]
 
 
-def _capture(device: torch.device) -> int | None:
-    """Which capture by a CUDA graph the device's current stream is part of, if it is of one."""
-    if device.type != "cuda" or not capturing(device):
+def _where(device: torch.device) -> tuple[int, int | None] | None:
+    """A GPU's current stream, and which capture by a CUDA graph that is part of, if it is of one."""
+    if device.type != "cuda":
         return None
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if not capturing(device):
+        return stream, None
     from jitgemm.runtime.driver import capture_number
 
-    return capture_number(torch.cuda.current_stream(device).cuda_stream)
+    return stream, capture_number(stream)
 
 
 def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
