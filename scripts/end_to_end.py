@@ -233,8 +233,7 @@ def speed(
     start = time.monotonic()
     with torch.no_grad(), _third_party_noise():
         document = _about(sizes, group_size, device, versions)
-        document |= {"context": context, "steps": steps, "prefill": prefill, "backend": backend}
-        document["attention"] = attention
+        document |= {"context": context, "steps": steps, "prefill": prefill, "backend": backend, "attention": attention}
         document["rows"] = time_llama(
             sizes, names, batches, context, steps, prefill, group_size, None if backend == "none" else backend,
             attention, device, seed, lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),

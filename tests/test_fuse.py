@@ -567,11 +567,11 @@ class Scaled(torch.nn.Module):
         return self.o(y if times is None else y * times), None
 
 
-def own_layers(odd: str) -> torch.nn.Module:
+def own_layers(odd: str, count: int = 1, device: str = "cpu") -> torch.nn.Module:
     torch.manual_seed(1)
     model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList([Layer(odd)])
-    model.to(torch.bfloat16).eval()
+    model.layers = torch.nn.ModuleList(Layer(odd) for _ in range(count))
+    model.to(torch.bfloat16).eval().to(device)
     quantize(model, activation="int8")
     return model
 
@@ -682,11 +682,7 @@ def test_a_fused_layer_checkpoints_as_it_did():
 
 def stack(count: int = 3, device: str = "cpu") -> torch.nn.Sequential:
     """Layers in a row, fused."""
-    torch.manual_seed(1)
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList(Layer("") for _ in range(count))
-    model.to(torch.bfloat16).eval().to(device)
-    quantize(model, activation="int8")
+    model = own_layers("", count, device)
     fuse_(model)
     return torch.nn.Sequential(*model.layers)
 
@@ -745,7 +741,7 @@ def written(x: torch.Tensor) -> torch.Tensor:
 
 
 BETWEEN = {
-    "writes": lambda x: written(x),
+    "writes": written,
     "replaces": lambda x: x * 2,
     "views": lambda x: x.view(6, 128).view(2, 3, 128),
     "writes a view": lambda x: (written(x[1:]), x)[1],
@@ -821,7 +817,7 @@ def test_a_layer_that_is_gone_is_not_asked():
     layers, x = list(stack()), torch.randn(2, 3, 128, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = layers[0](x)
-        layers[0].fused_next, gone = layers[0].fused_next, weakref.ref(layers.pop(1))
+        gone = weakref.ref(layers.pop(1))
         gc.collect()
         assert gone() is None and layers[0].fused_next() is None
         assert builders.same_bits(layers[0](x), expected)

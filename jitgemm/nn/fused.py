@@ -247,12 +247,15 @@ class FusedNorm(torch.nn.Module):
         self.train(norm.training)
         self._set_gain()
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, **into: torch.Tensor) -> Any:
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, residual_out: torch.Tensor | None = None
+    ) -> Any:
         """x bf16, fp16 or fp32 [..., k] -> [..., joint.width]; with a residual of x's shape (x + residual, that of it).
 
-        The addition is PyTorch's where the types differ, as under autocast. into: `residual_out`, where it is not.
+        The addition is PyTorch's where the quantiser cannot make it, as under autocast, whose types differ.
+        residual_out: contiguous rows for the sum that the quantiser makes.
         """
-        if residual is not None and (is_dtensor(x) or residual.dtype != x.dtype or residual.shape != x.shape):
+        if residual is not None and not self.can_add(x, residual):
             total = residual + x
             return total, self.forward(total)
         if is_dtensor(x):
@@ -264,10 +267,15 @@ class FusedNorm(torch.nn.Module):
             self.adds = False
         gain = self._buffers["gain"]
         gain = self.weight.detach() if gain is None else gain
-        return self.joint(x, residual, rms_norm=gain, eps=self.eps, **into)
+        return self.joint(x, residual, rms_norm=gain, eps=self.eps, residual_out=residual_out)
+
+    @staticmethod
+    def can_add(x: torch.Tensor, residual: torch.Tensor) -> bool:
+        """Whether the quantiser's kernel can."""
+        return not is_dtensor(x) and not is_dtensor(residual) and (x.dtype, x.shape) == (residual.dtype, residual.shape)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x + residual, of one shape and type, in the quantiser's kernel: the call that follows, on that very sum, is
+        """x + residual, which `can_add` allows, in the quantiser's kernel: the call that follows, on that very sum, is
         made here and its result kept for it.
 
         Any other call is computed as ever. The sum counts its versions in inference mode as well.
@@ -442,8 +450,7 @@ class FusedLayer:
             return None
         # A hook may write the sum without its version, as through .data, and reads what the norm is given.
         hooked = self._forward_hooks or layer._forward_pre_hooks or norm._forward_pre_hooks or norm._forward_hooks
-        alike = y.dtype == total.dtype and y.shape == total.shape and y.device == norm.weight.device
-        return norm if alike and not hooked and not is_dtensor(y) and not is_dtensor(total) else None
+        return norm if not hooked and y.device == norm.weight.device and norm.can_add(y, total) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = self.__getstate__()
