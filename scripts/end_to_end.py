@@ -32,7 +32,8 @@ from jitgemm.nn import W4A8Linear
 from jitgemm.nn.read import CODES
 
 from benchmark_lib import layer as one_layer
-from benchmark_lib.divided import DIVIDED, Cells, on_ranks
+from benchmark_lib.divided import DIVIDED, Cells, on_ranks, time_divided
+from benchmark_lib.divided_experts import ExpertSizes, time_experts
 from benchmark_lib.llama import (
     ATTENTIONS,
     CONTESTANTS,
@@ -48,6 +49,8 @@ from benchmark_lib.results import environment
 PRESETS = {"fp8": "W4AFP8", "int8": "W4A8"}
 """compressed-tensors' names for 4-bit weights with a scale per token."""
 FORMATS = ("int-quantized", "pack-quantized")
+EXPERTS_DIFFERENCE = 0.02
+"""Largest relative error of divided experts: ranks round what they add up to bf16."""
 LAYER_LIMIT = 2.2e-3
 """Largest relative RMS error of a layer's output: rounding it to bf16 alone takes 1.7e-3."""
 
@@ -150,7 +153,7 @@ def check(
         folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jitgemm-")))
         stack.enter_context(torch.no_grad())
         stack.enter_context(_third_party_noise())
-        document = _about(sizes, group_size, device, versions)
+        document = _about(sizes, device, versions, group_size=group_size)
         document["checkpoints"] = _checkpoints(sizes, chosen, format, group_size, tokens, device, seed, folder)
     if as_json:
         common.print_json(document)
@@ -222,7 +225,7 @@ def speed(
     """
     versions = _libraries("transformers")
     names = _contestants(contestant or USUAL, CONTESTANTS)
-    batches = _parse_batches(batch)
+    batches = _numbers("--batch", batch)
     device = _device(device)
     backend = _backend(backend, device)
     _contestants([attention], ATTENTIONS, "--attention")
@@ -232,7 +235,7 @@ def speed(
     sizes.check(group_size)
     start = time.monotonic()
     with torch.no_grad(), _third_party_noise():
-        document = _about(sizes, group_size, device, versions)
+        document = _about(sizes, device, versions, group_size=group_size)
         document |= {"context": context, "steps": steps, "prefill": prefill, "backend": backend, "attention": attention}
         document["rows"] = time_llama(
             sizes, names, batches, context, steps, prefill, group_size, None if backend == "none" else backend,
@@ -313,11 +316,11 @@ def tp(
     versions = _libraries("transformers")
     names = _contestants(contestant or ["bf16", "e4m3", "int8"], DIVIDED)
     device = _device(device)
-    gpu = torch.device(device).type == "cuda"
-    if gpu and torch.cuda.device_count() < ranks:
-        raise ValueError(f"--ranks: expected at most {torch.cuda.device_count()} GPUs, as there are, got {ranks}")
+    _check_ranks(ranks, device)
     backend = _backend(backend, device)
-    cells = [Cells(each, 1, context) for each in _parse_batches(batch)] + ([Cells(1, prefill, 0)] if prefill else [])
+    cells = [Cells(each, 1, context) for each in _numbers("--batch", batch)] + (
+        [Cells(1, prefill, 0)] if prefill else []
+    )
     sizes = ModelSizes(layers, hidden, intermediate, heads, kv_heads, 512, max(prefill, context + 1))
     sizes.check(group_size)
     for name, size, unit in (
@@ -328,17 +331,97 @@ def tp(
         if size % (ranks * unit):
             raise ValueError(f"{name}: expected a multiple of {ranks} ranks * {unit}, got {size}")
     start = time.monotonic()
-    document = _about(sizes, group_size, device, versions)
+    document = _about(sizes, device, versions, group_size=group_size)
     document |= {"ranks": ranks, "context": context, "backend": backend}
     with tempfile.TemporaryDirectory(prefix="jitgemm-") as folder:
         compiled = None if backend == "none" else backend
-        document["rows"] = on_ranks(ranks, folder, device, sizes, names, cells, group_size, compiled, seed)
+        document["rows"] = on_ranks(
+            ranks, folder, device, time_divided, sizes, names, cells, group_size, compiled, seed
+        )
     document["seconds"] = round(time.monotonic() - start, 1)
     if as_json:
         common.print_json(document)
     else:
         _print_tp(document)
     if not all(row["difference"] <= MOST_DIFFERENT for row in document["rows"]):
+        raise typer.Exit(common.FOUND)
+
+
+@app.command()
+@common.guarded
+def ep(
+    ranks: Annotated[int, typer.Option("--ranks", min=2, help="GPUs of this host; processes on a CPU.")] = 2,
+    experts: Annotated[int, typer.Option("--experts", min=2, help="Of the layer.")] = 128,
+    top_k: Annotated[int, typer.Option("--top-k", min=1, help="Experts of a token.")] = 8,
+    hidden: Hidden = 2048,
+    intermediate: Annotated[int, typer.Option("--intermediate", min=32, help="Width of an expert.")] = 768,
+    activation: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--activation", metavar="|".join(one_layer.ACTIVATIONS), help="May be repeated.", show_default="both"
+        ),
+    ] = None,
+    group_size: GroupSize = 128,
+    tokens: Annotated[str, typer.Option("--tokens", metavar="LIST", help="Of each rank.")] = "1,16,64,256,2048",
+    device: Device = None,
+    seed: Seed = 0,
+    as_json: common.Json = False,
+) -> None:
+    """Time Qwen3-30B-A3B's experts divided among GPUs of this host, next to one GPU.
+
+    Starts a process for each GPU, with NCCL; on a CPU with gloo. Each rank holds its part of the experts, by
+    jitgemm.nn.parallel's ExpertParallel. Weights are random, routing is uniform.
+
+    \b
+    Microseconds of one layer, of the slowest rank:
+      one GPU      the whole layer and a rank's tokens
+      shared       all ranks have these tokens, and an all-reduce sums what they make of them
+      all on one   the whole layer and the tokens of all ranks
+      own          every rank has tokens of its own, which travel, as many as max_tokens
+      any          the same for any number of tokens, for which the host waits: as it launches that
+    All but the last in CUDA graphs.
+
+    First outputs are compared with the whole layer's.
+
+    \b
+    Examples:
+      python scripts/end_to_end.py ep --ranks 2 --json > ep.json
+      python scripts/end_to_end.py ep --experts 256 --hidden 7168 --intermediate 2048 --activation e4m3
+      python scripts/end_to_end.py ep --device cpu --experts 4 --top-k 2 --hidden 64 --intermediate 64 \\
+          --group-size 32 --tokens 1,8
+
+    \b
+    Exit codes:
+      0  outputs agree
+      1  they do not
+      2  wrong arguments, or too few GPUs
+      3  a kernel could not be compiled or run
+    """
+    versions = _libraries()
+    names = _contestants(activation or one_layer.ACTIVATIONS, one_layer.ACTIVATIONS, "--activation")
+    device = _device(device)
+    _check_ranks(ranks, device)
+    sizes = ExpertSizes(experts, top_k, hidden, intermediate, group_size)
+    for name, size, unit in (
+        ("--experts", experts, ranks),
+        ("--hidden", hidden, group_size),
+        ("--intermediate", intermediate, group_size),
+    ):
+        if size % unit:
+            raise ValueError(f"{name}: expected a multiple of {unit}, got {size}")
+    if top_k > experts:
+        raise ValueError(f"--top-k: expected at most the {experts} experts, got {top_k}")
+    counts = _numbers("--tokens", tokens)
+    start = time.monotonic()
+    document = _about(sizes, device, versions) | {"ranks": ranks}
+    with tempfile.TemporaryDirectory(prefix="jitgemm-") as folder:
+        document["rows"] = on_ranks(ranks, folder, device, time_experts, sizes, names, counts, seed)
+    document["seconds"] = round(time.monotonic() - start, 1)
+    if as_json:
+        common.print_json(document)
+    else:
+        _print_ep(document)
+    if not all(row["difference"] <= EXPERTS_DIFFERENCE for row in document["rows"]):
         raise typer.Exit(common.FOUND)
 
 
@@ -410,13 +493,13 @@ def layer(
     """
     names = _contestants(contestant or one_layer.CONTESTANTS, one_layer.CONTESTANTS)
     activations = _contestants(activation or one_layer.ACTIVATIONS[:1], one_layer.ACTIVATIONS, "--activation")
-    batches = _parse_batches(batch)
+    batches = _numbers("--batch", batch)
     device = _device(device)
     backend = _backend(backend, device)
     sizes = ModelSizes(layers, hidden, intermediate, heads, kv_heads, 0, 0)
     sizes.check(group_size)
     start = time.monotonic()
-    document = _about(sizes, group_size, device, _libraries())
+    document = _about(sizes, device, _libraries(), group_size=group_size)
     document |= {"backend": backend}
     with torch.no_grad():
         document["rows"] = one_layer.time_layer(
@@ -432,13 +515,13 @@ def layer(
         raise typer.Exit(common.FOUND)
 
 
-def _about(sizes: ModelSizes, group_size: int, device: str, versions: dict[str, str]) -> dict[str, Any]:
+def _about(sizes: ModelSizes | ExpertSizes, device: str, versions: dict[str, str], **more: Any) -> dict[str, Any]:
     gpu = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "environment": environment(),
-        "model": asdict(sizes) | {"group_size": group_size},
+        "model": asdict(sizes) | more,
         "versions": versions,
     }
 
@@ -659,14 +742,19 @@ def _backend(backend: str | None, device: str) -> str:
     return backend or ("none" if torch.device(device).type == "cpu" else "inductor")
 
 
-def _parse_batches(text: str) -> list[int]:
+def _numbers(option: str, text: str) -> list[int]:
     try:
-        batches = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        batches = [0]
-    if min(batches) < 1:
-        raise ValueError(f"--batch: expected positive numbers such as 1,16,64, got {text!r}")
-    return list(dict.fromkeys(batches))
+        numbers = [0]
+    if min(numbers) < 1:
+        raise ValueError(f"{option}: expected positive numbers such as 1,16,64, got {text!r}")
+    return list(dict.fromkeys(numbers))
+
+
+def _check_ranks(ranks: int, device: str) -> None:
+    if torch.device(device).type == "cuda" and torch.cuda.device_count() < ranks:
+        raise ValueError(f"--ranks: expected at most {torch.cuda.device_count()} GPUs, as there are, got {ranks}")
 
 
 def _print_model(document: dict[str, Any]) -> None:
@@ -745,6 +833,24 @@ def _print_tp(document: dict[str, Any]) -> None:
     columns += ["x bf16"] if "times_bf16" in document["rows"][0] else []
     common.out().print(common.table((*columns, "difference"), rows, left=("", "Linears")))
     common.out().print(f"us of a layer on {document['ranks']} ranks; {document['context']} tokens of context.")
+    _print_caveat(document)
+
+
+def _print_ep(document: dict[str, Any]) -> None:
+    model = document["model"]
+    out = common.out()
+    out.print(
+        f"{model['experts']} experts, {model['top_k']} of a token, hidden {model['hidden']}, intermediate "
+        f"{model['intermediate']}, groups of {model['group_size']}, on {document['ranks']} x {document['device']}\n"
+    )
+    keys = ("one_us", "shared_us", "one_all_us", "own_us", "any_us")
+    rows = [
+        (row["activation"], row["tokens"], *(f"{row[key]:.1f}" for key in keys), f"{row['difference']:.1e}")
+        for row in document["rows"]
+    ]
+    columns = ("", "tokens", "one GPU", "shared", "all on one", "own", "any", "difference")
+    out.print(common.table(columns, rows, left=("",)))
+    out.print(f"us of a layer; tokens of a rank; {document['seconds']:.0f} s.")
     _print_caveat(document)
 
 

@@ -26,6 +26,7 @@ SIZES = "--device cpu --hidden 64 --intermediate 128 --heads 2 --kv-heads 1 --vo
 CHECK = ["check", *SIZES, "--layers", "1", "--tokens", "8"]
 TP = "tp --device cpu --hidden 64 --intermediate 128 --heads 4 --kv-heads 4 --group-size 32 --layers 1".split()
 TP += "--context 3 --prefill 8".split()
+EP = "ep --device cpu --experts 4 --top-k 2 --hidden 64 --intermediate 32 --group-size 32 --tokens 1,5".split()
 LAYER = "layer --device cpu --hidden 64 --intermediate 128 --heads 2 --kv-heads 1 --group-size 32 --layers 2".split()
 SPEED = ["speed", *SIZES, "--layers", "2", "--batch", "1,2", "--context", "3", "--steps", "2", "--prefill", "8"]
 
@@ -231,6 +232,23 @@ def test_layers_are_divided_among_ranks_and_timed(script, transformers, monkeypa
     assert re.search(r"decode +1  e4m3-plain( +[\d.]+){3} +-?\d+%", result.stdout) and "2 ranks" in result.stdout
 
 
+def test_experts_are_divided_among_ranks_and_timed(script, monkeypatch):
+    result = run(script, *EP, "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    rows = [(row["activation"], row["tokens"]) for row in document["rows"]]
+    assert rows == [(name, tokens) for name in ("e4m3", "int8") for tokens in (1, 5)]
+    for row in document["rows"]:
+        assert 0 < row["difference"] < 0.01  # ranks add up what they have rounded
+        assert min(row[f"{name}_us"] for name in ("one", "shared", "one_all", "own", "any")) > 0
+    assert document["ranks"] == 2 and document["model"]["experts"] == 4 and document["environment"]["commit"]
+
+    monkeypatch.setattr(script, "EXPERTS_DIFFERENCE", 1e-9)
+    result = run(script, *EP, "--activation", "int8")
+    assert result.exit_code == 1, result.output
+    assert re.search(r"int8 +5( +[\d.]+){5} +\d", result.stdout) and "2 x cpu" in result.stdout
+
+
 def test_layers_are_timed_as_modules_and_by_hand(script):
     torch._dynamo.reset()
     both = "--activation", "e4m3", "--activation", "int8"
@@ -341,6 +359,17 @@ def test_layers_divided_among_gpus_replay(script, transformers):
         assert row["difference"] < 0.1 and row["us"] > row["compute_us"] > 0 and row["collective_us"] > 1
 
 
+@pytest.mark.gpu
+def test_experts_divided_among_gpus_replay(script):
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs of one host: found {torch.cuda.device_count()}")
+    sizes = "--experts 16 --top-k 4 --hidden 1024 --intermediate 256 --tokens 1,33".split()
+    result = run(script, "ep", *sizes, "--activation", "int8", "--json")
+    assert result.exit_code == 0, result.output
+    for row in json.loads(result.stdout)["rows"]:
+        assert row["difference"] < 0.01 and 1 < row["own_us"] < row["any_us"]
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [
@@ -355,6 +384,10 @@ def test_layers_divided_among_gpus_replay(script, transformers):
         ([*TP, "--contestant", "fp8"], "--contestant: expected one of bf16, e4m3, int8, e4m3-plain"),
         ([*TP, "--ranks", "3"], "--kv-heads: expected a multiple of 3 ranks * 1, got 4"),
         ([*TP, "--group-size", "64"], "--hidden: expected a multiple of 2 ranks * 64, got 64"),
+        ([*EP, "--ranks", "3"], "--experts: expected a multiple of 3, got 4"),
+        ([*EP, "--top-k", "5"], "--top-k: expected at most the 4 experts, got 5"),
+        ([*EP, "--activation", "fp8"], "--activation: expected one of e4m3, int8, got 'fp8'"),
+        ([*EP, "--tokens", "0"], "--tokens: expected positive numbers"),
         (
             [*LAYER, "--contestant", "fp8"],
             "--contestant: expected one of gemms, hand, hand-attention, modules, fused, compiled",

@@ -301,16 +301,22 @@ def divided_experts(mesh, kind: str, dtype: torch.dtype) -> None:
     layer, rank = layer_of_experts(kind), mesh.get_local_rank()
     whole, size = copy.deepcopy(layer), layer.w13.weight.nbytes
     parallelize_module(layer, mesh, ExpertParallel(input_layouts=Shard(0)))
+    fixed = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel(input_layouts=Shard(0), max_tokens=24))
     assert layer.num_experts == 2 and layer.w13.weight.nbytes == size // 2
     error = {torch.float32: 1e-5, torch.bfloat16: 2**-6}[dtype]
     for counts in ((9, 6), (24, 5), (5, 0)):
         tokens = counts[rank]
-        given = [each[:tokens] for each in of_rank(rank, max(tokens, 5), dtype)]
-        expected, out = whole(*given), layer(*given)
+        x, ids, weights = (each[:tokens] for each in of_rank(rank, max(tokens, 5), dtype))
+        ids = ids.long()
+        ids[:1, 1] = (1 << 32) + 1  # not an expert, and not one for having been cut to 32 bits
+        expected, out = whole(x, ids, weights), layer(x, ids, weights)
         assert out.shape == expected.shape and out.dtype == dtype
         if tokens:
             assert (out - expected).abs().max() <= error * expected.abs().max()
             assert not out[3].any()
+        assert builders.same_bits(fixed(x, ids.clamp(max=9).int() if tokens == 5 else ids, weights), out)
+    with pytest.raises(ValueError, match="hidden_states: expected at most max_tokens = 24 tokens, got 25"):
+        fixed(*of_rank(rank, 25, dtype))
     same = copy.deepcopy(whole)
     parallelize_module(same, mesh, ExpertParallel())
     given = of_rank(0, 9, dtype)
@@ -319,6 +325,8 @@ def divided_experts(mesh, kind: str, dtype: torch.dtype) -> None:
     for module, style, words in (
         (layer, ExpertParallel(), "expected all experts, got 2 of a rank"),
         (copy.deepcopy(whole), ExpertParallel(input_layouts=Shard(1)), "expected Replicate"),
+        (copy.deepcopy(whole), ExpertParallel(max_tokens=24), "max_tokens: expected None without"),
+        (copy.deepcopy(whole), ExpertParallel(input_layouts=Shard(0), max_tokens=0), "max_tokens: expected a number"),
     ):
         with pytest.raises(ValueError, match=words):
             parallelize_module(module, mesh, style)

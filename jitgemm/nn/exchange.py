@@ -17,6 +17,10 @@ from jitgemm.moe.call import run_quantised
 from jitgemm.moe.route import combine
 
 
+# torch 2.13 has a new name, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 @dataclass(frozen=True)
 class ExpertSplit:
     """Which experts of a layer this rank has.
@@ -26,6 +30,7 @@ class ExpertSplit:
         rank, world: this one, and how many.
         experts: of a rank; rank r has experts r * experts to (r + 1) * experts - 1.
         exchanges: whether every rank has tokens of its own, or all have the same.
+        max_tokens: of a rank in a call, where that is known; None: as many as there are.
     """
 
     group: dist.ProcessGroup
@@ -33,6 +38,7 @@ class ExpertSplit:
     world: int
     experts: int
     exchanges: bool
+    max_tokens: int | None = None
 
     def expert_map(self, device: torch.device) -> torch.Tensor:
         """int32 [all experts]: this rank's number of each, -1 for others'."""
@@ -44,7 +50,18 @@ class ExpertSplit:
         dist.all_reduce(out, group=self.group)
 
     def exchange(self, layer: Layer) -> torch.Tensor:
-        return _exchanged(layer, self)
+        """`fused_experts` of this rank's tokens by the experts of all ranks; every rank calls it, also without tokens.
+
+        Args:
+            layer: w13, w2 and biases of this rank's experts; topk_ids count those of all. No addend, no expert_map.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong. The other ranks wait for this one then, as in any collective.
+        """
+        check_arguments(layer)
+        if self.max_tokens is None:
+            return _sent_where_wanted(layer, self)
+        return _sent_to_all(layer, self, self.max_tokens)
 
     def __deepcopy__(self, memo: Any) -> ExpertSplit:
         return self  # processes have no copies
@@ -53,63 +70,102 @@ class ExpertSplit:
         raise TypeError("split: expected no pickle of experts divided among ranks, as they hold a process group")
 
 
-def _exchanged(layer: Layer, split: ExpertSplit) -> torch.Tensor:
-    """`fused_experts` of this rank's tokens by the experts of all ranks; every rank calls it, with tokens or without.
+def _sent_where_wanted(layer: Layer, split: ExpertSplit) -> torch.Tensor:
+    """A token goes once to each rank that has experts of its choice, any number of tokens of any rank.
 
-    A token goes once to each rank that has experts of its choice, as 8-bit codes with scale, choices and weights, and
-    what these experts make of it comes back summed, in x's type. The host waits once, for the numbers of rows.
-
-    Args:
-        layer: w13, w2 and biases of this rank's experts; topk_ids count those of all. No addend, no expert_map.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong. The other ranks wait for this one then, as in any collective.
+    What these experts make of it comes back summed, in x's type. The host waits once, for the numbers of rows.
     """
-    check_arguments(layer)
-    x, _, _, ids, weights, _, dtype, affine, *_ = layer
-    tokens, top_k = ids.shape
-    scheme = "block" if layer.block else "token"
-    q, *values = quantize_activations(x, dtype, scheme=scheme, affine=affine)
+    x, ids = layer.x, layer.topk_ids
+    tokens = ids.shape[0]
+    records = _Records.of(layer)
     known = (ids >= 0) & (ids < split.world * split.experts)
     owner = torch.where(known, ids // split.experts, split.world)
-    wanted = owner[:, None] == torch.arange(split.world, device=x.device)[:, None]  # [tokens, world, top_k]
-    sent = wanted.any(2).T
+    ranks = torch.arange(split.world, device=x.device)
+    sent = (owner[:, None] == ranks[:, None]).any(2).T  # [world, tokens]
     rank, token = sent.nonzero(as_tuple=True)  # by rank, then by token
-    chosen = torch.where(wanted[token, rank], ids[token] - rank[:, None] * split.experts, -1)
-    parts = [_bytes(q)[token]]
-    parts += [_bytes((value[:, None] if value.dim() == 1 else value)[token]) for value in values]
-    parts += [_bytes(chosen.int()), _bytes(weights.float()[token])]
-    counts = sent.sum(1)
-    arriving = torch.empty_like(counts)
-    dist.all_to_all_single(arriving, counts, group=split.group)
-    there, here = counts.tolist(), arriving.tolist()
-    widths = [part.shape[1] for part in parts]
-    got = torch.empty((sum(here), sum(widths)), dtype=torch.uint8, device=x.device)
-    dist.all_to_all_single(got, torch.cat(parts, 1), here, there, group=split.group)
+    counts = torch.empty((2, split.world), dtype=torch.int64, device=x.device)
+    torch.sum(sent, 1, out=counts[0])
+    dist.all_to_all_single(counts[1], counts[0], group=split.group)
+    there, here = counts.tolist()
+    got = torch.empty((sum(here), records.bytes.shape[1]), dtype=torch.uint8, device=x.device)
+    dist.all_to_all_single(got, records.bytes[token], here, there, group=split.group)
 
     y = x.new_empty((sum(here), layer.w2.n))
     if y.shape[0]:
-        codes, *rest = (part.contiguous() for part in got.split(widths, 1))
-        *scales, chosen_here, weights_here = rest
-        lhs = [codes.view(dtype)]
-        for value, each in zip(values, scales):
-            found = each.view(value.dtype)
-            lhs.append(found if value.dim() == 2 else found[:, 0].contiguous())
-        mine = layer._replace(
-            x=y.new_empty((y.shape[0], x.shape[1])),
-            topk_ids=chosen_here.view(torch.int32),
-            topk_weights=weights_here.view(torch.float32),
-        )
-        run_quantised(mine, tuple(lhs), y.shape[0] * top_k / (split.world * split.experts), y)
+        records.run(got, layer, split, y.shape[0], y)
     back = x.new_empty((token.shape[0], y.shape[1]))
     dist.all_to_all_single(_bytes(back), _bytes(y), there, here, group=split.group)
-    inverse = torch.full((split.world, tokens), -1, dtype=torch.int32, device=x.device)
-    inverse[rank, token] = torch.arange(token.shape[0], dtype=torch.int32, device=x.device)
+    inverse = torch.full((tokens, split.world), -1, dtype=torch.int32, device=x.device)
+    inverse[token, rank] = torch.arange(token.shape[0], dtype=torch.int32, device=x.device)
     out = x.new_empty((tokens, y.shape[1]))
-    combine(back, inverse.T.contiguous(), torch.ones((tokens, split.world), device=x.device), out)
+    combine(back, inverse, torch.ones((tokens, split.world), device=x.device), out)
     return out
+
+
+def _sent_to_all(layer: Layer, split: ExpertSplit, most: int) -> torch.Tensor:
+    """Every token goes to every rank, as `most` rows of each; nothing waits for the device.
+
+    What a rank's experts make of it comes back summed, in x's type. Rows without a token choose expert -1, which costs
+    no work.
+    """
+    tokens = layer.topk_ids.shape[0]
+    if tokens > most:
+        raise ValueError(f"hidden_states: expected at most max_tokens = {most} tokens, got {tokens}")
+    records = _Records.of(layer)
+    sent = records.bytes
+    if tokens < most:
+        sent = torch.cat([sent, sent.new_full((most - tokens, sent.shape[1]), 0xFF)])
+    got = sent.new_empty((split.world * most, sent.shape[1]))
+    _all_gather(got, sent, group=split.group)
+    y = layer.x.new_empty((got.shape[0], layer.w2.n))
+    records.run(got, layer, split, split.world * max(tokens, 1), y)
+    back = torch.empty_like(y)
+    dist.all_to_all_single(back, y, group=split.group)
+    return back.view(split.world, most, -1)[:, :tokens].sum(0)  # bf16 and fp16 in fp32, rounded once
+
+
+@dataclass(frozen=True)
+class _Records:
+    """Tokens as they travel, and how to read them: a row of bytes each.
+
+        | k codes | scale or scales | zero point, if any | top_k experts, int32 | top_k weights, fp32 |
+
+    Attributes:
+        bytes: uint8 [tokens, width]; 0xFF everywhere is a token without experts.
+        dtypes, widths: of the parts, in bytes.
+        flat: whether a part is a vector, one value of a token.
+    """
+
+    bytes: torch.Tensor
+    dtypes: tuple[torch.dtype, ...]
+    widths: tuple[int, ...]
+    flat: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, layer: Layer) -> _Records:
+        scheme = "block" if layer.block else "token"
+        lhs = quantize_activations(layer.x, layer.lhs_dtype, scheme=scheme, affine=layer.affine)
+        ids = layer.topk_ids
+        if ids.dtype != torch.int32:
+            ids = ids.clamp(-1, torch.iinfo(torch.int32).max).int()  # none comes back as another expert
+        parts = *lhs, ids, layer.topk_weights.float()
+        rows = [_bytes(part[:, None] if part.dim() == 1 else part) for part in parts]
+        widths = tuple(each.shape[1] for each in rows)
+        return cls(torch.cat(rows, 1), tuple(p.dtype for p in parts), widths, tuple(p.dim() == 1 for p in parts))
+
+    def run(self, got: torch.Tensor, layer: Layer, split: ExpertSplit, tokens: int, y: torch.Tensor) -> None:
+        """y = what this rank's experts make of the tokens that it got, some `tokens` of them."""
+        parts = [
+            part.contiguous().view(dtype) for part, dtype in zip(got.split(self.widths, 1), self.dtypes, strict=True)
+        ]
+        *lhs, ids, weights = (part[:, 0] if flat else part for part, flat in zip(parts, self.flat))
+        ids = ids - split.rank * split.experts  # those of other ranks are outside of this one's
+        mine = layer._replace(x=layer.x.new_empty((got.shape[0], layer.x.shape[1])), topk_ids=ids, topk_weights=weights)
+        run_quantised(mine, tuple(lhs), tokens * ids.shape[1] / (split.world * split.experts), y)
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:
     """Rows [m, n] as bytes, over the same memory where they are contiguous."""
+    if rows.stride(-1) != 1:  # a single column is contiguous whatever its stride
+        rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.contiguous().view(torch.uint8)

@@ -111,17 +111,27 @@ class ExpertParallel(ParallelStyle):
             any number, which travel by `all_to_all_single` to the ranks of their experts, once each, as 8-bit codes
             with their scales, and come back in the input's type; the sum is in fp32, in the order of ranks. That waits
             for the device once a call, so no CUDA graph captures it, and no compiler traces it.
+        max_tokens: of a rank in a call, with Shard(0). As many rows of each rank then go to every other one, by
+            `all_gather_into_tensor`, whatever experts they choose: nothing waits for the device, and CUDA graphs
+            capture it. A rank with more tokens raises ValueError, and the others wait for it. For decoding, and for
+            few ranks: with R of them a token travels R - 1 times instead of once to each rank that it needs.
     """
 
-    def __init__(self, *, input_layouts: Placement | None = None):
+    def __init__(self, *, input_layouts: Placement | None = None, max_tokens: int | None = None):
         super().__init__()
         self.input_layouts = input_layouts or Replicate()
+        self.max_tokens = max_tokens
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedExperts):
             raise TypeError(f"module: expected W4A8Experts or W8A8Experts, got {type(module).__name__}")
         if self.input_layouts not in (Replicate(), Shard(0)):
             raise ValueError(f"input_layouts: expected Replicate() or Shard(0), got {self.input_layouts}")
+        most = self.max_tokens
+        if most is not None and self.input_layouts != Shard(0):
+            raise ValueError(f"max_tokens: expected None without input_layouts=Shard(0), got {most!r}")
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise ValueError(f"max_tokens: expected a number from 1 on, or None, got {most!r}")
         name = module.w13.weight.layer.removesuffix(".w13") or type(module).__name__
         rank, world = rank_of(device_mesh)
         if module.split is not None:
@@ -139,7 +149,7 @@ class ExpertParallel(ParallelStyle):
             )
             part.take(new)
         module.num_experts = count
-        module.split = ExpertSplit(device_mesh.get_group(), rank, world, count, self.input_layouts == Shard(0))
+        module.split = ExpertSplit(device_mesh.get_group(), rank, world, count, self.input_layouts == Shard(0), most)
         return module
 
 

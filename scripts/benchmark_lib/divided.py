@@ -96,10 +96,16 @@ def collectives(cell: Cells, hidden: int, layers: int, device: torch.device) -> 
     return call
 
 
-def _times(calls: dict[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+def warm_up(model: Any, mesh: Any, tokens: int) -> None:
+    """Every rank's kernels; the others find rank 0's in the cache."""
+    for turn in (0, 1):
+        if (mesh.get_local_rank() == 0) == (turn == 0):
+            jitgemm.nn.warmup(model, tokens)
+        dist.barrier()
+
+
+def of_slowest(timed: dict[str, Timed], rounds: int, replays: int) -> dict[str, float]:
     """Microseconds of each, which take turns; of the rank that takes longest."""
-    timed = {name: (Timed if device.type == "cuda" else OnCpu)([call]) for name, call in calls.items()}
-    rounds, replays = (QUICK_ROUNDS * ROUNDS, REPLAYS) if device.type == "cuda" else (1, 1)
     for _ in range(rounds):
         for each in timed.values():
             dist.barrier()
@@ -132,18 +138,16 @@ def time_divided(
     inputs = [torch.randint(0, sizes.vocab, (c.sequences, c.tokens), generator=draw).to(device) for c in cells]
     most = max(cell.sequences * cell.tokens for cell in cells)
     rows: list[dict[str, Any]] = []
+    gpu = device.type == "cuda"
     for name in names:
         say(f"{name}: dividing {sizes.layers} layers")
         whole, part = copy.deepcopy(base), copy.deepcopy(base)
         CONTESTANTS[name](whole, group_size)
         divide(part, mesh, name, group_size)
         alone = without_collectives(part)
-        if device.type == "cuda" and any(isinstance(module, W4A8Linear) for module in part.modules()):
+        if gpu and any(isinstance(module, W4A8Linear) for module in part.modules()):
             for model in (part, whole):
-                for turn in (0, 1):  # the others find rank 0's kernels in the cache
-                    if (mesh.get_local_rank() == 0) == (turn == 0):
-                        jitgemm.nn.warmup(model, most)
-                    dist.barrier()
+                warm_up(model, mesh, most)
         for cell, ids in zip(cells, inputs):
             torch._dynamo.reset()  # a function is compiled for a few kinds of arguments at most
             say(f"{name}: {cell.kind}, {cell.sequences} x {cell.tokens} tokens")
@@ -158,7 +162,9 @@ def time_divided(
                     "one_us": layers_of(whole, cell, ids, 1, backend),
                     "collective_us": collectives(cell, sizes.hidden, sizes.layers, device),
                 }
-                times = {key: us / sizes.layers for key, us in _times(calls, device).items()}
+                timed = {key: (Timed if gpu else OnCpu)([call]) for key, call in calls.items()}
+                found_us = of_slowest(timed, QUICK_ROUNDS * ROUNDS if gpu else 1, REPLAYS if gpu else 1)
+                times = {key: us / sizes.layers for key, us in found_us.items()}
             row = {"contestant": name, "kind": cell.kind, "sequences": cell.sequences}
             row |= {"tokens": cell.sequences * cell.tokens} | times
             row["communication"] = 1 - times["compute_us"] / times["us"]
@@ -173,8 +179,15 @@ def time_divided(
     return rows
 
 
-def serve(rank: int, world: int, folder: str, device: str, arguments: tuple[Any, ...]) -> None:
-    """A rank's process: times, and as rank 0 leaves what `time_divided` returned in `folder`/rows."""
+def serve(
+    rank: int,
+    world: int,
+    folder: str,
+    device: str,
+    job: Callable[..., list[dict[str, Any]]],
+    arguments: tuple[Any, ...],
+) -> None:
+    """A rank's process: times, and as rank 0 leaves what the job returned in `folder`/rows."""
     begun = time.monotonic()
     kind = torch.device(device).type
     here = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
@@ -196,7 +209,7 @@ def serve(rank: int, world: int, folder: str, device: str, arguments: tuple[Any,
             common.note(f"{time.monotonic() - begun:4.0f} s  {text}")
 
     with torch.no_grad():
-        rows = time_divided(mesh, *arguments, here, say=say)
+        rows = job(mesh, *arguments, here, say=say)
     if rank == 0:
         torch.save(rows, Path(folder, "rows"))
     dist.destroy_process_group()
@@ -204,7 +217,10 @@ def serve(rank: int, world: int, folder: str, device: str, arguments: tuple[Any,
     os._exit(0)  # a thread of gloo's that still lets go of a tensor would abort an interpreter on its way out
 
 
-def on_ranks(world: int, folder: str, device: str, *arguments: Any) -> list[dict[str, Any]]:
-    """The rows of so many processes; arguments: `time_divided`'s between mesh and device."""
-    torch.multiprocessing.start_processes(serve, (world, folder, device, arguments), nprocs=world, start_method="spawn")
+def on_ranks(
+    world: int, folder: str, device: str, job: Callable[..., list[dict[str, Any]]], *arguments: Any
+) -> list[dict[str, Any]]:
+    """What job(mesh, *arguments, a rank's device, say) returned on the first of so many processes."""
+    given = world, folder, device, job, arguments
+    torch.multiprocessing.start_processes(serve, given, nprocs=world, start_method="spawn")
     return torch.load(Path(folder, "rows"))
