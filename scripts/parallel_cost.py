@@ -42,8 +42,9 @@ NETWORK, NETWORK_SHARE = 50e3, 0.8
 """InfiniBand NDR, 400 Gb/s for each GPU; and the part of it that transfers reach, assumed."""
 STEP_US, NETWORK_STEP_US = 0.47, 2.7
 """A step of a ring over NVLink and between nodes, as NCCL's own tuner takes them (src/graph/tuning.cc, ring, LL)."""
-WAIT_US = 20.0
-"""The host's wait for the numbers of rows, once an exchange of tokens; assumed."""
+HOST_US = 2100.0
+"""What the host takes for a layer of experts that exchanges any number of tokens, which no CUDA graph captures:
+`any_us` of docs/performance/parallel_h100.json, the least of them."""
 
 
 def _all_reduce_bytes(ranks: int, nbytes: float) -> float:
@@ -162,12 +163,16 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of one layer; waits are the host's."""
+    """Microseconds of one layer; wait: for the host, behind all that the device does.
+
+    `rows` is how tokens travel to experts: "max_tokens" or "any", as ExpertParallel's; "" where they do not.
+    """
 
     gemm_us: float
     quantise_us: float
     collective_us: float
     wait_us: float = 0.0
+    rows: str = ""
 
     @property
     def us(self) -> float:
@@ -195,7 +200,8 @@ def layer(model: Model, cluster: Cluster, m: int, tp: int, gpus: int, code_bytes
     """A decoder layer on `gpus` GPUs, of which every `tp` share m tokens and divide attention and dense layers.
 
     Experts are divided among all GPUs. Where they are those of one group, all have the same tokens, and sums are
-    all-reduced; else each rank sends its m / tp tokens to their experts' ranks and gets bf16 back.
+    all-reduced; else each rank sends its m / tp tokens and gets bf16 back, by what is faster: all tokens to all ranks,
+    or each to its experts' ranks, which the host has to launch.
 
     Args:
         code_bytes: of an activation that travels to an expert: 1 for codes, 2 for bf16.
@@ -211,6 +217,7 @@ def layer(model: Model, cluster: Cluster, m: int, tp: int, gpus: int, code_bytes
             f"experts, got {tp}x{gpus} for {model.name}"
         )
     gemm = quantise = collective = wait = 0.0
+    way = ""
     for linear in model.linears:
         n = linear.n // tp if linear.cut == "n" else linear.n
         k = linear.k // tp if linear.cut == "k" else linear.k
@@ -228,20 +235,24 @@ def layer(model: Model, cluster: Cluster, m: int, tp: int, gpus: int, code_bytes
         if gpus == tp:
             collective += cluster.all_reduce_us(tp, 2 * m * model.hidden)
         else:
-            there, back = exchanged_bytes(model, gpus, code_bytes)
-            collective += sum(cluster.all_to_all_us(gpus, tokens * each) for each in (0, there, back))
-            wait = WAIT_US
-    return Cost(gemm, quantise, collective, wait)
+            goes, there, back = exchanged(model, gpus, code_bytes)
+            everywhere = sum(cluster.all_to_all_us(gpus, tokens * each) for each in (there, back))
+            wanted = sum(cluster.all_to_all_us(gpus, goes * tokens * each) for each in (0, there, back))
+            launched = max(wanted, HOST_US - gemm - quantise - collective)
+            way = "max_tokens" if everywhere <= launched else "any"
+            wait = 0.0 if way == "max_tokens" else launched - wanted
+            collective += everywhere if way == "max_tokens" else wanted
+    return Cost(gemm, quantise, collective, wait, way)
 
 
-def exchanged_bytes(model: Model, gpus: int, code_bytes: int = 1) -> tuple[float, float]:
-    """Mean bytes of a token to each other rank and back, where all experts are as likely."""
+def exchanged(model: Model, gpus: int, code_bytes: int = 1) -> tuple[float, int, int]:
+    """The share of other ranks that a token needs, all experts as likely; its bytes on the way there, and back."""
     experts = model.experts
     assert experts is not None
     others = experts.count - experts.count // gpus
     goes = 1 - math.comb(others, experts.top_k) / math.comb(experts.count, experts.top_k)
     there = model.hidden * code_bytes + (4 if code_bytes == 1 else 0) + 8 * experts.top_k  # scale; choices and weights
-    return goes * there, goes * 2 * model.hidden
+    return goes, there, 2 * model.hidden
 
 
 def mlp_us(m: int) -> tuple[float, float]:
@@ -306,7 +317,8 @@ def simulate(
 
     No figure of the table is measured. GEMMs are the selector's predictions (e4m3, groups of 128), quantisers a line
     through measured times, collectives start + steps + bytes / rate, after the library's own: two all-reduces of bf16 a
-    dense layer; tokens to experts as 8-bit codes, back as bf16. Left out: attention itself, routing, experts that are
+    dense layer; tokens to experts as 8-bit codes, back as bf16, all to all ranks or each where it is wanted, whichever
+    is faster. Left out: attention itself, routing, experts that are
     chosen more often than others, and overlap of GEMMs and collectives.
 
     \b
@@ -335,7 +347,7 @@ def simulate(
     rows = list(rows_of([MODELS[name] for name in model or MODELS], cluster, ms, layouts))
     if as_json:
         calibration = {m: dict(zip(("measured_us", "predicted_us"), (MEASURED[m], mlp_us(m)))) for m in MEASURED}
-        figures = {"start_us": START_US, "step_us": STEP_US, "network_step_us": NETWORK_STEP_US, "wait_us": WAIT_US}
+        figures = {"start_us": START_US, "step_us": STEP_US, "network_step_us": NETWORK_STEP_US, "host_us": HOST_US}
         common.print_json(
             {"simulated": True, "cluster": asdict(cluster), **figures, "calibration": calibration, "rows": rows}
         )
