@@ -10,6 +10,7 @@ import sys
 import builders
 import pytest
 import ranks
+import test_nn_experts as mixtures
 import torch
 from safetensors.torch import save_file
 from small_models import checkpoint_tensors
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 import jitgemm
 import jitgemm.nn
 from jitgemm.checkpoint.canonical import CanonicalWeight
+from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn import ACTIVATIONS, PackedExperts, PackedLinear, W4A8Linear, W8A8Experts, W8A8Linear
 from jitgemm.nn.cut import part_of_weight
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
@@ -723,6 +725,41 @@ def packed(mesh, folder: str) -> None:
         assert builders.same_bits(*local), name
 
 
+def own_experts(mesh, kind: str) -> None:
+    """Of experts one by one, in one tensor and with biases, each rank reads its own alone."""
+    name = "gpt-oss" if kind == "biases" else "qwen3"
+    source, whole, divided = (mixtures.build(name, seed=seed) for seed in (0, 1, 1))
+    if kind == "together":
+        tensors, _ = mixtures.fused(source, ("gate_up_proj.", "down_proj."))
+    else:
+        tensors, _ = (mixtures.gpt_oss_file if kind == "biases" else mixtures.file_of)(source)
+    others = [f".experts.{e}." for e in range(mixtures.E) if e * ranks.WORLD // mixtures.E != mesh.get_local_rank()]
+    read: list[tuple[str, int]] = []
+
+    class Watched(Checkpoint):
+        def read(self, name, *options):
+            tensor = super().read(name, *options)
+            if "experts" in name and not name.endswith("weight_shape"):
+                read.append((name, tensor.nbytes))
+            return tensor
+
+    checkpoint = Watched(tensors, mixtures.COMPRESSED)
+    jitgemm.nn.load_(whole, checkpoint)
+    everything = sum(nbytes for _, nbytes in read)
+    read.clear()
+    jitgemm.nn.load_(divided, checkpoint, tp=mesh, tp_plan={"*.mlp.experts": ExpertParallel()})
+    assert 0 < sum(nbytes for _, nbytes in read) <= everything // ranks.WORLD
+    assert not any(part in name for name, _ in read for part in others)
+
+    for i in range(2):
+        mine, cut = (model.model.layers[i].mlp.experts for model in (divided, whole))
+        parallelize_module(cut, mesh, ExpertParallel())
+        a, b = mine.state_dict(), cut.state_dict()
+        assert a.keys() == b.keys() and all(builders.same_bits(a[key], b[key]) for key in a)
+        assert mine.split == cut.split and mine.num_experts == mixtures.E // ranks.WORLD
+    assert builders.same_bits(mixtures.logits(divided), mixtures.logits(whole))
+
+
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "attention_bias": False}
 
 
@@ -745,6 +782,11 @@ def test_experts_are_whole_on_every_rank(both, stored_mixture):
     needs_plans()
     first, second = both(mixture, stored_mixture)
     assert builders.same_bits(first, second)
+
+
+@pytest.mark.parametrize("kind", ["one by one", "together", "biases"])
+def test_ranks_read_their_experts_alone(both, kind):
+    both(own_experts, kind)
 
 
 def test_packed_layers_of_a_checkpoint_are_cut(both, stored):

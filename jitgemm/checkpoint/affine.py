@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.bits import minus_8
-from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Dims, TensorInfo
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe, dtype_name
@@ -71,6 +71,11 @@ def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
             shape.append(sizes[letter] // elements)
         check_shape(name, tensor, *shape)
     return sizes
+
+
+def dims_of(layout: Layout) -> Dims:
+    """A layout without its dtypes."""
+    return {name: tuple(dims) for name, (_, *dims) in layout.items()}
 
 
 def fits(tensors: Mapping[str, Any], layout: Layout) -> bool:

@@ -26,9 +26,19 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import FLOATS, INT32, check_setting, fits, group_size_of, integer_zero, measure, setting
+from jitgemm.checkpoint.affine import (
+    FLOATS,
+    INT32,
+    check_setting,
+    dims_of,
+    fits,
+    group_size_of,
+    integer_zero,
+    measure,
+    setting,
+)
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, Dims, Format, Sizes, TensorInfo, check_known
 from jitgemm.kernel.formats import ceil_div
 
 _GEMM = ("gemm", "exllama", "exllamav2", "ipex")
@@ -80,4 +90,8 @@ def _version(config: Mapping[str, Any] | None) -> str:
     return str(setting(config, "version", "checkpoint_format", "format", default="gemm")).lower()
 
 
-FORMAT = Format(name="awq", detect=_detect, sizes=_sizes, read=_read)
+def _dims(headers: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> Dims | None:
+    return None if _version(config) == "gemv" else dims_of(_LAYOUT_GEMM)  # gemv pads its groups
+
+
+FORMAT = Format(name="awq", detect=_detect, sizes=_sizes, read=_read, dims=_dims)

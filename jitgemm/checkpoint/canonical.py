@@ -47,6 +47,10 @@ class Sizes:
     codes: torch.dtype | None = None
 
 
+Dims = Mapping[str, tuple[str, ...]]
+"""{name: ("k / 8", "n")}; see `Format.dims`."""
+
+
 @dataclass(frozen=True)
 class Format:
     """A checkpoint format; one module each.
@@ -68,6 +72,9 @@ class Format:
             `read` gets those that exist.
         described: (metadata of the layer's file, prefix) -> settings that it adds to the layer's config, where that
             does not have them.
+        dims: (headers, config) -> {name: ("k / 8", "n")}: along what the tensors of a layer that `sizes` takes extend,
+            so that a part of it can be read alone: n, k, or G, its groups of columns, or one of them over how many
+            share an element. What is not named has no such dimension. None where a part is not a part of each tensor.
     """
 
     name: str
@@ -77,6 +84,7 @@ class Format:
     for_layer: Callable[[Mapping[str, Any] | None, str], Mapping[str, Any] | None] = lambda config, prefix: config
     elsewhere: Callable[[str], Mapping[str, str]] = lambda prefix: {}
     described: Callable[[Mapping[str, str], str], Mapping[str, Any]] = lambda metadata, prefix: {}
+    dims: Callable[[Mapping[str, TensorInfo], Mapping[str, Any] | None], Dims | None] = lambda headers, config: None
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,6 +37,7 @@ from jitgemm.checkpoint.affine import INT8, check_codes, check_shape, check_sing
 from jitgemm.checkpoint.bits import minus_8, unpack_nibbles
 from jitgemm.checkpoint.canonical import (
     CanonicalWeight,
+    Dims,
     Format,
     Sizes,
     TensorInfo,
@@ -355,4 +356,19 @@ def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return weights
 
 
-FORMAT = Format(name="compressed-tensors", detect=_detect, sizes=_sizes, read=_read, for_layer=_for_layer)
+def _dims(headers: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> Dims:
+    weights = _check_config(config)
+    codes = _codes_of(weights)
+    dims: dict[str, tuple[str, ...]] = {"weight": ("n", "k"), "weight_g_idx": ("k",)}
+    dims["weight_packed"] = "n", f"k / {8 if codes is None else 4}"
+    for name in ("weight_scale", "weight_zero_point"):
+        if name in headers and math.prod(headers[name].shape) != 1:
+            dims[name] = ("n", "G")[: headers[name].dim()]
+    if weights.get("strategy") == "block":
+        dims["weight_scale"] = f"n / {_block(weights)[0]}", "G"
+    if "weight_zero_point" in headers and headers["weight_zero_point"].dtype == torch.int32:
+        dims["weight_zero_point"] = "n / 8", "G"
+    return dims
+
+
+FORMAT = Format(name="compressed-tensors", detect=_detect, sizes=_sizes, read=_read, for_layer=_for_layer, dims=_dims)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +49,14 @@ class Rows:
     start: int
     count: int
     numbers: bool = False
+
+
+class Part(NamedTuple):
+    """`count` elements from `start` on along a tensor's dimension `axis`."""
+
+    axis: int
+    start: int
+    count: int
 
 
 class Checkpoint:
@@ -154,10 +162,18 @@ class Checkpoint:
             raise ValueError(f"{name}: expected a dtype that a quantised layer can have, got safetensors' {kind}")
         return TensorInfo(tuple(header.get_shape()), _DTYPES[kind])
 
-    def read(self, name: str, device: torch.device, expert: int | None = None) -> torch.Tensor:
-        """The tensor, or its part of one expert along the first dimension, on a device."""
+    def read(
+        self, name: str, device: torch.device, expert: int | None = None, part: Part | None = None
+    ) -> torch.Tensor:
+        """The tensor on a device; or one expert's, without the first dimension; or a part of it, contiguous."""
         found = self._found[name]
         if isinstance(found, Rows):
+            if part is not None and not found.numbers:
+                if len(found.sources) == 1 and part.axis == 0:
+                    return self._base.read(
+                        found.sources[0], device, None, part._replace(start=found.start + part.start)
+                    )
+                return self.read(name, device).narrow(*part).contiguous()
             parts = [self._base.read(source, device) for source in found.sources]
             if found.numbers:
                 return torch.cat((parts[0].new_tensor([found.count]), parts[0][1:]))
@@ -165,8 +181,13 @@ class Checkpoint:
             rows = torch.cat(bits)[found.start : found.start + found.count].view(parts[0].dtype)
             return rows if expert is None else rows[expert]
         if isinstance(found, torch.Tensor):
-            return (found if expert is None else found[expert]).detach().to(device)
+            found = found.detach() if part is None else found.detach().narrow(*part).contiguous()
+            return (found if expert is None else found[expert]).to(device)
         file, name = self._open(found), self._in_file.get(name, name)
+        if part is not None:
+            end = part.start + part.count
+            where = (*(slice(None),) * part.axis, slice(part.start, end))
+            return file.get_slice(name)[where].to(device)
         return (file.get_tensor(name) if expert is None else file.get_slice(name)[expert]).to(device)
 
     def layer(self, prefix: str) -> dict[str, str]:

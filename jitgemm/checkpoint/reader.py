@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint import formats
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_values, concat
-from jitgemm.checkpoint.files import Checkpoint, Source, opened
+from jitgemm.checkpoint.canonical import CanonicalWeight, Dims, Format, Sizes, TensorInfo, check_values, concat
+from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
 from jitgemm.weight.packed import Weight
 
 
@@ -35,6 +35,7 @@ class LayerHeader:
         names: {what stands behind the prefix: full name} of its tensors, those under other prefixes included.
         format, config: the format that reads it, and the layer's config, which its file's metadata may add to.
         sizes: see `Sizes`.
+        dims: see `Format.dims`.
     """
 
     prefix: str
@@ -42,6 +43,35 @@ class LayerHeader:
     format: Format
     config: Mapping[str, Any] | None
     sizes: Sizes
+    dims: Dims | None = None
+
+    def part(self, dim: str, rank: int, world: int) -> dict[str, Part] | None:
+        """What to read of its tensors for a rank's part of the layer; None where all of them have to be read.
+
+        See `CanonicalWeight.shard`, which says what parts there are.
+        """
+        sizes = {"n": self.sizes.n, "k": self.sizes.k, "G": self.sizes.k}
+        whole, size = sizes.get(dim), self.sizes.group_size
+        if self.dims is None or whole is None or size is None or not 0 <= rank < world or world == 1:
+            return None
+        if dim == "k" and any("g_idx" in suffix for suffix in self.names):
+            return None
+        if whole % (world * (8 if dim == "n" else 32)) or (dim == "k" and size < whole and whole % (world * size)):
+            return None
+        count, parts = whole // world, {}
+        for suffix in self.names:
+            dims = ("n",) if suffix == "bias" else self.dims.get(suffix, ())
+            for axis, each in enumerate(dims):
+                letter, _, per = each.partition(" / ")
+                if letter != dim and (letter, dim) != ("G", "k"):
+                    continue
+                if letter == "G" and size >= whole:  # a row is one group
+                    continue
+                elements = size if letter == "G" else int(per or 1)
+                if count % elements:
+                    return None
+                parts[suffix] = Part(axis, rank * count // elements, count // elements)
+        return parts
 
 
 def load(
@@ -118,12 +148,13 @@ def read_layer(
     checkpoint = opened(source, config)
     device = target_device(device)
 
+    cut = None if tp_dim is None else (tp_dim, tp_rank, tp_size)
     parts = []
     with torch.no_grad():
         for name in prefixes:
             with errors_that_name(checkpoint, name):
-                weight = read_header(checkpoint, layer_header(checkpoint, name, expert, format), device, expert)
-                parts.append(weight if tp_dim is None else weight.shard(tp_dim, tp_rank, tp_size))
+                header = layer_header(checkpoint, name, expert, format)
+                parts.append(read_header(checkpoint, header, device, expert, cut))
         return concat(parts)
 
 
@@ -186,17 +217,40 @@ def layer_header(
     headers = _Found(found, infos)
     if shape is not None:
         headers["weight_shape"] = shape
-    return LayerHeader(prefix, names, found, config, found.sizes(headers, config))
+    sizes = found.sizes(headers, config)
+    return LayerHeader(prefix, names, found, config, sizes, found.dims(infos, config))
 
 
 def read_header(
-    checkpoint: Checkpoint, header: LayerHeader, device: torch.device, expert: int | None = None
+    checkpoint: Checkpoint,
+    header: LayerHeader,
+    device: torch.device,
+    expert: int | None = None,
+    cut: tuple[str, int, int] | None = None,
 ) -> CanonicalWeight:
-    """The layer that the header describes. Raises ValueError for values that cannot be."""
-    read = {suffix: checkpoint.read(name, device, expert) for suffix, name in header.names.items()}
+    """The layer that the header describes, or its part of (dim, rank, world), as `CanonicalWeight.shard` cuts it.
+
+    Where that is a part of each of its tensors, no more of them is read.
+
+    Raises:
+        ValueError: values that cannot be, or a layer that cannot be cut so.
+    """
+    part = None if cut is None or expert is not None else header.part(*cut)
+    names = dict(header.names)
+    if part is not None and cut[0] == "k" and cut[1] > 0:  # type: ignore[index]
+        names.pop("bias", None)  # which rank 0 adds
+    read = {
+        suffix: checkpoint.read(name, device, expert, None if part is None else part.get(suffix))
+        for suffix, name in names.items()
+    }
+    if part is not None and "weight_shape" in read:
+        dim, _, world = cut  # type: ignore[misc]
+        n, k = read["weight_shape"].tolist()
+        read["weight_shape"] = read["weight_shape"].new_tensor([n // world, k] if dim == "n" else [n, k // world])
     weight = header.format.read(_Found(header.format, read), header.config)
     check_values(weight)
-    return replace(weight, bias=read.get("bias"))
+    weight = replace(weight, bias=read.get("bias"))
+    return weight if cut is None or part is not None else weight.shard(*cut)
 
 
 def _of_expert(infos: Mapping[str, TensorInfo], expert: int) -> dict[str, TensorInfo]:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.affine import check_shape, check_single, setting
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, by_block, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, Dims, Format, Sizes, TensorInfo, by_block, check_known
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
@@ -87,4 +87,13 @@ def _block(config: Mapping[str, Any] | None) -> tuple[int, int]:
     return block[0], block[1]
 
 
-FORMAT = Format(name="w8a8", detect=_detect, sizes=_sizes, read=_read)
+def _dims(headers: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> Dims:
+    dims: dict[str, tuple[str, ...]] = {"weight": ("n", "k")}
+    if "weight_scale_inv" in headers:
+        dims["weight_scale_inv"] = f"n / {_block(config)[0]}", "G"
+    elif math.prod(headers["weight_scale"].shape) != 1:
+        dims["weight_scale"] = ("n", "1")[: headers["weight_scale"].dim()]
+    return dims
+
+
+FORMAT = Format(name="w8a8", detect=_detect, sizes=_sizes, read=_read, dims=_dims)

@@ -40,6 +40,11 @@ class ExpertSplit:
     exchanges: bool
     max_tokens: int | None = None
 
+    @property
+    def mine(self) -> range:
+        """The experts of this rank, as all are numbered."""
+        return range(self.rank * self.experts, (self.rank + 1) * self.experts)
+
     def expert_map(self, device: torch.device) -> torch.Tensor:
         """int32 [all experts]: this rank's number of each, -1 for others'."""
         numbers = torch.arange(self.world * self.experts, dtype=torch.int32, device=device) - self.rank * self.experts

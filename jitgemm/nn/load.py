@@ -179,9 +179,14 @@ def made(
     """
     layer = plan.layers[name]
     if isinstance(layer, Experts):
-        experts = read_experts(plan.checkpoint, layer, device)
-        if division is not None:
-            division.divide(name, experts)
+        split = None if division is None else division.expert_split(name, layer.form.experts)
+        if split is None or layer.projections is None:
+            experts = read_experts(plan.checkpoint, layer, device)
+            if division is not None:
+                division.divide(name, experts)
+        else:
+            experts = read_experts(plan.checkpoint, layer, device, split.mine)
+            experts.split = split
         return experts
     cut = None if division is None else division.cut(name)
     parts = read(plan.checkpoint, layer, device, cut)

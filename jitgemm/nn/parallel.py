@@ -122,9 +122,8 @@ class ExpertParallel(ParallelStyle):
         self.input_layouts = input_layouts or Replicate()
         self.max_tokens = max_tokens
 
-    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        if not isinstance(module, PackedExperts):
-            raise TypeError(f"module: expected W4A8Experts or W8A8Experts, got {type(module).__name__}")
+    def split_of(self, name: str, experts: int, mesh: DeviceMesh) -> ExpertSplit:
+        """What this rank has of so many experts. Raises ValueError for ranks or arguments that cannot be."""
         if self.input_layouts not in (Replicate(), Shard(0)):
             raise ValueError(f"input_layouts: expected Replicate() or Shard(0), got {self.input_layouts}")
         most = self.max_tokens
@@ -132,14 +131,19 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"max_tokens: expected None without input_layouts=Shard(0), got {most!r}")
         if most is not None and (not isinstance(most, int) or most < 1):
             raise ValueError(f"max_tokens: expected a number from 1 on, or None, got {most!r}")
+        rank, world = rank_of(mesh)
+        if experts % world:
+            raise ValueError(f"{name}: expected experts that {world} ranks share alike, got {experts}")
+        return ExpertSplit(mesh.get_group(), rank, world, experts // world, self.input_layouts == Shard(0), most)
+
+    def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        if not isinstance(module, PackedExperts):
+            raise TypeError(f"module: expected W4A8Experts or W8A8Experts, got {type(module).__name__}")
         name = module.w13.weight.layer.removesuffix(".w13") or type(module).__name__
-        rank, world = rank_of(device_mesh)
         if module.split is not None:
             raise ValueError(f"{name}: expected all experts, got {module.num_experts} of a rank")
-        if module.num_experts % world:
-            raise ValueError(f"{name}: expected experts that {world} ranks share alike, got {module.num_experts}")
-        count = module.num_experts // world
-        mine = slice(rank * count, (rank + 1) * count)
+        split = self.split_of(name, module.num_experts, device_mesh)
+        mine = slice(split.mine.start, split.mine.stop)
         for part in (module.w13, module.w2):
             bias = part.bias
             new = Packed(
@@ -148,8 +152,7 @@ class ExpertParallel(ParallelStyle):
                 activation=part.activation,
             )
             part.take(new)
-        module.num_experts = count
-        module.split = ExpertSplit(device_mesh.get_group(), rank, world, count, self.input_layouts == Shard(0), most)
+        module.num_experts, module.split = split.experts, split
         return module
 
 
@@ -255,6 +258,8 @@ class Division:
         for name, layer in layers.items():
             style = self.style(name) if isinstance(layer, Layer) else None
             if style is None:
+                if not isinstance(layer, Layer):
+                    self.expert_split(name, layer.form.experts)
                 continue
             size, multiple = (layer.n, 8) if style.dim == "n" else (layer.k or 0, 32)
             if style.dim == "k" and layer.group_size and layer.group_size < size:
@@ -288,6 +293,11 @@ class Division:
         style = self.style(name)
         if style is not None:
             layer.split = split_of(layer, layer.in_features, style, self.mesh)
+
+    def expert_split(self, name: str, experts: int) -> ExpertSplit | None:
+        """What this rank has of a layer's experts; None for all of them."""
+        style = self._rule(name)
+        return style.split_of(name, experts, self.mesh) if isinstance(style, ExpertParallel) else None
 
     def divide(self, name: str, module: torch.nn.Module) -> None:
         """Divides a whole layer, packed or not; a Linear in floats stays whole where that gives the same output."""

@@ -165,8 +165,7 @@ def read(checkpoint: Checkpoint, layer: Layer, device: torch.device, cut: Cut | 
                 return parts
             part = part_of_weight(parts.weight, *cut, CODES[parts.activation])
             return parts._replace(weight=part, bias=part_of_bias(parts.bias, *cut))
-        weight = read_header(checkpoint, layer.header, device)
-        weight = weight if cut is None else weight.shard(*cut)
+        weight = read_header(checkpoint, layer.header, device, cut=cut)
         packed = weight.pack(CODES[layer.activation])
     return Parts(packed, weight.bias, layer.activation, weight.input_scale if layer.static else None)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, check_order, concat, pack_experts
-from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.files import Checkpoint, Part
 from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.gate import decoded, interleaved
@@ -160,8 +160,13 @@ def check_packable(checkpoint: Checkpoint, experts: Experts) -> None:
                 check_order(projection.canonical(checkpoint, 0, torch.device("cpu")), 0)
 
 
-def read_experts(checkpoint: Checkpoint, experts: Experts, device: torch.device) -> PackedExperts:
-    """The experts' data. In memory are the packed weights and one expert.
+def read_experts(
+    checkpoint: Checkpoint, experts: Experts, device: torch.device, which: range | None = None
+) -> PackedExperts:
+    """The experts' data, or that of some of them. In memory are the packed weights and one expert.
+
+    Args:
+        which: whose; not of experts that are packed in the file.
 
     Raises:
         ValueError: a value is out of range, or an expert has an activation order.
@@ -177,19 +182,22 @@ def read_experts(checkpoint: Checkpoint, experts: Experts, device: torch.device)
         layer = PackedExperts.from_state_dict(tensors)
         layer.top_k = experts.form.top_k
         return layer
+    which = range(experts.form.experts) if which is None else which
     weights, biases = [], []
     for projection in experts.projections:
         bias: dict[int, torch.Tensor] = {}
 
         def read(e: int, projection: Projection = projection, bias: dict[int, torch.Tensor] = bias) -> CanonicalWeight:
-            weight = projection.canonical(checkpoint, e, device)
+            weight = projection.canonical(checkpoint, which[e], device)
+            check_order(weight, which[e])
             if weight.bias is not None:
                 bias[e] = weight.bias
             return weight
 
         with errors_that_name(checkpoint, experts.prefix):
-            weights.append(pack_experts(experts.form.experts, read, CODES[experts.activation], projection.bits))
-        beside = None if projection.bias is None else checkpoint.read(projection.bias, device)
+            weights.append(pack_experts(len(which), read, CODES[experts.activation], projection.bits))
+        part = Part(0, which.start, len(which))
+        beside = None if projection.bias is None else checkpoint.read(projection.bias, device, None, part)
         biases.append(torch.stack([bias[e] for e in sorted(bias)]) if bias else beside)
     form = experts.form
     return packed_experts(*weights, *biases, gate=form.gate, activation=experts.activation, top_k=form.top_k)
