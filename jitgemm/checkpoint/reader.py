@@ -235,22 +235,22 @@ def read_header(
     Raises:
         ValueError: values that cannot be, or a layer that cannot be cut so.
     """
-    part = None if cut is None or expert is not None else header.part(*cut)
+    dim, rank, world = cut or ("n", 0, 1)
+    part = header.part(dim, rank, world) if expert is None else None
     names = dict(header.names)
-    if part is not None and cut[0] == "k" and cut[1] > 0:  # type: ignore[index]
+    if part is not None and dim == "k" and rank > 0:
         names.pop("bias", None)  # which rank 0 adds
     read = {
         suffix: checkpoint.read(name, device, expert, None if part is None else part.get(suffix))
         for suffix, name in names.items()
     }
     if part is not None and "weight_shape" in read:
-        dim, _, world = cut  # type: ignore[misc]
         n, k = read["weight_shape"].tolist()
         read["weight_shape"] = read["weight_shape"].new_tensor([n // world, k] if dim == "n" else [n, k // world])
     weight = header.format.read(_Found(header.format, read), header.config)
     check_values(weight)
     weight = replace(weight, bias=read.get("bias"))
-    return weight if cut is None or part is not None else weight.shard(*cut)
+    return weight.shard(dim, rank, world) if part is None else weight
 
 
 def _of_expert(infos: Mapping[str, TensorInfo], expert: int) -> dict[str, TensorInfo]:
