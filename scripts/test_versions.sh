@@ -21,8 +21,8 @@ if [ -n "${versions[${1:-none}]:-}" ]; then
     shift
 fi
 if [ $# -eq 0 ]; then
-    set -- tests/test_{nn,op,op_launch,inductor,fuse,weight,arguments,transformers,hf,nn_models,nn_experts,deepseek}.py \
-        tests/test_{moe,parallel,end_to_end,docs}.py
+    set -- tests/test_{nn,op,op_launch,inductor,fuse,weight,arguments,transformers,hf,nn_models,nn_experts}.py \
+        tests/test_{nn_expert_models,deepseek,moe,parts,parallel,end_to_end,docs}.py
 fi
 status=0
 for end in "${ends[@]}"; do

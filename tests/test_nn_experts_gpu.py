@@ -8,21 +8,8 @@ import gc
 import pytest
 import torch
 from small_models import same_state
-from test_nn_experts import (
-    COMPRESSED,
-    GATES,
-    MODELS,
-    E,
-    alike,
-    build,
-    close,
-    experts,
-    experts_of_8_bits,
-    file_of,
-    logits,
-    routed,
-    same_weights,
-)
+from test_nn_expert_models import COMPRESSED, MODELS, alike, build, file_of, logits, same_weights
+from test_nn_experts import GATES, E, close, experts, experts_of_8_bits, routed
 
 import jitgemm.nn
 from jitgemm.nn import ACTIVATIONS, W4A8Experts, load_

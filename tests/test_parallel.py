@@ -10,7 +10,6 @@ import sys
 import builders
 import pytest
 import ranks
-import test_nn_experts as mixtures
 import torch
 from safetensors.torch import save_file
 from small_models import checkpoint_tensors
@@ -600,6 +599,16 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a.float() - b.float()).norm() < NEAR * b.float().norm())
 
 
+def generates_alike(model) -> None:
+    """A static cache, which has the rank's heads, gives what the default one gives."""
+    how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    static = model.generate(TOKENS, **how, cache_implementation="static", disable_compile=True)
+    for a, b in zip(static.logits, model.generate(TOKENS, **how).logits, strict=True):
+        assert near(a, b)
+        if not torch.equal(a.argmax(-1), b.argmax(-1)):  # two tokens are as likely
+            break
+
+
 def loaded(mesh, folder: str) -> torch.Tensor:
     whole, model = llama(), llama()
     jitgemm.nn.load_(whole, folder)
@@ -616,10 +625,7 @@ def loaded(mesh, folder: str) -> torch.Tensor:
         assert builders.same_bits(getattr(attention, name)(x), expected)
     logits = model(TOKENS).logits
     assert near(logits, whole(TOKENS).logits)
-    steps = model.generate(
-        TOKENS, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True
-    )
-    assert builders.same_bits(steps, model.generate(TOKENS, max_new_tokens=4, do_sample=False))
+    generates_alike(model)
 
     agreeing = llama()
     plan = {"*.[qkv]_proj": "colwise", "*layers.0*.gate_proj": "colwise", "*layers.0*.up_proj": "colwise"}
@@ -671,10 +677,7 @@ def from_pretrained(mesh, folder: str, quantising: bool) -> torch.Tensor:
     assert (attention.o_proj.bias is None) == (mesh.get_local_rank() == 1)
     logits = model(TOKENS).logits
     assert near(logits, whole(TOKENS).logits)
-    steps = model.generate(
-        TOKENS, max_new_tokens=4, do_sample=False, cache_implementation="static", disable_compile=True
-    )
-    assert builders.same_bits(steps, model.generate(TOKENS, max_new_tokens=4, do_sample=False))
+    generates_alike(model)
     with pytest.raises(ValueError):
         model.save_pretrained("nowhere")
     return logits
@@ -727,6 +730,8 @@ def packed(mesh, folder: str) -> None:
 
 def own_experts(mesh, kind: str) -> None:
     """Of experts one by one, in one tensor and with biases, each rank reads its own alone."""
+    import test_nn_expert_models as mixtures  # which need a newer transformers than the others here
+
     name = "gpt-oss" if kind == "biases" else "qwen3"
     source, whole, divided = (mixtures.build(name, seed=seed) for seed in (0, 1, 1))
     if kind == "together":
@@ -786,6 +791,7 @@ def test_experts_are_whole_on_every_rank(both, stored_mixture):
 
 @pytest.mark.parametrize("kind", ["one by one", "together", "biases"])
 def test_ranks_read_their_experts_alone(both, kind):
+    pytest.importorskip("transformers", minversion="5")
     both(own_experts, kind)
 
 

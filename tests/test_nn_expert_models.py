@@ -1,0 +1,564 @@
+"""quantize_ and load_ of models of transformers 5 that stack a layer's experts."""
+
+from __future__ import annotations
+
+import copy
+
+import builders
+import checkpoints
+import pytest
+import torch
+from safetensors.torch import save_model
+from small_models import same_state
+from test_nn_experts import HIDDEN, INTER, TOP_K, E
+
+import jitgemm
+import jitgemm.nn
+from jitgemm.nn import Gate, PackedExperts, PackedLinear, W4A8Experts, W8A8Experts, load_
+from jitgemm.nn.gate import gate_of
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTER,
+    "moe_intermediate_size": INTER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "num_experts": E,
+    "num_local_experts": E,
+    "num_experts_per_tok": TOP_K,
+    "pad_token_id": 0,
+}
+DEEPSEEK = {"n_routed_experts": E, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32}
+DEEPSEEK |= {"qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16, "num_key_value_heads": 4}
+DEEPSEEK |= {"first_k_dense_replace": 1}
+MODELS = {
+    "qwen3": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", SIZES),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", SIZES),
+    "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", SIZES),
+    "deepseek": ("DeepseekV3ForCausalLM", "DeepseekV3Config", SIZES | DEEPSEEK),
+}
+GATE_OF = {"gpt-oss": Gate("swiglu_oai", "interleaved", 7.0, 1.702)}
+IDS = {"input_ids": torch.arange(16)[None]}
+EXPERT = ("gate_proj", "up_proj", "down_proj")
+
+
+def build(name: str, seed: int = 0, **sizes) -> torch.nn.Module:
+    model, config, known = MODELS[name]
+    torch.manual_seed(seed)
+    model = getattr(transformers, model)(getattr(transformers, config)(**known | sizes)).eval()
+    for tensor in (p for p in model.parameters() if p.dim() == 3):  # not as tiny as a fresh model's
+        torch.nn.init.normal_(tensor, std=0.05)
+    return model
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(**IDS).logits
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of most tokens: a token on the edge between two experts may take the other."""
+    error = ((a - b).norm(dim=-1) / b.norm(dim=-1)).nanmedian()
+    return float(error) < 0.04
+
+
+def experts_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return {name: m for name, m in model.named_modules() if hasattr(m, "gate_up_proj") and m.gate_up_proj.dim() == 3}
+
+
+def each(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """{"….experts.3.up_proj": [n, k]} of a model without transposed or interleaved parameters."""
+    found = {}
+    for name, module in experts_of(model).items():
+        for e in range(E):
+            gate, up = module.gate_up_proj[e].detach().chunk(2)
+            found |= {f"{name}.{e}.{part}": w for part, w in zip(EXPERT, (gate, up, module.down_proj[e].detach()))}
+    return found
+
+
+def quantised(w: torch.Tensor, least: int = -8, group_size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 [n, k] and bf16 scales [n, G] of a weight."""
+    groups = w.reshape(w.shape[0], -1, group_size)
+    scale = (groups.abs().amax(-1) / -least).bfloat16()
+    return (groups / scale.float()[..., None]).round().clamp(least, 7).to(torch.int8).view(w.shape), scale
+
+
+def compressed(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    shape = torch.tensor(q.shape, dtype=torch.int64)
+    return {"weight_packed": checkpoints.words(q + 8, -1), "weight_scale": scale, "weight_shape": shape}
+
+
+def gptq(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    zeros = torch.full_like(scale, 8, dtype=torch.int64)
+    g_idx = (torch.arange(q.shape[1]) // 32).int()
+    return {
+        "qweight": checkpoints.words(q.T + 8, 0),
+        "qzeros": checkpoints.words(zeros.T, 1),
+        "scales": scale.T,
+        "g_idx": g_idx,
+    }
+
+
+def awq(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    order, zeros = (0, 2, 4, 6, 1, 3, 5, 7), torch.full_like(scale, 8, dtype=torch.int64)
+    words = {"qweight": checkpoints.words(q.T + 8, 1, order=order), "scales": scale.T}
+    return words | {"qzeros": checkpoints.words(zeros.T, 1, order=order)}
+
+
+def w4afp8(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    words = {"weight": checkpoints.words(q, -1, torch.int8), "weight_scale_inv": scale.float()}
+    return words | {"input_scale": torch.tensor(0.5)}
+
+
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+INPUTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}
+FORMATS = {
+    "compressed-tensors": (
+        compressed,
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}},
+    ),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
+    "w4afp8": (w4afp8, {"quant_method": "w4afp8"}),
+}
+COMPRESSED = FORMATS["compressed-tensors"][1]
+
+
+def file_of(model: torch.nn.Module, form: str = "compressed-tensors", least: int = -8, **names: str):
+    """Tensors of a checkpoint that names each expert by itself, and the model with the weights that they stand for."""
+    store, _ = FORMATS[form]
+    dense, tensors = copy.deepcopy(model), {}
+    for name, w in each(model).items():
+        q, scale = quantised(w, least)
+        layer, _, part = name.rpartition(".")
+        tensors |= {f"{layer}.{names.get(part, part)}.{suffix}": tensor for suffix, tensor in store(q, scale).items()}
+        path, _, e = layer.rpartition(".")
+        module, value = dense.get_submodule(path), q.float() * scale.float().repeat_interleave(32, 1)
+        with torch.no_grad():
+            rows = {"gate_proj": slice(None, INTER), "up_proj": slice(INTER, None)}.get(part)
+            (module.down_proj[int(e)] if rows is None else module.gate_up_proj[int(e), rows]).copy_(value)
+    stacked = tuple(experts_of(model))
+    return tensors | {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}, dense
+
+
+def same_weights(model: torch.nn.Module, dense: torch.nn.Module) -> bool:
+    """Whether the experts are those of `dense`, bit for bit."""
+    pairs = [(model.get_submodule(name), module) for name, module in experts_of(dense).items()]
+    return len(pairs) > 0 and all(
+        isinstance(ours, PackedExperts)
+        and torch.equal(ours.w13.weight.dequantize(), module.gate_up_proj)
+        and torch.equal(ours.w2.weight.dequantize(), module.down_proj)
+        for ours, module in pairs
+    )
+
+
+def fill(dense: torch.nn.Module, model: torch.nn.Module, names: list[str]) -> None:
+    """Puts the weights that these layers of the model stand for into another that has Linears and experts there."""
+    for name in names:
+        ours, module = model.get_submodule(name), dense.get_submodule(name)
+        if isinstance(ours, PackedLinear):
+            module.weight.data = ours.weight.dequantize()
+            continue
+        for part, parameter in ((ours.w13, module.gate_up_proj), (ours.w2, module.down_proj)):
+            weight = part.weight.dequantize()
+            parameter.data = weight.transpose(1, 2) if module.is_transposed else weight
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantize_replaces_experts_and_leaves_routers(name):
+    model, dense = build(name), build(name)
+    stacked = list(experts_of(model))
+    report = jitgemm.nn.quantize_(model, clip_steps=0, group_size=32, activation="int8")
+    assert [each for each in report if each.endswith("experts")] == stacked and len(report) > len(stacked)
+    assert not any(each.endswith((".gate", ".router")) for each in report)
+    layer = model.get_submodule(stacked[0])
+    assert isinstance(layer, W4A8Experts) and layer.gate == GATE_OF.get(name, Gate()) and layer.activation == "int8"
+    fill(dense, model, report)
+    assert alike(logits(model), logits(dense))
+    assert not any(p.dim() == 3 for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_quantised_experts_are_what_quantize_w4_makes_of_each(name):
+    model = build(name)
+    path, module = next(iter(experts_of(model).items()))
+    w = module.gate_up_proj[2].detach()
+    w = w.T if name == "gpt-oss" else w
+    bias = getattr(module, "down_proj_bias", None)
+    jitgemm.nn.quantize_(model, lambda name, _: name == path, clip_steps=0, group_size=32, symmetric=False)
+    layer = model.get_submodule(path)
+    expected = jitgemm.quantize_w4(w, 32, symmetric=False, clip_steps=0).dequantize()
+    assert torch.equal(layer.w13.weight[2].dequantize(), expected)
+    assert (layer.w2.bias is None) == (bias is None) and (bias is None or torch.equal(layer.w2.bias, bias))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_quantising_experts_to_8_bits(name):
+    model, dense = build(name), build(name)
+    stacked = list(experts_of(model))
+    report = jitgemm.nn.quantize_(model, bits=8, activation="int8")
+    assert all(type(model.get_submodule(each)) is W8A8Experts for each in stacked)
+    fill(dense, model, report)
+    assert alike(logits(model), logits(dense))
+
+
+def test_a_filter_chooses_experts_and_unfit_ones_are_named():
+    model = build("qwen3", moe_intermediate_size=80)
+    report = jitgemm.nn.quantize_(model, clip_steps=0)
+    assert report and not any("experts" in name for name in report)
+    reason = "expected hidden and intermediate sizes that are multiples of 32, got 64 and 80"
+    assert report.skipped["model.layers.0.mlp.experts"] == reason
+    with pytest.raises(ValueError, match=f"model.layers.0.mlp.experts: {reason}"):
+        jitgemm.nn.quantize_(build("qwen3", moe_intermediate_size=80), lambda name, _: name.endswith("experts"))
+    report = jitgemm.nn.quantize_(build("qwen3"), lambda name, _: "layers.1.mlp.experts" in name, clip_steps=0)
+    assert report == ["model.layers.1.mlp.experts"]
+
+
+def test_a_value_that_cannot_be_quantised_is_named_with_its_expert():
+    model = build("qwen3")
+    model.model.layers[1].mlp.experts.down_proj.data[3, 5, 7] = torch.inf
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.experts: down_proj\[3\]: w: expected finite.*inf at \[5, 7\]"
+    ):
+        jitgemm.nn.quantize_(model, lambda name, _: name.endswith("experts"), clip_steps=0)
+
+
+class Normed(torch.nn.Module):
+    """As transformers' experts look from outside, with a gate that none of ours is."""
+
+    has_bias, is_transposed = False, False
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(E, 2 * INTER, HIDDEN))
+        self.down_proj = torch.nn.Parameter(torch.randn(E, HIDDEN, INTER))
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return torch.nn.functional.relu(gate) * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states
+
+
+def test_experts_of_another_kind_stay_and_are_said_so():
+    model = torch.nn.ModuleDict({"experts": Normed(), "up": torch.nn.Linear(64, 32)})
+    with pytest.warns(UserWarning, match="quantize_ left 100% .*Normed has a forward of its own"):
+        report = jitgemm.nn.quantize_(model, clip_steps=0)
+    assert report == ["up"] and set(report.skipped) == {"experts.gate_up_proj", "experts.down_proj"}
+    model = build("qwen3", hidden_act="relu")
+    with pytest.warns(UserWarning, match=r"a gate that is not one of jitgemm.nn's \(Qwen3MoeExperts\)"):
+        assert not any("experts" in name for name in jitgemm.nn.quantize_(model, clip_steps=0))
+
+
+@pytest.mark.parametrize("act, kind", [("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh")])
+def test_gates_are_told_by_what_they_compute(act, kind):
+    assert gate_of(build("mixtral", hidden_act=act).model.layers[0].mlp.experts) == Gate(kind)
+    assert gate_of(build("mixtral", hidden_act="quick_gelu").model.layers[0].mlp.experts) is None
+
+
+# ---- load_ -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [None, 3])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "deepseek"])
+def test_a_compressed_tensors_checkpoint_on_disk_gives_the_dequantised_model(tmp_path, name, shards):
+    source = build(name)
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if name == "mixtral" else {}
+    tensors, dense = file_of(source, **names)
+    if name == "mixtral":  # as its files call the layer
+        tensors = {key.replace(".mlp.", ".block_sparse_moe."): tensor for key, tensor in tensors.items()}
+    folder = checkpoints.save(tmp_path, tensors, COMPRESSED, shards=shards)
+    model = build(name, seed=1)
+    report = load_(model, folder, activation="int8")
+    assert report == list(experts_of(dense)) and report.skipped == {} and report.ignored == {}
+    assert same_weights(model, dense)
+    others = {n: x for n, x in dense.state_dict().items() if "experts." not in n}
+    assert all(torch.equal(model.state_dict()[n], x) for n, x in others.items())
+    assert alike(logits(model), logits(dense))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("names", [{}, {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}], ids=["proj", "w123"])
+def test_every_format_names_each_expert(form, names):
+    tensors, dense = file_of(build("qwen3"), form, **names)
+    model = build("qwen3", seed=1)
+    report = load_(model, tensors, config=FORMATS[form][1])
+    assert same_weights(model, dense) and report == list(experts_of(dense))
+    static = {name for name in tensors if name.endswith("input_scale")}
+    assert set(report.ignored) == static and (not static) == (form != "w4afp8")
+    assert all("experts quantise every token" in why for why in report.ignored.values())
+
+
+def test_static_scales_of_deepseek_r1_stand_under_other_names():
+    tensors, dense = file_of(build("deepseek"), "w4afp8")
+    other = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for part, short in other.items():
+        tensors = {n.replace(f"{part}.input_scale", f"{short}.input_scale"): x for n, x in tensors.items()}
+    model = build("deepseek", seed=1)
+    report = load_(model, tensors, config=FORMATS["w4afp8"][1])
+    assert same_weights(model, dense) and len(report.ignored) == 3 * E
+
+
+@pytest.mark.parametrize("least, codes", [(-7, "e4m3"), (-8, "any")])
+def test_codes_decode_in_the_faster_order_where_all_experts_allow_it(least, codes):
+    tensors, _ = file_of(build("qwen3"), least=-7)
+    if least == -8:
+        one = "model.layers.0.mlp.experts.2.up_proj.weight_packed"
+        tensors[one] = tensors[one].clone()
+        tensors[one][0, 0] &= ~0xF
+    model = build("qwen3", seed=1)
+    load_(model, tensors, config=COMPRESSED)
+    assert model.model.layers[0].mlp.experts.w13.weight.format.codes == codes
+    assert model.model.layers[1].mlp.experts.w13.weight.format.codes == "e4m3"
+
+
+def test_experts_with_zero_points_beside_some_without():
+    tensors, dense = file_of(build("qwen3"), "awq")
+    name = "model.layers.0.mlp.experts.2.gate_proj.qzeros"
+    tensors[name] = checkpoints.words(torch.full((HIDDEN // 32, INTER), 3), 1)
+    model = build("qwen3", seed=1)
+    load_(model, tensors, config=FORMATS["awq"][1])
+    w13 = model.model.layers[0].mlp.experts.w13.weight
+    expected = dense.model.layers[0].mlp.experts.gate_up_proj.detach().clone()
+    scale = tensors["model.layers.0.mlp.experts.2.gate_proj.scales"].T.float().repeat_interleave(32, 1)
+    expected[2, :INTER] += 5 * scale
+    assert w13.format.zero_point and torch.allclose(w13.dequantize(), expected, atol=1e-6)
+    assert not model.model.layers[1].mlp.experts.w13.weight.format.zero_point
+
+
+def fused(model: torch.nn.Module, names: tuple[str, str], shape: str = "") -> tuple[dict, torch.nn.Module]:
+    """A checkpoint with the experts of a layer in one tensor."""
+    tensors, dense = file_of(model)
+    for name in experts_of(model):
+        for new, parts in zip(names, (EXPERT[:2], EXPERT[2:])):
+            for suffix in ("weight_packed", "weight_scale", "weight_shape"):
+                rows = [torch.cat([tensors.pop(f"{name}.{e}.{part}.{suffix}") for part in parts]) for e in range(E)]
+                if suffix != "weight_shape" or shape:
+                    tensors[f"{name}.{new}{suffix}"] = torch.stack(rows)
+            if shape == "one":
+                size = tensors[f"{name}.{new}weight_packed"].shape
+                tensors[f"{name}.{new}weight_shape"] = torch.tensor([size[0], size[1], 8 * size[2]])
+    return tensors, dense
+
+
+@pytest.mark.parametrize("shape", ["", "one"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gate_up_proj.", "down_proj."),
+        ("gate_up_proj_", "down_proj_"),
+        ("w13_weight.", "w2_weight."),
+        ("w13_", "w2_"),
+    ],
+    ids=lambda names: names[0],
+)
+def test_experts_in_one_tensor_for_all(tmp_path, names, shape):
+    tensors, dense = fused(build("qwen3"), names, shape)
+    model = build("qwen3", seed=1)
+    report = load_(model, checkpoints.save(tmp_path, tensors, COMPRESSED))
+    assert same_weights(model, dense) and report == list(experts_of(dense)) and report.ignored == {}
+
+
+def test_experts_in_floats_are_stacked_and_a_filter_dequantises():
+    tensors, dense = file_of(build("qwen3"))
+    model = build("qwen3", seed=1)
+    report = load_(model, tensors, config=COMPRESSED, filter=lambda name, _: "layers.1" in name)
+    assert report == ["model.layers.1.mlp.experts"]
+    assert report.skipped == {"model.layers.0.mlp.experts": "dequantised: left out by the filter"}
+    first, expected = (m.model.layers[0].mlp.experts for m in (model, dense))
+    assert torch.equal(first.gate_up_proj, expected.gate_up_proj) and torch.equal(first.down_proj, expected.down_proj)
+    plain = {f"{n}.weight": x for n, x in each(dense).items() if "layers.0" in n}
+    mixed = {n: x for n, x in tensors.items() if "layers.0.mlp.experts" not in n} | plain
+    model = build("qwen3", seed=2)
+    assert load_(model, mixed, config=COMPRESSED) == ["model.layers.1.mlp.experts"]
+    assert torch.equal(model.model.layers[0].mlp.experts.gate_up_proj, expected.gate_up_proj)
+
+
+def gpt_oss_file(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
+    """Each expert by itself, as llm-compressor writes gpt-oss: gate and up apart, with biases."""
+    dense, tensors = copy.deepcopy(model), {}
+    for path, module in experts_of(dense).items():
+        for e in range(E):
+            both, down = module.gate_up_proj[e].detach().T, module.down_proj[e].detach().T
+            bias = module.gate_up_proj_bias[e].detach()
+            parts = zip(EXPERT, (both[0::2], both[1::2], down), (bias[0::2], bias[1::2], module.down_proj_bias[e]))
+            for part, w, b in parts:
+                q, scale = quantised(w)
+                w.copy_(q.float() * scale.float().repeat_interleave(32, 1))
+                layer = compressed(q, scale) | {"bias": b.detach().clone()}
+                tensors |= {f"{path}.{e}.{part}.{suffix}": tensor for suffix, tensor in layer.items()}
+    stacked = tuple(experts_of(model))
+    return tensors | {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}, dense
+
+
+def test_gpt_oss_gets_gate_and_up_apart_and_its_biases():
+    source = build("gpt-oss")
+    for module in experts_of(source).values():
+        torch.nn.init.normal_(module.gate_up_proj_bias)
+        torch.nn.init.normal_(module.down_proj_bias)
+    tensors, dense = gpt_oss_file(source)
+    model = build("gpt-oss", seed=1)
+    load_(model, tensors, config=COMPRESSED, activation="int8")
+    layer, expected = (m.model.layers[0].mlp.experts for m in (model, dense))
+    assert layer.gate == Gate("swiglu_oai", "gate_up", 7.0, 1.702)
+    both = expected.gate_up_proj.detach().transpose(1, 2)
+    assert torch.equal(layer.w13.weight.dequantize(), torch.cat([both[:, 0::2], both[:, 1::2]], 1))
+    assert torch.equal(layer.w13.bias[:, :INTER], expected.gate_up_proj_bias[:, 0::2])
+    assert alike(logits(model), logits(dense))
+    again = build("gpt-oss", seed=2)
+    load_(again, tensors, config=COMPRESSED, filter=lambda *_: False, activation="int8")
+    first = again.model.layers[0].mlp.experts
+    assert all(torch.equal(p, q) for p, q in zip(first.parameters(), expected.parameters()))
+
+
+def test_mxfp4_is_refused_by_name():
+    model = build("gpt-oss")
+    tensors = {n: x for n, x in model.state_dict().items() if "gate_up_proj" not in n or "bias" in n}
+    for name in experts_of(model):
+        tensors |= {f"{name}.gate_up_proj_blocks": torch.zeros(1), f"{name}.gate_up_proj_scales": torch.zeros(1)}
+    with pytest.raises(ValueError, match="layers.0.mlp.experts.gate_up_proj is packed in the file .*MXFP4"):
+        load_(model, tensors, config={"quant_method": "mxfp4"})
+
+
+def test_activation_orders_are_refused_and_can_be_dequantised():
+    tensors, dense = file_of(build("qwen3"), "gptq")
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    name = "model.layers.1.mlp.experts.3.down_proj"
+    order = torch.randperm(INTER, generator=builders.generator(1))
+    tensors[f"{name}.g_idx"] = tensors[f"{name}.g_idx"][order]
+    said = FORMATS["gptq"][1]
+    with pytest.raises(
+        ValueError, match=r"expert 3: expected columns in the input's order.*g_idx.*layers\.1\.mlp\.exp"
+    ):
+        load_(build("qwen3", seed=1), tensors, config=said)
+    first = {f"model.layers.1.mlp.experts.0.{part}.g_idx" for part in EXPERT}
+    flipped = {n: x.flip(0) if n in first else x for n, x in tensors.items()}
+    model = build("qwen3", seed=1)
+    with pytest.raises(ValueError, match="expert 0: .*activation order.*layers.1.mlp.experts"):
+        load_(model, flipped, config=said | {"desc_act": True})
+    assert list(experts_of(model)) == list(experts_of(dense))  # found before anything was changed
+    report = load_(model, flipped, config=said, filter=lambda name, _: "layers.0" in name)
+    assert report == ["model.layers.0.mlp.experts"]
+    model = build("qwen3", seed=1)
+    report = load_(model, tensors, config=said, filter=lambda name, _: "layers.0" in name)
+    assert report == ["model.layers.0.mlp.experts"]
+    assert torch.equal(model.model.layers[1].mlp.experts.gate_up_proj, dense.model.layers[1].mlp.experts.gate_up_proj)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"3.up_proj": None},
+            r"every expert of model.layers.0.mlp.experts, found none of 1 layers: .*experts.3.up_proj",
+        ),
+        ({"4.up_proj": (96, 64)}, "found no place for model.layers.0.mlp.experts.4.up_proj"),
+        ({"scale": "beside"}, "found no place for model.layers.0.mlp.experts.scale;"),
+        ({"1.up_proj": (64, 64)}, r"experts.1.up_proj: expected n, k = \[96, 64\], got \[64, 64\]"),
+        ({"1.down_proj": (64, 64)}, r"experts.1.down_proj: expected n, k = \[64, 96\], got \[64, 64\]"),
+        ({"2.gate_proj": "floats"}, "experts.2.gate_proj: expected quantised, as .*experts.0.gate_proj is, got floats"),
+        ({"2.up_proj": 16}, "experts.2.up_proj: expected groups of 32, as .*experts.0.gate_proj has, got 16"),
+        ({"2.gate_proj": "bias"}, "experts.2.gate_proj: expected no bias, as the model has it, got one"),
+    ],
+)
+def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change, message):
+    ((part, what),) = change.items()
+    form = "w4afp8" if isinstance(what, int) else "compressed-tensors"  # whose config says no group size
+    tensors, dense = file_of(build("qwen3"), form)
+    name = f"model.layers.0.mlp.experts.{part}"
+    if what != "bias":
+        tensors = {n: x for n, x in tensors.items() if not n.startswith(name)}
+    if what == "floats":
+        tensors[f"{name}.weight"] = torch.zeros(INTER, HIDDEN)
+    elif what == "bias":
+        tensors[f"{name}.bias"] = torch.zeros(INTER)
+    elif what == "beside":
+        tensors[name] = torch.ones(4)
+    elif isinstance(what, int):
+        rows = quantised(torch.randn(INTER, HIDDEN), group_size=what)
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in w4afp8(*rows).items()}
+    elif what is not None:
+        tensors |= {f"{name}.{s}": x for s, x in compressed(*quantised(torch.randn(what))).items()}
+    model = build("qwen3", seed=1)
+    with pytest.raises(ValueError, match=message):
+        load_(model, tensors, config=FORMATS[form][1])
+    assert list(experts_of(model)) == list(experts_of(dense))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss"])
+def test_what_was_quantised_here_goes_to_a_file_and_back(tmp_path, name):
+    model = build(name)
+    jitgemm.nn.quantize_(model, clip_steps=0, group_size=32)
+    expected = logits(model)
+    save_model(model, str(tmp_path / "model.safetensors"))
+    other = build(name, seed=1)
+    assert "model.layers.0.mlp.experts" in load_(other, tmp_path / "model.safetensors")
+    assert torch.equal(logits(other), expected) and same_state(other, model)
+    model.save_pretrained(tmp_path / "saved")
+    third = build(name, seed=2)
+    load_(third, tmp_path / "saved")
+    assert torch.equal(logits(third), expected)
+    load_(third, tmp_path / "saved")  # W4A8Experts are loaded again
+    assert torch.equal(logits(third), expected)
+    with pytest.raises(ValueError, match="activation: expected e4m3, as the layer was saved, got int8"):
+        load_(build(name), tmp_path / "saved", activation="int8")
+
+
+def test_experts_that_a_file_lacks_are_missed():
+    model = build("qwen3")
+    tensors = {name: x for name, x in model.state_dict().items() if "layers.1.mlp.experts" not in name}
+    with pytest.raises(ValueError, match="found none for model.layers.1.mlp.experts.gate_up_proj"):
+        load_(build("qwen3"), tensors)
+    jitgemm.nn.quantize_(model, lambda name, _: name.endswith("experts"), clip_steps=0)
+    saved = {name: x.clone() for name, x in model.state_dict().items() if "layers.1.mlp.experts" not in name}
+    with pytest.raises(ValueError, match="layers.1.mlp.experts is a W4A8Experts, for which the file has no quantised"):
+        load_(model, saved)
+
+
+def test_models_without_data_are_filled():
+    accelerate = pytest.importorskip("accelerate")
+    tensors, dense = file_of(build("qwen3"))
+    with accelerate.init_empty_weights():
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES)).eval()
+    load_(model, tensors, config=COMPRESSED, device="cpu", activation="int8")
+    assert same_weights(model, dense) and alike(logits(model), logits(dense))
+
+
+def test_no_more_than_one_expert_is_in_memory_beside_the_packed_weight(monkeypatch):
+    from jitgemm.nn import read_experts
+
+    tensors, _ = file_of(build("qwen3"))
+    alive, most = [], []
+    original = read_experts.read_header
+
+    def counted(*arguments):
+        import weakref
+
+        weight = original(*arguments)
+        alive[:] = [ref for ref in alive if ref() is not None] + [weakref.ref(weight.q)]
+        most.append(len(alive))
+        return weight
+
+    monkeypatch.setattr(read_experts, "read_header", counted)
+    load_(build("qwen3", seed=1), tensors, config=COMPRESSED)
+    assert max(most) <= 4  # gate and up, and those before them until they are replaced
+
+
+# ---- warm-up ---------------------------------------------------------------------------------------------------------
+
+
+def test_models_say_how_many_experts_a_token_has():
+    model = build("mixtral")
+    jitgemm.nn.quantize_(model, lambda name, _: name.endswith("experts"), clip_steps=0)
+    assert [m.top_k for m in model.modules() if isinstance(m, W4A8Experts)] == [TOP_K, TOP_K]
+    other = build("mixtral")
+    load_(other, model.state_dict())
+    assert [m.top_k for m in other.modules() if isinstance(m, W4A8Experts)] == [TOP_K, TOP_K]
