@@ -83,10 +83,8 @@ def _sent_where_wanted(layer: Layer, split: ExpertSplit) -> torch.Tensor:
     x, ids = layer.x, layer.topk_ids
     tokens = ids.shape[0]
     records = _Records.of(layer)
-    known = (ids >= 0) & (ids < split.world * split.experts)
-    owner = torch.where(known, ids // split.experts, split.world)
     ranks = torch.arange(split.world, device=x.device)
-    sent = (owner[:, None] == ranks[:, None]).any(2).T  # [world, tokens]
+    sent = (ids[:, None] // split.experts == ranks[:, None]).any(2).T  # [world, tokens]; // rounds down
     rank, token = sent.nonzero(as_tuple=True)  # by rank, then by token
     counts = torch.empty((2, split.world), dtype=torch.int64, device=x.device)
     torch.sum(sent, 1, out=counts[0])
