@@ -18,8 +18,8 @@ from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.pack8 import pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, dequantize_groups
 
-_MIN_K = 32  # what pack_w4 asks k to be a multiple of
-_MIN_N = 8  # and n
+PART_MULTIPLES = {"n": 8, "k": 32}
+"""What a rank's rows and columns must be multiples of, as `pack_w4` asks for."""
 
 
 @dataclass(frozen=True)
@@ -186,18 +186,18 @@ class CanonicalWeight:
         """
         if world < 1 or not 0 <= rank < world:
             raise ValueError(f"tp_rank, tp_size: expected 0 <= rank < size, got rank {rank} of {world}")
-        if dim not in ("n", "k"):
+        if dim not in PART_MULTIPLES:
             raise ValueError(f"tp_dim: expected 'n' or 'k', got {dim!r}")
         if world == 1:
             return self
         if dim == "n":
-            rows = _part("n", self.n, rank, world, _MIN_N)
+            rows = _part("n", self.n, rank, world)
             bias = None if self.bias is None else self.bias[rows]
             return replace(self, q=self.q[rows], bias=bias, **self.parameters(lambda values: values[rows]))
         return self._shard_k(rank, world)
 
     def _shard_k(self, rank: int, world: int) -> CanonicalWeight:
-        columns = _part("k", self.k, rank, world, _MIN_K)
+        columns = _part("k", self.k, rank, world)
         size = columns.stop - columns.start
         per_channel = self.group_size >= self.k
         if not per_channel and size % self.group_size:
@@ -457,7 +457,8 @@ def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | Non
     return permutation.to(torch.int32)
 
 
-def _part(dim: str, size: int, rank: int, world: int, multiple: int) -> slice:
+def _part(dim: str, size: int, rank: int, world: int) -> slice:
+    multiple = PART_MULTIPLES[dim]
     if size % (world * multiple):
         raise ValueError(
             f"tp_size: expected {dim} / tp_size to be a multiple of {multiple}, got {size} / {world} = {size / world:g}"

@@ -359,7 +359,7 @@ def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _dims(headers: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> Dims:
     weights = _check_config(config)
     codes = _codes_of(weights)
-    dims: dict[str, tuple[str, ...]] = {"weight": ("n", "k"), "weight_g_idx": ("k",)}
+    dims: dict[str, tuple[str, ...]] = {"weight": ("n", "k")}
     dims["weight_packed"] = "n", f"k / {8 if codes is None else 4}"
     for name in ("weight_scale", "weight_zero_point"):
         if name in headers and math.prod(headers[name].shape) != 1:

@@ -165,30 +165,21 @@ class Checkpoint:
     def read(
         self, name: str, device: torch.device, expert: int | None = None, part: Part | None = None
     ) -> torch.Tensor:
-        """The tensor on a device; or one expert's, without the first dimension; or a part of it, contiguous."""
-        found = self._found[name]
+        """The tensor on a device; or one expert's, without the first dimension; or a part of it."""
+        found, at = self._found[name], _index(expert, part)
         if isinstance(found, Rows):
-            if part is not None and not found.numbers:
-                if len(found.sources) == 1 and part.axis == 0:
-                    return self._base.read(
-                        found.sources[0], device, None, part._replace(start=found.start + part.start)
-                    )
-                return self.read(name, device).narrow(*part).contiguous()
+            if part is not None and part.axis == 0 and len(found.sources) == 1:
+                return self._base.read(found.sources[0], device, None, part._replace(start=found.start + part.start))
             parts = [self._base.read(source, device) for source in found.sources]
             if found.numbers:
                 return torch.cat((parts[0].new_tensor([found.count]), parts[0][1:]))
             bits = [part.view(torch.int8) if part.dtype.itemsize == 1 else part for part in parts]
             rows = torch.cat(bits)[found.start : found.start + found.count].view(parts[0].dtype)
-            return rows if expert is None else rows[expert]
+            return rows[at] if at else rows
         if isinstance(found, torch.Tensor):
-            found = found.detach() if part is None else found.detach().narrow(*part).contiguous()
-            return (found if expert is None else found[expert]).to(device)
+            return (found[at] if at else found).detach().to(device)
         file, name = self._open(found), self._in_file.get(name, name)
-        if part is not None:
-            end = part.start + part.count
-            where = (*(slice(None),) * part.axis, slice(part.start, end))
-            return file.get_slice(name)[where].to(device)
-        return (file.get_tensor(name) if expert is None else file.get_slice(name)[expert]).to(device)
+        return (file.get_slice(name)[at] if at else file.get_tensor(name)).to(device)
 
     def layer(self, prefix: str) -> dict[str, str]:
         """{what stands behind the prefix: full name} of a layer's own tensors."""
@@ -334,6 +325,13 @@ def _nested_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             if isinstance(part, Mapping) and isinstance(part.get(key), Mapping):
                 return part[key]
     return None
+
+
+def _index(expert: int | None, part: Part | None) -> tuple[int | slice, ...]:
+    """What `Checkpoint.read` takes of a tensor; () for all of it."""
+    if expert is not None:
+        return (expert,)
+    return () if part is None else (*(slice(None),) * part.axis, slice(part.start, part.start + part.count))
 
 
 def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -41,7 +41,7 @@ from jitgemm.checkpoint.affine import (
     setting,
 )
 from jitgemm.checkpoint.bits import unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Dims, Format, Sizes, TensorInfo, activation_order, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order, check_known
 
 _VERSIONS = ("gptq", "gptq_v2")
 _ONE_IN_EACH = 0x11111111
@@ -119,8 +119,6 @@ def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     return config
 
 
-def _dims(headers: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> Dims:
-    return dims_of(_LAYOUT) | {"g_idx": ("k",)}
-
-
-FORMAT = Format(name="gptq", detect=_detect, sizes=_sizes, read=_read, for_layer=_for_layer, dims=_dims)
+FORMAT = Format(
+    name="gptq", detect=_detect, sizes=_sizes, read=_read, for_layer=_for_layer, dims=lambda *_: dims_of(_LAYOUT)
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +11,15 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint import formats
-from jitgemm.checkpoint.canonical import CanonicalWeight, Dims, Format, Sizes, TensorInfo, check_values, concat
+from jitgemm.checkpoint.canonical import (
+    PART_MULTIPLES,
+    CanonicalWeight,
+    Format,
+    Sizes,
+    TensorInfo,
+    check_values,
+    concat,
+)
 from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
 from jitgemm.weight.packed import Weight
 
@@ -35,7 +44,6 @@ class LayerHeader:
         names: {what stands behind the prefix: full name} of its tensors, those under other prefixes included.
         format, config: the format that reads it, and the layer's config, which its file's metadata may add to.
         sizes: see `Sizes`.
-        dims: see `Format.dims`.
     """
 
     prefix: str
@@ -43,35 +51,6 @@ class LayerHeader:
     format: Format
     config: Mapping[str, Any] | None
     sizes: Sizes
-    dims: Dims | None = None
-
-    def part(self, dim: str, rank: int, world: int) -> dict[str, Part] | None:
-        """What to read of its tensors for a rank's part of the layer; None where all of them have to be read.
-
-        See `CanonicalWeight.shard`, which says what parts there are.
-        """
-        sizes = {"n": self.sizes.n, "k": self.sizes.k, "G": self.sizes.k}
-        whole, size = sizes.get(dim), self.sizes.group_size
-        if self.dims is None or whole is None or size is None or not 0 <= rank < world or world == 1:
-            return None
-        if dim == "k" and any("g_idx" in suffix for suffix in self.names):
-            return None
-        if whole % (world * (8 if dim == "n" else 32)) or (dim == "k" and size < whole and whole % (world * size)):
-            return None
-        count, parts = whole // world, {}
-        for suffix in self.names:
-            dims = ("n",) if suffix == "bias" else self.dims.get(suffix, ())
-            for axis, each in enumerate(dims):
-                letter, _, per = each.partition(" / ")
-                if letter != dim and (letter, dim) != ("G", "k"):
-                    continue
-                if letter == "G" and size >= whole:  # a row is one group
-                    continue
-                elements = size if letter == "G" else int(per or 1)
-                if count % elements:
-                    return None
-                parts[suffix] = Part(axis, rank * count // elements, count // elements)
-        return parts
 
 
 def load(
@@ -217,8 +196,7 @@ def layer_header(
     headers = _Found(found, infos)
     if shape is not None:
         headers["weight_shape"] = shape
-    sizes = found.sizes(headers, config)
-    return LayerHeader(prefix, names, found, config, sizes, found.dims(infos, config))
+    return LayerHeader(prefix, names, found, config, found.sizes(headers, config))
 
 
 def read_header(
@@ -236,7 +214,7 @@ def read_header(
         ValueError: values that cannot be, or a layer that cannot be cut so.
     """
     dim, rank, world = cut or ("n", 0, 1)
-    part = header.part(dim, rank, world) if expert is None else None
+    part = parts_of_rank(checkpoint, header, dim, rank, world) if expert is None else None
     names = dict(header.names)
     if part is not None and dim == "k" and rank > 0:
         names.pop("bias", None)  # which rank 0 adds
@@ -251,6 +229,40 @@ def read_header(
     check_values(weight)
     weight = replace(weight, bias=read.get("bias"))
     return weight.shard(dim, rank, world) if part is None else weight
+
+
+def parts_of_rank(
+    checkpoint: Checkpoint, header: LayerHeader, dim: str, rank: int, world: int
+) -> dict[str, Part] | None:
+    """{suffix: what to read of it} for a rank's part of a layer; what is not named is read whole.
+
+    None where all tensors have to be read, to be cut by `CanonicalWeight.shard`, or refused.
+    """
+    if world == 1 or not 0 <= rank < world:
+        return None
+    dims = header.format.dims({suffix: checkpoint.info(name) for suffix, name in header.names.items()}, header.config)
+    whole, size = {"n": header.sizes.n, "k": header.sizes.k}.get(dim), header.sizes.group_size
+    if dims is None or whole is None or size is None:
+        return None
+    if dim == "k" and any("g_idx" in suffix for suffix in header.names):
+        return None
+    per_group = size if dim == "k" and size < whole else 1
+    if whole % (world * math.lcm(PART_MULTIPLES[dim], per_group)):
+        return None
+    count, parts = whole // world, {}
+    for suffix in header.names:
+        for axis, each in enumerate(("n",) if suffix == "bias" else dims.get(suffix, ())):
+            letter, _, per = each.partition(" / ")
+            if letter == dim:
+                elements = int(per or 1)
+            elif letter == "G" and per_group > 1:
+                elements = per_group
+            else:
+                continue
+            if count % elements:
+                return None
+            parts[suffix] = Part(axis, rank * count // elements, count // elements)
+    return parts
 
 
 def _of_expert(infos: Mapping[str, TensorInfo], expert: int) -> dict[str, TensorInfo]:

@@ -25,7 +25,7 @@ import torch
 
 from jitgemm.checkpoint.affine import BYTES, check_single
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Dims, Format, Sizes, TensorInfo, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
 
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
@@ -81,8 +81,7 @@ def _elsewhere(prefix: str) -> Mapping[str, str]:
     return {"input_scale": f"{match[1]}{_EXPERT_NAMES[match[2]]}.input_scale"} if match else {}
 
 
-def _dims(headers: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> Dims:
-    return {"weight": ("n", "k / 2"), "weight_scale_inv": ("n", "G")}
-
-
-FORMAT = Format(name="w4afp8", detect=_detect, sizes=_sizes, read=_read, elsewhere=_elsewhere, dims=_dims)
+FORMAT = Format(
+    name="w4afp8", detect=_detect, sizes=_sizes, read=_read, elsewhere=_elsewhere,
+    dims=lambda *_: {"weight": ("n", "k / 2"), "weight_scale_inv": ("n", "G")},
+)  # fmt: skip

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 import jitgemm.nn.layouts  # noqa: F401 - registers what the ops do with DTensors
+from jitgemm.checkpoint.canonical import PART_MULTIPLES
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.nn.cut import Cut, part_of_bias, part_of_experts, part_of_weight
 from jitgemm.nn.exchange import ExpertSplit
@@ -246,6 +247,10 @@ class Division:
             raise ValueError(f"tp_plan: expected a style, or one of {expected}, got {style!r} for {name}")
         return style
 
+    def _expert_style(self, name: str) -> ExpertParallel | None:
+        style = self._rule(name)
+        return style if isinstance(style, ExpertParallel) else None
+
     def check(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
         """Raises ValueError for what headers show that cannot be divided so, warns where no quantised layer is divided.
 
@@ -261,7 +266,7 @@ class Division:
                 if not isinstance(layer, Layer):
                     self.expert_split(name, layer.form.experts)
                 continue
-            size, multiple = (layer.n, 8) if style.dim == "n" else (layer.k or 0, 32)
+            size, multiple = (layer.n if style.dim == "n" else layer.k or 0), PART_MULTIPLES[style.dim]
             if style.dim == "k" and layer.group_size and layer.group_size < size:
                 multiple = math.lcm(multiple, layer.group_size)
             if size % (world * multiple):
@@ -269,10 +274,7 @@ class Division:
                     f"{name}: expected {style.dim} = {size} to be a multiple of {world} ranks * {multiple}; give it "
                     "another style in tp_plan, with those that share its heads or columns"
                 )
-        divided = (
-            self.style(n) if isinstance(x, Layer) else isinstance(self._rule(n), ExpertParallel)
-            for n, x in layers.items()
-        )
+        divided = (self.style(n) if isinstance(x, Layer) else self._expert_style(n) for n, x in layers.items())
         if layers and not any(divided):
             warnings.warn(
                 f"tp_plan: divides none of the {len(layers)} quantised layers, which every rank holds whole; give "
@@ -296,13 +298,13 @@ class Division:
 
     def expert_split(self, name: str, experts: int) -> ExpertSplit | None:
         """What this rank has of a layer's experts; None for all of them."""
-        style = self._rule(name)
-        return style.split_of(name, experts, self.mesh) if isinstance(style, ExpertParallel) else None
+        style = self._expert_style(name)
+        return None if style is None else style.split_of(name, experts, self.mesh)
 
     def divide(self, name: str, module: torch.nn.Module) -> None:
         """Divides a whole layer, packed or not; a Linear in floats stays whole where that gives the same output."""
         if isinstance(module, PackedExperts):
-            if isinstance(expert_style := self._rule(name), ExpertParallel):
+            if (expert_style := self._expert_style(name)) is not None:
                 parallelize_module(module, self.mesh, expert_style, src_data_rank=None)
             return
         style = self.style(name)
