@@ -241,13 +241,8 @@ def speed(
             sizes, names, batches, context, steps, prefill, group_size, None if backend == "none" else backend,
             attention, device, seed, lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),
         )  # fmt: skip
-    document["seconds"] = round(time.monotonic() - start, 1)
-    if as_json:
-        common.print_json(document)
-    else:
-        _print_speed(document)
-    if not all(row["difference"] <= MOST_DIFFERENT_LOGITS for row in document["rows"]):
-        raise typer.Exit(common.FOUND)
+    agree = all(row["difference"] <= MOST_DIFFERENT_LOGITS for row in document["rows"])
+    _finish(document, start, as_json, _print_speed, agree)
 
 
 @app.command()
@@ -338,13 +333,8 @@ def tp(
         document["rows"] = on_ranks(
             ranks, folder, device, time_divided, sizes, names, cells, group_size, compiled, seed
         )
-    document["seconds"] = round(time.monotonic() - start, 1)
-    if as_json:
-        common.print_json(document)
-    else:
-        _print_tp(document)
-    if not all(row["difference"] <= MOST_DIFFERENT for row in document["rows"]):
-        raise typer.Exit(common.FOUND)
+    agree = all(row["difference"] <= MOST_DIFFERENT for row in document["rows"])
+    _finish(document, start, as_json, _print_tp, agree)
 
 
 @app.command()
@@ -416,13 +406,8 @@ def ep(
     document = _about(sizes, device, versions) | {"ranks": ranks}
     with tempfile.TemporaryDirectory(prefix="jitgemm-") as folder:
         document["rows"] = on_ranks(ranks, folder, device, time_experts, sizes, names, counts, seed)
-    document["seconds"] = round(time.monotonic() - start, 1)
-    if as_json:
-        common.print_json(document)
-    else:
-        _print_ep(document)
-    if not all(row["difference"] <= EXPERTS_DIFFERENCE for row in document["rows"]):
-        raise typer.Exit(common.FOUND)
+    agree = all(row["difference"] <= EXPERTS_DIFFERENCE for row in document["rows"])
+    _finish(document, start, as_json, _print_ep, agree)
 
 
 @app.command()
@@ -506,12 +491,20 @@ def layer(
             sizes, names, activations, batches, group_size, None if backend == "none" else backend, device, seed,
             allocations, lambda text: common.note(f"{time.monotonic() - start:4.0f} s  {text}"),
         )  # fmt: skip
+    agree = all(row.get("difference", 0) <= MOST_DIFFERENT for row in document["rows"])
+    _finish(document, start, as_json, _print_layer, agree)
+
+
+def _finish(
+    document: dict[str, Any], start: float, as_json: bool, show: Callable[[dict[str, Any]], None], agree: bool
+) -> None:
+    """Prints what was measured since `start`; exits with 1 where outputs do not agree."""
     document["seconds"] = round(time.monotonic() - start, 1)
     if as_json:
         common.print_json(document)
     else:
-        _print_layer(document)
-    if not all(row.get("difference", 0) <= MOST_DIFFERENT for row in document["rows"]):
+        show(document)
+    if not agree:
         raise typer.Exit(common.FOUND)
 
 

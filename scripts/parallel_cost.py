@@ -217,7 +217,7 @@ def layer(model: Model, cluster: Cluster, m: int, tp: int, gpus: int, code_bytes
             f"experts, got {tp}x{gpus} for {model.name}"
         )
     gemm = quantise = collective = wait = 0.0
-    way = ""
+    rows_go = ""
     for linear in model.linears:
         n = linear.n // tp if linear.cut == "n" else linear.n
         k = linear.k // tp if linear.cut == "k" else linear.k
@@ -239,10 +239,11 @@ def layer(model: Model, cluster: Cluster, m: int, tp: int, gpus: int, code_bytes
             everywhere = sum(cluster.all_to_all_us(gpus, tokens * each) for each in (there, back))
             wanted = sum(cluster.all_to_all_us(gpus, goes * tokens * each) for each in (0, there, back))
             launched = max(wanted, HOST_US - gemm - quantise - collective)
-            way = "max_tokens" if everywhere <= launched else "any"
-            wait = 0.0 if way == "max_tokens" else launched - wanted
-            collective += everywhere if way == "max_tokens" else wanted
-    return Cost(gemm, quantise, collective, wait, way)
+            if everywhere <= launched:
+                rows_go, collective = "max_tokens", collective + everywhere
+            else:
+                rows_go, collective, wait = "any", collective + wanted, launched - wanted
+    return Cost(gemm, quantise, collective, wait, rows_go)
 
 
 def exchanged(model: Model, gpus: int, code_bytes: int = 1) -> tuple[float, int, int]:
@@ -318,8 +319,8 @@ def simulate(
     No figure of the table is measured. GEMMs are the selector's predictions (e4m3, groups of 128), quantisers a line
     through measured times, collectives start + steps + bytes / rate, after the library's own: two all-reduces of bf16 a
     dense layer; tokens to experts as 8-bit codes, back as bf16, all to all ranks or each where it is wanted, whichever
-    is faster. Left out: attention itself, routing, experts that are
-    chosen more often than others, and overlap of GEMMs and collectives.
+    is faster. Left out: attention itself, routing, experts that are chosen more often than others, and overlap of GEMMs
+    and collectives.
 
     \b
     A row is a layout: TP x GPUs. Each group of TP GPUs has m tokens and divides attention and dense layers; experts

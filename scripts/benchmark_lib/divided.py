@@ -22,7 +22,7 @@ import jitgemm.nn
 from jitgemm.nn import PackedLinear, W4A8Linear
 
 from .llama import CONTESTANTS, ROUNDS, Forward, ModelSizes, empty_model, first, known_attention
-from .timing import QUICK_ROUNDS, REPLAYS, OnCpu, Timed
+from .timing import QUICK_ROUNDS, REPLAYS, Launched, Timed
 
 COLWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
@@ -162,7 +162,7 @@ def time_divided(
                     "one_us": layers_of(whole, cell, ids, 1, backend),
                     "collective_us": collectives(cell, sizes.hidden, sizes.layers, device),
                 }
-                timed = {key: (Timed if gpu else OnCpu)([call]) for key, call in calls.items()}
+                timed = {key: (Timed if gpu else Launched)([call]) for key, call in calls.items()}
                 found_us = of_slowest(timed, QUICK_ROUNDS * ROUNDS if gpu else 1, REPLAYS if gpu else 1)
                 times = {key: us / sizes.layers for key, us in found_us.items()}
             row = {"contestant": name, "kind": cell.kind, "sequences": cell.sequences}

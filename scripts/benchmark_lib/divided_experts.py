@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ import jitgemm
 from jitgemm.nn import PackedExperts, W4A8Experts
 
 from .divided import of_slowest, warm_up
-from .timing import QUICK_ROUNDS, REPLAYS, OnCpu, Timed
+from .timing import QUICK_ROUNDS, REPLAYS, Launched, Timed
 
 ROUTINGS = 8
 """Of a turn, so that calls meet different experts."""
@@ -29,20 +28,6 @@ class ExpertSizes:
     hidden: int
     intermediate: int
     group_size: int
-
-
-class Waited(OnCpu):
-    """Calls as they are, with what the host waits for in them, until the device is done: by the host's clock."""
-
-    def turn(self, replays: int) -> None:
-        torch.cuda.synchronize()
-        dist.barrier()
-        started = time.perf_counter()
-        for _ in range(replays):
-            for call in self.run:
-                call()
-        torch.cuda.synchronize()
-        self.turns.append([(time.perf_counter() - started) * 1e6 / (replays * self.calls)])
 
 
 def experts_of(sizes: ExpertSizes, activation: str, device: torch.device, seed: int) -> W4A8Experts:
@@ -87,7 +72,7 @@ def time_experts(
     from jitgemm.nn.parallel import ExpertParallel
 
     gpu, rank, ranks = device.type == "cuda", mesh.get_local_rank(), mesh.size()
-    graphs, launches = (Timed, Waited) if gpu else (OnCpu, OnCpu)
+    graphs = Timed if gpu else Launched
     rows: list[dict[str, Any]] = []
     for activation in activations:
         say(f"{activation}: packing {sizes.experts} experts")
@@ -96,7 +81,7 @@ def time_experts(
         def divided(style: ExpertParallel, whole: W4A8Experts = whole) -> PackedExperts:
             return parallelize_module(copy.deepcopy(whole), mesh, style)  # type: ignore[return-value]
 
-        shared, own = divided(ExpertParallel()), divided(ExpertParallel(input_layouts=Shard(0)))
+        shared, any_number = divided(ExpertParallel()), divided(ExpertParallel(input_layouts=Shard(0)))
         if gpu:
             for layer in (whole, shared):
                 warm_up(layer, mesh, ranks * max(tokens))
@@ -109,7 +94,7 @@ def time_experts(
             difference = 0.0
             for given in all_ranks:
                 exact = whole(*given).float()
-                for layer, part in ((shared, first), (fixed, here), (own, here)):
+                for layer, part in ((shared, first), (fixed, here), (any_number, here)):
                     found = layer(*(each[part] for each in given)).float()
                     difference = max(difference, float((found - exact[part]).norm() / exact[part].norm()))
 
@@ -121,13 +106,13 @@ def time_experts(
                 "shared_us": graphs(calls(shared, first)),
                 "one_all_us": graphs(calls(whole, slice(None))),
                 "own_us": graphs(calls(fixed, here)),
-                "any_us": launches(calls(own, here)),
+                "any_us": Launched(calls(any_number, here), torch.cuda.synchronize if gpu else lambda: None),
             }
             times = of_slowest(timed, QUICK_ROUNDS if gpu else 1, REPLAYS if gpu else 1)
             differences: list[Any] = [None] * ranks
             dist.all_gather_object(differences, difference)
             rows.append({"activation": activation, "tokens": count} | times | {"difference": max(differences)})
-        del whole, shared, own, fixed
+        del whole, shared, any_number, fixed
     return rows
 
 

@@ -21,7 +21,7 @@ import jitgemm.nn
 from jitgemm.nn.read import CODES
 
 from .llama import ModelSizes
-from .timing import REPLAYS, ROUNDS, OnCpu, Timed
+from .timing import REPLAYS, ROUNDS, Launched, Timed
 
 EPS = 1e-5
 BYTES_PER_US = 4.5e6
@@ -295,7 +295,9 @@ def time_layer(
                         added = (exact - x).float()
                         row["difference"] = float((entry.result().float() - exact.float()).norm() / added.norm())
                         found[entry.name, kind] = row, []
-                    found[entry.name, kind][1].append((Timed if gpu else OnCpu)([entry.call] * (PASSES if gpu else 1)))
+                    found[entry.name, kind][1].append(
+                        (Timed if gpu else Launched)([entry.call] * (PASSES if gpu else 1))
+                    )
                 if kind is not None and "floor" in names:
                     row = {"contestant": "floor", "activation": kind, "tokens": m}
                     found["floor", kind] = row | {"us": floor_us(weights.plain, group_size)}, []
