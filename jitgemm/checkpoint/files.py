@@ -38,6 +38,12 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_STACKED = {
+    "weight": "", "weight_scale_inv": "_scale_inv", "weight_scale": "_scale", "activation_scale": "_activation_scale",
+}  # fmt: skip
+"""{what it would be behind a layer's name: what stands behind that of a parameter} of transformers' FP8Experts."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """Of some tensors one below the other, `count` rows from `start` on.
@@ -189,7 +195,10 @@ class Checkpoint:
         parent = start[: start.rfind(".") + 1]
         inner = start.removeprefix(parent)
         found = (suffix for suffix in self._layers.get(parent, ()) if suffix.startswith(inner))
-        return {suffix.removeprefix(inner): parent + suffix for suffix in found}
+        names = {suffix.removeprefix(inner): parent + suffix for suffix in found}
+        if prefix in self._found and not prefix.endswith("weight"):  # a parameter that stacks experts
+            names |= {suffix: prefix + end for suffix, end in _STACKED.items() if prefix + end in self._found}
+        return names
 
     def metadata(self, name: str) -> Mapping[str, str]:
         """What the tensor's file says of its tensors; of those given in memory, what torchao would write of them."""

@@ -109,14 +109,10 @@ def _block(
     grid = ceil_div(n, rows), ceil_div(k, columns)
     per_tensor = (config or {}).get("weight_block_size", block) is None
     if name == "weight_scale_inv":
+        if shape == (2, 1) and per_tensor and n % 2 == 0:  # a gate's rows, and those that it gates
+            return n // 2, k, False
         if shape == grid and not (per_tensor and math.prod(shape) == 1):
             return rows, columns, True
-        if (
-            shape == (2, grid[1]) and grid[0] == 1 and n % 2 == 0
-        ):  # a gate and what it gates, of a block's rows together
-            return n // 2, columns, True
-        if shape == (2, 1) and per_tensor and n % 2 == 0:
-            return n // 2, k, False
         expected = f"shape {list(grid)}, or one element"
     elif shape == (grid[0], 1, grid[1], 1):
         return rows, columns, True

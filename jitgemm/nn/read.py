@@ -125,7 +125,8 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
     if "output_scale" in names:
         unused[names["output_scale"]] = "scale of output activations, which are not quantised"
     scale = next((suffix for suffix in INPUT_SCALES if suffix in names), None)
-    own, why = _OWN.get(header.sizes.codes), "static input scale, where the config says none or dynamic"
+    own = _OWN.get(header.sizes.codes)
+    why = "where the config says none or dynamic" if activation is None else "replaced by activation=..."
     if "input_activations" not in scheme:  # a format that says little: its static scales are those of e4m3
         scheme_says = None if own is None else scheme.get("activation_scheme")
         said, static = own or "e4m3", scheme_says == "static" or (scale is not None and scheme_says is None)
@@ -138,14 +139,20 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
         instead = "" if activation else ", as the config says; activation=... replaces that"
         raise ValueError(f"activation: expected {own} activations, as the 8-bit weight is {own}, got {chosen}{instead}")
     if static and chosen != said:
-        static, why = False, f"static input scale, calibrated for {said}"
-    if not static:  # nor are they read: what they hold need not be right
-        dropped = {suffix: names[suffix] for suffix in (*INPUT_SCALES, *INPUT_ZERO_POINTS) if suffix in names}
-        unused |= dict.fromkeys(dropped.values(), why)
-        header = replace(header, names={suffix: name for suffix, name in names.items() if suffix not in dropped})
+        static, why = False, f"calibrated for {said}"
     sizes = header.sizes
     bits = 4 if sizes.codes is None else 8
-    return Layer(header.prefix, names, sizes.n, sizes.k, sizes.group_size, chosen, static, bits, header, unused)
+    layer = Layer(header.prefix, names, sizes.n, sizes.k, sizes.group_size, chosen, static, bits, header, unused)
+    return layer if static else without_input_scale(layer, f"static input scale, {why}")
+
+
+def without_input_scale(layer: Layer, why: str) -> Layer:
+    """The layer without a static scale of its input. It is not read either: what it holds need not be right."""
+    assert layer.header is not None
+    dropped = {suffix: layer.names[suffix] for suffix in (*INPUT_SCALES, *INPUT_ZERO_POINTS) if suffix in layer.names}
+    names = {suffix: name for suffix, name in layer.header.names.items() if suffix not in dropped}
+    unused = {**layer.unused, **dict.fromkeys(dropped.values(), why)}
+    return replace(layer, static=False, header=replace(layer.header, names=names), unused=unused)
 
 
 def read(checkpoint: Checkpoint, layer: Layer, device: torch.device, cut: Cut | None = None) -> Parts:
