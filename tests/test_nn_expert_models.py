@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import builders
 import checkpoints
 import pytest
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import save_file, save_model
 from small_models import same_state
 from test_nn_experts import HIDDEN, INTER, TOP_K, E
 
@@ -562,3 +563,53 @@ def test_models_say_how_many_experts_a_token_has():
     other = build("mixtral")
     load_(other, model.state_dict())
     assert [m.top_k for m in other.modules() if isinstance(m, W4A8Experts)] == [TOP_K, TOP_K]
+
+
+def fp8(w: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [E, n, k], scales [E, n / rows, k / columns], and what they stand for."""
+    blocks = w.unflatten(2, (-1, columns)).unflatten(1, (-1, rows))
+    scale = blocks.abs().amax((2, 4)) / 448
+    q = (blocks / scale[:, :, None, :, None]).flatten(3).flatten(1, 2).to(torch.float8_e4m3fn)
+    return q, scale, q.float() * scale.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+
+
+@pytest.mark.parametrize("by", ["tensor", "gate and up", "blocks"])
+@pytest.mark.parametrize("static", [False, True])
+def test_fp8_experts_of_transformers_names_are_read_as_stacked(tmp_path, by, static):
+    """`gate_up_proj_scale_inv` of FP8Experts: a scalar for each expert, one for its gate and one for up, or blocks."""
+    hf = pytest.importorskip("jitgemm.hf")
+    model, dense = build("qwen3").bfloat16(), build("qwen3").bfloat16().float()
+    model.save_pretrained(tmp_path)
+    stacked = tuple(experts_of(model))
+    tensors = {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}
+    for name, module in experts_of(dense).items():
+        for parameter in ("gate_up_proj", "down_proj"):
+            w = getattr(module, parameter).detach()
+            n, k = w.shape[1:]
+            halves = 2 if by == "gate and up" and parameter == "gate_up_proj" else 1
+            q, scale, exact = fp8(w, *((32, 32) if by == "blocks" else (n // halves, k)))
+            getattr(module, parameter).data = exact
+            tensors |= {f"{name}.{parameter}": q, f"{name}.{parameter}_scale_inv": scale}
+            if static:
+                tensors[f"{name}.{parameter}_activation_scale"] = torch.full((E,), 0.05)
+    told = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
+    told |= {"weight_block_size": [32, 32] if by == "blocks" else None}
+    text = json.loads((tmp_path / "config.json").read_text())
+    checkpoints.save(tmp_path, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": told}))
+    report = load_(model, tmp_path)
+    assert report == list(stacked) and same_weights(model, dense)
+    assert {model.get_submodule(name).activation for name in stacked} == {
+        "e4m3_block" if by == "blocks" and not static else "e4m3"
+    }
+    assert all("experts quantise every token" in why for why in report.ignored.values())
+    assert len(report.ignored) == (2 * len(stacked) if static else 0)
+    left = build("qwen3")
+    with pytest.warns(UserWarning, match="converted no layer"):
+        load_(left, tmp_path, filter=lambda *_: False)
+    assert all(torch.equal(left.get_submodule(n).gate_up_proj, dense.get_submodule(n).gate_up_proj) for n in stacked)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})  # as transformers wants to be told
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, config=hf.config(str(tmp_path)), dtype=torch.bfloat16
+    )
+    assert same_weights(theirs, dense)

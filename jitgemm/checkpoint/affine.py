@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,13 @@ def check_setting(config: Mapping[str, Any] | None, expected: Any, *names: str) 
     found = setting(config, *names, default=expected)
     if found != expected:
         raise ValueError(f"{names[0]}: expected {expected}, got {found!r}")
+
+
+def check_one_of(config: Mapping[str, Any] | None, name: str, known: Sequence[str]) -> None:
+    """Raises ValueError for a setting that is given, not null and none of `known`, in whatever case."""
+    found = (config or {}).get(name)
+    if found is not None and str(found).lower() not in [each.lower() for each in known]:
+        raise ValueError(f"{name}: expected {' or '.join(known)}, got {found!r}")
 
 
 def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:

@@ -39,12 +39,14 @@ class Sizes:
     """Sizes of a layer, as far as headers tell: n, k, and the columns of a group. None where only values tell.
 
     codes: the type of 8-bit codes, torch.int8 or torch.float8_e4m3fn; None for 4 bits.
+    blocks: whether engines quantise the input of such a layer per token and 128 values, as DeepSeek's do with blocks.
     """
 
     n: int
     k: int | None
     group_size: int | None = None
     codes: torch.dtype | None = None
+    blocks: bool = False
 
 
 Dims = Mapping[str, tuple[str, ...]]
@@ -384,6 +386,11 @@ def check_order(weight: CanonicalWeight, expert: int) -> None:
             "are packed in one weight share their quantised input"
         )
 
+
+INPUT_SCALES = ("input_scale", "activation_scale", "_weight_act_quant_scale")
+"""What formats call a layer's static activation scale."""
+INPUT_ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
+"""What they call its zero point."""
 
 KV_CACHE_SCALES = frozenset({"k_scale", "v_scale"})
 """What ModelOpt puts beside k_proj and v_proj; says nothing of their weights."""

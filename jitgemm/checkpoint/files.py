@@ -10,7 +10,8 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -35,6 +36,12 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+
+
+_STACKED = {
+    "weight": "", "weight_scale_inv": "_scale_inv", "weight_scale": "_scale", "activation_scale": "_activation_scale",
+}  # fmt: skip
+"""{what it would be behind a layer's name: what stands behind that of a parameter} of transformers' FP8Experts."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +87,14 @@ class Checkpoint:
         config: Mapping[str, Any] | None = None,
     ):
         self._files: dict[Path, Any] = {}
+        self._said: dict[str, str] = {}  # metadata of tensors given in memory
         self._found: Mapping[str, torch.Tensor | Path | Rows]  # each tensor, or its file
         if isinstance(source, Mapping):
             self.where = "the tensors given"
             for name, tensor in source.items():
                 if not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
-            self._found = source
+            self._found, self._said = _flattened(source)
         elif isinstance(source, list) and source:
             self._found = self._headers([Path(file) for file in source])
             source = Path(source[0]).parent
@@ -187,20 +195,17 @@ class Checkpoint:
         parent = start[: start.rfind(".") + 1]
         inner = start.removeprefix(parent)
         found = (suffix for suffix in self._layers.get(parent, ()) if suffix.startswith(inner))
-        return {suffix.removeprefix(inner): parent + suffix for suffix in found}
+        names = {suffix.removeprefix(inner): parent + suffix for suffix in found}
+        if prefix in self._found and not prefix.endswith("weight"):  # a parameter that stacks experts
+            names |= {suffix: prefix + end for suffix, end in _STACKED.items() if prefix + end in self._found}
+        return names
 
     def metadata(self, name: str) -> Mapping[str, str]:
-        """What the tensor's file says of itself; of a tensor given in memory, what torchao would write of it."""
-        tensor = self._found[name]
-        if isinstance(tensor, Path):
-            return self._open(tensor).metadata() or {}
-        if not _subclass(tensor):
-            return {}
-        said = {"activation_quantization": getattr(tensor, "activation_quantization", None)}
-        dtype = getattr(tensor, "activation_dtype", None)
-        if dtype is not None:
-            said["activation_dtype"] = {"_type": "torch.dtype", "_data": dtype_name(dtype)}
-        return {name: json.dumps({"_type": _subclass(tensor), "_data": said})}
+        """What the tensor's file says of its tensors; of those given in memory, what torchao would write of them."""
+        found = self._found[name]
+        if isinstance(found, Rows):
+            return self._base.metadata(found.sources[0])
+        return self._open(found).metadata() or {} if isinstance(found, Path) else self._said
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
@@ -257,6 +262,37 @@ def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
 def _subclass(tensor: torch.Tensor) -> str:
     """The class of torchao's tensors, which hold codes and report the type of their values; "" for all others."""
     return type(tensor).__name__ if hasattr(tensor, "qdata") or type(tensor).__module__.startswith("torchao") else ""
+
+
+def _flattened(source: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """torchao's subclasses as the tensors that they hold, named as in its files, and what it says of them there."""
+    found: dict[str, torch.Tensor] = {}
+    said: dict[str, str] = {}
+    for name, tensor in source.items():
+        inner, attributes = (
+            (*getattr(tensor, f"tensor_{kind}_names", ()), *getattr(tensor, f"optional_tensor_{kind}_names", ()))
+            for kind in ("data", "attribute")
+        )
+        if not _subclass(tensor) or not inner:
+            found[name] = tensor
+            continue
+        above, dot, child = name.rpartition(".")
+        held = {each: getattr(tensor, each) for each in inner if getattr(tensor, each) is not None}
+        found |= {f"{above}{dot}_{child}_{each}": value for each, value in held.items()}
+        data = {each: getattr(tensor, each, None) for each in attributes}
+        described = {"_type": _subclass(tensor), "_data": data, "_tensor_data_names": list(held)}
+        said[name] = json.dumps(described, default=_encoded)
+    return found, said
+
+
+def _encoded(value: Any) -> Any:
+    """What JSON has no form for, as torchao writes it."""
+    if isinstance(value, torch.dtype):
+        return {"_type": "torch.dtype", "_data": dtype_name(value)}
+    if isinstance(value, Enum):
+        return {"_type": type(value).__name__, "_data": value.name}
+    data = {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else str(value)
+    return {"_type": type(value).__name__, "_data": data}
 
 
 Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import BYTES, check_single
+from jitgemm.checkpoint.affine import BYTES, check_single, setting
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
+from jitgemm.tensors import describe
 
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
@@ -57,6 +58,15 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
         )
     check_known(tensors, ("weight", "weight_scale_inv", "input_scale"))
     weight, scale = tensors["weight"], tensors["weight_scale_inv"]
+    method = setting(config, "quant_method")
+    if method == "fp8" or scale.dtype in (
+        torch.float8_e8m0fnu,
+        torch.uint8,
+    ):  # DeepSeek-V4's experts have these names and shapes
+        raise ValueError(
+            f"weight: expected int4 codes with floats for scales, got int8 with {describe(scale)} in a file of "
+            f"quant_method {method!r}, which are FP4 (expert_dtype), not read here"
+        )
     k, groups = 2 * weight.shape[1], scale.shape[1]
     if groups < 1 or k % groups:
         raise ValueError(f"weight_scale_inv: expected columns that divide k = {k}, got {groups}")

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.checkpoint.canonical import KV_CACHE_SCALES
+from jitgemm.checkpoint.canonical import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_SCALES
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
 from jitgemm.kernel.formats import LHS_GROUP
@@ -119,33 +119,40 @@ def layer_of(
 
 
 def _layer(header: LayerHeader, activation: str | None) -> Layer:
-    scheme = header.config or {}
+    scheme, names = header.config or {}, header.names
     said, static = activations(scheme, activation)
-    named = {suffix: header.names[suffix] for suffix in ("input_scale", "output_scale") if suffix in header.names}
-    unused = {}
-    if "output_scale" in named:
-        unused[named["output_scale"]] = "scale of output activations, which are not quantised"
-    unused |= {name: OF_CACHE for suffix, name in header.names.items() if suffix in KV_CACHE_SCALES}
+    unused = {name: OF_CACHE for suffix, name in names.items() if suffix in KV_CACHE_SCALES}
+    if "output_scale" in names:
+        unused[names["output_scale"]] = "scale of output activations, which are not quantised"
+    scale = next((suffix for suffix in INPUT_SCALES if suffix in names), None)
     own = _OWN.get(header.sizes.codes)
-    if "input_activations" not in scheme:  # a format that says nothing: its static scales are those of e4m3
-        said, static = own or "e4m3", "input_scale" in named
-        if own is not None and "weight_scale_inv" in header.names and not static:  # as DeepSeek and its engines do
+    why = "where the config says none or dynamic" if activation is None else "replaced by activation=..."
+    if "input_activations" not in scheme:  # a format that says little: its static scales are those of e4m3
+        scheme_says = None if own is None else scheme.get("activation_scheme")
+        said, static = own or "e4m3", scheme_says == "static" or (scale is not None and scheme_says is None)
+        if own is not None and header.sizes.blocks and not static:  # as DeepSeek and its engines do
             said += BLOCK
-    elif static and "input_scale" not in named and activation in (None, said):
+    if static and scale is None and activation in (None, said):
         raise ValueError("input_scale: expected the static scale that the config names, found none")
-    elif not static and "input_scale" in named:
-        unused[named["input_scale"]] = "static input scale, where the config says none or dynamic"
     chosen = activation or said or own or "e4m3"
     if own is not None and CODES[chosen] != CODES[own]:
-        why = "" if activation else ", as the config says; activation=... replaces that"
-        raise ValueError(f"activation: expected {own} activations, as the 8-bit weight is {own}, got {chosen}{why}")
+        instead = "" if activation else ", as the config says; activation=... replaces that"
+        raise ValueError(f"activation: expected {own} activations, as the 8-bit weight is {own}, got {chosen}{instead}")
     if static and chosen != said:
-        static = False
-        if "input_scale" in named:
-            unused[named["input_scale"]] = f"static input scale, calibrated for {said}"
+        static, why = False, f"calibrated for {said}"
     sizes = header.sizes
     bits = 4 if sizes.codes is None else 8
-    return Layer(header.prefix, header.names, sizes.n, sizes.k, sizes.group_size, chosen, static, bits, header, unused)
+    layer = Layer(header.prefix, names, sizes.n, sizes.k, sizes.group_size, chosen, static, bits, header, unused)
+    return layer if static else without_input_scale(layer, f"static input scale, {why}")
+
+
+def without_input_scale(layer: Layer, why: str) -> Layer:
+    """The layer without a static scale of its input. It is not read either: what it holds need not be right."""
+    assert layer.header is not None
+    dropped = {suffix: layer.names[suffix] for suffix in (*INPUT_SCALES, *INPUT_ZERO_POINTS) if suffix in layer.names}
+    names = {suffix: name for suffix, name in layer.header.names.items() if suffix not in dropped}
+    unused = {**layer.unused, **dict.fromkeys(dropped.values(), why)}
+    return replace(layer, static=False, header=replace(layer.header, names=names), unused=unused)
 
 
 def read(checkpoint: Checkpoint, layer: Layer, device: torch.device, cut: Cut | None = None) -> Parts:

@@ -4,7 +4,9 @@
 
     experts.E.gate_proj, up_proj, down_proj     or w1, w3, w2: a layer for each projection of each expert, in any format
     experts.gate_up_proj, experts.down_proj     tensors with the experts in front; also w13_weight and w2_weight, and
-                                                names with _ instead of . behind the projection's
+                                                names with _ instead of . behind the projection's, and those of
+                                                transformers' FP8Experts: gate_up_proj with gate_up_proj_scale_inv
+                                                [E, 1, 1], [E, 2, 1] or in blocks, gate_up_proj_activation_scale [E]
     experts.w13.blocks, experts.w2.blocks, ...  what a `PackedExperts` saves
 
 `experts_of` looks at config and headers alone, `read_experts` then reads the data.
@@ -22,7 +24,7 @@ from jitgemm.checkpoint.files import Checkpoint, Part
 from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.gate import decoded, interleaved
-from jitgemm.nn.read import CODES, Layer, is_quantised, layer_of, packable
+from jitgemm.nn.read import CODES, Layer, is_quantised, layer_of, packable, without_input_scale
 from jitgemm.nn.stacked import BIASES, PARAMETERS, Form
 
 _EACH = ((("gate_proj", "up_proj"), ("down_proj",)), (("w1", "w3"), ("w2",)))
@@ -54,12 +56,12 @@ class Projection:
         return 0 if isinstance(first, str) else first.bits
 
     def canonical(self, checkpoint: Checkpoint, e: int, device: torch.device) -> CanonicalWeight:
-        """Expert e before packing, without a static input scale."""
+        """Expert e before packing."""
         parts, expert = (self.layers[0], e) if self.stacked else (self.layers[e], None)
         read = []
         for layer in parts:
             with errors_that_name(checkpoint, layer.prefix if expert is None else f"{layer.prefix}[{e}]"):
-                read.append(replace(read_header(checkpoint, layer.header, device, expert), input_scale=None))
+                read.append(read_header(checkpoint, layer.header, device, expert))
         with errors_that_name(checkpoint, parts[0].prefix):
             return concat(read)
 
@@ -242,7 +244,7 @@ def _one_by_one(
         _check_floats(checkpoint, projections, form)
         tensors = {full for layer in listed for full in checkpoint.layer(layer).values()}
         return Experts(prefix, order, tuple(projections), "", False, frozenset(tensors))
-    layers = {layer: layer_of(checkpoint, layer, activation, format) for layer in listed}
+    layers = {layer: _of_expert(layer_of(checkpoint, layer, activation, format)) for layer in listed}
     projections = [
         Projection(tuple(tuple(layers[each[name][e]] for name in part) for e in range(form.experts))) for part in names
     ]
@@ -259,7 +261,7 @@ def _all_in_one(
 ) -> Experts:
     projections = []
     for name, bias in zip(names, BIASES):
-        layer = layer_of(checkpoint, f"{prefix}.{name}", activation, format, expert=0)
+        layer = _of_expert(layer_of(checkpoint, f"{prefix}.{name}", activation, format, expert=0))
         beside = f"{prefix}.{bias}"
         beside = beside if beside in checkpoint and "bias" not in layer.names else None
         count = checkpoint.info(next(iter(layer.names.values()))).shape[0]
@@ -267,6 +269,10 @@ def _all_in_one(
             raise ValueError(f"{layer.prefix}: expected {form.experts} experts, as the model has, got {count}")
         projections.append(Projection(((layer,),), True, beside))
     return _checked(checkpoint, prefix, form, projections)
+
+
+def _of_expert(layer: Layer) -> Layer:
+    return without_input_scale(layer, _STATIC) if layer.static else layer
 
 
 def _checked(checkpoint: Checkpoint, prefix: str, form: Form, projections: list[Projection]) -> Experts:
@@ -303,8 +309,6 @@ def _checked(checkpoint: Checkpoint, prefix: str, form: Form, projections: list[
                 start = layer.prefix if layer.prefix.endswith("_") else layer.prefix + "."
                 names |= {*layer.names.values(), *checkpoint.layer(start).values()}
                 unused |= layer.unused
-                if layer.static:
-                    unused[layer.names["input_scale"]] = _STATIC
         names |= {projection.bias} - {None}
     return Experts(prefix, form, tuple(projections), first.activation, True, frozenset(names), unused)
 
