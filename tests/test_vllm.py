@@ -80,8 +80,10 @@ CONFIGS = {
     "int-quantized": scheme(format="int-quantized"),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "gptq-channel": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False},
+    "gptq-int8": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
     "auto-round": {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+    "auto-round-fp8": {"quant_method": "auto-round", "bits": 8, "group_size": -1, "data_type": "fp", "sym": True},
     "w4afp8": {"quant_method": "w4afp8", "group_size": 32},
     "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
     "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -93,6 +95,7 @@ CONFIGS = {
 }
 PER_TENSOR = ("fp8", "modelopt")
 EIGHT = (*PER_TENSOR, "fp8-blocks", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
+EIGHT = (*EIGHT, "gptq-int8", "auto-round-fp8")
 LINEAR = [name for name in CONFIGS if name != "w4afp8"]  # whose linears are FP8
 
 
@@ -103,21 +106,24 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     ct = method == "compressed-tensors"
     group = config["config_groups"]["group_0"] if ct else {}
     weights = group.get("weights", {})
-    if method in ("fp8", "fbgemm_fp8", "modelopt") or weights.get("num_bits") == 8:
+    floats = config.get("data_type") == "fp"
+    if floats or method in ("fp8", "fbgemm_fp8", "modelopt") or weights.get("num_bits") == 8:
         return stored_8(config, weights, n, k, seed)
     strategy = weights.get("strategy", "group")
     size = weights.get("group_size") if ct else config["group_size"]
     groups = k // size if strategy == "group" and size and size > 0 else 1
-    q = torch.randint(-8, 8, (n, k), dtype=torch.int8)
+    bits = config.get("bits", 4)
+    middle = 2 ** (bits - 1)
+    q = torch.randint(-middle, middle, (n, k), dtype=torch.int8)
     scale = (torch.rand(1 if strategy == "tensor" else n, groups) + 0.5).to(BF16) / 64
     asymmetric = method == "awq" or config.get("sym") is False or weights.get("symmetric") is False
     zero = torch.randint(-7, 8, (n, groups), dtype=torch.int8) if asymmetric else None
     dense = dequantized(q, scale.expand(n, groups), zero)
-    zeros = torch.full((n, groups), 8) if zero is None else zero.long() + 8
+    zeros = torch.full((n, groups), middle) if zero is None else zero.long() + 8
     if method in ("gptq", "auto-round"):
         order = torch.arange(k, dtype=torch.int32) * groups // k
-        qzeros = words((zeros - 1).T, 1)
-        return {"qweight": words(q.T + 8, 0), "qzeros": qzeros, "scales": scale.T, "g_idx": order}, dense
+        qzeros = words((zeros - 1).T, 1, bits=bits)
+        return {"qweight": words(q.T.long() + middle, 0, bits=bits), "qzeros": qzeros, "scales": scale.T, "g_idx": order}, dense
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         codes, qzeros = (words(each.T, 1, order=order) for each in (q + 8, zeros))
@@ -143,7 +149,7 @@ def stored_8(config, weights, n, k, seed):
     algorithm = config.get("quant_algo")
     tensor = config["quant_method"] == "fp8" or algorithm == "FP8"
     scale = (torch.rand(1 if tensor else n, 1) + 0.5).to(BF16)
-    stored = scale.reshape(()) if tensor else scale[:, 0] if algorithm else scale
+    stored = scale.reshape(()) if tensor else scale[:, 0] if algorithm or "data_type" in config else scale
     found = {"weight": q, "weight_scale": stored if weights else stored.float()}
     return found | static(seed if tensor else None), q.double() * scale.double()
 
@@ -473,7 +479,7 @@ def test_what_jitgemm_cannot_read_is_left_to_vllms_own_config(monkeypatch):
     )  # fmt: skip
     own = SimpleNamespace(from_config=lambda config: theirs)
     monkeypatch.setattr(configs, "get_quantization_config", lambda name: own)
-    config = made(CONFIGS["gptq"] | {"bits": 8})
+    config = made(CONFIGS["gptq"] | {"bits": 3})
     assert kind(config, "model.a") is UnquantizedLinearMethod
     assert theirs.packed_modules_mapping is config.packed_modules_mapping
 

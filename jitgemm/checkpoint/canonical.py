@@ -40,6 +40,7 @@ class Sizes:
 
     codes: the type of 8-bit codes, torch.int8 or torch.float8_e4m3fn; None for 4 bits.
     blocks: whether engines quantise the input of such a layer per token and 128 values, as DeepSeek's do with blocks.
+    zeros: 8-bit codes may have zero points, which no packed weight can hold: the layer can be dequantised alone.
     """
 
     n: int
@@ -47,6 +48,7 @@ class Sizes:
     group_size: int | None = None
     codes: torch.dtype | None = None
     blocks: bool = False
+    zeros: bool = False
 
 
 Dims = Mapping[str, tuple[str, ...]]
@@ -95,15 +97,16 @@ class CanonicalWeight:
 
     Attributes:
         q: int8 [n, k] of -8..7 without zero points, uint8 [n, k] of 0..15 with them; of 8 bits int8 or float8_e4m3fn,
-            without zero points and offsets.
+            or uint8 with zero points, which can be dequantised and not packed.
         scale: fp32, bf16 or fp16 [n, G], G = ceil(k / group_size), or [n, 1] per channel; as the checkpoint has it.
-        zero: integers 0..16 [n, G], or None.
+        zero: integers 0..16 (of 8 bits 0..256) [n, G], or None.
         offset: [n, G] in scale's dtype, added after scaling (a float zero point), or None.
         group_size: consecutive columns of q that share a scale; k or more: per channel.
         permutation: int32 [k] or None. Column j of q is column permutation[j] of the layer's input (activation order).
         input_scale: the checkpoint's static activation scale for the whole tensor, fp32 [1], or None.
         bias: float [n] or None.
         bits: 4 or 8.
+        note: what the checkpoint contradicts itself in, for a warning; None for nothing.
     """
 
     q: torch.Tensor
@@ -115,13 +118,14 @@ class CanonicalWeight:
     input_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     bits: int = 4
+    note: str | None = None
 
     def __post_init__(self) -> None:
         expected = (torch.int8,) if self.zero is None else (torch.uint8,)
         if self.bits == 8:
-            expected = (torch.int8, torch.float8_e4m3fn)
-            if self.zero is not None or self.offset is not None:
-                raise ValueError("zero, offset: expected none with 8 bits, got one")
+            expected = (torch.int8, torch.float8_e4m3fn) if self.zero is None else (torch.uint8,)
+            if self.offset is not None:
+                raise ValueError("offset: expected none with 8 bits, got one")
         if self.q.dim() != 2 or self.q.dtype not in expected:
             names = " or ".join(map(dtype_name, expected))
             raise ValueError(f"q: expected {names} [n, k], got {describe(self.q)}")
@@ -239,11 +243,12 @@ class CanonicalWeight:
         return {name: None if values is None else change(values) for name, values in found.items()}
 
     def with_zero_points(self) -> CanonicalWeight:
-        """The same values with codes 0..15 and zero points; itself if it has them."""
-        if self.zero is not None:
+        """The same values with codes 0..15 (0..255) and zero points; itself if it has them, or codes of floats."""
+        if self.zero is not None or self.q.is_floating_point():
             return self
-        zero = torch.full(self.scale.shape, 8, dtype=torch.uint8, device=self.q.device)
-        return replace(self, q=(self.q + 8).view(torch.uint8), zero=zero)
+        middle = 1 << self.bits - 1
+        zero = torch.full(self.scale.shape, middle, dtype=torch.uint8, device=self.q.device)
+        return replace(self, q=self.q.view(torch.uint8) + middle, zero=zero)  # which wraps
 
     def pack(self, lhs_dtype: torch.dtype | None = None) -> Weight:
         """Packs for the kernel, on q's device. Group sizes that the kernel lacks are repeated as smaller ones.
@@ -253,8 +258,13 @@ class CanonicalWeight:
                 weights are of their own type.
 
         Raises:
-            ValueError: sizes that the kernel cannot have, or codes or zero points out of range.
+            ValueError: sizes that the kernel cannot have, codes or zero points out of range, or zero points of 8 bits.
         """
+        if self.bits == 8 and self.zero is not None:
+            raise ValueError(
+                "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
+                "dequantize()` gives such a weight in floats, and `jitgemm.nn.load_` does so"
+            )
         size = self.group_size
         if size < self.k and size not in GROUP_SIZES:
             divisors = [each for each in GROUP_SIZES if size % each == 0]

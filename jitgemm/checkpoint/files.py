@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
@@ -112,6 +113,13 @@ class Checkpoint:
         """The model's quantization_config, or None."""
         self._in_file: Mapping[str, str] = {}  # what a file calls the tensors that are renamed
         self._layers = _by_layer(self._found)
+        self._warned: set[str] = set()
+
+    def warn(self, text: str) -> None:
+        """Warns of what the checkpoint contradicts itself in, once, however many layers do so."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"{text} ({self.where})", stacklevel=2)
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
         """The same open checkpoint with some tensors under other names; its config speaks of those in the files.

@@ -82,8 +82,15 @@ def check_activation(activation: object) -> str:
 
 def packable(layer: Layer) -> bool:
     """Whether a packed weight can hold the layer."""
+    if has_zeros(layer):
+        return False
     per_channel = layer.group_size is None or (layer.k is not None and layer.group_size >= layer.k)
     return layer.n % 8 == 0 and (layer.k or 0) % 32 == 0 and (per_channel or layer.group_size % 32 == 0)
+
+
+def has_zeros(layer: Layer) -> bool:
+    """Whether its 8-bit codes may have zero points."""
+    return layer.header is not None and layer.header.sizes.zeros
 
 
 def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -101,12 +108,14 @@ def layer_of(
     activation: str | None = None,
     format: str | None = None,
     expert: int | None = None,
+    k: int | None = None,
 ) -> Layer:
     """A quantised layer, from config and headers.
 
     Args:
         activation: replaces what the checkpoint says.
         format, expert: as `jitgemm.load` takes them.
+        k: as `layer_header` takes it.
 
     Raises:
         ValueError: the layer cannot be read exactly, or has activations that a `PackedLinear` does not.
@@ -115,7 +124,7 @@ def layer_of(
     with errors_that_name(checkpoint, prefix):
         if {"blocks", "meta"} <= set(names):
             return _packed_layer(checkpoint, prefix, names, activation)
-        return _layer(layer_header(checkpoint, prefix, expert, format), activation)
+        return _layer(layer_header(checkpoint, prefix, expert, format, k), activation)
 
 
 def _layer(header: LayerHeader, activation: str | None) -> Layer:

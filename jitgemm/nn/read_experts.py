@@ -244,7 +244,12 @@ def _one_by_one(
         _check_floats(checkpoint, projections, form)
         tensors = {full for layer in listed for full in checkpoint.layer(layer).values()}
         return Experts(prefix, order, tuple(projections), "", False, frozenset(tensors))
-    layers = {layer: _of_expert(layer_of(checkpoint, layer, activation, format)) for layer in listed}
+    of_part = {name: k for part, (_, k) in zip(names, form.sizes) for name in part}
+    layers = {
+        layer: _of_expert(layer_of(checkpoint, layer, activation, format, k=of_part[name]))
+        for name in each
+        for layer in each[name]
+    }
     projections = [
         Projection(tuple(tuple(layers[each[name][e]] for name in part) for e in range(form.experts))) for part in names
     ]
@@ -260,8 +265,8 @@ def _all_in_one(
     format: str | None,
 ) -> Experts:
     projections = []
-    for name, bias in zip(names, BIASES):
-        layer = _of_expert(layer_of(checkpoint, f"{prefix}.{name}", activation, format, expert=0))
+    for name, bias, (_, k) in zip(names, BIASES, form.sizes):
+        layer = _of_expert(layer_of(checkpoint, f"{prefix}.{name}", activation, format, expert=0, k=k))
         beside = f"{prefix}.{bias}"
         beside = beside if beside in checkpoint and "bias" not in layer.names else None
         count = checkpoint.info(next(iter(layer.names.values()))).shape[0]

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.nn.choose import ROUTERS
 from jitgemm.nn.read import check_activation
@@ -226,7 +227,7 @@ class JitGemmConfig(QuantizationConfig):
                 )
             codes = header.get("weight", "" if experts else "F8_E4M3")
             layout = layout_of(config, k, _scale_dtype(header, config, dtype), codes)
-            found.append((layout, config.get("input_activations")))
+            found.append((layout, config.get("input_activations"), setting(config, "sym", "zero_point")))
         if any(each != found[0] for each in found):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
         return found[0][0]

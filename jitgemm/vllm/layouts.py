@@ -12,12 +12,13 @@ What the codes mean is the business of `jitgemm.checkpoint`, which reads what vL
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from jitgemm.checkpoint import awq, gptq
 from jitgemm.checkpoint.affine import setting
 from jitgemm.kernel.formats import ceil_div
 
@@ -154,30 +155,42 @@ def _compressed_tensors(config: Mapping[str, Any], k: int, scale: torch.dtype) -
 
 
 def _gptq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    _check_bits(config, "bits", "wbits")
-    tensors, group_size = _words(config, k, scale, ("k / 8", "n"), "group_size")
+    _checked(gptq.check_config, config)
+    words = gptq.layout(config)
+    tensors, group_size = _words(config, k, scale, words, "group_size")
     tensors["g_idx"] = TensorLayout(torch.int32, ("k",))
-    return Layout("gptq", tensors, group_size, _scheme(group_size), ordered=bool(config.get("desc_act") and group_size))
+    codes = "int8" if words != gptq.layout({}) else ""
+    if codes and config.get("sym") is not True:
+        raise Unsupported(f"sym: expected true with 8 bits, which have no zero points, got {config.get('sym')}")
+    ordered = bool(config.get("desc_act") and group_size)
+    return Layout("gptq", tensors, group_size, _scheme(group_size), codes, ordered)
 
 
 def _awq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    _check_bits(config, "bits", "w_bit")
-    version = str(setting(config, "version", "format", default="gemm")).lower()
-    if version not in ("gemm", "exllama", "exllamav2", "ipex"):
-        raise Unsupported(f"version: expected gemm, got {version!r}")
-    tensors, group_size = _words(config, k, scale, ("k", "n / 8"), "group_size", "q_group_size")
+    if _checked(awq.check_config, config) == "gemv":
+        raise Unsupported("version: expected gemm, got 'gemv'")
+    tensors, group_size = _words(config, k, scale, awq.LAYOUT_GEMM, "group_size", "q_group_size")
     return Layout("awq", tensors, group_size, _scheme(group_size))
 
 
-def _words(config: Any, k: int, scale: torch.dtype, codes: tuple[str, str], *names: str) -> tuple[dict[str, Any], int]:
+def _checked(check: Callable[[Mapping[str, Any]], str], config: Mapping[str, Any]) -> str:
+    """What the reader makes of a config. Raises Unsupported for one that it cannot read."""
+    try:
+        return check(config)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+
+
+def _words(
+    config: Any, k: int, scale: torch.dtype, words: Mapping[str, tuple[Any, ...]], *names: str
+) -> tuple[dict[str, Any], int]:
     """What GPTQ and AWQ have in common: (tensors, group size)."""
     size = setting(config, *names, default=-1)
     group_size = size if 0 < size < k else 0
     groups = "G" if group_size else "1"
     return {
-        "qweight": TensorLayout(torch.int32, codes),
-        "qzeros": TensorLayout(torch.int32, (groups, "n / 8")),
-        "scales": TensorLayout(scale, (groups, "n")),
+        name: TensorLayout(scale if name == "scales" else torch.int32, tuple(groups if d == "G" else d for d in dims))
+        for name, (_, *dims) in words.items()
     }, group_size
 
 
@@ -200,9 +213,10 @@ def _w8a8(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
     algorithm = str(config.get("quant_algo")).upper() if method == "modelopt" else ""
     if algorithm not in ("", "FP8", _PER_CHANNEL):
         raise Unsupported(f"quant_algo: expected FP8 or {_PER_CHANNEL} of ModelOpt, got {config.get('quant_algo')!r}")
-    scheme = "block" if block else "tensor" if method == "fp8" or algorithm == "FP8" else "channel"
+    strategy = config.get("strategy")  # AutoRound's
+    scheme = "block" if block else strategy or ("tensor" if method == "fp8" or algorithm == "FP8" else "channel")
     tensors = {"weight": TensorLayout(E4M3 if codes == "e4m3" else torch.int8, ("n", "k"))}
-    by_row = ("n",) if algorithm == _PER_CHANNEL else ("n", "1")
+    by_row = ("n",) if algorithm == _PER_CHANNEL or strategy else ("n", "1")
     tensors["weight_scale_inv" if block else "weight_scale"] = TensorLayout(scale, _SCALES.get(scheme, by_row))
     if config.get("activation_scheme") == "static" or algorithm == "FP8":
         tensors["input_scale"] = _INPUT
@@ -220,9 +234,3 @@ _SCALES: dict[str, tuple[str, ...]] = {"tensor": ("parts",), "block": (f"n / {BL
 
 def _scheme(group_size: int) -> str:
     return "group" if group_size else "channel"
-
-
-def _check_bits(config: Mapping[str, Any], *names: str) -> None:
-    bits = setting(config, *names, default=4)
-    if bits != 4:
-        raise Unsupported(f"{names[0]}: expected 4, got {bits}")
