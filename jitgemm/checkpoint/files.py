@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -122,6 +122,12 @@ class Checkpoint:
         other, gone = copy.copy(self), {source for rows in made.values() for source in rows.sources}
         other._found = {name: found for name, found in self._found.items() if name not in gone} | dict(made)
         other._base, other._layers = self, _by_layer(other._found)
+        return other
+
+    def hiding(self, names: Collection[str]) -> Checkpoint:
+        """The same open checkpoint, whose layers lack some tensors: those that are no part of a weight."""
+        other = copy.copy(self)
+        other._layers = _by_layer(name for name in self._found if name not in names)
         return other
 
     def in_file(self, prefix: str) -> list[str]:
