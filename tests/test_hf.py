@@ -446,6 +446,27 @@ def test_missing_and_unknown_tensors_are_named(tmp_path):
     assert model.hf_quantizer.report.ignored["model.extra"] == "the model has no place for it"
 
 
+@pytest.mark.parametrize("load", [loaded, by_load_], ids=["from_pretrained", "load_"])
+def test_a_file_that_is_not_there_is_named(tmp_path, load):
+    file(tmp_path, "llama", "gptq", shards=3)
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(FileNotFoundError, match=f"source: expected the file .*{gone.name}, found none"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("load", [loaded, by_load_], ids=["from_pretrained", "load_"])
+def test_an_index_of_another_model_is_not_followed(tmp_path, load):
+    file(tmp_path, "llama", "gptq")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.warns(UserWarning, match="names files that are not there.*model.safetensors is read"):
+        assert len(quantised_names(load(tmp_path))) == 14
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match="expected one model in .*, got model.safetensors and"):
+        load(tmp_path)
+
+
 def test_a_wrong_value_names_its_layer(tmp_path):
     file(tmp_path, "llama", "w4afp8")
     tensors = load_file(tmp_path / "model.safetensors")

@@ -68,12 +68,12 @@ def load_(
             `W4A8Linear.from_checkpoint`.
         device: where the model goes; None for where each of its tensors is (the GPU, if there is one, for those on the
             meta device).
-        strict: refuse tensors of the checkpoint that have no place in the model. Never refused are those that the
-            model lists in `_keys_to_ignore_on_load_unexpected`, scales of KV caches, rotary frequencies, biases of zeros
-            where the model has none, and what stands next to a weight in floats without effect, such as g_idx.
+        strict: raise for tensors of the checkpoint that have no place in the model. Always ignored are those that the
+            model lists in `_keys_to_ignore_on_load_unexpected`, scales of KV caches, rotary frequencies, biases of
+            zeros where the model has none, and what has no effect next to a weight in floats, such as g_idx.
         allow_missing: patterns (`fnmatch`) of the model's tensors that the checkpoint need not fill: they keep what
-            they hold, with a warning. All others must be filled, whatever `strict` says, but for what the model never saves and
-            computes itself, as Marian its positions.
+            they hold, with a warning. All others must be filled, whatever `strict` says, except what the model never
+            saves and computes itself, as Marian its positions.
         config, format: as in `jitgemm.load`.
         tp: a mesh of one dimension: every rank of it calls `load_`, and gets its part of each Linear that tp_plan
             names, see docs/parallel.md. Embeddings are whole on every rank, and experts but for `ExpertParallel`.
