@@ -271,6 +271,8 @@ class JitGemmQuantizer(HfQuantizer):
                 [*said.allow_missing, *computed],
                 said.strict,
             )
+            for name in computed & plan.kept.keys():
+                del plan.kept[name]
             _check_patterns(model, said.modules_to_not_convert, plan)
             self._origins: dict[str, dict[str, str]] = {}  # names in the checkpoint of what is quantised
             self._head = plan.replaceable.head if said.lm_head is not None else None
@@ -369,7 +371,8 @@ class JitGemmQuantizer(HfQuantizer):
             model.all_tied_weights_keys = self._ties_without(replaced | {_owner(name) for name in plan.untied})
         if layers:
             describe_to_transformers(model, self._untied or bool(plan.untied))
-        self.report = Report([name for name in replaceable.places if name in layers], plan.skipped, plan.ignored)
+        names = [name for name in replaceable.places if name in layers]
+        self.report = Report(names, plan.skipped, plan.ignored, plan.kept)
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
         del self._plan, self._held, self._chosen, self._origins

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import dequantized, words
+from safetensors.torch import save_file
 from vllm_layers import REAL, experts, hide, rank, show
 
 import jitgemm
@@ -348,6 +349,17 @@ def headers(monkeypatch, config, tensors):
     monkeypatch.setattr(module, "get_safetensors_params_metadata", lambda model, *, revision=None: found)
     config.maybe_update_config("folder", hf_config=SimpleNamespace())
     return config
+
+
+def test_an_index_that_names_files_that_are_not_there_is_an_error(tmp_path):
+    """vLLM's loader follows the index."""
+    index = {"weight_map": {"model.a.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match="names, found no model-00001-of-00001.safetensors"):
+        made(CONFIGS["gptq"]).maybe_update_config(str(tmp_path), hf_config=SimpleNamespace())
+    save_file({"model.a.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match="next to model.safetensors: delete the index"):
+        made(CONFIGS["gptq"]).maybe_update_config(str(tmp_path), hf_config=SimpleNamespace())
 
 
 def test_headers_of_the_files_say_what_is_quantised_and_how_exact_scales_are(monkeypatch):

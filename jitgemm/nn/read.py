@@ -30,6 +30,7 @@ BLOCK = "_block"
 
 _OWN = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 """The kind of activations that 8-bit codes meet where nothing else is said."""
+ZERO_BIAS = "a bias of zeros, where the model has none"
 OF_CACHE = "scale of the KV cache or attention, not quantised here"
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
@@ -59,6 +60,7 @@ class Layer:
         header: how it is read; None for the state dict of a `PackedLinear`.
         unused: {full name: reason} of its tensors that the layer makes no use of.
         experts: how many a packed weight holds; None for one of a `PackedLinear`, and for all others.
+        transposed: whether the module keeps its dense weight as [k, n], as transformers' Conv1D does.
     """
 
     prefix: str
@@ -72,6 +74,7 @@ class Layer:
     header: LayerHeader | None = None
     unused: Mapping[str, str] = field(default_factory=dict)
     experts: int | None = None
+    transposed: bool = False
 
 
 def check_activation(activation: object) -> str:
@@ -164,6 +167,29 @@ def without_input_scale(layer: Layer, why: str) -> Layer:
     return replace(layer, static=False, header=replace(layer.header, names=names), unused=unused)
 
 
+def without_bias(checkpoint: Checkpoint, layer: Layer) -> Layer:
+    """The layer for a module that has no bias. Reads the bias that the checkpoint has.
+
+    Raises:
+        ValueError: it is not zero.
+    """
+    name = layer.names["bias"]
+    unused = {**layer.unused, name: zero_bias(checkpoint, name)}
+    names = {suffix: full for suffix, full in layer.names.items() if suffix != "bias"}
+    header = None if layer.header is None else replace(layer.header, names=names)
+    return replace(layer, names=names, header=header, unused=unused)
+
+
+def zero_bias(checkpoint: Checkpoint, name: str) -> str:
+    """Why a bias may be left out of a model that has no place for it. Raises ValueError for one that is not zero."""
+    bias = checkpoint.read(name, _CPU).float()
+    others = (bias != 0).nonzero()  # NaN, too
+    if len(others):
+        at = others[0].tolist()
+        raise ValueError(f"{name}: expected no bias, as the model has it, or zeros, got {bias[tuple(at)]:g} at {at}")
+    return ZERO_BIAS
+
+
 def read(checkpoint: Checkpoint, layer: Layer, device: torch.device, cut: Cut | None = None) -> Parts:
     """The layer's data, or a rank's part of it.
 
@@ -187,15 +213,16 @@ def read(checkpoint: Checkpoint, layer: Layer, device: torch.device, cut: Cut | 
 
 
 def read_dense(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> torch.Tensor:
-    """The layer's weight as fp32 [n, k], columns in the order of its input."""
+    """The layer's weight in fp32, as its module keeps it: [n, k], or [k, n]; columns in the order of its input."""
     if layer.header is not None:
         with errors_that_name(checkpoint, layer.prefix):
-            return read_header(checkpoint, layer.header, device).dequantize()
-    weight = read(checkpoint, layer, device).weight
-    dense = weight.dequantize()
-    if weight.permutation is None:
-        return dense
-    return torch.empty_like(dense).index_copy_(1, weight.permutation.long(), dense)
+            dense = read_header(checkpoint, layer.header, device).dequantize()
+    else:
+        weight = read(checkpoint, layer, device).weight
+        dense = weight.dequantize()
+        if weight.permutation is not None:
+            dense = torch.empty_like(dense).index_copy_(1, weight.permutation.long(), dense)
+    return dense.t().contiguous() if layer.transposed else dense
 
 
 def state_dict_parts(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Parts:

@@ -6,9 +6,11 @@ config of that checkpoint, with a warning. Imports no layers of vLLM before a mo
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.autoround import translated
+from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.nn.choose import ROUTERS
 from jitgemm.nn.read import check_activation
 from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
@@ -129,8 +132,14 @@ class JitGemmConfig(QuantizationConfig):
         self._model = (model_name, hf_config, revision)
         from vllm.transformers_utils.config import get_safetensors_params_metadata
 
+        local = os.path.isdir(model_name)
+        if local:
+            weights_of(Path(model_name), by_index=True)  # as vLLM's loader reads them
         try:
-            found = get_safetensors_params_metadata(model_name, revision=revision)
+            if local:
+                found = Checkpoint(model_name).headers()
+            else:
+                found = get_safetensors_params_metadata(model_name, revision=revision)
         except (OSError, ValueError) as error:
             logger.warning("jitgemm: no headers of %s (%s): its config alone decides", model_name, error)
             return
