@@ -118,7 +118,7 @@ class Plan:
             self.left[prefix] = self.skipped[name] = "left out by the filter"
         else:
             if chosen:
-                reason = "n is no multiple of 8, or k or the group size none of 32"
+                reason = "n is no multiple of 8, k none of 16 or the group size none of 32"
             self.skipped[name] = f"dequantised: {reason}" if reason else LEFT_OUT
             self.dense[prefix] = layer
 
@@ -142,7 +142,7 @@ class Plan:
             self.left[name] = self.skipped[name] = "left out by the filter"
         else:
             if experts.quantised:
-                why = "dequantised: hidden, intermediate or group size is no multiple of 32"
+                why = "dequantised: hidden or intermediate size is no multiple of 16, or the group size none of 32"
                 self.skipped[name] = why if chosen else LEFT_OUT
             for part, (parameter, bias) in enumerate(zip(PARAMETERS, BIASES)):
                 self.stacked[f"{name}.{parameter}"] = Stacked(experts, form.gate.order, part, False)

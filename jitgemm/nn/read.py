@@ -14,7 +14,7 @@ import torch
 from jitgemm.checkpoint.canonical import KV_CACHE_SCALES
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
-from jitgemm.kernel.formats import LHS_GROUP
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
 from jitgemm.nn.cut import Cut, part_of_bias, part_of_weight
 from jitgemm.weight.packed import Weight
 
@@ -83,7 +83,8 @@ def check_activation(activation: object) -> str:
 def packable(layer: Layer) -> bool:
     """Whether a packed weight can hold the layer."""
     per_channel = layer.group_size is None or (layer.k is not None and layer.group_size >= layer.k)
-    return layer.n % 8 == 0 and (layer.k or 0) % 32 == 0 and (per_channel or layer.group_size % 32 == 0)
+    fits = layer.n % 8 == 0 and (layer.k or 0) % K_ALIGNMENT == 0
+    return fits and (per_channel or layer.group_size % min(GROUP_SIZES) == 0)
 
 
 def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
