@@ -218,7 +218,7 @@ def test_per_channel_activation_order_is_cut_along_k():
     [
         (("n", 0, 3), "tp_size: expected n / tp_size to be a multiple of 8, got 32 / 3"),
         (("n", 0, 8), "tp_size: expected n / tp_size to be a multiple of 8, got 32 / 8 = 4"),
-        (("k", 0, 16), "tp_size: expected k / tp_size to be a multiple of 32, got 256 / 16 = 16"),
+        (("k", 0, 32), "tp_size: expected k / tp_size to be a multiple of 16, got 256 / 32 = 8"),
         (("k", 0, 8), "tp_size: expected k / tp_size to be a multiple of the group size 64, got 256 / 8 = 32"),
         (("m", 0, 2), "tp_dim: expected 'n' or 'k', got 'm'"),
         (("n", 2, 2), "tp_rank, tp_size: expected 0 <= rank < size, got rank 2 of 2"),

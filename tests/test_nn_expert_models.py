@@ -212,13 +212,13 @@ def test_quantising_experts_to_8_bits(name):
 
 
 def test_a_filter_chooses_experts_and_unfit_ones_are_named():
-    model = build("qwen3", moe_intermediate_size=80)
+    model = build("qwen3", moe_intermediate_size=72)
     report = jitgemm.nn.quantize_(model, clip_steps=0)
     assert report and not any("experts" in name for name in report)
-    reason = "expected hidden and intermediate sizes that are multiples of 32, got 64 and 80"
+    reason = "expected hidden and intermediate sizes that are multiples of 16, got 64 and 72"
     assert report.skipped["model.layers.0.mlp.experts"] == reason
     with pytest.raises(ValueError, match=f"model.layers.0.mlp.experts: {reason}"):
-        jitgemm.nn.quantize_(build("qwen3", moe_intermediate_size=80), lambda name, _: name.endswith("experts"))
+        jitgemm.nn.quantize_(build("qwen3", moe_intermediate_size=72), lambda name, _: name.endswith("experts"))
     report = jitgemm.nn.quantize_(build("qwen3"), lambda name, _: "layers.1.mlp.experts" in name, clip_steps=0)
     assert report == ["model.layers.1.mlp.experts"]
 

@@ -130,7 +130,7 @@ def test_a_filter_chooses():
 
 
 def test_a_chosen_linear_that_does_not_fit_is_named():
-    with pytest.raises(ValueError, match="odd: expected out_features a multiple of 8 and in_features a multiple of 32"):
+    with pytest.raises(ValueError, match="odd: expected out_features a multiple of 8 and in_features a multiple of 16"):
         quantize(Model(), lambda name, _: name == "odd")
 
 
@@ -305,7 +305,7 @@ def test_the_report_is_a_list_and_prints_as_a_summary():
     assert str(report).splitlines() == [
         "converted: 4 (blocks.0.up, blocks.0.down, blocks.1.up and 1 more)",
         "skipped: 2",
-        "  1 expected out_features a multiple of 8 and in_features a multiple of 32, got 10 and 64: odd",
+        "  1 expected out_features a multiple of 8 and in_features a multiple of 16, got 10 and 64: odd",
         "  1 output embedding: lm_head",
     ]
 
@@ -797,7 +797,7 @@ def test_quantised_layers_that_cannot_be_converted_are_dequantised():
         "embedding": "dequantised: an Embedding",
         "own": "dequantised: Scaled has a forward of its own",
         "dt_proj": "dequantised: Zoo reads this weight itself",
-        "odd": "dequantised: n is no multiple of 8, or k or the group size none of 32",
+        "odd": "dequantised: n is no multiple of 8, k none of 16 or the group size none of 32",
     }
     for name in names[:-1]:
         weight = model.get_submodule(name).weight

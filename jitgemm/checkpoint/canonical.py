@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.pack8 import pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, dequantize_groups
 
-PART_MULTIPLES = {"n": 8, "k": 32}
+PART_MULTIPLES = {"n": 8, "k": K_ALIGNMENT}
 """What a rank's rows and columns must be multiples of, as `pack_w4` asks for."""
 
 
@@ -179,7 +179,7 @@ class CanonicalWeight:
 
         Args:
             dim: "n" cuts rows (column-parallel): n / world must be a multiple of 8. "k" cuts columns (row-parallel),
-                at group borders and multiples of 32: the rank's input is columns rank * k / world onwards. `bias` then
+                at group borders and multiples of 16: the rank's input is columns rank * k / world onwards. `bias` then
                 stays with rank 0, as the ranks' results are added up.
             rank: 0..world - 1.
             world: number of ranks.

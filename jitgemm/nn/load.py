@@ -55,7 +55,7 @@ def load_(
     that was quantised here.
 
     A quantised layer that no packed one can stand for (see `quantize_`), that the filter leaves out, whose n is no
-    multiple of 8 or whose k is none of 32, stays what it is and gets the dequantised weight; so do quantised modules of
+    multiple of 8 or whose k is none of 16, stays what it is and gets the dequantised weight; so do quantised modules of
     other classes with a parameter `weight` of two dimensions, such as embeddings, routers and transformers' Conv1D.
 
     Two names of one tied tensor that differ in the file are untied in the model.

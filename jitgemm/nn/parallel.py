@@ -82,7 +82,7 @@ class RowwiseParallel(_Divides, _Rowwise):
             columns, which is never larger and so codes no worse, but other codes come out. What has a static scale or
             one per 128 columns has the whole layer's codes anyway.
 
-    in_features / ranks must be a multiple of 32 and of the group size; at multiples of 128 the packed weight is cut
+    in_features / ranks must be a multiple of 16 and of the group size; at multiples of 128 the packed weight is cut
     without packing it again. A permutation (act-order) must keep each rank's columns among themselves.
     """
 

@@ -148,7 +148,7 @@ class Plan:
             self.left[prefix] = self.skipped[name] = "left out by the filter"
         else:
             if chosen:
-                reason = "n is no multiple of 8, or k or the group size none of 32"
+                reason = "n is no multiple of 8, k none of 16 or the group size none of 32"
                 reason = "8-bit codes with zero points" if has_zeros(layer) else reason
             self.skipped[name] = f"dequantised: {reason}" if reason else LEFT_OUT
             self.dense[prefix] = layer
@@ -173,13 +173,9 @@ class Plan:
             self.left[name] = self.skipped[name] = "left out by the filter"
         else:
             if experts.quantised:
+                sizes = "hidden or intermediate size is no multiple of 16, or the group size none of 32"
                 zeros = any(has_zeros(layer) for p in experts.projections for layer in p.layers[0])
-                why = (
-                    "8-bit codes with zero points"
-                    if zeros
-                    else "hidden, intermediate or group size is no multiple of 32"
-                )
-                why = f"dequantised: {why}"
+                why = f"dequantised: {'8-bit codes with zero points' if zeros else sizes}"
                 self.skipped[name] = why if chosen else LEFT_OUT
             for part, (parameter, bias) in enumerate(zip(PARAMETERS, BIASES)):
                 self.stacked[f"{name}.{parameter}"] = Stacked(experts, form.gate.order, part, False)

@@ -14,7 +14,7 @@ import torch
 from jitgemm.checkpoint.canonical import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_SCALES
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
-from jitgemm.kernel.formats import LHS_GROUP
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
 from jitgemm.nn.cut import Cut, part_of_bias, part_of_weight
 from jitgemm.weight.packed import Weight
 
@@ -88,7 +88,8 @@ def packable(layer: Layer) -> bool:
     if has_zeros(layer):
         return False
     per_channel = layer.group_size is None or (layer.k is not None and layer.group_size >= layer.k)
-    return layer.n % 8 == 0 and (layer.k or 0) % 32 == 0 and (per_channel or layer.group_size % 32 == 0)
+    fits = layer.n % 8 == 0 and (layer.k or 0) % K_ALIGNMENT == 0
+    return fits and (per_channel or layer.group_size % min(GROUP_SIZES) == 0)
 
 
 def has_zeros(layer: Layer) -> bool:

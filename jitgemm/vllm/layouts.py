@@ -20,7 +20,7 @@ import torch
 
 from jitgemm.checkpoint import awq, gptq
 from jitgemm.checkpoint.affine import setting
-from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
@@ -86,8 +86,9 @@ class Layout:
             whole: the rank has all columns.
         """
         n = sum(widths)
-        if n % 8 or k % 32:
-            raise Unsupported(f"expected rows in multiples of 8 and columns of 32 on each rank, got {n} and {k}")
+        if n % 8 or k % K_ALIGNMENT:
+            wanted = f"expected rows in multiples of 8 and columns of {K_ALIGNMENT} on each rank"
+            raise Unsupported(f"{wanted}, got {n} and {k}")
         if self.group_size % 32:
             raise Unsupported(f"group_size: expected a multiple of 32, got {self.group_size}")
         if self.group_size and k % self.group_size and not whole:
