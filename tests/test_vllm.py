@@ -24,12 +24,13 @@ from vllm_layers import REAL, experts, hide, rank, show
 import jitgemm
 import jitgemm.vllm
 from jitgemm.errors import CacheMissError, CompileError
-from jitgemm.nn import W4A8Linear, warmup
+from jitgemm.nn import W4A8Linear, load_, warmup
 
 jitgemm.vllm.register()
 
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
+    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -583,6 +584,59 @@ def test_the_ranks_columns_of_a_row_parallel_layer_add_up(name):
     assert (total - expected).norm() < 0.05 * expected.norm()
 
 
+WIDE = {
+    "packed": scheme(size=128),
+    "packed-asymmetric": scheme(size=128, symmetric=False),
+    "int-quantized": scheme(size=128, format="int-quantized"),
+    "gptq": CONFIGS["gptq"] | {"group_size": 128, "sym": False},
+    "awq": CONFIGS["awq"] | {"group_size": 128},
+    "w4afp8": CONFIGS["w4afp8"] | {"group_size": 128},
+    "fp8-blocks": CONFIGS["fp8-blocks"],
+}
+"""Formats with groups of 128."""
+
+
+@pytest.mark.parametrize("name", [name for name in WIDE if name != "w4afp8"])
+@pytest.mark.parametrize("k, size", [(896, 2), (768, 4), (384, 4)])
+def test_a_row_parallel_cut_through_groups_gives_each_rank_its_columns(name, k, size):
+    """A rank loads every group that its columns touch; the ranks side by side are the layer."""
+    tensors, dense = stored(WIDE[name], 64, k)
+    layers, parts = [], []
+    for number in range(size):
+        with rank(number, size):
+            layers.append(row(WIDE[name], k, 64, prefix="m.down_proj"))
+            load(layers[-1], tensors)
+    with pytest.warns(UserWarning, match="a rank's columns end inside groups of 128: scales are repeated over groups"):
+        modules = list(map(process, layers))
+    for layer, module in zip(layers, modules):
+        assert module.in_features == k // size
+        parts.append(dense_of(module))
+        x = torch.randn(3, k // size, dtype=BF16)
+        found, wanted = layer.quant_method.apply(layer, x).double(), x.double() @ parts[-1].T
+        assert (found - wanted).norm() < 0.06 * wanted.norm()
+    assert torch.equal(torch.cat(parts, 1), dense)
+
+
+@pytest.mark.parametrize("k", [256, 320])
+def test_columns_of_blocks_that_ranks_share_rows_of_hold_the_ranks_rows(k):
+    """Rows of 320 / 2 end inside of blocks of 128: of joined layers, and of one whose ranks share blocks."""
+    config = CONFIGS["fp8-blocks"]
+    parts = [stored(config, 320, k, seed) for seed in (1, 2)]
+    for number, size in TWO:
+        rows = slice(160 * number, 160 * (number + 1))
+        with rank(number, size):
+            layer = gate_up(config, k, 320)
+            for part, (tensors, _) in enumerate(parts):
+                load(layer, tensors, part)
+            single = ColumnParallelLinear(
+                k, 320, bias=False, params_dtype=BF16, quant_config=made(config), prefix="m.q_b_proj"
+            )
+            load(single, parts[0][0])
+        assert torch.equal(dense_of(process(layer)), torch.cat([dense[rows] for _, dense in parts]))
+        assert torch.equal(dense_of(process(single)), parts[0][1][rows])
+        assert layer.jitgemm.activation == single.jitgemm.activation == "e4m3_block"
+
+
 def test_a_layer_computes_what_w4a8linear_does_with_bias_and_any_leading_sizes():
     tensors, _ = stored(CONFIGS["packed"], 64, 64)
     with rank():
@@ -698,13 +752,12 @@ def test_an_activation_order_that_is_not_loaded_is_an_error():
     with rank():
         layer = row(config, 64, 64)
         load(layer, tensors)
-    with pytest.raises(ValueError, match="g_idx: expected the activation order of m.o_proj"):
+    with pytest.raises(ValueError, match="g_idx: expected numbers, found none in the files .layer m.o_proj"):
         process(layer)
 
 
 @pytest.mark.parametrize("config, sizes, reason", [
     (CONFIGS["packed"], (64, 72), "multiples of 8"),
-    (CONFIGS["gptq"] | {"group_size": 128}, (64, 256), "whole groups of 128"),
     (CONFIGS["gptq"] | {"desc_act": True}, (64, 128), "no activation order"),
     (CONFIGS["awq"] | {"group_size": 48}, (64, 768), "group_size: expected a multiple of 32, got 48"),
 ])  # fmt: skip
@@ -751,6 +804,125 @@ def test_weights_that_are_loaded_again_go_to_the_same_memory(monkeypatch, name):
     load(layer, {suffix: each for suffix, each in tensors.items() if suffix not in absent})
     assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(layer.jitgemm), dense)
     assert (layer.jitgemm.input_scale is None) == (name != "fp8")
+
+
+# ---- files that lack a tensor ----------------------------------------------------------------------------------------
+
+MAY_LACK = {"weight_shape": CONFIGS, "g_idx": CONFIGS, "input_scale": PER_TENSOR}
+"""What a layer can be read without, and in which formats."""
+
+
+def dropped(name, *seeds, sizes=(128, 128)):
+    """Each suffix that the format needs, and the tensors of layers of which the last lacks it."""
+    found = [stored(CONFIGS[name], *sizes, seed)[0] for seed in seeds]
+    for suffix in found[-1]:
+        if name not in MAY_LACK.get(suffix, ()):
+            yield suffix, [*found[:-1], {each: tensor for each, tensor in found[-1].items() if each != suffix}]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_tensor_that_no_file_holds_is_an_error_of_every_loader(name):
+    """Of a row-parallel layer; of joined ones, where the others have it; for `load_`."""
+    for suffix, (tensors,) in dropped(name, 0):
+        with rank():
+            layer = row(CONFIGS[name], 128, 128)
+            load(layer, tensors)
+        with pytest.raises(ValueError, match=rf"^{suffix}: expected numbers, found none in the files .layer m.o_proj"):
+            process(layer)
+        model = torch.nn.ModuleDict({"o_proj": torch.nn.Linear(128, 128, bias=False)})
+        with pytest.raises(ValueError, match="o_proj"):
+            load_(model, {f"o_proj.{each}": tensor for each, tensor in tensors.items()}, config=CONFIGS[name])
+    for suffix, parts in dropped(name, 0, 1):
+        with rank():
+            layer = gate_up(CONFIGS[name], 128, 128)
+            for part, tensors in enumerate(parts):
+                load(layer, tensors, part)
+        with pytest.raises(ValueError, match=rf"^{suffix}: expected numbers, .* .layer m.up_proj"):
+            process(layer)
+    for suffix, parts in dropped(name, 0, 1, 2):
+        with rank():
+            layer = QKVParallelLinear(
+                128, 64, 2, 2, bias=False, params_dtype=BF16, quant_config=made(CONFIGS[name]), prefix="m.qkv_proj"
+            )
+            for part, tensors in zip("qkv", parts):
+                load(layer, tensors, part)
+        with pytest.raises(ValueError, match=rf"^{suffix}: expected numbers, .* .layer m.v_proj"):
+            process(layer)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_tensor_of_one_expert_that_no_file_holds_is_an_error(name):
+    """Of any of its layers, on the rank that has the expert."""
+    tensors, _ = expert_tensors(CONFIGS[name], 4, 128, 128)
+    for proj, part in (("gate_proj", "w13"), ("up_proj", "w13"), ("down_proj", "w2")):
+        for suffix in tensors[3, proj]:
+            lacks = {key: found for key, found in tensors.items()}
+            lacks[3, proj] = {each: tensor for each, tensor in tensors[3, proj].items() if each != suffix}
+            for place in TWO:
+                with rank():
+                    layer = experts(made(CONFIGS[name]), "m.experts", (4, 128, 128), 1, ep=place)
+                    load_experts(layer, "m.experts", lacks)
+                if place[0] and suffix not in (*MAY_LACK,):
+                    with pytest.raises(ValueError, match=f"^{part}_{suffix}: expected .* for number 3's {proj}"):
+                        layer.quant_method.process_weights_after_loading(layer)
+                else:
+                    layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("form", ["linear", "joined", "experts"])
+def test_weights_in_floats_that_no_file_holds_are_an_error(form):
+    weight = {"weight": torch.randn(64, 64, dtype=BF16)}
+    with rank():
+        if form == "experts":
+            layer = experts(made(None), "m.experts", (2, 64, 64), 1)
+            load_experts(layer, "m.experts", {(0, proj): weight for proj in SHARDS} | {(1, "gate_proj"): weight})
+        else:
+            layer = row(made(None), 64, 64) if form == "linear" else gate_up(None, 64, 64)
+        with pytest.raises(ValueError, match="weight: expected numbers.* found none in the files"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_weights_that_vllm_makes_up_are_packed(monkeypatch):
+    """--load-format dummy: it writes random numbers, and calls no loaders."""
+    said = SimpleNamespace(
+        load_config=SimpleNamespace(load_format="dummy"), scheduler_config=None, compilation_config=None
+    )
+    monkeypatch.setattr("jitgemm.vllm.linear.get_current_vllm_config_or_none", lambda: said)
+    with rank():
+        layers = [row(CONFIGS["packed"], 64, 64), experts(made(CONFIGS["packed"]), "m.experts", (2, 64, 64), 1)]
+    for layer in layers:
+        for param in layer.parameters():
+            param.data.fill_(1)
+        layer.quant_method.process_weights_after_loading(layer)
+        assert layer.jitgemm is not None
+
+
+@pytest.mark.parametrize("name", ["packed", "gptq", "fp8"])
+def test_layers_that_the_file_has_joined_are_loaded_at_once(name):
+    """As Phi-3's: one tensor of each kind, one scale for both where it is per tensor."""
+    tensors, dense = stored(CONFIGS[name], 128, 64)
+    with rank():
+        layer = gate_up(CONFIGS[name], 64, 64)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), dense)
+
+
+@pytest.mark.parametrize("name", ["packed-asymmetric", "gptq", "fp8"])
+def test_a_joined_layer_that_is_loaded_again_without_a_tensor_is_an_error(name):
+    with rank():
+        layer = gate_up(CONFIGS[name], 64, 64)
+    names, parts = dict(layer.named_parameters()), [stored(CONFIGS[name], 64, 64, seed)[0] for seed in (0, 1)]
+    for part, tensors in enumerate(parts):
+        load(layer, tensors, part)
+    process(layer)
+    for each in (*layer._parameters, *layer._buffers):  # as vLLM does
+        delattr(layer, each)
+    for each, param in names.items():
+        layer.register_parameter(each, param)
+    load(layer, parts[0], 0)
+    load(layer, {each: tensor for each, tensor in parts[1].items() if "scale" not in each}, 1)
+    with pytest.raises(ValueError, match="scale.*: expected numbers, found none in the files .layer m.up_proj"):
+        process(layer)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -817,6 +989,29 @@ def test_experts_of_all_ranks_add_up_to_the_dequantised_mixture(name, split):
         total += applied(layer, x, ids, weights).double()
     expected = mixture(x, ids, weights, dense)
     assert (total - expected).norm() < 0.06 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "name, inter, size", [(name, 384, size) for name in WIDE for size in (2, 4)] + [("fp8-blocks", 320, 2)]
+)
+def test_experts_are_cut_through_their_groups(name, inter, size):
+    """w2 along its columns; of blocks w13 along its rows, too."""
+    count, hidden = 2, 128
+    tensors, dense = expert_tensors(WIDE[name], count, hidden, inter)
+    down = []
+    for number in range(size):
+        with rank():
+            layer = experts(made(WIDE[name]), "m.experts", (count, hidden, inter), 1, tp=(number, size))
+            load_experts(layer, "m.experts", tensors)
+            layer.quant_method.process_weights_after_loading(layer)
+        w13, w2 = (each.weight.dequantize().double() for each in (layer.jitgemm.w13, layer.jitgemm.w2))
+        rows = slice(inter * number // size, inter * (number + 1) // size)
+        for e in range(count):
+            gate, up = (dense[e, proj][rows] for proj in ("gate_proj", "up_proj"))
+            assert torch.equal(w13[e], torch.cat([gate, up]))
+        down.append(w2)
+    for e in range(count):
+        assert torch.equal(torch.cat([each[e] for each in down], 1), dense[e, "down_proj"])
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 20])

@@ -191,8 +191,14 @@ def zero_bias(checkpoint: Checkpoint, name: str) -> str:
     return ZERO_BIAS
 
 
-def read(checkpoint: Checkpoint, layer: Layer, device: torch.device, cut: Cut | None = None) -> Parts:
-    """The layer's data, or a rank's part of it.
+def read(
+    checkpoint: Checkpoint,
+    layer: Layer,
+    device: torch.device,
+    cut: Cut | None = None,
+    columns: tuple[int, int] | None = None,
+) -> Parts:
+    """The layer's data, or a rank's part of it, or these columns: first, and one past the last.
 
     Raises:
         ValueError: a value is out of range.
@@ -209,6 +215,7 @@ def read(checkpoint: Checkpoint, layer: Layer, device: torch.device, cut: Cut | 
             part = part_of_weight(parts.weight, *cut, CODES[parts.activation])
             return parts._replace(weight=part, bias=part_of_bias(parts.bias, *cut))
         weight = read_header(checkpoint, layer.header, device, cut=cut)
+        weight = weight if columns is None else weight.columns(*columns)
         packed = weight.pack(CODES[layer.activation])
     return Parts(packed, weight.bias, layer.activation, weight.input_scale if layer.static else None)
 
