@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from jitgemm.checkpoint.compressed_tensors import online_transform, stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.choose import PACKED, Filter, Replaceable
 from jitgemm.nn.linear import PackedLinear
@@ -105,6 +106,9 @@ class Plan:
         name = names[0]
         prefix = next((each for each in names if is_quantised(self.checkpoint, each)), None)
         if prefix is None:
+            transform = online_transform(self.checkpoint.config, self.checkpoint.in_file(name)[0])
+            if transform is not None and not isinstance(module, torch.nn.Embedding):
+                raise ValueError(f"{name}: {transform}")
             return
         try:
             layer = layer_of(self.checkpoint, prefix, activation, format)
@@ -270,9 +274,12 @@ class Plan:
                 hints.append(f"{prefix} is a {kind}, for which the file has no quantised weight")
             if len(hints) > 2:
                 break
-        hints.append("a tensor that may keep what it holds is named in allow_missing=['*.name', ...]")
         used = self._used()
         unused = [name for name in self.checkpoint.names() if name not in state and name not in used]
+        otherwise = stored_otherwise(self.checkpoint.config, unused)
+        if otherwise is not None:
+            return f"source: {otherwise}; found none for {some(missing, 5)}"
+        hints.append("a tensor that may keep what it holds is named in allow_missing=['*.name', ...]")
         no_place = f"; found no place for {some(unused, 5)}" if unused else ""
         return f"source: expected the model's tensors, found none for {some(missing, 5)}{no_place}. {'; '.join(hints)}"
 
@@ -303,6 +310,9 @@ class Plan:
                 unknown.append(name)
             else:
                 self.ignored[name] = reason or "the model has no place for it"
+        otherwise = stored_otherwise(self.checkpoint.config, unknown)
+        if otherwise is not None:
+            raise ValueError(f"source: {otherwise}")
         if unknown:
             raise ValueError(
                 f"source: expected only the model's tensors, found no place for {some(unknown, 5)}; strict=False "
