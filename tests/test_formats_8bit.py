@@ -108,6 +108,7 @@ LIBRARY = [
     ("int-quantized", "int", "channel", inputs("int")),
     ("int-quantized", "int", "tensor", inputs("int", dynamic=False, strategy="tensor")),
     ("pack-quantized", "int", "channel", None),
+    ("mxfp8-quantized", "float", "group", None),
 ]
 
 
@@ -123,6 +124,7 @@ def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False))
     args = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True}
     args |= {"block_structure": [128, 128]} if strategy == "block" else {}
+    args |= {"group_size": 32, "scale_dtype": torch.uint8} if strategy == "group" else {}
     group = library.QuantizationScheme(
         targets=["Linear"],
         weights=library.QuantizationArgs(**args),
@@ -130,7 +132,7 @@ def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
     )
     library.apply_quantization_config(model, library.QuantizationConfig(config_groups={"group_0": group}))
     linear = model[0]
-    rows, columns = {"channel": (1, 256), "tensor": (128, 256), "block": (128, 128)}[strategy]
+    rows, columns = {"channel": (1, 256), "tensor": (128, 256), "block": (128, 128), "group": (1, 32)}[strategy]
     blocks = linear.weight.detach().view(128 // rows, rows, 256 // columns, columns).transpose(1, 2).flatten(2)
     scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), linear.quantization_scheme.weights)
     linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))

@@ -159,6 +159,18 @@ def eight(codes: torch.dtype, strategy: str, scale_name: str = "weight_scale", i
     return pack
 
 
+def of_transformers(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FP8 per tensor as FP8Linear has it."""
+    found = eight(E4M3, "tensor")(weight)
+    scale = found["weight_scale"][0].bfloat16()
+    return {"weight": found["weight"], "weight_scale_inv": scale, "activation_scale": torch.tensor(0.05).bfloat16()}
+
+
+def int8_tensor(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    found = eight(INT8, "channel")(weight)
+    return {"_weight_qdata": found["weight"], "_weight_scale": found["weight_scale"]}
+
+
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 STATIC = inputs("float", dynamic=False, strategy="tensor")
 GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -184,6 +196,11 @@ FORMATS = {
         scheme("float", "tensor", "float-quantized", STATIC),
     ),
     "fp8 in blocks": (eight(E4M3, "block", "weight_scale_inv"), DEEPSEEK),
+    "fp8 of transformers": (
+        of_transformers,
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+    ),
+    "torchao int8": (int8_tensor, {"quant_method": "torchao"}),
     "fp8 per row": (eight(E4M3, "channel"), {"quant_method": "fbgemm_fp8"}),
     "int8 per channel": (eight(INT8, "channel"), scheme("int", "channel", "int-quantized", inputs("int"))),
     "int8 per row": (eight(INT8, "channel"), {"quant_method": "w8a8_int8"}),

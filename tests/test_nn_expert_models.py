@@ -644,3 +644,24 @@ def test_fp8_experts_of_transformers_names_are_read_as_stacked(tmp_path, by, sta
         tmp_path, config=hf.config(str(tmp_path)), dtype=torch.bfloat16
     )
     assert same_weights(theirs, dense)
+
+
+def test_experts_that_torchao_has_quantised_in_their_parameter(tmp_path):
+    """As its FqnToConfig does: subclasses of [E, n, k]."""
+    quantization = pytest.importorskip("torchao.quantization")
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    if not hasattr(quantization, "Int8Tensor"):
+        pytest.skip("this torchao has no Int8Tensor")
+    model, dense = build("qwen3"), build("qwen3")
+    state = model.state_dict()
+    for name, module in experts_of(dense).items():
+        for parameter in ("gate_up_proj", "down_proj"):
+            full = f"{name}.{parameter}"
+            state[full] = quantization.Int8Tensor.from_hp(state[full], quantization.PerRow())
+            getattr(module, parameter).data = state[full].dequantize()
+    tensors, metadata = support.flatten_tensor_state_dict(state)
+    save_file(tensors, tmp_path / "model.safetensors", metadata)
+    for source in (state, tmp_path):
+        loaded = build("qwen3")
+        assert load_(loaded, source) == list(experts_of(model)) and same_weights(loaded, dense)
+        assert {loaded.get_submodule(name).activation for name in experts_of(model)} == {"int8"}

@@ -460,6 +460,14 @@ def test_other_classes_of_torchao_are_named_before_the_model_is_changed(torchao,
         assert type(model["a"]) is torch.nn.Linear
 
 
+def test_a_class_of_older_releases_is_named():
+    """AffineQuantizedTensor and LinearActivationQuantizedTensor of state dicts up to 0.12: no tensors by known names."""
+    kind = type("AffineQuantizedTensor", (torch.Tensor,), {"__module__": "torchao.dtypes.affine_quantized_tensor"})
+    weight = torch.zeros(64, 64).as_subclass(kind)
+    with pytest.raises(ValueError, match="weight: expected one of torchao's .*, got AffineQuantizedTensor"):
+        in_memory(weight)
+
+
 def float8_of(weight: torch.Tensor) -> torch.Tensor:
     from torchao.quantization import Float8Tensor, PerRow
 

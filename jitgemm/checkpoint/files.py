@@ -219,9 +219,18 @@ class Checkpoint:
         inner = start.removeprefix(parent)
         found = (suffix for suffix in self._layers.get(parent, ()) if suffix.startswith(inner))
         names = {suffix.removeprefix(inner): parent + suffix for suffix in found}
-        if prefix in self._found and not prefix.endswith("weight"):  # a parameter that stacks experts
-            names |= {suffix: prefix + end for suffix, end in _STACKED.items() if prefix + end in self._found}
-        return names
+        return names | self._of_parameter(prefix)
+
+    def _of_parameter(self, name: str) -> dict[str, str]:
+        """Of a quantised parameter, which stacks experts: what a layer's tensors would be called; {} for all others."""
+        above, dot, child = name.rpartition(".")
+        found, start = {}, f"_{child}_"
+        for each in self._layers.get(above + dot, ()):
+            if each.startswith(start):  # torchao's
+                found["_weight_" + each.removeprefix(start)] = above + dot + each
+        if name in self._found and not name.endswith("weight"):
+            found |= {suffix: name + end for suffix, end in _STACKED.items() if name + end in self._found}
+        return found
 
     def metadata(self, name: str) -> Mapping[str, str]:
         """What the tensor's file says of its tensors; of those given in memory, what torchao would write of them."""

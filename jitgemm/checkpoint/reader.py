@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint import formats
+from jitgemm.checkpoint import compressed_tensors, formats
 from jitgemm.checkpoint.canonical import (
     PART_MULTIPLES,
     CanonicalWeight,
@@ -172,6 +172,11 @@ def layer_header(
     """
     names = checkpoint.layer(prefix)
     if not names:
+        otherwise = compressed_tensors.stored_otherwise(
+            checkpoint.config, checkpoint.layer(f"{prefix}.weight").values()
+        )
+        if otherwise is not None:
+            raise ValueError(otherwise)
         raise ValueError(f"prefix: expected a layer's name, found no tensor {prefix + '.*' if prefix else '*'}")
     infos = {suffix: checkpoint.info(name) for suffix, name in names.items()}
     shape = None

@@ -329,10 +329,12 @@ def _without_padding(weight: CanonicalWeight, shape: Sequence[int] | None) -> Ca
 def _described(metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
     """Class, size and activations of a subclass: {"_type": ..., "_data": {"shape": [n, k], ...}} under its name.
 
+    prefix is that of a layer, or a parameter that stacks experts.
+
     Activations are told in compressed-tensors' words, which are the layer's.
     """
     try:
-        whole = json.loads(metadata[f"{prefix}.weight".lstrip(".")])
+        whole = json.loads(metadata.get(prefix) or metadata[f"{prefix}.weight".lstrip(".")])
         data = whole.get("_data", {})
         said = {"class": whole["_type"]} | {key: _plain(data[key]) for key in ("shape", "target_dtype") if key in data}
     except (AttributeError, KeyError, TypeError, ValueError):

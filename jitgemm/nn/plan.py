@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from jitgemm.checkpoint.compressed_tensors import online_transform, stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.choose import PACKED, Filter, Replaceable
 from jitgemm.nn.linear import PackedLinear
@@ -132,6 +133,10 @@ class Plan:
         """What becomes of a Linear, or of another module with a matrix, that the checkpoint has quantised."""
         name = names[0]
         prefix = next((each for each in names if is_quantised(self._weights, each)), None)
+        if prefix is None:
+            transform = online_transform(self.checkpoint.config, self.checkpoint.in_file(name)[0])
+            if transform is not None and isinstance(module, (torch.nn.Linear, PackedLinear)):
+                raise ValueError(f"{name}: {transform}")
         if prefix is None or self._as_it_is(f"{prefix}.weight", module):
             return
         try:
@@ -302,6 +307,9 @@ class Plan:
     def _missing_message(self, missing: list[str], state: Mapping[str, torch.Tensor]) -> str:
         used = self._used()
         unused = [name for name in self.checkpoint.names() if name not in state and name not in used]
+        otherwise = stored_otherwise(self.checkpoint.config, unused)
+        if otherwise is not None:
+            return f"source: {otherwise}; found none for {some(missing, 5)}"
         no_place = f"; found no place for {some(unused, 5)}" if unused else ""
         hints = [*self._causes(missing, state, unused)]
         hints.append(
@@ -373,6 +381,9 @@ class Plan:
                 unknown.append(name)
             else:
                 self.ignored[name] = reason or "the model has no place for it"
+        otherwise = stored_otherwise(self.checkpoint.config, unknown)
+        if otherwise is not None:
+            raise ValueError(f"source: {otherwise}")
         if unknown:
             scales = [name for name in unknown if "scale" in name.rpartition(".")[2] and self._in_floats(name)]
             advice = "strict=False ignores such tensors"

@@ -133,12 +133,12 @@ def layer_of(
 
 def _layer(header: LayerHeader, activation: str | None) -> Layer:
     scheme, names = header.config or {}, header.names
-    said, static = activations(scheme, activation)
+    own = _OWN.get(header.sizes.codes)
+    said, static = activations(scheme, activation, own)
     unused = {name: OF_CACHE for suffix, name in names.items() if suffix in KV_CACHE_SCALES}
     if "output_scale" in names:
         unused[names["output_scale"]] = "scale of output activations, which are not quantised"
     scale = next((suffix for suffix in INPUT_SCALES if suffix in names), None)
-    own = _OWN.get(header.sizes.codes)
     why = "where the config says none or dynamic" if activation is None else "replaced by activation=..."
     if "input_activations" not in scheme:  # a format that says little: its static scales are those of e4m3
         scheme_says = None if own is None else scheme.get("activation_scheme")
@@ -149,7 +149,7 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
         raise ValueError("input_scale: expected the static scale that the config names, found none")
     chosen = activation or said or own or "e4m3"
     if own is not None and CODES[chosen] != CODES[own]:
-        instead = "" if activation else ", as the config says; activation=... replaces that"
+        instead = "" if activation else f", as the config says; activation={own!r} replaces that"
         raise ValueError(f"activation: expected {own} activations, as the 8-bit weight is {own}, got {chosen}{instead}")
     if static and chosen != said:
         static, why = False, f"calibrated for {said}"
@@ -268,12 +268,13 @@ def _packed_layer(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str],
     return Layer(prefix, names, *size, found.activation, bits=weight.bits, experts=weight.experts)
 
 
-def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | None, bool]:
+def activations(scheme: Mapping[str, Any], wanted: str | None, own: str | None = None) -> tuple[str | None, bool]:
     """(kind of activations that a layer's scheme asks for, or None; whether its scale is static).
 
     Args:
         scheme: with compressed-tensors' `input_activations`; other formats tell theirs in the same words.
         wanted: what the caller wants instead, or None.
+        own: the kind that a weight of 8 bits meets; None for one of 4.
 
     Raises:
         ValueError: a layer has no such activations, and `wanted` does not replace them.
@@ -287,6 +288,8 @@ def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | No
     problem = None
     if inputs.get("num_bits", 8) != 8:
         problem = f"num_bits 8, got {inputs['num_bits']}"
+    elif inputs.get("type", "int") not in ("int", "float"):
+        problem = f"type int or float (e4m3), got {inputs['type']}"
     elif inputs.get("strategy") != ("token" if dynamic else "tensor") and not block:
         kind = "dynamic" if dynamic else "static"
         found = f"{kind} ones per {inputs.get('strategy')}"
@@ -296,7 +299,8 @@ def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | No
     if problem is not None:
         if wanted is not None:
             return wanted, False
-        raise ValueError(f"input_activations: expected {problem}; activation=... quantises per token instead")
+        instead = own or ("int8" if inputs.get("type", "int") == "int" else "e4m3")
+        raise ValueError(f"input_activations: expected {problem}; activation={instead!r} quantises per token instead")
     if inputs.get("type", "int") == "float":
         return f"e4m3{block}", not dynamic
     return f"int8{block}" if inputs.get("symmetric", True) else "int8_affine", not dynamic

@@ -6,7 +6,8 @@
     experts.gate_up_proj, experts.down_proj     tensors with the experts in front; also w13_weight and w2_weight, and
                                                 names with _ instead of . behind the projection's, and those of
                                                 transformers' FP8Experts: gate_up_proj with gate_up_proj_scale_inv
-                                                [E, 1, 1], [E, 2, 1] or in blocks, gate_up_proj_activation_scale [E]
+                                                [E, 1, 1], [E, 2, 1] or in blocks, gate_up_proj_activation_scale [E];
+                                                torchao's _gate_up_proj_qdata, ... of parameters [E, n, k]
     experts.w13.blocks, experts.w2.blocks, ...  what a `PackedExperts` saves
 
 `experts_of` looks at config and headers alone, `read_experts` then reads the data.
@@ -267,6 +268,8 @@ def _all_in_one(
     projections = []
     for name, bias, (_, k) in zip(names, BIASES, form.sizes):
         layer = _layer(checkpoint, f"{prefix}.{name}", form, k, activation, format, expert=0)
+        if form.transposed and "_weight_qdata" in layer.names:
+            raise ValueError(f"{layer.prefix}: expected torchao's subclass of [E, n, k], got one of [E, k, n]")
         beside = f"{prefix}.{bias}"
         beside = beside if beside in checkpoint and "bias" not in layer.names else None
         if beside is not None and not form.bias:

@@ -139,7 +139,9 @@ class Layout:
         if self.group_size % 32:
             raise Unsupported(f"group_size: expected a multiple of 32, got {self.group_size}")
         if self.group_size and k != whole and math.gcd(self.group_size, k) % 32:
-            raise Unsupported(f"expected columns in multiples of 32 in groups of {self.group_size} on each rank, got {k}")
+            raise Unsupported(
+                f"expected columns in multiples of 32 in groups of {self.group_size} on each rank, got {k}"
+            )
         if self.ordered and k != whole:
             raise Unsupported("expected no activation order (g_idx) where ranks have parts of the columns, got one")
         apart = widths if sum(widths) != n else widths[:-1]
