@@ -646,8 +646,26 @@ def test_save_pretrained_and_back(tmp_path, name, quantised):
         )
     model.save_pretrained(saved)
     assert_same(loaded(saved), model)
-    with pytest.raises(ValueError, match="quantization config"):  # rather than a model of random weights
-        transformers.AutoModelForCausalLM.from_pretrained(saved)
+    assert json.loads((saved / "config.json").read_text())["quantization_config"] == {"quant_method": "jitgemm"}
+    again = transformers.AutoModelForCausalLM.from_pretrained(saved)  # without config=, now that jitgemm.hf is imported
+    assert_same(again, model)
+    again.save_pretrained(tmp_path / "again")
+    assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"), model)
+
+
+def test_a_loaded_models_config_has_a_config_object(tmp_path):
+    """As transformers' own quantizers leave it."""
+    floats(tmp_path / "floats", "llama")
+    how = hf.JitGemmConfig(bits=8, activation="int8")
+    auto = transformers.AutoModelForCausalLM
+    for model in (
+        auto.from_pretrained(tmp_path / "floats", quantization_config=how),
+        loaded(file(tmp_path / "gptq", "llama", "gptq")),
+    ):
+        told = model.config.quantization_config
+        assert isinstance(told, hf.JitGemmConfig) and told.quant_method == "jitgemm"
+        assert told.to_dict() == model.config.to_dict()["quantization_config"] == {"quant_method": "jitgemm"}
+    assert how.to_dict()["bits"] == 8  # the caller's own, which serves again
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

@@ -204,12 +204,13 @@ def test_a_quantised_head_of_a_tied_model_goes_to_a_file_and_back(tmp_path):
         model.resize_token_embeddings(128)
 
 
-def test_from_pretrained_refuses_what_was_saved_of_a_quantised_model(tmp_path):
+def test_what_was_saved_of_a_quantised_model_names_jitgemm_and_is_read_by_it(tmp_path):
+    pytest.importorskip("jitgemm.hf")
     model = llama()
     quantize(model)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="quantization config"):
-        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == {"quant_method": "jitgemm"}
+    assert same_state(transformers.LlamaForCausalLM.from_pretrained(tmp_path), model)
     again = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     load_(again, tmp_path)
     assert torch.equal(logits(again.eval()), logits(model))
