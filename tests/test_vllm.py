@@ -277,12 +277,31 @@ def test_a_config_travels_to_vllms_workers():
      ({"lm_head": "fp8"}, "lm_head: expected e4m3, int8 or None"),
      ({"activation": "fp4"}, "activation: expected one of"), ({"ignore": "lm_head"}, "ignore: expected a list"),
      ({"ignore": [5]}, "ignore: expected a list of names, got .5."), ({"ignore": None}, "ignore: .* got None"),
-     ({"group_size": "128"}, "group_size: expected an integer, got '128'"), ("int8", "by name, got 'int8'"),
+     *(({"group_size": size}, f"group_size: expected a positive integer, or -1 .* got {size!r}")
+       for size in ("128", 0, -5, True)), ("int8", "by name, got 'int8'"),
+     ({"ignore": ["re:["]}, "ignore: expected a regular expression, got '.': unterminated character set"),
      ({"symmetric": "no"}, "symmetric: expected true or false, got 'no'")],
 )  # fmt: skip
 def test_an_option_that_is_wrong_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         JitGemmConfig(None, options)
+
+
+@pytest.mark.parametrize("key", ["ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"])
+@pytest.mark.parametrize(
+    "rules, message",
+    [("lm_head", "expected a list of names, got 'lm_head'"), ([3], "expected a list of names, got .3."),
+     (["lm_head", "re:["], "expected a regular expression, got '.': unterminated character set")],
+)  # fmt: skip
+def test_names_that_a_checkpoint_leaves_out_are_names(key, rules, message):
+    with pytest.raises(ValueError, match=f"^{key}: {message}"):
+        JitGemmConfig(CONFIGS["gptq"] | {key: rules})
+
+
+@pytest.mark.parametrize("rule", ["-:(", "+:(", "("])
+def test_an_expression_of_gptqmodels_that_is_none_is_named(rule):
+    with pytest.raises(ValueError, match="^dynamic: expected a regular expression, got '.': missing"):
+        JitGemmConfig(CONFIGS["gptq"] | {"dynamic": {rule: {}}})
 
 
 def kind(config, prefix, n=64, k=64):

@@ -110,7 +110,10 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         inter, whole = intermediate_size_per_partition, moe.intermediate_size
         self.touched = self.layout.touched(inter, whole, moe.moe_parallel_config.tp_rank)
         k2 = inter if self.touched is None else self.touched.stop - self.touched.start
-        for part, n, k, parts in (("w13", 2 * inter, hidden_size, 2), ("w2", hidden_size, k2, 1)):
+        for part, n, k, parts, rows in (
+            ("w13", 2 * inter, hidden_size, 2, whole),
+            ("w2", hidden_size, k2, 1, hidden_size),
+        ):
             sizes = self.sizes[part] = self.layout.sizes(n, k, parts)
             touched = self.touched if part == "w2" else None
             for name, each in self.layout.tensors.items():
@@ -122,7 +125,8 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
                 layer.register_parameter(f"{part}_{name}", param)
                 transposed = (each.axis("k", "G", "1") or 0) < (each.axis("n") or 0)
                 said = {"is_transposed": transposed, "quant_method": self.layout.scheme}
-                load = cut(extra_weight_attrs["weight_loader"], each, self.layout.group_size, touched, whole // inter)
+                load = extra_weight_attrs["weight_loader"]
+                load = cut(load, each, self.layout.group_size, touched, whole // inter, rows)
                 loader = self._in_order if name.endswith("g_idx") else exact(load) if "scale" in name else load
                 shared = part == "w13" and (name == "weight_shape" or data.dim() == 1)
                 said["weight_loader"] = noted(counted_once(loader) if shared else loader, expert_of)

@@ -86,10 +86,19 @@ def exact(load: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def cut(load: Callable[..., Any], layout: TensorLayout, group_size: int, touched: Touched | None, ranks: int) -> Any:
+def cut(
+    load: Callable[..., Any],
+    layout: TensorLayout,
+    group_size: int,
+    touched: Touched | None,
+    ranks: int,
+    rows: int | None = None,
+) -> Callable[..., Any]:
     """A loader of what a rank cannot have by vLLM's share of the file's tensor: rows of blocks, columns of groups.
 
-    vLLM takes one of `ranks` shares along k: all of them are the columns that the rank touches.
+    Args:
+        ranks: vLLM takes one of so many shares along k: all of them are the columns that the rank touches.
+        rows: of the layer in the file; None for a loader that takes rows from its start.
     """
     axis = layout.axis("k", "G") if touched is not None else None
     if layout.repeated == 1 and axis is None:
@@ -99,7 +108,9 @@ def cut(load: Callable[..., Any], layout: TensorLayout, group_size: int, touched
     def loads(param: Any, loaded_weight: torch.Tensor, *where: Any, **named: Any) -> Any:
         stacked = loaded_weight.dim() - len(layout.dims)  # experts in front
         if layout.repeated > 1:
-            loaded_weight = loaded_weight.repeat_interleave(layout.repeated, stacked + layout.dims.index("n"))
+            n = stacked + layout.dims.index("n")
+            loaded_weight = loaded_weight.repeat_interleave(layout.repeated, n)
+            loaded_weight = loaded_weight.narrow(n, 0, rows or loaded_weight.shape[n])
         if axis is not None:
             each = group_size if layout.dims[axis] == "G" else layout.per(axis)
             start, stop = touched.start // each, ceil_div(touched.stop, each)
