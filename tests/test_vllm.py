@@ -565,6 +565,34 @@ def test_the_ranks_columns_of_a_row_parallel_layer_add_up(name):
     assert (total - expected).norm() < 0.05 * expected.norm()
 
 
+@pytest.mark.parametrize(
+    "name", ["packed-channel", "packed-tensor", "gptq-channel", "fp8", "fp8-blocks", "int8-quantized"]
+)
+def test_columns_in_multiples_of_16(name):
+    tensors, dense = stored(CONFIGS[name], 64, 96)
+    places = [(0, 1)] if name == "fp8-blocks" else TWO  # 96 columns, or 48 on each rank
+    for number, size in places:
+        with rank(number, size):
+            layer = row(CONFIGS[name], 96, 64, prefix="m.down_proj")
+            load(layer, tensors)
+        assert torch.equal(dense_of(process(layer)), dense.chunk(size, 1)[number])
+    with rank():
+        layer = row(CONFIGS[name], 48, 64)
+        tensors, dense = stored(CONFIGS[name], 64, 48)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), dense)
+
+
+@pytest.mark.parametrize("order", ["in the file", "in no file"])
+def test_the_last_group_may_be_short(order):
+    q, scale, group = torch.randint(-8, 8, (64, 80)), torch.rand(64, 3).to(BF16), torch.arange(80) // 32
+    tensors = {"qweight": words(q.T + 8, 0), "qzeros": words(torch.full((3, 64), 7), 1), "scales": scale.T}
+    with rank():
+        layer = row(CONFIGS["gptq"], 80, 64)
+        load(layer, tensors | ({"g_idx": group.int()} if order == "in the file" else {}))
+    assert torch.equal(dense_of(process(layer)), dequantized(q, scale, None, group))
+
+
 def test_a_layer_computes_what_w4a8linear_does_with_bias_and_any_leading_sizes():
     tensors, _ = stored(CONFIGS["packed"], 64, 64)
     with rank():
@@ -799,6 +827,18 @@ def test_experts_of_all_ranks_add_up_to_the_dequantised_mixture(name, split):
         total += applied(layer, x, ids, weights).double()
     expected = mixture(x, ids, weights, dense)
     assert (total - expected).norm() < 0.06 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["packed-channel", "fp8", "int8-quantized", "modelopt-channel"])
+def test_experts_of_sizes_in_multiples_of_16(name):
+    tensors, dense = expert_tensors(CONFIGS[name], 4, 48, 80)
+    with rank():
+        layer = experts(made(CONFIGS[name]), "m.mlp.experts", (4, 48, 80), 2)
+        load_experts(layer, "m.mlp.experts", tensors)
+        layer.quant_method.process_weights_after_loading(layer)
+    x, ids, weights = routed(4)
+    out, expected = applied(layer, x[:, :48], ids, weights).double(), mixture(x[:, :48], ids, weights, dense)
+    assert (out - expected).norm() < 0.06 * expected.norm()
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 20])

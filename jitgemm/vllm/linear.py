@@ -87,7 +87,7 @@ def unloaded(name: str, layout: TensorLayout, sizes: Mapping[str, int]) -> torch
     if "scale" in name:
         return torch.full(layout.shape(sizes), torch.nan, dtype=layout.dtype)
     if name.endswith("g_idx"):
-        return (torch.arange(sizes["k"]) * sizes["G"] // sizes["k"]).to(layout.dtype)
+        return (torch.arange(sizes["k"]) // sizes["group"]).to(layout.dtype)
     make = torch.zeros if layout.dtype.itemsize == 1 else torch.empty  # of 8 bits not all are codes
     return make(layout.shape(sizes), dtype=layout.dtype)
 
