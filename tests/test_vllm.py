@@ -125,7 +125,12 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     if method in ("gptq", "auto-round"):
         order = torch.arange(k, dtype=torch.int32) * groups // k
         qzeros = words((zeros - 1).T, 1, bits=bits)
-        return {"qweight": words(q.T.long() + middle, 0, bits=bits), "qzeros": qzeros, "scales": scale.T, "g_idx": order}, dense
+        return {
+            "qweight": words(q.T.long() + middle, 0, bits=bits),
+            "qzeros": qzeros,
+            "scales": scale.T,
+            "g_idx": order,
+        }, dense
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         codes, qzeros = (words(each.T, 1, order=order) for each in (q + 8, zeros))
@@ -656,6 +661,34 @@ def test_columns_of_blocks_that_ranks_share_rows_of_hold_the_ranks_rows(k):
         assert layer.jitgemm.activation == single.jitgemm.activation == "e4m3_block"
 
 
+@pytest.mark.parametrize(
+    "name", ["packed-channel", "packed-tensor", "gptq-channel", "fp8", "fp8-blocks", "int8-quantized"]
+)
+def test_columns_in_multiples_of_16(name):
+    tensors, dense = stored(CONFIGS[name], 64, 96)
+    places = [(0, 1)] if name == "fp8-blocks" else TWO  # 96 columns, or 48 on each rank
+    for number, size in places:
+        with rank(number, size):
+            layer = row(CONFIGS[name], 96, 64, prefix="m.down_proj")
+            load(layer, tensors)
+        assert torch.equal(dense_of(process(layer)), dense.chunk(size, 1)[number])
+    with rank():
+        layer = row(CONFIGS[name], 48, 64)
+        tensors, dense = stored(CONFIGS[name], 64, 48)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), dense)
+
+
+@pytest.mark.parametrize("order", ["in the file", "in no file"])
+def test_the_last_group_may_be_short(order):
+    q, scale, group = torch.randint(-8, 8, (64, 80)), torch.rand(64, 3).to(BF16), torch.arange(80) // 32
+    tensors = {"qweight": words(q.T + 8, 0), "qzeros": words(torch.full((3, 64), 7), 1), "scales": scale.T}
+    with rank():
+        layer = row(CONFIGS["gptq"], 80, 64)
+        load(layer, tensors | ({"g_idx": group.int()} if order == "in the file" else {}))
+    assert torch.equal(dense_of(process(layer)), dequantized(q, scale, None, group))
+
+
 def test_a_layer_computes_what_w4a8linear_does_with_bias_and_any_leading_sizes():
     tensors, _ = stored(CONFIGS["packed"], 64, 64)
     with rank():
@@ -1031,6 +1064,18 @@ def test_experts_are_cut_through_their_groups(name, inter, size):
         down.append(w2)
     for e in range(count):
         assert torch.equal(torch.cat([each[e] for each in down], 1), dense[e, "down_proj"])
+
+
+@pytest.mark.parametrize("name", ["packed-channel", "fp8", "int8-quantized", "modelopt-channel"])
+def test_experts_of_sizes_in_multiples_of_16(name):
+    tensors, dense = expert_tensors(CONFIGS[name], 4, 48, 80)
+    with rank():
+        layer = experts(made(CONFIGS[name]), "m.mlp.experts", (4, 48, 80), 2)
+        load_experts(layer, "m.mlp.experts", tensors)
+        layer.quant_method.process_weights_after_loading(layer)
+    x, ids, weights = routed(4)
+    out, expected = applied(layer, x[:, :48], ids, weights).double(), mixture(x[:, :48], ids, weights, dense)
+    assert (out - expected).norm() < 0.06 * expected.norm()
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 20])

@@ -99,7 +99,8 @@ class Layout:
 
     def sizes(self, n: int, k: int, parts: int = 1) -> dict[str, int]:
         """The number behind each word."""
-        return {"n": n, "k": k, "G": ceil_div(k, self.group_size or k), "parts": parts}
+        group = self.group_size or k
+        return {"n": n, "k": k, "G": ceil_div(k, group), "group": group, "parts": parts}
 
     @property
     def needed(self) -> list[str]:

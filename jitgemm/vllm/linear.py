@@ -151,7 +151,7 @@ def unloaded(name: str, layout: TensorLayout, sizes: Mapping[str, int]) -> torch
     if name == "input_scale":
         return torch.full(layout.shape(sizes), torch.nan, dtype=layout.dtype)
     if name.endswith("g_idx"):
-        return (torch.arange(sizes["k"]) * sizes["G"] // sizes["k"]).to(layout.dtype)
+        return (torch.arange(sizes["k"]) // sizes["group"]).to(layout.dtype)
     return torch.empty(layout.shape(sizes), dtype=layout.dtype)
 
 
