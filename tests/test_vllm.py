@@ -493,9 +493,25 @@ def test_what_jitgemm_cannot_read_is_left_to_vllms_own_config(monkeypatch):
     )  # fmt: skip
     own = SimpleNamespace(from_config=lambda config: theirs)
     monkeypatch.setattr(configs, "get_quantization_config", lambda name: own)
-    config = made(CONFIGS["gptq"] | {"bits": 8})
+    config = made(CONFIGS["gptq"] | {"bits": 3})
     assert kind(config, "model.a") is UnquantizedLinearMethod
     assert theirs.packed_modules_mapping is config.packed_modules_mapping
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [("gptq", {"bits": 3}, "bits: expected .*got 3"), ("gptq", {"group_size": -5}, "group_size: .* got -5"),
+     ("gptq", {"group_size": 0}, "group_size: .* got 0"), ("awq", {"bits": 8}, "bits: expected 4, got 8"),
+     ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format: expected gptq"),
+     ("fp8", {"weight_block_size": [64, 64]}, "weight_block_size: .* got .64, 64.")],
+)  # fmt: skip
+def test_a_setting_that_no_reader_takes_is_named_before_a_layer_is_made(monkeypatch, name, change, message):
+    def none(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(configs, "get_quantization_config", none)
+    with pytest.raises(ValueError, match=f"m.a: {message}"):
+        kind(made(CONFIGS[name] | change), "m.a")
 
 
 # ---- linears ---------------------------------------------------------------------------------------------------------

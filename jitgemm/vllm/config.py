@@ -20,7 +20,7 @@ from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.nn.choose import ROUTERS
 from jitgemm.nn.read import check_activation
-from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
+from jitgemm.vllm.layouts import Layout, Unsupported, check_readable, floats, layout_of
 from jitgemm.vllm.warm import Warmer
 
 NAME = "jitgemm"
@@ -233,6 +233,11 @@ class JitGemmConfig(QuantizationConfig):
         if any(each != found[0] for each in found):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
         return found[0][0]
+
+    def check_readable(self, layout: Layout, names: Iterable[str], k: int) -> None:
+        """Raises Unsupported for layers of k columns of which a setting is not one that jitgemm reads."""
+        for name in names if self.checkpoint is not None else ():
+            check_readable(layout, self.config_of(name), k)
 
     def activation(self, layout: Layout) -> str | None:
         """What the user wants a layer's input quantised to, if its weight can meet it; None: as the checkpoint says."""

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.affine import setting
+from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.kernel.formats import ceil_div
 
 E4M3 = torch.float8_e4m3fn
@@ -174,6 +176,20 @@ def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str)
     return _METHODS[method](config, k, scale)
 
 
+def check_readable(layout: Layout, config: Mapping[str, Any], k: int) -> None:
+    """Raises Unsupported for a layer of k columns that the format's reader cannot read, by its config and layout."""
+    sizes = layout.sizes(BLOCK, k)  # of any number of rows
+    headers = {
+        name: TensorInfo(layout.tensors[name].shape(sizes), layout.tensors[name].dtype) for name in layout.needed
+    }
+    try:
+        found = formats.by_name(layout.format or "").sizes(headers, layout.config_of(config))
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+    if getattr(found, "zeros", False):
+        raise Unsupported("zero points: expected none with 8-bit integers, got some")
+
+
 def _compressed_tensors(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
     weights, format = config.get("weights") or {}, config.get("format")
     kind = bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
@@ -206,29 +222,32 @@ def _compressed_tensors(config: Mapping[str, Any], k: int, scale: torch.dtype) -
 
 
 def _gptq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    _check_bits(config, "bits", "wbits")
-    tensors, group_size = _words(config, k, scale, ("k / 8", "n"), "group_size")
+    bits = setting(config, "bits", "wbits", default=4)
+    word = 4 if bits == 8 else 8  # what other widths there are, the reader says
+    tensors, group_size = _words(config, k, scale, (f"k / {word}", "n"), word, "group_size")
     tensors["g_idx"] = TensorLayout(torch.int32, ("k",))
-    return Layout("gptq", tensors, group_size, _scheme(group_size), ordered=bool(config.get("desc_act") and group_size))
+    ordered = bool(config.get("desc_act") and group_size)
+    return Layout("gptq", tensors, group_size, _scheme(group_size), "int8" if bits == 8 else "", ordered)
 
 
 def _awq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    _check_bits(config, "bits", "w_bit")
     version = str(setting(config, "version", "format", default="gemm")).lower()
     if version not in ("gemm", "exllama", "exllamav2", "ipex"):
         raise Unsupported(f"version: expected gemm, got {version!r}")
-    tensors, group_size = _words(config, k, scale, ("k", "n / 8"), "group_size", "q_group_size")
+    tensors, group_size = _words(config, k, scale, ("k", "n / 8"), 8, "group_size", "q_group_size")
     return Layout("awq", tensors, group_size, _scheme(group_size))
 
 
-def _words(config: Any, k: int, scale: torch.dtype, codes: tuple[str, str], *names: str) -> tuple[dict[str, Any], int]:
-    """What GPTQ and AWQ have in common: (tensors, group size)."""
+def _words(
+    config: Mapping[str, Any], k: int, scale: torch.dtype, codes: tuple[str, str], word: int, *names: str
+) -> tuple[dict[str, TensorLayout], int]:
+    """What GPTQ and AWQ have in common, with so many zero points to a word: (tensors, group size)."""
     size = setting(config, *names, default=-1)
     group_size = size if 0 < size < k else 0
     groups = "G" if group_size else "1"
     return {
         "qweight": TensorLayout(torch.int32, codes),
-        "qzeros": TensorLayout(torch.int32, (groups, "n / 8")),
+        "qzeros": TensorLayout(torch.int32, (groups, f"n / {word}")),
         "scales": TensorLayout(scale, (groups, "n")),
     }, group_size
 
@@ -272,9 +291,3 @@ _SCALES: dict[str, tuple[str, ...]] = {"tensor": ("parts",), "block": (f"n / {BL
 
 def _scheme(group_size: int) -> str:
     return "group" if group_size else "channel"
-
-
-def _check_bits(config: Mapping[str, Any], *names: str) -> None:
-    bits = setting(config, *names, default=4)
-    if bits != 4:
-        raise Unsupported(f"{names[0]}: expected 4, got {bits}")

@@ -242,7 +242,9 @@ class JitGemmLinearMethod(LinearMethodBase):
         """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         k = getattr(layer, "input_size_per_partition", layer.input_size)
         layout = config.layout(names, layer.input_size, layer.params_dtype)
-        return cls(config, names, layout.cut(layer.output_partition_sizes, layer.output_size, k, layer.input_size))
+        layout = layout.cut(layer.output_partition_sizes, layer.output_size, k, layer.input_size)
+        config.check_readable(layout, names, layer.input_size)
+        return cls(config, names, layout)
 
     def create_weights(
         self,
