@@ -123,7 +123,12 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     if method in ("gptq", "auto-round"):
         order = torch.arange(k, dtype=torch.int32) * groups // k
         qzeros = words((zeros - 1).T, 1, bits=bits)
-        return {"qweight": words(q.T.long() + middle, 0, bits=bits), "qzeros": qzeros, "scales": scale.T, "g_idx": order}, dense
+        return {
+            "qweight": words(q.T.long() + middle, 0, bits=bits),
+            "qzeros": qzeros,
+            "scales": scale.T,
+            "g_idx": order,
+        }, dense
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         codes, qzeros = (words(each.T, 1, order=order) for each in (q + 8, zeros))

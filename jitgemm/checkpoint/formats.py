@@ -49,6 +49,9 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
     listed = ", ".join(f"{name} {t.kind or describe(t)}" for name, t in names.items())
     layer = f"layer {prefix!r}" if prefix else "the layer"
     if not found:
+        refusal = (autoround.translated(config, prefix) or {}).get("refusal")
+        if refusal is not None:
+            raise ValueError(refusal)
         method = (config or {}).get("quant_method")
         raise ValueError(
             f"format: {layer} is of no format known here ({', '.join(f.name for f in FORMATS)}); it has "

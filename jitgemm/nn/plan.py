@@ -12,7 +12,7 @@ import torch
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.choose import PACKED, Filter, Replaceable
 from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.read import OF_CACHE, Layer, has_zeros, is_quantised, layer_of, packable
+from jitgemm.nn.read import OF_CACHE, ZEROS, Layer, has_zeros, is_quantised, layer_of, packable
 from jitgemm.nn.read_experts import Experts, Stacked, check_packable, experts_of
 from jitgemm.nn.report import some
 from jitgemm.nn.stacked import BIASES, PARAMETERS, form_of
@@ -120,7 +120,7 @@ class Plan:
         else:
             if chosen:
                 reason = "n is no multiple of 8, or k or the group size none of 32"
-                reason = "8-bit codes with zero points" if has_zeros(layer) else reason
+                reason = ZEROS if has_zeros(layer) else reason
             self.skipped[name] = f"dequantised: {reason}" if reason else LEFT_OUT
             self.dense[prefix] = layer
 
@@ -144,9 +144,9 @@ class Plan:
             self.left[name] = self.skipped[name] = "left out by the filter"
         else:
             if experts.quantised:
-                zeros = any(has_zeros(layer) for p in experts.projections for layer in p.layers[0])
-                why = "8-bit codes with zero points" if zeros else "hidden, intermediate or group size is no multiple of 32"
-                why = f"dequantised: {why}"
+                why = "hidden, intermediate or group size is no multiple of 32"
+                zeros = any(has_zeros(layer) for p in experts.projections for each in p.layers for layer in each)
+                why = f"dequantised: {ZEROS if zeros else why}"
                 self.skipped[name] = why if chosen else LEFT_OUT
             for part, (parameter, bias) in enumerate(zip(PARAMETERS, BIASES)):
                 self.stacked[f"{name}.{parameter}"] = Stacked(experts, form.gate.order, part, False)
