@@ -828,6 +828,10 @@ def test_an_activation_order_that_is_not_loaded_is_an_error():
     (CONFIGS["packed"], (64, 72), "multiples of 8"),
     (CONFIGS["gptq"] | {"desc_act": True}, (64, 128), "no activation order"),
     (CONFIGS["awq"] | {"group_size": 48}, (64, 768), "group_size: expected a multiple of 32, got 48"),
+    (CONFIGS["gptq-int8"] | {"sym": False}, (64, 256), "sym: expected true with 8 bits"),
+    (CONFIGS["gptq"] | {"pack_dtype": "int16"}, (64, 256), "pack_dtype: expected int32, got 'int16'"),
+    (CONFIGS["awq"] | {"backend": "llm-awq"}, (64, 256), "backend: expected autoawq, got 'llm-awq'"),
+    (CONFIGS["auto-round-fp8"] | {"fmt": "e5m2"}, (64, 256), "fmt: expected e4m3, got 'e5m2'"),
 ])  # fmt: skip
 def test_a_layer_that_cannot_be_cut_so_is_left_to_vllm_or_an_error(monkeypatch, config, sizes, reason):
     def none(name):
@@ -837,6 +841,22 @@ def test_a_layer_that_cannot_be_cut_so_is_left_to_vllm_or_an_error(monkeypatch, 
     n, k = sizes
     with rank(0, 4), pytest.raises(ValueError, match=f"m.down_proj: .*{reason}"):
         row(config, k, n, prefix="m.down_proj")
+
+
+def test_joined_layers_have_one_say_on_zero_points():
+    config = CONFIGS["gptq"] | {"dynamic": {"+:.*up_proj": {"sym": False}}}
+    with rank(), pytest.raises(ValueError, match="m.gate_proj, m.up_proj: expected one way of quantising layers"):
+        gate_up(config, 64, 64)
+
+
+@pytest.mark.parametrize("value", [0, 3, 8])
+def test_zero_points_of_a_symmetric_layer_are_not_read(value):
+    tensors, dense = stored(CONFIGS["gptq"], 64, 64)
+    tensors["qzeros"] = words(torch.full((2, 64), value), 1)
+    with rank():
+        layer = row(CONFIGS["gptq"], 64, 64)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), dense)
 
 
 @pytest.mark.parametrize("bits, activation", [(4, None), (4, "int8"), (8, "e4m3"), (8, "int8")])
