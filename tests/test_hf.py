@@ -654,10 +654,22 @@ def test_save_pretrained_and_back(tmp_path, name, quantised):
     model.save_pretrained(saved)
     assert_same(loaded(saved), model)
     assert json.loads((saved / "config.json").read_text())["quantization_config"] == {"quant_method": "jitgemm"}
-    again = transformers.AutoModelForCausalLM.from_pretrained(saved)  # without config=, now that jitgemm.hf is imported
+    auto, dtype = transformers.AutoModelForCausalLM, torch.bfloat16
+    again = auto.from_pretrained(saved, dtype=dtype)  # without config=, now that jitgemm.hf is imported
     assert_same(again, model)
     again.save_pretrained(tmp_path / "again")
-    assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"), model)
+    assert_same(auto.from_pretrained(tmp_path / "again", dtype=dtype), model)
+
+
+@pytest.mark.parametrize("load", [loaded, by_load_], ids=["from_pretrained", "load_"])
+def test_a_model_whose_layers_are_all_dequantised_is_saved_as_one_in_floats(tmp_path, load):
+    file(tmp_path / "gptq", "llama", "gptq", re.compile("embed_tokens"))
+    with pytest.warns(UserWarning, match="converted no layer"):
+        model = load(tmp_path / "gptq")
+    assert not hasattr(model.config, "quantization_config")
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert same_state(again, model)
 
 
 def test_a_loaded_models_config_has_a_config_object(tmp_path):

@@ -413,9 +413,15 @@ class Plan:
             return None
         if child in _OF_QUANTISED:
             return "of a quantised layer, where the file has the weight in floats"
-        if child == "bias" and any(prefix == each for each, _ in self.model.named_modules(remove_duplicate=False)):
-            return zero_bias(self.checkpoint, name)
-        return None
+        return zero_bias(self.checkpoint, name) if child == "bias" and _has(self.model, prefix) else None
+
+
+def _has(model: torch.nn.Module, name: str) -> bool:
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
 
 
 def _transposes(module: torch.nn.Module) -> bool:
