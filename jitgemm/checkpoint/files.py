@@ -94,7 +94,9 @@ class Checkpoint:
             for name, tensor in source.items():
                 if not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
-            self._found, self._said = _flattened(source)
+            self._found = source
+            if any(map(_subclass, source.values())):
+                self._found, self._said = _flattened(source)
         elif isinstance(source, list) and source:
             self._found = self._headers([Path(file) for file in source])
             source = Path(source[0]).parent
