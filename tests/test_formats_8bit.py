@@ -271,6 +271,16 @@ def test_a_static_activation_scale_of_transformers_is_the_layers(tmp_path):
         PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=static)
 
 
+@pytest.mark.parametrize("name, static", [("scale", "input_scale"), ("qscale_weight", "qscale_act")])
+def test_other_names_of_the_same_scales(tmp_path, name, static):
+    """DeepSeek-V4's and Mistral's own, which transformers renames to weight_scale_inv."""
+    q, scale = codes(7, 256, 384, E4M3), scales(8, 2, 3)
+    tensors = {f"{LAYER}.weight": q, f"{LAYER}.{name}": scale, f"{LAYER}.{static}": torch.tensor(0.25)}
+    folder = checkpoints.save(tmp_path, tensors, {"quant_method": "fp8"})
+    assert_holds(folder, q, over(scale, 256, 384, 128, 128))
+    assert PackedLinear.from_checkpoint(folder, LAYER, device="cpu").input_scale.tolist() == [0.25]
+
+
 def test_blocks_of_modelopt_and_scales_as_bytes(tmp_path):
     q, scale = codes(7, 256, 384, E4M3), scales(8, 2, 1, 3, 1)
     told = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}

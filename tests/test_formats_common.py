@@ -375,6 +375,8 @@ def test_a_layer_of_no_known_format_is_named_with_its_tensors():
     names = {"weight": TensorInfo((8, 32), torch.bfloat16)}
     with pytest.raises(ValueError, match=r"layer 'lm_head' is of no format.*it has weight bfloat16 \[8, 32\]"):
         formats.find(names, {"quant_method": "bitsandbytes"}, "lm_head")
+    with pytest.raises(ValueError, match="quant_method is 'modelopt', and quant_algo is 'W4A16_AWQ'"):
+        formats.find(names, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"})
 
 
 def test_a_layer_that_fits_two_formats_asks_which(monkeypatch):

@@ -486,6 +486,9 @@ def test_other_classes_of_torchao_are_named_before_the_model_is_changed(torchao,
         with pytest.raises(ValueError, match="weight: expected one of torchao's .*Float8Tensor, got MXTensor"):
             load_(model, source)
         assert type(model["a"]) is torch.nn.Linear
+        kept = model["b"].weight.detach().clone()  # as the error says
+        assert load_(model, source, filter=lambda name, _: name != "b", allow_missing=["b.weight"]) == ["a"]
+        assert torch.equal(model["b"].weight, kept)
 
 
 def test_a_class_of_older_releases_is_named():

@@ -411,7 +411,7 @@ def check_order(weight: CanonicalWeight, expert: int) -> None:
         )
 
 
-INPUT_SCALES = ("input_scale", "activation_scale", "_weight_act_quant_scale")
+INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "_weight_act_quant_scale")
 """What formats call a layer's static activation scale."""
 INPUT_ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
 """What they call its zero point."""
