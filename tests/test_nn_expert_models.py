@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 
 import builders
 import checkpoints
@@ -211,13 +212,13 @@ def test_quantising_experts_to_8_bits(name):
 
 
 def test_a_filter_chooses_experts_and_unfit_ones_are_named():
-    model = build("qwen3", moe_intermediate_size=80)
+    model = build("qwen3", moe_intermediate_size=72)
     report = jitgemm.nn.quantize_(model, clip_steps=0)
     assert report and not any("experts" in name for name in report)
-    reason = "expected hidden and intermediate sizes that are multiples of 32, got 64 and 80"
+    reason = "expected hidden and intermediate sizes that are multiples of 16, got 64 and 72"
     assert report.skipped["model.layers.0.mlp.experts"] == reason
     with pytest.raises(ValueError, match=f"model.layers.0.mlp.experts: {reason}"):
-        jitgemm.nn.quantize_(build("qwen3", moe_intermediate_size=80), lambda name, _: name.endswith("experts"))
+        jitgemm.nn.quantize_(build("qwen3", moe_intermediate_size=72), lambda name, _: name.endswith("experts"))
     report = jitgemm.nn.quantize_(build("qwen3"), lambda name, _: "layers.1.mlp.experts" in name, clip_steps=0)
     assert report == ["model.layers.1.mlp.experts"]
 
@@ -467,7 +468,7 @@ def test_activation_orders_are_refused_and_can_be_dequantised():
         ({"1.down_proj": (64, 64)}, r"experts.1.down_proj: expected n, k = \[64, 96\], got \[64, 64\]"),
         ({"2.gate_proj": "floats"}, "experts.2.gate_proj: expected quantised, as .*experts.0.gate_proj is, got floats"),
         ({"2.up_proj": 16}, "experts.2.up_proj: expected groups of 32, as .*experts.0.gate_proj has, got 16"),
-        ({"2.gate_proj": "bias"}, "experts.2.gate_proj: expected no bias, as the model has it, got one"),
+        ({"2.gate_proj": "bias"}, r"experts.2.gate_proj.bias: expected no bias, .* or zeros, got 1 at \[0\]"),
     ],
 )
 def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change, message):
@@ -480,7 +481,7 @@ def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change
     if what == "floats":
         tensors[f"{name}.weight"] = torch.zeros(INTER, HIDDEN)
     elif what == "bias":
-        tensors[f"{name}.bias"] = torch.zeros(INTER)
+        tensors[f"{name}.bias"] = torch.ones(INTER)
     elif what == "beside":
         tensors[name] = torch.ones(4)
     elif isinstance(what, int):
@@ -492,6 +493,36 @@ def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change
     with pytest.raises(ValueError, match=message):
         load_(model, tensors, config=FORMATS[form][1])
     assert list(experts_of(model)) == list(experts_of(dense))
+
+
+@pytest.mark.parametrize("form", ["gptq", "floats"])
+def test_biases_of_zeros_of_experts_without_are_ignored_and_reported(form):
+    source = build("qwen3")
+    if form == "gptq":
+        tensors, dense = file_of(source, form)
+    else:
+        dense, stacked = source, tuple(experts_of(source))
+        tensors = {f"{name}.weight": w for name, w in each(source).items()}
+        tensors |= {name: x for name, x in source.state_dict().items() if not name.startswith(stacked)}
+    biases = {f"{name}.bias": torch.zeros(len(w)) for name, w in each(source).items()}
+    model = build("qwen3", seed=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="load_ converted no layer")
+        report = load_(model, tensors | biases, config=FORMATS["gptq"][1] if form == "gptq" else None)
+    assert set(report.ignored) == set(biases)
+    if form == "gptq":
+        assert same_weights(model, dense)
+    else:
+        assert same_state(model, dense)
+
+
+def test_experts_that_cannot_be_read_are_not_of_an_unknown_kind():
+    tensors, _ = file_of(build("qwen3"))
+    said = copy.deepcopy(COMPRESSED)
+    said["config_groups"]["group_0"]["weights"]["num_bits"] = 2
+    with pytest.raises(ValueError, match="experts: left out by the filter, and cannot be dequantised: .*2") as error:
+        load_(build("qwen3"), tensors, config=said, filter=lambda *_: False)
+    assert "unknown kind" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss"])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path, PurePath
@@ -78,7 +79,8 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: there are no such files.
-        ValueError: a file is of another kind, an index is damaged, or a tensor stands in two files.
+        ValueError: a file is of another kind, an index is damaged, a tensor stands in two files, or a folder has two
+            models (see `weights_of`).
     """
 
     def __init__(
@@ -98,8 +100,11 @@ class Checkpoint:
             if any(map(_subclass, source.values())):
                 self._found, self._said = _flattened(source)
         elif isinstance(source, list) and source:
-            self._found = self._headers([Path(file) for file in source])
-            source = Path(source[0]).parent
+            files = [Path(file) for file in source]
+            if [file.name for file in files] == [_SINGLE]:  # what transformers takes of a folder
+                weights_of(files[0].parent)
+            self._found = self._headers(files)
+            source = files[0].parent
             self.where = os.fspath(source)
         elif isinstance(source, (str, os.PathLike)):
             self.where = os.fspath(source)
@@ -114,6 +119,13 @@ class Checkpoint:
         """The model's quantization_config, or None."""
         self._in_file: Mapping[str, str] = {}  # what a file calls the tensors that are renamed
         self._layers = _by_layer(self._found)
+        self._warned: set[str] = set()
+
+    def warn(self, text: str) -> None:
+        """Warns of what the checkpoint contradicts itself in, once, however many layers do so."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"{text} ({self.where})", stacklevel=2)
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
         """The same open checkpoint with some tensors under other names; its config speaks of those in the files.
@@ -132,6 +144,12 @@ class Checkpoint:
         other, gone = copy.copy(self), {source for rows in made.values() for source in rows.sources}
         other._found = {name: found for name, found in self._found.items() if name not in gone} | dict(made)
         other._base, other._layers = self, _by_layer(other._found)
+        return other
+
+    def hiding(self, names: Collection[str]) -> Checkpoint:
+        """The same open checkpoint, whose layers lack some tensors: those that are no part of a weight."""
+        other = copy.copy(self)
+        other._layers = _by_layer(name for name in self._found if name not in names)
         return other
 
     def in_file(self, prefix: str) -> list[str]:
@@ -171,6 +189,11 @@ class Checkpoint:
         if kind not in _DTYPES:
             raise ValueError(f"{name}: expected a dtype that a quantised layer can have, got safetensors' {kind}")
         return TensorInfo(tuple(header.get_shape()), _DTYPES[kind])
+
+    def headers(self) -> dict[str, dict[str, Any]]:
+        """{name: dtype and shape} of all tensors of its files, in safetensors' words."""
+        slices = {name: self._open(self._found[name]).get_slice(name) for name in self._found}
+        return {name: {"dtype": each.get_dtype(), "shape": each.get_shape()} for name, each in slices.items()}
 
     def read(
         self, name: str, device: torch.device, expert: int | None = None, part: Part | None = None
@@ -236,9 +259,8 @@ class Checkpoint:
                     f"source: expected a folder, .safetensors or .index.json, got {source.name}; {instead}"
                 )
             return self._headers([source])
-        for name in (_INDEX, _SINGLE):
-            if (source / name).is_file():
-                return self._list(source / name)
+        if (found := weights_of(source)) is not None:
+            return self._list(found)
         indices = sorted(source.glob("*.safetensors.index.json"))
         if len(indices) > 1:
             raise ValueError(f"source: expected one index, got {', '.join(i.name for i in indices)}; give one's path")
@@ -259,6 +281,40 @@ class Checkpoint:
                     )
                 paths[name] = path
         return paths
+
+
+def weights_of(folder: Path, *, by_index: bool = False) -> Path | None:
+    """A folder's `model.safetensors` or its index, whichever is the model; None where it has neither.
+
+    Where it has both, the index is left from another model if it names files that are not there: then
+    `model.safetensors` is the model, as for transformers, with a warning.
+
+    Args:
+        by_index: for loaders that follow an index wherever there is one, as vLLM's: an index that is left is an error.
+
+    Raises:
+        ValueError: both are whole, and only the caller can know which is meant.
+        FileNotFoundError: the index names files that are not there, and by_index.
+    """
+    single, index = folder / _SINGLE, folder / _INDEX
+    if not index.is_file():
+        return single if single.is_file() else None
+    named = set(_read_index(index).values())
+    missing = sorted(file.name for file in named if not file.is_file())
+    if not single.is_file() or single in named:
+        if missing and by_index:
+            raise FileNotFoundError(f"source: expected the files that {index} names, found no {', '.join(missing)}")
+        return index
+    if not missing:
+        raise ValueError(
+            f"source: expected one model in {folder}, got {_SINGLE} and {_INDEX} with {len(named)} files; delete one, "
+            "or give the path of the one that is meant"
+        )
+    left = f"{index} names files that are not there, such as {missing[0]}, next to {_SINGLE}"
+    if by_index:
+        raise FileNotFoundError(f"source: {left}: delete the index if it was left from another model")
+    warnings.warn(f"source: {left}: {_SINGLE} is read", stacklevel=4)
+    return single
 
 
 def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:

@@ -34,7 +34,8 @@ The op's output: lane t of a warp holds what mma.m16n8k16 wants of B from it, fo
 
 Read from PyTorch's int4mm.cu and torchao 0.18. What shapes cannot tell:
 
-- uint8 [n, k / 2] and [n, k] both fit most scales. The config's group_size decides; else a value above 15 means packed.
+- uint8 [n, k / 2] and [n, k] both fit most scales. The size of the model's layer or the config's shape decides, else the
+  config's group_size; else a value above 15 means packed, and bytes that are all the same need the shape.
 - `_convert_weight_to_int4pack_for_cpu` also gives uint8 [n, k / 2], in an order that depends on the CPU: not to be
   given here. Nor ROCm's output, whose tiles have 16 rows of n under the shape of NVIDIA's.
 - Int4TilePackedTo4dTensor pads k to a multiple of 1024 and n to 8 or 16. The metadata says the shape: the padding is
@@ -105,8 +106,8 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
     group_size = setting(config, "group_size", "groupsize")
     if "scales_and_zeros" in tensors:
         size, codes = measure(tensors, {"scales_and_zeros": SCALES_AND_ZEROS}), tensors[_codes_name(tensors)]
-        k = _tiled_k(codes) if codes.dim() == 4 else size["G"] * group_size if group_size else None
-        return Sizes(size["n"], k)
+        several = group_size and size["G"] > 1  # one group may be of any size
+        return Sizes(size["n"], _tiled_k(codes) if codes.dim() == 4 else size["G"] * group_size if several else None)
     if _FLAT + "qdata" not in tensors:
         weight = tensors["weight"]
         got = f"a plain {describe(weight)}" if isinstance(weight, torch.Tensor) or not weight.kind else weight.kind
@@ -192,7 +193,8 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
     sizes = _sizes(tensors, config)
     if "scales_and_zeros" in tensors:
         name, group_size = _codes_name(tensors), setting(config, "group_size", "groupsize")
-        return read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], group_size)
+        k = setting(config, "shape", default=(None, setting(config, "in_features")))[1]
+        return read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], group_size, k)
     kind, qdata = _kind(tensors, config), tensors[_FLAT + "qdata"]
     if kind in _EIGHT:
         return _read_eight(tensors, sizes)
@@ -220,7 +222,7 @@ def _read_eight(tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> CanonicalW
 
 
 def read_tinygemm(
-    name: str, codes: torch.Tensor, scales_and_zeros: torch.Tensor, group_size: int | None
+    name: str, codes: torch.Tensor, scales_and_zeros: torch.Tensor, group_size: int | None, k: int | None = None
 ) -> CanonicalWeight:
     """(q - 8) * scale + zero, from any of the forms that the module describes.
 
@@ -228,15 +230,18 @@ def read_tinygemm(
         name: the tensor that codes are, for messages.
         scales_and_zeros: [G, n, 2].
         group_size: None where only the shapes say.
+        k: None where only the shapes say.
     """
     groups = scales_and_zeros.shape[0]
-    q = _codes(name, codes, groups, group_size)
+    q = _codes(name, codes, groups, group_size, k)
+    if k is not None and q.shape[1] != k:
+        raise ValueError(f"{name}: expected codes for k = {k}, got {describe(codes)}")
     check_shape("scales_and_zeros", scales_and_zeros, groups, q.shape[0], 2)
     scale, zero = (scales_and_zeros[..., i].T.contiguous() for i in (0, 1))
     return float_zero(minus_8(q), scale, zero, group_size_of(q.shape[1], groups, group_size, "scales_and_zeros"))
 
 
-def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None) -> torch.Tensor:
+def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None, k: int | None) -> torch.Tensor:
     """uint8 [n, k], 0..15."""
     if codes.dtype == torch.int32 and codes.dim() == 4:
         return unpack_tiles(name, codes)
@@ -245,17 +250,34 @@ def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None) 
             f"{name}: expected uint8 [n, k / 2] or [n, k], int32 [n, k], or int32 [n / 8, k / (16 * I), 32, I / 2], "
             f"got {describe(codes)}"
         )
-    if codes.dtype == torch.uint8 and _is_packed(codes, groups, group_size):
+    if codes.dtype == torch.uint8 and _is_packed(name, codes, groups, group_size, k):
         return unpack_nibbles(codes, 1, order=HIGH_FIRST)
     check_codes(name, codes, 0, 15)
     return codes.to(torch.uint8)
 
 
-def _is_packed(codes: torch.Tensor, groups: int, group_size: int | None) -> bool:
+def _is_packed(name: str, codes: torch.Tensor, groups: int, group_size: int | None, k: int | None) -> bool:
+    """Whether bytes are two codes each: by k, else by the group size, else by what they hold."""
     columns = codes.shape[1]
-    if group_size is None or group_size == -1:
-        return bool((codes > 15).any())
-    return columns != groups * group_size
+    if k is not None:
+        return columns != k
+    fitting = [each for each in (columns, 2 * columns) if _groups_fit(each, groups, group_size)]
+    if len(fitting) == 1:
+        return fitting[0] != columns
+    least, most = (int(each) for each in codes.aminmax())
+    if most <= 15 and least == most:
+        raise ValueError(
+            f'{name}: expected "shape": [n, k] in the config, as {describe(codes)} of {most} alone can be codes or '
+            f"pairs of codes, and {groups} groups of {group_size} fit both"
+        )
+    return most > 15
+
+
+def _groups_fit(k: int, groups: int, group_size: int | None) -> bool:
+    try:
+        return bool(group_size_of(k, groups, group_size, ""))
+    except ValueError:
+        return False
 
 
 def unpack_tiles(name: str, words: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ import torch
 from jitgemm.checkpoint.affine import BYTES, check_single, setting
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
+from jitgemm.checkpoint.w8a8 import INT8_METHODS
 from jitgemm.tensors import describe
 
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -36,8 +37,14 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     if weight is None or weight.dtype not in BYTES or len(weight.shape) != 2:
         return False
     scale = names.get("weight_scale_inv")
-    if scale is not None:  # int8 in blocks of n and k has such a scale too, with fewer rows
-        return len(scale.shape) == 2 and scale.shape[0] == weight.shape[0]
+    if (
+        scale is not None
+    ):  # int8 in blocks of n and k has such a scale too, with fewer rows, or as many in blocks of one
+        return (
+            (config or {}).get("quant_method") not in INT8_METHODS
+            and len(scale.shape) == 2
+            and scale.shape[0] == weight.shape[0]
+        )
     return _is_modelopt(names)
 
 

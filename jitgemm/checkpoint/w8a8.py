@@ -44,6 +44,7 @@ from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
 CODES = (torch.float8_e4m3fn, torch.int8)
+INT8_METHODS = ("blockwise_int8", "w8a8_int8")
 _BLOCK = (128, 128)
 _STATIC = INPUT_SCALES[:3]
 _BLOCKED = ("weight_scale_inv", "scale", "qscale_weight")
@@ -66,9 +67,9 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     of_modelopt = "quant_algo" in (config or {})
     if method == "compressed-tensors" or (not method and "config_groups" in (config or {}) and not of_modelopt):
         return False
-    if _scale_name(names) != "weight_scale":
-        # beside int8 with its own number of rows it is w4afp8's
-        return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1]
+    if scale is not None and _scale_name(names) in _BLOCKED:
+        # beside int8 with its own number of rows it is w4afp8's, unless the config says otherwise
+        return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1] or method in INT8_METHODS
     return "weight_scale" in names and (weight.dtype != torch.int8 or method == "w8a8_int8" or of_modelopt)
 
 

@@ -14,7 +14,7 @@ import torch
 from jitgemm.checkpoint.canonical import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_SCALES
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
-from jitgemm.kernel.formats import LHS_GROUP
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
 from jitgemm.nn.cut import Cut, part_of_bias, part_of_weight
 from jitgemm.weight.packed import Weight
 
@@ -30,6 +30,7 @@ BLOCK = "_block"
 
 _OWN = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 """The kind of activations that 8-bit codes meet where nothing else is said."""
+ZERO_BIAS = "a bias of zeros, where the model has none"
 OF_CACHE = "scale of the KV cache or attention, not quantised here"
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
@@ -59,6 +60,7 @@ class Layer:
         header: how it is read; None for the state dict of a `PackedLinear`.
         unused: {full name: reason} of its tensors that the layer makes no use of.
         experts: how many a packed weight holds; None for one of a `PackedLinear`, and for all others.
+        transposed: whether the module keeps its dense weight as [k, n], as transformers' Conv1D does.
     """
 
     prefix: str
@@ -72,6 +74,7 @@ class Layer:
     header: LayerHeader | None = None
     unused: Mapping[str, str] = field(default_factory=dict)
     experts: int | None = None
+    transposed: bool = False
 
 
 def check_activation(activation: object) -> str:
@@ -82,8 +85,16 @@ def check_activation(activation: object) -> str:
 
 def packable(layer: Layer) -> bool:
     """Whether a packed weight can hold the layer."""
+    if has_zeros(layer):
+        return False
     per_channel = layer.group_size is None or (layer.k is not None and layer.group_size >= layer.k)
-    return layer.n % 8 == 0 and (layer.k or 0) % 32 == 0 and (per_channel or layer.group_size % 32 == 0)
+    fits = layer.n % 8 == 0 and (layer.k or 0) % K_ALIGNMENT == 0
+    return fits and (per_channel or layer.group_size % min(GROUP_SIZES) == 0)
+
+
+def has_zeros(layer: Layer) -> bool:
+    """Whether its 8-bit codes may have zero points."""
+    return layer.header is not None and layer.header.sizes.zeros
 
 
 def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -101,12 +112,14 @@ def layer_of(
     activation: str | None = None,
     format: str | None = None,
     expert: int | None = None,
+    k: int | None = None,
 ) -> Layer:
     """A quantised layer, from config and headers.
 
     Args:
         activation: replaces what the checkpoint says.
         format, expert: as `jitgemm.load` takes them.
+        k: as `layer_header` takes it.
 
     Raises:
         ValueError: the layer cannot be read exactly, or has activations that a `PackedLinear` does not.
@@ -115,7 +128,7 @@ def layer_of(
     with errors_that_name(checkpoint, prefix):
         if {"blocks", "meta"} <= set(names):
             return _packed_layer(checkpoint, prefix, names, activation)
-        return _layer(layer_header(checkpoint, prefix, expert, format), activation)
+        return _layer(layer_header(checkpoint, prefix, expert, format, k), activation)
 
 
 def _layer(header: LayerHeader, activation: str | None) -> Layer:
@@ -155,8 +168,37 @@ def without_input_scale(layer: Layer, why: str) -> Layer:
     return replace(layer, static=False, header=replace(layer.header, names=names), unused=unused)
 
 
-def read(checkpoint: Checkpoint, layer: Layer, device: torch.device, cut: Cut | None = None) -> Parts:
-    """The layer's data, or a rank's part of it.
+def without_bias(checkpoint: Checkpoint, layer: Layer) -> Layer:
+    """The layer for a module that has no bias. Reads the bias that the checkpoint has.
+
+    Raises:
+        ValueError: it is not zero.
+    """
+    name = layer.names["bias"]
+    unused = {**layer.unused, name: zero_bias(checkpoint, name)}
+    names = {suffix: full for suffix, full in layer.names.items() if suffix != "bias"}
+    header = None if layer.header is None else replace(layer.header, names=names)
+    return replace(layer, names=names, header=header, unused=unused)
+
+
+def zero_bias(checkpoint: Checkpoint, name: str) -> str:
+    """Why a bias may be left out of a model that has no place for it. Raises ValueError for one that is not zero."""
+    bias = checkpoint.read(name, _CPU).float()
+    others = (bias != 0).nonzero()  # NaN, too
+    if len(others):
+        at = others[0].tolist()
+        raise ValueError(f"{name}: expected no bias, as the model has it, or zeros, got {bias[tuple(at)]:g} at {at}")
+    return ZERO_BIAS
+
+
+def read(
+    checkpoint: Checkpoint,
+    layer: Layer,
+    device: torch.device,
+    cut: Cut | None = None,
+    columns: tuple[int, int] | None = None,
+) -> Parts:
+    """The layer's data, or a rank's part of it, or these columns: first, and one past the last.
 
     Raises:
         ValueError: a value is out of range.
@@ -173,20 +215,22 @@ def read(checkpoint: Checkpoint, layer: Layer, device: torch.device, cut: Cut | 
             part = part_of_weight(parts.weight, *cut, CODES[parts.activation])
             return parts._replace(weight=part, bias=part_of_bias(parts.bias, *cut))
         weight = read_header(checkpoint, layer.header, device, cut=cut)
+        weight = weight if columns is None else weight.columns(*columns)
         packed = weight.pack(CODES[layer.activation])
     return Parts(packed, weight.bias, layer.activation, weight.input_scale if layer.static else None)
 
 
 def read_dense(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> torch.Tensor:
-    """The layer's weight as fp32 [n, k], columns in the order of its input."""
+    """The layer's weight in fp32, as its module keeps it: [n, k], or [k, n]; columns in the order of its input."""
     if layer.header is not None:
         with errors_that_name(checkpoint, layer.prefix):
-            return read_header(checkpoint, layer.header, device).dequantize()
-    weight = read(checkpoint, layer, device).weight
-    dense = weight.dequantize()
-    if weight.permutation is None:
-        return dense
-    return torch.empty_like(dense).index_copy_(1, weight.permutation.long(), dense)
+            dense = read_header(checkpoint, layer.header, device).dequantize()
+    else:
+        weight = read(checkpoint, layer, device).weight
+        dense = weight.dequantize()
+        if weight.permutation is not None:
+            dense = torch.empty_like(dense).index_copy_(1, weight.permutation.long(), dense)
+    return dense.t().contiguous() if layer.transposed else dense
 
 
 def state_dict_parts(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Parts:

@@ -25,7 +25,7 @@ from jitgemm.checkpoint.files import Checkpoint, Part
 from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.gate import decoded, interleaved
-from jitgemm.nn.read import CODES, Layer, is_quantised, layer_of, packable, without_input_scale
+from jitgemm.nn.read import CODES, Layer, is_quantised, layer_of, packable, without_bias, without_input_scale, zero_bias
 from jitgemm.nn.stacked import BIASES, PARAMETERS, Form
 
 _EACH = ((("gate_proj", "up_proj"), ("down_proj",)), (("w1", "w3"), ("w2",)))
@@ -242,10 +242,15 @@ def _one_by_one(
     order = replace(form, gate=form.gate._replace(order="gate_up"))
     if not all(quantised):
         projections = [Projection(tuple(zip(*(each[name] for name in part)))) for part in names]
-        _check_floats(checkpoint, projections, form)
-        tensors = {full for layer in listed for full in checkpoint.layer(layer).values()}
-        return Experts(prefix, order, tuple(projections), "", False, frozenset(tensors))
-    layers = {layer: _of_expert(layer_of(checkpoint, layer, activation, format)) for layer in listed}
+        unused = _check_floats(checkpoint, projections, form)
+        tensors = {f"{layer}.{child}" for layer in listed for child in ("weight", *(("bias",) if form.bias else ()))}
+        return Experts(prefix, order, tuple(projections), "", False, frozenset(tensors), unused)
+    of_part = {name: k for part, (_, k) in zip(names, form.sizes) for name in part}
+    layers = {
+        layer: _layer(checkpoint, layer, form, of_part[name], activation, format)
+        for name in each
+        for layer in each[name]
+    }
     projections = [
         Projection(tuple(tuple(layers[each[name][e]] for name in part) for e in range(form.experts))) for part in names
     ]
@@ -261,12 +266,15 @@ def _all_in_one(
     format: str | None,
 ) -> Experts:
     projections = []
-    for name, bias in zip(names, BIASES):
-        layer = _of_expert(layer_of(checkpoint, f"{prefix}.{name}", activation, format, expert=0))
+    for name, bias, (_, k) in zip(names, BIASES, form.sizes):
+        layer = _layer(checkpoint, f"{prefix}.{name}", form, k, activation, format, expert=0)
         if form.transposed and "_weight_qdata" in layer.names:
             raise ValueError(f"{layer.prefix}: expected torchao's subclass of [E, n, k], got one of [E, k, n]")
         beside = f"{prefix}.{bias}"
         beside = beside if beside in checkpoint and "bias" not in layer.names else None
+        if beside is not None and not form.bias:
+            layer = replace(layer, unused={**layer.unused, beside: zero_bias(checkpoint, beside)})
+            beside = None
         count = checkpoint.info(next(iter(layer.names.values()))).shape[0]
         if count != form.experts:
             raise ValueError(f"{layer.prefix}: expected {form.experts} experts, as the model has, got {count}")
@@ -274,8 +282,19 @@ def _all_in_one(
     return _checked(checkpoint, prefix, form, projections)
 
 
-def _of_expert(layer: Layer) -> Layer:
-    return without_input_scale(layer, _STATIC) if layer.static else layer
+def _layer(
+    checkpoint: Checkpoint,
+    prefix: str,
+    form: Form,
+    k: int,
+    activation: str | None,
+    format: str | None,
+    expert: int | None = None,
+) -> Layer:
+    """A layer of experts, without a static scale, and without a bias of zeros where the module's experts have none."""
+    layer = layer_of(checkpoint, prefix, activation, format, expert, k)
+    layer = without_input_scale(layer, _STATIC) if layer.static else layer
+    return layer if form.bias or "bias" not in layer.names else without_bias(checkpoint, layer)
 
 
 def _checked(checkpoint: Checkpoint, prefix: str, form: Form, projections: list[Projection]) -> Experts:
@@ -290,9 +309,8 @@ def _checked(checkpoint: Checkpoint, prefix: str, form: Form, projections: list[
                     raise ValueError(
                         f"{layer.prefix}: expected n, k = {[n // len(layers), k]}, got {[layer.n, layer.k]}"
                     )
-                if ("bias" in layer.names or projection.bias is not None) != form.bias:
-                    expected, got = ("a bias", "none") if form.bias else ("no bias", "one")
-                    raise ValueError(f"{layer.prefix}: expected {expected}, as the model has it, got {got}")
+                if form.bias and "bias" not in layer.names and projection.bias is None:
+                    raise ValueError(f"{layer.prefix}: expected a bias, as the model has it, got none")
                 like = projection.layers[0][0]
                 if layer.group_size != like.group_size:
                     raise ValueError(
@@ -316,7 +334,9 @@ def _checked(checkpoint: Checkpoint, prefix: str, form: Form, projections: list[
     return Experts(prefix, form, tuple(projections), first.activation, True, frozenset(names), unused)
 
 
-def _check_floats(checkpoint: Checkpoint, projections: list[Projection], form: Form) -> None:
+def _check_floats(checkpoint: Checkpoint, projections: list[Projection], form: Form) -> dict[str, str]:
+    """{full name: reason} of biases that the module has no place for, which are zeros."""
+    unused = {}
     for projection, (n, k) in zip(projections, form.sizes):
         for layers in projection.layers:
             for layer in layers:
@@ -324,6 +344,8 @@ def _check_floats(checkpoint: Checkpoint, projections: list[Projection], form: F
                 if checkpoint.info(names["weight"]).shape != expected:
                     got = list(checkpoint.info(names["weight"]).shape)
                     raise ValueError(f"{layer}.weight: expected shape {list(expected)}, got {got}")
-                if ("bias" in names) != form.bias:
-                    expected_bias, got = ("a bias", "none") if form.bias else ("no bias", "one")
-                    raise ValueError(f"{layer}: expected {expected_bias}, as the model has it, got {got}")
+                if form.bias and "bias" not in names:
+                    raise ValueError(f"{layer}: expected a bias, as the model has it, got none")
+                if not form.bias and "bias" in names:
+                    unused[names["bias"]] = zero_bias(checkpoint, names["bias"])
+    return unused
