@@ -67,7 +67,7 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     of_modelopt = "quant_algo" in (config or {})
     if method == "compressed-tensors" or (not method and "config_groups" in (config or {}) and not of_modelopt):
         return False
-    if _scale_name(names) != "weight_scale":
+    if scale is not None and _scale_name(names) in _BLOCKED:
         # beside int8 with its own number of rows it is w4afp8's, unless the config says otherwise
         return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1] or method in INT8_METHODS
     return "weight_scale" in names and (weight.dtype != torch.int8 or method == "w8a8_int8" or of_modelopt)
