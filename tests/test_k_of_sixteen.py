@@ -10,6 +10,7 @@ import torch
 from builders import PER_CHANNEL
 from moe_cases import Case, by_definition
 from small_models import config, stored
+from test_moe_masked import COUNTS, called, expected, sorted_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm
@@ -151,6 +152,22 @@ def test_experts_are_the_definition(bits, mode, scheme, k, inter):
     out = jitgemm.fused_experts(*case.arguments, **case.options)
     expected = by_definition(case)
     assert float((out.double() - expected).norm()) <= 0.02 * float(expected.norm())
+
+
+@pytest.mark.parametrize("scheme", ["token", "block"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_masked_experts_are_the_definition(bits, scheme):
+    case = Case(experts=4, k=144, inter=48, bits=bits, group_size=32, options={"scheme": scheme})
+    x, masked_m = sorted_tokens(case, 6, COUNTS)
+    for out, count, wanted in zip(called(case, x, masked_m), COUNTS, expected(case, x)):
+        assert (out[:count].double() - wanted).norm() <= 0.01 * wanted.norm() and bool((out[count:] == 7).all())
+
+
+def test_an_8_bit_result_goes_into_the_next_gemm():
+    first, second = (builders.weight_parts(1, n, k, 32).packed for n, k in ((48, 80), (72, 48)))
+    lhs, out = jitgemm.gemm_w4a8_int8_nt(builders.lhs(1, 5, 80, "s8"), first), torch.empty(5, 72)
+    jitgemm.gemm_w4a8_nt(lhs, second, out)
+    assert torch.allclose(out.double(), definition(second.dequantize().double(), [x.view(5, -1) for x in lhs]))
 
 
 def test_fake_tensors_have_the_shapes():

@@ -17,6 +17,8 @@ from test_grouped import weight_of_experts
 from test_grouped_gpu import assert_right as assert_groups_right
 from test_grouped_gpu import guarded, offsets_of
 from test_moe_gpu import assert_layer
+from test_moe_masked import called as called_masked
+from test_moe_masked import sorted_tokens
 from test_quantize_gpu import run_both
 from test_w8_gpu import BLOCK, experts_of
 from test_w8_gpu import weight as weight_of_8_bits
@@ -305,6 +307,22 @@ def test_experts(tokens, k, inter, mode, bits, scheme):
         group_size=128 if bits == 4 else PER_CHANNEL, device="cuda", options={"scheme": scheme},
     )  # fmt: skip
     assert_layer(case)
+
+
+@pytest.mark.parametrize("scheme", ["token", "block"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("k, inter", [(16, 48), (496, 144)])
+def test_masked_experts(k, inter, bits, scheme):
+    counts = (0, 20, 1, 17)
+    sizes = dict(experts=4, k=k, inter=inter, mode="e4m3", group_size=32, bits=bits, dtype=torch.bfloat16)
+    here, there = Case(**sizes), Case(**sizes, device="cuda")
+    here.options["scheme"] = there.options["scheme"] = scheme
+    x, masked_m = sorted_tokens(here, 20, counts)
+    out, expected = called_masked(there, x.cuda(), masked_m.cuda()).cpu(), called_masked(here, x, masked_m)
+    for e, count in enumerate(counts):
+        assert bool((out[e, count:] == 7).all())
+        error = (out[e, :count].double() - expected[e, :count].double()).norm()
+        assert error <= 0.02 * expected[e, :count].double().norm()
 
 
 @pytest.mark.parametrize("k", KS)
