@@ -108,6 +108,7 @@ LIBRARY = [
     ("int-quantized", "int", "channel", inputs("int")),
     ("int-quantized", "int", "tensor", inputs("int", dynamic=False, strategy="tensor")),
     ("pack-quantized", "int", "channel", None),
+    ("mxfp8-quantized", "float", "group", None),
 ]
 
 
@@ -123,6 +124,7 @@ def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False))
     args = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True}
     args |= {"block_structure": [128, 128]} if strategy == "block" else {}
+    args |= {"group_size": 32, "scale_dtype": torch.uint8} if strategy == "group" else {}
     group = library.QuantizationScheme(
         targets=["Linear"],
         weights=library.QuantizationArgs(**args),
@@ -130,7 +132,7 @@ def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
     )
     library.apply_quantization_config(model, library.QuantizationConfig(config_groups={"group_0": group}))
     linear = model[0]
-    rows, columns = {"channel": (1, 256), "tensor": (128, 256), "block": (128, 128)}[strategy]
+    rows, columns = {"channel": (1, 256), "tensor": (128, 256), "block": (128, 128), "group": (1, 32)}[strategy]
     blocks = linear.weight.detach().view(128 // rows, rows, 256 // columns, columns).transpose(1, 2).flatten(2)
     scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), linear.quantization_scheme.weights)
     linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))
@@ -235,6 +237,76 @@ def test_blocks_of_other_sizes_and_powers_of_two(tmp_path):
     scale = exponents.view(torch.float8_e8m0fnu)
     folder = checkpoints.save(tmp_path, {f"{LAYER}.weight": q, f"{LAYER}.weight_scale_inv": scale}, told)
     assert_holds(folder, q, over(torch.exp2(exponents.float() - 127), 72, 256, 64, 64))
+
+
+OF_TRANSFORMERS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_scale_of_transformers_fp8_without_blocks_is_that_of_the_tensor(tmp_path, shape, dtype):
+    q, scale = codes(8, 64, 96, E4M3), scales(9, *shape, dtype=dtype)
+    tensors = {f"{LAYER}.weight": q, f"{LAYER}.weight_scale_inv": scale}
+    folder = checkpoints.save(tmp_path, tensors, OF_TRANSFORMERS)
+    rows = scale.reshape(-1, 1).repeat_interleave(64 // scale.numel(), 0)
+    assert_holds(folder, q, rows.expand(64, 96))
+    layer = PackedLinear.from_checkpoint(folder, LAYER, device="cpu")
+    assert layer.activation == "e4m3" and layer.input_scale is None
+    for dim, size in (("n", 4), ("k", 3)):
+        parts = [load(folder, LAYER, device="cpu", tp_dim=dim, tp_rank=r, tp_size=size) for r in range(size)]
+        whole = torch.cat([part.dequantize() for part in parts], 0 if dim == "n" else 1)
+        assert torch.equal(whole, q.float() * rows.float())
+
+
+def test_a_static_activation_scale_of_transformers_is_the_layers(tmp_path):
+    tensors = {"weight": codes(8, 64, 96, E4M3), "weight_scale_inv": torch.tensor(0.5).bfloat16()}
+    tensors |= {"activation_scale": torch.tensor(0.25).bfloat16()}
+    tensors = {f"{LAYER}.{name}": tensor for name, tensor in tensors.items()}
+    static = OF_TRANSFORMERS | {"activation_scheme": "static"}
+    layer = PackedLinear.from_checkpoint(checkpoints.save(tmp_path, tensors, static), LAYER, device="cpu")
+    assert layer.activation == "e4m3" and layer.input_scale.tolist() == [0.25]
+    assert PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=OF_TRANSFORMERS).input_scale is None
+    del tensors[f"{LAYER}.activation_scale"]
+    with pytest.raises(ValueError, match="input_scale: expected the static scale that the config names, found none"):
+        PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=static)
+
+
+def test_blocks_of_modelopt_and_scales_as_bytes(tmp_path):
+    q, scale = codes(7, 256, 384, E4M3), scales(8, 2, 1, 3, 1)
+    told = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    folder = checkpoints.save(tmp_path / "a", {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": scale}, told)
+    assert_holds(folder, q, over(scale[:, 0, :, 0], 256, 384, 128, 128))
+    parts = [load(folder, LAYER, device="cpu", tp_dim="k", tp_rank=rank, tp_size=3).dequantize() for rank in range(3)]
+    assert torch.equal(torch.cat(parts, 1), load(folder, LAYER, device="cpu").dequantize())
+    exponents = torch.randint(100, 140, (256, 12), dtype=torch.uint8)
+    told = {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
+    folder = checkpoints.save(tmp_path / "b", {f"{LAYER}.weight": q, f"{LAYER}.weight_scale_inv": exponents}, told)
+    assert_holds(folder, q, over(torch.exp2(exponents.float() - 127), 256, 384, 1, 32))
+
+
+@pytest.mark.parametrize("algorithm", ["W8A16", "W8A8_SQ_PER_CHANNEL"])
+def test_int8_rows_of_modelopt(tmp_path, algorithm):
+    q, scale = codes(8, 40, 96, torch.int8), scales(9, 40)
+    told = {"quant_method": "modelopt", "quant_algo": algorithm}
+    folder = checkpoints.save(tmp_path, {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": scale}, told)
+    assert_holds(folder, q, scale[:, None].expand(40, 96))
+    assert PackedLinear.from_checkpoint(folder, LAYER, device="cpu").activation == "int8"
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [("activation_scheme", "block"), ("fmt", "e5m2"), ("scale_fmt", "log"), ("quant_algo", "FP8_OF_TOMORROW")],
+)
+def test_a_setting_of_8_bits_that_is_not_known_is_named(setting, value):
+    assert f"{setting}: expected " in refused(FP8, {"quant_method": "fp8", setting: value})
+
+
+def test_fp4_experts_under_the_names_of_w4afp8_are_named():
+    """As DeepSeek-V4 has them: the same names and shapes as int4 codes in groups."""
+    tensors = {"weight": torch.zeros((64, 64), dtype=torch.int8), "weight_scale_inv": torch.ones(64, 4)}
+    assert "which are FP4 (expert_dtype)" in refused(tensors, {"quant_method": "fp8", "expert_dtype": "fp4"})
+    exponents = tensors["weight_scale_inv"].to(torch.float8_e8m0fnu)
+    assert "which are FP4 (expert_dtype)" in refused(tensors | {"weight_scale_inv": exponents}, None)
 
 
 OF_MODELOPT = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
+
 import builders
 import checkpoints
 import pytest
@@ -191,6 +194,26 @@ def test_shards_along_k_are_the_columns_of_the_layer_and_rank_0_has_the_bias(var
     assert shards[0].bias is w.bias and all(s.bias is None for s in shards[1:])
 
 
+@pytest.mark.parametrize(
+    "offset, zero_point, bits", [(False, False, 4), (False, True, 4), (True, False, 4), (False, False, 8)]
+)
+@pytest.mark.parametrize("k, world, groups", [(896, 2, 64), (384, 4, 32), (320, 2, 32), (768, 4, 64), (768, 2, 128)])
+def test_a_cut_through_groups_repeats_their_scales(k, world, groups, offset, zero_point, bits):
+    """The parts side by side are the layer; a group size that the kernel has, and a warning that says which."""
+    w = canonical(14, k=k, group_size=128, offset=offset, zero_point=zero_point)
+    if bits == 8:
+        w = dataclasses.replace(w, bits=8)
+    parts = []
+    for rank in range(world):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            parts.append(w.shard("k", rank, world).pack())
+        note = f"inside groups of 128: scales are repeated over groups of {groups}"
+        assert [note in str(each.message) for each in said] == [True] * (groups != 128)
+    assert {part.group_size for part in parts} == {groups}
+    assert torch.equal(torch.cat([part.dequantize() for part in parts], 1), w.dequantize())
+
+
 def test_activation_order_within_each_rank_is_cut_along_k():
     w = canonical(9, k=256, group_size=64)
     halves = [torch.randperm(128, generator=builders.generator(rank)) + 128 * rank for rank in range(2)]
@@ -218,8 +241,11 @@ def test_per_channel_activation_order_is_cut_along_k():
     [
         (("n", 0, 3), "tp_size: expected n / tp_size to be a multiple of 8, got 32 / 3"),
         (("n", 0, 8), "tp_size: expected n / tp_size to be a multiple of 8, got 32 / 8 = 4"),
-        (("k", 0, 16), "tp_size: expected k / tp_size to be a multiple of 32, got 256 / 16 = 16"),
-        (("k", 0, 8), "tp_size: expected k / tp_size to be a multiple of the group size 64, got 256 / 8 = 32"),
+        (("k", 0, 32), "tp_size: expected k / tp_size to be a multiple of 16, got 256 / 32 = 8"),
+        (
+            ("k", 0, 16),
+            r"tp_size: expected a rank's columns to be a multiple of 32 in groups of 64, got columns 0\.\.15",
+        ),
         (("m", 0, 2), "tp_dim: expected 'n' or 'k', got 'm'"),
         (("n", 2, 2), "tp_rank, tp_size: expected 0 <= rank < size, got rank 2 of 2"),
         (("n", 0, 0), "tp_rank, tp_size: expected 0 <= rank < size, got rank 0 of 0"),

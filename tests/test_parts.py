@@ -138,6 +138,9 @@ def test_parts_that_are_cut_through_blocks_are_read_whole():
     header = layer_header(source, PREFIX)
     part_of = functools.partial(parts_of_rank, source, header)
     assert part_of("n", 0, 4) is None and part_of("k", 0, 8) is not None
+    whole = read_layer(source, PREFIX, device="cpu").dequantize()
+    parts = [read_header(source, header, torch.device("cpu"), cut=("k", rank, 16)) for rank in range(16)]
+    assert part_of("k", 0, 16) is None and torch.equal(torch.cat([part.dequantize() for part in parts], 1), whole)
     part = read_header(source, header, torch.device("cpu"), cut=("n", 3, 4))
     assert torch.equal(part.dequantize(), read_layer(source, PREFIX, device="cpu").dequantize()[192:])
     for wrong in (("rows", 0, 2), ("G", 0, 2), ("n", 2, 2), ("n", 0, 1), ("n", 0, 3), ("k", 0, 64)):

@@ -18,17 +18,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import dequantized, words
+from safetensors.torch import save_file
 from vllm_layers import REAL, experts, hide, rank, show
 
 import jitgemm
 import jitgemm.vllm
 from jitgemm.errors import CacheMissError, CompileError
-from jitgemm.nn import W4A8Linear, warmup
+from jitgemm.nn import W4A8Linear, load_, warmup
 
 jitgemm.vllm.register()
 
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
+    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -80,8 +82,10 @@ CONFIGS = {
     "int-quantized": scheme(format="int-quantized"),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "gptq-channel": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False},
+    "gptq-int8": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
     "auto-round": {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+    "auto-round-fp8": {"quant_method": "auto-round", "bits": 8, "group_size": -1, "data_type": "fp", "sym": True},
     "w4afp8": {"quant_method": "w4afp8", "group_size": 32},
     "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
     "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -93,6 +97,7 @@ CONFIGS = {
 }
 PER_TENSOR = ("fp8", "modelopt")
 EIGHT = (*PER_TENSOR, "fp8-blocks", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
+EIGHT = (*EIGHT, "gptq-int8", "auto-round-fp8")
 LINEAR = [name for name in CONFIGS if name != "w4afp8"]  # whose linears are FP8
 
 
@@ -103,21 +108,24 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     ct = method == "compressed-tensors"
     group = config["config_groups"]["group_0"] if ct else {}
     weights = group.get("weights", {})
-    if method in ("fp8", "fbgemm_fp8", "modelopt") or weights.get("num_bits") == 8:
+    floats = config.get("data_type") == "fp"
+    if floats or method in ("fp8", "fbgemm_fp8", "modelopt") or weights.get("num_bits") == 8:
         return stored_8(config, weights, n, k, seed)
     strategy = weights.get("strategy", "group")
     size = weights.get("group_size") if ct else config["group_size"]
     groups = k // size if strategy == "group" and size and size > 0 else 1
-    q = torch.randint(-8, 8, (n, k), dtype=torch.int8)
+    bits = config.get("bits", 4)
+    middle = 2 ** (bits - 1)
+    q = torch.randint(-middle, middle, (n, k), dtype=torch.int8)
     scale = (torch.rand(1 if strategy == "tensor" else n, groups) + 0.5).to(BF16) / 64
     asymmetric = method == "awq" or config.get("sym") is False or weights.get("symmetric") is False
     zero = torch.randint(-7, 8, (n, groups), dtype=torch.int8) if asymmetric else None
     dense = dequantized(q, scale.expand(n, groups), zero)
-    zeros = torch.full((n, groups), 8) if zero is None else zero.long() + 8
+    zeros = torch.full((n, groups), middle) if zero is None else zero.long() + 8
     if method in ("gptq", "auto-round"):
         order = torch.arange(k, dtype=torch.int32) * groups // k
-        qzeros = words((zeros - 1).T, 1)
-        return {"qweight": words(q.T + 8, 0), "qzeros": qzeros, "scales": scale.T, "g_idx": order}, dense
+        qzeros = words((zeros - 1).T, 1, bits=bits)
+        return {"qweight": words(q.T.long() + middle, 0, bits=bits), "qzeros": qzeros, "scales": scale.T, "g_idx": order}, dense
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         codes, qzeros = (words(each.T, 1, order=order) for each in (q + 8, zeros))
@@ -143,7 +151,7 @@ def stored_8(config, weights, n, k, seed):
     algorithm = config.get("quant_algo")
     tensor = config["quant_method"] == "fp8" or algorithm == "FP8"
     scale = (torch.rand(1 if tensor else n, 1) + 0.5).to(BF16)
-    stored = scale.reshape(()) if tensor else scale[:, 0] if algorithm else scale
+    stored = scale.reshape(()) if tensor else scale[:, 0] if algorithm or "data_type" in config else scale
     found = {"weight": q, "weight_scale": stored if weights else stored.float()}
     return found | static(seed if tensor else None), q.double() * scale.double()
 
@@ -269,12 +277,31 @@ def test_a_config_travels_to_vllms_workers():
      ({"lm_head": "fp8"}, "lm_head: expected e4m3, int8 or None"),
      ({"activation": "fp4"}, "activation: expected one of"), ({"ignore": "lm_head"}, "ignore: expected a list"),
      ({"ignore": [5]}, "ignore: expected a list of names, got .5."), ({"ignore": None}, "ignore: .* got None"),
-     ({"group_size": "128"}, "group_size: expected an integer, got '128'"), ("int8", "by name, got 'int8'"),
+     *(({"group_size": size}, f"group_size: expected a positive integer, or -1 .* got {size!r}")
+       for size in ("128", 0, -5, True)), ("int8", "by name, got 'int8'"),
+     ({"ignore": ["re:["]}, "ignore: expected a regular expression, got '.': unterminated character set"),
      ({"symmetric": "no"}, "symmetric: expected true or false, got 'no'")],
 )  # fmt: skip
 def test_an_option_that_is_wrong_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         JitGemmConfig(None, options)
+
+
+@pytest.mark.parametrize("key", ["ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"])
+@pytest.mark.parametrize(
+    "rules, message",
+    [("lm_head", "expected a list of names, got 'lm_head'"), ([3], "expected a list of names, got .3."),
+     (["lm_head", "re:["], "expected a regular expression, got '.': unterminated character set")],
+)  # fmt: skip
+def test_names_that_a_checkpoint_leaves_out_are_names(key, rules, message):
+    with pytest.raises(ValueError, match=f"^{key}: {message}"):
+        JitGemmConfig(CONFIGS["gptq"] | {key: rules})
+
+
+@pytest.mark.parametrize("rule", ["-:(", "+:(", "("])
+def test_an_expression_of_gptqmodels_that_is_none_is_named(rule):
+    with pytest.raises(ValueError, match="^dynamic: expected a regular expression, got '.': missing"):
+        JitGemmConfig(CONFIGS["gptq"] | {"dynamic": {rule: {}}})
 
 
 def kind(config, prefix, n=64, k=64):
@@ -342,6 +369,17 @@ def headers(monkeypatch, config, tensors):
     monkeypatch.setattr(module, "get_safetensors_params_metadata", lambda model, *, revision=None: found)
     config.maybe_update_config("folder", hf_config=SimpleNamespace())
     return config
+
+
+def test_an_index_that_names_files_that_are_not_there_is_an_error(tmp_path):
+    """vLLM's loader follows the index."""
+    index = {"weight_map": {"model.a.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match="names, found no model-00001-of-00001.safetensors"):
+        made(CONFIGS["gptq"]).maybe_update_config(str(tmp_path), hf_config=SimpleNamespace())
+    save_file({"model.a.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match="next to model.safetensors: delete the index"):
+        made(CONFIGS["gptq"]).maybe_update_config(str(tmp_path), hf_config=SimpleNamespace())
 
 
 def test_headers_of_the_files_say_what_is_quantised_and_how_exact_scales_are(monkeypatch):
@@ -473,7 +511,7 @@ def test_what_jitgemm_cannot_read_is_left_to_vllms_own_config(monkeypatch):
     )  # fmt: skip
     own = SimpleNamespace(from_config=lambda config: theirs)
     monkeypatch.setattr(configs, "get_quantization_config", lambda name: own)
-    config = made(CONFIGS["gptq"] | {"bits": 8})
+    config = made(CONFIGS["gptq"] | {"bits": 3})
     assert kind(config, "model.a") is UnquantizedLinearMethod
     assert theirs.packed_modules_mapping is config.packed_modules_mapping
 
@@ -563,6 +601,59 @@ def test_the_ranks_columns_of_a_row_parallel_layer_add_up(name):
         total += layer.quant_method.apply(layer, x[:, columns].to(BF16)).double()
     expected = x.to(BF16).double() @ dense.T
     assert (total - expected).norm() < 0.05 * expected.norm()
+
+
+WIDE = {
+    "packed": scheme(size=128),
+    "packed-asymmetric": scheme(size=128, symmetric=False),
+    "int-quantized": scheme(size=128, format="int-quantized"),
+    "gptq": CONFIGS["gptq"] | {"group_size": 128, "sym": False},
+    "awq": CONFIGS["awq"] | {"group_size": 128},
+    "w4afp8": CONFIGS["w4afp8"] | {"group_size": 128},
+    "fp8-blocks": CONFIGS["fp8-blocks"],
+}
+"""Formats with groups of 128."""
+
+
+@pytest.mark.parametrize("name", [name for name in WIDE if name != "w4afp8"])
+@pytest.mark.parametrize("k, size", [(896, 2), (768, 4), (384, 4)])
+def test_a_row_parallel_cut_through_groups_gives_each_rank_its_columns(name, k, size):
+    """A rank loads every group that its columns touch; the ranks side by side are the layer."""
+    tensors, dense = stored(WIDE[name], 64, k)
+    layers, parts = [], []
+    for number in range(size):
+        with rank(number, size):
+            layers.append(row(WIDE[name], k, 64, prefix="m.down_proj"))
+            load(layers[-1], tensors)
+    with pytest.warns(UserWarning, match="a rank's columns end inside groups of 128: scales are repeated over groups"):
+        modules = list(map(process, layers))
+    for layer, module in zip(layers, modules):
+        assert module.in_features == k // size
+        parts.append(dense_of(module))
+        x = torch.randn(3, k // size, dtype=BF16)
+        found, wanted = layer.quant_method.apply(layer, x).double(), x.double() @ parts[-1].T
+        assert (found - wanted).norm() < 0.06 * wanted.norm()
+    assert torch.equal(torch.cat(parts, 1), dense)
+
+
+@pytest.mark.parametrize("k", [256, 320])
+def test_columns_of_blocks_that_ranks_share_rows_of_hold_the_ranks_rows(k):
+    """Rows of 320 / 2 end inside of blocks of 128: of joined layers, and of one whose ranks share blocks."""
+    config = CONFIGS["fp8-blocks"]
+    parts = [stored(config, 320, k, seed) for seed in (1, 2)]
+    for number, size in TWO:
+        rows = slice(160 * number, 160 * (number + 1))
+        with rank(number, size):
+            layer = gate_up(config, k, 320)
+            for part, (tensors, _) in enumerate(parts):
+                load(layer, tensors, part)
+            single = ColumnParallelLinear(
+                k, 320, bias=False, params_dtype=BF16, quant_config=made(config), prefix="m.q_b_proj"
+            )
+            load(single, parts[0][0])
+        assert torch.equal(dense_of(process(layer)), torch.cat([dense[rows] for _, dense in parts]))
+        assert torch.equal(dense_of(process(single)), parts[0][1][rows])
+        assert layer.jitgemm.activation == single.jitgemm.activation == "e4m3_block"
 
 
 def test_a_layer_computes_what_w4a8linear_does_with_bias_and_any_leading_sizes():
@@ -680,13 +771,12 @@ def test_an_activation_order_that_is_not_loaded_is_an_error():
     with rank():
         layer = row(config, 64, 64)
         load(layer, tensors)
-    with pytest.raises(ValueError, match="g_idx: expected the activation order of m.o_proj"):
+    with pytest.raises(ValueError, match="g_idx: expected numbers, found none in the files .layer m.o_proj"):
         process(layer)
 
 
 @pytest.mark.parametrize("config, sizes, reason", [
     (CONFIGS["packed"], (64, 72), "multiples of 8"),
-    (CONFIGS["gptq"] | {"group_size": 128}, (64, 256), "whole groups of 128"),
     (CONFIGS["gptq"] | {"desc_act": True}, (64, 128), "no activation order"),
     (CONFIGS["awq"] | {"group_size": 48}, (64, 768), "group_size: expected a multiple of 32, got 48"),
 ])  # fmt: skip
@@ -733,6 +823,125 @@ def test_weights_that_are_loaded_again_go_to_the_same_memory(monkeypatch, name):
     load(layer, {suffix: each for suffix, each in tensors.items() if suffix not in absent})
     assert process(layer).blocks.data_ptr() == address and torch.equal(dense_of(layer.jitgemm), dense)
     assert (layer.jitgemm.input_scale is None) == (name != "fp8")
+
+
+# ---- files that lack a tensor ----------------------------------------------------------------------------------------
+
+MAY_LACK = {"weight_shape": CONFIGS, "g_idx": CONFIGS, "input_scale": PER_TENSOR}
+"""What a layer can be read without, and in which formats."""
+
+
+def dropped(name, *seeds, sizes=(128, 128)):
+    """Each suffix that the format needs, and the tensors of layers of which the last lacks it."""
+    found = [stored(CONFIGS[name], *sizes, seed)[0] for seed in seeds]
+    for suffix in found[-1]:
+        if name not in MAY_LACK.get(suffix, ()):
+            yield suffix, [*found[:-1], {each: tensor for each, tensor in found[-1].items() if each != suffix}]
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_tensor_that_no_file_holds_is_an_error_of_every_loader(name):
+    """Of a row-parallel layer; of joined ones, where the others have it; for `load_`."""
+    for suffix, (tensors,) in dropped(name, 0):
+        with rank():
+            layer = row(CONFIGS[name], 128, 128)
+            load(layer, tensors)
+        with pytest.raises(ValueError, match=rf"^{suffix}: expected numbers, found none in the files .layer m.o_proj"):
+            process(layer)
+        model = torch.nn.ModuleDict({"o_proj": torch.nn.Linear(128, 128, bias=False)})
+        with pytest.raises(ValueError, match="o_proj"):
+            load_(model, {f"o_proj.{each}": tensor for each, tensor in tensors.items()}, config=CONFIGS[name])
+    for suffix, parts in dropped(name, 0, 1):
+        with rank():
+            layer = gate_up(CONFIGS[name], 128, 128)
+            for part, tensors in enumerate(parts):
+                load(layer, tensors, part)
+        with pytest.raises(ValueError, match=rf"^{suffix}: expected numbers, .* .layer m.up_proj"):
+            process(layer)
+    for suffix, parts in dropped(name, 0, 1, 2):
+        with rank():
+            layer = QKVParallelLinear(
+                128, 64, 2, 2, bias=False, params_dtype=BF16, quant_config=made(CONFIGS[name]), prefix="m.qkv_proj"
+            )
+            for part, tensors in zip("qkv", parts):
+                load(layer, tensors, part)
+        with pytest.raises(ValueError, match=rf"^{suffix}: expected numbers, .* .layer m.v_proj"):
+            process(layer)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_tensor_of_one_expert_that_no_file_holds_is_an_error(name):
+    """Of any of its layers, on the rank that has the expert."""
+    tensors, _ = expert_tensors(CONFIGS[name], 4, 128, 128)
+    for proj, part in (("gate_proj", "w13"), ("up_proj", "w13"), ("down_proj", "w2")):
+        for suffix in tensors[3, proj]:
+            lacks = {key: found for key, found in tensors.items()}
+            lacks[3, proj] = {each: tensor for each, tensor in tensors[3, proj].items() if each != suffix}
+            for place in TWO:
+                with rank():
+                    layer = experts(made(CONFIGS[name]), "m.experts", (4, 128, 128), 1, ep=place)
+                    load_experts(layer, "m.experts", lacks)
+                if place[0] and suffix not in (*MAY_LACK,):
+                    with pytest.raises(ValueError, match=f"^{part}_{suffix}: expected .* for number 3's {proj}"):
+                        layer.quant_method.process_weights_after_loading(layer)
+                else:
+                    layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("form", ["linear", "joined", "experts"])
+def test_weights_in_floats_that_no_file_holds_are_an_error(form):
+    weight = {"weight": torch.randn(64, 64, dtype=BF16)}
+    with rank():
+        if form == "experts":
+            layer = experts(made(None), "m.experts", (2, 64, 64), 1)
+            load_experts(layer, "m.experts", {(0, proj): weight for proj in SHARDS} | {(1, "gate_proj"): weight})
+        else:
+            layer = row(made(None), 64, 64) if form == "linear" else gate_up(None, 64, 64)
+        with pytest.raises(ValueError, match="weight: expected numbers.* found none in the files"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_weights_that_vllm_makes_up_are_packed(monkeypatch):
+    """--load-format dummy: it writes random numbers, and calls no loaders."""
+    said = SimpleNamespace(
+        load_config=SimpleNamespace(load_format="dummy"), scheduler_config=None, compilation_config=None
+    )
+    monkeypatch.setattr("jitgemm.vllm.linear.get_current_vllm_config_or_none", lambda: said)
+    with rank():
+        layers = [row(CONFIGS["packed"], 64, 64), experts(made(CONFIGS["packed"]), "m.experts", (2, 64, 64), 1)]
+    for layer in layers:
+        for param in layer.parameters():
+            param.data.fill_(1)
+        layer.quant_method.process_weights_after_loading(layer)
+        assert layer.jitgemm is not None
+
+
+@pytest.mark.parametrize("name", ["packed", "gptq", "fp8"])
+def test_layers_that_the_file_has_joined_are_loaded_at_once(name):
+    """As Phi-3's: one tensor of each kind, one scale for both where it is per tensor."""
+    tensors, dense = stored(CONFIGS[name], 128, 64)
+    with rank():
+        layer = gate_up(CONFIGS[name], 64, 64)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), dense)
+
+
+@pytest.mark.parametrize("name", ["packed-asymmetric", "gptq", "fp8"])
+def test_a_joined_layer_that_is_loaded_again_without_a_tensor_is_an_error(name):
+    with rank():
+        layer = gate_up(CONFIGS[name], 64, 64)
+    names, parts = dict(layer.named_parameters()), [stored(CONFIGS[name], 64, 64, seed)[0] for seed in (0, 1)]
+    for part, tensors in enumerate(parts):
+        load(layer, tensors, part)
+    process(layer)
+    for each in (*layer._parameters, *layer._buffers):  # as vLLM does
+        delattr(layer, each)
+    for each, param in names.items():
+        layer.register_parameter(each, param)
+    load(layer, parts[0], 0)
+    load(layer, {each: tensor for each, tensor in parts[1].items() if "scale" not in each}, 1)
+    with pytest.raises(ValueError, match="scale.*: expected numbers, found none in the files .layer m.up_proj"):
+        process(layer)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -799,6 +1008,29 @@ def test_experts_of_all_ranks_add_up_to_the_dequantised_mixture(name, split):
         total += applied(layer, x, ids, weights).double()
     expected = mixture(x, ids, weights, dense)
     assert (total - expected).norm() < 0.06 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "name, inter, size", [(name, 384, size) for name in WIDE for size in (2, 4)] + [("fp8-blocks", 320, 2)]
+)
+def test_experts_are_cut_through_their_groups(name, inter, size):
+    """w2 along its columns; of blocks w13 along its rows, too."""
+    count, hidden = 2, 128
+    tensors, dense = expert_tensors(WIDE[name], count, hidden, inter)
+    down = []
+    for number in range(size):
+        with rank():
+            layer = experts(made(WIDE[name]), "m.experts", (count, hidden, inter), 1, tp=(number, size))
+            load_experts(layer, "m.experts", tensors)
+            layer.quant_method.process_weights_after_loading(layer)
+        w13, w2 = (each.weight.dequantize().double() for each in (layer.jitgemm.w13, layer.jitgemm.w2))
+        rows = slice(inter * number // size, inter * (number + 1) // size)
+        for e in range(count):
+            gate, up = (dense[e, proj][rows] for proj in ("gate_proj", "up_proj"))
+            assert torch.equal(w13[e], torch.cat([gate, up]))
+        down.append(w2)
+    for e in range(count):
+        assert torch.equal(torch.cat([each[e] for each in down], 1), dense[e, "down_proj"])
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 20])

@@ -90,6 +90,7 @@ class LinearBase(torch.nn.Module):
         self.input_size, self.output_size = input_size, output_size
         self.input_size_per_partition, self.output_partition_sizes = columns, widths
         self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.tp_rank, self.tp_size = RANK.rank, RANK.size
         self.quant_method = quant_config.get_quant_method(self, prefix)
         second = type(self.quant_method).__name__ in SUPPORTED and hasattr(self, "weight_loader_v2")
         self.quant_method.create_weights(
@@ -117,6 +118,14 @@ class MergedColumnParallelLinear(LinearBase):
         super().__init__(*sizes, widths, bias, params_dtype, quant_config, prefix)
 
     def weight_loader_v2(self, param, loaded_weight, loaded_shard_id=None):
+        joined = loaded_shard_id is None and not isinstance(param, PerTensorScaleParameter)  # in the file
+        if joined and param.output_dim is not None:
+            start = 0
+            for part, width in enumerate(self.output_partition_sizes):
+                rows = param.rows(width * RANK.size)
+                self.weight_loader_v2(param, loaded_weight.narrow(param.output_dim, start, rows), part)
+                start += rows
+            return
         part = loaded_shard_id or 0
         param.fill(loaded_weight, sum(self.output_partition_sizes[:part]), self.output_partition_sizes[part], part)
 

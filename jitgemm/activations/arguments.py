@@ -13,7 +13,7 @@ import torch
 
 from jitgemm.activations.kernel import GELU_MULS, SILU_MUL, Gate, most_k
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import LHS_GROUP, ceil_div
+from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import (
     check_dtype,
@@ -149,12 +149,14 @@ def check_arguments(inputs: Inputs) -> None:
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
     check_rows("x", x, may_overlap=True)
-    if gate and x.shape[1] % 64:
-        raise ValueError(f"x: expected 2k columns with a gate, k a multiple of 32, got {x.shape[1]}")
+    if gate and x.shape[1] % (2 * K_ALIGNMENT):
+        raise ValueError(f"x: expected 2k columns with a gate, k a multiple of {K_ALIGNMENT}, got {x.shape[1]}")
     k, limit = inputs.k, most_k(permutation is not None, block)
-    if k < 32 or k % 32 or k > limit:
+    if k < K_ALIGNMENT or k % K_ALIGNMENT or k > limit:
         suffix = "" if permutation is None else " with a permutation"
-        raise ValueError(f"x: expected k to be a multiple of 32 from 32 to {limit}{suffix}, got {k}")
+        raise ValueError(
+            f"x: expected k to be a multiple of {K_ALIGNMENT} from {K_ALIGNMENT} to {limit}{suffix}, got {k}"
+        )
 
     for name, value, needed, why in (
         ("scale", scale, static, "scheme 'tensor'"),

@@ -76,7 +76,7 @@ def quantize_activations(
 
     Args:
         x: bfloat16, float16 or float32 [..., k], with a gate [..., 2k], gate first; stride 1 along k, rows one
-            stride apart, which is a multiple of 16 bytes; 16-byte aligned. k is a multiple of 32, at most 2^20, with a
+            stride apart, which is a multiple of 16 bytes; 16-byte aligned. k is a multiple of 16, at most 2^20, with a
             permutation 2^17, by block 2^15. A row is read once if k is at most 32768 (16-bit x without gate and
             rms_norm), 8192 (fp32 with a gate) or 16384 (otherwise); longer ones are read again from the L2.
         dtype: float8_e4m3fn or int8.

@@ -49,6 +49,9 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
     listed = ", ".join(f"{name} {t.kind or describe(t)}" for name, t in names.items())
     layer = f"layer {prefix!r}" if prefix else "the layer"
     if not found:
+        otherwise = compressed_tensors.stored_otherwise(config, names)
+        if otherwise is not None:
+            raise ValueError(f"format: {otherwise}; {layer} has {listed}")
         method = (config or {}).get("quant_method")
         raise ValueError(
             f"format: {layer} is of no format known here ({', '.join(f.name for f in FORMATS)}); it has "

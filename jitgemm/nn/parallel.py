@@ -9,7 +9,6 @@ plan serves a model with both.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -82,8 +81,9 @@ class RowwiseParallel(_Divides, _Rowwise):
             columns, which is never larger and so codes no worse, but other codes come out. What has a static scale or
             one per 128 columns has the whole layer's codes anyway.
 
-    in_features / ranks must be a multiple of 32 and of the group size; at multiples of 128 the packed weight is cut
-    without packing it again. A permutation (act-order) must keep each rank's columns among themselves.
+    in_features / ranks must be a multiple of 16; at multiples of 128 and of the group size the packed weight is cut
+    without packing it again. A cut through groups, at multiples of 32, repeats their scales over smaller ones, with a
+    warning. A permutation (act-order) must keep each rank's columns among themselves.
     """
 
     dim = "k"
@@ -267,8 +267,6 @@ class Division:
                     self.expert_split(name, layer.form.experts)
                 continue
             size, multiple = (layer.n if style.dim == "n" else layer.k or 0), PART_MULTIPLES[style.dim]
-            if style.dim == "k" and layer.group_size and layer.group_size < size:
-                multiple = math.lcm(multiple, layer.group_size)
             if size % (world * multiple):
                 raise ValueError(
                     f"{name}: expected {style.dim} = {size} to be a multiple of {world} ranks * {multiple}; give it "

@@ -18,8 +18,8 @@ HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-_SAVED_BY = {"saved_by": "jitgemm", "read_with": "config=jitgemm.hf.config(folder), or jitgemm.nn.load_(model, folder)"}
-"""Stands for `quantization_config`. transformers' from_pretrained refuses one without `quant_method`."""
+SAVED = {"quant_method": "jitgemm"}
+"""`quantization_config` of a model with packed layers. How each is packed is in its tensors."""
 
 
 def put_layers(
@@ -75,7 +75,7 @@ def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
         if untied and getattr(config, "tie_word_embeddings", False):
             module.config.tie_word_embeddings = False
         if module is model:
-            module.config.quantization_config = dict(_SAVED_BY)
+            module.config.quantization_config = dict(SAVED)
 
 
 def _progress(names: list[str], doing: str) -> Iterable[str]:

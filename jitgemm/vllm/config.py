@@ -6,9 +6,11 @@ config of that checkpoint, with a warning. Imports no layers of vLLM before a mo
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.autoround import translated
+from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.nn.choose import ROUTERS
 from jitgemm.nn.read import check_activation
 from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
@@ -50,7 +54,7 @@ class JitGemmConfig(QuantizationConfig):
               that stay.
 
     Raises:
-        ValueError: an option is not known or wrong.
+        ValueError: an option is not known or wrong, or the checkpoint's names of layers that it leaves out are.
     """
 
     def __init__(self, checkpoint: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None):
@@ -58,6 +62,10 @@ class JitGemmConfig(QuantizationConfig):
         self._given = checkpoint
         nested = (checkpoint or {}).get("quantization")  # of ModelOpt's hf_quant_config.json
         self.checkpoint = checkpoint if nested is None else {"quant_method": "modelopt", **checkpoint, **nested}
+        for key in _LEFT_OUT:
+            _check_rules(key, (self.checkpoint or {}).get(key) or [])
+        for rule in (self.checkpoint or {}).get("dynamic") or ():
+            _check_expression("dynamic", rule.removeprefix("-:").removeprefix("+:"))
         self.options: dict[str, Any] = dict(_OPTIONS)
         self._set(options or {})
         self.warmer = Warmer()
@@ -80,13 +88,12 @@ class JitGemmConfig(QuantizationConfig):
             raise ValueError(f"lm_head: expected e4m3, int8 or None, got {self.options['lm_head']!r}")
         if self.options["bits"] not in (4, 8):
             raise ValueError(f"bits: expected 4 or 8, got {self.options['bits']!r}")
-        if type(self.options["group_size"]) is not int:
-            raise ValueError(f"group_size: expected an integer, got {self.options['group_size']!r}")
+        size = self.options["group_size"]
+        if type(size) is not int or size < 1 and size != -1:
+            raise ValueError(f"group_size: expected a positive integer, or -1 for one group a row, got {size!r}")
         if not isinstance(self.options["symmetric"], bool):
             raise ValueError(f"symmetric: expected true or false, got {self.options['symmetric']!r}")
-        ignore = self.options["ignore"]
-        if not isinstance(ignore, (list, tuple)) or not all(isinstance(each, str) for each in ignore):
-            raise ValueError(f"ignore: expected a list of names, got {ignore!r}")
+        _check_rules("ignore", self.options["ignore"])
 
     # ---- what vLLM asks of a config ----------------------------------------------------------------------------------
 
@@ -128,8 +135,14 @@ class JitGemmConfig(QuantizationConfig):
         self._model = (model_name, hf_config, revision)
         from vllm.transformers_utils.config import get_safetensors_params_metadata
 
+        local = os.path.isdir(model_name)
+        if local:
+            weights_of(Path(model_name), by_index=True)  # as vLLM's loader reads them
         try:
-            found = get_safetensors_params_metadata(model_name, revision=revision)
+            if local:
+                found = Checkpoint(model_name).headers()
+            else:
+                found = get_safetensors_params_metadata(model_name, revision=revision)
         except (OSError, ValueError) as error:
             logger.warning("jitgemm: no headers of %s (%s): its config alone decides", model_name, error)
             return
@@ -226,7 +239,7 @@ class JitGemmConfig(QuantizationConfig):
                 )
             codes = header.get("weight", "" if experts else "F8_E4M3")
             layout = layout_of(config, k, _scale_dtype(header, config, dtype), codes)
-            found.append((layout, config.get("input_activations")))
+            found.append((layout, config.get("input_activations"), setting(config, "sym", "zero_point")))
         if any(each != found[0] for each in found):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
         return found[0][0]
@@ -312,6 +325,22 @@ class JitGemmConfig(QuantizationConfig):
         if self._theirs is not None:
             self._theirs.packed_modules_mapping = self.packed_modules_mapping
         return self._theirs
+
+
+def _check_rules(key: str, rules: Any) -> None:
+    """Raises ValueError for what are no names of layers, as `_named` takes them."""
+    if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, str) for rule in rules):
+        raise ValueError(f"{key}: expected a list of names, got {rules!r}")
+    for rule in rules:
+        if rule.startswith("re:"):
+            _check_expression(key, rule[3:])
+
+
+def _check_expression(key: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"{key}: expected a regular expression, got {expression!r}: {error}") from error
 
 
 def _named(name: str, rules: Iterable[str]) -> bool:

@@ -7,8 +7,9 @@ tokens, it does so inside a modular kernel of vLLM; backends that sort them by e
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any
@@ -33,8 +34,22 @@ from jitgemm.checkpoint.reader import layer_header, read_header
 from jitgemm.kernel.formats import STRIP_ROWS
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.read import CODES, layer_of
-from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Unsupported
-from jitgemm.vllm.linear import CHILD, anew, exact, put, quantise_while_loading, quantised, read_parts, taken, unloaded
+from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Touched, Unsupported
+from jitgemm.vllm.linear import (
+    CHILD,
+    cut,
+    exact,
+    loaded,
+    noted,
+    of_dummies,
+    put,
+    quantise_while_loading,
+    quantised,
+    read_parts,
+    taken,
+    unloaded,
+    written,
+)
 
 _GATES = {
     "silu": ("silu", "gate_up"),
@@ -44,6 +59,8 @@ _GATES = {
     "swigluoai_uninterleave": ("swiglu_oai", "gate_up"),
 }
 """vLLM's MoEActivation: jitgemm's kind and order."""
+_SHARDS = {"w1": ("w13", "gate_proj"), "w3": ("w13", "up_proj"), "w2": ("w2", "down_proj")}
+"""vLLM's names of an expert's layers: the parameter that holds them, and what most files call them."""
 AT_ONCE = 16 << 20
 """Bytes of a checkpoint's codes that are packed at once, or those of one expert."""
 
@@ -61,6 +78,8 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.config, self.names, self.layout = config, names, layout
         self.sizes: dict[str, dict[str, int]] = {}
+        self.touched: Touched | None = None
+        self.dummies = False
         self.uses_meta_device = layout.format is None
 
     @classmethod
@@ -71,8 +90,9 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         layout = config.layout(names, max(hidden, moe.intermediate_size), layer.params_dtype, True)
         if moe.activation.value not in _GATES:
             raise Unsupported(f"expected an activation of {', '.join(_GATES)}, got {moe.activation.value}")
-        layout.check_cut([inter, inter], hidden, not layout.ordered)  # experts share their quantised input
-        layout.check_cut([hidden], inter, inter == moe.intermediate_size)
+        whole = moe.intermediate_size
+        layout = layout.cut([inter, inter], 2 * whole, hidden, hidden)
+        layout = layout.cut([hidden], hidden, inter, whole)
         if moe.has_bias:
             raise Unsupported("expected experts without biases, got some with")
         return cls(config, moe, names, layout)
@@ -86,12 +106,16 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        load = extra_weight_attrs["weight_loader"]
-        for part, n, k, parts in (
-            ("w13", 2 * intermediate_size_per_partition, hidden_size, 2),
-            ("w2", hidden_size, intermediate_size_per_partition, 1),
+        self.dummies, moe = of_dummies(), self.moe
+        inter, whole = intermediate_size_per_partition, moe.intermediate_size
+        self.touched = self.layout.touched(inter, whole, moe.moe_parallel_config.tp_rank)
+        k2 = inter if self.touched is None else self.touched.stop - self.touched.start
+        for part, n, k, parts, rows in (
+            ("w13", 2 * inter, hidden_size, 2, whole),
+            ("w2", hidden_size, k2, 1, hidden_size),
         ):
             sizes = self.sizes[part] = self.layout.sizes(n, k, parts)
+            touched = self.touched if part == "w2" else None
             for name, each in self.layout.tensors.items():
                 with torch.device("meta") if self.uses_meta_device else nullcontext():
                     data = unloaded(name, _of_expert(name, each, part), sizes)
@@ -101,9 +125,11 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
                 layer.register_parameter(f"{part}_{name}", param)
                 transposed = (each.axis("k", "G", "1") or 0) < (each.axis("n") or 0)
                 said = {"is_transposed": transposed, "quant_method": self.layout.scheme}
+                load = extra_weight_attrs["weight_loader"]
+                load = cut(load, each, self.layout.group_size, touched, whole // inter, rows)
                 loader = self._in_order if name.endswith("g_idx") else exact(load) if "scale" in name else load
                 shared = part == "w13" and (name == "weight_shape" or data.dim() == 1)
-                said["weight_loader"] = counted_once(loader) if shared else loader
+                said["weight_loader"] = noted(counted_once(loader) if shared else loader, expert_of)
                 set_weight_attrs(param, extra_weight_attrs | said)
         self.config.warmer.expect(layer, params_dtype)
         if self.uses_meta_device:
@@ -121,17 +147,14 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         return True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        names = [f"{part}_{name}" for part in ("w13", "w2") for name in self.layout.tensors]
-        for part, sizes in self.sizes.items():
-            mine = {name: _of_expert(name, each, part) for name, each in self.layout.tensors.items()}
-            scales = {name: unloaded(name, each, sizes) for name, each in mine.items() if "scale" in name}
-            anew(layer, {f"{part}_{name}": value for name, value in scales.items()})
-        tensors = taken(layer, names)
-        if tensors is None:
+        params = {part: loaded(layer, self.layout.tensors, part + "_") for part in ("w13", "w2")}
+        if params["w13"] is None or params["w2"] is None:
             return
+        self._check_written(layer, params)
+        tensors = {part: taken(layer, found, part + "_") for part, found in params.items()}
         inter = layer.intermediate_size_per_partition
-        w13, activation = self._packed(tensors, "w13", [inter, inter])
-        w2, _ = self._packed(tensors, "w2", [layer.hidden_size])
+        w13, activation = self._packed(tensors.pop("w13"), "w13", [inter, inter])  # which goes before w2 is read
+        w2, _ = self._packed(tensors.pop("w2"), "w2", [layer.hidden_size])
         module = packed_experts(w13, w2, gate=self._gate(layer), activation=activation, top_k=layer.top_k)
         module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         module.batched = self.moe.moe_parallel_config.use_batched_activation_format
@@ -140,11 +163,24 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
             self.moe_kernel = self._modular_kernel(layer)
         self.config.warmer.packed(layer, getattr(layer, CHILD))
 
-    def _packed(self, tensors: dict[str, torch.Tensor], part: str, widths: list[int]) -> tuple[Any, str]:
+    def _check_written(self, layer: torch.nn.Module, params: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raises ValueError for a tensor that no file holds of one of this rank's experts."""
+        found = {part: {suffix: written(param) for suffix, param in each.items()} for part, each in params.items()}
+        if self.dummies and not any(each for part in found.values() for each in part.values()):
+            return
+        places, count = layer.expert_map, len(next(iter(params["w2"].values())))
+        mine = range(count) if places is None else [e for e, place in enumerate(places.tolist()) if place >= 0]
+        needed = [suffix for suffix in self.layout.needed if suffix != "input_scale"]  # which experts do not use
+        for e, (shard, (part, proj)) in itertools.product(mine, _SHARDS.items()):
+            lacking = [suffix for suffix in needed if not found[part][suffix] & {(shard, e), (shard, None)}]
+            if lacking:
+                raise ValueError(
+                    f"{', '.join(f'{part}_{suffix}' for suffix in lacking)}: expected numbers for each of this rank's "
+                    f"{count} experts, found none in the files for number {e}'s {proj} (layer of {self.names[0]})"
+                )
+
+    def _packed(self, mine: dict[str, torch.Tensor], part: str, widths: list[int]) -> tuple[Any, str]:
         """w13 or w2 of all experts, and what it multiplies; widths: rows of the layers that it joins."""
-        mine = {
-            suffix: tensors.pop(f"{part}_{suffix}") for suffix in self.layout.tensors
-        }  # w13's go before w2's are read
         activation = self.config.activation(self.layout)
         if self.layout.format is None:
             activation = activation or "e4m3"
@@ -155,23 +191,18 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
             mine[suffix] = order.expand(first.shape[0], -1)
         if "input_scale" in mine:
             mine["input_scale"].fill_(1)  # unused
-        for suffix in (each for each in mine if "scale" in each):
-            lacking = mine[suffix].reshape(len(first), -1).isnan().any(1).nonzero()
-            if len(lacking):
-                raise ValueError(
-                    f"{part}_{suffix}: expected numbers for each of this rank's {len(first)} experts, found NaN or none "
-                    f"for number {int(lacking[0])} (layer of {name})"
-                )
         together = _together(mine, self.layout, sum(widths))
+        config = self.layout.config_of(self.config.checkpoint)
 
         def checkpoint(e: int) -> Checkpoint:
             rows = {suffix: _rows(tensor[e : e + together], self.layout, suffix) for suffix, tensor in mine.items()}
             found = read_parts(rows, self.layout, widths * together)
-            return Checkpoint({f"{name}.{suffix}": tensor for suffix, tensor in found.items()}, self.config.checkpoint)
+            return Checkpoint({f"{name}.{suffix}": tensor for suffix, tensor in found.items()}, config)
 
         def read(e: int) -> Any:
             opened = checkpoint(e)
-            return read_header(opened, layer_header(opened, name, format=self.layout.format), first.device)
+            weight = read_header(opened, layer_header(opened, name, format=self.layout.format), first.device)
+            return weight if part == "w13" or self.touched is None else weight.columns(*self.touched.own)
 
         layer = layer_of(checkpoint(0), name, activation, self.layout.format)
         given = first.shape[0], read, CODES[layer.activation], layer.bits, together
@@ -414,6 +445,13 @@ class JitGemmBatchedExperts(JitGemmExperts):
         # As many tokens of every other rank: a CUDA graph is captured for its own number alone.
         expected = topk_ids.numel() * self.num_dispatchers / global_num_experts
         self.module.run_batched(x, output, live, min(expected, hidden_states.shape[1]))
+
+
+def expert_of(
+    loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
+) -> frozenset[tuple[str, int | None]]:
+    """Which expert's layer vLLM's loader is told to write: (shard, expert), None for all experts at once."""
+    return frozenset({(shard_id, None if loaded_weight.dim() == 3 else expert_id)})
 
 
 def counted_once(load: Callable[..., Any]) -> Callable[..., Any]:

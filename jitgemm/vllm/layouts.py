@@ -12,38 +12,61 @@ What the codes mean is the business of `jitgemm.checkpoint`, which reads what vL
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
+from jitgemm.checkpoint import awq, gptq
 from jitgemm.checkpoint.affine import setting
-from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
+_ORDERS = ("g_idx", "weight_g_idx")
 
 
 class Unsupported(ValueError):
     """jitgemm has no kernel or no reader for what a layer's config describes."""
 
 
+class Touched(NamedTuple):
+    """Columns start..stop - 1 of a layer, all of the groups that a rank's own touch, which are `own` among them."""
+
+    start: int
+    stop: int
+    own: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor: its type, and a word for each dimension, see above."""
+    """A tensor: its type, and a word for each dimension, see above; how often it has each row of the file's tensor."""
 
     dtype: torch.dtype
     dims: tuple[str, ...]
+    repeated: int = 1
 
     def axis(self, *letters: str) -> int | None:
         """Which dimension counts one of these."""
         return next((i for i, dim in enumerate(self.dims) if dim.partition(" / ")[0] in letters), None)
 
+    def per(self, axis: int) -> int:
+        """How many rows, columns or groups share an element along a dimension."""
+        return int(self.dims[axis].partition(" / ")[2] or 1)
+
+    def rows(self, widths: Sequence[int]) -> tuple[int, list[int]] | None:
+        """(dimension, elements along it) of joined layers of so many rows each; None where they share the tensor."""
+        if self.dims == ("parts",):
+            return 0, [1] * len(widths)
+        axis = self.axis("n")
+        return None if axis is None else (axis, [ceil_div(width, self.per(axis)) for width in widths])
+
     @property
     def packed(self) -> tuple[int, int] | None:
         """(dimension, values to a word) of packed codes."""
-        found = [(i, int(dim.partition(" / ")[2])) for i, dim in enumerate(self.dims) if " / " in dim]
+        found = [(i, self.per(i)) for i, dim in enumerate(self.dims) if " / " in dim]
         return found[0] if found and not self.dtype.is_floating_point else None
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -78,23 +101,57 @@ class Layout:
         """The number behind each word."""
         return {"n": n, "k": k, "G": ceil_div(k, self.group_size or k), "parts": parts}
 
-    def check_cut(self, widths: Sequence[int], k: int, whole: bool) -> None:
-        """Raises Unsupported for joined layers of so many rows, and columns on each rank, that no weight can hold.
+    @property
+    def needed(self) -> list[str]:
+        """What the files must hold of a layer, as the format's reader asks for it."""
+        static = self.format == "compressed-tensors"  # whose config alone says so; of others the tensor does
+        optional = {"weight_shape", *(() if static else ("input_scale",)), *(() if self.ordered else _ORDERS)}
+        return [suffix for suffix in self.tensors if suffix not in optional]
+
+    def touched(self, k: int, whole: int, rank: int) -> Touched | None:
+        """What a rank of k of `whole` columns has to load; None for its own columns, in whole groups."""
+        size = self.group_size
+        if k == whole or not size or k % size == 0:
+            return None
+        start, stop = rank * k // size * size, min(ceil_div((rank + 1) * k, size) * size, whole)
+        return Touched(start, stop, (rank * k - start, (rank + 1) * k - start))
+
+    def config_of(self, config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """The checkpoint's config, as it describes the tensors of this layout."""
+        if config is None or all(each.repeated == 1 for each in self.tensors.values()):
+            return config
+        return {**config, "weight_block_size": [1, BLOCK]}
+
+    def cut(self, widths: Sequence[int], n: int, k: int, whole: int) -> Layout:
+        """The layout for a rank's rows and columns: with a scale for each row where a block's rows are not together.
 
         Args:
-            whole: the rank has all columns.
+            widths: rows of each of the layers that are joined, on a rank.
+            n: rows of all ranks.
+            k, whole: columns of a rank, and of all.
+
+        Raises:
+            Unsupported: no weight can hold them.
         """
-        n = sum(widths)
-        if n % 8 or k % 32:
-            raise Unsupported(f"expected rows in multiples of 8 and columns of 32 on each rank, got {n} and {k}")
+        if sum(widths) % 8 or k % K_ALIGNMENT:
+            wanted = f"expected rows in multiples of 8 and columns of {K_ALIGNMENT} on each rank"
+            raise Unsupported(f"{wanted}, got {sum(widths)} and {k}")
         if self.group_size % 32:
             raise Unsupported(f"group_size: expected a multiple of 32, got {self.group_size}")
-        if self.group_size and k % self.group_size and not whole:
-            raise Unsupported(f"expected whole groups of {self.group_size} columns on each rank, got {k} columns")
-        if self.scheme == "block" and any(width % BLOCK for width in widths[:-1]):
-            raise Unsupported(f"expected joined layers to have whole blocks of {BLOCK} rows on each rank, got {widths}")
-        if self.ordered and not whole:
+        if self.group_size and k != whole and math.gcd(self.group_size, k) % 32:
+            raise Unsupported(
+                f"expected columns in multiples of 32 in groups of {self.group_size} on each rank, got {k}"
+            )
+        if self.ordered and k != whole:
             raise Unsupported("expected no activation order (g_idx) where ranks have parts of the columns, got one")
+        apart = widths if sum(widths) != n else widths[:-1]
+        if self.scheme != "block" or not any(width % BLOCK for width in apart):
+            return self
+        if self.format != "w8a8":
+            raise Unsupported(f"expected joined layers to have whole blocks of {BLOCK} rows on each rank, got {widths}")
+        scale = self.tensors["weight_scale_inv"]
+        rows = replace(scale, dims=("n", scale.dims[1]), repeated=BLOCK)
+        return replace(self, tensors={**self.tensors, "weight_scale_inv": rows}, scheme="group")
 
 
 def floats(dtype: torch.dtype) -> Layout:
@@ -154,30 +211,42 @@ def _compressed_tensors(config: Mapping[str, Any], k: int, scale: torch.dtype) -
 
 
 def _gptq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    _check_bits(config, "bits", "wbits")
-    tensors, group_size = _words(config, k, scale, ("k / 8", "n"), "group_size")
+    _checked(gptq.check_config, config)
+    words = gptq.layout(config)
+    tensors, group_size = _words(config, k, scale, words, "group_size")
     tensors["g_idx"] = TensorLayout(torch.int32, ("k",))
-    return Layout("gptq", tensors, group_size, _scheme(group_size), ordered=bool(config.get("desc_act") and group_size))
+    codes = "int8" if words != gptq.layout({}) else ""
+    if codes and config.get("sym") is not True:
+        raise Unsupported(f"sym: expected true with 8 bits, which have no zero points, got {config.get('sym')}")
+    ordered = bool(config.get("desc_act") and group_size)
+    return Layout("gptq", tensors, group_size, _scheme(group_size), codes, ordered)
 
 
 def _awq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    _check_bits(config, "bits", "w_bit")
-    version = str(setting(config, "version", "format", default="gemm")).lower()
-    if version not in ("gemm", "exllama", "exllamav2", "ipex"):
-        raise Unsupported(f"version: expected gemm, got {version!r}")
-    tensors, group_size = _words(config, k, scale, ("k", "n / 8"), "group_size", "q_group_size")
+    if _checked(awq.check_config, config) == "gemv":
+        raise Unsupported("version: expected gemm, got 'gemv'")
+    tensors, group_size = _words(config, k, scale, awq.LAYOUT_GEMM, "group_size", "q_group_size")
     return Layout("awq", tensors, group_size, _scheme(group_size))
 
 
-def _words(config: Any, k: int, scale: torch.dtype, codes: tuple[str, str], *names: str) -> tuple[dict[str, Any], int]:
+def _checked(check: Callable[[Mapping[str, Any]], str], config: Mapping[str, Any]) -> str:
+    """What the reader makes of a config. Raises Unsupported for one that it cannot read."""
+    try:
+        return check(config)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+
+
+def _words(
+    config: Any, k: int, scale: torch.dtype, words: Mapping[str, tuple[Any, ...]], *names: str
+) -> tuple[dict[str, Any], int]:
     """What GPTQ and AWQ have in common: (tensors, group size)."""
     size = setting(config, *names, default=-1)
     group_size = size if 0 < size < k else 0
     groups = "G" if group_size else "1"
     return {
-        "qweight": TensorLayout(torch.int32, codes),
-        "qzeros": TensorLayout(torch.int32, (groups, "n / 8")),
-        "scales": TensorLayout(scale, (groups, "n")),
+        name: TensorLayout(scale if name == "scales" else torch.int32, tuple(groups if d == "G" else d for d in dims))
+        for name, (_, *dims) in words.items()
     }, group_size
 
 
@@ -200,9 +269,10 @@ def _w8a8(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
     algorithm = str(config.get("quant_algo")).upper() if method == "modelopt" else ""
     if algorithm not in ("", "FP8", _PER_CHANNEL):
         raise Unsupported(f"quant_algo: expected FP8 or {_PER_CHANNEL} of ModelOpt, got {config.get('quant_algo')!r}")
-    scheme = "block" if block else "tensor" if method == "fp8" or algorithm == "FP8" else "channel"
+    strategy = config.get("strategy")  # AutoRound's
+    scheme = "block" if block else strategy or ("tensor" if method == "fp8" or algorithm == "FP8" else "channel")
     tensors = {"weight": TensorLayout(E4M3 if codes == "e4m3" else torch.int8, ("n", "k"))}
-    by_row = ("n",) if algorithm == _PER_CHANNEL else ("n", "1")
+    by_row = ("n",) if algorithm == _PER_CHANNEL or strategy else ("n", "1")
     tensors["weight_scale_inv" if block else "weight_scale"] = TensorLayout(scale, _SCALES.get(scheme, by_row))
     if config.get("activation_scheme") == "static" or algorithm == "FP8":
         tensors["input_scale"] = _INPUT
@@ -220,9 +290,3 @@ _SCALES: dict[str, tuple[str, ...]] = {"tensor": ("parts",), "block": (f"n / {BL
 
 def _scheme(group_size: int) -> str:
     return "group" if group_size else "channel"
-
-
-def _check_bits(config: Mapping[str, Any], *names: str) -> None:
-    bits = setting(config, *names, default=4)
-    if bits != 4:
-        raise Unsupported(f"{names[0]}: expected 4, got {bits}")

@@ -5,13 +5,14 @@ vLLM cuts and joins the tensors (tensor parallelism, q, k and v, gate and up); `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 import vllm.envs as envs
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor import parameter as parameters
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
@@ -20,12 +21,39 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows
 from jitgemm.nn.read import CODES, layer_of, read
-from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, floats
+from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Touched, floats
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 logger = init_logger("vllm." + __name__)
 CHILD = "jitgemm"
 """What a layer calls the module of its packed weight."""
+
+
+def noted(load: Callable[..., Any], place: Callable[..., frozenset[Any]]) -> Callable[..., Any]:
+    """A loader that notes what it wrote; see `written`. place(loaded_weight, ...) says what."""
+
+    @wraps(load)
+    def loads(param: Any, loaded_weight: torch.Tensor, *where: Any, **named: Any) -> Any:
+        result = load(param, loaded_weight, *where, **named)
+        if not param.is_meta:  # where vLLM counts numbers
+            param.written = written(param) | place(loaded_weight, *where, **named)
+        return result
+
+    loads.notes = True  # type: ignore[attr-defined]
+    return loads
+
+
+def written(param: Any) -> frozenset[Any]:
+    """The joined layers, by number, or experts, that the loaders have written in a parameter; None stands for all."""
+    replaced = not hasattr(getattr(param, "weight_loader", None), "notes")  # by a model's own loader
+    return frozenset({None}) if replaced else getattr(param, "written", frozenset())
+
+
+def part_of(loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> frozenset[int | None]:
+    """Which of the joined layers a loader of linears is told to write."""
+    part = next(iter((*shard, *shards.values())), None)
+    part = "qkv".index(part) if part in ("q", "k", "v") else part
+    return frozenset(part if isinstance(part, (tuple, list)) else [part if isinstance(part, int) else None])
 
 
 def one_order(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,11 +64,10 @@ def one_order(load: Callable[..., Any]) -> Callable[..., Any]:
         if param.is_meta:  # vLLM counts numbers, to pack the layer once it has all: those that are shared, once
             again, param.counted = getattr(param, "counted", False), True
             return None if again else load(param, loaded_weight, *shard, **shards)
-        before = param.data.clone() if getattr(param, "loaded", False) else None
+        before = param.data.clone() if written(param) else None
         result = load(param, loaded_weight, *shard, **shards)
         if before is not None and not torch.equal(before, param.data):
             raise ValueError("g_idx: expected one activation order of layers that vLLM joins, got several")
-        param.loaded = True
         return result
 
     return checked
@@ -54,10 +81,47 @@ def exact(load: Callable[..., Any]) -> Callable[..., Any]:
         kind, given = param.dtype, loaded_weight.dtype
         if kind != given and not torch.equal(loaded_weight.to(kind).float(), loaded_weight.float()):
             raise ValueError(f"scale: expected numbers that {kind} holds, as no header told their type, got {given}")
-        param.loaded = not param.is_meta
         return load(param, loaded_weight, *shard, **shards)
 
     return checked
+
+
+def cut(
+    load: Callable[..., Any],
+    layout: TensorLayout,
+    group_size: int,
+    touched: Touched | None,
+    ranks: int,
+    rows: int | None = None,
+) -> Callable[..., Any]:
+    """A loader of what a rank cannot have by vLLM's share of the file's tensor: rows of blocks, columns of groups.
+
+    Args:
+        ranks: vLLM takes one of so many shares along k: all of them are the columns that the rank touches.
+        rows: of the layer in the file; None for a loader that takes rows from its start.
+    """
+    axis = layout.axis("k", "G") if touched is not None else None
+    if layout.repeated == 1 and axis is None:
+        return load
+
+    @wraps(load)
+    def loads(param: Any, loaded_weight: torch.Tensor, *where: Any, **named: Any) -> Any:
+        stacked = loaded_weight.dim() - len(layout.dims)  # experts in front
+        if layout.repeated > 1:
+            n = stacked + layout.dims.index("n")
+            loaded_weight = loaded_weight.repeat_interleave(layout.repeated, n)
+            loaded_weight = loaded_weight.narrow(n, 0, rows or loaded_weight.shape[n])
+        if axis is not None:
+            each = group_size if layout.dims[axis] == "G" else layout.per(axis)
+            start, stop = touched.start // each, ceil_div(touched.stop, each)
+            mine = loaded_weight.narrow(stacked + axis, start, stop - start)
+            shares = mine.unsqueeze(stacked + axis).expand(
+                *mine.shape[: stacked + axis], ranks, *mine.shape[stacked + axis :]
+            )
+            loaded_weight = shares.flatten(stacked + axis, stacked + axis + 1)
+        return load(param, loaded_weight, *where, **named)
+
+    return loads
 
 
 def parameter(name: str, layout: TensorLayout, sizes: Mapping[str, int], loader: Callable[..., Any]) -> Any:
@@ -79,40 +143,61 @@ def parameter(name: str, layout: TensorLayout, sizes: Mapping[str, int], loader:
         kind = parameters.ChannelQuantScaleParameter
     else:
         kind = parameters.PerTensorScaleParameter if "parts" in layout.dims else parameters.BasevLLMParameter
-    return kind(data=unloaded(name, layout, sizes), weight_loader=loader, **given)
+    return kind(data=unloaded(name, layout, sizes), weight_loader=noted(loader, part_of), **given)
 
 
 def unloaded(name: str, layout: TensorLayout, sizes: Mapping[str, int]) -> torch.Tensor:
-    """A tensor to load into; those that files may lack say that they were not loaded, or what their lack means."""
-    if "scale" in name:
+    """A tensor to load into; those that files may lack hold what their lack means: NaN is no input scale."""
+    if name == "input_scale":
         return torch.full(layout.shape(sizes), torch.nan, dtype=layout.dtype)
     if name.endswith("g_idx"):
         return (torch.arange(sizes["k"]) * sizes["G"] // sizes["k"]).to(layout.dtype)
-    make = torch.zeros if layout.dtype.itemsize == 1 else torch.empty  # of 8 bits not all are codes
-    return make(layout.shape(sizes), dtype=layout.dtype)
+    return torch.empty(layout.shape(sizes), dtype=layout.dtype)
 
 
-def zero_missing(tensors: Mapping[str, torch.Tensor], layout: Layout, widths: Sequence[int]) -> list[int]:
-    """Makes joined layers that no file holds zeros, and says which.
+def of_dummies() -> bool:
+    """Whether vLLM makes numbers up (--load-format dummy), and calls no loaders."""
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.load_config.load_format == "dummy"
+
+
+def check_written(params: Mapping[str, Any], layout: Layout, names: Sequence[str]) -> list[int]:
+    """Which of the joined layers no file holds.
+
+    Args:
+        params: a layer's, as they are loaded, by suffix.
+        names: of each of the layers that it joins.
 
     Raises:
-        ValueError: no file holds any.
+        ValueError: the files hold some of the tensors that a layer needs and lack others, or hold no layer.
     """
-    for suffix in (each for each in tensors if "scale" in each and each != "input_scale"):
-        dims, scale = layout.tensors[suffix].dims, tensors[suffix]
-        if dims == ("parts",):
-            parts = scale.split(1)
-        else:
-            axis = layout.tensors[suffix].axis("n") or 0
-            rows = BLOCK if " / " in dims[axis] else 1
-            parts = scale.split([ceil_div(width, rows) for width in widths] or scale.shape[axis], axis)
-        missing = [i for i, part in enumerate(parts) if bool(part.isnan().all())]
-        if len(missing) == len(parts):
-            raise ValueError(f"{suffix}: expected numbers, found none in the files, or NaN alone")
-        for i in missing:
-            parts[i].zero_()
-        return missing
-    return []
+    missing = []
+    for part, name in enumerate(names):
+        lacking = [suffix for suffix in layout.needed if not written(params[suffix]) & {part, None}]
+        if len(lacking) == len(layout.needed):
+            missing.append(part)
+        if lacking and (part not in missing or len(missing) == len(names)):
+            raise ValueError(f"{', '.join(lacking)}: expected numbers, found none in the files (layer {name})")
+    return missing
+
+
+def fill_missing(params: Mapping[str, Any], layout: Layout, widths: Sequence[int], missing: Sequence[int]) -> None:
+    """Zeros for joined layers that no file holds, and what the lack means of tensors that files may lack.
+
+    What vLLM loads again is of anything before.
+    """
+    for suffix, param in params.items():
+        found, tensor = written(param), layout.tensors[suffix]
+        if tensor.dims == ("parts",) and found == {None}:  # one number for all
+            param.data.fill_(param.data[0].item())
+        elif suffix == "input_scale":
+            param.data[sorted({*range(len(param))} - found)] = torch.nan
+        elif suffix.endswith("g_idx") and not found:
+            k = len(param)
+            param.data.copy_(unloaded(suffix, tensor, {"k": k, "G": ceil_div(k, layout.group_size or k)}))
+        elif (rows := tensor.rows(widths)) is not None:
+            for part in missing:
+                param.data.split(rows[1], rows[0])[part].zero_()
 
 
 def read_parts(tensors: dict[str, torch.Tensor], layout: Layout, widths: Sequence[int] = ()) -> dict[str, torch.Tensor]:
@@ -148,8 +233,8 @@ class JitGemmLinearMethod(LinearMethodBase):
 
     def __init__(self, config: Any, names: list[str], layout: Layout):
         self.config, self.names, self.layout = config, names, layout
-        self.sizes: dict[str, int] = {}
-        self.dtype = torch.bfloat16
+        self.touched: Touched | None = None
+        self.dtype, self.dummies = torch.bfloat16, False
         self.uses_meta_device = layout.format is None
 
     @classmethod
@@ -157,8 +242,7 @@ class JitGemmLinearMethod(LinearMethodBase):
         """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         k = getattr(layer, "input_size_per_partition", layer.input_size)
         layout = config.layout(names, layer.input_size, layer.params_dtype)
-        layout.check_cut(layer.output_partition_sizes, k, k == layer.input_size)
-        return cls(config, names, layout)
+        return cls(config, names, layout.cut(layer.output_partition_sizes, layer.output_size, k, layer.input_size))
 
     def create_weights(
         self,
@@ -170,12 +254,14 @@ class JitGemmLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        self.dtype = params_dtype
-        parts = len(output_partition_sizes)
-        sizes = self.sizes = self.layout.sizes(sum(output_partition_sizes), input_size_per_partition, parts)
-        loader = extra_weight_attrs["weight_loader"]
+        self.dtype, self.dummies = params_dtype, of_dummies()
+        k, ranks = input_size_per_partition, input_size // input_size_per_partition
+        touched = self.touched = self.layout.touched(k, input_size, layer.tp_rank if ranks > 1 else 0)
+        k = k if touched is None else touched.stop - touched.start
+        sizes = self.layout.sizes(sum(output_partition_sizes), k, len(output_partition_sizes))
         with torch.device("meta") if self.uses_meta_device else nullcontext():
             for name, each in self.layout.tensors.items():
+                loader = cut(extra_weight_attrs["weight_loader"], each, self.layout.group_size, touched, ranks)
                 layer.register_parameter(name, parameter(name, each, sizes, loader))
         if self.layout.scheme == "block":
             layer.weight_block_size = [BLOCK, BLOCK]  # vLLM's loaders ask
@@ -184,19 +270,29 @@ class JitGemmLinearMethod(LinearMethodBase):
             quantise_while_loading(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        orders = [each for name, each in layer._parameters.items() if name.endswith("g_idx")]
-        if self.layout.ordered and not all(getattr(each, "loaded", False) for each in orders):
-            raise ValueError(f"g_idx: expected the activation order of {self.names[0]}, as its config says, found none")
-        anew(layer, {name: unloaded(name, each, self.sizes) for name, each in self.layout.tensors.items()})
-        tensors = taken(layer, self.layout.tensors)
-        if tensors is not None:
-            module = self._packed(tensors, getattr(layer, "output_partition_sizes", ()))
-            module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-            put(layer, module)
-            # Where vLLM's LoRA looks for a layer's device, and MLA for the type of its input; equal to no other weight.
-            here = next(module.buffers()).new_full((1,), torch.nan, dtype=self.dtype)
-            layer.register_buffer("weight", here, persistent=False)
-            self.config.warmer.packed(layer, getattr(layer, CHILD))
+        params = loaded(layer, self.layout.tensors)
+        if params is None:
+            return
+        widths = getattr(layer, "output_partition_sizes", ())
+        self._check_written(params, widths)
+        tensors = taken(layer, params)
+        module = self._packed(tensors, widths)
+        module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        put(layer, module)
+        # Where vLLM's LoRA looks for a layer's device, and MLA for the type of its input; equal to no other weight.
+        here = next(module.buffers()).new_full((1,), torch.nan, dtype=self.dtype)
+        layer.register_buffer("weight", here, persistent=False)
+        self.config.warmer.packed(layer, getattr(layer, CHILD))
+
+    def _check_written(self, params: Mapping[str, Any], widths: Sequence[int]) -> None:
+        """Raises ValueError for what no file holds, but for joined layers all of whose tensors lack: zeros."""
+        if self.dummies and not any(map(written, params.values())):
+            return
+        names = self.names if len(self.names) == len(widths) else self.names[:1] * len(widths)
+        missing = check_written(params, self.layout, names)
+        fill_missing(params, self.layout, widths, missing)
+        if missing:  # as k and v of layers that share others'
+            logger.warning_once("jitgemm: no file holds %s: zeros", ", ".join(names[i] for i in missing))
 
     def _packed(self, tensors: dict[str, torch.Tensor], widths: Sequence[int]) -> PackedLinear:
         activation = self.config.activation(self.layout)
@@ -204,18 +300,12 @@ class JitGemmLinearMethod(LinearMethodBase):
             activation = activation or "e4m3"
             weight = quantised(tensors["weight"], activation, self.config.options)
             return LINEARS[weight.bits](weight, activation=activation)
-        try:
-            missing = zero_missing(tensors, self.layout, widths)
-        except ValueError as error:
-            raise ValueError(f"{error} (layer of {self.names[0]})") from error
-        if missing:  # as k and v of layers that share others'
-            names = ", ".join(self.names[i] for i in missing if i < len(self.names))
-            logger.warning_once("jitgemm: no file holds %s: zeros", names)
         found = read_parts(tensors, self.layout, widths)
         named = {f"{self.names[0]}.{suffix}": tensor for suffix, tensor in found.items()}
-        checkpoint = Checkpoint(named, self.config.checkpoint)
+        checkpoint = Checkpoint(named, self.layout.config_of(self.config.checkpoint))
         layer = layer_of(checkpoint, self.names[0], activation, self.layout.format)
-        parts = read(checkpoint, layer, next(iter(found.values())).device)
+        columns = None if self.touched is None else self.touched.own
+        parts = read(checkpoint, layer, next(iter(found.values())).device, columns=columns)
         if self.names[0].rpartition(".")[2] == "kv_b_proj":
             # vLLM's MLA takes the weight from the product with an identity, which no static scale gives exactly.
             parts = parts._replace(input_scale=None)
@@ -264,22 +354,18 @@ def quantise_while_loading(layer: torch.nn.Module) -> None:
     initialize_online_processing(layer)
 
 
-def anew(layer: torch.nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
-    """Of a layer that vLLM loads again, makes what no file holds what it was the first time."""
-    for name, value in initial.items() if CHILD in layer._modules else ():
-        param = layer._parameters.get(name)
-        if param is not None and ("scale" in name or name.endswith("g_idx")) and not getattr(param, "loaded", False):
-            param.data.copy_(value)
+def loaded(layer: torch.nn.Module, names: Iterable[str], part: str = "") -> dict[str, Any] | None:
+    """A layer's parameters by their names behind `part`; None where they were taken before."""
+    params = {name: layer._parameters.get(part + name) for name in names}
+    return None if any(param is None for param in params.values()) else params
 
 
-def taken(layer: torch.nn.Module, names: Sequence[str] | Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """A layer's parameters, which it no longer has; None where they were taken before."""
-    if any(name not in layer._parameters for name in names):
-        return None
-    found = {name: layer._parameters[name].data for name in names}
-    for name in names:
-        delattr(layer, name)
-    return found
+def taken(layer: torch.nn.Module, params: Mapping[str, Any], part: str = "") -> dict[str, torch.Tensor]:
+    """The data of these parameters, which the layer no longer has."""
+    for name, param in params.items():
+        delattr(layer, part + name)
+        param.written = frozenset()
+    return {name: param.data for name, param in params.items()}
 
 
 def put(layer: torch.nn.Module, module: torch.nn.Module) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES, torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
+from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
 from jitgemm.tensors import check_int, check_tensor, describe, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.settled import SettledAt, capturing, note_settled, noted_settled, settle
@@ -56,8 +56,8 @@ def check_sizes(n: int, k: int, name: str = "q") -> None:
     """Raises ValueError for sizes that no weight has."""
     if n < 8 or n % 8:
         raise ValueError(f"{name}: expected n, its rows, to be a positive multiple of 8, got {n}")
-    if k < 32 or k % 32:
-        raise ValueError(f"{name}: expected k to be a positive multiple of 32, got {k}")
+    if k < K_ALIGNMENT or k % K_ALIGNMENT:
+        raise ValueError(f"{name}: expected k to be a positive multiple of {K_ALIGNMENT}, got {k}")
 
 
 def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:

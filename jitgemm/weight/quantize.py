@@ -48,7 +48,7 @@ def quantize_w4(
 
     Args:
         w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
-            multiple of 32; finite. Left as it is.
+            multiple of 16; finite. Left as it is.
         group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.
         symmetric: signed codes; False for codes 0..15 with zero points.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
@@ -107,7 +107,7 @@ def quantize_w8(w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = 
 
     Args:
         w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
-            multiple of 32; finite. Left as it is.
+            multiple of 16; finite. Left as it is.
         lhs_dtype: torch.float8_e4m3fn or torch.int8, the type of the weight and of the activations that it meets.
         block: None for a scale per row, 128 for one per block of 128 x 128.
 
