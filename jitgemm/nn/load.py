@@ -55,7 +55,8 @@ def load_(
     that was quantised here.
 
     A quantised layer that no packed one can stand for (see `quantize_`), that the filter leaves out, whose n is no
-    multiple of 8 or whose k is none of 32, stays what it is and gets the dequantised weight; quantised embeddings too.
+    multiple of 8, whose k is none of 32 or whose 8-bit codes have zero points, stays what it is and gets the
+    dequantised weight; quantised embeddings too.
 
     Two names of one tied tensor that differ in the file are untied in the model.
 
