@@ -383,6 +383,7 @@ def test_no_two_formats_detect_8_bits():
         {"weight_scale": torch.ones(256, 1)},
     )
     compressed = scheme("float", "channel", "float-quantized")
+    rows_of_one = {"quant_method": "blockwise_int8", "weight_block_size": [1, 64]}  # not two codes a byte
     for tensors, told, expected in (
         ({"weight": fp8} | blocks, None, ["w8a8"]),
         ({"weight": fp8} | blocks, {"quant_method": "w4afp8"}, ["w8a8"]),
@@ -396,6 +397,7 @@ def test_no_two_formats_detect_8_bits():
         ({"weight": fp8.view(torch.int8)} | rows, {"quant_method": "w8a8_int8"}, ["w8a8"]),
         ({"weight": fp8.view(torch.int8)} | blocks, None, ["w8a8"]),
         ({"weight": fp8.view(torch.int8), "weight_scale_inv": torch.ones(256, 4)}, None, ["w4afp8"]),
+        ({"weight": fp8.view(torch.int8), "weight_scale_inv": torch.ones(256, 4)}, rows_of_one, ["w8a8"]),
     ):
         assert layers.detecting(tensors, told) == expected
 
@@ -559,6 +561,44 @@ def test_a_mixed_checkpoint_loads_whole(tmp_path):
     with pytest.warns(UserWarning, match="converted no layer"):
         load_(plain, folder, filter=lambda *_: False)
     assert torch.equal(plain.blocks[0].down.weight, dense["blocks.0.down.weight"])
+
+
+def gptq_layer(weight: torch.Tensor, bits: int, zero: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A layer as GPTQ v2 stores it, a scale per row, and what that stands for."""
+    scale = (weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)).half()
+    q = (weight / scale.float()).round().clamp(-min(zero, 2 ** (bits - 1)), 2**bits - 1 - zero)
+    zeros = torch.full((1, weight.shape[0]), zero)
+    words = {
+        "qweight": checkpoints.words(q.T.long() + zero, 0, bits=bits),
+        "qzeros": checkpoints.words(zeros, 1, bits=bits),
+    }
+    return words | {"scales": scale.T}, q * scale.float()
+
+
+@pytest.mark.parametrize("method", ["gptq", "auto-round"])
+def test_a_gptq_file_with_layers_of_4_and_8_bits_loads_whole(tmp_path, method):
+    told = {"bits": 4, "group_size": -1, "sym": True}
+    if method == "gptq":
+        told |= {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+        told |= {"dynamic": {r"+:.*0\.down": {"bits": 8}, r"+:.*1\.down": {"bits": 8, "sym": False}}}
+    else:
+        told |= {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"}
+        told |= {"extra_config": {"blocks.0.down": {"bits": 8}, r".*1\.down": {"bits": 8, "sym": False}}}
+    tensors = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
+    dense = dict(tensors)
+    for name, form in zip(BLOCKS, ((4, 8), (8, 128), (4, 8), (8, 99))):
+        stored, dense[f"{name}.weight"] = gptq_layer(tensors.pop(f"{name}.weight"), *form)
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in stored.items()}
+    model = Model()
+    with pytest.warns(UserWarning, match="1 quantised layers are dequantised:\n.*8-bit codes with zero points"):
+        report = load_(model, checkpoints.save(tmp_path, tensors, told))
+    kinds = [type(model.get_submodule(name)) for name in BLOCKS]
+    assert kinds == [W4A8Linear, W8A8Linear, W4A8Linear, torch.nn.Linear]
+    assert [model.get_submodule(name).activation for name in report] == ["e4m3", "int8", "e4m3"]
+    for name in BLOCKS:
+        weight = model.get_submodule(name).weight
+        assert torch.equal(weight if name == "blocks.1.down" else weight.dequantize(), dense[f"{name}.weight"])
+    assert report.skipped == {"blocks.1.down": "dequantised: 8-bit codes with zero points"}
 
 
 def test_scales_of_the_kv_cache_beside_8_bit_layers_are_ignored_by_name():

@@ -52,6 +52,9 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
         otherwise = compressed_tensors.stored_otherwise(config, names)
         if otherwise is not None:
             raise ValueError(f"format: {otherwise}; {layer} has {listed}")
+        refusal = (autoround.translated(config, prefix) or {}).get("refusal")
+        if refusal is not None:
+            raise ValueError(refusal)
         methods = [f"{key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if (config or {}).get(key)]
         raise ValueError(
             f"format: {layer} is of no format known here ({', '.join(f.name for f in FORMATS)}); it has "

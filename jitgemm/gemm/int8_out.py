@@ -10,6 +10,7 @@ import torch
 from jitgemm.activations.call import quantize_activations
 from jitgemm.gemm.arguments import Lhs, check_weight, split_lhs
 from jitgemm.gemm.call import gemm_w4a8_nt
+from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.weight.packed import W4Weight
 
 
@@ -30,7 +31,7 @@ def gemm_w4a8_int8_nt(
     split m, which changes no bit with batch_invariant.
 
     Args:
-        lhs, rhs, bias, batch_invariant: as `gemm_w4a8_nt` takes them; rhs has n, a multiple of 32.
+        lhs, rhs, bias, batch_invariant: as `gemm_w4a8_nt` takes them; rhs has n, a multiple of 16.
         affine: with a zero point per token, else symmetric.
         scale, zero: fp32 and, if affine, int32 of one element each, to quantise with; None takes them from each token's
             results.
@@ -44,8 +45,8 @@ def gemm_w4a8_int8_nt(
         As `gemm_w4a8_nt` and `quantize_activations` do.
     """
     x = split_lhs(lhs)[0]
-    if check_weight(rhs, W4Weight).n % 32:
-        raise ValueError(f"rhs: expected n to be a multiple of 32 for an 8-bit result, got {rhs.n}")
+    if check_weight(rhs, W4Weight).n % K_ALIGNMENT:
+        raise ValueError(f"rhs: expected n to be a multiple of {K_ALIGNMENT} for an 8-bit result, got {rhs.n}")
     result = torch.empty((x.shape[0], rhs.n), dtype=torch.float32, device=x.device)
     gemm_w4a8_nt(lhs, rhs, result, bias=bias, batch_invariant=batch_invariant)
     scheme = "token" if scale is None else "tensor"

@@ -165,8 +165,7 @@ def _carry_out(plan: Plan, target: torch.device | None, division: Division | Non
     for name in plan.computed:  # whatever it holds, as every other tensor
         model._init_weights(model.get_submodule(name.rpartition(".")[0]))
     fill(plan, plan.tensors, lambda name, tensor: target or _device(tensor))
-    if plan.layers:
-        describe_to_transformers(model, bool(tied or plan.untied))
+    describe_to_transformers(model, bool(tied or plan.untied))
     if target is not None:
         model.to(target)
     if division is not None:

@@ -31,6 +31,7 @@ BLOCK = "_block"
 _OWN = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 """The kind of activations that 8-bit codes meet where nothing else is said."""
 ZERO_BIAS = "a bias of zeros, where the model has none"
+ZEROS = "8-bit codes with zero points"
 OF_CACHE = "scale of the KV cache or attention, not quantised here"
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
