@@ -100,6 +100,36 @@ def test_packed_words_of_8_bits_hold_the_file_s_weight(tmp_path):
     assert PackedLinear.from_checkpoint(folder, LAYER, device="cpu").activation == "int8"
 
 
+@pytest.mark.parametrize("format", ["int-quantized", "pack-quantized"])
+@pytest.mark.parametrize("strategy", ["group", "channel", "tensor"])
+def test_zero_points_of_8_bits_are_dequantised(tmp_path, format, strategy):
+    """As W8A16 of llm-compressor without symmetry; no packed weight has them."""
+    n, k, groups = 40, 256, {"group": 2}.get(strategy, 1)
+    q, scale = codes(1, n, k, torch.int8), scales(2, *((1,) if strategy == "tensor" else (n, groups)))
+    zero = torch.randint(-128, 128, scale.shape, generator=builders.generator(3), dtype=torch.int8)
+    by_row = [x.reshape(-1, groups).expand(n, groups).repeat_interleave(k // groups, 1) for x in (scale, zero)]
+    exact = (q.int() - by_row[1].int()).float() * by_row[0]
+    tensors = {"weight": q, "weight_scale": scale, "weight_zero_point": zero}
+    if format == "pack-quantized":
+        places = torch.tensor([0, 8, 16, 24])
+        words = ((q.long() + 128).view(n, k // 4, 4) << places).sum(2).to(torch.int32)
+        tensors = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([n, k])}
+        if strategy == "tensor":
+            tensors["weight_zero_point"] = zero
+        else:
+            tensors["weight_zero_point"] = ((zero.long() + 128).view(n // 4, 4, groups) << places[:, None]).sum(1)
+            tensors["weight_zero_point"] = tensors["weight_zero_point"].to(torch.int32)
+    told = scheme("int", strategy, format, symmetric=False, **({"group_size": 128} if strategy == "group" else {}))
+    folder = checkpoints.save(tmp_path, {f"layer.{name}": tensor for name, tensor in tensors.items()}, told)
+    assert torch.equal(read_layer(folder, "layer", device="cpu").dequantize(), exact)
+    parts = [read_layer(folder, "layer", device="cpu", tp_dim="n", tp_rank=r, tp_size=5).dequantize() for r in range(5)]
+    assert torch.equal(torch.cat(parts), exact)
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(k, n, bias=False)})
+    with pytest.warns(UserWarning, match="8-bit codes with zero points"):
+        load_(model, folder)
+    assert torch.equal(model["layer"].weight, exact)
+
+
 LIBRARY = [
     ("float-quantized", "float", "channel", inputs("float")),
     ("float-quantized", "float", "tensor", inputs("float", dynamic=False, strategy="tensor")),
@@ -397,11 +427,12 @@ def changed(told: dict, **weights) -> dict:
     [
         (INT8, OF_FP8, "weight: expected float8_e4m3fn [n, k], got int8 [16, 256]"),
         (FP8, OF_INT8, "weight: expected int8 [n, k], got float8_e4m3fn [16, 256]"),
-        (INT8, changed(OF_INT8, symmetric=False), "weights: expected symmetric: true with num_bits 8, got false"),
+        (INT8, changed(OF_INT8, symmetric=False), "weight_zero_point: expected the tensor, as the config says"),
+        (FP8, changed(OF_FP8, symmetric=False), "weights: expected symmetric: true with type 'float', got false"),
         (
             INT8 | {"weight_zero_point": torch.ones((16, 1), dtype=torch.int8)},
             OF_INT8,
-            "weight_zero_point: expected zeros with num_bits 8",
+            "weight_zero_point: expected zeros, as the config says symmetric: true",
         ),
         (FP8, changed(OF_FP8, strategy="block", block_structure=[128]), "block_structure: expected two positive"),
         (
