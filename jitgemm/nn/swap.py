@@ -76,7 +76,8 @@ def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
         module.config = copy.deepcopy(config, copies)
         if untied and getattr(config, "tie_word_embeddings", False):
             module.config.tie_word_embeddings = False
-        vars(module.config).pop("quantization_config", None)
+        for key in ("quantization_config", "_pre_quantization_dtype"):  # the latter by transformers 4
+            vars(module.config).pop(key, None)
         if not name.startswith(tuple(models)):
             models[f"{name}." if name else ""] = module
     for module in models.values():
