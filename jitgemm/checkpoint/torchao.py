@@ -28,8 +28,8 @@ The op's output: lane t of a warp holds what mma.m16n8k16 wants of B from it, fo
 
 Read from PyTorch's int4mm.cu and torchao 0.18. What shapes cannot tell:
 
-- uint8 [n, k / 2] and [n, k] both fit most scales. The size of the model's layer or the config's shape decides, else the
-  config's group_size; else a value above 15 means packed, and bytes that are all the same need the shape.
+- uint8 [n, k / 2] and [n, k] both fit most scales. The size of the model's layer or the config's shape decides, else
+  the config's group_size; else a value above 15 means packed, and bytes that are all the same need the shape.
 - `_convert_weight_to_int4pack_for_cpu` also gives uint8 [n, k / 2], in an order that depends on the CPU: not to be
   given here. Nor ROCm's output, whose tiles have 16 rows of n under the shape of NVIDIA's.
 - Int4TilePackedTo4dTensor pads k to a multiple of 1024 and n to 8 or 16. Subclasses say their shape, and so does the
