@@ -123,7 +123,8 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
     if "scales_and_zeros" in tensors:
         name, group_size = _codes_name(tensors), setting(config, "group_size", "groupsize")
         k = setting(config, "shape", default=(None, setting(config, "in_features")))[1]
-        return read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], group_size, k)
+        weight = read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], group_size, k)
+        return _without_padding(weight, setting(config, "shape"))
     if _FLAT + "qdata" in tensors:
         parts = {_FLAT + name: tensors[_FLAT + name] for name in _PARTS if _FLAT + name in tensors}
         return _without_padding(_read_subclass(parts, _FLAT, None), setting(config, "shape"))
@@ -141,11 +142,11 @@ def read_tinygemm(
         name: the tensor that codes are, for messages.
         scales_and_zeros: [G, n, 2].
         group_size: None where only the shapes say.
-        k: None where only the shapes say.
+        k: of bytes; None where only the shapes say.
     """
     groups = scales_and_zeros.shape[0]
     q = _codes(name, codes, groups, group_size, k)
-    if k is not None and q.shape[1] != k:
+    if k is not None and codes.dtype == torch.uint8 and q.shape[1] != k:
         raise ValueError(f"{name}: expected codes for k = {k}, got {describe(codes)}")
     check_shape("scales_and_zeros", scales_and_zeros, groups, q.shape[0], 2)
     scale, zero = (scales_and_zeros[..., i].T.contiguous() for i in (0, 1))
