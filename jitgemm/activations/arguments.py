@@ -15,7 +15,16 @@ from jitgemm.activations.kernel import GELU_MULS, SILU_MUL, Gate, most_k
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_no_grad, check_plain, check_tensor, differ, dtype_name
+from jitgemm.tensors import (
+    check_dtype,
+    check_flag,
+    check_float,
+    check_no_grad,
+    check_plain,
+    check_tensor,
+    differ,
+    dtype_name,
+)
 
 POINTERS = (
     Pointer("x", "x", ALIGNMENT),
@@ -109,6 +118,7 @@ def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     except RuntimeError:
+        check_plain(name, tensor)
         raise ValueError(
             f"{name}: expected rows that are one stride apart, got shape {list(tensor.shape)} with strides "
             f"{tuple(tensor.stride())}; make it contiguous"
@@ -181,9 +191,7 @@ def check_arguments(inputs: Inputs) -> None:
         if value is not None:
             check_vector(name, value, types, elements)
             check_device(name, value, "x", x.device)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"eps: expected a float, got {type(eps).__name__}")
-    if not 0 <= eps < 3e38:
+    if not 0 <= check_float("eps", eps) < 3e38:
         raise ValueError(f"eps: expected a finite number that is not negative, got {eps}")
     for name in ("x", "scale", "rms_norm", "residual", "residual_out"):
         check_no_grad(name, getattr(inputs, name))

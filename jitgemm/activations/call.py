@@ -243,7 +243,7 @@ def _inputs(*arguments: Any) -> Inputs:
 
 
 def _new_sum(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return x.new_empty(x.shape)
 
 
 def _op(*arguments: Any) -> tuple[torch.Tensor, ...]:

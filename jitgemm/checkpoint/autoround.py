@@ -45,6 +45,8 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
         return config
     packing = str(config.get("packing_format") or config.get("backend") or "auto")
     extra = config.get("extra_config") or {}
+    if not isinstance(extra, Mapping) or not all(isinstance(each, Mapping) for each in extra.values()):
+        return {**config, "refusal": f"extra_config: expected settings by names of layers, got {extra!r}"}
     settings = {key: config.get(key) for key in _SETTINGS}
     settings |= next((extra[name] for name in (prefix, *extra) if name in extra and _names(name, prefix)), {})
     floats = str(settings["data_type"]).startswith("fp")

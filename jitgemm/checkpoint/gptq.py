@@ -20,7 +20,7 @@ old CUDA class. A config without checkpoint_format is v1. Sources disagree on wh
 - GPTQModel (meta.quantizer names it) writes v1 by subtracting 0x11111111 from whole words, borrowing from the next
   nibble, and adds it back to whole words when it reads. Its files are read the same way here, which gives back 0..15.
 
-`rotation` leaves weights as they are, but mlp.down_proj's input needs a Hadamard transform at run time: refused for it.
+`rotation` leaves weights as they are, but mlp.down_proj's input needs a Hadamard transform at run time, so that one raises an error.
 Knows no files: tensors and config come from the caller.
 """
 
@@ -147,10 +147,17 @@ def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any
         return config
     if config.get("rotation") and prefix.endswith("mlp.down_proj"):
         return {**config, "refusal": f"rotation: expected none for {prefix!r}, whose input it transforms at run time"}
-    for pattern, overrides in (config.get("dynamic") or {}).items():
-        if re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix):
-            if pattern.startswith("-:"):
-                return {**config, "refusal": f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it"}
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        return {**config, "refusal": f"dynamic: expected settings by expressions, got {dynamic!r}"}
+    for pattern, overrides in dynamic.items():
+        try:
+            found = re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix)
+        except re.error as error:
+            return {**config, "refusal": f"dynamic: expected regular expressions, got {pattern!r} ({error})"}
+        if found and pattern.startswith("-:"):
+            return {**config, "refusal": f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it"}
+        if found:
             return {**config, **overrides}
     return config
 

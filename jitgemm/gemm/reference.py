@@ -21,6 +21,7 @@ from jitgemm.gemm.arguments import (
     X_SCALE,
     X_ZERO,
     Lhs,
+    Operands,
     check_per_block,
     check_per_token,
     check_weight,
@@ -28,9 +29,9 @@ from jitgemm.gemm.arguments import (
     split_lhs,
 )
 from jitgemm.gemm.e8m0 import with_fp32_scales
-from jitgemm.gemm.groups import Groups, check_groups, experts_of
+from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, check_groups, experts_of
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
-from jitgemm.runtime.checks import check_device
+from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.tensors import check_dtype, check_no_grad, check_tensor, dtype_name, take_rows
 from jitgemm.weight.packed import PackedWeight, Weight, check_packed, dequantize_groups
 
@@ -99,6 +100,7 @@ def m_grouped_gemm_w4a8_reference(
         out = torch.zeros((rows, rhs.n), dtype=out_dtype, device=rhs.device)
     check_groups(Groups(check_tensor("offsets", offsets), row_index, 0, 1), experts, out.shape[0], x.device)
     _check(lhs, rhs, bias, (experts, rhs.n), out_dtype)
+    check_addresses(GROUPED_POINTERS, (offsets, row_index, *Operands(*split_lhs(lhs), rhs, out, bias).tensors))
     write_grouped_reference(lhs, rhs, out, offsets, row_index=row_index, bias=bias, most=out.shape[0])
     return out
 

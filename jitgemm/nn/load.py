@@ -55,8 +55,9 @@ def load_(
     that was quantised here.
 
     A quantised layer that no packed one can stand for (see `quantize_`), that the filter leaves out, whose n is no
-    multiple of 8 or whose k is none of 16, stays what it is and gets the dequantised weight; so do quantised modules of
-    other classes with a parameter `weight` of two dimensions, such as embeddings, routers and transformers' Conv1D.
+    multiple of 8, whose k is none of 16 or whose 8-bit codes have zero points, stays what it is and gets the dequantised
+    weight; so do quantised modules of other classes with a parameter `weight` of two dimensions, such as embeddings,
+    routers and transformers' Conv1D.
 
     Two names of one tied tensor that differ in the file are untied in the model.
 
