@@ -213,10 +213,6 @@ def _compressed_tensors(config: Mapping[str, Any], k: int, scale: torch.dtype) -
         tensors = {"weight": TensorLayout(torch.int8 if type_ == "int" else E4M3, ("n", "k"))}
     tensors["weight_scale"] = TensorLayout(scale, _SCALES.get(strategy, ("n", groups)))
     if not weights.get("symmetric", True):
-        if bits == 8:
-            raise Unsupported(
-                "symmetric: expected true with num_bits 8, as packed weights have no zero points, got false"
-            )
         if strategy not in ("group", "channel"):
             raise Unsupported(f"strategy: expected group or channel with zero points, got {strategy}")
         zero = (torch.int32, (f"n / {32 // bits}", groups)) if packed else (torch.int8, ("n", groups))
