@@ -412,6 +412,18 @@ def test_a_base_model_takes_a_whole_models_file_and_back(tmp_path, kind, names):
     assert all(not x.is_meta for x in (*model.parameters(), *model.buffers()))
 
 
+def test_what_was_saved_of_a_whole_model_is_read_as_its_base_model_and_back(tmp_path):
+    floats(tmp_path / "floats", "tied llama")
+    options = {"quantization_config": hf.JitGemmConfig(group_size=32), "dtype": torch.bfloat16}
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", **options)
+    base = transformers.AutoModel.from_pretrained(tmp_path / "floats", **options)
+    assert len(quantised_names(base)) == 14 and same_state(base, whole.model)
+    whole.save_pretrained(tmp_path / "whole")
+    base.save_pretrained(tmp_path / "base")
+    assert same_state(transformers.AutoModel.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16), base)
+    assert same_state(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16), whole)
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_modules_to_not_convert_are_dequantised(tmp_path, name):
     file(tmp_path, name, "gptq")
