@@ -246,8 +246,12 @@ DEEPSEEK = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"
 
 
 @pytest.mark.parametrize(
-    "told, codes_type", [(DEEPSEEK, E4M3), ({"quant_method": "w4afp8"}, E4M3), (None, E4M3), (DEEPSEEK, torch.int8)],
-    ids=["deepseek", "w4afp8", "no config", "int8"],
+    "told, codes_type",
+    [
+        (DEEPSEEK, E4M3), ({"quant_method": "w4afp8"}, E4M3), (None, E4M3), (DEEPSEEK, torch.int8),
+        ({"quant_algo": "FP8_BLOCK_SCALES"}, E4M3),
+    ],
+    ids=["deepseek", "w4afp8", "no config", "int8", "tensorrt-llm"],
 )  # fmt: skip
 @pytest.mark.parametrize("n, k", [(256, 384), (200, 416), (64, 32)])
 def test_blocks_of_128_by_128(tmp_path, told, codes_type, n, k):
