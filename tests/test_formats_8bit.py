@@ -301,8 +301,10 @@ def test_a_static_activation_scale_of_transformers_is_the_layers(tmp_path):
     assert layer.activation == "e4m3" and layer.input_scale.tolist() == [0.25]
     assert PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=OF_TRANSFORMERS).input_scale is None
     del tensors[f"{LAYER}.activation_scale"]
-    with pytest.raises(ValueError, match="input_scale: expected the static scale that the config names, found none"):
+    with pytest.raises(ValueError, match="expected the static scale that the config names, .*activation='e4m3' quant"):
         PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=static)
+    layer = PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=static, activation="e4m3")
+    assert layer.activation == "e4m3" and layer.input_scale is None
 
 
 @pytest.mark.parametrize("name, static", [("scale", "input_scale"), ("qscale_weight", "qscale_act")])
