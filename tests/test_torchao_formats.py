@@ -133,6 +133,12 @@ def test_bytes_that_are_all_the_same_need_the_size_that_a_models_layer_has(form)
     assert torch.equal(model["a"].weight.dequantize().double(), tinygemm(q, parameters))
 
 
+def test_a_shape_drops_the_padding_of_plain_tiles():
+    q, parameters = codes(9, 16, 256), scales_and_zeros(9, 16, 4, torch.bfloat16)
+    weight = FORMAT.read({"weight": tiles(q, 8), "scales_and_zeros": parameters}, {"shape": [16, 192]})
+    layers.assert_exactly(weight, tinygemm(q, parameters)[:, :192])
+
+
 def test_codes_of_another_size_than_was_said_are_an_error():
     tensors = {"weight": torch.zeros((16, 32), dtype=torch.uint8), "scales_and_zeros": torch.ones(1, 16, 2)}
     with pytest.raises(ValueError, match=r"weight: expected codes for k = 256, got uint8 \[16, 32\]"):

@@ -1289,7 +1289,9 @@ def test_an_expert_that_no_file_holds_is_an_error(name, suffix):
     with rank():
         layer = experts(made(CONFIGS[name]), "m.experts", (3, 64, 64), 1)
         load_experts(layer, "m.experts", tensors)
-        with pytest.raises(ValueError, match=rf"w13_{suffix}\b.*: expected numbers for each .* 3 experts, .* for number 2"):
+        with pytest.raises(
+            ValueError, match=rf"w13_{suffix}\b.*: expected numbers for each .* 3 experts, .* for number 2"
+        ):
             layer.quant_method.process_weights_after_loading(layer)
 
 

@@ -132,6 +132,26 @@ def test_packing_under_inference_mode():
     assert weight.settle() and weight.settled
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("seen, write", [
+    (True, lambda blocks: blocks.zero_()),
+    (True, lambda blocks: blocks[:, :1].copy_(blocks[:, :1])),
+    (True, lambda blocks: blocks.detach().flatten().add_(1)),
+    (None, lambda blocks: blocks.view(torch.int32).zero_()),
+    (False, lambda blocks: blocks.data.zero_()),
+    (False, lambda blocks: blocks.numpy().fill(0)),
+    (False, lambda blocks: torch.from_dlpack(blocks).zero_()),
+    (False, lambda blocks: blocks.untyped_storage().fill_(0)),
+], ids=["blocks", "slice", "detach", "other dtype", "data", "numpy", "dlpack", "storage"])  # fmt: skip
+def test_what_is_written_past_the_version_is_not_seen_until_it_is_settled_again(seen, write, mode):
+    """As `Weight` says; None: not in inference mode."""
+    weight = builders.weight_parts(4, 16, 128, 64).packed
+    with mode():
+        write(weight.blocks)
+    assert weight.settled == (not (seen or (seen is None and mode is torch.no_grad)))
+    assert weight.settle() and weight.settled
+
+
 # --- bits ---
 
 

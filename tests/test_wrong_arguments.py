@@ -53,7 +53,8 @@ def contiguous(bits: int, out: torch.dtype) -> dict[str, Any]:
 
 
 def masked(bits: int, out: torch.dtype) -> dict[str, Any]:
-    lhs = tuple(part.view(E, M, *part.shape[2:] and [K]) for part in builders.affine_lhs(1, E * M, K))
+    x, scale, zero = builders.affine_lhs(1, E * M, K)
+    lhs = x.view(E, M, K), scale.view(E, M), zero.view(E, M)
     given = {"lhs": lhs, "rhs": weights(bits)[1], "out": torch.zeros(E, M, K, dtype=out)}
     given |= {"masked_m": int32(1, 0, 4), "expected_m": 2, "bias": torch.zeros(E, K)}
     return given | {"batch_invariant": False, "kernel": None}
@@ -97,7 +98,11 @@ def combined() -> dict[str, Any]:
 BF16, FP32 = torch.bfloat16, torch.float32
 PUBLIC: dict[str, Callable[[], dict[str, Any]]] = {
     f"{grouped}gemm_w{bits}a8{out}_nt{form}": lambda make=make, bits=bits, out=out: make(bits, BF16 if out else FP32)
-    for grouped, form, make in (("", "", gemm), ("m_grouped_", "_contiguous", contiguous), ("m_grouped_", "_masked", masked))
+    for grouped, form, make in (
+        ("", "", gemm),
+        ("m_grouped_", "_contiguous", contiguous),
+        ("m_grouped_", "_masked", masked),
+    )
     for bits in (4, 8)
     for out in ("", "_bf16")
 }
@@ -122,8 +127,8 @@ PUBLIC |= {
     "pack_w4": four_bits,
     "pack_w8": lambda: {"q": torch.zeros(N, K, dtype=torch.int8), "scale": torch.ones(N, 2), "group_size": 32},
     "quantize_w4": lambda: {
-        "w": torch.ones(N, K), "group_size": 32, "zero_point": False, "scale_dtype": BF16, "lhs_dtype": None,
-        "clip_steps": 1, "importance": torch.ones(K),
+        "w": torch.ones(N, K), "group_size": 32, "symmetric": True, "scale_dtype": BF16, "full_range": True,
+        "clip_steps": 1, "lhs_dtype": None,
     },
     "quantize_w8": lambda: {"w": torch.ones(N, K), "lhs_dtype": torch.int8, "block": None},
 }  # fmt: skip
@@ -168,10 +173,45 @@ LIKE: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 """Of a tensor."""
 
-LEGAL = {
-    "bias": {"None"},
+SHAPES = {"meta", "more dimensions", "no dimensions", "no elements", "fewer columns"}
+"""Where two arguments do not fit together, either may be named."""
+LEGAL: dict[str, set[str]] = {
+    "affine": {"True"},
+    "alpha": {"1", "1.5", "inf"},
+    "batch_invariant": {"True"},
+    "bias": {"None", "double"},
+    "block": {"None"},
+    "clip_steps": {"1"},
+    "eps": {"1", "1.5"},
+    "expected_m": {"None", "1", "1.5", "10**400"},
+    "expert_map": {"None", "fewer columns"},
+    "experts": {"1"},
+    "full_range": {"True"},
+    "gelu_mul": {"None"},
+    "group_size": {"None", "10**400"},
+    "k": {"None", "1", "10**400"},
+    "kernel": {"None", "'x'"},
+    "lhs": {"scalar", "no dimensions"},
+    "lhs_dtype": {"None"},
+    "limit": {"None", "1", "1.5", "inf"},
+    "m_indices": {"meta", "no elements", "fewer columns"},
+    "out": {"None", "double"},
+    "out_dtype": {"float64"},
+    "scale": {"None", "scalar", "more dimensions", "no dimensions"},
+    "silu_mul": {"True"},
+    "swap_ab": {"True"},
+    "symmetric": {"True"},
+    "tokens": {"1"},
+    "top_k": {"1"},
+    "topk_ids": {"no elements"},
+    "x": {"scalar", "more dimensions", "no dimensions", "no elements"},
+    "zero": {"None", "more dimensions", "no dimensions"},
 }
-"""By argument: what of WRONG and LIKE is not wrong."""
+for _name in (
+    "row_index", "bias13", "bias2", "addend", "rms_norm", "permutation", "offset", "residual", "residual_out",
+):  # fmt: skip
+    LEGAL[_name] = {"None"}
+"""By argument: what is not wrong by itself. A kernel's label means nothing on a CPU."""
 
 
 def changes(given: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -199,12 +239,14 @@ def test_what_is_wrong_is_named(name):
         try:
             call(**given)
         except (TypeError, ValueError) as error:
-            if not re.search(rf"\b{argument}\b.*: expected", str(error)):
+            free = kind.partition(" at ")[0] in SHAPES | LEGAL.get(argument, set())
+            names = [*given, "lhs"] if free else [argument, "lhs"] if argument == "x" else [argument]
+            if not re.search(rf"\b({'|'.join(names)})\b.*: expected", str(error)):
                 wrong.append(f"{argument} = {kind}: {type(error).__name__}: {error}")
         except Exception as error:
             wrong.append(f"{argument} = {kind}: {type(error).__name__}: {error}")
         else:
-            if kind not in LEGAL.get(argument, ()):
+            if kind.partition(" at ")[0] not in LEGAL.get(argument, ()):
                 wrong.append(f"{argument} = {kind}: no error")
     assert not wrong, "\n".join(wrong)
 

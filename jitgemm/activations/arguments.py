@@ -129,7 +129,7 @@ def gate_of(silu_mul: bool, gelu_mul: str | None) -> Gate | None:
     """The gate of a call. Raises ValueError for two of them, or one unknown."""
     if gelu_mul is None:
         return SILU_MUL if silu_mul else None
-    if silu_mul or gelu_mul not in tuple(GELU_MULS):
+    if silu_mul or not isinstance(gelu_mul, str) or gelu_mul not in tuple(GELU_MULS):
         expected = "None with silu_mul" if silu_mul else " or ".join(map(repr, (*GELU_MULS, None)))
         raise ValueError(f"gelu_mul: expected {expected}, got {gelu_mul!r}")
     return GELU_MULS[gelu_mul]
@@ -203,6 +203,7 @@ def rows_like(name: str, value: object, x: torch.Tensor) -> torch.Tensor:
     if differ(tensor.shape, x.shape):
         raise ValueError(f"{name}: expected shape {list(x.shape)}, x's, got {list(tensor.shape)}")
     if tensor.dtype != x.dtype:
+        check_dtype("x", x.dtype, REAL_TYPES)
         raise TypeError(f"{name}: expected {dtype_name(x.dtype)}, x's type, got {dtype_name(tensor.dtype)}")
     check_device(name, tensor, "x", x.device)
     return as_rows(name, tensor)
@@ -212,6 +213,8 @@ def check_out(
     out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, gated: bool, block: bool = False
 ) -> Outputs:
     """The call's `out`, as rows, for x of any number of dimensions but 0."""
+    if type(affine) is not bool:
+        check_flag("affine", affine)
     expected = "(q, scale, zero)" if affine else "(q, scale)"
     if not isinstance(out, (tuple, list)) or len(out) != (3 if affine else 2):
         what = f"{type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else type(out).__name__
@@ -221,7 +224,8 @@ def check_out(
         check_tensor(name, tensor)
         if not torch.compiler.is_compiling():  # a tracer cannot ask
             check_plain(name, tensor)
-        if tensor.dtype != wanted:
+        if tensor.dtype is not wanted:
+            check_dtype("dtype", dtype, LHS_TYPES)
             raise TypeError(f"{name}: expected {dtype_name(wanted)}, got {dtype_name(tensor.dtype)}")
         check_device(name, tensor, "x", x.device)
         if tensor.requires_grad:

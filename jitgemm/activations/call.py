@@ -114,7 +114,7 @@ def quantize_activations(
     """
     if type(x) is not torch.Tensor:
         check_tensor("x", x)
-    if scheme not in SCHEMES:
+    if type(scheme) is not str or scheme not in SCHEMES:
         raise ValueError(f"scheme: expected one of {SCHEMES}, got {scheme!r}")
     rows = x if x.dim() == 2 else as_rows("x", x)
     if type(silu_mul) is not bool:
@@ -169,10 +169,7 @@ def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
     tensors += [tensor for tensor in others if tensor is not None]
     if total is not None and total is not x and total is not residual:
         tensors.append(total)
-    try:
-        plan = thread.memory.find_plan(key, tensors)
-    except TypeError:  # nothing that can be hashed: the checks say what
-        plan = None
+    plan = thread.memory.find_plan(key, tensors)
     if plan is None:
         check_arguments(inputs)
     if outputs is None:

@@ -9,9 +9,9 @@
 
     weight = (q - zero) * scale
 
-Of 8 bits the same with codes 0..255, four to a word, the low byte first. With sym: true each zero is 8 (128) by
-definition, and nobody's kernels read qzeros: Marlin and Machete take q - 8, and files whose qzeros hold v2's zeros under
-v1's name, or none of either, are in use. Without sym in the config the zeros decide.
+8 bits: codes 0..255, four to a word, the low byte first. With sym: true each zero is 8 (128) by definition: Marlin and
+Machete take q - 8 and never read qzeros, so that files with v2's zeros under v1's name, or with any others, are in use.
+Without sym in the config the zeros decide.
 
 Read from GPTQModel 7.7.0 (qlinear/torch.py, utils/model.py, quantization/config.py), vLLM's q_gemm.cu and AutoGPTQ's
 old CUDA class. A config without checkpoint_format is v1. Sources disagree on what a 15 in v1's qzeros is:
@@ -20,7 +20,7 @@ old CUDA class. A config without checkpoint_format is v1. Sources disagree on wh
 - GPTQModel (meta.quantizer names it) writes v1 by subtracting 0x11111111 from whole words, borrowing from the next
   nibble, and adds it back to whole words when it reads. Its files are read the same way here, which gives back 0..15.
 
-`rotation` leaves weights as they are, but mlp.down_proj's input needs a Hadamard transform at run time, so that one raises an error.
+`rotation` leaves weights as they are, but mlp.down_proj's input needs a Hadamard transform at run time: an error there.
 Knows no files: tensors and config come from the caller.
 """
 

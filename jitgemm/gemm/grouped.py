@@ -21,7 +21,7 @@ from jitgemm.gemm.arguments import X, Lhs, Operands, check_switches, split_lhs
 from jitgemm.gemm.call import check_bf16
 from jitgemm.gemm.e8m0 import pack_e8m0
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped, experts_of
-from jitgemm.kernel.formats import MAX_ROWS, format_named
+from jitgemm.kernel.formats import MAX_ROWS, TABLE_SIZES, format_named
 from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
@@ -205,8 +205,8 @@ def rows_of_m_indices(m_indices: torch.Tensor, experts: int, name: str = "m_indi
     """
     check_dtype(name, check_tensor(name, m_indices).dtype, ("s32",))
     check_plain(name, m_indices)
-    if check_int("experts", experts) < 1:
-        raise ValueError(f"experts: expected at least 1, got {experts}")
+    if not 1 <= check_int("experts", experts) <= TABLE_SIZES[-1]:
+        raise ValueError(f"experts: expected 1 to {TABLE_SIZES[-1]}, got {experts}")
     if m_indices.dim() != 1:
         raise ValueError(f"{name}: expected shape [M], got {list(m_indices.shape)}")
     rows = torch.arange(m_indices.shape[0], dtype=torch.int32, device=m_indices.device)

@@ -57,6 +57,8 @@ def gemm_w4a8_int8_nt(
         As `gemm_w4a8_nt` and `quantize_activations` do.
     """
     x, x_scale, x_zero = split_lhs(lhs)
+    if x.dim() != 2:
+        raise ValueError(f"{X}: expected shape [m, k], got {list(x.shape)}")
     if check_weight(rhs, W4Weight).n % K_ALIGNMENT:
         raise ValueError(f"rhs: expected n to be a multiple of {K_ALIGNMENT} for an 8-bit result, got {rhs.n}")
     result = torch.empty((x.shape[0], rhs.n), dtype=torch.float32, device=x.device)

@@ -150,7 +150,7 @@ def parts_of(weight: Weight) -> tuple[torch.Tensor | None, ...]:
 def make_gate(activation: str, order: str, limit: float | None, alpha: float) -> Gate:
     """The gate of these arguments of a call, checked."""
     for name, value, choices in (("activation", activation, GATES), ("order", order, ORDERS)):
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise ValueError(f"{name}: expected one of {tuple(choices)}, got {value!r}")
     for name, number in (("limit", math.inf if limit is None else limit), ("alpha", alpha)):
         if not check_float(name, number) > 0:

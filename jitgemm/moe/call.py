@@ -18,7 +18,7 @@ from jitgemm.activations.kernel import Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm.arguments import Lhs, split_lhs
 from jitgemm.gemm.grouped import contiguous
-from jitgemm.kernel.formats import LHS_GROUP, ceil_div, format_named
+from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
 from jitgemm.moe.arguments import LAYER_POINTERS, Layer, Weight, check_arguments, check_out, check_weights, make_gate
 from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
@@ -190,8 +190,8 @@ def fused_experts_workspace_bytes(
     check_dtype("dtype", dtype, REAL_TYPES)
     check_flag("affine", affine)
     for name, number, least in (("tokens", tokens, 0), ("top_k", top_k, 1)):
-        if check_int(name, number) < least:
-            raise ValueError(f"{name}: expected at least {least}, got {number}")
+        if not least <= check_int(name, number) <= MAX_ROWS:
+            raise ValueError(f"{name}: expected {least} to {MAX_ROWS}, got {number}")
     m = tokens * top_k
     parts = [4 * (experts + 1), 4 * m, 4 * m]  # routing
     t = m if m / experts >= GATHER_M else tokens
@@ -205,7 +205,7 @@ def fused_experts_workspace_bytes(
 
 
 def by_block(scheme: str) -> bool:
-    if scheme not in ("token", "block"):
+    if not isinstance(scheme, str) or scheme not in ("token", "block"):
         raise ValueError(f"scheme: expected one of ('token', 'block'), got {scheme!r}")
     return scheme == "block"
 

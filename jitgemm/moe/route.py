@@ -101,7 +101,8 @@ def combine(
 
     Args:
         rows: bfloat16, float16 or float32 [m, n], contiguous, n a multiple of 8.
-        inverse: int32 [tokens, top_k], contiguous; choices of a negative row are skipped. Others are not checked.
+        inverse: int32 [tokens, top_k], contiguous; choices of a negative row are skipped. Others are checked on the CPU
+            alone.
         topk_weights: float32, bfloat16 or float16 [tokens, top_k], contiguous.
         out: bfloat16, float16 or float32 [tokens, n], rows a multiple of 16 bytes apart; addend itself for in place.
         addend: of out's shape and type, rows a multiple of 16 bytes apart; None for zeros.
@@ -118,6 +119,8 @@ def combine(
             return
         check_addresses(COMBINE_POINTERS, (rows, inverse, topk_weights, addend, out))
         if not rows.is_cuda:
+            if inverse.numel() and inverse.max() >= rows.shape[0]:
+                raise ValueError(f"inverse: expected rows below {rows.shape[0]}, got {int(inverse.max())}")
             out.copy_(round_fp64(combine_reference(rows, inverse, topk_weights, addend), out.dtype))
             return
         from jitgemm.moe.plan import CombinePlan

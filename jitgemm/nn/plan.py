@@ -326,9 +326,8 @@ class Plan:
             told = told or ["quantised layers"]
             yield f"the config says {', '.join(told)}, and no layer of the file is of a format that is read here"
         left = {name: next((each for each in _parents(name) if each in self.left), None) for name in missing}
-        yield from [f"{prefix}: {self.left[prefix]}" for prefix in dict.fromkeys(left.values()) if prefix is not None][
-            :3
-        ]
+        for prefix in [prefix for prefix in dict.fromkeys(left.values()) if prefix is not None][:3]:
+            yield f"{prefix}: {self.left[prefix]}"
         missing = [name for name, prefix in left.items() if prefix is None]
         packed = next((name for name in missing if name + "_blocks" in self.checkpoint), None)
         stacked = next((name for name in missing if "experts" in name and state[name].dim() == 3), None)

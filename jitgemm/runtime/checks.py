@@ -91,7 +91,7 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
     for pointer, tensor in zip(pointers, tensors):
         if tensor is None:
             continue
-        start = address_of(tensor)
+        start = address_of(tensor) or 0
         if start == 0 and tensor.numel() > 0:
             kind = type(tensor).__name__
             raise TypeError(f"{pointer.argument}: expected a tensor with memory of its own, got a {kind} without")
@@ -126,10 +126,10 @@ def check_call(name: str, pointers: Sequence[Pointer], tensors: Sequence[torch.T
         thread.memory.add_plan(key, given, True)
 
 
-def address_of(tensor: torch.Tensor | None) -> int:
-    """Where the tensor is, 0 for one that is nowhere."""
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Where the tensor is, 0 for one that is nowhere, None for None."""
     try:
-        return 0 if tensor is None else tensor.data_ptr()
+        return None if tensor is None else tensor.data_ptr()
     except RuntimeError:  # of a fake tensor
         return 0
 

@@ -80,7 +80,8 @@ def pack_w4(
         raise TypeError(f"offset: expected scale's dtype {dtype_name(scale.dtype)}, got {dtype_name(offset.dtype)}")
     lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
     group_size = check_int("group_size", group_size)
-    k = None if k is None else check_int("k", k)
+    if k is not None and (k := check_int("k", k)) < 1:
+        raise ValueError(f"k: expected at least 1, got {k}")
     if q.dim() not in (2, 3) or (q.dim() == 3 and not q.shape[0]):
         raise ValueError(f"q: expected shape [n, k] or [n, k / 2], or [experts, ...] of these, got {list(q.shape)}")
     *lead, n, _ = q.shape

@@ -229,8 +229,10 @@ class Weight:
         layer: name of the layer that holds the weight, for messages; "" where `named` was not called.
 
     On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `settled`: what wrote
-    it has ended. Making a weight settles it. Writing `blocks` in place through PyTorch unsettles it, and calls wait
-    again; whoever writes it in another way (`.data`, a raw pointer) calls `settle()` before the next GEMM.
+    it has ended. Making a weight settles it. A write that moves the version counter of `blocks` unsettles it, and calls
+    wait again: any operation in place on it or on its views, in inference mode too. Not seen are writes past the
+    counter: by `.data`, `numpy()`, DLPack, the storage or a raw pointer, and by a view of another dtype that was made
+    in inference mode, `blocks.view(torch.int32)`. Whoever writes so calls `settle()` behind it, before the next GEMM.
 
     Hashed and compared by identity. Copies, deep copies and pickles; a pickle names this class, so that files meant to
     last are better written from `state_dict()`.
