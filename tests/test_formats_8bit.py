@@ -246,8 +246,12 @@ DEEPSEEK = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"
 
 
 @pytest.mark.parametrize(
-    "told, codes_type", [(DEEPSEEK, E4M3), ({"quant_method": "w4afp8"}, E4M3), (None, E4M3), (DEEPSEEK, torch.int8)],
-    ids=["deepseek", "w4afp8", "no config", "int8"],
+    "told, codes_type",
+    [
+        (DEEPSEEK, E4M3), ({"quant_method": "w4afp8"}, E4M3), (None, E4M3), (DEEPSEEK, torch.int8),
+        ({"quant_algo": "FP8_BLOCK_SCALES"}, E4M3),
+    ],
+    ids=["deepseek", "w4afp8", "no config", "int8", "tensorrt-llm"],
 )  # fmt: skip
 @pytest.mark.parametrize("n, k", [(256, 384), (200, 416), (64, 32)])
 def test_blocks_of_128_by_128(tmp_path, told, codes_type, n, k):
@@ -297,8 +301,10 @@ def test_a_static_activation_scale_of_transformers_is_the_layers(tmp_path):
     assert layer.activation == "e4m3" and layer.input_scale.tolist() == [0.25]
     assert PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=OF_TRANSFORMERS).input_scale is None
     del tensors[f"{LAYER}.activation_scale"]
-    with pytest.raises(ValueError, match="input_scale: expected the static scale that the config names, found none"):
+    with pytest.raises(ValueError, match="expected the static scale that the config names, .*activation='e4m3' quant"):
         PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=static)
+    layer = PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=static, activation="e4m3")
+    assert layer.activation == "e4m3" and layer.input_scale is None
 
 
 @pytest.mark.parametrize("name, static", [("scale", "input_scale"), ("qscale_weight", "qscale_act")])

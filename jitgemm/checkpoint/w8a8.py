@@ -53,7 +53,8 @@ _SETTINGS = {
     "fmt": ("e4m3",),
     "scale_fmt": ("float", "ue8m0"),
     "quant_algo": (
-        "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "W8A16", "W8A8_SQ_PER_CHANNEL", "MIXED_PRECISION",
+        "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "W8A16", "W8A8_SQ_PER_CHANNEL",
+        "MIXED_PRECISION", "W4A8_CUSTOM",
     ),
 }  # fmt: skip
 """What settings may be."""

@@ -146,8 +146,13 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
         said, static = own or "e4m3", str(named).lower() == "static" or (scale is not None and named is None)
         if own is not None and header.sizes.blocks and not static:  # as DeepSeek and its engines do
             said += BLOCK
-    if static and scale is None and activation in (None, said):
-        raise ValueError("input_scale: expected the static scale that the config names, found none")
+    if static and scale is None:
+        if activation is None:
+            raise ValueError(
+                "input_scale: expected the static scale that the config names, found none; "
+                f"activation={said!r} quantises per token instead"
+            )
+        static = False
     chosen = activation or said or own or "e4m3"
     if own is not None and CODES[chosen] != CODES[own]:
         instead = "" if activation else f", as the config says; activation={own!r} replaces that"
