@@ -98,8 +98,9 @@ class Layout:
     ordered: bool = False
 
     def sizes(self, n: int, k: int, parts: int = 1) -> dict[str, int]:
-        """The number behind each word."""
-        return {"n": n, "k": k, "G": ceil_div(k, self.group_size or k), "parts": parts}
+        """The number behind each word, and the columns of a group."""
+        group = self.group_size or k
+        return {"n": n, "k": k, "G": ceil_div(k, group), "parts": parts, "group": group}
 
     @property
     def needed(self) -> list[str]:

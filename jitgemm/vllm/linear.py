@@ -151,7 +151,7 @@ def unloaded(name: str, layout: TensorLayout, sizes: Mapping[str, int]) -> torch
     if name == "input_scale":
         return torch.full(layout.shape(sizes), torch.nan, dtype=layout.dtype)
     if name.endswith("g_idx"):
-        return (torch.arange(sizes["k"]) * sizes["G"] // sizes["k"]).to(layout.dtype)
+        return (torch.arange(sizes["k"]) // sizes["group"]).to(layout.dtype)
     return torch.empty(layout.shape(sizes), dtype=layout.dtype)
 
 
@@ -193,8 +193,7 @@ def fill_missing(params: Mapping[str, Any], layout: Layout, widths: Sequence[int
         elif suffix == "input_scale":
             param.data[sorted({*range(len(param))} - found)] = torch.nan
         elif suffix.endswith("g_idx") and not found:
-            k = len(param)
-            param.data.copy_(unloaded(suffix, tensor, {"k": k, "G": ceil_div(k, layout.group_size or k)}))
+            param.data.copy_(unloaded(suffix, tensor, layout.sizes(0, len(param))))
         elif (rows := tensor.rows(widths)) is not None:
             for part in missing:
                 param.data.split(rows[1], rows[0])[part].zero_()
