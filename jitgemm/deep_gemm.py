@@ -5,23 +5,14 @@ e8m0 int32 [m, ceil(k / 512)] (docs/formats.md), of any strides. `b` is a weight
 (w, scales) as DeepGEMM takes it, e4m3 [n, k] with scales [ceil(n / 128), ceil(k / 128)] or [n, ceil(k / 128)], or
 packed [n, ceil(k / 512)]. `d` is bfloat16, float16 or float32.
 
-A packed weight is the fast and safe way: weight = jitgemm.pack_w8(w, scales), once, when both are loaded. A pair is
-packed when it first comes to a GPU, into memory of its own, and remembered while both tensors live:
-
-- It is packed again when a version counter tells of a write, or `w.data = ...` gives it other memory. No counter tells
-  what is written through `w.data`, as vLLM's weight loaders write, nor to w where the pair has `w.data`, nor by a
-  kernel of one's own: call `forget` after it, or results are those of the old values. A warning says so where the first
-  pair is packed.
-- Views of one tensor (w[e], w.view(...)) may be made anew in each call. `w.data` and `w.detach()` made anew, and
-  tensors made in inference mode, are packed in every call, with a warning.
-- A CUDA graph reads what was packed: call once before the capture, keep both tensors, and capture again after a write.
-- torch.compile breaks its graph at a pair: fullgraph=True needs a packed weight.
-
-On the CPU a pair is packed in every call.
+Pack a weight once, when it is loaded: weight = jitgemm.pack_w8(w, scales). A pair is packed in every call, in a CUDA
+graph in every replay, so that results are those of the values that it has; a warning says so once. torch.compile breaks
+its graph at a pair: fullgraph=True needs a packed weight.
 
 Nothing has to be aligned or laid out in a certain way. `recipe`, or `recipe_a` and `recipe_b`, where they are given,
 are what the scales' shapes say; `compiled_dims`, `disable_ue8m0_cast` and `ensure_zero_padding` change nothing here.
-Errors name `a` lhs, `b` rhs and `d` out.
+Errors name `a` lhs, `b` rhs and `d` out. `_MISSING` has the names that raise NotImplementedError, and what to call
+instead.
 """
 
 from __future__ import annotations
@@ -29,21 +20,19 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from typing import Any, NoReturn
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from jitgemm.gemm.call import gemm
 from jitgemm.gemm.e8m0 import fp32_scales
 from jitgemm.gemm.grouped import contiguous, masked, rows_of_m_indices
 from jitgemm.gemm.groups import experts_of
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
-from jitgemm.tensors import check_tensor, describe
+from jitgemm.runtime.device import device_of
+from jitgemm.tensors import check_dtype, check_int, check_tensor, describe
 from jitgemm.weight.pack8 import pack_w8
 from jitgemm.weight.packed import Weight
-from jitgemm.weight.settled import capturing
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Recipe = tuple[int, int, int]
@@ -55,39 +44,10 @@ _RECIPES = {
     "recipe_b": (None, (128, 128), (1, 128)),
 }
 """Rows of a, rows of b and k that share a scale; of a alone; of b alone."""
-_NO_COUNTER = (
-    "jitgemm.deep_gemm packs a pair (w, scales) when it first comes and remembers it: call deep_gemm.forget(w) after "
-    "writing to either through .data, which no version counter tells, or pass a weight from pack_w8"
+_PACKED_IN_EVERY_CALL = (
+    "jitgemm.deep_gemm packs a pair (w, scales) in every call, which is slow: pack it once, when it is loaded, with "
+    "weight = jitgemm.pack_w8(w, scales), and pass the weight"
 )
-_MANY = 3
-"""Times that a weight is packed with nothing written to it before a warning names it."""
-
-
-class _Packed(NamedTuple):
-    """A pair's weight, and what it was packed from: the scales' owner, both storages, and their versions."""
-
-    parts: tuple[ReferenceType[object], ...]
-    versions: tuple[int, int]
-    weight: Weight
-
-
-_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The tensor that w is, or is a view of -> what of it, with which scales -> _Packed."""
-_counts: WeakKeyDictionary[torch.UntypedStorage, dict[object, tuple[int | None, int]]] = WeakKeyDictionary()
-"""w's storage -> what of it -> (its version, times packed)."""
-
-
-def forget(tensor: torch.Tensor | None = None) -> None:
-    """Lets go of what was packed from pairs of which this tensor, or one that shares its memory, is w or the scales.
-
-    Call it after a write that no version counter tells (`w.data.copy_(...)`). None: of all pairs.
-    """
-    storage = None if tensor is None else check_tensor("tensor", tensor).untyped_storage()
-    for entries in list(_packed.values()):
-        for key, entry in list(entries.items()):
-            if storage is None or any(part() is storage for part in entry.parts):
-                del entries[key]
-    _counts.clear()
 
 
 def fp8_gemm_nt(
@@ -202,27 +162,118 @@ def m_grouped_gemm_fp8_fp8_bf16_nt_masked(
     m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, masked_m, expected_m)
 
 
-def _refused(name: str) -> Callable[..., NoReturn]:
-    def refuse(*arguments: object, **options: object) -> NoReturn:
-        """NotImplementedError: there is no GEMM for the gradients of weights."""
-        raise NotImplementedError(f"{name}: jitgemm has no GEMM for the gradients of weights")
-
-    refuse.__name__ = refuse.__qualname__ = name
-    return refuse
+def fp8_gemm_nn(a: Pair, b: Pair, d: torch.Tensor, *arguments: Any, **options: Any) -> None:
+    """d [m, n] = a · b, with w [k, n] and its scales [ceil(k / 128), ceil(n / 128)]; the rest as `fp8_gemm_nt`."""
+    fp8_gemm_nt(a, _transposed("b", b), d, *arguments, **options)
 
 
-k_grouped_fp8_gemm_nt_contiguous = _refused("k_grouped_fp8_gemm_nt_contiguous")
-k_grouped_fp8_gemm_tn_contiguous = _refused("k_grouped_fp8_gemm_tn_contiguous")
-wgrad_gemm_fp8_fp8_fp32_nt = _refused("wgrad_gemm_fp8_fp8_fp32_nt")
-k_grouped_wgrad_gemm_fp8_fp8_fp32_nt = _refused("k_grouped_wgrad_gemm_fp8_fp8_fp32_nt")
+def fp8_gemm_tn(a: Pair, b: Pair, d: torch.Tensor, *arguments: Any, **options: Any) -> None:
+    """d [m, n] = aᵀ · b, with x [k, m] and its scales [ceil(k / 128), m], and b as `fp8_gemm_nn` has it.
+
+    Copies x, whose values along k have to lie next to one another.
+    """
+    fp8_gemm_nt(_rows_of("a", a), _transposed("b", b), d, *arguments, **options)
+
+
+def fp8_gemm_tt(a: Pair, b: Pair | Weight, d: torch.Tensor, *arguments: Any, **options: Any) -> None:
+    """d [m, n] = aᵀ · bᵀ, with a as `fp8_gemm_tn` has it and b as `fp8_gemm_nt` has it."""
+    fp8_gemm_nt(_rows_of("a", a), b, d, *arguments, **options)
+
+
+def m_grouped_fp8_gemm_nn_contiguous(
+    a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, *arguments: Any, **options: Any
+) -> None:
+    """`m_grouped_fp8_gemm_nt_contiguous` with w [E, k, n] and its scales [E, ceil(k / 128), ceil(n / 128)]."""
+    m_grouped_fp8_gemm_nt_contiguous(a, _transposed("b", b), d, grouped_layout, *arguments, **options)
+
+
+fp8_fp4_gemm_nt, fp8_fp4_gemm_nn, fp8_fp4_gemm_tn, fp8_fp4_gemm_tt = fp8_gemm_nt, fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt
+m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
+m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
+m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
+"""The same functions, as in DeepGEMM. Pairs of packed FP4 codes raise TypeError."""
+
+
+_GRADIENTS = "jitgemm has no GEMM for the gradients of weights"
+_BF16 = "jitgemm multiplies 8-bit activations: torch.matmul takes bf16, jitgemm.quantize_activations makes 8 bits of it"
+_CUBLAS = "call torch.matmul, or torch._scaled_mm for FP8"
+_ATTENTION = "jitgemm has no attention kernels"
+_MISSING = {
+    "k_grouped_fp8_gemm_nt_contiguous": _GRADIENTS,
+    "k_grouped_fp8_gemm_tn_contiguous": _GRADIENTS,
+    "k_grouped_bf16_gemm_tn_contiguous": _GRADIENTS,
+    "k_grouped_wgrad_gemm_fp8_fp8_fp32_nt": _GRADIENTS,
+    "wgrad_gemm_fp8_fp8_fp32_nt": _GRADIENTS,
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor": _GRADIENTS,
+    "fp8_gemm_nt_skip_head_mid": "call fp8_gemm_nt with a d of its own, and copy the heads' parts out of it",
+    "bf16_gemm_nt": _BF16,
+    "bf16_gemm_nn": _BF16,
+    "bf16_gemm_tn": _BF16,
+    "bf16_gemm_tt": _BF16,
+    "m_grouped_bf16_gemm_nt_contiguous": _BF16,
+    "m_grouped_bf16_gemm_nn_contiguous": _BF16,
+    "m_grouped_bf16_gemm_nt_masked": _BF16,
+    "bf16_m_grouped_gemm_nt_masked": _BF16,
+    "cublaslt_gemm_nt": _CUBLAS,
+    "cublaslt_gemm_nn": _CUBLAS,
+    "cublaslt_gemm_tn": _CUBLAS,
+    "cublaslt_gemm_tt": _CUBLAS,
+    "einsum": "call torch.einsum",
+    "fp8_einsum": "call fp8_gemm_nt for each matrix of the batch, or m_grouped_fp8_gemm_nt_masked for all",
+    "fp8_fp4_mqa_logits": _ATTENTION,
+    "fp8_mqa_logits": _ATTENTION,
+    "fp8_fp4_paged_mqa_logits": _ATTENTION,
+    "fp8_paged_mqa_logits": _ATTENTION,
+    "get_paged_mqa_logits_metadata": _ATTENTION,
+    "tf32_hc_prenorm_gemm": "jitgemm has no TF32 kernels",
+    "fp8_fp4_mega_moe": "jitgemm.fused_experts is a layer of experts; jitgemm.nn.ExpertParallel divides it",
+    "bf16_mega_moe": _BF16,
+    "get_symm_buffer_for_mega_moe": "jitgemm.fused_experts needs no buffer of its caller's",
+    "transform_weights_for_mega_moe": "jitgemm.pack_w8 packs the weights of experts",
+}
+"""DeepGEMM's names that jitgemm does not have -> the reason, or what to call instead."""
+
+
+def _missing(name: str, reason: str) -> Callable[..., NoReturn]:
+    def call(*arguments: object, **options: object) -> NoReturn:
+        raise NotImplementedError(f"{name}: {reason}")
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"NotImplementedError: {reason}."
+    return call
+
+
+globals().update({name: _missing(name, reason) for name, reason in _MISSING.items()})
+
+
+# ---- settings and layouts, none of which changes a result -------------------------------------------------------------
+
+_alignment = 1
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """1: an expert's rows may start and end anywhere."""
+    """1, unless it was set: an expert's rows may start and end anywhere."""
+    return _alignment
+
+
+def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
+    """Sets what `get_mk_alignment_for_contiguous_layout` returns, for callers that pad by it. Kernels do not need it."""
+    global _alignment
+    _alignment = check_int("new_value", new_value)
+
+
+def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
+    """1: no alignment is faster than another."""
     return 1
 
 
 get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
+get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
+
+
+def get_tma_aligned_size(x: int, element_size: int) -> int:
+    """x elements of element_size bytes, rounded up to whole 16 bytes, in elements."""
+    return ceil_div(x, 16 // element_size) * (16 // element_size)
 
 
 def get_mn_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +282,64 @@ def get_mn_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor
-get_mn_major_tma_aligned_packed_ue8m0_tensor = get_mn_major_tma_aligned_tensor
+
+
+def get_mn_major_tma_aligned_packed_ue8m0_tensor(
+    sf: torch.Tensor, psum_layout: torch.Tensor | None = None
+) -> torch.Tensor:
+    """sf itself, fp32 or packed: the calls take both."""
+    return sf
+
+
+def transform_sf_into_required_layout(
+    sf: torch.Tensor,
+    mn: int,
+    k: int,
+    recipe: Recipe | Part,
+    num_groups: int | None = None,
+    is_sfa: bool | None = None,
+    disable_ue8m0_cast: bool = False,
+    psum_layout: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """sf itself: the calls take scales as they are and check them."""
+    return check_tensor("sf", sf)
+
+
+def get_num_sms() -> int:
+    """The SMs of the current GPU: kernels may use all of them."""
+    return device_of(torch.cuda.current_device()).num_sms
+
+
+def set_num_sms(new_num_sms: int) -> None:
+    """Warns where it is fewer than `get_num_sms()`: kernels use as many SMs as their tiles fill."""
+    if check_int("new_num_sms", new_num_sms) < get_num_sms():
+        _warn_once(f"set_num_sms({new_num_sms}): kernels of jitgemm may use all {get_num_sms()} SMs")
+
+
+def get_pdl() -> bool:
+    """True: a kernel starts before the kernel before it ends where that is safe."""
+    return True
+
+
+def set_pdl(new_enable_pdl: bool) -> None:
+    """Changes nothing: each call decides whether its kernel may start early."""
+
+
+def get_tc_util() -> int:
+    """100: kernels use the tensor cores as much as they can."""
+    return 100
+
+
+def set_tc_util(new_tc_util: int) -> None:
+    """Changes nothing."""
+
+
+def set_ignore_compile_dims(new_value: bool) -> None:
+    """Changes nothing: kernels are not compiled for shapes."""
+
+
+def set_block_size_multiple_of(new_value: int | tuple[int, int]) -> None:
+    """Changes nothing: the selector chooses tiles, and results do not depend on them."""
 
 
 def _weight(b: object, *recipes: object) -> Weight:
@@ -244,17 +352,38 @@ def _weight(b: object, *recipes: object) -> Weight:
         raise ValueError("recipe: expected it alone, recipe_a and recipe_b together, or none of the three")
     if isinstance(b, Weight):
         return b
-    if not isinstance(b, (tuple, list)) or len(b) != 2:
-        raise TypeError(f"b: expected a packed weight or a pair (w, scales), got {type(b).__name__}")
-    w, scale = (check_tensor(name, tensor) for name, tensor in zip(("b[0] (w)", "b[1] (scales)"), b))
-    weight_of = _remembered if w.is_cuda else _pack
+    w, scale = _pair("b", b, "a packed weight or a pair (w, scales)")
+    if w.dtype in (torch.int8, torch.uint8, getattr(torch, "float4_e2m1fn_x2", None)):
+        raise TypeError(f"b[0] (w): expected float8_e4m3fn, got {describe(w)}: packed FP4 codes are not supported")
+    check_dtype("b[0] (w)", w.dtype, ("e4m3",))
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg="b: expected a packed weight (jitgemm.pack_w8) under torch.compile, got a pair")
-        weight_of = torch.compiler.disable(weight_of)
-    return weight_of(w, scale)
+    return _pack(w, scale)
 
 
+def _pair(name: str, pair: object, expected: str) -> Pair:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{name}: expected {expected}, got {type(pair).__name__}")
+    parts = ("w" if name == "b" else "x"), "scales"
+    values, scale = (check_tensor(f"{name}[{i}] ({part})", pair[i]) for i, part in enumerate(parts))
+    return values, scale
+
+
+def _transposed(name: str, pair: object) -> Pair:
+    values, scale = _pair(name, pair, "a pair, as a packed weight is [n, k]: fp8_gemm_nt and fp8_gemm_tt take one")
+    if min(values.dim(), scale.dim()) < 2:
+        raise ValueError(f"{name}: expected two dimensions and more, got {describe(values)} and {describe(scale)}")
+    return values.mT, scale.mT
+
+
+def _rows_of(name: str, pair: object) -> Pair:
+    values, scale = _transposed(name, pair)
+    return values.contiguous(), scale
+
+
+@torch.compiler.disable
 def _pack(w: torch.Tensor, scale: torch.Tensor) -> Weight:
+    _warn_once(_PACKED_IN_EVERY_CALL, 6)
     if scale.dtype == torch.int32 and w.dim() > 1:
         expected = [*w.shape[:-1], ceil_div(w.shape[-1], 4 * LHS_GROUP)]
         if scale.dim() != w.dim() or scale.shape[-1] != expected[-1]:
@@ -263,58 +392,6 @@ def _pack(w: torch.Tensor, scale: torch.Tensor) -> Weight:
     return pack_w8(w, scale)
 
 
-def _remembered(w: torch.Tensor, scale: torch.Tensor) -> Weight:
-    """The weight of a pair on a GPU, packed unless it is known."""
-    owner, owner_of_scale = _owner(w), _owner(scale)
-    key = id(owner_of_scale), _view(w), _view(scale)
-    parts = owner_of_scale, w.untyped_storage(), scale.untyped_storage()
-    counted = not (w.is_inference() or scale.is_inference())
-    versions = (w._version, scale._version) if counted else None
-    entries: dict[object, _Packed] = _packed.get(owner, {})
-    entry = entries.get(key)
-    if entry and entry.versions == versions and all(known() is part for known, part in zip(entry.parts, parts)):
-        return entry.weight
-    if w.is_cuda and capturing(w.device):
-        raise ValueError(
-            "b: expected a packed weight, or a pair that an earlier call has packed, while a CUDA graph is being "
-            "captured: call once before the capture, or pack first (jitgemm.pack_w8)"
-        )
-    dead = {other for other, each in entries.items() if any(part() is None for part in each.parts)}
-    entries = {other: each for other, each in entries.items() if other not in dead | {key}}
-    if counted:
-        _packed[owner] = entries
-    del entry  # the old weight's memory goes before the new one's comes
-    if _times_packed(w) == _MANY:
-        _warn_once(
-            f"b[0] (w): {describe(w)} was packed {_MANY} times with nothing written to it, which is slow: pass the "
-            "same two tensors in each call, not .data, .detach() or ones made in inference mode, or a weight from "
-            "jitgemm.pack_w8"
-        )
-    weight = _pack(w, scale)
-    if versions:
-        entries[key] = _Packed(tuple(map(ref, parts)), versions, weight)
-        _warn_once(_NO_COUNTER)
-    return weight
-
-
-def _owner(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose version counter this one has: itself, or what it is a view of."""
-    return tensor._base if tensor._base is not None else tensor
-
-
-def _view(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _times_packed(w: torch.Tensor) -> int:
-    """How often w's values have been packed, this time with them."""
-    counts, view = _counts.setdefault(w.untyped_storage(), {}), _view(w)
-    version = None if w.is_inference() else w._version
-    known, times = counts.get(view, (version, 0))
-    counts[view] = version, times + 1 if known == version else 1
-    return counts[view][1]
-
-
 @functools.cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=5)  # where fp8_gemm_nt is called
+def _warn_once(text: str, stacklevel: int = 3) -> None:
+    warnings.warn(text, stacklevel=stacklevel)

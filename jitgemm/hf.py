@@ -3,6 +3,7 @@
     import jitgemm.hf
     AutoModelForCausalLM.from_pretrained(folder, config=jitgemm.hf.config(folder))              # a quantised checkpoint
     AutoModelForCausalLM.from_pretrained(folder, quantization_config=jitgemm.hf.JitGemmConfig()) # quantises on the way
+    AutoModelForCausalLM.from_pretrained(folder)                                                 # what was saved of these
 
 transformers makes the model, says where each part goes, and loads what is plain. What is not (quantised layers, weights
 to be quantised or dequantised, tied tensors that differ) stands behind a `Placeholder` meanwhile; afterwards it is read
@@ -11,6 +12,7 @@ by `jitgemm.nn`'s reader from the same files, one layer at a time. So a format t
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -32,7 +34,7 @@ from jitgemm.nn.quantize import check_options, choose, quantised, warn_of_expert
 from jitgemm.nn.read import check_activation
 from jitgemm.nn.read_experts import Experts
 from jitgemm.nn.report import Report
-from jitgemm.nn.swap import HOOKS, describe_to_transformers, put_layers
+from jitgemm.nn.swap import HOOKS, SAVED, describe_to_transformers, put_layers
 from jitgemm.tensors import check_flag, check_int
 
 try:
@@ -116,6 +118,8 @@ class JitGemmConfig(QuantizationConfigMixin):
         TypeError, ValueError: an argument is wrong.
     """
 
+    _loaded = False
+
     def __init__(
         self,
         bits: int = 4,
@@ -157,6 +161,10 @@ class JitGemmConfig(QuantizationConfigMixin):
         self.symmetric, self.scale_dtype, self.lm_head = symmetric, scale_dtype, lm_head
         self.modules_to_not_convert = list(modules_to_not_convert or ())
         self.strict, self.allow_missing, self.format = strict, list(allow_missing), format
+
+    def to_dict(self) -> dict[str, Any]:
+        """What goes into a config.json: of a loaded model, that jitgemm reads its files, whose tensors say the rest."""
+        return dict(SAVED) if self._loaded else super().to_dict()
 
     def leaves(self, name: str) -> bool:
         """Whether a module stays what it is."""
@@ -271,6 +279,8 @@ class JitGemmQuantizer(HfQuantizer):
                 [*said.allow_missing, *computed],
                 said.strict,
             )
+            for name in computed & plan.kept.keys():
+                del plan.kept[name]
             _check_patterns(model, said.modules_to_not_convert, plan)
             self._origins: dict[str, dict[str, str]] = {}  # names in the checkpoint of what is quantised
             self._head = plan.replaceable.head if said.lm_head is not None else None
@@ -367,9 +377,13 @@ class JitGemmQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = self._unexpected
         if hasattr(model, "all_tied_weights_keys"):
             model.all_tied_weights_keys = self._ties_without(replaced | {_owner(name) for name in plan.untied})
-        if layers:
-            describe_to_transformers(model, self._untied or bool(plan.untied))
-        self.report = Report([name for name in replaceable.places if name in layers], plan.skipped, plan.ignored)
+        describe_to_transformers(model, self._untied or bool(plan.untied))
+        if hasattr(model.config, "quantization_config"):
+            said = copy.copy(self.quantization_config)
+            said._loaded = True
+            model.config.quantization_config = said
+        names = [name for name in replaceable.places if name in layers]
+        self.report = Report(names, plan.skipped, plan.ignored, plan.kept)
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
         del self._plan, self._held, self._chosen, self._origins

@@ -100,6 +100,16 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
+def check_float(name: str, value: Any) -> float:
+    """An int or float as a float; else TypeError. ValueError for an int that is beyond a float's range."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a float, got an int of {value.bit_length()} bits") from None
+
+
 def check_int(name: str, value: Any) -> int:
     """An integer of any class but bool, as an int; else TypeError."""
     if isinstance(value, bool):

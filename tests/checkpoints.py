@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 
-def words(values: torch.Tensor, dim: int, dtype: torch.dtype = torch.int32, order: Sequence[int] | None = None):
-    """The low four bits of integers as words along dim: value order[i] of each word in nibble i, counted from the low.
+def words(
+    values: torch.Tensor, dim: int, dtype: torch.dtype = torch.int32, order: Sequence[int] | None = None, bits: int = 4
+):
+    """The low bits of integers as words along dim: value order[i] of each word in nibble i, counted from the low.
 
     A word that is not full is filled with zeros.
     """
-    per_word = 2 * dtype.itemsize
+    per_word = 8 * dtype.itemsize // bits
     order = list(range(per_word)) if order is None else list(order)
     columns = list(values.long().unbind(dim))
     columns += [torch.zeros_like(columns[0])] * (-len(columns) % per_word)
@@ -26,7 +28,7 @@ def words(values: torch.Tensor, dim: int, dtype: torch.dtype = torch.int32, orde
     for first in range(0, len(columns), per_word):
         word = torch.zeros_like(columns[0])
         for nibble, value in enumerate(order):
-            word = word + (columns[first + value] % 16) * 16**nibble
+            word = word + (columns[first + value] % 2**bits) * 2 ** (bits * nibble)
         packed.append(word)
     return torch.stack(packed, dim).to(dtype)  # integers wrap around
 

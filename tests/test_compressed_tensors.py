@@ -15,7 +15,9 @@ from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
 import jitgemm.checkpoint.compressed_tensors as module
+import jitgemm.nn
 from jitgemm.checkpoint.reader import Checkpoint, load, read_layer
+from jitgemm.nn import PackedLinear, load_
 
 LAYER = "model.layers.0.mlp.down_proj"
 
@@ -241,7 +243,12 @@ def refused(tensors, settings=None):
         (config(scheme(type=["int"])), r"weights: type: expected a name, got \['int'\]"),
         (config(scheme(symmetric="token")), "weights: symmetric: expected true or false, got 'token'"),
         (config(transform_config="R"), "transform_config: expected a mapping, got 'R'"),
-        (config(config_groups={"W4A16": ["Linear"]}), "expected schemes spelt out, got the preset 'W4A16'"),
+        (config(config_groups={"NVFP4": ["Linear"]}), "config_groups: expected a scheme, or one of the presets .*, got 'NVFP4'"),
+        (config(config_groups={"W8A4": ["Linear"]}), "config_groups: expected a scheme, or one of the presets .*, got 'W8A4'"),
+        (config(config_groups={"W4A16": "Linear"}), "targets: expected a list of names, got 'Linear'"),
+        (config(scheme(zip=4)), "weights: expected only num_bits, .*, got also zip"),
+        (config(scheme(dynamic=True)), "weights: expected dynamic: false, got True"),
+        (config(scheme(actorder="group")), "weight_g_idx: expected the tensor, as the config says actorder 'group'"),
         (
             config(scheme(targets=["re:.*up_proj"]), scheme(targets=["re:.*gate_proj"])),
             "config_groups: expected one whose targets match 'model.layers.0.mlp.down_proj'",
@@ -249,6 +256,10 @@ def refused(tensors, settings=None):
         (
             config(transform_config=transforms({"targets": ["re:.*down_proj$"], "location": "input"})),
             "transform_config: expected no transform at run time, got one at the input",
+        ),
+        (
+            config(transform_config=transforms({"targets": "re:.*down_proj$", "location": "output"})),
+            "transform_config: expected no transform at run time, got one at the output",
         ),
     ],
 )  # fmt: skip
@@ -262,6 +273,8 @@ def test_transforms_that_are_in_the_weight_already_or_of_other_layers_do_no_harm
         {"targets": ["Linear"], "location": "weight_input"},
         {"targets": ["re:.*o_proj"], "location": "input"},
         {"targets": ["Linear"], "location": "input", "ignore": ["re:.*down_proj"]},
+        {"targets": ["Linear"], "location": "input", "ignore": "re:.*down_proj"},
+        {"targets": ["re:.*"], "location": "q_attn"},
     )
     settings = config(transform_config=harmless)
     weight = load(pack_quantized(parts), LAYER, device="cpu", config=settings)
@@ -316,6 +329,94 @@ def test_zero_points_beside_symmetric_settings_are_refused():
     assert "weight_zero_point: expected zeros, as the config says symmetric: true" in message
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("name", ["W4A16", "w4a16_asym", "W4A8", "W4AFP8"])
+def test_a_preset_is_the_scheme_that_it_names(name, symmetric):
+    parts = builders.weight_parts(30, 16, 256, 128, zero_point=not symmetric)
+    settings = config(config_groups={name: ["Linear"]})
+    if symmetric == name.endswith("asym"):
+        message = "weight_zero_point: expected " + ("the tensor" if symmetric else "zeros")
+        assert message in refused(pack_quantized(parts), settings)
+        return
+    weight = load(pack_quantized(parts), LAYER, device="cpu", config=settings)
+    assert torch.equal(weight.dequantize(), parts.dequantize_fp64().float())
+    layer = PackedLinear.from_checkpoint(pack_quantized(parts), LAYER, device="cpu", config=settings)
+    assert layer.activation == {"W4A8": "int8"}.get(name, "e4m3")
+
+
+# --- files that are stored otherwise ---
+
+NAMES = ("up", "down")
+
+
+def model_and_tensors():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(256, 16, bias=False) for name in NAMES})
+    return model, {f"{name}.weight": model[name].weight.detach().clone() for name in NAMES}
+
+
+@pytest.mark.parametrize("format", ["sparse-bitmask", "sparse-24-bitmask"])
+def test_a_sparse_file_is_named_as_such_and_nothing_is_advised_that_leaves_weights_random(format):
+    model, tensors = model_and_tensors()
+    del tensors["down.weight"]
+    tensors |= {f"down.weight.{name}": torch.zeros(4) for name in ("bitmask", "compressed", "shape")}
+    told = {"quant_method": "compressed-tensors", "sparsity_config": {"format": format}}
+    with pytest.raises(ValueError, match=f"sparsity_config: expected format 'dense', got '{format}'") as error:
+        load_(model, tensors, config=told)
+    assert "allow_missing" not in str(error.value) and "down.weight" in str(error.value)
+    with pytest.raises(ValueError, match=f"got '{format}'"):
+        load(tensors, "down", device="cpu", config=told)
+
+
+@pytest.mark.parametrize("told", [{"format": "dense", "quantization_status": "frozen"}, {"format": "fakequant"}])
+def test_an_uncompressed_file_is_named_as_such_and_its_floats_load_without_strict(told):
+    model, tensors = model_and_tensors()
+    tensors |= {f"{name}.weight_scale": torch.ones(16, 2) for name in NAMES}
+    with pytest.raises(ValueError, match=f"the file was saved uncompressed .format '{told['format']}'"):
+        load_(model, tensors, config=config(**told))
+    with pytest.raises(ValueError, match="the file was saved uncompressed"):
+        load(tensors, "up", device="cpu", config=config(**told))
+    with pytest.warns(UserWarning, match="converted no layer"):
+        load_(model, tensors, config=config(**told), strict=False)
+    assert jitgemm.nn.quantize_(model) == [*NAMES]
+
+
+def test_a_transform_at_run_time_of_a_layer_in_floats_is_named_too():
+    model, tensors = model_and_tensors()
+    told = config(transform_config=transforms({"targets": ["Linear"], "location": "input", "ignore": ["up"]}))
+    with pytest.raises(ValueError, match="down: transform_config: expected no transform at run time"):
+        load_(model, tensors, config=told)
+
+
+# --- static asymmetric activations ---
+
+
+def static_asymmetric():
+    inputs = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": False}
+    told = config(scheme("channel", num_bits=8, inputs=inputs), format="int-quantized")
+    tensors = {}
+    for name in NAMES:
+        tensors[f"{name}.weight"] = torch.randint(-128, 128, (16, 256), dtype=torch.int8)
+        tensors |= {f"{name}.weight_scale": torch.rand(16, 1) / 500, f"{name}.input_scale": torch.tensor([0.02])}
+        tensors[f"{name}.input_zero_point"] = torch.tensor([3], dtype=torch.int8)
+    return tensors, told
+
+
+def test_what_the_error_of_static_asymmetric_activations_says_works():
+    tensors, told = static_asymmetric()
+    model = model_and_tensors()[0]
+    with pytest.raises(ValueError, match="expected static scales to be symmetric.*; activation='int8' quantises per"):
+        load_(model, tensors, config=told)
+    assert all(type(layer) is torch.nn.Linear for layer in model.values())
+    report = load_(model, tensors, config=told, activation="int8")
+    assert report == [*NAMES]
+    assert set(report.ignored) == {f"{name}.input_{what}" for name in NAMES for what in ("scale", "zero_point")}
+    for name in NAMES:
+        layer = model[name]
+        exact = tensors[f"{name}.weight"].float() * tensors[f"{name}.weight_scale"]
+        assert torch.equal(layer.weight.dequantize(), exact)
+        assert layer.activation == "int8" and layer.input_scale is None
+
+
 # --- which group of settings a layer has ---
 
 
@@ -361,6 +462,23 @@ def test_other_methods_are_not_this_format():
 def library():
     """compressed-tensors with the interface of its release 0.20."""
     return pytest.importorskip("compressed_tensors", minversion="0.20")
+
+
+def test_presets_are_the_librarys(library):
+    """All that can be read; the others raise by name."""
+    from compressed_tensors.quantization import quant_scheme
+
+    for name in quant_scheme.PRESET_SCHEMES:
+        told = layers_scheme(config(config_groups={name: ["Linear"]}), LAYER)
+        if name.startswith(("NVFP4", "MXFP4", "MXFP6")):
+            assert f"got {name!r}" in told["refusal"]
+            continue
+        theirs = quant_scheme.preset_name_to_scheme(name, ["Linear"]).model_dump()
+        for part in ("weights", "input_activations"):
+            ours, expected = told[part], theirs[part]
+            assert (ours is None) == (expected is None)
+            keys = ("num_bits", "type", "strategy", "symmetric", "dynamic", "group_size", "block_structure")
+            assert [(ours or {}).get(key) for key in keys] == [(expected or {}).get(key) for key in keys], name
 
 
 def quantized_model(library, weights: dict, inputs: dict | None, dtype: torch.dtype, seed: int = 20, k: int = 256):

@@ -1,8 +1,7 @@
-"""DeepGEMM's names: its order of arguments, pairs that are packed once, and what is refused."""
+"""DeepGEMM's names: its order of arguments, pairs that are packed in every call, and what is not there."""
 
 from __future__ import annotations
 
-import gc
 import inspect
 import json
 import re
@@ -12,7 +11,6 @@ import builders
 import pytest
 import torch
 from builders import same_bits
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jitgemm
 from jitgemm import deep_gemm
@@ -109,161 +107,55 @@ def test_four_bit_weights_go_too():
     assert same_bits(d, jitgemm.gemm_w4a8_reference(a, parts.packed))
 
 
-@pytest.fixture
-def packs(monkeypatch):
-    """What was packed so far; nothing is remembered, and every warning comes."""
-    deep_gemm.forget()
-    deep_gemm._warn_once.cache_clear()
-    packed: list = []
-    monkeypatch.setattr(deep_gemm, "pack_w8", lambda *b: packed.append(b) or jitgemm.pack_w8(*b))
-    yield packed
-    deep_gemm.forget()
-    deep_gemm._warn_once.cache_clear()
+SLOW = pytest.mark.filterwarnings("ignore:jitgemm.deep_gemm packs a pair")
 
 
-remembered = deep_gemm._remembered  # of pairs on a GPU; it looks at no device
-REMEMBERS = pytest.mark.filterwarnings("ignore:jitgemm.deep_gemm packs a pair")
-PACKS_AGAIN = pytest.mark.filterwarnings("ignore:.*was packed 3 times")
-
-
-def same_weight(weight: jitgemm.W8Weight, w: torch.Tensor, scale: torch.Tensor) -> bool:
-    return torch.equal(weight.blocks, jitgemm.pack_w8(w, scale).blocks)
-
-
-@REMEMBERS
-@PACKS_AGAIN
-def test_a_pair_is_packed_once_until_it_is_written_to_or_gone(packs):
-    w, scale = pair(2)
-    assert remembered(w, scale) is remembered(w, scale) and len(packs) == 1
-    scale.mul_(2)
-    assert same_weight(remembered(w, scale), w, scale) and len(packs) == 2
-    w.copy_(pair(3)[0])
-    assert same_weight(remembered(w, scale), w, scale) and len(packs) == 3
-    packs.clear()
-    del w
-    gc.collect()
-    assert len(deep_gemm._packed) == 0
-
-
-@REMEMBERS
-@PACKS_AGAIN
-def test_each_of_a_weight_s_scales_is_remembered_while_it_lives(packs):
-    w, first = pair(2)
-    second = first * 2
-    for _ in range(3):
-        assert same_weight(remembered(w, first), w, first) and same_weight(remembered(w, second), w, second)
-    assert len(packs) == 2
-    packs.clear()
-    del second
-    gc.collect()
-    remembered(w, first * 3)
-    assert len(deep_gemm._packed[w]) == 2
-
-
-@REMEMBERS
-def test_views_made_anew_are_the_same_pair(packs):
-    w, scale = pair(2, E)
-    for _ in range(3):
-        for e in range(E):
-            assert same_weight(remembered(w[e], scale[e]), w[e], scale[e])
-    assert len(packs) == E
-    w[1].zero_()
-    assert same_weight(remembered(w[1], scale[1]), w[1], scale[1])
-
-
-@REMEMBERS
-def test_other_memory_behind_a_parameter_is_another_weight_at_the_same_address_too(packs):
-    (w, scale), (other, _) = pair(2), pair(3)
-    buffer = bytearray(w.numel())
-    parameter = torch.nn.Parameter(torch.frombuffer(buffer, dtype=w.dtype).view(N, K).copy_(w), requires_grad=False)
-    remembered(parameter, scale)
-    address, version = parameter.data_ptr(), parameter._version
-    parameter.data = torch.frombuffer(buffer, dtype=w.dtype).view(N, K).copy_(other)
-    assert (parameter.data_ptr(), parameter._version) == (address, version)
-    assert same_weight(remembered(parameter, scale), other, scale)
-
-
-@REMEMBERS
+@SLOW
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("of", ["w", "scale"])
-@pytest.mark.parametrize("alias", [lambda tensor: tensor, lambda tensor: tensor.data], ids=["itself", "data"])
-def test_a_write_that_no_counter_tells_is_told_by_forget(packs, of, alias):
-    both = dict(zip(("w", "scale"), pair(2)))
-    kept = pair(3)
-    remembered(*both.values()), remembered(*kept)
-    both[of].data.zero_()
-    deep_gemm.forget(alias(both[of]))
-    assert same_weight(remembered(*both.values()), *both.values())
-    packs.clear()
-    assert remembered(*kept) and not packs  # others stay
-    deep_gemm.forget()
-    assert remembered(*kept) and len(packs) == 1
-
-
-@pytest.mark.parametrize("of", ["w", "scale"])
-def test_on_the_cpu_no_write_is_missed(of):
-    a, (w, scale), d = builders.block_lhs(1, M, K), pair(2), torch.empty(M, N)
-    parameter = torch.nn.Parameter(w, requires_grad=False)
-    deep_gemm.fp8_gemm_nt(a, (parameter, scale), d)
-    assert bool(d.any())
-    {"w": parameter, "scale": scale}[of].data.zero_()
-    deep_gemm.fp8_gemm_nt(a, (parameter, scale), d)
+@pytest.mark.parametrize(
+    "write", [lambda t: t.zero_(), lambda t: t.data.zero_(), lambda t: t.view(torch.uint8).zero_()],
+    ids=["itself", "data", "bytes"],
+)  # fmt: skip
+def test_a_call_sees_every_write_to_a_pair(of, write, inference, device):
+    with torch.inference_mode(inference):
+        (w, scale), d = pair(2, device=device), torch.empty(M, N, device=device)
+        a = builders.block_lhs(1, M, K, device=device)
+        deep_gemm.fp8_gemm_nt(a, (w, scale), d)
+        assert bool(d.any())
+        write({"w": w, "scale": scale}[of])
+        deep_gemm.fp8_gemm_nt(a, (w, scale), d)
     assert not d.any()
 
 
-def test_the_first_pair_that_is_remembered_is_warned_of(packs):
-    with pytest.warns(UserWarning, match=r"call deep_gemm.forget\(w\) after writing to either through .data") as caught:
-        remembered(*pair(2)), remembered(*pair(3))
-    assert len(caught) == 1
-
-
-@REMEMBERS
-@pytest.mark.parametrize("change", ["data", "detach", "inference"])
-def test_a_pair_that_is_packed_in_every_call_is_warned_of(packs, change):
-    w, scale = pair(2)
-    if change == "inference":
-        with torch.inference_mode():
-            w, scale = w.clone(), scale.clone()
-    anew = {"data": lambda: w.data, "detach": lambda: w.detach(), "inference": lambda: w}[change]
-    said = rf"b\[0\] \(w\): float8_e4m3fn \[{N}, {K}\] was packed 3 times with nothing written to it, which is slow"
-    with pytest.warns(UserWarning, match=said) as caught:
-        for times in range(1, 6):
-            assert same_weight(remembered(anew(), scale), w, scale) and len(packs) == times
-    assert len([each for each in caught if "3 times" in str(each.message)]) == 1
-
-
-def test_a_pair_that_first_comes_in_a_capture_is_refused(packs, monkeypatch):
-    monkeypatch.setattr(deep_gemm, "capturing", lambda device: True)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # on a machine without a GPU too
-        b = torch.empty(N, K, dtype=torch.float8_e4m3fn, device="cuda"), torch.empty(2, 4, device="cuda")
-        with pytest.raises(ValueError, match="b: .* captured: call once before the capture, or pack first"):
-            deep_gemm._weight(b, None, None, None)
-    assert not packs
+def test_a_warning_says_once_that_pairs_are_packed_in_every_call():
+    deep_gemm._warn_once.cache_clear()
+    a, d = builders.block_lhs(1, M, K), torch.empty(M, N)
+    with pytest.warns(UserWarning, match="packs a pair .* in every call, which is slow: .* jitgemm.pack_w8") as caught:
+        for seed in (2, 3):
+            deep_gemm.fp8_gemm_nt(a, pair(seed), d)
+    assert len(caught) == 1 and caught[0].filename == __file__
 
 
 @pytest.mark.gpu
-@REMEMBERS
-def test_a_graph_of_a_pair_that_was_packed_before(packs):
+@SLOW
+def test_a_graph_of_a_pair_packs_it_in_every_replay():
     a, b = builders.block_lhs(1, M, K, device="cuda"), pair(2, device="cuda")
     d = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(ValueError, match="b: .* call once before the capture"):
-        with torch.cuda.graph(graph):
-            deep_gemm.fp8_gemm_nt(a, b, d)
     deep_gemm.fp8_gemm_nt(a, b, d)
     right, graph = d.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         deep_gemm.fp8_gemm_nt(a, b, d)
     d.zero_()
     graph.replay()
-    assert same_bits(d, right) and len(packs) == 1
-    assert b[0].is_cuda and deep_gemm._packed[b[0]]
+    assert same_bits(d, right)
     b[0].data.zero_()
-    deep_gemm.forget(b[0])
-    deep_gemm.fp8_gemm_nt(a, b, d)
+    graph.replay()
     assert not d.any()
 
 
-@REMEMBERS
+@SLOW
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_compiled_function_breaks_its_graph_at_a_pair_and_not_at_a_packed_weight(device):
     a, b = builders.block_lhs(1, M, K, device=device), pair(2, device=device)
@@ -291,6 +183,9 @@ def test_a_compiled_function_breaks_its_graph_at_a_pair_and_not_at_a_packed_weig
         ("recipe: expected it alone, recipe_a and recipe_b together, or none", {"recipe_b": (1, 128)}),
         ("recipe: expected it alone", {"recipe": (1, 128, 128), "recipe_a": (1, 128), "recipe_b": (128, 128)}),
         ("b: expected a packed weight or a pair", {"b": torch.zeros(N, K)}),
+        (rf"b\[0\] \(w\): expected float8_e4m3fn, got int8 \[{N}, {K // 2}\]: packed FP4 codes are not supported", {
+            "b": (torch.zeros(N, K // 2, dtype=torch.int8), torch.zeros(N, K // 32))}),
+        (r"b\[0\] \(w\): expected float8_e4m3fn, got float32", {"b": (torch.zeros(N, K), torch.zeros(2, 4))}),
         (r"b\[1\] \(scales\): expected a torch.Tensor, got None", {"b": (torch.zeros(N, K), None)}),
         (r"lhs\[1\] \(x_scale\): expected shape \[7, 1\] for the exponents of a token and four times 128 k, got \[7, 4\]", {
             "a": (torch.zeros(M, K).to(torch.float8_e4m3fn), torch.zeros(M, 4, dtype=torch.int32))}),
@@ -330,7 +225,7 @@ def test_an_expert_s_rows_stand_together(indices, expert, places, name):
 
 
 @pytest.mark.gpu
-@REMEMBERS
+@SLOW
 def test_an_expert_s_rows_are_looked_at_on_a_gpu_when_debugging(monkeypatch):
     monkeypatch.setenv("JITGEMM_DEBUG", "1")
     indices = torch.tensor([0, 1, 0], dtype=torch.int32, device="cuda")
@@ -408,13 +303,46 @@ def test_gradients_of_weights_are_not_there(name, version):
         getattr(deep_gemm, name)(**theirs(version, name))
 
 
-@pytest.mark.parametrize("name", OLDEST_GRADIENTS)
-def test_gradients_of_weights_are_not_there_by_their_oldest_names(name):
-    call, arguments = getattr(deep_gemm, name), OLDEST_GRADIENTS[name]
-    assert call.__name__ == name
-    for given, options in ((arguments, {}), ((), dict.fromkeys(arguments))):
-        with pytest.raises(NotImplementedError, match=f"^{name}: jitgemm has no GEMM for the gradients of weights"):
-            call(*given, **options)
+@pytest.mark.parametrize("name", SIGNATURES[NEWEST]["names"])
+def test_each_of_deepgemm_s_names_is_there_or_says_what_to_call(name):
+    call = getattr(deep_gemm, name)
+    assert call.__doc__
+    if name in deep_gemm._MISSING:
+        with pytest.raises(NotImplementedError, match=f"^{name}: .*jitgemm|^{name}: call "):
+            call(1, option=2)
+
+
+def test_fp4_s_names_are_the_same_functions():
+    for name in SIGNATURES[NEWEST]["names"]:
+        if name.startswith(("fp8_fp4_gemm", "m_grouped_fp8_fp4")):
+            assert getattr(deep_gemm, name) is getattr(deep_gemm, name.replace("_fp4", ""))
+
+
+@SLOW
+@pytest.mark.parametrize("layout", ["nn", "tn", "tt"])
+def test_a_transposed_operand_is_the_same_product(layout):
+    (x, x_scale), (w, scale) = builders.block_lhs(1, M, K), pair(2)
+    right, d = torch.empty(M, N), torch.empty(M, N)
+    deep_gemm.fp8_gemm_nt((x, x_scale), (w, scale), right)
+    a = (x.T.contiguous(), x_scale.T) if layout[0] == "t" else (x, x_scale)
+    b = (w.T.contiguous(), scale.T.contiguous()) if layout[1] == "n" else (w, scale)
+    getattr(deep_gemm, f"fp8_gemm_{layout}")(a, b, d, None, (1, 128, 128))
+    assert same_bits(d, right)
+
+
+@SLOW
+def test_transposed_weights_of_groups_are_the_same_product():
+    a, (w, scale), indices = builders.block_lhs(1, E, K), pair(2, E), torch.arange(E, dtype=torch.int32)
+    right, d = torch.empty(E, N), torch.empty(E, N)
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, (w, scale), right, indices)
+    deep_gemm.m_grouped_fp8_gemm_nn_contiguous(a, (w.mT.contiguous(), scale.mT), d, indices, compiled_dims="nk")
+    assert same_bits(d, right)
+
+
+def test_a_packed_weight_has_one_layout():
+    a, d = builders.block_lhs(1, M, K), torch.empty(M, N)
+    with pytest.raises(TypeError, match=r"b: expected a pair, as a packed weight is \[n, k\]: fp8_gemm_nt .* W8Weight"):
+        deep_gemm.fp8_gemm_nn(a, jitgemm.pack_w8(*pair(2)), d)
 
 
 def test_grouped_calls_by_their_older_names():
@@ -435,7 +363,32 @@ def test_grouped_calls_by_their_older_names():
     assert same_bits(older, right)
 
 
-def test_callers_need_neither_pad_nor_transpose():
+def test_callers_need_neither_pad_nor_transpose(monkeypatch):
     scale = torch.ones(3, 4)
     assert deep_gemm.get_m_alignment_for_contiguous_layout() == deep_gemm.get_mk_alignment_for_contiguous_layout() == 1
-    assert deep_gemm.get_col_major_tma_aligned_tensor(scale) is scale
+    assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout() == 1
+    for same in (deep_gemm.get_col_major_tma_aligned_tensor, deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor):
+        assert same(scale) is scale
+    assert deep_gemm.transform_sf_into_required_layout(scale, 3, 512, (1, 128, 128), is_sfa=True) is scale
+
+
+def test_a_caller_s_alignment_is_what_it_set(monkeypatch):
+    monkeypatch.setattr(deep_gemm, "_alignment", 1)
+    deep_gemm.set_mk_alignment_for_contiguous_layout(128)
+    assert (
+        deep_gemm.get_mk_alignment_for_contiguous_layout() == deep_gemm.get_k_alignment_for_contiguous_layout() == 128
+    )
+
+
+@pytest.mark.parametrize("x, element_size, expected", [(1, 4, 4), (4, 4, 4), (5, 4, 8), (17, 1, 32)])
+def test_a_size_in_whole_16_bytes(x, element_size, expected):
+    assert deep_gemm.get_tma_aligned_size(x, element_size) == expected
+
+
+@pytest.mark.gpu
+def test_fewer_sms_are_warned_of():
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert deep_gemm.get_num_sms() == sms
+    deep_gemm.set_num_sms(sms)
+    with pytest.warns(UserWarning, match=rf"set_num_sms\({sms - 8}\): kernels of jitgemm may use all {sms} SMs"):
+        deep_gemm.set_num_sms(sms - 8)

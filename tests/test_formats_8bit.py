@@ -100,6 +100,36 @@ def test_packed_words_of_8_bits_hold_the_file_s_weight(tmp_path):
     assert PackedLinear.from_checkpoint(folder, LAYER, device="cpu").activation == "int8"
 
 
+@pytest.mark.parametrize("format", ["int-quantized", "pack-quantized"])
+@pytest.mark.parametrize("strategy", ["group", "channel", "tensor"])
+def test_zero_points_of_8_bits_are_dequantised(tmp_path, format, strategy):
+    """As W8A16 of llm-compressor without symmetry; no packed weight has them."""
+    n, k, groups = 40, 256, {"group": 2}.get(strategy, 1)
+    q, scale = codes(1, n, k, torch.int8), scales(2, *((1,) if strategy == "tensor" else (n, groups)))
+    zero = torch.randint(-128, 128, scale.shape, generator=builders.generator(3), dtype=torch.int8)
+    by_row = [x.reshape(-1, groups).expand(n, groups).repeat_interleave(k // groups, 1) for x in (scale, zero)]
+    exact = (q.int() - by_row[1].int()).float() * by_row[0]
+    tensors = {"weight": q, "weight_scale": scale, "weight_zero_point": zero}
+    if format == "pack-quantized":
+        places = torch.tensor([0, 8, 16, 24])
+        words = ((q.long() + 128).view(n, k // 4, 4) << places).sum(2).to(torch.int32)
+        tensors = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([n, k])}
+        if strategy == "tensor":
+            tensors["weight_zero_point"] = zero
+        else:
+            tensors["weight_zero_point"] = ((zero.long() + 128).view(n // 4, 4, groups) << places[:, None]).sum(1)
+            tensors["weight_zero_point"] = tensors["weight_zero_point"].to(torch.int32)
+    told = scheme("int", strategy, format, symmetric=False, **({"group_size": 128} if strategy == "group" else {}))
+    folder = checkpoints.save(tmp_path, {f"layer.{name}": tensor for name, tensor in tensors.items()}, told)
+    assert torch.equal(read_layer(folder, "layer", device="cpu").dequantize(), exact)
+    parts = [read_layer(folder, "layer", device="cpu", tp_dim="n", tp_rank=r, tp_size=5).dequantize() for r in range(5)]
+    assert torch.equal(torch.cat(parts), exact)
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(k, n, bias=False)})
+    with pytest.warns(UserWarning, match="8-bit codes with zero points"):
+        load_(model, folder)
+    assert torch.equal(model["layer"].weight, exact)
+
+
 LIBRARY = [
     ("float-quantized", "float", "channel", inputs("float")),
     ("float-quantized", "float", "tensor", inputs("float", dynamic=False, strategy="tensor")),
@@ -108,6 +138,7 @@ LIBRARY = [
     ("int-quantized", "int", "channel", inputs("int")),
     ("int-quantized", "int", "tensor", inputs("int", dynamic=False, strategy="tensor")),
     ("pack-quantized", "int", "channel", None),
+    ("mxfp8-quantized", "float", "group", None),
 ]
 
 
@@ -123,6 +154,7 @@ def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False))
     args = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True}
     args |= {"block_structure": [128, 128]} if strategy == "block" else {}
+    args |= {"group_size": 32, "scale_dtype": torch.uint8} if strategy == "group" else {}
     group = library.QuantizationScheme(
         targets=["Linear"],
         weights=library.QuantizationArgs(**args),
@@ -130,7 +162,7 @@ def test_the_library_s_own_checkpoint_dequantises_to_the_library_s_weight(
     )
     library.apply_quantization_config(model, library.QuantizationConfig(config_groups={"group_0": group}))
     linear = model[0]
-    rows, columns = {"channel": (1, 256), "tensor": (128, 256), "block": (128, 128)}[strategy]
+    rows, columns = {"channel": (1, 256), "tensor": (128, 256), "block": (128, 128), "group": (1, 32)}[strategy]
     blocks = linear.weight.detach().view(128 // rows, rows, 256 // columns, columns).transpose(1, 2).flatten(2)
     scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), linear.quantization_scheme.weights)
     linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))
@@ -237,6 +269,86 @@ def test_blocks_of_other_sizes_and_powers_of_two(tmp_path):
     assert_holds(folder, q, over(torch.exp2(exponents.float() - 127), 72, 256, 64, 64))
 
 
+OF_TRANSFORMERS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_scale_of_transformers_fp8_without_blocks_is_that_of_the_tensor(tmp_path, shape, dtype):
+    q, scale = codes(8, 64, 96, E4M3), scales(9, *shape, dtype=dtype)
+    tensors = {f"{LAYER}.weight": q, f"{LAYER}.weight_scale_inv": scale}
+    folder = checkpoints.save(tmp_path, tensors, OF_TRANSFORMERS)
+    rows = scale.reshape(-1, 1).repeat_interleave(64 // scale.numel(), 0)
+    assert_holds(folder, q, rows.expand(64, 96))
+    layer = PackedLinear.from_checkpoint(folder, LAYER, device="cpu")
+    assert layer.activation == "e4m3" and layer.input_scale is None
+    for dim, size in (("n", 4), ("k", 3)):
+        parts = [load(folder, LAYER, device="cpu", tp_dim=dim, tp_rank=r, tp_size=size) for r in range(size)]
+        whole = torch.cat([part.dequantize() for part in parts], 0 if dim == "n" else 1)
+        assert torch.equal(whole, q.float() * rows.float())
+
+
+def test_a_static_activation_scale_of_transformers_is_the_layers(tmp_path):
+    tensors = {"weight": codes(8, 64, 96, E4M3), "weight_scale_inv": torch.tensor(0.5).bfloat16()}
+    tensors |= {"activation_scale": torch.tensor(0.25).bfloat16()}
+    tensors = {f"{LAYER}.{name}": tensor for name, tensor in tensors.items()}
+    static = OF_TRANSFORMERS | {"activation_scheme": "static"}
+    layer = PackedLinear.from_checkpoint(checkpoints.save(tmp_path, tensors, static), LAYER, device="cpu")
+    assert layer.activation == "e4m3" and layer.input_scale.tolist() == [0.25]
+    assert PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=OF_TRANSFORMERS).input_scale is None
+    del tensors[f"{LAYER}.activation_scale"]
+    with pytest.raises(ValueError, match="input_scale: expected the static scale that the config names, found none"):
+        PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=static)
+
+
+@pytest.mark.parametrize("name, static", [("scale", "input_scale"), ("qscale_weight", "qscale_act")])
+def test_other_names_of_the_same_scales(tmp_path, name, static):
+    """DeepSeek-V4's and Mistral's own, which transformers renames to weight_scale_inv."""
+    q, scale = codes(7, 256, 384, E4M3), scales(8, 2, 3)
+    tensors = {f"{LAYER}.weight": q, f"{LAYER}.{name}": scale, f"{LAYER}.{static}": torch.tensor(0.25)}
+    folder = checkpoints.save(tmp_path, tensors, {"quant_method": "fp8"})
+    assert_holds(folder, q, over(scale, 256, 384, 128, 128))
+    assert PackedLinear.from_checkpoint(folder, LAYER, device="cpu").input_scale.tolist() == [0.25]
+
+
+def test_blocks_of_modelopt_and_scales_as_bytes(tmp_path):
+    q, scale = codes(7, 256, 384, E4M3), scales(8, 2, 1, 3, 1)
+    told = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    folder = checkpoints.save(tmp_path / "a", {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": scale}, told)
+    assert_holds(folder, q, over(scale[:, 0, :, 0], 256, 384, 128, 128))
+    parts = [load(folder, LAYER, device="cpu", tp_dim="k", tp_rank=rank, tp_size=3).dequantize() for rank in range(3)]
+    assert torch.equal(torch.cat(parts, 1), load(folder, LAYER, device="cpu").dequantize())
+    exponents = torch.randint(100, 140, (256, 12), dtype=torch.uint8)
+    told = {"quant_method": "fp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
+    folder = checkpoints.save(tmp_path / "b", {f"{LAYER}.weight": q, f"{LAYER}.weight_scale_inv": exponents}, told)
+    assert_holds(folder, q, over(torch.exp2(exponents.float() - 127), 256, 384, 1, 32))
+
+
+@pytest.mark.parametrize("algorithm", ["W8A16", "W8A8_SQ_PER_CHANNEL"])
+def test_int8_rows_of_modelopt(tmp_path, algorithm):
+    q, scale = codes(8, 40, 96, torch.int8), scales(9, 40)
+    told = {"quant_method": "modelopt", "quant_algo": algorithm}
+    folder = checkpoints.save(tmp_path, {f"{LAYER}.weight": q, f"{LAYER}.weight_scale": scale}, told)
+    assert_holds(folder, q, scale[:, None].expand(40, 96))
+    assert PackedLinear.from_checkpoint(folder, LAYER, device="cpu").activation == "int8"
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [("activation_scheme", "block"), ("fmt", "e5m2"), ("scale_fmt", "log"), ("quant_algo", "FP8_OF_TOMORROW")],
+)
+def test_a_setting_of_8_bits_that_is_not_known_is_named(setting, value):
+    assert f"{setting}: expected " in refused(FP8, {"quant_method": "fp8", setting: value})
+
+
+def test_fp4_experts_under_the_names_of_w4afp8_are_named():
+    """As DeepSeek-V4 has them: the same names and shapes as int4 codes in groups."""
+    tensors = {"weight": torch.zeros((64, 64), dtype=torch.int8), "weight_scale_inv": torch.ones(64, 4)}
+    assert "which are FP4 (expert_dtype)" in refused(tensors, {"quant_method": "fp8", "expert_dtype": "fp4"})
+    exponents = tensors["weight_scale_inv"].to(torch.float8_e8m0fnu)
+    assert "which are FP4 (expert_dtype)" in refused(tensors | {"weight_scale_inv": exponents}, None)
+
+
 OF_MODELOPT = {
     "quant_algo": "FP8",
     "config_groups": {"group_0": {key: {"dynamic": False, "num_bits": 8, "type": "float"} for key in ("weights",)}},
@@ -271,6 +383,7 @@ def test_no_two_formats_detect_8_bits():
         {"weight_scale": torch.ones(256, 1)},
     )
     compressed = scheme("float", "channel", "float-quantized")
+    rows_of_one = {"quant_method": "blockwise_int8", "weight_block_size": [1, 64]}  # not two codes a byte
     for tensors, told, expected in (
         ({"weight": fp8} | blocks, None, ["w8a8"]),
         ({"weight": fp8} | blocks, {"quant_method": "w4afp8"}, ["w8a8"]),
@@ -284,6 +397,7 @@ def test_no_two_formats_detect_8_bits():
         ({"weight": fp8.view(torch.int8)} | rows, {"quant_method": "w8a8_int8"}, ["w8a8"]),
         ({"weight": fp8.view(torch.int8)} | blocks, None, ["w8a8"]),
         ({"weight": fp8.view(torch.int8), "weight_scale_inv": torch.ones(256, 4)}, None, ["w4afp8"]),
+        ({"weight": fp8.view(torch.int8), "weight_scale_inv": torch.ones(256, 4)}, rows_of_one, ["w8a8"]),
     ):
         assert layers.detecting(tensors, told) == expected
 
@@ -313,11 +427,12 @@ def changed(told: dict, **weights) -> dict:
     [
         (INT8, OF_FP8, "weight: expected float8_e4m3fn [n, k], got int8 [16, 256]"),
         (FP8, OF_INT8, "weight: expected int8 [n, k], got float8_e4m3fn [16, 256]"),
-        (INT8, changed(OF_INT8, symmetric=False), "weights: expected symmetric: true with num_bits 8, got false"),
+        (INT8, changed(OF_INT8, symmetric=False), "weight_zero_point: expected the tensor, as the config says"),
+        (FP8, changed(OF_FP8, symmetric=False), "weights: expected symmetric: true with type 'float', got false"),
         (
             INT8 | {"weight_zero_point": torch.ones((16, 1), dtype=torch.int8)},
             OF_INT8,
-            "weight_zero_point: expected zeros with num_bits 8",
+            "weight_zero_point: expected zeros, as the config says symmetric: true",
         ),
         (FP8, changed(OF_FP8, strategy="block", block_structure=[128]), "block_structure: expected two positive"),
         (
@@ -446,6 +561,44 @@ def test_a_mixed_checkpoint_loads_whole(tmp_path):
     with pytest.warns(UserWarning, match="converted no layer"):
         load_(plain, folder, filter=lambda *_: False)
     assert torch.equal(plain.blocks[0].down.weight, dense["blocks.0.down.weight"])
+
+
+def gptq_layer(weight: torch.Tensor, bits: int, zero: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A layer as GPTQ v2 stores it, a scale per row, and what that stands for."""
+    scale = (weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)).half()
+    q = (weight / scale.float()).round().clamp(-min(zero, 2 ** (bits - 1)), 2**bits - 1 - zero)
+    zeros = torch.full((1, weight.shape[0]), zero)
+    words = {
+        "qweight": checkpoints.words(q.T.long() + zero, 0, bits=bits),
+        "qzeros": checkpoints.words(zeros, 1, bits=bits),
+    }
+    return words | {"scales": scale.T}, q * scale.float()
+
+
+@pytest.mark.parametrize("method", ["gptq", "auto-round"])
+def test_a_gptq_file_with_layers_of_4_and_8_bits_loads_whole(tmp_path, method):
+    told = {"bits": 4, "group_size": -1, "sym": True}
+    if method == "gptq":
+        told |= {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+        told |= {"dynamic": {r"+:.*0\.down": {"bits": 8}, r"+:.*1\.down": {"bits": 8, "sym": False}}}
+    else:
+        told |= {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"}
+        told |= {"extra_config": {"blocks.0.down": {"bits": 8}, r".*1\.down": {"bits": 8, "sym": False}}}
+    tensors = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
+    dense = dict(tensors)
+    for name, form in zip(BLOCKS, ((4, 8), (8, 128), (4, 8), (8, 99))):
+        stored, dense[f"{name}.weight"] = gptq_layer(tensors.pop(f"{name}.weight"), *form)
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in stored.items()}
+    model = Model()
+    with pytest.warns(UserWarning, match="1 quantised layers are dequantised:\n.*8-bit codes with zero points"):
+        report = load_(model, checkpoints.save(tmp_path, tensors, told))
+    kinds = [type(model.get_submodule(name)) for name in BLOCKS]
+    assert kinds == [W4A8Linear, W8A8Linear, W4A8Linear, torch.nn.Linear]
+    assert [model.get_submodule(name).activation for name in report] == ["e4m3", "int8", "e4m3"]
+    for name in BLOCKS:
+        weight = model.get_submodule(name).weight
+        assert torch.equal(weight if name == "blocks.1.down" else weight.dequantize(), dense[f"{name}.weight"])
+    assert report.skipped == {"blocks.1.down": "dequantised: 8-bit codes with zero points"}
 
 
 def test_scales_of_the_kv_cache_beside_8_bit_layers_are_ignored_by_name():

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
-from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse_, load_, unfuse_
+from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse, fuse_, load_, unfuse_
 from jitgemm.nn.fused import FusedLayer, FusedMLP, FusedNorm, Run, Slice
 from jitgemm.nn.read import CODES
 from jitgemm.nn.warm import _kernels
@@ -785,6 +785,50 @@ def test_hooks_may_write_the_sum_behind_pytorch_s_back(where, mode):
     assert builders.same_bits(found, without) and count == len(layers) * GATES + 1
 
 
+EDITS = ("none", "its input", "its output")
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["its own", "of all modules"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_hooks_of_a_norm_behind_an_addition_are_given_the_sum(edit, everywhere):
+    """As the unfused layer's norm is, whose projections follow: what a hook gives back is what they compute of."""
+    plain, fused = quantised(), quantised()
+    fuse_(fused)
+    seen: dict[bool, list[torch.Tensor]] = {}
+    results = {}
+    for model in (plain, fused):
+        norm = model.model.layers[0].post_attention_layernorm
+        inputs = seen.setdefault(model is fused, [])
+
+        def before(module, args, norm=norm, inputs=inputs):
+            if module is norm:
+                inputs.append(args[0].clone())
+                assert len(args) == 1
+                return (args[0] * 2,) if edit == "its input" else None
+
+        def behind(module, args, output, norm=norm):
+            return output * 2 if module is norm and edit == "its output" else None
+
+        hooks = torch.nn.modules.module
+        handles = (
+            [hooks.register_module_forward_pre_hook(before), hooks.register_module_forward_hook(behind)]
+            if everywhere
+            else [norm.register_forward_pre_hook(before), norm.register_forward_hook(behind)]
+        )
+        results[model is fused] = logits(model)
+        for handle in handles:
+            handle.remove()
+    assert len(seen[False]) == len(seen[True]) == 1
+    exact = seen[False][0].float()
+    # The first norm of the fused layer rounds elsewhere: a step of bf16 or two.
+    assert (seen[True][0].float() - exact).norm() < 0.02 * exact.norm()
+    assert (results[True] - results[False]).norm() < 0.05 * results[False].norm()
+    if edit == "none":
+        assert builders.same_bits(results[True], logits(fused))
+    elif edit == "its output":
+        assert (results[False] - logits(plain)).norm() > 0.1 * results[False].norm()
+
+
 def test_a_layer_that_is_left_out_costs_one_call_in_vain():
     layers = stack()
     x = torch.randn(2, 3, 128, dtype=torch.bfloat16)
@@ -1095,6 +1139,59 @@ def test_a_fused_model_is_not_fused_again():
     with pytest.warns(UserWarning, match="fused nothing.*\n.*2 is fused already"):
         fuse_(model)
     assert builders.same_bits(logits(model), before)
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which pytest would take for its own."""
+
+
+@contextlib.contextmanager
+def interrupted_behind(monkeypatch, name: str, at: int):
+    """Behind the at-th call of this name by `fuse_`."""
+    owner, attribute = (fuse.FusedLayer, "make") if name == "make" else (fuse, name)
+    real, calls = getattr(owner, attribute), iter(range(1, 99))
+
+    def call(*args, **options):
+        result = real(*args, **options)
+        if next(calls) == at:
+            raise Interrupted
+        return result
+
+    with monkeypatch.context() as patched, pytest.raises(Interrupted):
+        patched.setattr(owner, attribute, staticmethod(call))
+        yield
+
+
+POINTS = [*(("_put", at) for at in range(1, 9)), ("FusedNorm", 1), ("FusedNorm", 2), ("FusedMLP", 1), ("make", 1)]
+
+
+def test_an_interrupted_block_is_as_it_was(monkeypatch):
+    model = quantised(num_hidden_layers=1)
+    modules, before = [*model.modules()], logits(model)
+
+    def state() -> list[dict]:
+        return [{key: dict(v) if isinstance(v, dict) else v for key, v in vars(each).items()} for each in modules]
+
+    expected = state()
+    for name, at in POINTS:
+        with interrupted_behind(monkeypatch, name, at):
+            fuse_(model)
+        assert all(found is module for found, module in zip(model.modules(), modules, strict=True)), (name, at)
+        assert state() == expected and not isinstance(model.model.layers[0], FusedLayer), (name, at)
+    assert builders.same_bits(logits(model), before)
+
+
+@pytest.mark.parametrize("at", [1, 5, 9, 12, 16])
+def test_fuse_after_an_interrupted_fuse_fuses_the_rest(at, monkeypatch):
+    model, whole = quantised(), quantised()
+    expected = fuse_(whole)
+    with interrupted_behind(monkeypatch, "_put", at):
+        fuse_(model)
+    first = [] if at < 9 else [name for name in expected if ".0" in name]
+    assert fuse_(model) == [name for name in expected if name not in first]
+    assert builders.same_bits(logits(model), logits(whole))
+    assert [type(each) for each in model.modules()] == [type(each) for each in whole.modules()]
+    assert model.model.layers[0].fused_next() is model.model.layers[1]
 
 
 def test_parts_called_by_themselves_say_what_they_take():

@@ -33,7 +33,7 @@ def weight_of_experts(experts: int = E, n: int = N, k: int = K, group_size: int 
         for name in ("q", "scale", "zero", "offset")
         if getattr(parts[0], name) is not None
     }
-    return jitgemm.pack_w4(**stack, group_size=parts[0].group_size)
+    return jitgemm.pack_w4(**stack, group_size=parts[0].group_size, k=k)
 
 
 def expected(lhs, weight, offsets, out, row_index=None, bias=None):
@@ -127,7 +127,14 @@ def test_deepgemm_s_and_vllm_s_sizes():
     assert rows_of_problem_sizes(offsets, sizes[:, [1, 0, 2]], swap_ab=False).tolist() == [[0, 4], [4, 4], [4, 7]]
 
 
-@pytest.mark.parametrize("expected_m", [np.int64(3), np.uint8(3), torch.tensor(3), 3.0])
+def test_sizes_beyond_int32_are_cut_off_and_not_wrapped_around():
+    sizes = torch.tensor([[1, 2**32 + 2, 3], [1, 2**31 - 1, 3], [1, 3, 3], [1, 1, 3]])
+    rows = rows_of_problem_sizes(torch.tensor([0, 5, 2**32, -(2**63)]), sizes)
+    assert rows[:, 1].tolist()[:2] == [2**31 - 1] * 2 and rows[:, 0].tolist()[:2] == [0, 5]
+    assert rows[2, 0] == rows[2, 1] == 2**31 - 1 and rows[3].max() < 0  # no rows
+
+
+@pytest.mark.parametrize("expected_m", [np.int64(3), np.uint8(3), torch.tensor(3), 3.0, 1e308, 10**400])
 def test_any_class_of_numbers_says_how_many_rows_are_expected(expected_m):
     weight, lhs, offsets = weight_of_experts(), builders.lhs(1, 12, K), torch.tensor([0, 2, 4, 6, 8, 12])
     out, right = torch.zeros(2, 12, N)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import checkpoints
@@ -74,13 +75,14 @@ def integers(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.flatten(1).to(torch.int64), scale.half()
 
 
-def gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def gptq(weight: torch.Tensor, bits: int = 4) -> dict[str, torch.Tensor]:
     q, scale = integers(weight)
     n, k = q.shape
-    zeros = torch.full((k // 32, n), 7)  # v1 stores zero - 1
+    middle = 2 ** (bits - 1)
+    zeros = torch.full((k // 32, n), middle - 1)  # v1 stores zero - 1
     return {
-        "qweight": checkpoints.words((q + 8).T, 0),
-        "qzeros": checkpoints.words(zeros, 1),
+        "qweight": checkpoints.words((q + middle).T, 0, bits=bits),
+        "qzeros": checkpoints.words(zeros, 1, bits=bits),
         "scales": scale.T.contiguous(),
         "g_idx": (torch.arange(k) // 32).to(torch.int32),
     }
@@ -159,6 +161,18 @@ def eight(codes: torch.dtype, strategy: str, scale_name: str = "weight_scale", i
     return pack
 
 
+def of_transformers(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FP8 per tensor as FP8Linear has it."""
+    found = eight(E4M3, "tensor")(weight)
+    scale = found["weight_scale"][0].bfloat16()
+    return {"weight": found["weight"], "weight_scale_inv": scale, "activation_scale": torch.tensor(0.05).bfloat16()}
+
+
+def int8_tensor(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    found = eight(INT8, "channel")(weight)
+    return {"_weight_qdata": found["weight"], "_weight_scale": found["weight_scale"]}
+
+
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 STATIC = inputs("float", dynamic=False, strategy="tensor")
 GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -169,10 +183,15 @@ FORMATS = {
     "compressed-tensors": (pack_quantized, PACKED),
     "int-quantized": (lambda weight: stored(weight.float())[0], stored_config()),
     "gptq": (gptq, {"quant_method": "gptq"} | GPTQ),
+    "gptq of 8 bits": (partial(gptq, bits=8), {"quant_method": "gptq"} | GPTQ | {"bits": 8}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
     "w4afp8": (w4afp8, {"quant_method": "w4afp8", "group_size": 32}),
     "autoround": (gptq, {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"} | GPTQ),
     "autoround as awq": (awq, {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"} | GPTQ),
+    "autoround in fp8": (
+        lambda weight: {name: tensor.squeeze(1) for name, tensor in eight(E4M3, "channel")(weight).items()},
+        {"quant_method": "auto-round", "bits": 8, "group_size": -1, "data_type": "fp", "act_bits": 16},
+    ),
     "qserve": (qserve, {"quant_method": "qoq", "wbits": 4, "group_size": 32}),
     "torchao": (torchao, {"quant_method": "torchao"}),
     "tinygemm": (tinygemm, {"quant_method": "torchao", "group_size": 32}),
@@ -184,6 +203,11 @@ FORMATS = {
         scheme("float", "tensor", "float-quantized", STATIC),
     ),
     "fp8 in blocks": (eight(E4M3, "block", "weight_scale_inv"), DEEPSEEK),
+    "fp8 of transformers": (
+        of_transformers,
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+    ),
+    "torchao int8": (int8_tensor, {"quant_method": "torchao"}),
     "fp8 per row": (eight(E4M3, "channel"), {"quant_method": "fbgemm_fp8"}),
     "int8 per channel": (eight(INT8, "channel"), scheme("int", "channel", "int-quantized", inputs("int"))),
     "int8 per row": (eight(INT8, "channel"), {"quant_method": "w8a8_int8"}),
@@ -363,6 +387,31 @@ def test_quantised_embeddings_are_dequantised(tmp_path, name, format):
     assert_same(model, expected)
 
 
+def test_a_quantised_router_is_dequantised(tmp_path):
+    file(tmp_path, "qwen3-moe", "w4afp8", re.compile(LAYER.pattern + r"|mlp\.gate\."))
+    with pytest.warns(UserWarning, match="from_pretrained: 2 quantised layers are dequantised"):
+        model = loaded(tmp_path)
+    with pytest.warns(UserWarning, match="dequantised"):
+        assert_same(model, by_load_(tmp_path))
+    router = build("qwen3-moe").model.layers[1].mlp.gate.weight
+    q, scale = integers(router)
+    assert torch.equal(model.model.layers[1].mlp.gate.weight, (q * scale.float().repeat_interleave(32, 1)).bfloat16())
+
+
+@pytest.mark.parametrize("kind, names", [("AutoModel", "model."), ("AutoModelForCausalLM", "")])
+def test_a_base_model_takes_a_whole_models_file_and_back(tmp_path, kind, names):
+    file(tmp_path, "tied llama", "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {names + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    auto = getattr(transformers, kind)
+    model = auto.from_pretrained(tmp_path, config=hf.config(tmp_path), dtype=torch.bfloat16)
+    expected = auto.from_config(transformers.AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16).eval()
+    load_(expected, tmp_path)
+    assert quantised_names(model) == quantised_names(expected) != [] and same_state(model, expected)
+    assert all(not x.is_meta for x in (*model.parameters(), *model.buffers()))
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_modules_to_not_convert_are_dequantised(tmp_path, name):
     file(tmp_path, name, "gptq")
@@ -421,6 +470,27 @@ def test_missing_and_unknown_tensors_are_named(tmp_path):
     assert model.hf_quantizer.report.ignored["model.extra"] == "the model has no place for it"
 
 
+@pytest.mark.parametrize("load", [loaded, by_load_], ids=["from_pretrained", "load_"])
+def test_a_file_that_is_not_there_is_named(tmp_path, load):
+    file(tmp_path, "llama", "gptq", shards=3)
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(FileNotFoundError, match=f"source: expected the file .*{gone.name}, found none"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("load", [loaded, by_load_], ids=["from_pretrained", "load_"])
+def test_an_index_of_another_model_is_not_followed(tmp_path, load):
+    file(tmp_path, "llama", "gptq")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.warns(UserWarning, match="names files that are not there.*model.safetensors is read"):
+        assert len(quantised_names(load(tmp_path))) == 14
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match="expected one model in .*, got model.safetensors and"):
+        load(tmp_path)
+
+
 def test_a_wrong_value_names_its_layer(tmp_path):
     file(tmp_path, "llama", "w4afp8")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -435,7 +505,9 @@ def test_allowed_missing_tensors_are_transformers_to_make(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    model = loaded(tmp_path, options={"allow_missing": ["model.norm.weight"]})
+    with pytest.warns(UserWarning, match="from_pretrained: 1 tensors are not in the checkpoint.*model.norm.weight"):
+        model = loaded(tmp_path, options={"allow_missing": ["model.norm.weight"]})
+    assert list(model.hf_quantizer.report.kept) == ["model.norm.weight"]
     assert torch.equal(model.model.norm.weight, torch.ones(64, dtype=torch.bfloat16))
 
 
@@ -581,8 +653,38 @@ def test_save_pretrained_and_back(tmp_path, name, quantised):
         )
     model.save_pretrained(saved)
     assert_same(loaded(saved), model)
-    with pytest.raises(ValueError, match="quantization config"):  # rather than a model of random weights
-        transformers.AutoModelForCausalLM.from_pretrained(saved)
+    assert json.loads((saved / "config.json").read_text())["quantization_config"] == {"quant_method": "jitgemm"}
+    auto, dtype = transformers.AutoModelForCausalLM, torch.bfloat16
+    again = auto.from_pretrained(saved, dtype=dtype)  # without config=, now that jitgemm.hf is imported
+    assert_same(again, model)
+    again.save_pretrained(tmp_path / "again")
+    assert_same(auto.from_pretrained(tmp_path / "again", dtype=dtype), model)
+
+
+@pytest.mark.parametrize("load", [loaded, by_load_], ids=["from_pretrained", "load_"])
+def test_a_model_whose_layers_are_all_dequantised_is_saved_as_one_in_floats(tmp_path, load):
+    file(tmp_path / "gptq", "llama", "gptq", re.compile("embed_tokens"))
+    with pytest.warns(UserWarning, match="converted no layer"):
+        model = load(tmp_path / "gptq")
+    assert not hasattr(model.config, "quantization_config")
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert same_state(again, model)
+
+
+def test_a_loaded_models_config_has_a_config_object(tmp_path):
+    """As transformers' own quantizers leave it."""
+    floats(tmp_path / "floats", "llama")
+    how = hf.JitGemmConfig(bits=8, activation="int8")
+    auto = transformers.AutoModelForCausalLM
+    for model in (
+        auto.from_pretrained(tmp_path / "floats", quantization_config=how),
+        loaded(file(tmp_path / "gptq", "llama", "gptq")),
+    ):
+        told = model.config.quantization_config
+        assert isinstance(told, hf.JitGemmConfig) and told.quant_method == "jitgemm"
+        assert told.to_dict() == model.config.to_dict()["quantization_config"] == {"quant_method": "jitgemm"}
+    assert how.to_dict()["bits"] == 8  # the caller's own, which serves again
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jitgemm.checkpoint import Checkpoint, formats, read_layer
+from jitgemm.checkpoint import Checkpoint, files, formats, read_layer
 from jitgemm.checkpoint.canonical import Sizes
 from jitgemm.checkpoint.reader import layer_header, load
 
@@ -270,7 +270,7 @@ def test_without_a_gpu_the_default_device_is_the_cpu():
         ({"tp_size": 2, "tp_dim": "rows"}, ValueError, "tp_dim: expected 'n' or 'k', got 'rows'"),
         ({"tp_size": 2, "tp_dim": "G"}, ValueError, "tp_dim: expected 'n' or 'k', got 'G'"),
         ({"tp_size": 2, "tp_rank": 2, "tp_dim": "n"}, ValueError, "tp_rank, tp_size: expected 0 <= rank < size"),
-        ({"tp_size": 16, "tp_dim": "k"}, ValueError, "multiple of 32, got 256 / 16 = 16"),
+        ({"tp_size": 32, "tp_dim": "k"}, ValueError, "multiple of 16, got 256 / 32 = 8"),
         ({"config": 3}, TypeError, "config: expected a mapping, got int"),
         ({"prefix": "model.embed_tokens"}, ValueError, "layer 'model.embed_tokens' is of no format known here"),
     ],
@@ -347,6 +347,46 @@ def test_an_index_that_names_the_wrong_file_is_refused(tmp_path):
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"source: expected 'model.*' in .*as the index says, found none"):
         load(folder, name("q_proj"), device="cpu")
+
+
+def test_an_index_that_another_model_left_is_not_followed(tmp_path):
+    """As transformers reads such a folder; vLLM's loader follows the index, so there it is an error."""
+    folder = checkpoints.save(tmp_path, tensors(), CONFIG, shards=2)
+    (shard, gone) = sorted(folder.glob("*.safetensors"))
+    gone.unlink()
+    with pytest.raises(FileNotFoundError, match=f"expected the files that .* names, found no {gone.name}"):
+        files.weights_of(folder, by_index=True)
+    checkpoints.save(tmp_path, tensors("q_proj"), CONFIG)
+    said = rf"index.json names files that are not there, such as {gone.name}, next to model.safetensors"
+    for source in (folder, [folder / "model.safetensors"]):  # the list is what transformers hands on
+        with pytest.warns(UserWarning, match=f"{said}: model.safetensors is read"):
+            assert set(Checkpoint(source).names()) == set(tensors("q_proj"))
+    with pytest.raises(FileNotFoundError, match=f"{said}: delete the index"):
+        files.weights_of(folder, by_index=True)
+
+
+def test_two_whole_models_in_a_folder_are_an_error(tmp_path):
+    folder = checkpoints.save(tmp_path, tensors(), CONFIG, shards=2)
+    checkpoints.save(tmp_path, tensors(), CONFIG)
+    for source in (folder, [folder / "model.safetensors"]):
+        with pytest.raises(ValueError, match=r"expected one model in .*, got model.safetensors and .* with 2 files"):
+            Checkpoint(source)
+    assert holds(folder / "model.safetensors", "q_proj") and holds(folder / "model.safetensors.index.json", "q_proj")
+
+
+def test_an_index_of_one_file_is_that_file(tmp_path):
+    folder = checkpoints.save(tmp_path, tensors(), CONFIG)
+    index = {"weight_map": dict.fromkeys(tensors(), "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert holds(folder, "q_proj") and files.weights_of(folder, by_index=True) is not None
+
+
+def test_headers_are_those_of_the_files_that_the_index_names(tmp_path):
+    folder = checkpoints.save(tmp_path, tensors(), CONFIG, shards=2)
+    save_file({name("q_proj") + ".weight": torch.ones(1)}, folder / "left.safetensors")
+    found = Checkpoint(folder).headers()
+    assert found.keys() == tensors().keys()
+    assert found[name("q_proj") + ".weight"] == {"dtype": "I8", "shape": [64, 128]}
 
 
 @pytest.mark.parametrize("file", ["../outside.safetensors", "/etc/outside.safetensors", "a/../../b.safetensors", 3])

@@ -273,7 +273,7 @@ def test_attention_without_key_value_heads_has_one_per_query_head():
             "experts.down_proj would be cut at k = 96, which is not a border of a group of 128; what fits: tp of 1, 2, "
             "3, 6; groups of 32; --ep",
         ),
-        (GPT_OSS, 8, 32, "k = 360, which is not a multiple of 32; what fits: tp of 1, 2, 3, 5, 6; --ep"),
+        (GPT_OSS, 8, 32, "k = 360, which is not a multiple of 16; what fits: tp of 1, 2, 3, 5, 6; --ep"),
         (MIXTRAL_8X7B | {"hidden_act": "relu"}, 1, 0, "hidden_act: expected one of silu.* for experts, got 'relu'"),
         (MIXTRAL_8X7B | {"num_experts_per_tok": None}, 1, 0, "num_experts_per_tok: expected a positive integer"),
         (LLAMA_3_8B | {"model_type": "gpt2"}, 1, 0, "model_type 'gpt2' is not known .*llama.*--shape"),
@@ -288,7 +288,7 @@ def test_attention_without_key_value_heads_has_one_per_query_head():
         (QWEN2_MOE | {"mlp_only_layers": 5}, 1, 0, "mlp_only_layers: expected a list of integers, got 5"),
         (LLAMA_3_8B | {"intermediate_size": "big"}, 1, 0, "intermediate_size: expected a positive integer, got 'big'"),
         (LLAMA_3_8B | {"hidden_size": 4100}, 1, 0, "hidden_size 4100 is not divisible by 32 heads"),
-        (LLAMA_3_8B | {"intermediate_size": 14336 + 8}, 1, 0, "down_proj: k = 14344 .* not a multiple of 32"),
+        (LLAMA_3_8B | {"intermediate_size": 14336 + 8}, 1, 0, "down_proj: k = 14344 .* not a multiple of 16"),
     ],
 )
 def test_what_cannot_be_read_or_cut_says_why(config, tp, group_size, message):

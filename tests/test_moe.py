@@ -99,6 +99,12 @@ def test_combining_adds_up_weighted_rows_and_skips_what_is_negative(row_dtype):
     assert bool((out[1] == 0).all()) and bool(out.isfinite().all())
 
 
+def test_rows_that_are_not_there_are_named_on_the_cpu():
+    inverse = torch.tensor([[0, 6]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="inverse: expected rows below 6, got 6"):
+        combine(torch.zeros(6, 8), inverse, torch.ones(1, 2), torch.zeros(1, 8))
+
+
 # ---- gates ----------------------------------------------------------------------------------------------------------
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
+import warnings
 
 import builders
 import checkpoints
 import pytest
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import save_file, save_model
 from small_models import same_state
 from test_nn_experts import HIDDEN, INTER, TOP_K, E
 
@@ -105,6 +107,12 @@ def gptq(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def gptq_of_8_bits(q: torch.Tensor, scale: torch.Tensor, zero: int = 128) -> dict[str, torch.Tensor]:
+    zeros = torch.full_like(scale, zero, dtype=torch.int64)
+    codes = checkpoints.words(q.T.long() + zero, 0, bits=8)
+    return {"qweight": codes, "qzeros": checkpoints.words(zeros.T, 1, bits=8), "scales": scale.T}
+
+
 def awq(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     order, zeros = (0, 2, 4, 6, 1, 3, 5, 7), torch.full_like(scale, 8, dtype=torch.int64)
     words = {"qweight": checkpoints.words(q.T + 8, 1, order=order), "scales": scale.T}
@@ -125,6 +133,10 @@ FORMATS = {
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}},
     ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}),
+    "gptq-int8": (
+        gptq_of_8_bits,
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2", "sym": True},
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
     "w4afp8": (w4afp8, {"quant_method": "w4afp8"}),
 }
@@ -210,13 +222,13 @@ def test_quantising_experts_to_8_bits(name):
 
 
 def test_a_filter_chooses_experts_and_unfit_ones_are_named():
-    model = build("qwen3", moe_intermediate_size=80)
+    model = build("qwen3", moe_intermediate_size=72)
     report = jitgemm.nn.quantize_(model, clip_steps=0)
     assert report and not any("experts" in name for name in report)
-    reason = "expected hidden and intermediate sizes that are multiples of 32, got 64 and 80"
+    reason = "expected hidden and intermediate sizes that are multiples of 16, got 64 and 72"
     assert report.skipped["model.layers.0.mlp.experts"] == reason
     with pytest.raises(ValueError, match=f"model.layers.0.mlp.experts: {reason}"):
-        jitgemm.nn.quantize_(build("qwen3", moe_intermediate_size=80), lambda name, _: name.endswith("experts"))
+        jitgemm.nn.quantize_(build("qwen3", moe_intermediate_size=72), lambda name, _: name.endswith("experts"))
     report = jitgemm.nn.quantize_(build("qwen3"), lambda name, _: "layers.1.mlp.experts" in name, clip_steps=0)
     assert report == ["model.layers.1.mlp.experts"]
 
@@ -295,6 +307,16 @@ def test_every_format_names_each_expert(form, names):
     static = {name for name in tensors if name.endswith("input_scale")}
     assert set(report.ignored) == static and (not static) == (form != "w4afp8")
     assert all("experts quantise every token" in why for why in report.ignored.values())
+
+
+def test_experts_of_8_bits_with_zero_points_are_dequantised(monkeypatch):
+    monkeypatch.setitem(FORMATS, "asymmetric", (lambda q, scale: gptq_of_8_bits(q, scale, 77), {}))
+    tensors, dense = file_of(build("qwen3"), "asymmetric")
+    model = build("qwen3", seed=1)
+    with pytest.warns(UserWarning, match="8-bit codes with zero points"):
+        report = load_(model, tensors, config=FORMATS["gptq-int8"][1] | {"sym": False})
+    assert report == [] and set(report.skipped.values()) == {"dequantised: 8-bit codes with zero points"}
+    assert same_state(model, dense)
 
 
 def test_static_scales_of_deepseek_r1_stand_under_other_names():
@@ -466,7 +488,7 @@ def test_activation_orders_are_refused_and_can_be_dequantised():
         ({"1.down_proj": (64, 64)}, r"experts.1.down_proj: expected n, k = \[64, 96\], got \[64, 64\]"),
         ({"2.gate_proj": "floats"}, "experts.2.gate_proj: expected quantised, as .*experts.0.gate_proj is, got floats"),
         ({"2.up_proj": 16}, "experts.2.up_proj: expected groups of 32, as .*experts.0.gate_proj has, got 16"),
-        ({"2.gate_proj": "bias"}, "experts.2.gate_proj: expected no bias, as the model has it, got one"),
+        ({"2.gate_proj": "bias"}, r"experts.2.gate_proj.bias: expected no bias, .* or zeros, got 1 at \[0\]"),
     ],
 )
 def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change, message):
@@ -479,7 +501,7 @@ def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change
     if what == "floats":
         tensors[f"{name}.weight"] = torch.zeros(INTER, HIDDEN)
     elif what == "bias":
-        tensors[f"{name}.bias"] = torch.zeros(INTER)
+        tensors[f"{name}.bias"] = torch.ones(INTER)
     elif what == "beside":
         tensors[name] = torch.ones(4)
     elif isinstance(what, int):
@@ -491,6 +513,36 @@ def test_incomplete_or_other_experts_are_refused_before_the_model_changes(change
     with pytest.raises(ValueError, match=message):
         load_(model, tensors, config=FORMATS[form][1])
     assert list(experts_of(model)) == list(experts_of(dense))
+
+
+@pytest.mark.parametrize("form", ["gptq", "floats"])
+def test_biases_of_zeros_of_experts_without_are_ignored_and_reported(form):
+    source = build("qwen3")
+    if form == "gptq":
+        tensors, dense = file_of(source, form)
+    else:
+        dense, stacked = source, tuple(experts_of(source))
+        tensors = {f"{name}.weight": w for name, w in each(source).items()}
+        tensors |= {name: x for name, x in source.state_dict().items() if not name.startswith(stacked)}
+    biases = {f"{name}.bias": torch.zeros(len(w)) for name, w in each(source).items()}
+    model = build("qwen3", seed=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="load_ converted no layer")
+        report = load_(model, tensors | biases, config=FORMATS["gptq"][1] if form == "gptq" else None)
+    assert set(report.ignored) == set(biases)
+    if form == "gptq":
+        assert same_weights(model, dense)
+    else:
+        assert same_state(model, dense)
+
+
+def test_experts_that_cannot_be_read_are_not_of_an_unknown_kind():
+    tensors, _ = file_of(build("qwen3"))
+    said = copy.deepcopy(COMPRESSED)
+    said["config_groups"]["group_0"]["weights"]["num_bits"] = 2
+    with pytest.raises(ValueError, match="experts: left out by the filter, and cannot be dequantised: .*2") as error:
+        load_(build("qwen3"), tensors, config=said, filter=lambda *_: False)
+    assert "unknown kind" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss"])
@@ -562,3 +614,74 @@ def test_models_say_how_many_experts_a_token_has():
     other = build("mixtral")
     load_(other, model.state_dict())
     assert [m.top_k for m in other.modules() if isinstance(m, W4A8Experts)] == [TOP_K, TOP_K]
+
+
+def fp8(w: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [E, n, k], scales [E, n / rows, k / columns], and what they stand for."""
+    blocks = w.unflatten(2, (-1, columns)).unflatten(1, (-1, rows))
+    scale = blocks.abs().amax((2, 4)) / 448
+    q = (blocks / scale[:, :, None, :, None]).flatten(3).flatten(1, 2).to(torch.float8_e4m3fn)
+    return q, scale, q.float() * scale.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+
+
+@pytest.mark.parametrize("by", ["tensor", "gate and up", "blocks"])
+@pytest.mark.parametrize("static", [False, True])
+def test_fp8_experts_of_transformers_names_are_read_as_stacked(tmp_path, by, static):
+    """`gate_up_proj_scale_inv` of FP8Experts: a scalar for each expert, one for its gate and one for up, or blocks."""
+    hf = pytest.importorskip("jitgemm.hf")
+    model, dense = build("qwen3").bfloat16(), build("qwen3").bfloat16().float()
+    model.save_pretrained(tmp_path)
+    stacked = tuple(experts_of(model))
+    tensors = {n: x.clone() for n, x in model.state_dict().items() if not n.startswith(stacked)}
+    for name, module in experts_of(dense).items():
+        for parameter in ("gate_up_proj", "down_proj"):
+            w = getattr(module, parameter).detach()
+            n, k = w.shape[1:]
+            halves = 2 if by == "gate and up" and parameter == "gate_up_proj" else 1
+            q, scale, exact = fp8(w, *((32, 32) if by == "blocks" else (n // halves, k)))
+            getattr(module, parameter).data = exact
+            tensors |= {f"{name}.{parameter}": q, f"{name}.{parameter}_scale_inv": scale}
+            if static:
+                tensors[f"{name}.{parameter}_activation_scale"] = torch.full((E,), 0.05)
+    told = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
+    told |= {"weight_block_size": [32, 32] if by == "blocks" else None}
+    text = json.loads((tmp_path / "config.json").read_text())
+    checkpoints.save(tmp_path, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": told}))
+    report = load_(model, tmp_path)
+    assert report == list(stacked) and same_weights(model, dense)
+    assert {model.get_submodule(name).activation for name in stacked} == {
+        "e4m3_block" if by == "blocks" and not static else "e4m3"
+    }
+    assert all("experts quantise every token" in why for why in report.ignored.values())
+    assert len(report.ignored) == (2 * len(stacked) if static else 0)
+    left = build("qwen3")
+    with pytest.warns(UserWarning, match="converted no layer"):
+        load_(left, tmp_path, filter=lambda *_: False)
+    assert all(torch.equal(left.get_submodule(n).gate_up_proj, dense.get_submodule(n).gate_up_proj) for n in stacked)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})  # as transformers wants to be told
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, config=hf.config(str(tmp_path)), dtype=torch.bfloat16
+    )
+    assert same_weights(theirs, dense)
+
+
+def test_experts_that_torchao_has_quantised_in_their_parameter(tmp_path):
+    """As its FqnToConfig does: subclasses of [E, n, k]."""
+    quantization = pytest.importorskip("torchao.quantization")
+    support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    if not hasattr(quantization, "Int8Tensor"):
+        pytest.skip("this torchao has no Int8Tensor")
+    model, dense = build("qwen3"), build("qwen3")
+    state = model.state_dict()
+    for name, module in experts_of(dense).items():
+        for parameter in ("gate_up_proj", "down_proj"):
+            full = f"{name}.{parameter}"
+            state[full] = quantization.Int8Tensor.from_hp(state[full], quantization.PerRow())
+            getattr(module, parameter).data = state[full].dequantize()
+    tensors, metadata = support.flatten_tensor_state_dict(state)
+    save_file(tensors, tmp_path / "model.safetensors", metadata)
+    for source in (state, tmp_path):
+        loaded = build("qwen3")
+        assert load_(loaded, source) == list(experts_of(model)) and same_weights(loaded, dense)
+        assert {loaded.get_submodule(name).activation for name in experts_of(model)} == {"int8"}

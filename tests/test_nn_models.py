@@ -130,7 +130,7 @@ def test_a_filter_chooses():
 
 
 def test_a_chosen_linear_that_does_not_fit_is_named():
-    with pytest.raises(ValueError, match="odd: expected out_features a multiple of 8 and in_features a multiple of 32"):
+    with pytest.raises(ValueError, match="odd: expected out_features a multiple of 8 and in_features a multiple of 16"):
         quantize(Model(), lambda name, _: name == "odd")
 
 
@@ -305,7 +305,7 @@ def test_the_report_is_a_list_and_prints_as_a_summary():
     assert str(report).splitlines() == [
         "converted: 4 (blocks.0.up, blocks.0.down, blocks.1.up and 1 more)",
         "skipped: 2",
-        "  1 expected out_features a multiple of 8 and in_features a multiple of 32, got 10 and 64: odd",
+        "  1 expected out_features a multiple of 8 and in_features a multiple of 16, got 10 and 64: odd",
         "  1 output embedding: lm_head",
     ]
 
@@ -524,7 +524,8 @@ def test_tied_weights_need_to_be_stored_once():
             load_(Model(), opened(tensors), strict=strict)
     untied = Model()
     before = untied.lm_head.weight.clone()
-    assert load_(untied, opened(tensors), allow_missing=["lm_head.*"]) == BLOCKS
+    with pytest.warns(UserWarning, match="1 tensors are not in the checkpoint.*lm_head.weight"):
+        assert load_(untied, opened(tensors), allow_missing=["lm_head.*"]) == BLOCKS
     assert torch.equal(untied.lm_head.weight, before)
 
 
@@ -580,6 +581,75 @@ def test_a_plain_linear_beside_scales_of_the_kv_cache_is_copied():
     report = load_(layer, opened(tensors))
     assert report == ["attn.up"] and list(report.ignored) == ["attn.k_proj.output_scale"]
     assert torch.equal(model["k_proj"].weight, torch.ones(32, 64))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["blocks.1.down.bias", "lm_head.bias"])
+def test_a_bias_that_the_model_lacks_is_ignored_where_it_is_zero(name, strict):
+    """Of a quantised layer, and of one in floats."""
+    tensors, _ = checkpoint_tensors(Model())
+    bias = torch.zeros(64 if "down" in name else 48)
+    model, plain = Model(), Model()
+    report = load_(model, opened(tensors | {name: bias}), strict=strict)
+    assert report == BLOCKS and report.ignored == {name: "a bias of zeros, where the model has none"}
+    load_(plain, opened(tensors))
+    assert same_state(model, plain)
+    for value in (0.25, torch.nan):
+        bias[7] = value
+        untouched, fresh = Model(), Model()
+        with pytest.raises(
+            ValueError, match=rf"{name}: expected no bias, as the model has it, or zeros, got {value} at \[7\]"
+        ):
+            load_(fresh, opened(tensors | {name: bias}), strict=strict)
+        assert same_state(fresh, untouched)
+
+
+def test_a_dequantised_layer_may_have_a_bias_of_zeros_too():
+    tensors, dense = checkpoint_tensors(Model())
+    model = Model()
+    tensors["blocks.1.down.bias"] = torch.zeros(64)
+    report = load_(model, opened(tensors), filter=lambda name, _: name != "blocks.1.down")
+    assert list(report.ignored) == ["blocks.1.down.bias"]
+    assert torch.equal(model.blocks[1].down.weight, dense["blocks.1.down.weight"])
+
+
+def test_what_tools_write_for_quantised_layers_changes_nothing_of_one_in_floats():
+    tensors, _ = checkpoint_tensors(Model())
+    strays = {"odd.g_idx": torch.zeros(64), "odd.input_scale": torch.ones(1), "odd.input_zero_point": torch.ones(1)}
+    report = load_(Model(), opened(tensors | strays))
+    assert report.ignored == dict.fromkeys(strays, "of a quantised layer, where the file has the weight in floats")
+    with pytest.raises(
+        ValueError, match="odd.weight_scale is of a layer whose weight the file has in floats.*uncompressed"
+    ):
+        load_(Model(), opened(tensors | {"odd.weight_scale": torch.ones(10, 1)}))
+
+
+def test_what_stays_as_it_was_is_reported_and_warned_of():
+    tensors, _ = checkpoint_tensors(Model())
+    del tensors["odd.weight"], tensors["blocks.0.norm.bias"]
+    with pytest.warns(
+        UserWarning, match="load_: 2 tensors are not in the checkpoint and keep what the model holds.*odd"
+    ):
+        report = load_(Model(), opened(tensors), allow_missing=["odd.*", "*.norm.bias"])
+    assert set(report.kept) == {"odd.weight", "blocks.0.norm.bias"}
+    assert "not filled: 2" in str(report)
+
+
+def test_names_that_differ_by_a_prefix_are_told():
+    tensors, _ = checkpoint_tensors(Model())
+    with pytest.raises(
+        ValueError, match="the file calls embed.weight net.embed.weight: give its tensors under the model's"
+    ):
+        load_(Model(), opened({f"net.{name}": tensor for name, tensor in tensors.items()}))
+
+
+def test_a_method_of_the_config_that_is_not_read_is_told_first():
+    model = torch.nn.ModuleDict({"linear": torch.nn.Linear(64, 32, bias=False)})
+    tensors = {"linear.weight.codes": torch.zeros(4), "linear.weight.codebooks": torch.zeros(4)}
+    with pytest.raises(
+        ValueError, match="found none for linear.weight;.* the config says quant_method 'aqlm', and no layer"
+    ):
+        load_(model, tensors, config={"quant_method": "aqlm"})
 
 
 def test_the_cause_of_missing_experts_is_told():
@@ -646,7 +716,7 @@ def broken_files():
         "activations": opened(tensors, num_bits=4),
         "static scale": opened(tensors, strategy="tensor", dynamic=False),
         "sizes": opened(tensors | {last + ".weight": torch.zeros(64, 64, dtype=torch.int8)}),
-        "bias": opened(tensors | {last + ".bias": torch.zeros(64)}),
+        "bias": opened(tensors | {last + ".bias": torch.ones(64)}),
         "missing layer": opened(without(tensors, last + ".weight", last + ".weight_scale")),
         "missing tensor": opened(without(tensors, "odd.bias")),
         "no place": opened(tensors | {"other": torch.zeros(1)}),
@@ -728,12 +798,51 @@ def test_quantised_layers_that_cannot_be_converted_are_dequantised():
         "embedding": "dequantised: an Embedding",
         "own": "dequantised: Scaled has a forward of its own",
         "dt_proj": "dequantised: Zoo reads this weight itself",
-        "odd": "dequantised: n is no multiple of 8, or k or the group size none of 32",
+        "odd": "dequantised: n is no multiple of 8, k none of 16 or the group size none of 32",
     }
     for name in names[:-1]:
         weight = model.get_submodule(name).weight
         assert torch.equal(weight, dense[name + ".weight"].to(weight.dtype))
     assert torch.equal(model.odd.bias, dense["odd.bias"])
+
+
+class Router(torch.nn.Module):
+    """A mixture's router, as transformers 5 has it: a matrix and, as in DeepSeek, a correction of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8, 64))
+        self.register_buffer("e_score_correction_bias", torch.zeros(8))
+
+
+def test_a_router_that_is_no_linear_is_dequantised():
+    model = torch.nn.ModuleDict({"gate": Router(), "up": torch.nn.Linear(64, 32, bias=False)})
+    tensors, dense = checkpoint_tensors(model, "up")
+    parts, weight = stored(torch.randn(8, 64))
+    tensors |= {f"gate.{suffix}": tensor for suffix, tensor in parts.items()}
+    tensors["gate.e_score_correction_bias"] = torch.arange(8.0)
+    with pytest.warns(UserWarning, match="1 quantised layers are dequantised"):
+        report = load_(model, opened(tensors))
+    assert report == ["up"] and report.skipped == {"gate": "dequantised: Router, which is no torch.nn.Linear"}
+    assert torch.equal(model["gate"].weight, weight)
+    assert torch.equal(model["gate"].e_score_correction_bias, torch.arange(8.0))
+    with pytest.raises(ValueError, match=r"gate: expected k, n = \(64, 8\), got \(64, 16\)"):
+        load_(model, opened(tensors | {f"gate.{s}": x for s, x in stored(torch.randn(16, 64))[0].items()}))
+    with pytest.raises(ValueError, match="found none for gate.weight"):
+        load_(model, opened(without(tensors, "gate.weight", "gate.weight_scale")))
+
+
+def test_a_module_whose_weight_has_the_files_type_is_copied():
+    class Table(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(8, 64, dtype=torch.int8), requires_grad=False)
+
+    model = torch.nn.ModuleDict({"table": Table(), "up": torch.nn.Linear(64, 32, bias=False)})
+    tensors, _ = checkpoint_tensors(model, "up")
+    tensors["table.weight"] = torch.ones(8, 64, dtype=torch.int8)
+    load_(model, opened(tensors))
+    assert torch.equal(model["table"].weight, tensors["table.weight"])
 
 
 def test_groups_that_cannot_be_packed_are_dequantised():
@@ -790,9 +899,9 @@ def test_a_mixed_checkpoint_loads_with_a_filter():
     tensors, said = mixed()
     model = Model()
     before = model.blocks[0].down.weight.clone()
-    report = load_(
-        model, tensors, config=said, filter=lambda name, _: name.endswith("up"), allow_missing=["blocks.*.down.weight"]
-    )
+    chosen, missing = (lambda name, _: name.endswith("up")), ["blocks.*.down.weight"]
+    with pytest.warns(UserWarning, match="2 tensors are not in the checkpoint.*blocks.0.down.weight"):
+        report = load_(model, tensors, config=said, filter=chosen, allow_missing=missing)
     assert report == ["blocks.0.up", "blocks.1.up"] and list(report.skipped) == ["blocks.0.down", "blocks.1.down"]
     assert torch.equal(model.blocks[0].down.weight, before)
 

@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,6 +66,9 @@ def test_a_missing_nvrtc_names_the_extras():
     script = """
 import site
 site.getsitepackages, site.ENABLE_USER_SITE = (lambda: []), False
+import sys
+from cuda.bindings import nvrtc
+sys.path = [folder for folder in sys.path if "site-packages" not in folder]
 from jitgemm.errors import CompileError
 from jitgemm.jit.nvrtc import nvrtc_info
 try:
@@ -75,6 +80,30 @@ except CompileError as error:
     if said.startswith("found"):
         pytest.skip(f"this machine has an NVRTC outside the wheels: {said}")
     assert "pip install jitgemm[cu12]" in said and "jitgemm[cu13]" in said
+    assert f"looked for in {REPOSITORY}, " in said and "LD_LIBRARY_PATH" in said
+
+
+@pytest.mark.parametrize("way", ["pth", "PYTHONPATH"])
+def test_a_wheel_is_found_wherever_python_imports_from(way, tmp_path):
+    if "site-packages" not in (nvrtc_info().library or ""):
+        pytest.skip(f"NVRTC comes from {nvrtc_info().library}, no wheel")
+    here = sysconfig.get_paths()["purelib"]
+    venv.create(tmp_path, with_pip=False)
+    (overlay,) = tmp_path.glob("lib/python3*/site-packages")
+    if way == "pth":  # as `uv run --with` does
+        (overlay / "overlay.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+    script = f"""
+from jitgemm.jit.nvrtc import compile_cubin, nvrtc_info
+from tiny_kernel import HEADERS, OPTIONS, tiny_source
+assert nvrtc_info().library == {nvrtc_info().library!r}
+assert "libnvrtc" not in open("/proc/self/maps").read()
+compile_cubin(tiny_source(), HEADERS, OPTIONS, name="tiny")
+"""
+    path = os.pathsep.join([PATHS, here] if way == "PYTHONPATH" else [PATHS])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [str(tmp_path / "bin" / "python"), "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_library_other_than_the_reported_one_is_refused(monkeypatch):

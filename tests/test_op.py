@@ -442,7 +442,7 @@ WRONG_WEIGHTS = {
     "a strip too few": (FORMATS[0], dict(n=200), r"rhs.blocks: expected uint8 \[4, 1, 4608\], got .* \[2, 1, 4608\]"),
     "a block of k too few": (FORMATS[0], dict(k=160), r"rhs.blocks: expected uint8 \[2, 2, 4608\]"),
     "rows that n cannot have": (FORMATS[0], dict(n=4), "rhs.blocks: expected n, its rows, to be a positive"),
-    "no k": (FORMATS[0], dict(k=0), "rhs.blocks: expected k to be a positive multiple of 32, got 0"),
+    "no k": (FORMATS[0], dict(k=0), "rhs.blocks: expected k to be a positive multiple of 16, got 0"),
     "another dtype": (FORMATS[0], dict(blocks=torch.zeros(2, 1, 4608, dtype=torch.int8)), "got int8"),
     "strides": (FORMATS[0], dict(blocks=torch.zeros(4608, 2, 1, dtype=torch.uint8).permute(1, 2, 0)), "contiguous"),
     "a scale too many": (FORMATS[0], dict(channel_scale=torch.ones(128)), "rhs.channel_scale: expected None for group"),

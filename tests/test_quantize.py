@@ -347,10 +347,10 @@ NORM = {"rms_norm": torch.ones(K)}
         (TypeError, "x: expected a torch.Tensor, got list", {"x": [1.0]}),
         (TypeError, "x: expected bfloat16, float16 or float32, got float64", {"x": X.double()}),
         (TypeError, "x: expected a plain strided tensor, got layout torch.sparse_coo", {"x": X.to_sparse()}),
-        (ValueError, "x: expected k to be a multiple of 32 from 32 to 1048576, got 100", {"x": torch.zeros(4, 100)}),
-        (ValueError, "x: expected k to be a multiple of 32 .*, got 0", {"x": torch.zeros(1, 0)}),
-        (ValueError, "x: expected 2k columns with a gate, k a multiple of 32, got 96", {"silu_mul": True}),
-        (ValueError, "x: expected 2k columns with a gate", {"gelu_mul": "tanh"}),
+        (ValueError, "x: expected k to be a multiple of 16 from 16 to 1048576, got 100", {"x": torch.zeros(4, 100)}),
+        (ValueError, "x: expected k to be a multiple of 16 .*, got 0", {"x": torch.zeros(1, 0)}),
+        (ValueError, "x: expected 2k columns with a gate, k a multiple of 16, got 80", {"x": X[:, :80], "silu_mul": True}),
+        (ValueError, "x: expected 2k columns with a gate", {"x": X[:, :80], "gelu_mul": "tanh"}),
         (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got 'erf'", {"x": X2, "gelu_mul": "erf"}),
         (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got True", {"x": X2, "gelu_mul": True}),
         (ValueError, "gelu_mul: expected 'none' or 'tanh' or None, got .'tanh'", {"x": X2, "gelu_mul": ["tanh"]}),
@@ -429,10 +429,10 @@ def test_what_a_gradient_is_expected_for_is_refused(name):
 
 
 def test_long_rows_have_a_limit():
-    with pytest.raises(ValueError, match="x: expected k .* from 32 to 1048576"):
-        quantize_activations(torch.zeros(1, 2**20 + 32), torch.int8)
-    with pytest.raises(ValueError, match="x: expected k .* from 32 to 131072 with a permutation, got 131104"):
-        quantize_activations(torch.zeros(1, 131104), torch.int8, permutation=torch.arange(131104).int())
+    with pytest.raises(ValueError, match="x: expected k .* from 16 to 1048576"):
+        quantize_activations(torch.zeros(1, 2**20 + 16), torch.int8)
+    with pytest.raises(ValueError, match="x: expected k .* from 16 to 131072 with a permutation, got 131088"):
+        quantize_activations(torch.zeros(1, 131088), torch.int8, permutation=torch.arange(131088).int())
 
 
 @pytest.mark.parametrize(("wrong", "got"), [(K, f"0..{K}"), (-1, f"-1..{K - 1}")])

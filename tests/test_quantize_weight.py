@@ -293,7 +293,7 @@ W = torch.zeros(8, 64)
         ((W.double(), 32), {}, TypeError, "w: expected bfloat16, float16 or float32, got float64"),
         ((W[0], 32), {}, ValueError, "w: expected shape [n, k] or [experts, n, k], got [64]"),
         ((W[:7], 32), {}, ValueError, "w: expected n, its rows, to be a positive multiple of 8, got 7"),
-        ((W[:, :48], 32), {}, ValueError, "w: expected k to be a positive multiple of 32, got 48"),
+        ((W[:, :40], 32), {}, ValueError, "w: expected k to be a positive multiple of 16, got 40"),
         ((W, 48), {}, ValueError, "group_size: expected one of (32, 64, 128, 256), or k = 64 for per channel, got 48"),
         ((W, 0), {}, ValueError, "group_size: expected one of"),
         ((W, 32.0), {}, TypeError, "group_size: expected an int, got float"),

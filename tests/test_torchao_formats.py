@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from jitgemm.checkpoint import reader as checkpoint
+from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.torchao import FORMAT, unpack_tiles
+from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, load_
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TORCHAO = {"quant_method": "torchao"}
@@ -107,6 +109,40 @@ def test_zeros_that_are_all_0_leave_no_offset():
     weight = FORMAT.read({"weight": q, "scales_and_zeros": parameters}, None)
     assert weight.offset is None and weight.zero is None
     layers.assert_exactly(weight, tinygemm(q, parameters))
+
+
+@pytest.mark.parametrize("k", [64, 128])
+@pytest.mark.parametrize("group_size", [128, -1, None])
+def test_one_group_a_row_leaves_open_what_bytes_are_and_they_or_the_size_decide(group_size, k):
+    q, parameters = codes(7, 16, k), scales_and_zeros(7, 16, 1, torch.bfloat16)
+    for stored in (q.to(torch.uint8), high_first(q)):
+        tensors = {"weight": stored, "scales_and_zeros": parameters}
+        layers.assert_exactly(FORMAT.read(tensors, {"group_size": group_size}), tinygemm(q, parameters))
+
+
+@pytest.mark.parametrize("form", ["bytes, even k high", "uint8, one code each"])
+def test_bytes_that_are_all_the_same_need_the_size_that_a_models_layer_has(form):
+    q, parameters = torch.zeros((16, 64), dtype=torch.int32), scales_and_zeros(8, 16, 1, torch.bfloat16)
+    tensors = {"a.weight": FORMS[form](q), "a.scales_and_zeros": parameters}
+    with pytest.raises(ValueError, match=r'weight: expected "shape": \[n, k\] in the config, as uint8 \[16, '):
+        checkpoint.read_layer(tensors, "a", device="cpu", config={"group_size": 128})
+    told = {"group_size": 128, "shape": [16, 64]}
+    layers.assert_exactly(checkpoint.read_layer(tensors, "a", device="cpu", config=told), tinygemm(q, parameters))
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 16, bias=False)})
+    assert load_(model, tensors, config={"group_size": 128}) == ["a"]
+    assert torch.equal(model["a"].weight.dequantize().double(), tinygemm(q, parameters))
+
+
+def test_a_shape_drops_the_padding_of_plain_tiles():
+    q, parameters = codes(9, 16, 256), scales_and_zeros(9, 16, 4, torch.bfloat16)
+    weight = FORMAT.read({"weight": tiles(q, 8), "scales_and_zeros": parameters}, {"shape": [16, 192]})
+    layers.assert_exactly(weight, tinygemm(q, parameters)[:, :192])
+
+
+def test_codes_of_another_size_than_was_said_are_an_error():
+    tensors = {"weight": torch.zeros((16, 32), dtype=torch.uint8), "scales_and_zeros": torch.ones(1, 16, 2)}
+    with pytest.raises(ValueError, match=r"weight: expected codes for k = 256, got uint8 \[16, 32\]"):
+        FORMAT.read(tensors, {"shape": [16, 256]})
 
 
 def test_group_size_tells_small_bytes_from_codes():
@@ -253,6 +289,11 @@ def flattened(folder, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name.removeprefix("layer."): t for name, t in load_file(folder / "model.safetensors").items()}
 
 
+def in_memory(weight: torch.Tensor):
+    """The layer whose weight is a subclass in a state dict."""
+    return checkpoint.read_layer({"layer.weight": weight}, "layer", device="cpu", config=TORCHAO)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mapping", ["SYMMETRIC", "ASYMMETRIC"])
 def test_torchaos_8da4w_tensor_equals_its_own_dequantisation(torchao, tmp_path, mapping, dtype):
@@ -263,7 +304,7 @@ def test_torchaos_8da4w_tensor_equals_its_own_dequantisation(torchao, tmp_path, 
         high_precision(32, 256, dtype), (1, 64), torch.int4, mapping_type=getattr(MappingType, mapping)
     )
     exact = dequantize_affine(weight.qdata, (1, 64), weight.scale, weight.zero_point, torch.int8, -8, 7)
-    for read in (FORMAT.read(flattened(tmp_path, weight), None), FORMAT.read({"weight": weight}, TORCHAO)):
+    for read in (FORMAT.read(flattened(tmp_path, weight), None), in_memory(weight)):
         layers.assert_exactly(read, exact)
         assert torch.equal(read.dequantize().to(dtype), weight.dequantize())  # which rounds to dtype, once
         assert (read.zero is None) == (mapping == "SYMMETRIC")
@@ -298,13 +339,13 @@ def tile_packed(n: int, k: int, group_size: int):
 def test_torchaos_tile_packed_tensor_equals_its_own_dequantisation(torchao, tmp_path):
     weight, exact = tile_packed(16, 1024, 128)
     layers.assert_exactly(FORMAT.read(flattened(tmp_path, weight), None), exact)
-    layers.assert_exactly(FORMAT.read({"weight": weight}, TORCHAO), exact)
+    layers.assert_exactly(in_memory(weight), exact)
 
 
 def test_the_padding_of_a_tile_packed_tensor_is_dropped(torchao, tmp_path):
     weight, exact = tile_packed(16, 320, 128)
     for read in (
-        FORMAT.read({"weight": weight}, TORCHAO),
+        in_memory(weight),
         FORMAT.read(flattened(tmp_path, weight), TORCHAO | {"shape": [16, 320]}),
         checkpoint.read_layer(tmp_path, "layer", device="cpu"),  # the size stands in the file's metadata
     ):
@@ -331,4 +372,165 @@ def test_torchaos_cpu_packing_is_refused():
 
     weight = Int4OpaqueTensor.from_hp(high_precision(32, 256, torch.bfloat16), [1, 64])
     with pytest.raises(ValueError, match="weight: expected one of torchao's .*, got Int4OpaqueTensor"):
-        FORMAT.read({"weight": weight}, TORCHAO)
+        in_memory(weight)
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+def int8_configs():
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, PerGroup, PerRow
+    from torchao.quantization import PerTensor
+
+    return {
+        "per row, dynamic": (Int8DynamicActivationInt8WeightConfig(), "int8"),
+        "per row": (Int8WeightOnlyConfig(), "int8"),
+        "per tensor": (Int8WeightOnlyConfig(granularity=PerTensor()), "int8"),
+        "in groups": (Int8WeightOnlyConfig(granularity=PerGroup(64)), "int8"),
+        "per tensor, per token": (Int8DynamicActivationInt8WeightConfig(granularity=[PerRow(), PerTensor()]), "int8"),
+    }
+
+
+def float8(granularity=None, act=None, dtype: torch.dtype = E4M3):
+    """A Float8Tensor as torchao quantises, whose configs for activations ask for a GPU."""
+    from torchao.quantization import Float8Tensor, PerRow
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+
+    kwargs = None if act is None else QuantizeTensorToFloat8Kwargs(granularity=act)
+    weight = high_precision(256, 384, torch.bfloat16)
+    return Float8Tensor.from_hp(weight, dtype, granularity or PerRow(), act_quant_kwargs=kwargs)
+
+
+def sources(folder, weight: torch.Tensor):
+    """The layer "layer" of a state dict, and of the file that torchao writes of it."""
+    flattened(folder, weight)
+    return {"layer.weight": weight}, folder
+
+
+@pytest.mark.parametrize("name", ["per row, dynamic", "per row", "per tensor", "in groups", "per tensor, per token"])
+def test_torchaos_int8_tensor_is_an_int8_layer(torchao, tmp_path, name):
+    pytest.importorskip("torchao", minversion="0.18")
+    config, activation = int8_configs()[name]
+    net = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16))
+    torchao.quantization.quantize_(net, config)
+    weight = net[0].weight.detach()
+    exact = weight.dequantize(torch.float32)
+    for source in sources(tmp_path, weight):
+        layer = PackedLinear.from_checkpoint(source, "layer", device="cpu")
+        assert type(layer) is W8A8Linear and layer.activation == activation and layer.input_scale is None
+        assert torch.equal(layer.weight.dequantize(), exact)
+
+
+@pytest.mark.parametrize("blocks", ["rows", "tensor", "128 x 128"])
+def test_torchaos_float8_tensor_is_an_e4m3_layer(torchao, tmp_path, blocks):
+    pytest.importorskip("torchao", minversion="0.18")
+    from torchao.quantization import PerBlock, PerRow, PerTensor
+
+    granularity, act, activation = {
+        "rows": (PerRow(), PerRow(), "e4m3"),
+        "tensor": (PerTensor(), None, "e4m3"),
+        "128 x 128": (PerBlock([128, 128]), PerBlock([1, 128]), "e4m3_block"),
+    }[blocks]
+    weight = float8(granularity, act)
+    for source in sources(tmp_path, weight):
+        layer = PackedLinear.from_checkpoint(source, "layer", device="cpu")
+        assert type(layer) is W8A8Linear and layer.activation == activation
+        assert torch.equal(layer.weight.dequantize(), weight.dequantize(torch.float32))
+
+
+def test_a_static_scale_of_torchaos_int8_tensor_is_the_layers(torchao, tmp_path):
+    pytest.importorskip("torchao", minversion="0.18")
+    from torchao.quantization import Int8Tensor, PerRow, PerTensor
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
+
+    kwargs = QuantizeTensorToInt8Kwargs(granularity=PerTensor())
+    scale = torch.tensor([[0.125]])
+    weight = Int8Tensor.from_hp(
+        high_precision(64, 256, torch.bfloat16), PerRow(), act_quant_kwargs=kwargs, act_quant_scale=scale
+    )
+    for source in sources(tmp_path, weight):
+        layer = PackedLinear.from_checkpoint(source, "layer", device="cpu")
+        assert layer.activation == "int8" and layer.input_scale.tolist() == [0.125]
+        assert torch.equal(layer.weight.dequantize(), weight.dequantize(torch.float32))
+
+
+def test_activations_of_one_dynamic_scale_are_named_and_what_the_error_says_works(torchao, tmp_path):
+    pytest.importorskip("torchao", minversion="0.18")
+    from torchao.quantization import PerTensor
+
+    flattened(tmp_path, float8(PerTensor(), PerTensor()))
+    with pytest.raises(
+        ValueError, match="input_activations: expected dynamic scales per token.*got dynamic ones per tens"
+    ):
+        PackedLinear.from_checkpoint(tmp_path, "layer", device="cpu")
+    assert PackedLinear.from_checkpoint(tmp_path, "layer", device="cpu", activation="e4m3").activation == "e4m3"
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_an_unpacked_tensor_has_the_bits_of_its_target_dtype(torchao, tmp_path, bits):
+    from torchao.quantization import IntxUnpackedToInt8Tensor
+
+    target = getattr(torch, f"int{bits}")
+    weight = IntxUnpackedToInt8Tensor.from_hp(high_precision(32, 256, torch.bfloat16), (1, 64), target)
+    for source in sources(tmp_path, weight):
+        layer = PackedLinear.from_checkpoint(source, "layer", device="cpu")
+        assert type(layer) is (W4A8Linear if bits <= 4 else W8A8Linear)
+        assert torch.equal(layer.weight.dequantize(), (weight.qdata * weight.scale.float().repeat_interleave(64, 1)))
+
+
+def test_other_classes_of_torchao_are_named_before_the_model_is_changed(torchao, tmp_path):
+    from safetensors.torch import save_file
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    weights = {name: high_precision(64, 64, torch.bfloat16) for name in "ab"}
+    state = {"a.weight": float8_of(weights["a"]), "b.weight": MXTensor.to_mx(weights["b"], E4M3)}
+    tensors, metadata = flatten_tensor_state_dict(state)
+    save_file(tensors, tmp_path / "model.safetensors", metadata)
+    for source in (tmp_path, state):
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 64, bias=False) for name in "ab"})
+        with pytest.raises(ValueError, match="weight: expected one of torchao's .*Float8Tensor, got MXTensor"):
+            load_(model, source)
+        assert type(model["a"]) is torch.nn.Linear
+        kept = model["b"].weight.detach().clone()  # as the error says
+        assert load_(model, source, filter=lambda name, _: name != "b", allow_missing=["b.weight"]) == ["a"]
+        assert torch.equal(model["b"].weight, kept)
+
+
+def test_a_class_of_older_releases_is_named():
+    """AffineQuantizedTensor and LinearActivationQuantizedTensor of state dicts up to 0.12: no tensors by known names."""
+    kind = type("AffineQuantizedTensor", (torch.Tensor,), {"__module__": "torchao.dtypes.affine_quantized_tensor"})
+    weight = torch.zeros(64, 64).as_subclass(kind)
+    with pytest.raises(ValueError, match="weight: expected one of torchao's .*, got AffineQuantizedTensor"):
+        in_memory(weight)
+
+
+def float8_of(weight: torch.Tensor) -> torch.Tensor:
+    from torchao.quantization import Float8Tensor, PerRow
+
+    return Float8Tensor.from_hp(weight, E4M3, PerRow())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"qdata": torch.zeros(16, 256).to(torch.float8_e5m2), "scale": torch.ones(16, 1)}, "_weight_qdata: expected float8_e4m3fn"),
+        ({"qdata": torch.zeros(16, 256).to(E4M3), "scale": torch.ones(16, 3)}, r"_weight_scale: expected floats, one or \[n / rows"),
+        ({"qdata": torch.zeros(16, 256).to(E4M3), "scale": torch.ones(16, 1), "more": torch.ones(1)}, "_weight_more: expected only"),
+        (
+            {"qdata": torch.zeros(16, 256, dtype=torch.int8), "scale": torch.ones(16, 1), "act_quant_scale": torch.ones(4)},
+            "_weight_act_quant_scale: expected one element",
+        ),
+    ],
+)  # fmt: skip
+def test_an_8_bit_subclass_that_cannot_be_read_is_named_by_its_headers(tensors, message):
+    infos = {f"_weight_{name}": TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    with pytest.raises(ValueError, match=message):
+        FORMAT.sizes(infos, None)
+
+
+def test_an_int8_tensor_with_zero_points_is_refused():
+    tensors = {"qdata": torch.zeros(16, 256, dtype=torch.int8), "scale": torch.ones(16, 1)}
+    tensors |= {"zero_point": torch.ones(16, 1, dtype=torch.int8)}
+    with pytest.raises(ValueError, match="_weight_zero_point: expected zeros with 8 bits"):
+        FORMAT.read({f"_weight_{name}": t for name, t in tensors.items()}, {"class": "Int8Tensor"})

@@ -204,15 +204,23 @@ def test_a_quantised_head_of_a_tied_model_goes_to_a_file_and_back(tmp_path):
         model.resize_token_embeddings(128)
 
 
-def test_from_pretrained_refuses_what_was_saved_of_a_quantised_model(tmp_path):
+def test_what_was_saved_of_a_quantised_model_names_jitgemm_and_is_read_by_it(tmp_path):
+    pytest.importorskip("jitgemm.hf")
     model = llama()
     quantize(model)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="quantization config"):
-        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"] == {"quant_method": "jitgemm"}
+    assert same_state(transformers.LlamaForCausalLM.from_pretrained(tmp_path), model)
     again = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     load_(again, tmp_path)
     assert torch.equal(logits(again.eval()), logits(model))
+
+
+def test_a_model_within_another_module_is_described_too():
+    model = llama()
+    model.config.quantization_config = {"quant_method": "gptq"}  # of the file that it was made for
+    quantize(torch.nn.ModuleDict({"inner": model}))
+    assert model.config.quantization_config == model.model.config.quantization_config == {"quant_method": "jitgemm"}
 
 
 def test_a_model_without_data_but_for_its_buffers_is_filled():
@@ -267,11 +275,84 @@ def test_names_that_transformers_changes_within_a_module_are_found(tmp_path, kin
     assert all(torch.equal(found[name], x) for name, x in model.state_dict().items() if name != "lm_head.weight")
 
 
-def test_a_model_without_the_files_prefix_is_refused():
-    model = llama()
-    quantize(model)
-    with pytest.raises(ValueError, match="found none for embed_tokens.weight.*no place for model.embed_tokens.weight"):
-        load_(build("LlamaModel", "LlamaConfig", SIZES), model.state_dict(), strict=False)
+@pytest.mark.parametrize("saved", [False, True], ids=["compressed-tensors", "jitgemm"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_a_base_model_takes_a_whole_models_file_and_back(kind, saved):
+    """transformers adds `base_model_prefix` to names, or takes it away, and drops the head."""
+    sizes = (MOE if kind == "Qwen3Moe" else SIZES) | {"tie_word_embeddings": True}
+    source = build(f"{kind}ForCausalLM", f"{kind}Config", sizes)
+    if saved:
+        quantize(source)
+        tensors = source.state_dict()
+    else:
+        tensors = file_of(source, *(name for name, m in source.named_modules() if name.endswith("_proj")))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    whole, base = (build(f"{kind}{name}", f"{kind}Config", sizes) for name in ("ForCausalLM", "Model"))
+    names = load_(whole, tensors, config=stored_config())
+    report = load_(base, tensors, config=stored_config())
+    assert names and list(names) == [f"model.{name}" for name in report]
+    assert report.ignored == {"lm_head.weight": f"of a head, which {kind}Model does not have"}
+    assert same_state(base, whole.model)
+    bare = {name.removeprefix("model."): x for name, x in tensors.items() if "lm_head" not in name}
+    again = build(f"{kind}ForCausalLM", f"{kind}Config", sizes)
+    assert load_(again, bare, config=stored_config()) == names and same_state(again, whole)
+    with pytest.raises(ValueError, match="found no place for model.surplus"):
+        load_(base, tensors | {"model.surplus": torch.zeros(1)}, config=stored_config())
+    with pytest.raises(ValueError, match="found no place for surplus"):
+        load_(again, bare | {"surplus": torch.zeros(1)}, config=stored_config())
+
+
+def test_a_head_that_a_base_models_file_lacks_is_missed():
+    model = llama(tie_word_embeddings=False)
+    tensors = {name.removeprefix("model."): x for name, x in file_of(model).items() if "lm_head" not in name}
+    with pytest.raises(ValueError, match="found none for lm_head.weight"):
+        load_(model, tensors, config=stored_config())
+
+
+def test_a_classifier_ignores_the_head_of_a_whole_model_and_misses_its_own():
+    tensors = file_of(llama(tie_word_embeddings=False))
+    model = build("LlamaForSequenceClassification", "LlamaConfig", SIZES)
+    with pytest.raises(ValueError, match="found none for score.weight"):
+        load_(model, tensors, config=stored_config())
+    with pytest.warns(UserWarning, match="keep what the model holds.*score.weight"):
+        report = load_(model, tensors, config=stored_config(), allow_missing=["score.weight"])
+    assert list(report.ignored) == ["lm_head.weight"] and list(report.kept) == ["score.weight"]
+
+
+@pytest.mark.parametrize("tool", ["gptq", "compressed-tensors"])
+def test_gpt2s_conv1d_gets_the_weight_in_its_own_order(tool):
+    """[k, n]. GPTQ's tools put a Linear in its place; compressed-tensors keeps the parameter as it lies, square too."""
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 96, "n_positions": 32}
+    source, model = (build("GPT2LMHeadModel", "GPT2Config", sizes) for _ in range(2))
+    tensors = {name: tensor.clone() for name, tensor in source.state_dict().items() if name != "lm_head.weight"}
+    for name, module in source.named_modules():
+        if type(module).__name__ != "Conv1D":
+            continue
+        torch.nn.init.normal_(module.weight)
+        if tool == "gptq":
+            parts, dense = gptq(module.weight.detach().T)
+            module.weight.data = dense.T
+        else:
+            parts, module.weight.data = stored(module.weight.detach())
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in parts.items()}
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 64} if tool == "gptq" else stored_config()
+    with pytest.warns(UserWarning, match="Conv1D, which is no torch.nn.Linear"):
+        report = load_(model, tensors, config=said)
+    assert len(report.skipped) == 4 and set(report.skipped.values()) == {
+        "dequantised: Conv1D, which is no torch.nn.Linear"
+    }
+    assert same_state(model, source)
+
+
+def gptq(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """[n, k] as GPTQ v1 stores it, symmetric in groups of 64, and what it stands for."""
+    n, k = weight.shape
+    q = torch.randint(0, 16, (n, k))
+    scale = (torch.rand(n, k // 64) + 0.5).half()
+    zeros = checkpoints.words(torch.full((k // 64, n), 7), 1)
+    parts = {"qweight": checkpoints.words(q.T, 0), "qzeros": zeros, "scales": scale.T.contiguous()}
+    return parts, (q - 8) * scale.float().repeat_interleave(64, 1)
 
 
 def test_a_mamba_whose_dt_proj_is_quantised_loads_and_runs():

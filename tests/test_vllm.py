@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import dequantized, words
+from safetensors.torch import save_file
 from vllm_layers import REAL, experts, hide, rank, show
 
 import jitgemm
@@ -81,8 +82,10 @@ CONFIGS = {
     "int-quantized": scheme(format="int-quantized"),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "gptq-channel": {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False, "sym": False},
+    "gptq-int8": {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
     "auto-round": {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+    "auto-round-fp8": {"quant_method": "auto-round", "bits": 8, "group_size": -1, "data_type": "fp", "sym": True},
     "w4afp8": {"quant_method": "w4afp8", "group_size": 32},
     "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
     "fp8-blocks": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
@@ -94,6 +97,7 @@ CONFIGS = {
 }
 PER_TENSOR = ("fp8", "modelopt")
 EIGHT = (*PER_TENSOR, "fp8-blocks", "float-quantized", "int8-quantized", "fbgemm", "modelopt-channel")
+EIGHT = (*EIGHT, "gptq-int8", "auto-round-fp8")
 LINEAR = [name for name in CONFIGS if name != "w4afp8"]  # whose linears are FP8
 
 
@@ -104,21 +108,29 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     ct = method == "compressed-tensors"
     group = config["config_groups"]["group_0"] if ct else {}
     weights = group.get("weights", {})
-    if method in ("fp8", "fbgemm_fp8", "modelopt") or weights.get("num_bits") == 8:
+    floats = config.get("data_type") == "fp"
+    if floats or method in ("fp8", "fbgemm_fp8", "modelopt") or weights.get("num_bits") == 8:
         return stored_8(config, weights, n, k, seed)
     strategy = weights.get("strategy", "group")
     size = weights.get("group_size") if ct else config["group_size"]
     groups = k // size if strategy == "group" and size and size > 0 else 1
-    q = torch.randint(-8, 8, (n, k), dtype=torch.int8)
+    bits = config.get("bits", 4)
+    middle = 2 ** (bits - 1)
+    q = torch.randint(-middle, middle, (n, k), dtype=torch.int8)
     scale = (torch.rand(1 if strategy == "tensor" else n, groups) + 0.5).to(BF16) / 64
     asymmetric = method == "awq" or config.get("sym") is False or weights.get("symmetric") is False
     zero = torch.randint(-7, 8, (n, groups), dtype=torch.int8) if asymmetric else None
     dense = dequantized(q, scale.expand(n, groups), zero)
-    zeros = torch.full((n, groups), 8) if zero is None else zero.long() + 8
+    zeros = torch.full((n, groups), middle) if zero is None else zero.long() + 8
     if method in ("gptq", "auto-round"):
         order = torch.arange(k, dtype=torch.int32) * groups // k
-        qzeros = words((zeros - 1).T, 1)
-        return {"qweight": words(q.T + 8, 0), "qzeros": qzeros, "scales": scale.T, "g_idx": order}, dense
+        qzeros = words((zeros - 1).T, 1, bits=bits)
+        return {
+            "qweight": words(q.T.long() + middle, 0, bits=bits),
+            "qzeros": qzeros,
+            "scales": scale.T,
+            "g_idx": order,
+        }, dense
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         codes, qzeros = (words(each.T, 1, order=order) for each in (q + 8, zeros))
@@ -144,7 +156,7 @@ def stored_8(config, weights, n, k, seed):
     algorithm = config.get("quant_algo")
     tensor = config["quant_method"] == "fp8" or algorithm == "FP8"
     scale = (torch.rand(1 if tensor else n, 1) + 0.5).to(BF16)
-    stored = scale.reshape(()) if tensor else scale[:, 0] if algorithm else scale
+    stored = scale.reshape(()) if tensor else scale[:, 0] if algorithm or "data_type" in config else scale
     found = {"weight": q, "weight_scale": stored if weights else stored.float()}
     return found | static(seed if tensor else None), q.double() * scale.double()
 
@@ -362,6 +374,17 @@ def headers(monkeypatch, config, tensors):
     monkeypatch.setattr(module, "get_safetensors_params_metadata", lambda model, *, revision=None: found)
     config.maybe_update_config("folder", hf_config=SimpleNamespace())
     return config
+
+
+def test_an_index_that_names_files_that_are_not_there_is_an_error(tmp_path):
+    """vLLM's loader follows the index."""
+    index = {"weight_map": {"model.a.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match="names, found no model-00001-of-00001.safetensors"):
+        made(CONFIGS["gptq"]).maybe_update_config(str(tmp_path), hf_config=SimpleNamespace())
+    save_file({"model.a.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(FileNotFoundError, match="next to model.safetensors: delete the index"):
+        made(CONFIGS["gptq"]).maybe_update_config(str(tmp_path), hf_config=SimpleNamespace())
 
 
 def test_headers_of_the_files_say_what_is_quantised_and_how_exact_scales_are(monkeypatch):
@@ -668,6 +691,34 @@ def test_columns_of_blocks_that_ranks_share_rows_of_hold_the_ranks_rows(k):
         assert layer.jitgemm.activation == single.jitgemm.activation == "e4m3_block"
 
 
+@pytest.mark.parametrize(
+    "name", ["packed-channel", "packed-tensor", "gptq-channel", "fp8", "fp8-blocks", "int8-quantized"]
+)
+def test_columns_in_multiples_of_16(name):
+    tensors, dense = stored(CONFIGS[name], 64, 96)
+    places = [(0, 1)] if name == "fp8-blocks" else TWO  # 96 columns, or 48 on each rank
+    for number, size in places:
+        with rank(number, size):
+            layer = row(CONFIGS[name], 96, 64, prefix="m.down_proj")
+            load(layer, tensors)
+        assert torch.equal(dense_of(process(layer)), dense.chunk(size, 1)[number])
+    with rank():
+        layer = row(CONFIGS[name], 48, 64)
+        tensors, dense = stored(CONFIGS[name], 64, 48)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), dense)
+
+
+@pytest.mark.parametrize("order", ["in the file", "in no file"])
+def test_the_last_group_may_be_short(order):
+    q, scale, group = torch.randint(-8, 8, (64, 80)), torch.rand(64, 3).to(BF16), torch.arange(80) // 32
+    tensors = {"qweight": words(q.T + 8, 0), "qzeros": words(torch.full((3, 64), 7), 1), "scales": scale.T}
+    with rank():
+        layer = row(CONFIGS["gptq"], 80, 64)
+        load(layer, tensors | ({"g_idx": group.int()} if order == "in the file" else {}))
+    assert torch.equal(dense_of(process(layer)), dequantized(q, scale, None, group))
+
+
 def test_a_layer_computes_what_w4a8linear_does_with_bias_and_any_leading_sizes():
     tensors, _ = stored(CONFIGS["packed"], 64, 64)
     with rank():
@@ -791,6 +842,10 @@ def test_an_activation_order_that_is_not_loaded_is_an_error():
     (CONFIGS["packed"], (64, 72), "multiples of 8"),
     (CONFIGS["gptq"] | {"desc_act": True}, (64, 128), "no activation order"),
     (CONFIGS["awq"] | {"group_size": 48}, (64, 768), "group_size: expected a multiple of 32, got 48"),
+    (CONFIGS["gptq-int8"] | {"sym": False}, (64, 256), "zero points: expected none with 8-bit integers"),
+    (CONFIGS["gptq"] | {"pack_dtype": "int16"}, (64, 256), "pack_dtype: expected int32, got 'int16'"),
+    (CONFIGS["awq"] | {"backend": "llm-awq"}, (64, 256), "backend: expected autoawq, got 'llm-awq'"),
+    (CONFIGS["auto-round-fp8"] | {"fmt": "e5m2"}, (64, 256), "fmt: expected e4m3, got 'e5m2'"),
 ])  # fmt: skip
 def test_a_layer_that_cannot_be_cut_so_is_left_to_vllm_or_an_error(monkeypatch, config, sizes, reason):
     def none(name):
@@ -800,6 +855,22 @@ def test_a_layer_that_cannot_be_cut_so_is_left_to_vllm_or_an_error(monkeypatch, 
     n, k = sizes
     with rank(0, 4), pytest.raises(ValueError, match=f"m.down_proj: .*{reason}"):
         row(config, k, n, prefix="m.down_proj")
+
+
+def test_joined_layers_have_one_say_on_zero_points():
+    config = CONFIGS["gptq"] | {"dynamic": {"+:.*up_proj": {"sym": False}}}
+    with rank(), pytest.raises(ValueError, match="m.gate_proj, m.up_proj: expected one way of quantising layers"):
+        gate_up(config, 64, 64)
+
+
+@pytest.mark.parametrize("value", [0, 3, 8])
+def test_zero_points_of_a_symmetric_layer_are_not_read(value):
+    tensors, dense = stored(CONFIGS["gptq"], 64, 64)
+    tensors["qzeros"] = words(torch.full((2, 64), value), 1)
+    with rank():
+        layer = row(CONFIGS["gptq"], 64, 64)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), dense)
 
 
 @pytest.mark.parametrize("bits, activation", [(4, None), (4, "int8"), (8, "e4m3"), (8, "int8")])
@@ -1074,8 +1145,8 @@ def test_what_is_not_read_of_a_saved_model_is_named(monkeypatch):
             config.get_quant_method(SimpleNamespace(num_embeddings=64), "lm_head")
         with pytest.raises(ValueError, match="m.both: expected all or none .*'m.k_proj': False"):
             kind(config, "m.both")
-        with pytest.raises(ValueError, match="expected rows in multiples of 8 and columns of 32"):
-            row(config, 48, 64, prefix="m.gate_proj")
+        with pytest.raises(ValueError, match="expected rows in multiples of 8 and columns of 16"):
+            row(config, 40, 64, prefix="m.gate_proj")
         layer = gate_up(config, 128, 64)
         for part, name in enumerate(("m.gate_proj", "m.up_proj")):
             load(layer, layers[name].state_dict(), part)
@@ -1175,6 +1246,18 @@ def test_experts_are_cut_through_their_groups(name, inter, size):
         assert torch.equal(torch.cat([each[e] for each in down], 1), dense[e, "down_proj"])
 
 
+@pytest.mark.parametrize("name", ["packed-channel", "fp8", "int8-quantized", "modelopt-channel"])
+def test_experts_of_sizes_in_multiples_of_16(name):
+    tensors, dense = expert_tensors(CONFIGS[name], 4, 48, 80)
+    with rank():
+        layer = experts(made(CONFIGS[name]), "m.mlp.experts", (4, 48, 80), 2)
+        load_experts(layer, "m.mlp.experts", tensors)
+        layer.quant_method.process_weights_after_loading(layer)
+    x, ids, weights = routed(4)
+    out, expected = applied(layer, x[:, :48], ids, weights).double(), mixture(x[:, :48], ids, weights, dense)
+    assert (out - expected).norm() < 0.06 * expected.norm()
+
+
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
 def test_experts_that_are_packed_together_hold_what_each_of_them_does(monkeypatch, at_once):
     """AWQ's experts of two ranks, of which some have zero points that make their codes signed."""
@@ -1220,7 +1303,9 @@ def test_an_expert_that_no_file_holds_is_an_error(name, suffix):
     with rank():
         layer = experts(made(CONFIGS[name]), "m.experts", (3, 64, 64), 1)
         load_experts(layer, "m.experts", tensors)
-        with pytest.raises(ValueError, match=f"w13_{suffix}: expected numbers for each .* 3 experts, .* for number 2"):
+        with pytest.raises(
+            ValueError, match=rf"w13_{suffix}\b.*: expected numbers for each .* 3 experts, .* for number 2"
+        ):
             layer.quant_method.process_weights_after_loading(layer)
 
 

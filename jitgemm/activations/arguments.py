@@ -13,9 +13,18 @@ import torch
 
 from jitgemm.activations.kernel import GELU_MULS, SILU_MUL, Gate, most_k
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import LHS_GROUP, ceil_div
+from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_no_grad, check_plain, check_tensor, differ, dtype_name
+from jitgemm.tensors import (
+    check_dtype,
+    check_flag,
+    check_float,
+    check_no_grad,
+    check_plain,
+    check_tensor,
+    differ,
+    dtype_name,
+)
 
 POINTERS = (
     Pointer("x", "x", ALIGNMENT),
@@ -109,6 +118,7 @@ def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.view(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     except RuntimeError:
+        check_plain(name, tensor)
         raise ValueError(
             f"{name}: expected rows that are one stride apart, got shape {list(tensor.shape)} with strides "
             f"{tuple(tensor.stride())}; make it contiguous"
@@ -119,7 +129,7 @@ def gate_of(silu_mul: bool, gelu_mul: str | None) -> Gate | None:
     """The gate of a call. Raises ValueError for two of them, or one unknown."""
     if gelu_mul is None:
         return SILU_MUL if silu_mul else None
-    if silu_mul or gelu_mul not in tuple(GELU_MULS):
+    if silu_mul or not isinstance(gelu_mul, str) or gelu_mul not in tuple(GELU_MULS):
         expected = "None with silu_mul" if silu_mul else " or ".join(map(repr, (*GELU_MULS, None)))
         raise ValueError(f"gelu_mul: expected {expected}, got {gelu_mul!r}")
     return GELU_MULS[gelu_mul]
@@ -139,12 +149,14 @@ def check_arguments(inputs: Inputs) -> None:
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
     check_rows("x", x, may_overlap=True)
-    if gate and x.shape[1] % 64:
-        raise ValueError(f"x: expected 2k columns with a gate, k a multiple of 32, got {x.shape[1]}")
+    if gate and x.shape[1] % (2 * K_ALIGNMENT):
+        raise ValueError(f"x: expected 2k columns with a gate, k a multiple of {K_ALIGNMENT}, got {x.shape[1]}")
     k, limit = inputs.k, most_k(permutation is not None, block)
-    if k < 32 or k % 32 or k > limit:
+    if k < K_ALIGNMENT or k % K_ALIGNMENT or k > limit:
         suffix = "" if permutation is None else " with a permutation"
-        raise ValueError(f"x: expected k to be a multiple of 32 from 32 to {limit}{suffix}, got {k}")
+        raise ValueError(
+            f"x: expected k to be a multiple of {K_ALIGNMENT} from {K_ALIGNMENT} to {limit}{suffix}, got {k}"
+        )
 
     for name, value, needed, why in (
         ("scale", scale, static, "scheme 'tensor'"),
@@ -179,9 +191,7 @@ def check_arguments(inputs: Inputs) -> None:
         if value is not None:
             check_vector(name, value, types, elements)
             check_device(name, value, "x", x.device)
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise TypeError(f"eps: expected a float, got {type(eps).__name__}")
-    if not 0 <= eps < 3e38:
+    if not 0 <= check_float("eps", eps) < 3e38:
         raise ValueError(f"eps: expected a finite number that is not negative, got {eps}")
     for name in ("x", "scale", "rms_norm", "residual", "residual_out"):
         check_no_grad(name, getattr(inputs, name))
@@ -193,6 +203,7 @@ def rows_like(name: str, value: object, x: torch.Tensor) -> torch.Tensor:
     if differ(tensor.shape, x.shape):
         raise ValueError(f"{name}: expected shape {list(x.shape)}, x's, got {list(tensor.shape)}")
     if tensor.dtype != x.dtype:
+        check_dtype("x", x.dtype, REAL_TYPES)
         raise TypeError(f"{name}: expected {dtype_name(x.dtype)}, x's type, got {dtype_name(tensor.dtype)}")
     check_device(name, tensor, "x", x.device)
     return as_rows(name, tensor)
@@ -202,6 +213,8 @@ def check_out(
     out: object, x: torch.Tensor, dtype: torch.dtype, affine: bool, gated: bool, block: bool = False
 ) -> Outputs:
     """The call's `out`, as rows, for x of any number of dimensions but 0."""
+    if type(affine) is not bool:
+        check_flag("affine", affine)
     expected = "(q, scale, zero)" if affine else "(q, scale)"
     if not isinstance(out, (tuple, list)) or len(out) != (3 if affine else 2):
         what = f"{type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else type(out).__name__
@@ -211,7 +224,8 @@ def check_out(
         check_tensor(name, tensor)
         if not torch.compiler.is_compiling():  # a tracer cannot ask
             check_plain(name, tensor)
-        if tensor.dtype != wanted:
+        if tensor.dtype is not wanted:
+            check_dtype("dtype", dtype, LHS_TYPES)
             raise TypeError(f"{name}: expected {dtype_name(wanted)}, got {dtype_name(tensor.dtype)}")
         check_device(name, tensor, "x", x.device)
         if tensor.requires_grad:

@@ -76,7 +76,7 @@ def quantize_activations(
 
     Args:
         x: bfloat16, float16 or float32 [..., k], with a gate [..., 2k], gate first; stride 1 along k, rows one
-            stride apart, which is a multiple of 16 bytes; 16-byte aligned. k is a multiple of 32, at most 2^20, with a
+            stride apart, which is a multiple of 16 bytes; 16-byte aligned. k is a multiple of 16, at most 2^20, with a
             permutation 2^17, by block 2^15. A row is read once if k is at most 32768 (16-bit x without gate and
             rms_norm), 8192 (fp32 with a gate) or 16384 (otherwise); longer ones are read again from the L2.
         dtype: float8_e4m3fn or int8.
@@ -114,7 +114,7 @@ def quantize_activations(
     """
     if type(x) is not torch.Tensor:
         check_tensor("x", x)
-    if scheme not in SCHEMES:
+    if type(scheme) is not str or scheme not in SCHEMES:
         raise ValueError(f"scheme: expected one of {SCHEMES}, got {scheme!r}")
     rows = x if x.dim() == 2 else as_rows("x", x)
     if type(silu_mul) is not bool:
@@ -169,10 +169,7 @@ def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
     tensors += [tensor for tensor in others if tensor is not None]
     if total is not None and total is not x and total is not residual:
         tensors.append(total)
-    try:
-        plan = thread.memory.find_plan(key, tensors)
-    except TypeError:  # nothing that can be hashed: the checks say what
-        plan = None
+    plan = thread.memory.find_plan(key, tensors)
     if plan is None:
         check_arguments(inputs)
     if outputs is None:
@@ -243,7 +240,7 @@ def _inputs(*arguments: Any) -> Inputs:
 
 
 def _new_sum(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return x.new_empty(x.shape)
 
 
 def _op(*arguments: Any) -> tuple[torch.Tensor, ...]:

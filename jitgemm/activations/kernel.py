@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
@@ -177,8 +177,8 @@ def quantize_spec(
     if block and (static or affine):
         raise ValueError("block: expected neither a static scale nor a zero point beside it")
     limit = most_k(permuted, block)
-    if not 32 <= k <= limit or k % 32:
-        raise ValueError(f"k: expected a multiple of 32 of at most {limit}, got {k}")
+    if not K_ALIGNMENT <= k <= limit or k % K_ALIGNMENT:
+        raise ValueError(f"k: expected a multiple of {K_ALIGNMENT} of at most {limit}, got {k}")
 
     vectors, rows, sources_held = _shape(k, x, gate is not None, rms_norm, permuted and not block)
     if permuted and block and rows == 1:

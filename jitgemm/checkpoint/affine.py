@@ -2,7 +2,7 @@
 
 ::
 
-    integer_zero   (q - zero) * scale             zero an integer 0..16
+    integer_zero   (q - zero) * scale             zero an integer 0..16, of 8 bits 0..256
     float_zero     q * scale + zero               zero a float
     scaled_zero    q * scale - zero               zero a float that was an integer times scale, rounded
 """
@@ -10,12 +10,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.bits import minus_8
+from jitgemm.checkpoint.bits import minus_8, minus_128
 from jitgemm.checkpoint.canonical import CanonicalWeight, Dims, TensorInfo
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import ceil_div
@@ -47,6 +47,21 @@ def check_setting(config: Mapping[str, Any] | None, expected: Any, *names: str) 
     found = setting(config, *names, default=expected)
     if found != expected:
         raise ValueError(f"{names[0]}: expected {expected}, got {found!r}")
+
+
+def check_one_of(config: Mapping[str, Any] | None, name: str, known: Sequence[str]) -> None:
+    """Raises ValueError for a setting that is given, not null and none of `known`, in whatever case."""
+    found = (config or {}).get(name)
+    if found is not None and str(found).lower() not in [each.lower() for each in known]:
+        raise ValueError(f"{name}: expected {' or '.join(known)}, got {found!r}")
+
+
+def flag(config: Mapping[str, Any] | None, name: str) -> bool | None:
+    """A setting that is true or false, None where the config has none. Raises ValueError for another value."""
+    value = setting(config, name)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name}: expected true or false, got {value!r}")
+    return value
 
 
 def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
@@ -131,30 +146,36 @@ def group_size_of(k: int, groups: int, given: Any, name: str) -> int:
 def integer_zero(
     q: torch.Tensor,
     scale: torch.Tensor,
-    zero: torch.Tensor,
+    zero: torch.Tensor | None,
     group_size: int,
     permutation: torch.Tensor | None = None,
     *,
     name: str,
+    bits: int = 4,
 ) -> CanonicalWeight:
-    """(q - zero) * scale. Where every zero is 8: the signed codes q - 8, the same values and a cheaper kernel.
+    """(q - zero) * scale. Where every zero is 8 (of 8 bits 128): the signed codes q - 8, the same values and a cheaper
+    kernel.
 
     Args:
-        q: uint8 [n, k], 0..15.
-        zero: integers [n, G].
+        q: uint8 [n, k], 0..15; of 8 bits 0..255.
+        zero: integers [n, G]; None where each is 8 or 128 by definition.
         name: the tensor that holds zero, for the message.
 
     Raises:
-        ValueError: a zero is not in 0..16.
+        ValueError: a zero is not in 0..16, or of 8 bits in 0..256.
     """
-    if bool((zero == 8).all()):
-        return CanonicalWeight(minus_8(q), scale, group_size=group_size, permutation=permutation)
+    most_zero = 1 << bits
+    if zero is None or bool((zero == most_zero // 2).all()):
+        signed = minus_8(q) if bits == 4 else minus_128(q)
+        return CanonicalWeight(signed, scale, group_size=group_size, permutation=permutation, bits=bits)
     least, most = (int(x) for x in zero.aminmax())
-    if least < 0 or most > MAX_ZERO:
+    if least < 0 or most > most_zero:
         raise ValueError(
-            f"{name}: expected zero points 0..{MAX_ZERO} on the scale of the codes 0..15, got {least}..{most}"
+            f"{name}: expected zero points 0..{most_zero} on the scale of the codes 0..{most_zero - 1}, got "
+            f"{least}..{most}"
         )
-    return CanonicalWeight(q, scale, zero.to(torch.uint8), group_size=group_size, permutation=permutation)
+    zero = zero.to(torch.uint8 if bits == 4 else torch.int16)
+    return CanonicalWeight(q, scale, zero, group_size=group_size, permutation=permutation, bits=bits)
 
 
 def float_zero(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group_size: int) -> CanonicalWeight:

@@ -1,14 +1,17 @@
-"""AutoRound's config (`quant_method: auto-round`), told in the words of GPTQ and AWQ, whose tensors its files hold.
+"""AutoRound's config (`quant_method: auto-round`), in the words of GPTQ, AWQ and FP8, whose tensors its files hold.
 
 ::
 
-    packing_format          tensors
-    auto_round:auto_gptq    GPTQ v1, whose qzeros hold zero - 1; also where nothing is said
-    auto_round:gptqmodel    GPTQ v2, whose qzeros hold zero; also plain "auto_round"
-    auto_round:auto_awq     AWQ gemm
+    packing_format, in 2024 backend          tensors
+    auto_round:auto_gptq, auto_round:gptq    GPTQ v1, whose qzeros hold zero - 1; also where nothing is said
+    auto_round:gptqmodel, auto_round         GPTQ v2, whose qzeros hold zero
+    auto_round:auto_awq, auto_round:awq      AWQ gemm
+    any, with data_type fp and bits 8        weight e4m3, weight_scale [n] or [1], or weight_scale_inv by blocks
 
-`extra_config` has settings of single layers, by name or expression. Read from AutoRound's export_to_autoround and
-inference/backend.py of August 2026. Knows no tensors.
+Names of 2024 go on with a kernel, which says nothing of the tensors (auto_round:gptq:exllamav2, auto_round:exllamav2,
+auto_gptq:triton), and may spell autoround. `extra_config` has settings of single layers, by name or expression. Read
+from AutoRound's export_to_autoround, export_to_fp8 and inference/backend.py of August 2026, and the first of 2024.
+Knows no tensors.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ _METHODS = {
     "auto_awq": _AWQ,
     "awq": _AWQ,
 }
+_KERNELS = frozenset({"exllamav1", "exllamav2", "triton", "tritonv2", "cuda", "qigen", "gemm"})
+_FP8 = (None, "fp", "fp8", "fp8_e4m3", "e4m3")
+_SETTINGS = ("bits", "group_size", "sym", "data_type", "act_bits", "act_data_type", "fmt", "activation_scheme")
+_OF_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
 
 
 def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
@@ -37,27 +44,52 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     if config is None or not method.endswith("auto-round"):
         return config
     packing = str(config.get("packing_format") or config.get("backend") or "auto")
-    names = _METHODS.get(packing.removeprefix("auto_round:"))
-    settings = {key: config.get(key) for key in ("bits", "group_size", "sym", "data_type", "act_bits")}
     extra = config.get("extra_config") or {}
+    if not isinstance(extra, Mapping) or not all(isinstance(each, Mapping) for each in extra.values()):
+        return {**config, "refusal": f"extra_config: expected settings by names of layers, got {extra!r}"}
+    settings = {key: config.get(key) for key in _SETTINGS}
     settings |= next((extra[name] for name in (prefix, *extra) if name in extra and _names(name, prefix)), {})
+    floats = str(settings["data_type"]).startswith("fp")
+    names = _fp8(settings) if floats else _METHODS.get(_family(packing))
     if names is None:
         refusal = f"packing_format: expected auto_round with {', '.join(_METHODS)}, got {packing!r}"
-    elif settings["data_type"] not in (None, "int"):
-        refusal = f"data_type: expected int, got {settings['data_type']!r}"
-    elif (settings["act_bits"] or 16) < 16:
+    elif settings["data_type"] not in (_FP8 if floats else (None, "int")):
+        refusal = f"data_type: expected int, got {settings['data_type']!r} (or fp of 8 bits, in e4m3)"
+    elif floats and settings["bits"] != 8:
+        refusal = f"bits: expected 8 with data_type {settings['data_type']!r}, got {settings['bits']!r}"
+    elif floats and settings["fmt"] not in _FP8:
+        refusal = f"fmt: expected e4m3, got {settings['fmt']!r}"
+    elif floats and settings["act_data_type"] not in _FP8 and (settings["act_bits"] or 16) < 16:
+        refusal = f"act_data_type: expected fp, as data_type is, got {settings['act_data_type']!r}"
+    elif not floats and (settings["act_bits"] or 16) < 16:
         refusal = (
             f"act_bits: expected 16, got {settings['act_bits']}; give a config without it, and choose activation=..."
         )
     elif config.get("rotation_config"):
         refusal = "rotation_config: expected none, as activations would have to be transformed at run time, got one"
     else:
-        return names | settings
+        return settings | names
     return (names or {}) | settings | {"refusal": refusal}
 
 
+def _family(packing: str) -> str:
+    """Whose packing it is: `(auto_round:)family(:kernel)`, a key of _METHODS where it is known."""
+    words = packing.lower().replace("-", "_").replace("autoround", "auto_round").split(":")
+    known = [word for word in words if word not in _KERNELS]
+    return ":".join(known if len(known) < 2 else known[known[0] == "auto_round" :])
+
+
+def _fp8(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The words of FP8 checkpoints: a scale for each row, the whole weight (group_size 0) or a block."""
+    size = settings["group_size"]
+    if isinstance(size, (list, tuple)):
+        return {"quant_method": "fp8", "weight_block_size": list(size)}
+    return {"quant_method": "fp8", "strategy": "tensor" if size == 0 else "channel"}
+
+
 def _names(pattern: str, prefix: str) -> bool:
+    """Whether a key of extra_config means the layer: its name, or an expression that is found in it."""
     try:
-        return pattern == prefix or re.fullmatch(pattern, prefix) is not None
+        return pattern == prefix or bool(_OF_EXPRESSIONS & set(pattern) and re.search(pattern, prefix))
     except re.error:
         return False

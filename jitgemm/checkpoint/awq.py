@@ -14,6 +14,7 @@
 
     weight = (q - zero) * scale
 
+With zero_point: false (or AutoRound's sym: true) each zero is 8. AutoAWQ and all who write its files have 4 bits.
 Read from AutoAWQ 0.2.9 (modules/linear/gemm.py and gemv.py, utils/packing_utils.py) and GPTQModel 7.7.0. "exllama",
 "exllamav2" and "ipex" are kernels that read gemm files. "gemv_fast", "llm-awq" (int16, rows interleaved) and "marlin"
 (tiles of tensor cores) are refused. Knows no files: tensors and config come from the caller.
@@ -32,6 +33,7 @@ from jitgemm.checkpoint.affine import (
     check_setting,
     dims_of,
     fits,
+    flag,
     group_size_of,
     integer_zero,
     measure,
@@ -39,10 +41,11 @@ from jitgemm.checkpoint.affine import (
 )
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Dims, Format, Sizes, TensorInfo, check_known
+from jitgemm.checkpoint.gptq import for_layer
 from jitgemm.kernel.formats import ceil_div
 
 _GEMM = ("gemm", "exllama", "exllamav2", "ipex")
-_LAYOUT_GEMM = {"qweight": (INT32, "k", "n / 8"), "scales": (FLOATS, "G", "n"), "qzeros": (INT32, "G", "n / 8")}
+LAYOUT_GEMM = {"qweight": (INT32, "k", "n / 8"), "scales": (FLOATS, "G", "n"), "qzeros": (INT32, "G", "n / 8")}
 _LAYOUT_GEMV = {"qweight": (INT32, "n", "k / 8"), "scales": (FLOATS, "n", "W"), "qzeros": (INT32, "n", "W / 8")}
 
 
@@ -50,18 +53,15 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     method, version = setting(config, "quant_method"), _version(config)
     if "qweight" not in names or version == "bitblas" or method not in (None, "awq"):
         return False
-    return method == "awq" or fits(names, _LAYOUT_GEMV if version == "gemv" else _LAYOUT_GEMM)
+    return method == "awq" or fits(names, _LAYOUT_GEMV if version == "gemv" else LAYOUT_GEMM)
 
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    version = _version(config)
-    if version not in (*_GEMM, "gemv"):
-        raise ValueError(f"version: expected gemm or gemv, got {version!r}, whose order of the codes is not read here")
-    check_setting(config, 4, "bits", "w_bit")
-    check_known(tensors, tuple(_LAYOUT_GEMM))
+    version = check_config(config)
+    check_known(tensors, tuple(LAYOUT_GEMM))
     given = setting(config, "group_size", "q_group_size")
     if version != "gemv":
-        size = measure(tensors, _LAYOUT_GEMM)
+        size = measure(tensors, LAYOUT_GEMM)
         return Sizes(size["n"], size["k"], group_size_of(size["k"], size["G"], given, "scales"))
     size = measure(tensors, _LAYOUT_GEMV)
     if given is None:
@@ -83,7 +83,29 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
     else:
         q, zero = (unpack_nibbles(words, 1, order=AWQ_ORDER).T for words in (qweight, qzeros))
         scale = scales.T
+    if _symmetric(config) and not bool((zero == 8).all()):
+        raise ValueError(
+            "qzeros: expected 8 in every group, as the config says zero_point: false (or sym: true), got "
+            f"{int(zero.min())}..{int(zero.max())}; a config with zero_point: true takes them as they are"
+        )
     return integer_zero(q.contiguous(), scale.contiguous(), zero, sizes.group_size, name="qzeros")
+
+
+def check_config(config: Mapping[str, Any] | None) -> str:
+    """The version. Raises ValueError for settings of tensors that cannot be read."""
+    version = _version(config)
+    if version not in (*_GEMM, "gemv"):
+        raise ValueError(f"version: expected gemm or gemv, got {version!r}, whose order of the codes is not read here")
+    check_setting(config, 4, "bits", "w_bit")
+    if setting(config, "backend") == "llm-awq":
+        raise ValueError("backend: expected autoawq, got 'llm-awq', whose order of the codes is not read here")
+    _symmetric(config)
+    return version
+
+
+def _symmetric(config: Mapping[str, Any] | None) -> bool | None:
+    zero_point = flag(config, "zero_point")
+    return flag(config, "sym") if zero_point is None else not zero_point
 
 
 def _version(config: Mapping[str, Any] | None) -> str:
@@ -91,7 +113,7 @@ def _version(config: Mapping[str, Any] | None) -> str:
 
 
 def _dims(headers: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> Dims | None:
-    return None if _version(config) == "gemv" else dims_of(_LAYOUT_GEMM)  # gemv pads its groups
+    return None if _version(config) == "gemv" else dims_of(LAYOUT_GEMM)  # gemv pads its groups
 
 
-FORMAT = Format(name="awq", detect=_detect, sizes=_sizes, read=_read, dims=_dims)
+FORMAT = Format(name="awq", detect=_detect, sizes=_sizes, read=_read, for_layer=for_layer, dims=_dims)

@@ -1,4 +1,4 @@
-"""Nibbles in and out of words, for every format. Knows bits, not what they mean.
+"""Nibbles and bytes in and out of words, for every format. Knows bits, not what they mean.
 
 A word is a uint8, int8, int16, int32 or int64 holding 2, 4, 8 or 16 nibbles. Nibble 0 is the low one, and `order[i]` is
 the value that nibble i holds; None means 0, 1, 2, ...::
@@ -45,6 +45,11 @@ def unpack_nibbles(words: torch.Tensor, dim: int = -1, *, order: Sequence[int] |
     return nibbles.movedim(-1, dim)
 
 
+def unpack_bytes(words: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """uint8 bytes of words, the low one first: the size along `dim` grows by the bytes of a word."""
+    return _dense(words.movedim(dim, -1)).view(torch.uint8).movedim(-1, dim)  # words are little endian
+
+
 def pack_nibbles(
     values: torch.Tensor, dim: int = -1, *, dtype: torch.dtype = torch.int32, order: Sequence[int] | None = None
 ) -> torch.Tensor:
@@ -71,6 +76,11 @@ def twos_complement(nibbles: torch.Tensor) -> torch.Tensor:
 def minus_8(nibbles: torch.Tensor) -> torch.Tensor:
     """uint8 0..15 stored as q + 8: int8 -8..7."""
     return nibbles.view(torch.int8) - 8
+
+
+def minus_128(bytes: torch.Tensor) -> torch.Tensor:
+    """uint8 0..255 stored as q + 128: int8 -128..127."""
+    return (bytes ^ 0x80).view(torch.int8)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, ceil_div
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.pack8 import pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, dequantize_groups
 
-PART_MULTIPLES = {"n": 8, "k": 32}
+PART_MULTIPLES = {"n": 8, "k": K_ALIGNMENT}
 """What a rank's rows and columns must be multiples of, as `pack_w4` asks for."""
 
 
@@ -41,12 +41,16 @@ class Sizes:
     """Sizes of a layer, as far as headers tell: n, k, and the columns of a group. None where only values tell.
 
     codes: the type of 8-bit codes, torch.int8 or torch.float8_e4m3fn; None for 4 bits.
+    blocks: whether engines quantise the input of such a layer per token and 128 values, as DeepSeek's do with blocks.
+    zeros: 8-bit codes may have zero points, which no packed weight can hold: the layer can be dequantised alone.
     """
 
     n: int
     k: int | None
     group_size: int | None = None
     codes: torch.dtype | None = None
+    blocks: bool = False
+    zeros: bool = False
 
 
 Dims = Mapping[str, tuple[str, ...]]
@@ -95,15 +99,16 @@ class CanonicalWeight:
 
     Attributes:
         q: int8 [n, k] of -8..7 without zero points, uint8 [n, k] of 0..15 with them; of 8 bits int8 or float8_e4m3fn,
-            without zero points and offsets.
+            or uint8 with zero points, which can be dequantised and not packed.
         scale: fp32, bf16 or fp16 [n, G], G = ceil(k / group_size), or [n, 1] per channel; as the checkpoint has it.
-        zero: integers 0..16 [n, G], or None.
+        zero: integers 0..16 (of 8 bits 0..256) [n, G], or None.
         offset: [n, G] in scale's dtype, added after scaling (a float zero point), or None.
         group_size: consecutive columns of q that share a scale; k or more: per channel.
         permutation: int32 [k] or None. Column j of q is column permutation[j] of the layer's input (activation order).
         input_scale: the checkpoint's static activation scale for the whole tensor, fp32 [1], or None.
         bias: float [n] or None.
         bits: 4 or 8.
+        note: what the checkpoint contradicts itself in, for a warning; None for nothing.
     """
 
     q: torch.Tensor
@@ -115,13 +120,14 @@ class CanonicalWeight:
     input_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     bits: int = 4
+    note: str | None = None
 
     def __post_init__(self) -> None:
         expected = (torch.int8,) if self.zero is None else (torch.uint8,)
         if self.bits == 8:
-            expected = (torch.int8, torch.float8_e4m3fn)
-            if self.zero is not None or self.offset is not None:
-                raise ValueError("zero, offset: expected none with 8 bits, got one")
+            expected = (torch.int8, torch.float8_e4m3fn) if self.zero is None else (torch.uint8,)
+            if self.offset is not None:
+                raise ValueError("offset: expected none with 8 bits, got one")
         if self.q.dim() != 2 or self.q.dtype not in expected:
             names = " or ".join(map(dtype_name, expected))
             raise ValueError(f"q: expected {names} [n, k], got {describe(self.q)}")
@@ -175,8 +181,8 @@ class CanonicalWeight:
 
         Args:
             dim: "n" cuts rows (column-parallel): n / world must be a multiple of 8. "k" cuts columns (row-parallel) at
-                multiples of 32: the rank's input is columns rank * k / world onwards. `bias` then stays with rank 0,
-                as the ranks' results are added up.
+                multiples of 16, and of 32 inside groups: the rank's input is columns rank * k / world onwards. `bias`
+                then stays with rank 0, as the ranks' results are added up.
             rank: 0..world - 1.
             world: number of ranks.
 
@@ -214,6 +220,11 @@ class CanonicalWeight:
         per_channel = self.group_size >= self.k
         size = stop - start if per_channel else math.gcd(self.group_size, start, stop)
         if size != self.group_size and not per_channel:
+            if size % min(GROUP_SIZES):
+                raise ValueError(
+                    f"tp_size: expected a rank's columns to be a multiple of {min(GROUP_SIZES)} in groups of "
+                    f"{self.group_size}, got columns {start}..{stop - 1}"
+                )
             warnings.warn(
                 f"tp_size: a rank's columns end inside groups of {self.group_size}: scales are repeated over groups of "
                 f"{size}, exactly; the GEMM applies them {self.group_size // size} times as often, which takes longer",
@@ -249,11 +260,12 @@ class CanonicalWeight:
         return {name: None if values is None else change(values) for name, values in found.items()}
 
     def with_zero_points(self) -> CanonicalWeight:
-        """The same values with codes 0..15 and zero points; itself if it has them."""
-        if self.zero is not None:
+        """The same values with codes 0..15 (0..255) and zero points; itself if it has them, or codes of floats."""
+        if self.zero is not None or self.q.is_floating_point():
             return self
-        zero = torch.full(self.scale.shape, 8, dtype=torch.uint8, device=self.q.device)
-        return replace(self, q=(self.q + 8).view(torch.uint8), zero=zero)
+        middle = 1 << self.bits - 1
+        zero = torch.full(self.scale.shape, middle, dtype=torch.uint8, device=self.q.device)
+        return replace(self, q=self.q.view(torch.uint8) + middle, zero=zero)  # which wraps
 
     def pack(self, lhs_dtype: torch.dtype | None = None) -> Weight:
         """Packs for the kernel, on q's device. Group sizes that the kernel lacks are repeated as smaller ones.
@@ -263,8 +275,13 @@ class CanonicalWeight:
                 weights are of their own type.
 
         Raises:
-            ValueError: sizes that the kernel cannot have, or codes or zero points out of range.
+            ValueError: sizes that the kernel cannot have, codes or zero points out of range, or zero points of 8 bits.
         """
+        if self.bits == 8 and self.zero is not None:
+            raise ValueError(
+                "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
+                "dequantize()` gives such a weight in floats, and `jitgemm.nn.load_` does so"
+            )
         size = self.group_size
         if size < self.k and size not in GROUP_SIZES:
             divisors = [each for each in GROUP_SIZES if size % each == 0]
@@ -393,6 +410,11 @@ def check_order(weight: CanonicalWeight, expert: int) -> None:
             "are packed in one weight share their quantised input"
         )
 
+
+INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "_weight_act_quant_scale")
+"""What formats call a layer's static activation scale."""
+INPUT_ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
+"""What they call its zero point."""
 
 KV_CACHE_SCALES = frozenset({"k_scale", "v_scale"})
 """What ModelOpt puts beside k_proj and v_proj; says nothing of their weights."""

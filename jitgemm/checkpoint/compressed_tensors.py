@@ -7,9 +7,9 @@
     weight             int8 [n, k]             int-quantized: q, -8..7, or of 8 bits
                        float8_e4m3fn [n, k]    float-quantized: q
     weight_shape       [2]                     pack-quantized: n, k
-    weight_scale       [n, G], [n, 1], [1]     strategy group, channel, tensor
+    weight_scale       [n, G], [n, 1], [1]     strategy group, channel, tensor; mxfp8-quantized: e8m0 as uint8
                        [ceil(n / B), G]        strategy block: B rows and k / G columns share a scale
-    weight_zero_point  int32 [ceil(n / 8), G]  pack-quantized: zero + 8, eight along n to a word
+    weight_zero_point  int32 [ceil(n / 8), G]  pack-quantized: zero + 8, eight along n to a word; of 8 bits four
                        int8 [n, G]             int-quantized, and pack-quantized before release 0.9.4: zero
     weight_g_idx       int32 [k]               group of each column of the input; -1: columns stand in order
     input_scale        [1]                     static activations
@@ -17,10 +17,11 @@
 
     weight = (q - zero) * scale
 
-Weights of 8 bits need a config that says so, and have no zero points other than 0. Checked against compressed-tensors
+Weights of 8 bits need a config that says so. With zero points they can be dequantised alone. Checked against compressed-tensors
 0.10.2 and 0.20.0, 8 bits against the latter alone. That one no longer knows `weight_g_idx` (activation order "group" is
 gone), but files with it are many. The scheme's activations change no weight, and are the layer's business.
-Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had.
+Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had. Presets
+(config_groups {"W4A16": ["Linear"]}) mean what they mean in 0.20.0.
 Knows no files: tensors and config come from the caller.
 """
 
@@ -28,13 +29,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import INT8, check_codes, check_shape, check_single, measure, setting
-from jitgemm.checkpoint.bits import minus_8, unpack_nibbles
+from jitgemm.checkpoint.affine import FLOATS, INT8, check_codes, check_shape, check_single, measure, setting
+from jitgemm.checkpoint.bits import minus_8, minus_128, unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import (
     CanonicalWeight,
     Dims,
@@ -45,12 +46,14 @@ from jitgemm.checkpoint.canonical import (
     by_block,
     check_known,
 )
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import describe
+from jitgemm.tensors import describe, dtype_name, one_of
 
 _METHOD = "compressed-tensors"
 _E4M3 = torch.float8_e4m3fn
-_SUPPORTED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_BYTES = (torch.uint8, torch.float8_e8m0fnu)  # of e8m0
+_SUPPORTED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized")
 _CODES = {(4, "int"): None, (8, "int"): torch.int8, (8, "float"): _E4M3}
 """By num_bits and type: that of 8-bit codes, None for 4 bits."""
 _TENSORS = ("weight_scale", "weight_zero_point", "weight_g_idx")
@@ -75,6 +78,35 @@ _KINDS = {
     "symmetric": (lambda value: isinstance(value, bool), "true or false"),
 }
 """What settings must be where they are given and not null: (a check, what it wants)."""
+_OF_WEIGHTS = (
+    "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder",
+    "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
+)  # fmt: skip
+"""All that the library knows of a weight's scheme; zp_dtype and the observer's say nothing that tensors do not."""
+
+
+def _args(bits: int, kind: str, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False} | more
+
+
+_INT8, _E4M3_TOKEN = (_args(8, kind, "token", dynamic=True) for kind in ("int", "float"))
+_MXFP8 = _args(8, "float", "group", group_size=32, scale_dtype="torch.uint8")
+_PRESETS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
+    "UNQUANTIZED": (None, None),
+    "W4A16_ASYM": (_args(4, "int", "group", group_size=128, symmetric=False), None),
+    "W8A8": (_args(8, "int", "channel"), _INT8),
+    "INT8": (_args(8, "int", "channel"), _INT8),
+    "W4AFP8": (_args(4, "int", "group", group_size=128), _E4M3_TOKEN),
+    "FP8": (_args(8, "float", "tensor"), _args(8, "float", "tensor")),
+    "FP8_DYNAMIC": (_args(8, "float", "channel"), _E4M3_TOKEN),
+    "FP8_BLOCK": (
+        _args(8, "float", "block", block_structure=[128, 128]),
+        _args(8, "float", "group", group_size=128, dynamic=True),
+    ),
+    "MXFP8A16": (_MXFP8, None),
+    "MXFP8": (_MXFP8, _MXFP8 | {"dynamic": True}),
+}
+"""Weights and input activations; also W2A4 to W8A16, which are all alike."""
 
 
 def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
@@ -97,6 +129,9 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
     check_known(tensors, (("weight_packed", "weight_shape") if packed else ("weight",)) + _TENSORS + _ACTIVATIONS)
     codes = _codes_of(weights)
     n, k = _size_of_codes(tensors, codes)
+    scale = tensors["weight_scale"]
+    if scale.dtype not in (*FLOATS, *(_BYTES if codes == _E4M3 else ())):
+        raise ValueError(f"weight_scale: expected {one_of(REAL_TYPES)}, got {dtype_name(scale.dtype)}")
     if weights.get("strategy") == "block":
         rows, size = _block(weights)
         check_shape("weight_scale", tensors["weight_scale"], ceil_div(n, rows), ceil_div(k, size))
@@ -104,16 +139,16 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
     else:
         groups = _groups("weight_scale", tensors["weight_scale"], n)
         size = _group_size(weights, k, groups)
-    if codes is not None:
-        if weights.get("symmetric") is False:
-            raise ValueError("weights: expected symmetric: true with num_bits 8, got false")
-    elif "weight_zero_point" in tensors:
+    per_word = 8 if codes is None else 4
+    if codes == _E4M3 and weights.get("symmetric") is False:
+        raise ValueError("weights: expected symmetric: true with type 'float', got false")
+    if "weight_zero_point" in tensors:
         zero = tensors["weight_zero_point"]
-        if zero.dtype not in (torch.int32, torch.int8):
+        if zero.dtype not in (torch.int32, torch.int8) and codes != _E4M3:
             raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {describe(zero)}")
-        if zero.dtype == torch.int32 and tuple(zero.shape) != (ceil_div(n, 8), groups):
+        if zero.dtype == torch.int32 and tuple(zero.shape) != (ceil_div(n, per_word), groups):
             raise ValueError(
-                f"weight_zero_point: expected int32 [{ceil_div(n, 8)}, {groups}], packed along n, got "
+                f"weight_zero_point: expected int32 [{ceil_div(n, per_word)}, {groups}], packed along n, got "
                 f"{list(zero.shape)}"
             )
         if zero.dtype == torch.int8 and _groups("weight_zero_point", zero, n) != groups:
@@ -122,9 +157,13 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
         raise ValueError("weight_zero_point: expected the tensor, as the config says symmetric: false; found none")
     if "weight_g_idx" in tensors:
         check_shape("weight_g_idx", tensors["weight_g_idx"], k)
+    elif weights.get("actorder") in (True, "group", "dynamic") and groups > 1:
+        raise ValueError(
+            f"weight_g_idx: expected the tensor, as the config says actorder {weights['actorder']!r}; found none"
+        )
     if "input_scale" in tensors:
         check_single("input_scale", tensors["input_scale"])
-    return Sizes(n, k, size, codes)
+    return Sizes(n, k, size, codes, zeros=codes is not None and weights.get("symmetric") is False)
 
 
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
@@ -138,9 +177,12 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
         permutation = activation_order(tensors["weight_g_idx"], sizes.group_size)
     if permutation is not None:
         q = q[:, permutation.long()]
+    scale = tensors["weight_scale"]
+    if scale.dtype in _BYTES:
+        scale = scale.view(torch.float8_e8m0fnu).float()
     return CanonicalWeight(
-        q=q if zero is None else (q + 8).view(torch.uint8),
-        scale=_by_row(tensors["weight_scale"], weights, sizes.n),
+        q=q if zero is None else q.view(torch.uint8) + (8 if sizes.codes is None else 128),  # which wraps
+        scale=_by_row(scale, weights, sizes.n),
         zero=zero,
         group_size=sizes.group_size,
         permutation=permutation,
@@ -235,19 +277,21 @@ def _group_size(weights: Mapping[str, Any], k: int, groups: int) -> int:
 
 
 def _zero_point(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any], sizes: Sizes) -> torch.Tensor | None:
-    """uint8 [n, G], 0..15, or None."""
+    """[n, G] on the scale of codes from 0, or None."""
     if "weight_zero_point" not in tensors:
         return None
     zero, n = tensors["weight_zero_point"], sizes.n
-    if sizes.codes is not None:
-        if zero.dtype == torch.int32 or bool(zero.float().any()):
-            raise ValueError("weight_zero_point: expected zeros with num_bits 8, got others, or packed ones")
+    if zero.dtype == torch.int32:
+        zero = minus_8(unpack_nibbles(zero, 0)) if sizes.codes is None else minus_128(unpack_bytes(zero, 0))
+        zero = zero[:n]
+    else:
+        zero = _by_row(zero, {}, n)
+    if not bool(zero.float().any()):
         return None
-    zero = minus_8(unpack_nibbles(zero, 0))[:n] if zero.dtype == torch.int32 else _by_row(zero, {}, n)
-    if not bool(zero.any()):
-        return None
-    if weights.get("symmetric"):
+    if weights.get("symmetric", sizes.codes is not None):  # with 8 bits there is a config, and true is the default
         raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
+    if sizes.codes is not None:
+        return zero.to(torch.int16) + 128
     check_codes("weight_zero_point", zero, -8, 7)
     return (zero + 8).view(torch.uint8)
 
@@ -274,18 +318,60 @@ def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
     found: dict[str, Any] = {"quant_method": _METHOD, "format": config.get("format")}
     try:
         _check_kinds(config)
-        groups: Mapping[str, Any] = config["config_groups"] or {}
+        groups = {name: _spelt_out(name, group) for name, group in (config["config_groups"] or {}).items()}
         for name, group in groups.items():
             _check_kinds(group, f"{name}: ")
     except ValueError as error:
         return found | {"refusal": str(error)}
     if prefix and any(_names(prefix, target) for target in config.get("ignore") or ()):
         return found | {"refusal": f"ignore: expected no target that matches the quantised layer {prefix!r}, got one"}
-    group = _online_transform(config, prefix) or _config_group(groups, prefix)
+    group = online_transform(config, prefix) or _config_group(groups, prefix)
     if isinstance(group, str):
         return found | {"refusal": group}
     scheme = {key: group.get(key) for key in ("weights", "input_activations", "output_activations")}
     return found | scheme | {"format": group.get("format") or config.get("format")}
+
+
+def _spelt_out(name: str, group: Any) -> Mapping[str, Any]:
+    """A group, or the scheme that a preset stands for: its name with a list of targets."""
+    if isinstance(group, Mapping):
+        return group
+    preset, of_integers = name.upper(), re.fullmatch("W([2-8])A(4|8|16)", name.upper())
+    if preset in _PRESETS:
+        weights, inputs = _PRESETS[preset]
+    elif of_integers and int(of_integers[1]) <= int(of_integers[2]):
+        bits = int(of_integers[2])
+        weights = _args(int(of_integers[1]), "int", "group", group_size=128)
+        inputs = None if bits == 16 else _args(bits, "int", "token", dynamic=True)
+    else:
+        raise ValueError(
+            f"config_groups: expected a scheme, or one of the presets W2A4 to W8A16, {', '.join(_PRESETS)}, got {name!r}"
+        )
+    return {"targets": group, "weights": weights, "input_activations": inputs}
+
+
+def stored_otherwise(config: Mapping[str, Any] | None, names: Iterable[str]) -> str | None:
+    """What the config says of a file whose tensors are none of a quantised layer's: sparse, or not yet quantised.
+
+    Args:
+        names: tensors that have no place in a model, or of a layer that no format has.
+    """
+    names, sparsity = list(names), (config or {}).get("sparsity_config")
+    sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+    if sparse not in (None, "dense") and any(name.endswith(".bitmask") for name in names):
+        return (
+            f"sparsity_config: expected format 'dense', got {sparse!r}: the weights are stored sparse (bitmask, "
+            "compressed), which is not read here; load them with their library and save them without it"
+        )
+    format, status = setting(config, "format"), setting(config, "quantization_status")
+    uncompressed = format in ("dense", "fakequant") or status in ("initialized", "calibration", "frozen")
+    if uncompressed and any(name.endswith("weight_scale") for name in names):
+        return (
+            f"the file was saved uncompressed (format {format!r}, quantization_status {status!r}): its weights are "
+            "floats that its library would quantise; save it with save_compressed=True, or take the floats with "
+            "strict=False and quantize_"
+        )
+    return None
 
 
 def _check_kinds(settings: Any, where: str = "") -> None:
@@ -303,9 +389,6 @@ def _config_group(groups: Mapping[str, Any], prefix: str) -> Mapping[str, Any] |
     targets in two groups the later group's counts. A checkpoint's names may differ from the module's that the targets
     were written for, so a single group needs no match: something quantised the layer.
     """
-    preset = next((name for name, group in groups.items() if not isinstance(group, Mapping)), None)
-    if preset is not None:
-        return f"config_groups: expected schemes spelt out, got the preset {preset!r}"
     if len(groups) == 1:
         return next(iter(groups.values()))
     by_target = {target: group for group in groups.values() for target in group.get("targets") or ()}
@@ -326,15 +409,28 @@ def _names(prefix: str, target: str) -> bool:
     return target == prefix
 
 
-def _online_transform(config: Mapping[str, Any], prefix: str) -> str | None:
-    """Why a Hadamard or other transform at run time forbids this layer, or None."""
-    for group in ((config.get("transform_config") or {}).get("config_groups") or {}).values():
+def online_transform(config: Mapping[str, Any] | None, prefix: str) -> str | None:
+    """Why a Hadamard or other transform at run time forbids this layer, quantised or not; None where there is none.
+
+    Those at weight_input and weight_output are in the weight already; q_attn and k_cache, of queries and keys, cancel.
+    """
+    transforms = (config or {}).get("transform_config")
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    for group in (groups or {}).values():
         for apply in group.get("apply") or ():
-            matches = any(target == "Linear" or _names(prefix, target) for target in apply["targets"])
-            ignored = any(target == "Linear" or _names(prefix, target) for target in apply.get("ignore") or ())
-            if apply["location"] in ("input", "output") and matches and not ignored:
-                return f"transform_config: expected no transform at run time, got one at the {apply['location']}"
+            location = str(apply.get("location")).lower()
+            if location in ("weight_input", "weight_output", "q_attn", "k_cache"):
+                continue
+            targets, ignored = (
+                [each] if isinstance(each, str) else each or () for each in (apply.get("targets"), apply.get("ignore"))
+            )
+            if _any_names(prefix, targets) and not _any_names(prefix, ignored):
+                return f"transform_config: expected no transform at run time, got one at the {location}"
     return None
+
+
+def _any_names(prefix: str, targets: Iterable[str]) -> bool:
+    return any(target == "Linear" or _names(prefix, target) for target in targets)
 
 
 def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -346,6 +442,11 @@ def _check_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if format is not None and format not in _SUPPORTED and format != "mixed-precision":
         raise ValueError(f"format: expected {', '.join(_SUPPORTED)}, got {format!r}")
     bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
+    unknown = sorted(set(weights) - set(_OF_WEIGHTS))
+    if unknown:
+        raise ValueError(f"weights: expected only {', '.join(_OF_WEIGHTS)}, got also {', '.join(unknown)}")
+    if weights.get("dynamic"):
+        raise ValueError(f"weights: expected dynamic: false, got {weights['dynamic']!r}")
     if weights and (bits, type_) not in _CODES:
         raise ValueError(
             f"weights: expected num_bits 4 or 8 and type 'int', or 8 and 'float', got {bits} and {type_!r}"
@@ -367,7 +468,7 @@ def _dims(headers: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     if weights.get("strategy") == "block":
         dims["weight_scale"] = f"n / {_block(weights)[0]}", "G"
     if "weight_zero_point" in headers and headers["weight_zero_point"].dtype == torch.int32:
-        dims["weight_zero_point"] = "n / 8", "G"
+        dims["weight_zero_point"] = f"n / {8 if codes is None else 4}", "G"
     return dims
 
 

@@ -96,7 +96,7 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
     if "scales" in tensors:
         return read_unpacked(name, tensors[name], tensors["scales"], tensors.get("zeros"))
     if both is not None:
-        return read_tinygemm(name, tensors[name], tensors[both], sizes.group_size)
+        return read_tinygemm(name, tensors[name], tensors[both], sizes.group_size, sizes.k)
     scale, zero = tensors["weight_scales"], tensors["weight_zeros"]
     if scale.shape[0] != sizes.n:
         scale, zero = scale.T.contiguous(), zero.T.contiguous()

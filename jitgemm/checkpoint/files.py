@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -35,6 +37,12 @@ _DTYPES = {
     "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+
+
+_STACKED = {
+    "weight": "", "weight_scale_inv": "_scale_inv", "weight_scale": "_scale", "activation_scale": "_activation_scale",
+}  # fmt: skip
+"""{what it would be behind a layer's name: what stands behind that of a parameter} of transformers' FP8Experts."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,8 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: there are no such files.
-        ValueError: a file is of another kind, an index is damaged, or a tensor stands in two files.
+        ValueError: a file is of another kind, an index is damaged, a tensor stands in two files, or a folder has two
+            models (see `weights_of`).
     """
 
     def __init__(
@@ -80,6 +89,7 @@ class Checkpoint:
         config: Mapping[str, Any] | None = None,
     ):
         self._files: dict[Path, Any] = {}
+        self._said: dict[str, str] = {}  # metadata of tensors given in memory
         self._found: Mapping[str, torch.Tensor | Path | Rows]  # each tensor, or its file
         if isinstance(source, Mapping):
             self.where = "the tensors given"
@@ -87,9 +97,14 @@ class Checkpoint:
                 if not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
             self._found = source
+            if any(map(_subclass, source.values())):
+                self._found, self._said = _flattened(source)
         elif isinstance(source, list) and source:
-            self._found = self._headers([Path(file) for file in source])
-            source = Path(source[0]).parent
+            files = [Path(file) for file in source]
+            if [file.name for file in files] == [_SINGLE]:  # what transformers takes of a folder
+                weights_of(files[0].parent)
+            self._found = self._headers(files)
+            source = files[0].parent
             self.where = os.fspath(source)
         elif isinstance(source, (str, os.PathLike)):
             self.where = os.fspath(source)
@@ -104,6 +119,13 @@ class Checkpoint:
         """The model's quantization_config, or None."""
         self._in_file: Mapping[str, str] = {}  # what a file calls the tensors that are renamed
         self._layers = _by_layer(self._found)
+        self._warned: set[str] = set()
+
+    def warn(self, text: str) -> None:
+        """Warns of what the checkpoint contradicts itself in, once, however many layers do so."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"{text} ({self.where})", stacklevel=2)
 
     def renamed(self, names: Mapping[str, str]) -> Checkpoint:
         """The same open checkpoint with some tensors under other names; its config speaks of those in the files.
@@ -122,6 +144,12 @@ class Checkpoint:
         other, gone = copy.copy(self), {source for rows in made.values() for source in rows.sources}
         other._found = {name: found for name, found in self._found.items() if name not in gone} | dict(made)
         other._base, other._layers = self, _by_layer(other._found)
+        return other
+
+    def hiding(self, names: Collection[str]) -> Checkpoint:
+        """The same open checkpoint, whose layers lack some tensors: those that are no part of a weight."""
+        other = copy.copy(self)
+        other._layers = _by_layer(name for name in self._found if name not in names)
         return other
 
     def in_file(self, prefix: str) -> list[str]:
@@ -162,6 +190,11 @@ class Checkpoint:
             raise ValueError(f"{name}: expected a dtype that a quantised layer can have, got safetensors' {kind}")
         return TensorInfo(tuple(header.get_shape()), _DTYPES[kind])
 
+    def headers(self) -> dict[str, dict[str, Any]]:
+        """{name: dtype and shape} of all tensors of its files, in safetensors' words."""
+        slices = {name: self._open(self._found[name]).get_slice(name) for name in self._found}
+        return {name: {"dtype": each.get_dtype(), "shape": each.get_shape()} for name, each in slices.items()}
+
     def read(
         self, name: str, device: torch.device, expert: int | None = None, part: Part | None = None
     ) -> torch.Tensor:
@@ -187,20 +220,26 @@ class Checkpoint:
         parent = start[: start.rfind(".") + 1]
         inner = start.removeprefix(parent)
         found = (suffix for suffix in self._layers.get(parent, ()) if suffix.startswith(inner))
-        return {suffix.removeprefix(inner): parent + suffix for suffix in found}
+        names = {suffix.removeprefix(inner): parent + suffix for suffix in found}
+        return names | self._of_parameter(prefix)
+
+    def _of_parameter(self, name: str) -> dict[str, str]:
+        """Of a quantised parameter, which stacks experts: what a layer's tensors would be called; {} for all others."""
+        above, dot, child = name.rpartition(".")
+        found, start = {}, f"_{child}_"
+        for each in self._layers.get(above + dot, ()):
+            if each.startswith(start):  # torchao's
+                found["_weight_" + each.removeprefix(start)] = above + dot + each
+        if name in self._found and not name.endswith("weight"):
+            found |= {suffix: name + end for suffix, end in _STACKED.items() if name + end in self._found}
+        return found
 
     def metadata(self, name: str) -> Mapping[str, str]:
-        """What the tensor's file says of itself; of a tensor given in memory, what torchao would write of it."""
-        tensor = self._found[name]
-        if isinstance(tensor, Path):
-            return self._open(tensor).metadata() or {}
-        if not _subclass(tensor):
-            return {}
-        said = {"activation_quantization": getattr(tensor, "activation_quantization", None)}
-        dtype = getattr(tensor, "activation_dtype", None)
-        if dtype is not None:
-            said["activation_dtype"] = {"_type": "torch.dtype", "_data": dtype_name(dtype)}
-        return {name: json.dumps({"_type": _subclass(tensor), "_data": said})}
+        """What the tensor's file says of its tensors; of those given in memory, what torchao would write of them."""
+        found = self._found[name]
+        if isinstance(found, Rows):
+            return self._base.metadata(found.sources[0])
+        return self._open(found).metadata() or {} if isinstance(found, Path) else self._said
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
@@ -220,9 +259,8 @@ class Checkpoint:
                     f"source: expected a folder, .safetensors or .index.json, got {source.name}; {instead}"
                 )
             return self._headers([source])
-        for name in (_INDEX, _SINGLE):
-            if (source / name).is_file():
-                return self._list(source / name)
+        if (found := weights_of(source)) is not None:
+            return self._list(found)
         indices = sorted(source.glob("*.safetensors.index.json"))
         if len(indices) > 1:
             raise ValueError(f"source: expected one index, got {', '.join(i.name for i in indices)}; give one's path")
@@ -245,6 +283,40 @@ class Checkpoint:
         return paths
 
 
+def weights_of(folder: Path, *, by_index: bool = False) -> Path | None:
+    """A folder's `model.safetensors` or its index, whichever is the model; None where it has neither.
+
+    Where it has both, the index is left from another model if it names files that are not there: then
+    `model.safetensors` is the model, as for transformers, with a warning.
+
+    Args:
+        by_index: for loaders that follow an index wherever there is one, as vLLM's: an index that is left is an error.
+
+    Raises:
+        ValueError: both are whole, and only the caller can know which is meant.
+        FileNotFoundError: the index names files that are not there, and by_index.
+    """
+    single, index = folder / _SINGLE, folder / _INDEX
+    if not index.is_file():
+        return single if single.is_file() else None
+    named = set(_read_index(index).values())
+    missing = sorted(file.name for file in named if not file.is_file())
+    if not single.is_file() or single in named:
+        if missing and by_index:
+            raise FileNotFoundError(f"source: expected the files that {index} names, found no {', '.join(missing)}")
+        return index
+    if not missing:
+        raise ValueError(
+            f"source: expected one model in {folder}, got {_SINGLE} and {_INDEX} with {len(named)} files; delete one, "
+            "or give the path of the one that is meant"
+        )
+    left = f"{index} names files that are not there, such as {missing[0]}, next to {_SINGLE}"
+    if by_index:
+        raise FileNotFoundError(f"source: {left}: delete the index if it was left from another model")
+    warnings.warn(f"source: {left}: {_SINGLE} is read", stacklevel=4)
+    return single
+
+
 def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
     """{"model.lm_head.": ["weight", ...]}."""
     layers: dict[str, list[str]] = {}
@@ -257,6 +329,37 @@ def _by_layer(names: Iterable[str]) -> dict[str, list[str]]:
 def _subclass(tensor: torch.Tensor) -> str:
     """The class of torchao's tensors, which hold codes and report the type of their values; "" for all others."""
     return type(tensor).__name__ if hasattr(tensor, "qdata") or type(tensor).__module__.startswith("torchao") else ""
+
+
+def _flattened(source: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """torchao's subclasses as the tensors that they hold, named as in its files, and what it says of them there."""
+    found: dict[str, torch.Tensor] = {}
+    said: dict[str, str] = {}
+    for name, tensor in source.items():
+        inner, attributes = (
+            (*getattr(tensor, f"tensor_{kind}_names", ()), *getattr(tensor, f"optional_tensor_{kind}_names", ()))
+            for kind in ("data", "attribute")
+        )
+        if not _subclass(tensor) or not inner:
+            found[name] = tensor
+            continue
+        above, dot, child = name.rpartition(".")
+        held = {each: getattr(tensor, each) for each in inner if getattr(tensor, each) is not None}
+        found |= {f"{above}{dot}_{child}_{each}": value for each, value in held.items()}
+        data = {each: getattr(tensor, each, None) for each in attributes}
+        described = {"_type": _subclass(tensor), "_data": data, "_tensor_data_names": list(held)}
+        said[name] = json.dumps(described, default=_encoded)
+    return found, said
+
+
+def _encoded(value: Any) -> Any:
+    """What JSON has no form for, as torchao writes it."""
+    if isinstance(value, torch.dtype):
+        return {"_type": "torch.dtype", "_data": dtype_name(value)}
+    if isinstance(value, Enum):
+        return {"_type": type(value).__name__, "_data": value.name}
+    data = {each.name: getattr(value, each.name) for each in fields(value)} if is_dataclass(value) else str(value)
+    return {"_type": type(value).__name__, "_data": data}
 
 
 Source = str | os.PathLike[str] | Mapping[str, torch.Tensor] | Checkpoint

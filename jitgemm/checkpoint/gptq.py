@@ -9,6 +9,10 @@
 
     weight = (q - zero) * scale
 
+8 bits: codes 0..255, four to a word, the low byte first. With sym: true each zero is 8 (128) by definition: Marlin and
+Machete take q - 8 and never read qzeros, so that files with v2's zeros under v1's name, or with any others, are in use.
+Without sym in the config the zeros decide.
+
 Read from GPTQModel 7.7.0 (qlinear/torch.py, utils/model.py, quantization/config.py), vLLM's q_gemm.cu and AutoGPTQ's
 old CUDA class. A config without checkpoint_format is v1. Sources disagree on what a 15 in v1's qzeros is:
 
@@ -16,7 +20,7 @@ old CUDA class. A config without checkpoint_format is v1. Sources disagree on wh
 - GPTQModel (meta.quantizer names it) writes v1 by subtracting 0x11111111 from whole words, borrowing from the next
   nibble, and adds it back to whole words when it reads. Its files are read the same way here, which gives back 0..15.
 
-`rotation` leaves weights as they are, but mlp.down_proj's input needs a Hadamard transform at run time: refused for it.
+`rotation` leaves weights as they are, but mlp.down_proj's input needs a Hadamard transform at run time: an error there.
 Knows no files: tensors and config come from the caller.
 """
 
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,54 +36,82 @@ import torch
 from jitgemm.checkpoint.affine import (
     FLOATS,
     INT32,
+    Layout,
     check_setting,
     check_shape,
     dims_of,
     fits,
+    flag,
     group_size_of,
     integer_zero,
     measure,
     setting,
 )
-from jitgemm.checkpoint.bits import unpack_nibbles
+from jitgemm.checkpoint.bits import unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order, check_known
 
 _VERSIONS = ("gptq", "gptq_v2")
-_ONE_IN_EACH = 0x11111111
-_LAYOUT = {"qweight": (INT32, "k / 8", "n"), "scales": (FLOATS, "G", "n"), "qzeros": (INT32, "G", "n / 8")}
+_ONE_IN_EACH = {4: 0x11111111, 8: 0x01010101}
 
 
 def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
     method = setting(config, "quant_method")
     if "qweight" not in names or _checkpoint_format(config) == "bitblas" or method not in (None, "gptq"):
         return False
-    return method == "gptq" or fits(names, _LAYOUT)
+    return method == "gptq" or fits(names, layout(config))
 
 
 def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    _check_config(config)
-    check_known(tensors, (*_LAYOUT, "g_idx"))
-    size = measure(tensors, _LAYOUT)
+    check_config(config)
+    check_known(tensors, (*layout(config), "g_idx"))
+    size = measure(tensors, layout(config))
     if "g_idx" in tensors:
         check_shape("g_idx", tensors["g_idx"], size["k"])
     elif size["G"] > 1 and setting(config, "desc_act") is True:
         raise ValueError("g_idx: expected the columns' groups, as the config says desc_act, found none")
     group_size = group_size_of(size["k"], size["G"], setting(config, "group_size"), "scales")
-    return Sizes(size["n"], size["k"], group_size)
+    codes = None if _bits(config) == 4 else torch.int8
+    return Sizes(size["n"], size["k"], group_size, codes, zeros=codes is not None and not flag(config, "sym"))
 
 
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    version, group_size = _check_config(config), _sizes(tensors, config).group_size
-    q = unpack_nibbles(tensors["qweight"], 0).T
+    version, group_size = check_config(config), _sizes(tensors, config).group_size
+    bits, qzeros, scale = _bits(config), tensors["qzeros"], tensors["scales"].T.contiguous()
+    unpack = unpack_nibbles if bits == 4 else unpack_bytes
+    q = unpack(tensors["qweight"], 0).T
     permutation = activation_order(tensors["g_idx"], group_size) if "g_idx" in tensors else None
     if permutation is not None:
         q = q[:, permutation.long()]
-    qzeros, in_words = tensors["qzeros"], version == "gptq" and _written_by_gptqmodel(config)
-    zero = unpack_nibbles(qzeros + _ONE_IN_EACH if in_words else qzeros, 1)  # int32 wraps
-    if version == "gptq" and not in_words:
-        zero = zero + 1
-    scale = tensors["scales"].T.contiguous()
-    return integer_zero(q.contiguous(), scale, zero.T, group_size, permutation, name="qzeros")
+    zero, note = None, None
+    if flag(config, "sym"):
+        least, most = (int(each) for each in unpack(qzeros, 1).aminmax())
+        middle = 1 << bits - 1
+        if least != most or most not in (middle - 1, middle):
+            note = (
+                f"qzeros: expected {middle - 1} or {middle} in every group, as sym is true in the config, got others: "
+                f"they are not used, and weights are (q - {middle}) * scale"
+            )
+    else:
+        in_words = version == "gptq" and _written_by_gptqmodel(config)
+        zero = unpack(qzeros + _ONE_IN_EACH[bits] if in_words else qzeros, 1).T.to(torch.int16)  # int32 wraps
+        if version == "gptq" and not in_words:
+            zero = zero + 1
+    weight = integer_zero(q.contiguous(), scale, zero, group_size, permutation, name="qzeros", bits=bits)
+    return replace(weight, note=note)
+
+
+def _bits(config: Mapping[str, Any] | None) -> Any:
+    return setting(config, "bits", "wbits", default=4)
+
+
+def layout(config: Mapping[str, Any] | None) -> Layout:
+    """The tensors, of 4 bits or 8 as the config says."""
+    word = 4 if _bits(config) == 8 else 8
+    return {
+        "qweight": (INT32, f"k / {word}", "n"),
+        "scales": (FLOATS, "G", "n"),
+        "qzeros": (INT32, "G", f"n / {word}"),
+    }
 
 
 def _checkpoint_format(config: Mapping[str, Any] | None) -> str:
@@ -90,8 +123,8 @@ def _written_by_gptqmodel(config: Mapping[str, Any] | None) -> bool:
     return any(q.lower().startswith("gptqmodel:") for q in ([quantizer] if isinstance(quantizer, str) else quantizer))
 
 
-def _check_config(config: Mapping[str, Any] | None) -> str:
-    """The version, gptq or gptq_v2. Refuses what cannot be read."""
+def check_config(config: Mapping[str, Any] | None) -> str:
+    """The version, gptq or gptq_v2. Raises ValueError for settings of tensors that cannot be read."""
     if config is None:
         raise ValueError(
             "quantization_config: expected one, as its checkpoint_format says whether qzeros hold zero - 1 (gptq) or "
@@ -100,25 +133,36 @@ def _check_config(config: Mapping[str, Any] | None) -> str:
     version = _checkpoint_format(config)
     if version not in _VERSIONS:
         raise ValueError(f"checkpoint_format: expected {' or '.join(_VERSIONS)}, got {version!r}")
-    check_setting(config, 4, "bits", "wbits")
+    if _bits(config) not in (4, 8):
+        raise ValueError(f"bits: expected 4 or 8, got {_bits(config)!r}")
+    flag(config, "sym")
     check_setting(config, "int32", "pack_dtype")
+    check_setting(config, False, "is_marlin_format")
     return version
 
 
-def _for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
+def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
     """GPTQModel's `dynamic`: the first expression that matches the layer's name overrides the config, or skips it."""
-    if config is None or setting(config, "quant_method", default="gptq") != "gptq":
+    if config is None or setting(config, "quant_method", default="gptq") not in ("gptq", "awq"):
         return config
     if config.get("rotation") and prefix.endswith("mlp.down_proj"):
         return {**config, "refusal": f"rotation: expected none for {prefix!r}, whose input it transforms at run time"}
-    for pattern, overrides in (config.get("dynamic") or {}).items():
-        if re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix):
-            if pattern.startswith("-:"):
-                return {**config, "refusal": f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it"}
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        return {**config, "refusal": f"dynamic: expected settings by expressions, got {dynamic!r}"}
+    for pattern, overrides in dynamic.items():
+        try:
+            found = re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix)
+        except re.error as error:
+            return {**config, "refusal": f"dynamic: expected regular expressions, got {pattern!r} ({error})"}
+        if found and pattern.startswith("-:"):
+            return {**config, "refusal": f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it"}
+        if found:
             return {**config, **overrides}
     return config
 
 
 FORMAT = Format(
-    name="gptq", detect=_detect, sizes=_sizes, read=_read, for_layer=_for_layer, dims=lambda *_: dims_of(_LAYOUT)
-)
+    name="gptq", detect=_detect, sizes=_sizes, read=_read, for_layer=for_layer,
+    dims=lambda headers, config: dims_of(layout(config)),
+)  # fmt: skip

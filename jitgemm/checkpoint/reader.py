@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint import formats
+from jitgemm.checkpoint import compressed_tensors, formats
 from jitgemm.checkpoint.canonical import (
     PART_MULTIPLES,
     CanonicalWeight,
@@ -159,15 +159,24 @@ def errors_that_name(checkpoint: Checkpoint, prefix: str) -> Iterator[None]:
 
 
 def layer_header(
-    checkpoint: Checkpoint, prefix: str, expert: int | None = None, format: str | None = None
+    checkpoint: Checkpoint, prefix: str, expert: int | None = None, format: str | None = None, k: int | None = None
 ) -> LayerHeader:
     """Format, config and sizes of a layer, from headers alone.
+
+    Args:
+        k: columns of the weight as the model has it, None where no model is known: for formats whose tensors leave
+            open whether a byte is one code or two, which find it as in_features in their config.
 
     Raises:
         ValueError: there is no such layer, or headers and config show that it cannot be read.
     """
     names = checkpoint.layer(prefix)
     if not names:
+        otherwise = compressed_tensors.stored_otherwise(
+            checkpoint.config, checkpoint.layer(f"{prefix}.weight").values()
+        )
+        if otherwise is not None:
+            raise ValueError(otherwise)
         raise ValueError(f"prefix: expected a layer's name, found no tensor {prefix + '.*' if prefix else '*'}")
     infos = {suffix: checkpoint.info(name) for suffix, name in names.items()}
     shape = None
@@ -196,7 +205,10 @@ def layer_header(
     headers = _Found(found, infos)
     if shape is not None:
         headers["weight_shape"] = shape
-    return LayerHeader(prefix, names, found, config, found.sizes(headers, config))
+    sizes = found.sizes(headers, config)
+    if sizes.k is None and k is not None:
+        config = {"in_features": k, **(config or {})}
+    return LayerHeader(prefix, names, found, config, sizes)
 
 
 def read_header(
@@ -227,6 +239,8 @@ def read_header(
         read["weight_shape"] = read["weight_shape"].new_tensor([n // world, k] if dim == "n" else [n, k // world])
     weight = header.format.read(_Found(header.format, read), header.config)
     check_values(weight)
+    if weight.note:
+        checkpoint.warn(weight.note)
     weight = replace(weight, bias=read.get("bias"))
     return weight.shard(dim, rank, world) if part is None else weight
 

@@ -8,14 +8,20 @@ tinygemm, (q - 8) * scale + zero with a float zero::
         uint8 or int32 [n, k]     one code 0..15 each
         int32 [n / 8, k / (16 * I), 32, I / 2]   the op's output on NVIDIA GPUs, I = inner_k_tiles = 2, 4 or 8
 
-torchao's subclasses, as `weight` of a state dict, or as `_weight_qdata` ... where its safetensors code flattened them::
+torchao's subclasses, flattened as its safetensors code does it (`_weight_qdata`, ...); those in a state dict are taken
+apart the same way. The file's metadata names the class, which decides; without metadata dtypes and shapes do::
 
     Int4TilePackedTo4dTensor   qdata int32, the op's output; scale_and_zero [G, n, 2]
     Int4Tensor                 qdata int8 [n, k / 2], two's complement, even k low; scale, zero_point floats [G, n];
                                q * scale + zero_point
     Int4PlainInt32Tensor       (XPU) qdata int32 [n, k / 8], low nibble first; scale [G, n], zero_point int8 [G, n];
                                (q - zero_point) * scale
-    IntxUnpackedToInt8Tensor   qdata int8 [n, k], -8..7; scale, zero_point [n, G]; (q - zero_point) * scale
+    IntxUnpackedToInt8Tensor   qdata int8 [n, k], -8..7; scale, zero_point [n, G]; (q - zero_point) * scale;
+                               with target_dtype int5 to int8 a weight of 8 bits
+    Int8Tensor                 qdata int8 [n, k]; scale [n / B, k / B'] or one element; zero_point of zeros; q * scale
+    Float8Tensor               qdata float8_e4m3fn [n, k]; scale as Int8Tensor's; q * scale
+                               both: act_quant_kwargs in the metadata say how the input is quantised, act_quant_scale is
+                               its static scale
 
 The op's output: lane t of a warp holds what mma.m16n8k16 wants of B from it, for two tiles of 16 k in a word::
 
@@ -28,20 +34,23 @@ The op's output: lane t of a warp holds what mma.m16n8k16 wants of B from it, fo
 
 Read from PyTorch's int4mm.cu and torchao 0.18. What shapes cannot tell:
 
-- uint8 [n, k / 2] and [n, k] both fit most scales. The config's group_size decides; else a value above 15 means packed.
+- uint8 [n, k / 2] and [n, k] both fit most scales. The size of the model's layer or the config's shape decides, else
+  the config's group_size; else a value above 15 means packed, and bytes that are all the same need the shape.
 - `_convert_weight_to_int4pack_for_cpu` also gives uint8 [n, k / 2], in an order that depends on the CPU: not to be
   given here. Nor ROCm's output, whose tiles have 16 rows of n under the shape of NVIDIA's.
-- Int4TilePackedTo4dTensor pads k to a multiple of 1024 and n to 8 or 16. Subclasses say their shape, and so does the
-  metadata of a file with flattened ones: the padding is dropped. Tensors taken out of their file need "shape": [n, k]
-  in the config, else the padding comes back as columns and rows of the layer.
+- Int4TilePackedTo4dTensor pads k to a multiple of 1024 and n to 8 or 16. The metadata says the shape: the padding is
+  dropped. Tensors taken out of their file need "shape": [n, k] in the config, else the padding comes back as columns
+  and rows of the layer.
 
-Refused: activations to be scaled first (act_pre_scale), the preshuffled and CPU (opaque) packings, NPU's float zero
-points. Knows no files: tensors and config come from the caller. Does not import torchao.
+Raises for activations to be scaled first (act_pre_scale), the preshuffled and CPU (opaque) packings, NPU's float zero
+points, every other class, by its name. Bounds of activations (hp_value_lb, hp_value_ub) are not applied: a token's scale
+follows its largest value. Knows no files: tensors and config come from the caller. Does not import torchao.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,7 +62,9 @@ from jitgemm.checkpoint.affine import (
     INT8,
     INT32,
     check_codes,
+    Layout,
     check_shape,
+    check_single,
     fits,
     float_zero,
     group_size_of,
@@ -62,13 +73,11 @@ from jitgemm.checkpoint.affine import (
     setting,
 )
 from jitgemm.checkpoint.bits import HIGH_FIRST, minus_8, twos_complement, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo
+from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, by_block, check_known
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
 _FLAT = "_weight_"
-_QDATA_DTYPES = (torch.int8, torch.uint8, torch.int32)
-_PARTS = ("qdata", "scale", "zero_point", "scale_and_zero", "group_scale", "act_pre_scale")
 SCALES_AND_ZEROS = (FLOATS, "G", "n", "2")
 _LAYOUTS = {
     "Int4Tensor": ((INT8, "n", "k / 2"), (FLOATS, "G", "n"), (FLOATS, "G", "n")),
@@ -76,6 +85,11 @@ _LAYOUTS = {
     "IntxUnpackedToInt8Tensor": ((INT8, "n", "k"), (FLOATS, "n", "G"), ((*FLOATS, torch.int8), "n", "G")),
 }
 """Of qdata, scale and zero_point."""
+_TILES = "Int4TilePackedTo4dTensor"
+_EIGHT = {"Int8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
+"""Classes of 8 bits and their codes."""
+_KNOWN = (_TILES, *_LAYOUTS, *_EIGHT)
+_NAMES = ("qdata", "scale", "zero_point", "scale_and_zero", "act_quant_scale", "act_quant_zero_point")
 
 
 def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
@@ -83,10 +97,8 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
         return False
     if "scales_and_zeros" in names:
         return _codes_name(names) in names
-    qdata = names.get(_FLAT + "qdata")
-    if qdata is not None:
-        others = ("scale_and_zero", "zero_point", "group_scale")
-        return qdata.dtype in _QDATA_DTYPES and any(_FLAT + name in names for name in others)
+    if _FLAT + "qdata" in names:
+        return True
     return "weight" in names and (bool(names["weight"].kind) or setting(config, "quant_method") == "torchao")
 
 
@@ -94,19 +106,79 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
     group_size = setting(config, "group_size", "groupsize")
     if "scales_and_zeros" in tensors:
         size, codes = measure(tensors, {"scales_and_zeros": SCALES_AND_ZEROS}), tensors[_codes_name(tensors)]
-        k = _tiled_k(codes) if codes.dim() == 4 else size["G"] * group_size if group_size else None
-        return Sizes(size["n"], k)
-    if _FLAT + "qdata" in tensors:
-        qdata = tensors[_FLAT + "qdata"]
-        padded = (8 * qdata.shape[0], _tiled_k(qdata)) if qdata.dim() == 4 else (qdata.shape[0], None)
+        several = group_size and size["G"] > 1  # one group may be of any size
+        return Sizes(size["n"], _tiled_k(codes) if codes.dim() == 4 else size["G"] * group_size if several else None)
+    if _FLAT + "qdata" not in tensors:
+        weight = tensors["weight"]
+        got = f"a plain {describe(weight)}" if isinstance(weight, torch.Tensor) or not weight.kind else weight.kind
+        raise ValueError(f"weight: expected one of torchao's {', '.join(_KNOWN)}, got {got}")
+    kind, qdata = _kind(tensors, config), tensors[_FLAT + "qdata"]
+    check_known(tensors, [_FLAT + name for name in _NAMES])
+    if kind == _TILES:
+        padded: tuple[int, int | None] = (8 * qdata.shape[0], _tiled_k(qdata))
         return Sizes(*setting(config, "shape", default=padded))
-    weight = tensors["weight"]
-    kind = weight.kind if isinstance(weight, TensorInfo) else type(weight).__name__
-    known = ("Int4TilePackedTo4dTensor", *_LAYOUTS)
-    if kind not in known:
-        got = f"a plain {describe(weight)}" if kind in ("", "Tensor", "Parameter") else kind
-        raise ValueError(f"weight: expected one of torchao's {', '.join(known)}, got {got}")
-    return Sizes(*weight.shape)
+    if kind in _EIGHT:
+        rows, columns = _blocks(tensors, _EIGHT[kind])
+        return Sizes(*qdata.shape, columns, _EIGHT[kind])
+    size = measure(tensors, _layout(kind))
+    return Sizes(*setting(config, "shape", default=(size["n"], size["k"])))
+
+
+def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> str:
+    """The class of a flattened subclass. Raises ValueError, before data is read, for one that is not read."""
+    said, qdata = (config or {}).get("class"), tensors[_FLAT + "qdata"]
+    for name, why in (("act_pre_scale", "none, as it scales the activations first; got one"),
+                      ("group_scale", "a plain packing, got the preshuffled one")):  # fmt: skip
+        if _FLAT + name in tensors:
+            raise ValueError(f"{_FLAT}{name}: expected {why}")
+    if said is not None and said not in _KNOWN:
+        raise ValueError(f"weight: expected one of torchao's {', '.join(_KNOWN)}, got {said}")
+    if said == "IntxUnpackedToInt8Tensor" and config.get("target_dtype") in ("int5", "int6", "int7", "int8"):
+        return "Int8Tensor"
+    if _FLAT + "scale_and_zero" in tensors:
+        if qdata.dtype != torch.int32 or qdata.dim() != 4:
+            raise ValueError(
+                f"{_FLAT}qdata: expected int32 in four dimensions beside scale_and_zero, got {describe(qdata)}, whose "
+                "order depends on the CPU that packed it"
+            )
+        measure(tensors, {_FLAT + "scale_and_zero": SCALES_AND_ZEROS})
+        return _TILES
+    if qdata.dtype == torch.int32:
+        zero = tensors.get(_FLAT + "zero_point")
+        if zero is not None and zero.dtype != torch.int8:
+            raise ValueError(f"{_FLAT}zero_point: expected int8, as XPU's has it, got {describe(zero)} (NPU's)")
+        return "Int4PlainInt32Tensor"
+    if said is not None:
+        return said
+    if _FLAT + "zero_point" not in tensors:
+        return "Float8Tensor" if qdata.dtype.is_floating_point else "Int8Tensor"
+    fitting = [each for each in _LAYOUTS if fits(tensors, _layout(each))]
+    if len(fitting) != 1:
+        names = (_FLAT + name for name in _NAMES if _FLAT + name in tensors)
+        got = ", ".join(f"{name} {describe(tensors[name])}" for name in names)
+        raise ValueError(
+            f"{_FLAT}scale: expected [G, n] (Int4Tensor) or [n, G] (IntxUnpackedToInt8Tensor), got {got}, which "
+            f"fits {'both; give its file, whose metadata name the class' if fitting else 'neither'}"
+        )
+    return fitting[0]
+
+
+def _layout(kind: str) -> Layout:
+    return dict(zip((_FLAT + name for name in ("qdata", "scale", "zero_point")), _LAYOUTS[kind]))
+
+
+def _blocks(tensors: Mapping[str, Any], codes: torch.dtype) -> tuple[int, int]:
+    """Rows and columns of 8-bit codes that share a scale."""
+    size = measure(tensors, {_FLAT + "qdata": ((codes,), "n", "k")})
+    n, k, scale = size["n"], size["k"], tensors[_FLAT + "scale"]
+    count = (n, 1) if tuple(scale.shape) == (n,) else (1, 1) if math.prod(scale.shape) == 1 else tuple(scale.shape)
+    if scale.dtype not in FLOATS or len(count) != 2 or 0 in count or n % count[0] or k % count[1]:
+        raise ValueError(
+            f"{_FLAT}scale: expected floats, one or [n / rows, k / columns] for n, k = {n, k}, got {describe(scale)}"
+        )
+    if _FLAT + "act_quant_scale" in tensors:
+        check_single(_FLAT + "act_quant_scale", tensors[_FLAT + "act_quant_scale"])
+    return n // count[0], k // count[1]
 
 
 def _tiled_k(words: torch.Tensor | TensorInfo) -> int:
@@ -118,20 +190,40 @@ def _codes_name(tensors: Mapping[str, Any]) -> str:
 
 
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    _sizes(tensors, config)
+    sizes = _sizes(tensors, config)
     if "scales_and_zeros" in tensors:
         name, group_size = _codes_name(tensors), setting(config, "group_size", "groupsize")
-        return read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], group_size)
-    if _FLAT + "qdata" in tensors:
-        parts = {_FLAT + name: tensors[_FLAT + name] for name in _PARTS if _FLAT + name in tensors}
-        return _without_padding(_read_subclass(parts, _FLAT, None), setting(config, "shape"))
-    weight = tensors["weight"]
-    parts = {"weight." + name: getattr(weight, name) for name in _PARTS if getattr(weight, name, None) is not None}
-    return _without_padding(_read_subclass(parts, "weight.", type(weight).__name__), weight.shape)
+        k = setting(config, "shape", default=(None, setting(config, "in_features")))[1]
+        tiled = read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], group_size, k)
+        return _without_padding(tiled, setting(config, "shape"))
+    kind, qdata = _kind(tensors, config), tensors[_FLAT + "qdata"]
+    if kind in _EIGHT:
+        return _read_eight(tensors, sizes)
+    if kind == _TILES:
+        tiled = read_tinygemm(_FLAT + "qdata", qdata, tensors[_FLAT + "scale_and_zero"], None)
+        return _without_padding(tiled, setting(config, "shape"))
+    scale, zero = tensors[_FLAT + "scale"], tensors[_FLAT + "zero_point"]
+    if kind == "IntxUnpackedToInt8Tensor":
+        return read_unpacked(_FLAT + "qdata", qdata, scale, zero)
+    q, scale, zero = unpack_nibbles(qdata, 1), scale.T.contiguous(), zero.T.contiguous()
+    group_size = group_size_of(q.shape[1], scale.shape[1], None, _FLAT + "scale")
+    if kind == "Int4Tensor":
+        return float_zero(twos_complement(q), scale, zero, group_size)
+    return integer_zero(q, scale, zero, group_size, name=_FLAT + "zero_point")
+
+
+def _read_eight(tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> CanonicalWeight:
+    for name in ("zero_point", "act_quant_zero_point"):
+        if _FLAT + name in tensors and bool(tensors[_FLAT + name].float().any()):
+            raise ValueError(f"{_FLAT}{name}: expected zeros with 8 bits, got others")
+    q, scale, static = (tensors.get(_FLAT + name) for name in ("qdata", "scale", "act_quant_scale"))
+    scale = by_block(scale.reshape(-1, sizes.k // sizes.group_size), _blocks(tensors, q.dtype)[0], sizes.n)
+    static = None if static is None else static.reshape(1).float()
+    return CanonicalWeight(q, scale, group_size=sizes.group_size, input_scale=static, bits=8)
 
 
 def read_tinygemm(
-    name: str, codes: torch.Tensor, scales_and_zeros: torch.Tensor, group_size: int | None
+    name: str, codes: torch.Tensor, scales_and_zeros: torch.Tensor, group_size: int | None, k: int | None = None
 ) -> CanonicalWeight:
     """(q - 8) * scale + zero, from any of the forms that the module describes.
 
@@ -139,15 +231,18 @@ def read_tinygemm(
         name: the tensor that codes are, for messages.
         scales_and_zeros: [G, n, 2].
         group_size: None where only the shapes say.
+        k: of bytes; None where only the shapes say.
     """
     groups = scales_and_zeros.shape[0]
-    q = _codes(name, codes, groups, group_size)
+    q = _codes(name, codes, groups, group_size, k)
+    if k is not None and codes.dtype == torch.uint8 and q.shape[1] != k:
+        raise ValueError(f"{name}: expected codes for k = {k}, got {describe(codes)}")
     check_shape("scales_and_zeros", scales_and_zeros, groups, q.shape[0], 2)
     scale, zero = (scales_and_zeros[..., i].T.contiguous() for i in (0, 1))
     return float_zero(minus_8(q), scale, zero, group_size_of(q.shape[1], groups, group_size, "scales_and_zeros"))
 
 
-def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None) -> torch.Tensor:
+def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None, k: int | None) -> torch.Tensor:
     """uint8 [n, k], 0..15."""
     if codes.dtype == torch.int32 and codes.dim() == 4:
         return unpack_tiles(name, codes)
@@ -156,17 +251,34 @@ def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None) 
             f"{name}: expected uint8 [n, k / 2] or [n, k], int32 [n, k], or int32 [n / 8, k / (16 * I), 32, I / 2], "
             f"got {describe(codes)}"
         )
-    if codes.dtype == torch.uint8 and _is_packed(codes, groups, group_size):
+    if codes.dtype == torch.uint8 and _is_packed(name, codes, groups, group_size, k):
         return unpack_nibbles(codes, 1, order=HIGH_FIRST)
     check_codes(name, codes, 0, 15)
     return codes.to(torch.uint8)
 
 
-def _is_packed(codes: torch.Tensor, groups: int, group_size: int | None) -> bool:
+def _is_packed(name: str, codes: torch.Tensor, groups: int, group_size: int | None, k: int | None) -> bool:
+    """Whether bytes are two codes each: by k, else by the group size, else by what they hold."""
     columns = codes.shape[1]
-    if group_size is None or group_size == -1:
-        return bool((codes > 15).any())
-    return columns != groups * group_size
+    if k is not None:
+        return columns != k
+    fitting = [each for each in (columns, 2 * columns) if _groups_fit(each, groups, group_size)]
+    if len(fitting) == 1:
+        return fitting[0] != columns
+    least, most = (int(each) for each in codes.aminmax())
+    if most <= 15 and least == most:
+        raise ValueError(
+            f'{name}: expected "shape": [n, k] in the config, as {describe(codes)} of {most} alone can be codes or '
+            f"pairs of codes, and {groups} groups of {group_size} fit both"
+        )
+    return most > 15
+
+
+def _groups_fit(k: int, groups: int, group_size: int | None) -> bool:
+    try:
+        return bool(group_size_of(k, groups, group_size, ""))
+    except ValueError:
+        return False
 
 
 def unpack_tiles(name: str, words: torch.Tensor) -> torch.Tensor:
@@ -186,51 +298,6 @@ def unpack_tiles(name: str, words: torch.Tensor) -> torch.Tensor:
     nibbles = unpack_nibbles(words, 3).reshape(tiles, super_tiles, 8, 4, per_lane, 2, 4)
     #                   tile of n, t / 4, super tile, word, j, t % 4, h
     return nibbles.permute(0, 2, 1, 4, 6, 3, 5).reshape(8 * tiles, 32 * per_lane * super_tiles)
-
-
-# ---- tensor subclasses -----------------------------------------------------------------------------------------------
-
-
-def _read_subclass(parts: Mapping[str, torch.Tensor], prefix: str, kind: str | None) -> CanonicalWeight:
-    """From a subclass's own tensors under their names in messages; kind None where dtypes and shapes must tell it."""
-    if prefix + "act_pre_scale" in parts:
-        raise ValueError(f"{prefix}act_pre_scale: expected none, as it scales the activations first; got one")
-    if prefix + "group_scale" in parts:
-        raise ValueError(f"{prefix}group_scale: expected a plain packing, got the preshuffled one")
-    qdata = parts[prefix + "qdata"]
-    both = prefix + "scale_and_zero"
-    if both in parts:
-        if qdata.dtype != torch.int32 or qdata.dim() != 4:
-            raise ValueError(
-                f"{prefix}qdata: expected int32 in four dimensions beside scale_and_zero, got {describe(qdata)}, whose "
-                "order depends on the CPU that packed it"
-            )
-        measure(parts, {both: SCALES_AND_ZEROS})
-        return read_tinygemm(prefix + "qdata", qdata, parts[both], None)
-    names = [prefix + name for name in ("qdata", "scale", "zero_point")]
-    layouts = {kind: dict(zip(names, layout)) for kind, layout in _LAYOUTS.items()}
-    if qdata.dtype == torch.int32:
-        kind, zero = "Int4PlainInt32Tensor", parts.get(names[2])
-        if zero is not None and zero.dtype != torch.int8:
-            raise ValueError(f"{prefix}zero_point: expected int8, as XPU's has it, got {describe(zero)} (NPU's)")
-    elif kind is None:
-        fitting = [each for each, layout in layouts.items() if fits(parts, layout)]
-        if len(fitting) != 1:
-            got = ", ".join(f"{name} {describe(tensor)}" for name, tensor in parts.items())
-            raise ValueError(
-                f"{prefix}scale: expected [G, n] (Int4Tensor) or [n, G] (IntxUnpackedToInt8Tensor), got {got}, which "
-                f"fits {'both; load the subclass itself from a state dict' if fitting else 'neither'}"
-            )
-        kind = fitting[0]
-    size = measure(parts, layouts[kind])
-    scale, zero = parts[names[1]], parts[names[2]]
-    if kind == "IntxUnpackedToInt8Tensor":
-        return read_unpacked(names[0], qdata, scale, zero)
-    group_size = group_size_of(size["k"], size["G"], None, names[1])
-    q, scale, zero = unpack_nibbles(qdata, 1), scale.T.contiguous(), zero.T.contiguous()
-    if kind == "Int4Tensor":
-        return float_zero(twos_complement(q), scale, zero, group_size)
-    return integer_zero(q, scale, zero, group_size, name=names[2])
 
 
 def read_unpacked(name: str, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> CanonicalWeight:
@@ -261,23 +328,53 @@ def _without_padding(weight: CanonicalWeight, shape: Sequence[int] | None) -> Ca
 
 
 def _described(metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
-    """Size and activations of a subclass, {"_type": ..., "_data": {"shape": [n, k], ...}} under its name.
+    """Class, size and activations of a subclass: {"_type": ..., "_data": {"shape": [n, k], ...}} under its name.
+
+    prefix is that of a layer, or a parameter that stacks experts.
 
     Activations are told in compressed-tensors' words, which are the layer's.
     """
     try:
-        data = dict(json.loads(metadata[f"{prefix}.weight".lstrip(".")])["_data"])
-    except (KeyError, TypeError, ValueError):
+        whole = json.loads(metadata.get(prefix) or metadata[f"{prefix}.weight".lstrip(".")])
+        data = whole.get("_data", {})
+        said = {"class": whole["_type"]} | {key: _plain(data[key]) for key in ("shape", "target_dtype") if key in data}
+    except (AttributeError, KeyError, TypeError, ValueError):
         return {}
-    said = {"shape": data["shape"]} if "shape" in data else {}
     per_token = {"strategy": "token", "dynamic": True}
-    named = data.get("activation_quantization")
+    named, given = _plain(data.get("activation_quantization")), data.get("act_quant_kwargs")
     if named is not None:
         known = per_token | {"type": "int", "symmetric": False}
-        said["input_activations"] = known if named == "int8_asym_per_token" else {"strategy": named, "dynamic": True}
-    elif data.get("activation_dtype") == {"_type": "torch.dtype", "_data": "float8_e4m3fn"}:
+        asymmetric = str(named).lower() == "int8_asym_per_token"
+        said["input_activations"] = known if asymmetric else {"strategy": named, "dynamic": True}
+    elif _plain(data.get("activation_dtype")) == "float8_e4m3fn":
         said["input_activations"] = per_token | {"type": "float"}
+    elif given is not None:
+        said["input_activations"] = _activations(given) | {
+            "dynamic": "act_quant_scale" not in whole.get("_tensor_data_names", ())
+        }
     return said
+
+
+def _activations(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What act_quant_kwargs say, apart from whether the scale is static."""
+    settings = given["_data"]
+    granularity, dtype = settings["granularity"], _plain(settings.get("float8_dtype", "int8"))
+    said = {"type": {"float8_e4m3fn": "float", "int8": "int"}.get(dtype, dtype)}
+    said["symmetric"] = _plain(settings.get("mapping_type")) != "ASYMMETRIC"
+    strategies = {"PerRow": "token", "PerToken": "token", "PerTensor": "tensor", "PerBlock": "group"}
+    inner = granularity.get("_data") or {}
+    said["strategy"] = strategies.get(granularity["_type"], granularity["_type"])
+    if granularity["_type"] == "PerRow" and inner.get("dim", -1) not in (-1, 1):
+        said["strategy"] = f"PerRow of dim {inner['dim']}"
+    if said["strategy"] == "group":
+        rows, columns = inner["block_size"]
+        said |= {"group_size": columns} if rows == 1 else {"strategy": f"PerBlock of {rows} x {columns}"}
+    return said
+
+
+def _plain(value: Any) -> Any:
+    """What torchao writes as {"_type": ..., "_data": value}."""
+    return value["_data"] if isinstance(value, Mapping) else value
 
 
 FORMAT = Format(name="torchao", detect=_detect, sizes=_sizes, read=_read, described=_described)

@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import BYTES, check_single
+from jitgemm.checkpoint.affine import BYTES, check_single, setting
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
+from jitgemm.checkpoint.w8a8 import INT8_METHODS
+from jitgemm.tensors import describe
 
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
@@ -35,8 +37,9 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     if weight is None or weight.dtype not in BYTES or len(weight.shape) != 2:
         return False
     scale = names.get("weight_scale_inv")
-    if scale is not None:  # int8 in blocks of n and k has such a scale too, with fewer rows
-        return len(scale.shape) == 2 and scale.shape[0] == weight.shape[0]
+    if scale is not None:  # int8 in blocks of n and k has such a scale too, with fewer rows, or a config that says so
+        int8 = (config or {}).get("quant_method") in INT8_METHODS
+        return not int8 and len(scale.shape) == 2 and scale.shape[0] == weight.shape[0]
     return _is_modelopt(names)
 
 
@@ -57,6 +60,15 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
         )
     check_known(tensors, ("weight", "weight_scale_inv", "input_scale"))
     weight, scale = tensors["weight"], tensors["weight_scale_inv"]
+    method = setting(config, "quant_method")
+    if method == "fp8" or scale.dtype in (
+        torch.float8_e8m0fnu,
+        torch.uint8,
+    ):  # DeepSeek-V4's experts have these names and shapes
+        raise ValueError(
+            f"weight: expected int4 codes with floats for scales, got int8 with {describe(scale)} in a file of "
+            f"quant_method {method!r}, which are FP4 (expert_dtype), not read here"
+        )
     k, groups = 2 * weight.shape[1], scale.shape[1]
     if groups < 1 or k % groups:
         raise ValueError(f"weight_scale_inv: expected columns that divide k = {k}, got {groups}")

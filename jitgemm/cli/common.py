@@ -21,7 +21,7 @@ from rich.text import Text
 from jitgemm.cli.hf_config import weight_group
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
-from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, WeightFormat, tuned_codes
 from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
@@ -208,7 +208,7 @@ def parse_shape(text: str) -> tuple[int, int]:
     if not match:
         raise ValueError(f"--shape: expected N,K such as 4096,14336, got {text!r}")
     n, k = int(match[1]), int(match[2])
-    for name, size, step in (("n", n, 8), ("k", k, 32)):
+    for name, size, step in (("n", n, 8), ("k", k, K_ALIGNMENT)):
         if size < step or size % step:
             raise ValueError(f"--shape {text}: {name}: expected a positive multiple of {step}, got {size}")
     return n, k

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from jitgemm.cli import common
-from jitgemm.kernel.formats import LHS_GROUP, Problem
+from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, Problem
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import pick_device
 from jitgemm.select import loads
@@ -19,7 +19,7 @@ from jitgemm.select.choose import Candidate, bands, candidates
 def explain(
     m: Annotated[int, typer.Argument(min=1, help="Tokens.")],
     n: Annotated[int, typer.Argument(min=8, help="Rows of the weight: output features.")],
-    k: Annotated[int, typer.Argument(min=32, help="Columns of the weight: input features.")],
+    k: Annotated[int, typer.Argument(min=K_ALIGNMENT, help="Columns of the weight: input features.")],
     lhs: Annotated[common.Lhs, typer.Option("--lhs", help=common.LHS_HELP)] = common.Lhs.fp8,
     group_size: Annotated[str, typer.Option("--group-size", metavar="G", help=common.GROUP_HELP)] = "128",
     zero_point: Annotated[bool, typer.Option("--zero-point", help=common.ZERO_HELP)] = False,

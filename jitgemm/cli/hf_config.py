@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jitgemm.activations.kernel import Gate
-from jitgemm.kernel.formats import GROUP_SIZES, LHS_GROUP
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
 
 DENSE_MODELS = frozenset(
     "llama mistral ministral qwen2 qwen3 gemma gemma2 gemma3_text granite olmo2 phi3 smollm3 seed_oss".split()
@@ -213,7 +213,7 @@ def linear_layers(
     layers = [layer for layer in layers if not {layer.name, layer.name.rpartition(".")[2]} & set(dropped)]
     for layer in layers:
         for n, k in layer.shapes if isinstance(layer, ExpertLayer) else [(layer.n, layer.k)]:
-            for what, size, step in (("n", n, 8), ("k", k, 32)):
+            for what, size, step in (("n", n, 8), ("k", k, K_ALIGNMENT)):
                 if size % step:
                     raise ValueError(f"{layer.name}: {what} = {size} on one rank is not a multiple of {step}")
     return layers
@@ -262,12 +262,12 @@ def _cut_k(name: str, size: int, tp: int, group_size: int) -> int:
     """Columns of a row-parallel weight on one rank; a group of scales stays whole."""
 
     def fits(part: int, group: int) -> bool:
-        return part % 32 == 0 and part % (group or 32) == 0
+        return part % K_ALIGNMENT == 0 and part % (group or 1) == 0
 
     part = _cut(f"k of {name},", size, tp)
     if tp == 1 or fits(part, group_size):
         return part
-    border = f"border of a group of {group_size}" if group_size and part % 32 == 0 else "multiple of 32"
+    border = f"multiple of {K_ALIGNMENT}" if part % K_ALIGNMENT else f"border of a group of {group_size}"
     ranks = [each for each in range(1, tp) if size % each == 0 and (each == 1 or fits(size // each, group_size))]
     found = [f"tp of {', '.join(map(str, ranks))}"]
     found += [f"groups of {each}" for each in GROUP_SIZES if each < group_size and fits(part, each)]

@@ -62,15 +62,14 @@ class Operands(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """In the order of POINTERS."""
         x, x_scale, x_zero, weight, out, bias = self
-        row_sum = None if x_zero is None else weight.row_sum
-        return x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, row_sum, out
+        return x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, weight.row_sum, out
 
 
-def split_lhs(lhs: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def split_lhs(lhs: object, name: str = "lhs") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(x, x_scale, x_zero or None) out of the call's first argument."""
     if not isinstance(lhs, (tuple, list)) or len(lhs) not in (2, 3):
         what = f"{type(lhs).__name__} of {len(lhs)}" if isinstance(lhs, (tuple, list)) else type(lhs).__name__
-        raise TypeError(f"lhs: expected a pair (x, x_scale), or (x, x_scale, x_zero), got {what}")
+        raise TypeError(f"{name}: expected a pair (x, x_scale), or (x, x_scale, x_zero), got {what}")
     tensors = [check_tensor(name, tensor) for name, tensor in zip((X, X_SCALE, X_ZERO), lhs)]
     return tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import torch
 
+from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.arguments import Lhs, lhs_group_of, split_lhs
 from jitgemm.gemm.e8m0 import with_fp32_scales
 from jitgemm.gemm.reference import gemm_w4a8_reference, integers
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
+from jitgemm.tensors import check_dtype
 from jitgemm.weight.packed import Weight
 
 STEP_K = 32
@@ -63,8 +65,7 @@ def gemm_w4a8_bound(
     Raises:
         TypeError, ValueError: as `gemm_w4a8_reference`; out_dtype is another type.
     """
-    if out_dtype not in _UNIT:
-        raise TypeError(f"out_dtype: expected bfloat16, float16 or float32, got {str(out_dtype)[6:]}")
+    check_dtype("out_dtype", out_dtype, REAL_TYPES)
     unit, least = _UNIT[out_dtype], _HALF_OF_LEAST[out_dtype]
     ref = gemm_w4a8_reference(lhs, rhs, bias=bias, out_dtype=torch.float64)
     x, x_scale, x_zero = split_lhs(with_fp32_scales(lhs, rhs.k))

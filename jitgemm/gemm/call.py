@@ -81,7 +81,7 @@ def gemm_w4a8_nt(
             or one element. Or x_scale has a scale per token and 128 k, not with x_zero: fp32 [m, ceil(k / 128)], or
             powers of two, as DeepGEMM packs them in int32 [m, ceil(k / 512)] (docs/formats.md), all of any strides.
             Or unpacked, float8_e8m0fnu [m, ceil(k / 128)], which the call packs first unless rows are whole words.
-        rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 32.
+        rhs: weight [n, k] from `pack_w4`, n a multiple of 8, k a multiple of 16.
         out: bfloat16, float16 or float32 [m, n], stride 1 along n, row stride a multiple of 16 bytes, 16-byte aligned;
             may be a column slice.
         bias: bfloat16 or fp32 [n], contiguous, or None.
@@ -131,7 +131,7 @@ def gemm_w8a8_nt(
         |x_scale * scale| * (2^-8 * max(max |q| in the step * max |x| in the step, |sum before|) + 2^-13 * |sum after|)
 
     Args:
-        lhs: as `gemm_w4a8_nt` takes it, x of the weight's type. int8 with a scale per row takes k up to 131040.
+        lhs: as `gemm_w4a8_nt` takes it, x of the weight's type. int8 with a scale per row takes k up to 131056.
         rhs: weight [n, k] from `pack_w8`.
         out, bias, batch_invariant, kernel: as `gemm_w4a8_nt` takes them.
 

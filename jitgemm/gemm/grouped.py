@@ -7,6 +7,7 @@ kernel's family, whose scheduler walks the experts that have rows.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -20,11 +21,11 @@ from jitgemm.gemm.arguments import X, Lhs, Operands, check_switches, split_lhs
 from jitgemm.gemm.call import check_bf16
 from jitgemm.gemm.e8m0 import pack_e8m0
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped, experts_of
-from jitgemm.kernel.formats import format_named
-from jitgemm.runtime.checks import check_addresses
+from jitgemm.kernel.formats import MAX_ROWS, TABLE_SIZES, format_named
+from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
-from jitgemm.tensors import check_dtype, check_tensor
+from jitgemm.tensors import check_dtype, check_flag, check_int, check_plain, check_tensor, dtype_name
 from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight
 from jitgemm.weight.settled import capturing
 
@@ -101,7 +102,7 @@ def contiguous(  # type: ignore[no-untyped-def]
     experts = experts_of(rhs, kind)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
-    expected_rows = rows if expected_m is None else round(experts * _check_hint(expected_m))
+    expected_rows = rows if expected_m is None else _rows_of(experts, expected_m)
     groups = Groups(check_tensor("offsets", offsets), row_index, 0, expected_rows)
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
 
@@ -156,17 +157,18 @@ def masked(  # type: ignore[no-untyped-def]
     """`m_grouped_gemm_w4a8_nt_masked` for a weight of this kind."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, kind)
+    check_tensor("out", out)
     if x.dim() != 3:
         raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")
     max_m = x.shape[1]
     x, x_scale, x_zero, out = (
-        None if each is None else as_rows(name, check_tensor(name, each), experts, max_m, columns)
+        None if each is None else as_rows(name, each, experts, max_m, columns)
         for name, each, columns in (
             ("lhs[0] (x)", x, "k"), ("lhs[1] (x_scale)", x_scale, ""), ("lhs[2] (x_zero)", x_zero, ""),
             ("out", out, "n"),
         )
     )  # fmt: skip
-    expected_rows = round(experts * _check_hint(expected_m))
+    expected_rows = _rows_of(experts, expected_m)
     # 0 would stand for offsets; where no expert has room for a row, any other number serves.
     groups = Groups(check_tensor("masked_m", masked_m), None, max_m or 1, expected_rows)
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
@@ -202,6 +204,9 @@ def rows_of_m_indices(m_indices: torch.Tensor, experts: int, name: str = "m_indi
         name: of m_indices in messages.
     """
     check_dtype(name, check_tensor(name, m_indices).dtype, ("s32",))
+    check_plain(name, m_indices)
+    if not 1 <= check_int("experts", experts) <= TABLE_SIZES[-1]:
+        raise ValueError(f"experts: expected 1 to {TABLE_SIZES[-1]}, got {experts}")
     if m_indices.dim() != 1:
         raise ValueError(f"{name}: expected shape [M], got {list(m_indices.shape)}")
     rows = torch.arange(m_indices.shape[0], dtype=torch.int32, device=m_indices.device)
@@ -228,25 +233,38 @@ def rows_of_problem_sizes(
 
     Args:
         expert_offsets: int32 or int64 [E] or [E + 1], first rows.
-        problem_sizes: int32 [E, 3], m, n and k of each expert's GEMM; n, m and k with swap_ab, as `cutlass_w4a8_moe_mm`
+        problem_sizes: int32 or int64 [E, 3], m, n and k of each expert's GEMM; n, m and k with swap_ab, as `cutlass_w4a8_moe_mm`
             has them.
     """
     first = check_tensor("expert_offsets", expert_offsets)
     sizes = check_tensor("problem_sizes", problem_sizes)
+    check_flag("swap_ab", swap_ab)
+    for name, tensor in (("expert_offsets", first), ("problem_sizes", sizes)):
+        check_plain(name, tensor)
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: expected int32 or int64, got {dtype_name(tensor.dtype)}")
     if sizes.dim() != 2 or sizes.shape[1] != 3:
         raise ValueError(f"problem_sizes: expected shape [E, 3], got {list(sizes.shape)}")
     if first.dim() != 1 or first.shape[0] - sizes.shape[0] not in (0, 1):
         raise ValueError(f"expert_offsets: expected shape [{sizes.shape[0]}], got {list(first.shape)}")
-    first = first[: sizes.shape[0]].to(torch.int32)
-    return torch.stack((first, first + sizes[:, 1 if swap_ab else 0].to(torch.int32)), 1)
+    check_device("problem_sizes", sizes, "expert_offsets", first.device)
+    # No tensor has more rows: what is beyond is cut off as the kernel does, not wrapped around.
+    first, rows = (part.long().clamp(-MAX_ROWS, MAX_ROWS) for part in (first, sizes[:, 1 if swap_ab else 0]))
+    first = first[: sizes.shape[0]]
+    return torch.stack((first, (first + rows).clamp(max=MAX_ROWS)), 1).int()
 
 
-def _check_hint(expected_m: object) -> float:
-    if not isinstance(expected_m, (int, float)) and hasattr(expected_m, "__index__"):
-        expected_m = operator.index(expected_m)
+def check_hint(expected_m: Any) -> float:
+    """The number of rows; TypeError for what is none."""
+    with contextlib.suppress(TypeError):
+        expected_m = expected_m if isinstance(expected_m, (int, float)) else operator.index(expected_m)
     if isinstance(expected_m, bool) or not isinstance(expected_m, (int, float)) or not 0 <= expected_m < math.inf:
         raise TypeError(f"expected_m: expected a number of rows, got {expected_m!r}")
     return expected_m
+
+
+def _rows_of(experts: int, expected_m: object) -> int:
+    return round(min(experts * check_hint(expected_m), MAX_ROWS))
 
 
 # ---- the call --------------------------------------------------------------------------------------------------------

@@ -7,10 +7,22 @@ from __future__ import annotations
 
 import torch
 
+from jitgemm.activations.arguments import check_out
 from jitgemm.activations.call import quantize_activations
-from jitgemm.gemm.arguments import Lhs, check_weight, split_lhs
+from jitgemm.gemm.arguments import POINTERS, X, X_SCALE, X_ZERO, Lhs, Operands, check_weight, split_lhs
 from jitgemm.gemm.call import gemm_w4a8_nt
+from jitgemm.kernel.formats import K_ALIGNMENT
+from jitgemm.runtime.checks import Pointer, check_call
+from jitgemm.tensors import check_tensor
 from jitgemm.weight.packed import W4Weight
+
+_POINTERS = (
+    *POINTERS[:-1],
+    Pointer(None, "out[0]", written=True, in_place=(X,)),
+    Pointer(None, "out[1]", written=True, in_place=(X_SCALE,)),
+    Pointer(None, "out[2]", written=True, in_place=(X_ZERO,)),
+)
+"""Operands of the call, which reads the GEMM's before it writes; those of the quantiser are its own."""
 
 
 def gemm_w4a8_int8_nt(
@@ -30,11 +42,12 @@ def gemm_w4a8_int8_nt(
     split m, which changes no bit with batch_invariant.
 
     Args:
-        lhs, rhs, bias, batch_invariant: as `gemm_w4a8_nt` takes them; rhs has n, a multiple of 32.
+        lhs, rhs, bias, batch_invariant: as `gemm_w4a8_nt` takes them; rhs has n, a multiple of 16.
         affine: with a zero point per token, else symmetric.
         scale, zero: fp32 and, if affine, int32 of one element each, to quantise with; None takes them from each token's
             results.
-        out: (q, scale) or (q, scale, zero) to write to and return, as `quantize_activations` takes it.
+        out: (q, scale) or (q, scale, zero) to write to and return, as `quantize_activations` takes it; lhs itself for in
+            place.
 
     Returns:
         (q, scale, zero), or (q, scale) unless affine: the `lhs` of the next GEMM. q is int8 [m, n], scale fp32 [m],
@@ -43,10 +56,16 @@ def gemm_w4a8_int8_nt(
     Raises:
         As `gemm_w4a8_nt` and `quantize_activations` do.
     """
-    x = split_lhs(lhs)[0]
-    if check_weight(rhs, W4Weight).n % 32:
-        raise ValueError(f"rhs: expected n to be a multiple of 32 for an 8-bit result, got {rhs.n}")
+    x, x_scale, x_zero = split_lhs(lhs)
+    if x.dim() != 2:
+        raise ValueError(f"{X}: expected shape [m, k], got {list(x.shape)}")
+    if check_weight(rhs, W4Weight).n % K_ALIGNMENT:
+        raise ValueError(f"rhs: expected n to be a multiple of {K_ALIGNMENT} for an 8-bit result, got {rhs.n}")
     result = torch.empty((x.shape[0], rhs.n), dtype=torch.float32, device=x.device)
+    if out is not None:
+        rows = check_out(out, result, torch.int8, affine, False)
+        operands = Operands(x, x_scale, x_zero, rhs, result, None if bias is None else check_tensor("bias", bias))
+        check_call("gemm_w4a8_int8_nt", _POINTERS, (*operands.tensors[:-1], *rows))
     gemm_w4a8_nt(lhs, rhs, result, bias=bias, batch_invariant=batch_invariant)
     scheme = "token" if scale is None else "tensor"
     return quantize_activations(result, torch.int8, scheme=scheme, affine=affine, scale=scale, zero=zero, out=out)

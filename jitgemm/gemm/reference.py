@@ -21,6 +21,7 @@ from jitgemm.gemm.arguments import (
     X_SCALE,
     X_ZERO,
     Lhs,
+    Operands,
     check_per_block,
     check_per_token,
     check_weight,
@@ -28,10 +29,10 @@ from jitgemm.gemm.arguments import (
     split_lhs,
 )
 from jitgemm.gemm.e8m0 import with_fp32_scales
-from jitgemm.gemm.groups import Groups, check_groups, experts_of
+from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, check_groups, experts_of
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
-from jitgemm.runtime.checks import check_device
-from jitgemm.tensors import check_dtype, check_no_grad, check_tensor, dtype_name, take_rows
+from jitgemm.runtime.checks import check_addresses, check_device
+from jitgemm.tensors import check_dtype, check_no_grad, check_plain, check_tensor, describe, dtype_name, take_rows
 from jitgemm.weight.packed import PackedWeight, Weight, check_packed, dequantize_groups
 
 _BUDGET = 1 << 25
@@ -94,11 +95,17 @@ def m_grouped_gemm_w4a8_reference(
         TypeError, ValueError: as that call for rhs, offsets and row_index, else as `gemm_w4a8_reference`.
     """
     experts, x = experts_of(rhs), split_lhs(lhs)[0]
+    rows = _check(lhs, rhs, bias, (experts, rhs.n), out_dtype)
+    if row_index is not None:
+        rows = check_tensor("row_index", row_index).numel()
+    check_groups(Groups(check_tensor("offsets", offsets), row_index, 0, 1), experts, rows, x.device)
     if out is None:
-        rows = x.shape[0] if row_index is None else check_tensor("row_index", row_index).numel()
         out = torch.zeros((rows, rhs.n), dtype=out_dtype, device=rhs.device)
-    check_groups(Groups(check_tensor("offsets", offsets), row_index, 0, 1), experts, out.shape[0], x.device)
-    _check(lhs, rhs, bias, (experts, rhs.n), out_dtype)
+    check_plain("out", check_tensor("out", out))
+    if tuple(out.shape) != (rows, rhs.n) or not out.is_floating_point():
+        raise ValueError(f"out: expected a float type and shape {[rows, rhs.n]}, got {describe(out)}")
+    check_device("out", out, "rhs", rhs.device)
+    check_addresses(GROUPED_POINTERS, (offsets, row_index, *Operands(*split_lhs(lhs), rhs, out, bias).tensors))
     write_grouped_reference(lhs, rhs, out, offsets, row_index=row_index, bias=bias, most=out.shape[0])
     return out
 
@@ -176,9 +183,10 @@ def _check(  # type: ignore[no-untyped-def]
         raise TypeError(f"bias: expected a float type, got {dtype_name(bias.dtype)}")
     for name, tensor in ((X, x), (X_SCALE, x_scale), (X_ZERO, x_zero), ("bias", bias)):
         if tensor is not None:
+            check_plain(name, tensor)
             check_device(name, tensor, "rhs", rhs.device)
             check_no_grad(name, tensor)
-    if out_dtype != torch.float64:
+    if out_dtype is not torch.float64:
         check_dtype("out_dtype", out_dtype, REAL_TYPES)
     return m
 

@@ -7,6 +7,7 @@ what it says must hold for the library that cuda.bindings then loads, so every c
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import site
@@ -181,9 +182,16 @@ def _load() -> Any:
         from cuda.bindings import nvrtc
 
         with _load_lock:
+            library = None if _mapped_libraries() else _wheel_library()
+            if library and not library.startswith(tuple(_site_folders())):
+                ctypes.CDLL(library)  # the bindings take what is loaded, and do not look there themselves
             nvrtc.nvrtcVersion()  # loading happens at the first call, and threads would race through it
-    except (ImportError, RuntimeError) as error:  # RuntimeError is the bindings' for a missing library
-        raise CompileError(f"NVRTC or cuda.bindings is missing: {_INSTALL} ({error})") from error
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError is the bindings' for a missing library
+        raise CompileError(
+            f"NVRTC or cuda.bindings is missing: {_INSTALL} ({error}). NVRTC's wheel was looked for in "
+            f"{', '.join(_folders()) or 'no folder'}, then its library by the dynamic linker, which LD_LIBRARY_PATH "
+            "sends to other folders"
+        ) from error
     return nvrtc
 
 
@@ -218,16 +226,27 @@ def _mapped_library() -> str | None:
     return max(_mapped_libraries(), key=os.path.basename, default=None)
 
 
-def _wheel_library() -> str | None:
-    """The library that the bindings would find in a wheel: theirs is the order of the folders too."""
+def _site_folders() -> list[str]:
+    """Where the bindings look for wheels, in their order."""
     folders = list(site.getsitepackages())
     if site.ENABLE_USER_SITE:
         folders.insert(1 if sys.prefix != sys.base_prefix else 0, site.getusersitepackages())
-    for relative, _ in _WHEELS:
-        for folder in folders:
-            path = os.path.join(folder, relative)
-            if os.path.exists(path):
-                return path
+    return folders
+
+
+def _folders() -> list[str]:
+    """Where this module looks: behind the bindings' folders all that Python imports from, such as .pth files' folders."""
+    return list(dict.fromkeys([*_site_folders(), *filter(None, sys.path)]))
+
+
+def _wheel_library() -> str | None:
+    """The library of a wheel that the bindings find, or else that Python would import from."""
+    for folders in (_site_folders(), _folders()):
+        for relative, _ in _WHEELS:
+            for folder in folders:
+                path = os.path.join(folder, relative)
+                if os.path.exists(path):
+                    return path
     return None
 
 

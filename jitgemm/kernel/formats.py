@@ -12,6 +12,9 @@ BLOCK_K = 128
 """k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""
 STRIP_ROWS = 64
 """Rows of n per weight record: wgmma's M."""
+K_ALIGNMENT = 16
+"""What k is a multiple of: copies of a tile of activations ask for rows that start at 16 bytes. A record holds zeros
+behind k, and copies fill activations up with zeros."""
 GROUP_SIZES = (32, 64, 128, 256)
 """Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
 CODES = ("any", *LHS_TYPES)
@@ -22,7 +25,7 @@ MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
 TABLE_SIZES = (64, 256, 1024)
 """Experts that a grouped kernel's table holds, one size a kernel."""
-MAX_INT8_CHANNEL_K = 2**20 - 32
+MAX_INT8_CHANNEL_K = 2**20 - K_ALIGNMENT
 """Largest k of int8 per channel with 4-bit weights: its sums stay in int32, where k products of up to 128 * 16 must
 fit; codes in the order for int8 have a limit of their own (`MAX_CHANNEL_K_S8`)."""
 
@@ -95,7 +98,7 @@ class WeightFormat:
         """Largest k of int8 activations: sums per channel stay in int32, where k products up to 128 * 128 must fit."""
         if self.group_size:
             return MAX_ROWS
-        return MAX_INT8_CHANNEL_K if self.bits == 4 else 2**17 - 32
+        return MAX_INT8_CHANNEL_K if self.bits == 4 else 2**17 - K_ALIGNMENT
 
     @property
     def scales_at(self) -> int:
@@ -200,8 +203,8 @@ class Problem:
             raise ValueError(f"m: expected 1 to {MAX_ROWS}, got {self.m}")
         if not 8 <= self.n <= MAX_ROWS or self.n % 8:
             raise ValueError(f"n: expected a positive multiple of 8 up to {MAX_ROWS}, got {self.n}")
-        if self.k < 32 or self.k % 32:
-            raise ValueError(f"k: expected a positive multiple of 32, got {self.k}")
+        if self.k < K_ALIGNMENT or self.k % K_ALIGNMENT:
+            raise ValueError(f"k: expected a positive multiple of {K_ALIGNMENT}, got {self.k}")
         if self.lhs not in LHS_TYPES:
             raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
         if self.format.codes not in ("any", self.lhs):

@@ -13,12 +13,14 @@ import torch
 
 from jitgemm.activations.kernel import GATES, ORDERS, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.gemm.arguments import X_SCALE, X_ZERO
 from jitgemm.gemm.groups import as_rows
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import (
     check_dtype,
+    check_float,
     check_int,
     check_no_grad,
     check_plain,
@@ -52,9 +54,37 @@ COMBINE_POINTERS = (
     Pointer("inverse", "inverse", 4),
     Pointer("weights", "topk_weights"),
     Pointer("addend", "addend", ALIGNMENT),
-    Pointer("out", "out", ALIGNMENT, written=True),
+    Pointer("out", "out", ALIGNMENT, written=True, in_place=("addend",)),
 )
 """What a launch has addresses of, in the order of `CombineArgs` in include/jitgemm/moe/combine.cuh."""
+
+_WEIGHTS = tuple(
+    Pointer(None, f"{name}.{part}", alignment)
+    for name in ("w13", "w2")
+    for part, alignment in (("blocks", ALIGNMENT), ("channel_scale", 4), ("row_sum", 1))
+)
+_BIASES = Pointer(None, "bias13"), Pointer(None, "bias2")
+LAYER_POINTERS = (
+    Pointer(None, "x", ALIGNMENT),
+    *_WEIGHTS,
+    Pointer(None, "topk_ids", 4),
+    Pointer(None, "topk_weights"),
+    Pointer(None, "expert_map", 4),
+    *_BIASES,
+    Pointer(None, "addend", ALIGNMENT),
+    Pointer(None, "out", ALIGNMENT, written=True, in_place=("x", "addend")),
+)
+"""Operands of `fused_experts`, which reads x before it writes out."""
+MASKED_POINTERS = (
+    Pointer(None, "x", ALIGNMENT),
+    Pointer(None, X_SCALE),
+    Pointer(None, X_ZERO),
+    *_WEIGHTS,
+    Pointer(None, "masked_m", 4),
+    *_BIASES,
+    Pointer(None, "out", ALIGNMENT, written=True, in_place=("x",)),
+)
+"""Operands of `fused_experts_masked`, which reads x before it writes out."""
 
 Weight = AnyWeight | PackedWeight
 
@@ -97,6 +127,11 @@ class Layer(NamedTuple):
         """Experts of this device."""
         return self.w13.experts  # type: ignore[return-value]
 
+    def operands(self, out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """In the order of LAYER_POINTERS."""
+        x, w13, w2, topk_ids, topk_weights, _, _, _, expert_map, bias13, bias2, addend, *_ = self
+        return x, *parts_of(w13), *parts_of(w2), topk_ids, topk_weights, expert_map, bias13, bias2, addend, out
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What of it is a tensor, and not a weight."""
@@ -107,15 +142,18 @@ class Layer(NamedTuple):
         return self.x.new_empty((self.x.shape[0], self.w2.n))
 
 
+def parts_of(weight: Weight) -> tuple[torch.Tensor | None, ...]:
+    """The weight's tensors, in the order of LAYER_POINTERS."""
+    return weight.blocks, weight.channel_scale, weight.row_sum
+
+
 def make_gate(activation: str, order: str, limit: float | None, alpha: float) -> Gate:
     """The gate of these arguments of a call, checked."""
     for name, value, choices in (("activation", activation, GATES), ("order", order, ORDERS)):
-        if value not in choices:
+        if not isinstance(value, str) or value not in choices:
             raise ValueError(f"{name}: expected one of {tuple(choices)}, got {value!r}")
     for name, number in (("limit", math.inf if limit is None else limit), ("alpha", alpha)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise TypeError(f"{name}: expected a float, got {type(number).__name__}")
-        if not number > 0:
+        if not check_float(name, number) > 0:
             raise ValueError(f"{name}: expected a positive number, got {number}")
     return Gate(
         activation, order, math.inf if limit is None else float(limit),
@@ -164,6 +202,7 @@ def check_combining(
             f"rows: expected a contiguous matrix of 8, 16, 24, ... columns, got {describe(rows)} with strides "
             f"{tuple(rows.stride())}"
         )
+    check_plain("inverse", check_tensor("inverse", inverse))
     if inverse.dtype != torch.int32 or inverse.dim() != 2 or not inverse.is_contiguous():
         raise ValueError(f"inverse: expected contiguous int32 [tokens, top_k], got {describe(inverse)}")
     _check_weights(topk_weights, inverse)
@@ -238,11 +277,10 @@ def check_masked(
         _check_matrix(name, as_rows(name, tensor, experts, max_m, str(columns)), None, columns, names)
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
-    for name, each in (("x", x), ("out", out), ("bias13", bias13), ("bias2", bias2)):
-        check_no_grad(name, each)
-    check_plain("masked_m", check_tensor("masked_m", masked_m))
     check_vector("masked_m", masked_m, ("s32",), experts)
     check_biases(w13, w2, bias13, bias2)
+    for name, each in (("x", x), ("out", out), ("bias13", bias13), ("bias2", bias2)):
+        check_no_grad(name, each)
     for name, other in (
         ("w13", w13.blocks), ("w2", w2.blocks), ("out", out), ("masked_m", masked_m), ("bias13", bias13),
         ("bias2", bias2),

@@ -15,16 +15,17 @@ import torch
 from jitgemm.activations.arguments import Inputs, Outputs
 from jitgemm.activations.call import quantize
 from jitgemm.activations.kernel import Gate
-from jitgemm.dtypes import LHS_TYPES, torch_dtype
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm.arguments import Lhs, split_lhs
 from jitgemm.gemm.grouped import contiguous
-from jitgemm.kernel.formats import LHS_GROUP, ceil_div, format_named
-from jitgemm.moe.arguments import Layer, Weight, check_arguments, check_out, check_weights, make_gate
+from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
+from jitgemm.moe.arguments import LAYER_POINTERS, Layer, Weight, check_arguments, check_out, check_weights, make_gate
 from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
+from jitgemm.runtime.checks import address_of, check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
-from jitgemm.tensors import check_dtype, check_flag, check_tensor, take_rows
+from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
 from jitgemm.weight.packed import PackedWeight
 from jitgemm.weight.packed import Weight as AnyWeight
 
@@ -93,7 +94,8 @@ def fused_experts(
         addend: of the result's shape and x's type, rows a multiple of 16 bytes apart: a shared expert's result, or a
             residual; None for zeros.
         batch_invariant: a token's result has the same bits whatever the other tokens are. Costs time, as for GEMMs.
-        out: where to write: of x's type, [tokens, n], rows a multiple of 16 bytes apart; None for a new tensor.
+        out: where to write: of x's type, [tokens, n], rows a multiple of 16 bytes apart; addend or x itself for in
+            place, else memory of its own; None for a new tensor.
 
     All on one device. On CUDA: compute capability 9.0; memory for what is in between comes from PyTorch's allocator
     (`fused_experts_workspace_bytes`) and goes back to it, so that calls on other streams and in CUDA graphs never share
@@ -145,6 +147,7 @@ def fused_experts_reference(
     """`fused_experts` in plain PyTorch, on any device, which it waits for; fp64 but for the documented roundings."""
     from jitgemm.moe.reference import layer_reference
 
+    check_flag("affine", affine)
     layer = _layer(
         x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
         bias13, bias2, addend, False, by_block(scheme),
@@ -179,8 +182,16 @@ def fused_experts_workspace_bytes(
         w13, w2: as for `fused_experts`.
         dtype: of x.
         affine, scheme: as for `fused_experts`.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it.
     """
     experts = check_weights(w13, w2)
+    check_dtype("dtype", dtype, REAL_TYPES)
+    check_flag("affine", affine)
+    for name, number, least in (("tokens", tokens, 0), ("top_k", top_k, 1)):
+        if not least <= check_int(name, number) <= MAX_ROWS:
+            raise ValueError(f"{name}: expected {least} to {MAX_ROWS}, got {number}")
     m = tokens * top_k
     parts = [4 * (experts + 1), 4 * m, 4 * m]  # routing
     t = m if m / experts >= GATHER_M else tokens
@@ -194,7 +205,7 @@ def fused_experts_workspace_bytes(
 
 
 def by_block(scheme: str) -> bool:
-    if scheme not in ("token", "block"):
+    if not isinstance(scheme, str) or scheme not in ("token", "block"):
         raise ValueError(f"scheme: expected one of ('token', 'block'), got {scheme!r}")
     return scheme == "block"
 
@@ -216,8 +227,8 @@ def lhs_dtype_of(w13: Weight, lhs_dtype: torch.dtype | None) -> torch.dtype:
     """What tokens are quantised to where the caller says None."""
     if lhs_dtype is not None:
         return lhs_dtype
-    format = getattr(w13, "format", None)
-    return torch_dtype("e4m3" if format is None or format.codes == "any" else format.codes)
+    codes = w13.format.codes if isinstance(w13, (AnyWeight, PackedWeight)) else "any"  # the checks say what it is
+    return torch_dtype("e4m3" if codes == "any" else codes)
 
 
 def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
@@ -226,9 +237,11 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
     check_tensor("x", x)
     tensors = layer.tensors if out is None else [*layer.tensors, out]
     try:
+        # What is new cannot overlap: of its own launches each checks its addresses.
+        addresses = None if out is None else tuple(map(address_of, layer.operands(out)))
         key = (
-            "experts", w13.plan_key, w2.plan_key, gate, lhs_dtype, affine, expert_map is None, bias13 is None,
-            bias2 is None, addend is None, batch_invariant, block, out is None,
+            "experts", addresses, w13.plan_key, w2.plan_key, gate, lhs_dtype, affine, expert_map is None, bias13 is None,
+            bias2 is None, addend is None, batch_invariant, block,
             torch.is_grad_enabled(),
         )  # fmt: skip
         checked = thread.memory.find_plan(key, tensors)
@@ -238,6 +251,7 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
         check_arguments(layer)
         if out is not None:
             check_out(out, layer)
+        check_addresses(LAYER_POINTERS, layer.operands(out))
         thread.memory.add_plan(key, tensors, True)
     if out is None:
         out = layer.new_out()

@@ -7,10 +7,11 @@ import torch
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.arguments import Lhs
-from jitgemm.gemm.grouped import masked
-from jitgemm.moe.arguments import check_experts, check_masked, make_gate
+from jitgemm.gemm.arguments import Lhs, split_lhs
+from jitgemm.gemm.grouped import check_hint, masked
+from jitgemm.moe.arguments import MASKED_POINTERS, check_experts, check_masked, make_gate, parts_of
 from jitgemm.moe.call import by_block, lhs_dtype_of
+from jitgemm.runtime.checks import check_call
 from jitgemm.tensors import TYPE_NAMES, check_flag
 from jitgemm.weight.packed import Weight
 
@@ -46,7 +47,8 @@ def fused_experts_masked(
             `m_grouped_gemm_w4a8_nt_masked` takes them, q of lhs_dtype, with a scale for each token, or one for each
             token and 128 k whatever `scheme` is.
         w13, w2: as `fused_experts` takes them, of E experts.
-        out: bfloat16, float16 or float32 [E, max_m, n], strides as x; both GEMMs' results are rounded to its type.
+        out: bfloat16, float16 or float32 [E, max_m, n], strides as x; both GEMMs' results are rounded to its type. x
+            itself for in place, else memory of its own.
         masked_m: int32 [E], contiguous: live rows of each expert, clamped to 0..max_m on the device.
         expected_m: live rows of an expert, as expected, by which kernels are chosen. Any value gives right results.
         activation, order, limit, alpha, lhs_dtype, affine, scheme, bias13, bias2, batch_invariant: as `fused_experts`.
@@ -55,13 +57,18 @@ def fused_experts_masked(
     """
     check_flag("affine", affine)
     check_flag("batch_invariant", batch_invariant)
+    check_hint(expected_m)
     gate, block = make_gate(activation, order, limit, alpha), by_block(scheme)
     dtype = lhs_dtype_of(w13, lhs_dtype)
     experts = check_experts(w13, w2, dtype, affine, block)
     quantised = isinstance(x, (tuple, list))
-    tokens = x[0] if quantised else x
+    tokens, x_scale, x_zero = split_lhs(x, "x") if quantised else (x, None, None)
     check_masked(tokens, w13, w2, out, masked_m, (TYPE_NAMES[dtype],) if quantised else REAL_TYPES, bias13, bias2)
     max_m = tokens.shape[1]
+    # As rows, of which column slices of one buffer are told apart.
+    lhs = tokens.flatten(0, 1), x_scale, x_zero
+    operands = *lhs, *parts_of(w13), *parts_of(w2), masked_m, bias13, bias2, out.flatten(0, 1)
+    check_call("fused_experts_masked", MASKED_POINTERS, operands)
 
     def quantise(rows: torch.Tensor, by: object) -> Lhs:
         inputs = Inputs(rows.flatten(0, 1), dtype, False, affine, None, None, by, None, 0.0, None, masked_m, block)

@@ -10,8 +10,9 @@ import torch
 from jitgemm.activations.arguments import Inputs, Outputs
 from jitgemm.activations.call import quantize
 from jitgemm.gemm.reference import round_fp64
-from jitgemm.moe.arguments import Routing, check_combining, check_routing
+from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_POINTERS, Routing, check_combining, check_routing
 from jitgemm.moe.kernel import front_spec
+from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import TYPE_NAMES
 
@@ -34,6 +35,7 @@ def route(topk_ids: torch.Tensor, experts: int, *, expert_map: torch.Tensor | No
     plan = thread.memory.find_plan(key, tensors)
     if plan is None:
         check_routing(topk_ids, experts, expert_map)
+        check_addresses(ROUTE_POINTERS, (topk_ids, expert_map))
     if not topk_ids.is_cuda:
         return route_reference(topk_ids, experts, expert_map)
     routing = _new_routing(topk_ids, experts)
@@ -99,9 +101,10 @@ def combine(
 
     Args:
         rows: bfloat16, float16 or float32 [m, n], contiguous, n a multiple of 8.
-        inverse: int32 [tokens, top_k], contiguous; choices of a negative row are skipped. Others are not checked.
+        inverse: int32 [tokens, top_k], contiguous; choices of a negative row are skipped. Others are checked on the CPU
+            alone.
         topk_weights: float32, bfloat16 or float16 [tokens, top_k], contiguous.
-        out: bfloat16, float16 or float32 [tokens, n], rows a multiple of 16 bytes apart.
+        out: bfloat16, float16 or float32 [tokens, n], rows a multiple of 16 bytes apart; addend itself for in place.
         addend: of out's shape and type, rows a multiple of 16 bytes apart; None for zeros.
 
     Raises:
@@ -114,7 +117,10 @@ def combine(
         check_combining(rows, inverse, topk_weights, addend, out)
         if out.shape[0] == 0:
             return
+        check_addresses(COMBINE_POINTERS, (rows, inverse, topk_weights, addend, out))
         if not rows.is_cuda:
+            if inverse.numel() and inverse.max() >= rows.shape[0]:
+                raise ValueError(f"inverse: expected rows below {rows.shape[0]}, got {int(inverse.max())}")
             out.copy_(round_fp64(combine_reference(rows, inverse, topk_weights, addend), out.dtype))
             return
         from jitgemm.moe.plan import CombinePlan

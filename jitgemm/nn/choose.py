@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
+from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.experts import PackedExperts
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.stacked import Form, form_of, unfit_type
@@ -128,8 +129,9 @@ class Replaceable:
         if name in self.forms:
             return self.forms[name].unfit or unfit_type(linear)
         n, k, weight = linear.out_features, linear.in_features, linear.weight
-        if not n or not k or n % 8 or k % 32:
-            return f"expected out_features a multiple of 8 and in_features a multiple of 32, got {n} and {k}"
+        if not n or not k or n % 8 or k % K_ALIGNMENT:
+            wanted = f"expected out_features a multiple of 8 and in_features a multiple of {K_ALIGNMENT}"
+            return f"{wanted}, got {n} and {k}"
         plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
         if not plain or TYPE_NAMES.get(weight.dtype) not in REAL_TYPES:
             got = dtype_name(weight.dtype) if plain else type(weight).__name__

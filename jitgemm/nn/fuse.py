@@ -62,7 +62,9 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
     `state_dict()` has the same names and values, but for `blocks` and `meta` of weights whose codes had to be brought
     into the order "any"; it loads into the model fused or not. `load_` and `load_state_dict(assign=True)` need the
     model as it was. `.to`, copies and pickles of the whole model work, of fused modules without their block they do
-    not. A fused norm returns projections, so what hooks it sees these.
+    not. A fused norm returns projections, so forward hooks see these; its input is the norm's, and while it has hooks
+    the residual addition is PyTorch's. Where `fuse_` is interrupted, a block is as it was or fused; called again, it
+    fuses the others.
 
     Args:
         model: holds packed Linears in blocks, elements of a ModuleList such as decoder layers of transformers. A block
@@ -123,9 +125,13 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
     return [name for name, found in names if not isinstance(found, Slice)]
 
 
-def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+def _put(model: torch.nn.Module, name: str, module: torch.nn.Module, replaced: list[Any] | None = None) -> None:
+    """Puts the module there; replaced: takes (parent, child, what was there) first."""
     parent, _, child = name.rpartition(".")
-    model.get_submodule(parent)._modules[child] = module
+    children = model.get_submodule(parent)._modules
+    if replaced is not None:
+        replaced.append((children, child, children[child]))
+    children[child] = module
 
 
 # ---- one block -------------------------------------------------------------------------------------------------------
@@ -180,30 +186,43 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
     if isinstance(steps, str):
         report.skipped[name] = steps
 
+    replaced: list[Any] = []
+
     def put_in(child: str, new: torch.nn.Module, joint: Any, linears: Sequence[str], what: str) -> None:
-        _put(module, child, new)
+        _put(module, child, new, replaced)
         report.append(f"{name}.{child}")
         report.fused[report[-1]] = what
         for each, part in zip(linears, joint.slices if joint is not None else ()):
-            _put(module, each, part)
+            _put(module, each, part, replaced)
 
-    for child, (eps, one_plus, linears) in norms.items():
-        norm = module.get_submodule(child)
-        fused = FusedNorm(norm, eps, one_plus, _layers(module, linears))
-        put_in(child, fused, fused.joint, linears, f"RMSNorm, quantiser and {_gemms(linears, fused.joint)}")
-    for mlp, start, width in gated:
-        new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), start, width, FRONTS[mlp.gate])
-        put_in(mlp.name, new, None, (), f"{mlp.gate} * mul, quantiser and {_last(mlp.down)}")
-    for mlp in alone:
-        layers = _layers(module, mlp.linears)
-        width = sum(layer.out_features for layer in layers)
-        new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), 0, width, FRONTS[mlp.gate], layers)
-        what = f"quantiser and {_gemms(mlp.linears, new.joint)}; {mlp.gate} * mul, quantiser and {_last(mlp.down)}"
-        put_in(mlp.name, new, new.joint, mlp.linears, what)
-    if isinstance(steps, Steps):
-        FusedLayer.make(module, steps)
-        report.append(name)
-        report.fused[name] = f"residual addition in the quantiser of {steps.norm}"
+    downs = _layers(module, [mlp.down for mlp, *_ in gated] + [mlp.down for mlp in alone])
+    try:
+        for child, (eps, one_plus, linears) in norms.items():
+            norm = module.get_submodule(child)
+            fused = FusedNorm(norm, eps, one_plus, _layers(module, linears))
+            put_in(child, fused, fused.joint, linears, f"RMSNorm, quantiser and {_gemms(linears, fused.joint)}")
+        for mlp, start, width in gated:
+            new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), start, width, FRONTS[mlp.gate])
+            put_in(mlp.name, new, None, (), f"{mlp.gate} * mul, quantiser and {_last(mlp.down)}")
+        for mlp in alone:
+            layers = _layers(module, mlp.linears)
+            width = sum(layer.out_features for layer in layers)
+            new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), 0, width, FRONTS[mlp.gate], layers)
+            what = f"quantiser and {_gemms(mlp.linears, new.joint)}; {mlp.gate} * mul, quantiser and {_last(mlp.down)}"
+            put_in(mlp.name, new, new.joint, mlp.linears, what)
+        if isinstance(steps, Steps):
+            FusedLayer.make(module, steps)
+            report.append(name)
+            report.fused[name] = f"residual addition in the quantiser of {steps.norm}"
+    except BaseException:  # Ctrl-C too: half of a block computes nothing
+        if isinstance(module, FusedLayer):
+            module.original()
+        vars(module).pop("fused_steps", None)
+        for children, child, old in reversed(replaced):
+            children[child] = old
+        for down in downs:
+            vars(down).pop("front", None)
+        raise
 
 
 def _stays(block: Block, norm: str, linears: Sequence[str], others: Sequence[str]) -> str | None:

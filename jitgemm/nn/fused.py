@@ -392,7 +392,8 @@ class Steps(NamedTuple):
 
 
 class FusedLayer:
-    """A layer whose first residual addition its second norm, a `FusedNorm`, makes. Its class derives from the layer's.
+    """A layer whose first residual addition its second norm, a `FusedNorm`, makes, unless that has hooks: they are given
+    the sum. Its class derives from the layer's.
 
     The second one is made by the first norm of the layer behind it in the list, which the layer's result goes to; by
     PyTorch where that is none, has hooks or stands elsewhere, and by a compiler, which sees both layers.
@@ -431,10 +432,15 @@ class FusedLayer:
         y = first(x)
         y = attention(**given, **{steps.reads: y}) if steps.reads else attention(y, **given)
         y = _chain(others, y)
-        total, y = getattr(self, steps.norm)(y, x)
+        norm = getattr(self, steps.norm)
+        if _hooked(norm):  # hooks are given the sum, and may give the norm another tensor
+            total = x + y
+            y = norm(total)
+        else:
+            total, y = norm(y, x)
         y = _chain([getattr(self, name) for name in steps.after], y)
-        norm = None if torch.compiler.is_compiling() else self._norm_behind(y, total)
-        return total + y if norm is None else norm.add(y, total)
+        behind = None if torch.compiler.is_compiling() else self._norm_behind(y, total)
+        return total + y if behind is None else behind.add(y, total)
 
     def _norm_behind(self, y: torch.Tensor, total: torch.Tensor) -> FusedNorm | None:
         """The norm that reads y + total next and can add them, as far as can be told."""
@@ -449,7 +455,7 @@ class FusedLayer:
         if not norm.adds:
             return None
         # A hook may write the sum without its version, as through .data, and reads what the norm is given.
-        hooked = self._forward_hooks or layer._forward_pre_hooks or norm._forward_pre_hooks or norm._forward_hooks
+        hooked = self._forward_hooks or layer._forward_pre_hooks or _hooked(norm)
         return norm if not hooked and y.device == norm.weight.device and norm.can_add(y, total) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -457,6 +463,11 @@ class FusedLayer:
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name != "fused_next"}
         return _new_fused, (type(self).__bases__[1],), state
+
+
+def _hooked(norm: torch.nn.Module) -> bool:
+    """Whether hooks of the norm's, or of all modules, see its input or output."""
+    return bool(norm._forward_pre_hooks or norm._forward_hooks or torch.nn.modules.module._has_any_global_hook())
 
 
 def _chain(modules: Sequence[torch.nn.Module], y: Any) -> torch.Tensor:

@@ -296,7 +296,7 @@ class W4A8Linear(PackedLinear):
         """A layer whose weight is `linear`'s, quantised by `quantize_w4`.
 
         Args:
-            linear: out_features a multiple of 8, in_features a multiple of 32; left as it is.
+            linear: out_features a multiple of 8, in_features a multiple of 16; left as it is.
             activation: one of ACTIVATIONS.
             group_size, options: as in `quantize_w4` (symmetric, scale_dtype, ...); a group_size of in_features or more
                 is per channel.
@@ -357,7 +357,7 @@ class W8A8Linear(PackedLinear):
         """A layer whose weight is `linear`'s, quantised by `quantize_w8`.
 
         Args:
-            linear: out_features a multiple of 8, in_features a multiple of 32; left as it is.
+            linear: out_features a multiple of 8, in_features a multiple of 16; left as it is.
             activation: one of ACTIVATIONS; the weight is of its type.
             block: None for a scale per row, 128 for one per block of 128 x 128.
             device: where to quantise and keep the weight; None for where it is.

@@ -18,7 +18,7 @@ from jitgemm.nn.names import in_names_of
 from jitgemm.nn.plan import LEFT_OUT, Plan
 from jitgemm.nn.read import Layer, check_activation, read, read_dense
 from jitgemm.nn.read_experts import Experts, Stacked, read_experts
-from jitgemm.nn.report import Report, by_reason, warn_if_nothing
+from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
 from jitgemm.nn.stacked import PARAMETERS
 from jitgemm.nn.swap import describe_to_transformers, put_layers
 
@@ -55,7 +55,9 @@ def load_(
     that was quantised here.
 
     A quantised layer that no packed one can stand for (see `quantize_`), that the filter leaves out, whose n is no
-    multiple of 8 or whose k is none of 32, stays what it is and gets the dequantised weight; quantised embeddings too.
+    multiple of 8, whose k is none of 16 or whose 8-bit codes have zero points, stays what it is and gets the dequantised
+    weight; so do quantised modules of other classes with a parameter `weight` of two dimensions, such as embeddings,
+    routers and transformers' Conv1D.
 
     Two names of one tied tensor that differ in the file are untied in the model.
 
@@ -67,11 +69,12 @@ def load_(
             `W4A8Linear.from_checkpoint`.
         device: where the model goes; None for where each of its tensors is (the GPU, if there is one, for those on the
             meta device).
-        strict: refuse tensors of the checkpoint that have no place in the model. Never refused are those that the
-            model lists in `_keys_to_ignore_on_load_unexpected`, scales of KV caches and rotary frequencies.
+        strict: raise for tensors of the checkpoint that have no place in the model. Always ignored are those that the
+            model lists in `_keys_to_ignore_on_load_unexpected`, scales of KV caches, rotary frequencies, biases of
+            zeros where the model has none, and what has no effect next to a weight in floats, such as g_idx.
         allow_missing: patterns (`fnmatch`) of the model's tensors that the checkpoint need not fill: they keep what
-            they hold. All others must be filled, whatever `strict` says, but for what the model never saves and
-            computes itself, as Marian its positions.
+            they hold, with a warning. All others must be filled, whatever `strict` says, except what the model never
+            saves and computes itself, as Marian its positions.
         config, format: as in `jitgemm.load`.
         tp: a mesh of one dimension: every rank of it calls `load_`, and gets its part of each Linear that tp_plan
             names, see docs/parallel.md. Embeddings are whole on every rank, and experts but for `ExpertParallel`.
@@ -100,7 +103,7 @@ def load_(
     if division is not None:
         division.check(model, plan.layers)
     _carry_out(plan, target, division)
-    report = Report(plan.layers, plan.skipped, plan.ignored)
+    report = Report(plan.layers, plan.skipped, plan.ignored, plan.kept)
     warn_of(report, "load_", f"of {plan.checkpoint.where}", "quantize_")
     return report
 
@@ -120,11 +123,11 @@ def planned(
     fused = next((name for name, module in model.named_modules() if isinstance(module, FUSED)), None)
     if fused is not None:
         raise ValueError(f"model: expected no fused modules, got {fused}; {ADVICE}")
-    checkpoint = in_names_of(model, checkpoint)
+    checkpoint, heads = in_names_of(model, checkpoint)
     tie = getattr(model, "tie_weights", None)
     if tie is not None and any(p.is_meta for p in model.parameters()):
         tie()  # what was made without data may not be tied yet
-    plan = Plan(model, checkpoint, Replaceable(model))
+    plan = Plan(model, checkpoint, Replaceable(model), ignored=heads)
     plan.find_layers(filter, activation, format)
     plan.find_tensors(tuple(allow_missing))
     plan.find_unused(strict)
@@ -132,13 +135,19 @@ def planned(
 
 
 def warn_of(report: Report, call: str, where: str, instead: str) -> None:
-    """Warns in the name of the caller's caller where nothing was quantised, and of layers that are dequantised."""
+    """Warns in the name of the caller's caller where nothing was quantised, and of what is dequantised or not filled."""
     why = f"its Linears are not quantised ({instead} does that)" if not report.skipped else "none could be"
     warn_if_nothing(report, call, f"{where}, {why}", stacklevel=4)
     slower = {name: why for name, why in report.skipped.items() if why.startswith("dequantised") and why != LEFT_OUT}
     if report and slower:
         lines = "\n".join(by_reason(slower))
         warnings.warn(f"{call}: {len(slower)} quantised layers are dequantised:\n{lines}", stacklevel=3)
+    if report.kept:
+        warnings.warn(
+            f"{call}: {len(report.kept)} tensors are not in the checkpoint and keep what the model holds, as "
+            f"allow_missing says: {some(report.kept)}",
+            stacklevel=3,
+        )
 
 
 def _carry_out(plan: Plan, target: torch.device | None, division: Division | None) -> None:
@@ -157,8 +166,7 @@ def _carry_out(plan: Plan, target: torch.device | None, division: Division | Non
     for name in plan.computed:  # whatever it holds, as every other tensor
         model._init_weights(model.get_submodule(name.rpartition(".")[0]))
     fill(plan, plan.tensors, lambda name, tensor: target or _device(tensor))
-    if plan.layers:
-        describe_to_transformers(model, bool(tied or plan.untied))
+    describe_to_transformers(model, bool(tied or plan.untied))
     if target is not None:
         model.to(target)
     if division is not None:
@@ -219,6 +227,8 @@ def fill(plan: Plan, names: Collection[str], device_of: Callable[[str, torch.Ten
         for name in names:
             tensor = state[name]
             value = value_of(plan, name, device_of(name, tensor) if tensor.is_meta else tensor.device, tensor.dtype)
+            if value.shape != tensor.shape:  # of a format whose headers do not tell
+                raise ValueError(f"{name}: expected shape {list(tensor.shape)}, got {list(value.shape)}")
             if name in plan.untied:
                 _put(plan.model, [name], tensor, value.to(tensor.dtype, copy=True))
             elif tensor.is_meta:

@@ -17,35 +17,66 @@ from jitgemm.checkpoint.files import Checkpoint, Rows
 from jitgemm.kernel.formats import LHS_GROUP
 
 
-def in_names_of(model: torch.nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with names that the model does not have renamed as transformers does; itself for any other."""
+def in_names_of(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, str]]:
+    """The checkpoint with names that the model does not have renamed as transformers does; itself for any other.
+
+    Returns:
+        The checkpoint, and {name: reason} of tensors that are part of a head that the model does not have.
+    """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return checkpoint
-    try:  # by name, as nothing here requires transformers
-        mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
-        renaming = import_module("transformers.core_model_loading").WeightRenaming
-    except (AttributeError, ImportError):  # transformers 4, whose models have the files' names
-        return checkpoint
-    mapped = mapping(model, add_legacy=False)
-    rules = [rule for rule in mapped if isinstance(rule, renaming)]
+        return checkpoint, {}
+    rules, others = _mapping(model)
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     tensors = model.state_dict(keep_vars=True).keys()
+    start, inner = f"{model.base_model_prefix}.", known - {"", model.base_model_prefix}
+
+    def has_place(name: str) -> bool:
+        return name in tensors or any(name[:i] in inner for i, letter in enumerate(name) if letter == ".")
+
+    def by_base(name: str) -> str:
+        """With or without the name of the base model in front, whichever has a place."""
+        if start == "." or has_place(name):
+            return name
+        short = name.removeprefix(start)
+        if short != name and has_place(short) and not hasattr(model, model.base_model_prefix):
+            return short
+        return start + name if has_place(start + name) else name
+
     renamed: dict[str, str] = {}
     for name in checkpoint.names():
         layer, _, child = name.rpartition(".")
         if name in tensors:
             continue
-        new = _by_rules(rules, name)
+        new = by_base(_by_rules(rules, name))
         if layer in known and new not in tensors:  # a packed layer's tensors, such as weight_scale
             continue
         if new == name and (weight := _by_rules(rules, f"{layer}.weight")).endswith(".weight"):
-            new = weight.removesuffix("weight") + child  # by rules that speak of weights alone
+            new = by_base(weight.removesuffix("weight") + child)  # by rules that speak of weights alone
         if new != name and new not in checkpoint:
             renamed[new] = name
     checkpoint = checkpoint.renamed(renamed) if renamed else checkpoint
-    made = _made_of_rows([rule for rule in mapped if rule not in rules], checkpoint, model)
-    return checkpoint.with_rows(made) if made else checkpoint
+    bare = any(name == start + new for new, name in renamed.items())  # a base model, of the file of a whole one
+    heads = [
+        name
+        for name in checkpoint.names()
+        if not has_place(name) and (name.startswith("lm_head.") or (bare and not name.startswith(start)))
+    ]
+    made = _made_of_rows(others, checkpoint, model)
+    checkpoint = checkpoint.with_rows(made) if made else checkpoint
+    return checkpoint, dict.fromkeys(heads, f"of a head, which {type(model).__name__} does not have")
+
+
+def _mapping(model: Any) -> tuple[list[Any], list[Any]]:
+    """transformers' rules for the names of the model's checkpoints: those that rename, and the others."""
+    try:  # by name, as nothing here requires transformers
+        mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping
+        renaming = import_module("transformers.core_model_loading").WeightRenaming
+    except (AttributeError, ImportError):  # transformers 4, whose models have the files' names
+        return [], []
+    mapped = mapping(model, add_legacy=False)
+    rules = [rule for rule in mapped if isinstance(rule, renaming)]
+    return rules, [rule for rule in mapped if rule not in rules]
 
 
 def _made_of_rows(rules: list[Any], checkpoint: Checkpoint, model: torch.nn.Module) -> dict[str, Rows]:

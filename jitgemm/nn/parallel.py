@@ -81,8 +81,9 @@ class RowwiseParallel(_Divides, _Rowwise):
             columns, which is never larger and so codes no worse, but other codes come out. What has a static scale or
             one per 128 columns has the whole layer's codes anyway.
 
-    in_features / ranks must be a multiple of 32; at multiples of 128 and of the group size the packed weight is cut
-    without packing it again. A cut through groups repeats their scales over smaller ones, with a warning. A permutation (act-order) must keep each rank's columns among themselves.
+    in_features / ranks must be a multiple of 16; at multiples of 128 and of the group size the packed weight is cut
+    without packing it again. A cut through groups, at multiples of 32, repeats their scales over smaller ones, with a
+    warning. A permutation (act-order) must keep each rank's columns among themselves.
     """
 
     dim = "k"

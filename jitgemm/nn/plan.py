@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
 
+from jitgemm.checkpoint.compressed_tensors import online_transform, stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.choose import PACKED, Filter, Replaceable
 from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.read import OF_CACHE, Layer, is_quantised, layer_of, packable
+from jitgemm.nn.read import OF_CACHE, ZEROS, Layer, has_zeros, is_quantised, layer_of, packable, without_bias, zero_bias
 from jitgemm.nn.read_experts import Experts, Stacked, check_packable, experts_of
 from jitgemm.nn.report import some
-from jitgemm.nn.stacked import BIASES, PARAMETERS, form_of
+from jitgemm.nn.stacked import BIASES, PARAMETERS, Form, form_of
 
 LEFT_OUT = "dequantised: left out by the filter"
 _IGNORABLE = {
@@ -24,6 +25,10 @@ _IGNORABLE = {
     r"(^|\.)inv_freq$": "rotary frequencies, which the model computes",
 }
 """What no model has a place for, and nobody misses."""
+_OF_QUANTISED = ("g_idx", "input_scale", "input_zero_point")
+"""What says nothing of a layer that the file has in floats, and some tools write there, too."""
+_OF_LINEARS = {"qweight", "blocks"}
+"""Tensors of tools that put a Linear in the place of transformers' Conv1D; others keep its weight's [k, n]."""
 
 
 class _Unreadable(Exception):
@@ -46,7 +51,7 @@ class Plan:
         tensors: {name of a tensor of the model: name in the checkpoint, or the layer to dequantise}.
         untied: names of tensors that get a parameter of their own.
         computed: names of tensors that no file holds and the model computes.
-        skipped, ignored: see `Report`.
+        skipped, ignored, kept: see `Report`.
     """
 
     model: torch.nn.Module
@@ -61,16 +66,20 @@ class Plan:
     computed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
 
     # ---- layers ------------------------------------------------------------------------------------------------------
 
     def find_layers(self, filter: Filter | None, activation: str | None, format: str | None) -> None:
         problems: dict[str, ValueError] = {}
-        embeddings = [name for name, m in self.model.named_modules() if isinstance(m, torch.nn.Embedding)]
-        for name in (*self.replaceable.places, *embeddings):
-            names = self.replaceable.places.get(name, [name])
+        others = self._other_matrices()
+        for name, names in (self.replaceable.places | others).items():
             module = self.model.get_submodule(name)
-            reason = "an Embedding" if name in embeddings else self.replaceable.cannot(name)
+            kind = type(module).__name__
+            if name not in others:
+                reason = self.replaceable.cannot(name)
+            else:
+                reason = "an Embedding" if kind == "Embedding" else f"{kind}, which is no torch.nn.Linear"
             chosen = reason is None and (filter is None or filter(name, module))
             try:
                 if name in self.replaceable.forms:
@@ -92,6 +101,26 @@ class Plan:
                 "allow_missing=..."
             )
 
+    def _other_matrices(self) -> dict[str, list[str]]:
+        """{first name: all names} of the modules with a weight [n, k] that are no Linears: embeddings, routers, Conv1D.
+
+        What else they hold themselves is no part of a quantised weight.
+        """
+        found: dict[torch.nn.Module, list[str]] = {}
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2 and not isinstance(module, (torch.nn.Linear, *PACKED)):
+                found.setdefault(module, []).append(name)
+        more = {
+            f"{name}.{child}"
+            for module, names in found.items()
+            for child, tensor in (*module._parameters.items(), *module._buffers.items())
+            for name in names
+            if tensor is not None and child != "weight"
+        }
+        self._weights = self.checkpoint.hiding(more) if more else self.checkpoint
+        return {names[0]: names for names in found.values()}
+
     def _find_layer(
         self,
         names: list[str],
@@ -101,24 +130,31 @@ class Plan:
         activation: str | None,
         format: str | None,
     ) -> None:
-        """What becomes of a Linear or an Embedding that the checkpoint has quantised."""
+        """What becomes of a Linear, or of another module with a matrix, that the checkpoint has quantised."""
         name = names[0]
-        prefix = next((each for each in names if is_quantised(self.checkpoint, each)), None)
+        prefix = next((each for each in names if is_quantised(self._weights, each)), None)
         if prefix is None:
+            transform = online_transform(self.checkpoint.config, self.checkpoint.in_file(name)[0])
+            if transform is not None and isinstance(module, (torch.nn.Linear, PackedLinear)):
+                raise ValueError(f"{name}: {transform}")
+        if prefix is None or self._as_it_is(f"{prefix}.weight", module):
             return
         try:
-            layer = layer_of(self.checkpoint, prefix, activation, format)
+            transposed = not hasattr(module, "in_features") and _transposes(module)
+            k = getattr(module, "in_features", None) or (None if transposed else module.weight.shape[1])
+            layer = layer_of(self._weights, prefix, activation, format, k=k)
         except ValueError as error:
             raise _Unreadable(prefix, error) from error
-        self._check_sizes(name, module, layer)
+        layer = self._fitted(name, module, layer)
+        self.ignored |= layer.unused
         if chosen and packable(layer):
             self.layers[name] = layer
-            self.ignored |= layer.unused
         elif isinstance(module, PackedLinear):
             self.left[prefix] = self.skipped[name] = "left out by the filter"
         else:
             if chosen:
-                reason = "n is no multiple of 8, or k or the group size none of 32"
+                reason = "n is no multiple of 8, k none of 16 or the group size none of 32"
+                reason = ZEROS if has_zeros(layer) else reason
             self.skipped[name] = f"dequantised: {reason}" if reason else LEFT_OUT
             self.dense[prefix] = layer
 
@@ -135,31 +171,44 @@ class Plan:
             raise _Unreadable(name, error) from error
         if experts is None:
             return
+        self.ignored |= experts.unused
         if chosen and experts.packable:
             self.layers[name] = experts
-            self.ignored |= experts.unused
         elif isinstance(module, PACKED) or experts.projections is None:
             self.left[name] = self.skipped[name] = "left out by the filter"
         else:
             if experts.quantised:
-                why = "dequantised: hidden, intermediate or group size is no multiple of 32"
+                sizes = "hidden or intermediate size is no multiple of 16, or the group size none of 32"
+                zeros = any(has_zeros(layer) for p in experts.projections for each in p.layers for layer in each)
+                why = f"dequantised: {ZEROS if zeros else sizes}"
                 self.skipped[name] = why if chosen else LEFT_OUT
             for part, (parameter, bias) in enumerate(zip(PARAMETERS, BIASES)):
                 self.stacked[f"{name}.{parameter}"] = Stacked(experts, form.gate.order, part, False)
                 if form.bias:
                     self.stacked[f"{name}.{bias}"] = Stacked(experts, form.gate.order, part, True)
 
-    def _check_sizes(self, name: str, module: torch.nn.Module, layer: Layer) -> None:
-        if isinstance(module, torch.nn.Embedding):
-            n, k = module.weight.shape
+    def _as_it_is(self, weight: str, module: torch.nn.Module) -> bool:
+        """Whether a module that is no Linear has its weight in the type in which the file has it."""
+        if isinstance(module, (torch.nn.Linear, PackedLinear)) or weight not in self.checkpoint:
+            return False
+        info = self.checkpoint.info(weight)
+        return not info.kind and info.dtype == module.weight.dtype
+
+    def _fitted(self, name: str, module: torch.nn.Module, layer: Layer) -> Layer:
+        """The layer as the module holds it. Raises ValueError for other sizes, and where one of them lacks a bias."""
+        has_bias = False  # of others, whose bias is a tensor like any other
+        if isinstance(module, (torch.nn.Linear, PackedLinear)):
+            n, k, has_bias = module.out_features, module.in_features, module.bias is not None
         else:
-            n, k = module.out_features, module.in_features
+            n, k = module.weight.shape
+            if _transposes(module) and _OF_LINEARS & layer.names.keys():
+                layer = replace(layer, transposed=True)
+                n, k = k, n
         if layer.n != n or layer.k not in (None, k):
             raise ValueError(f"{name}: expected k, n = {k, n}, got {layer.k, layer.n}")
-        has_bias = getattr(module, "bias", None) is not None
-        if has_bias != ("bias" in layer.names):
-            expected, got = ("a bias", "none") if has_bias else ("no bias", "one")
-            raise ValueError(f"{name}: expected {expected}, as the model has it, got {got}")
+        if has_bias and "bias" not in layer.names:
+            raise ValueError(f"{name}: expected a bias, as the model has it, got none")
+        return layer if has_bias or "bias" not in layer.names else without_bias(self.checkpoint, layer)
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
@@ -181,20 +230,28 @@ class Plan:
                 state[name] = tensor
                 groups.setdefault(id(tensor), []).append(name)
         missing, never = [], never_saved(self.model)
+        kept = "as allow_missing says"
+
+        def may_stay(name: str) -> bool:
+            return any(fnmatchcase(name, pattern) for pattern in allow_missing)
+
         for names in groups.values():
             found = [name for name in names if self._find_tensor(name, state[name])]
             if len(found) > 1:
                 self._untie(found, state[names[0]])
             if not found and never.issuperset(names):
                 self.computed += names
-            elif not found and not any(fnmatchcase(name, pattern) for name in names for pattern in allow_missing):
+            elif not found and any(map(may_stay, names)):
+                self.kept[names[0]] = kept
+            elif not found:
                 missing.append(names[0])
         if missing:
             raise ValueError(self._missing_message(missing, state))
         filled = {id(state[name]) for name in self.tensors}
         everything = (*self.model.named_parameters(), *self.model.named_buffers())
         empty = [name for name, x in everything if x.is_meta and id(x) not in filled and not _inside(name, places)]
-        empty = [name for name in empty if not any(fnmatchcase(name, pattern) for pattern in allow_missing)]
+        self.kept |= dict.fromkeys(filter(may_stay, empty), kept)
+        empty = [name for name in empty if not may_stay(name)]
         if empty:
             raise ValueError(
                 f"model: expected no tensor left on the meta device, got {some(empty)}: they are not in the "
@@ -248,33 +305,52 @@ class Plan:
         return torch.equal(self.checkpoint.read(x, cpu).to(dtype), self.checkpoint.read(y, cpu).to(dtype))
 
     def _missing_message(self, missing: list[str], state: Mapping[str, torch.Tensor]) -> str:
-        hints = []
-        experts = next((name for name in self.checkpoint.names() if re.search(r"(^|\.)experts\.\d+\.", name)), None)
-        stacked = [name for name in missing if "experts" in name and state[name].dim() == 3]
-        packed = [name for name in missing if name + "_blocks" in self.checkpoint]
-        if packed:
-            hints.append(f"{packed[0]} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here")
-        elif stacked and experts:
-            reason = form_of(self.model.get_submodule(stacked[0].rpartition(".")[0]))
-            kind = reason if isinstance(reason, str) else "stacked experts of an unknown kind"
-            hints.append(
-                f"the model stacks a layer's experts in one parameter ({stacked[0]}), and the file names each by "
-                f"itself ({experts}), which fits what transformers 5 stacks; the model's are {kind}"
-            )
-        for name in missing:
-            prefix = name.rpartition(".")[0]
-            if prefix in self.left:
-                hints.append(f"{name}: {self.left[prefix]}")
-            elif isinstance(self.model.get_submodule(prefix), PACKED):
-                kind = type(self.model.get_submodule(prefix)).__name__
-                hints.append(f"{prefix} is a {kind}, for which the file has no quantised weight")
-            if len(hints) > 2:
-                break
-        hints.append("a tensor that may keep what it holds is named in allow_missing=['*.name', ...]")
         used = self._used()
         unused = [name for name in self.checkpoint.names() if name not in state and name not in used]
+        otherwise = stored_otherwise(self.checkpoint.config, unused)
+        if otherwise is not None:
+            return f"source: {otherwise}; found none for {some(missing, 5)}"
         no_place = f"; found no place for {some(unused, 5)}" if unused else ""
+        hints = [*self._causes(missing, state, unused)]
+        hints.append(
+            "a tensor that may keep what it holds, which is random in a model that was just made, is named in "
+            "allow_missing=['*.name', ...]"
+        )
         return f"source: expected the model's tensors, found none for {some(missing, 5)}{no_place}. {'; '.join(hints)}"
+
+    def _causes(self, missing: list[str], state: Mapping[str, torch.Tensor], unused: list[str]) -> Iterator[str]:
+        """Why tensors are missing: first what the config says of the file, then what is known of each tensor."""
+        config = self.checkpoint.config or {}
+        if config and not (self.layers or self.dense or self.stacked or self.left):
+            told = [f"{key} {config[key]!r}" for key in ("quant_method", "format") if isinstance(config.get(key), str)]
+            told = told or ["quantised layers"]
+            yield f"the config says {', '.join(told)}, and no layer of the file is of a format that is read here"
+        left = {name: next((each for each in _parents(name) if each in self.left), None) for name in missing}
+        for prefix in [prefix for prefix in dict.fromkeys(left.values()) if prefix is not None][:3]:
+            yield f"{prefix}: {self.left[prefix]}"
+        missing = [name for name, prefix in left.items() if prefix is None]
+        packed = next((name for name in missing if name + "_blocks" in self.checkpoint), None)
+        stacked = next((name for name in missing if "experts" in name and state[name].dim() == 3), None)
+        each = next((name for name in self.checkpoint.names() if re.search(r"(^|\.)experts\.\d+\.", name)), None)
+        if packed is not None:
+            yield f"{packed} is packed in the file (…_blocks, …_scales: MXFP4), which is not read here"
+        elif stacked is not None and each is not None:
+            module = self.model.get_submodule(stacked.rpartition(".")[0])
+            form = form_of(module)
+            kind = f"{type(module).__name__}, with other names of their projections" if isinstance(form, Form) else form
+            yield (
+                f"the model stacks a layer's experts in one parameter ({stacked}), and the file names each by "
+                f"itself ({each}), which fits what transformers 5 stacks; the model's are "
+                f"{kind or 'stacked experts of an unknown kind'}"
+            )
+        for name in missing[:3]:
+            module = self.model.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, PACKED):
+                kind = type(module).__name__
+                yield f"{name.rpartition('.')[0]} is a {kind}, for which the file has no quantised weight"
+        longer = next((name for name in unused if name.endswith(f".{missing[0]}")), None) if missing else None
+        if longer is not None:
+            yield f"the file calls {missing[0]} {longer}: give its tensors under the model's names"
 
     # ---- tensors of the file -----------------------------------------------------------------------------------------
 
@@ -299,15 +375,57 @@ class Plan:
             if name in used:
                 continue
             reason = next((why for pattern, why in rules.items() if re.search(pattern, name)), None)
+            reason = reason or self._idle(name)
             if reason is None and strict:
                 unknown.append(name)
             else:
                 self.ignored[name] = reason or "the model has no place for it"
+        otherwise = stored_otherwise(self.checkpoint.config, unknown)
+        if otherwise is not None:
+            raise ValueError(f"source: {otherwise}")
         if unknown:
+            scales = [name for name in unknown if "scale" in name.rpartition(".")[2] and self._in_floats(name)]
+            advice = "strict=False ignores such tensors"
+            if scales:
+                advice = (
+                    f"{scales[0]} is of a layer whose weight the file has in floats, as a checkpoint that was saved "
+                    "uncompressed (frozen) has it; strict=False takes the weights in floats"
+                )
             raise ValueError(
-                f"source: expected only the model's tensors, found no place for {some(unknown, 5)}; strict=False "
-                "ignores such tensors"
+                f"source: expected only the model's tensors, found no place for {some(unknown, 5)}; {advice}"
             )
+
+    def _in_floats(self, name: str) -> bool:
+        """Whether the file has the weight in floats of the layer that the tensor belongs to."""
+        prefix = name.rpartition(".")[0]
+        weight = f"{prefix}.weight" if prefix else "weight"
+        return weight in self.checkpoint and not is_quantised(self.checkpoint, prefix)
+
+    def _idle(self, name: str) -> str | None:
+        """Why a tensor without a place changes nothing; None where it may.
+
+        Raises:
+            ValueError: a bias that is not zero, of a module without one.
+        """
+        prefix, _, child = name.rpartition(".")
+        if not self._in_floats(name):
+            return None
+        if child in _OF_QUANTISED:
+            return "of a quantised layer, where the file has the weight in floats"
+        return zero_bias(self.checkpoint, name) if child == "bias" and _has(self.model, prefix) else None
+
+
+def _has(model: torch.nn.Module, name: str) -> bool:
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _transposes(module: torch.nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D, or a copy of it: its weight is [k, n]."""
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
 
 
 def _inside(name: str, places: Collection[str]) -> bool:

@@ -44,7 +44,7 @@ def quantize_(
             chosen and has no packed form is an error. None: all but the output embedding (`lm_head`, or what
             `model.get_output_embeddings()` returns), Linears that share their weight with another module, routers of
             mixtures of experts (`gate`, `router`, ...), and those without a packed form: out_features no multiple of 8,
-            in_features none of 32, or a weight that is not bf16, fp16 or fp32.
+            in_features none of 16, or a weight that is not bf16, fp16 or fp32.
         bits: of the weights, 4 or 8.
         lm_head: one of ACTIVATIONS, such as "int8": the output embedding becomes a `W8A8Linear` with these activations,
             whatever the filter says; where it is tied to the input's, that one stays as it is. None: it is like others.

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.checkpoint.canonical import KV_CACHE_SCALES
+from jitgemm.checkpoint.canonical import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_SCALES
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
-from jitgemm.kernel.formats import LHS_GROUP
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
 from jitgemm.nn.cut import Cut, part_of_bias, part_of_weight
 from jitgemm.weight.packed import Weight
 
@@ -30,6 +30,8 @@ BLOCK = "_block"
 
 _OWN = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 """The kind of activations that 8-bit codes meet where nothing else is said."""
+ZERO_BIAS = "a bias of zeros, where the model has none"
+ZEROS = "8-bit codes with zero points"
 OF_CACHE = "scale of the KV cache or attention, not quantised here"
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
@@ -59,6 +61,7 @@ class Layer:
         header: how it is read; None for the state dict of a `PackedLinear`.
         unused: {full name: reason} of its tensors that the layer makes no use of.
         experts: how many a packed weight holds; None for one of a `PackedLinear`, and for all others.
+        transposed: whether the module keeps its dense weight as [k, n], as transformers' Conv1D does.
     """
 
     prefix: str
@@ -72,6 +75,7 @@ class Layer:
     header: LayerHeader | None = None
     unused: Mapping[str, str] = field(default_factory=dict)
     experts: int | None = None
+    transposed: bool = False
 
 
 def check_activation(activation: object) -> str:
@@ -82,8 +86,16 @@ def check_activation(activation: object) -> str:
 
 def packable(layer: Layer) -> bool:
     """Whether a packed weight can hold the layer."""
+    if has_zeros(layer):
+        return False
     per_channel = layer.group_size is None or (layer.k is not None and layer.group_size >= layer.k)
-    return layer.n % 8 == 0 and (layer.k or 0) % 32 == 0 and (per_channel or layer.group_size % 32 == 0)
+    fits = layer.n % 8 == 0 and (layer.k or 0) % K_ALIGNMENT == 0
+    return fits and (per_channel or layer.group_size % min(GROUP_SIZES) == 0)
+
+
+def has_zeros(layer: Layer) -> bool:
+    """Whether its 8-bit codes may have zero points."""
+    return layer.header is not None and layer.header.sizes.zeros
 
 
 def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -101,12 +113,14 @@ def layer_of(
     activation: str | None = None,
     format: str | None = None,
     expert: int | None = None,
+    k: int | None = None,
 ) -> Layer:
     """A quantised layer, from config and headers.
 
     Args:
         activation: replaces what the checkpoint says.
         format, expert: as `jitgemm.load` takes them.
+        k: as `layer_header` takes it.
 
     Raises:
         ValueError: the layer cannot be read exactly, or has activations that a `PackedLinear` does not.
@@ -115,37 +129,67 @@ def layer_of(
     with errors_that_name(checkpoint, prefix):
         if {"blocks", "meta"} <= set(names):
             return _packed_layer(checkpoint, prefix, names, activation)
-        return _layer(layer_header(checkpoint, prefix, expert, format), activation)
+        return _layer(layer_header(checkpoint, prefix, expert, format, k), activation)
 
 
 def _layer(header: LayerHeader, activation: str | None) -> Layer:
-    scheme = header.config or {}
-    said, static = activations(scheme, activation)
-    named = {suffix: header.names[suffix] for suffix in ("input_scale", "output_scale") if suffix in header.names}
-    unused = {}
-    if "output_scale" in named:
-        unused[named["output_scale"]] = "scale of output activations, which are not quantised"
-    unused |= {name: OF_CACHE for suffix, name in header.names.items() if suffix in KV_CACHE_SCALES}
+    scheme, names = header.config or {}, header.names
     own = _OWN.get(header.sizes.codes)
-    if "input_activations" not in scheme:  # a format that says nothing: its static scales are those of e4m3
-        said, static = own or "e4m3", "input_scale" in named
-        if own is not None and "weight_scale_inv" in header.names and not static:  # as DeepSeek and its engines do
+    said, static = activations(scheme, activation, own)
+    unused = {name: OF_CACHE for suffix, name in names.items() if suffix in KV_CACHE_SCALES}
+    if "output_scale" in names:
+        unused[names["output_scale"]] = "scale of output activations, which are not quantised"
+    scale = next((suffix for suffix in INPUT_SCALES if suffix in names), None)
+    why = "where the config says none or dynamic" if activation is None else "replaced by activation=..."
+    if "input_activations" not in scheme:  # a format that says little: its static scales are those of e4m3
+        named = None if own is None else scheme.get("activation_scheme")
+        said, static = own or "e4m3", str(named).lower() == "static" or (scale is not None and named is None)
+        if own is not None and header.sizes.blocks and not static:  # as DeepSeek and its engines do
             said += BLOCK
-    elif static and "input_scale" not in named and activation in (None, said):
+    if static and scale is None and activation in (None, said):
         raise ValueError("input_scale: expected the static scale that the config names, found none")
-    elif not static and "input_scale" in named:
-        unused[named["input_scale"]] = "static input scale, where the config says none or dynamic"
     chosen = activation or said or own or "e4m3"
     if own is not None and CODES[chosen] != CODES[own]:
-        why = "" if activation else ", as the config says; activation=... replaces that"
-        raise ValueError(f"activation: expected {own} activations, as the 8-bit weight is {own}, got {chosen}{why}")
+        instead = "" if activation else f", as the config says; activation={own!r} replaces that"
+        raise ValueError(f"activation: expected {own} activations, as the 8-bit weight is {own}, got {chosen}{instead}")
     if static and chosen != said:
-        static = False
-        if "input_scale" in named:
-            unused[named["input_scale"]] = f"static input scale, calibrated for {said}"
+        static, why = False, f"calibrated for {said}"
     sizes = header.sizes
     bits = 4 if sizes.codes is None else 8
-    return Layer(header.prefix, header.names, sizes.n, sizes.k, sizes.group_size, chosen, static, bits, header, unused)
+    layer = Layer(header.prefix, names, sizes.n, sizes.k, sizes.group_size, chosen, static, bits, header, unused)
+    return layer if static else without_input_scale(layer, f"static input scale, {why}")
+
+
+def without_input_scale(layer: Layer, why: str) -> Layer:
+    """The layer without a static scale of its input. It is not read either: what it holds need not be right."""
+    assert layer.header is not None
+    dropped = {suffix: layer.names[suffix] for suffix in (*INPUT_SCALES, *INPUT_ZERO_POINTS) if suffix in layer.names}
+    names = {suffix: name for suffix, name in layer.header.names.items() if suffix not in dropped}
+    unused = {**layer.unused, **dict.fromkeys(dropped.values(), why)}
+    return replace(layer, static=False, header=replace(layer.header, names=names), unused=unused)
+
+
+def without_bias(checkpoint: Checkpoint, layer: Layer) -> Layer:
+    """The layer for a module that has no bias. Reads the bias that the checkpoint has.
+
+    Raises:
+        ValueError: it is not zero.
+    """
+    name = layer.names["bias"]
+    unused = {**layer.unused, name: zero_bias(checkpoint, name)}
+    names = {suffix: full for suffix, full in layer.names.items() if suffix != "bias"}
+    header = None if layer.header is None else replace(layer.header, names=names)
+    return replace(layer, names=names, header=header, unused=unused)
+
+
+def zero_bias(checkpoint: Checkpoint, name: str) -> str:
+    """Why a bias may be left out of a model that has no place for it. Raises ValueError for one that is not zero."""
+    bias = checkpoint.read(name, _CPU).float()
+    others = (bias != 0).nonzero()  # NaN, too
+    if len(others):
+        at = others[0].tolist()
+        raise ValueError(f"{name}: expected no bias, as the model has it, or zeros, got {bias[tuple(at)]:g} at {at}")
+    return ZERO_BIAS
 
 
 def read(
@@ -178,15 +222,16 @@ def read(
 
 
 def read_dense(checkpoint: Checkpoint, layer: Layer, device: torch.device) -> torch.Tensor:
-    """The layer's weight as fp32 [n, k], columns in the order of its input."""
+    """The layer's weight in fp32, as its module keeps it: [n, k], or [k, n]; columns in the order of its input."""
     if layer.header is not None:
         with errors_that_name(checkpoint, layer.prefix):
-            return read_header(checkpoint, layer.header, device).dequantize()
-    weight = read(checkpoint, layer, device).weight
-    dense = weight.dequantize()
-    if weight.permutation is None:
-        return dense
-    return torch.empty_like(dense).index_copy_(1, weight.permutation.long(), dense)
+            dense = read_header(checkpoint, layer.header, device).dequantize()
+    else:
+        weight = read(checkpoint, layer, device).weight
+        dense = weight.dequantize()
+        if weight.permutation is not None:
+            dense = torch.empty_like(dense).index_copy_(1, weight.permutation.long(), dense)
+    return dense.t().contiguous() if layer.transposed else dense
 
 
 def state_dict_parts(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Parts:
@@ -224,12 +269,13 @@ def _packed_layer(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str],
     return Layer(prefix, names, *size, found.activation, bits=weight.bits, experts=weight.experts)
 
 
-def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | None, bool]:
+def activations(scheme: Mapping[str, Any], wanted: str | None, own: str | None = None) -> tuple[str | None, bool]:
     """(kind of activations that a layer's scheme asks for, or None; whether its scale is static).
 
     Args:
         scheme: with compressed-tensors' `input_activations`; other formats tell theirs in the same words.
         wanted: what the caller wants instead, or None.
+        own: the kind that a weight of 8 bits meets; None for one of 4.
 
     Raises:
         ValueError: a layer has no such activations, and `wanted` does not replace them.
@@ -243,6 +289,8 @@ def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | No
     problem = None
     if inputs.get("num_bits", 8) != 8:
         problem = f"num_bits 8, got {inputs['num_bits']}"
+    elif inputs.get("type", "int") not in ("int", "float"):
+        problem = f"type int or float (e4m3), got {inputs['type']}"
     elif inputs.get("strategy") != ("token" if dynamic else "tensor") and not block:
         kind = "dynamic" if dynamic else "static"
         found = f"{kind} ones per {inputs.get('strategy')}"
@@ -252,7 +300,8 @@ def activations(scheme: Mapping[str, Any], wanted: str | None) -> tuple[str | No
     if problem is not None:
         if wanted is not None:
             return wanted, False
-        raise ValueError(f"input_activations: expected {problem}; activation=... quantises per token instead")
+        instead = own or ("int8" if inputs.get("type", "int") == "int" else "e4m3")
+        raise ValueError(f"input_activations: expected {problem}; activation={instead!r} quantises per token instead")
     if inputs.get("type", "int") == "float":
         return f"e4m3{block}", not dynamic
     return f"int8{block}" if inputs.get("symmetric", True) else "int8_affine", not dynamic

@@ -4,7 +4,10 @@
 
     experts.E.gate_proj, up_proj, down_proj     or w1, w3, w2: a layer for each projection of each expert, in any format
     experts.gate_up_proj, experts.down_proj     tensors with the experts in front; also w13_weight and w2_weight, and
-                                                names with _ instead of . behind the projection's
+                                                names with _ instead of . behind the projection's, and those of
+                                                transformers' FP8Experts: gate_up_proj with gate_up_proj_scale_inv
+                                                [E, 1, 1], [E, 2, 1] or in blocks, gate_up_proj_activation_scale [E];
+                                                torchao's _gate_up_proj_qdata, ... of parameters [E, n, k]
     experts.w13.blocks, experts.w2.blocks, ...  what a `PackedExperts` saves
 
 `experts_of` looks at config and headers alone, `read_experts` then reads the data.
@@ -22,7 +25,7 @@ from jitgemm.checkpoint.files import Checkpoint, Part
 from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.gate import decoded, interleaved
-from jitgemm.nn.read import CODES, Layer, is_quantised, layer_of, packable
+from jitgemm.nn.read import CODES, Layer, is_quantised, layer_of, packable, without_bias, without_input_scale, zero_bias
 from jitgemm.nn.stacked import BIASES, PARAMETERS, Form
 
 _EACH = ((("gate_proj", "up_proj"), ("down_proj",)), (("w1", "w3"), ("w2",)))
@@ -54,12 +57,12 @@ class Projection:
         return 0 if isinstance(first, str) else first.bits
 
     def canonical(self, checkpoint: Checkpoint, e: int, device: torch.device) -> CanonicalWeight:
-        """Expert e before packing, without a static input scale."""
+        """Expert e before packing."""
         parts, expert = (self.layers[0], e) if self.stacked else (self.layers[e], None)
         read = []
         for layer in parts:
             with errors_that_name(checkpoint, layer.prefix if expert is None else f"{layer.prefix}[{e}]"):
-                read.append(replace(read_header(checkpoint, layer.header, device, expert), input_scale=None))
+                read.append(read_header(checkpoint, layer.header, device, expert))
         with errors_that_name(checkpoint, parts[0].prefix):
             return concat(read)
 
@@ -239,10 +242,15 @@ def _one_by_one(
     order = replace(form, gate=form.gate._replace(order="gate_up"))
     if not all(quantised):
         projections = [Projection(tuple(zip(*(each[name] for name in part)))) for part in names]
-        _check_floats(checkpoint, projections, form)
-        tensors = {full for layer in listed for full in checkpoint.layer(layer).values()}
-        return Experts(prefix, order, tuple(projections), "", False, frozenset(tensors))
-    layers = {layer: layer_of(checkpoint, layer, activation, format) for layer in listed}
+        unused = _check_floats(checkpoint, projections, form)
+        tensors = {f"{layer}.{child}" for layer in listed for child in ("weight", *(("bias",) if form.bias else ()))}
+        return Experts(prefix, order, tuple(projections), "", False, frozenset(tensors), unused)
+    of_part = {name: k for part, (_, k) in zip(names, form.sizes) for name in part}
+    layers = {
+        layer: _layer(checkpoint, layer, form, of_part[name], activation, format)
+        for name in each
+        for layer in each[name]
+    }
     projections = [
         Projection(tuple(tuple(layers[each[name][e]] for name in part) for e in range(form.experts))) for part in names
     ]
@@ -258,15 +266,35 @@ def _all_in_one(
     format: str | None,
 ) -> Experts:
     projections = []
-    for name, bias in zip(names, BIASES):
-        layer = layer_of(checkpoint, f"{prefix}.{name}", activation, format, expert=0)
+    for name, bias, (_, k) in zip(names, BIASES, form.sizes):
+        layer = _layer(checkpoint, f"{prefix}.{name}", form, k, activation, format, expert=0)
+        if form.transposed and "_weight_qdata" in layer.names:
+            raise ValueError(f"{layer.prefix}: expected torchao's subclass of [E, n, k], got one of [E, k, n]")
         beside = f"{prefix}.{bias}"
         beside = beside if beside in checkpoint and "bias" not in layer.names else None
+        if beside is not None and not form.bias:
+            layer = replace(layer, unused={**layer.unused, beside: zero_bias(checkpoint, beside)})
+            beside = None
         count = checkpoint.info(next(iter(layer.names.values()))).shape[0]
         if count != form.experts:
             raise ValueError(f"{layer.prefix}: expected {form.experts} experts, as the model has, got {count}")
         projections.append(Projection(((layer,),), True, beside))
     return _checked(checkpoint, prefix, form, projections)
+
+
+def _layer(
+    checkpoint: Checkpoint,
+    prefix: str,
+    form: Form,
+    k: int,
+    activation: str | None,
+    format: str | None,
+    expert: int | None = None,
+) -> Layer:
+    """A layer of experts, without a static scale, and without a bias of zeros where the module's experts have none."""
+    layer = layer_of(checkpoint, prefix, activation, format, expert, k)
+    layer = without_input_scale(layer, _STATIC) if layer.static else layer
+    return layer if form.bias or "bias" not in layer.names else without_bias(checkpoint, layer)
 
 
 def _checked(checkpoint: Checkpoint, prefix: str, form: Form, projections: list[Projection]) -> Experts:
@@ -281,9 +309,8 @@ def _checked(checkpoint: Checkpoint, prefix: str, form: Form, projections: list[
                     raise ValueError(
                         f"{layer.prefix}: expected n, k = {[n // len(layers), k]}, got {[layer.n, layer.k]}"
                     )
-                if ("bias" in layer.names or projection.bias is not None) != form.bias:
-                    expected, got = ("a bias", "none") if form.bias else ("no bias", "one")
-                    raise ValueError(f"{layer.prefix}: expected {expected}, as the model has it, got {got}")
+                if form.bias and "bias" not in layer.names and projection.bias is None:
+                    raise ValueError(f"{layer.prefix}: expected a bias, as the model has it, got none")
                 like = projection.layers[0][0]
                 if layer.group_size != like.group_size:
                     raise ValueError(
@@ -303,13 +330,13 @@ def _checked(checkpoint: Checkpoint, prefix: str, form: Form, projections: list[
                 start = layer.prefix if layer.prefix.endswith("_") else layer.prefix + "."
                 names |= {*layer.names.values(), *checkpoint.layer(start).values()}
                 unused |= layer.unused
-                if layer.static:
-                    unused[layer.names["input_scale"]] = _STATIC
         names |= {projection.bias} - {None}
     return Experts(prefix, form, tuple(projections), first.activation, True, frozenset(names), unused)
 
 
-def _check_floats(checkpoint: Checkpoint, projections: list[Projection], form: Form) -> None:
+def _check_floats(checkpoint: Checkpoint, projections: list[Projection], form: Form) -> dict[str, str]:
+    """{full name: reason} of biases that the module has no place for, which are zeros."""
+    unused = {}
     for projection, (n, k) in zip(projections, form.sizes):
         for layers in projection.layers:
             for layer in layers:
@@ -317,6 +344,8 @@ def _check_floats(checkpoint: Checkpoint, projections: list[Projection], form: F
                 if checkpoint.info(names["weight"]).shape != expected:
                     got = list(checkpoint.info(names["weight"]).shape)
                     raise ValueError(f"{layer}.weight: expected shape {list(expected)}, got {got}")
-                if ("bias" in names) != form.bias:
-                    expected_bias, got = ("a bias", "none") if form.bias else ("no bias", "one")
-                    raise ValueError(f"{layer}: expected {expected_bias}, as the model has it, got {got}")
+                if form.bias and "bias" not in names:
+                    raise ValueError(f"{layer}: expected a bias, as the model has it, got none")
+                if not form.bias and "bias" in names:
+                    unused[names["bias"]] = zero_bias(checkpoint, names["bias"])
+    return unused

@@ -13,7 +13,8 @@ class Report(list[str]):
 
     Attributes:
         skipped: {name: reason} of modules and parameters that might have been replaced.
-        ignored: {name: reason} of tensors of the checkpoint that have no place in the model.
+        ignored: {name: reason} of tensors of the checkpoint that have no place in the model, or no effect.
+        kept: {name: reason} of tensors of the model that the checkpoint does not fill.
     """
 
     def __init__(
@@ -21,14 +22,17 @@ class Report(list[str]):
         names: Iterable[str] = (),
         skipped: Mapping[str, str] | None = None,
         ignored: Mapping[str, str] | None = None,
+        kept: Mapping[str, str] | None = None,
     ):
         super().__init__(names)
         self.skipped = dict(skipped or {})
         self.ignored = dict(ignored or {})
+        self.kept = dict(kept or {})
 
     def __repr__(self) -> str:
         lines = [f"converted: {len(self)}" + (f" ({some(self)})" if self else "")]
-        for what, found in (("skipped", self.skipped), ("tensors of the file ignored", self.ignored)):
+        parts = ("skipped", self.skipped), ("tensors of the file ignored", self.ignored), ("not filled", self.kept)
+        for what, found in parts:
             if found:
                 lines += [f"{what}: {len(found)}", *by_reason(found)]
         return "\n".join(lines)

@@ -13,9 +13,10 @@ def settle(model: torch.nn.Module) -> list[str]:
     """Waits for the GPUs that hold a model's packed weights, which GEMMs then read before the kernel ahead of them ends.
 
     The layers of jitgemm.nn do so whenever their weight is replaced, moved or loaded. This is for modules whose weights
-    no layer made, such as `torch.export.load(file).module()`, and for weights that were written without PyTorch's
-    knowledge (`.data`, a raw pointer). To be called when the weights are where they stay: copies and moves are other
-    tensors. A weight that is written in place through PyTorch later is waited for again.
+    no layer made, such as `torch.export.load(file).module()`, and for weights that were written past their version
+    counter (`jitgemm.W4Weight` says by what): it is to be called again behind such a write, before the next GEMM. To be
+    called when the weights are where they stay: copies and moves are other tensors. A weight that is written in place
+    through PyTorch later is waited for again.
 
     Returns:
         Names of the settled buffers: of packed layers `blocks`, of other modules all of uint8, as one that holds a

@@ -15,6 +15,7 @@ import torch
 from jitgemm.activations.kernel import Gate
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES
+from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.gate import gate_of
 from jitgemm.nn.read import CODES, check_activation
@@ -56,10 +57,9 @@ class Form:
     @property
     def unfit(self) -> str | None:
         """Why the experts have no 4-bit form, whatever their values."""
-        if self.hidden % 32 or self.inter % 32:
-            return (
-                f"expected hidden and intermediate sizes that are multiples of 32, got {self.hidden} and {self.inter}"
-            )
+        if self.hidden % K_ALIGNMENT or self.inter % K_ALIGNMENT:
+            expected = f"expected hidden and intermediate sizes that are multiples of {K_ALIGNMENT}"
+            return f"{expected}, got {self.hidden} and {self.inter}"
         return None
 
     def rows(self, parameter: torch.Tensor) -> torch.Tensor:

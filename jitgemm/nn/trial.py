@@ -262,7 +262,7 @@ def _skeleton(
                 name: None if child is None else copied(child) for name, child in old._modules.items()
             }
         for name, value in vars(old).items():
-            if name.endswith("_hooks") and isinstance(value, dict):
+            if "_hooks" in name and isinstance(value, dict):  # `_forward_hooks_with_kwargs` too
                 new.__dict__[name] = OrderedDict()
         made[old] = new
         if calls is not None:

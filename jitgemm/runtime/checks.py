@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 
 from jitgemm.kernel.formats import MAX_ROWS
+from jitgemm.runtime.dispatch import traced
+from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_plain, check_tensor, known
 
 ALIGNMENT = 16
@@ -61,13 +63,13 @@ def check_device(name: str, tensor: torch.Tensor, where: str, device: torch.devi
 
 
 class Pointer(NamedTuple):
-    """An address that a launch takes.
+    """An operand of a call: an address that a launch takes.
 
     Attributes:
-        field: its name in the kernel's argument block; None for one that only a tensor map holds.
+        field: its name in the kernel's argument block; None for one that is not in it.
         argument: the caller's name of the tensor there.
         alignment: on a GPU the address is a multiple of so many bytes.
-        written: the launch writes there.
+        written: the call writes there; other operands are read.
         in_place: arguments that the tensor may be itself, not only a part of: of its shape, type and columns' stride.
     """
 
@@ -79,7 +81,8 @@ class Pointer(NamedTuple):
 
 
 def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor | None]) -> None:
-    """Raises ValueError for a misaligned CUDA tensor, or one that is written and overlaps another.
+    """Raises ValueError for a misaligned CUDA tensor, or one that is written and overlaps another; TypeError for one
+    without memory, such as a DTensor next to a plain x.
 
     Args:
         tensors: what the pointers point to, in their order; None for what the call does without.
@@ -88,7 +91,10 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
     for pointer, tensor in zip(pointers, tensors):
         if tensor is None:
             continue
-        start = tensor.data_ptr()
+        start = address_of(tensor) or 0
+        if start == 0 and tensor.numel() > 0:
+            kind = type(tensor).__name__
+            raise TypeError(f"{pointer.argument}: expected a tensor with memory of its own, got a {kind} without")
         if start % pointer.alignment and tensor.is_cuda:
             raise ValueError(
                 f"{pointer.argument}: expected an address that is a multiple of {pointer.alignment} bytes, "
@@ -103,6 +109,29 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
                 raise ValueError(
                     f"{pointer.argument}: expected memory of its own, got a tensor that overlaps {other.argument}"
                 )
+
+
+def check_call(name: str, pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor | None]) -> None:
+    """`check_addresses` for a call of several launches, before the first of them.
+
+    A thread remembers what it has checked: the same call on tensors of the same shapes at the same addresses costs a
+    look-up. Tensors that a tracer follows have no addresses.
+    """
+    if torch.compiler.is_compiling() or traced(tensors[0], tensors[0]):
+        return
+    given = [tensor for tensor in tensors if tensor is not None]
+    key = (name, *map(address_of, tensors))
+    if thread.memory.find_plan(key, given) is None:
+        check_addresses(pointers, tensors)
+        thread.memory.add_plan(key, given, True)
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Where the tensor is, 0 for one that is nowhere, None for None."""
+    try:
+        return None if tensor is None else tensor.data_ptr()
+    except RuntimeError:  # of a fake tensor
+        return 0
 
 
 def byte_extent(tensor: torch.Tensor) -> int:

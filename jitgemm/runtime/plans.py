@@ -46,11 +46,14 @@ class Memory:
             self.nbytes -= self.values.popitem(last=False)[1].nbytes
 
     def find_plan(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Any:
-        """The plan of this key and of tensors like these (see `like`), or None."""
-        for fits, plan in self.values.get(key, ()):
-            if fits(*tensors):
-                self.values.move_to_end(key)
-                return plan
+        """The plan of this key and of tensors like these (see `like`), or None; also for what cannot be a key."""
+        try:
+            for fits, plan in self.values.get(key, ()):
+                if fits(*tensors):
+                    self.values.move_to_end(key)
+                    return plan
+        except TypeError:  # nothing that can be hashed: the caller's checks say what
+            pass
         return None
 
     def add_plan(self, key: Hashable, tensors: Sequence[torch.Tensor], plan: Any) -> None:

@@ -6,9 +6,11 @@ config of that checkpoint, with a warning. Imports no layers of vLLM before a mo
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.autoround import translated
+from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.nn.choose import ROUTERS
 from jitgemm.nn.read import check_activation
 from jitgemm.vllm.layouts import Layout, Unsupported, check_readable, floats, layout_of
@@ -132,8 +136,14 @@ class JitGemmConfig(QuantizationConfig):
         self._model = (model_name, hf_config, revision)
         from vllm.transformers_utils.config import get_safetensors_params_metadata
 
+        local = os.path.isdir(model_name)
+        if local:
+            weights_of(Path(model_name), by_index=True)  # as vLLM's loader reads them
         try:
-            found = get_safetensors_params_metadata(model_name, revision=revision)
+            if local:
+                found = Checkpoint(model_name).headers()
+            else:
+                found = get_safetensors_params_metadata(model_name, revision=revision)
         except (OSError, ValueError) as error:
             logger.warning("jitgemm: no headers of %s (%s): its config alone decides", model_name, error)
             return
@@ -239,7 +249,7 @@ class JitGemmConfig(QuantizationConfig):
                 )
             codes = header.get("weight", "" if experts else "F8_E4M3")
             layout = layout_of(config, k, _scale_dtype(header, config, dtype), codes)
-            found.append((layout, config.get("input_activations")))
+            found.append((layout, config.get("input_activations"), setting(config, "sym", "zero_point")))
         if any(each != found[0] for each in found):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
         return found[0][0]

@@ -12,16 +12,17 @@ What the codes mean is the business of `jitgemm.checkpoint`, which reads what vL
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.checkpoint import formats
+from jitgemm.checkpoint import awq, formats, gptq
 from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
@@ -134,12 +135,15 @@ class Layout:
         Raises:
             Unsupported: no weight can hold them.
         """
-        if sum(widths) % 8 or k % 32:
-            raise Unsupported(
-                f"expected rows in multiples of 8 and columns of 32 on each rank, got {sum(widths)} and {k}"
-            )
+        if sum(widths) % 8 or k % K_ALIGNMENT:
+            wanted = f"expected rows in multiples of 8 and columns of {K_ALIGNMENT} on each rank"
+            raise Unsupported(f"{wanted}, got {sum(widths)} and {k}")
         if self.group_size % 32:
             raise Unsupported(f"group_size: expected a multiple of 32, got {self.group_size}")
+        if self.group_size and k != whole and math.gcd(self.group_size, k) % 32:
+            raise Unsupported(
+                f"expected columns in multiples of 32 in groups of {self.group_size} on each rank, got {k}"
+            )
         if self.ordered and k != whole:
             raise Unsupported("expected no activation order (g_idx) where ranks have parts of the columns, got one")
         apart = widths if sum(widths) != n else widths[:-1]
@@ -223,33 +227,31 @@ def _compressed_tensors(config: Mapping[str, Any], k: int, scale: torch.dtype) -
 
 
 def _gptq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    bits = setting(config, "bits", "wbits", default=4)
-    word = 4 if bits == 8 else 8  # what other widths there are, the reader says
-    tensors, group_size = _words(config, k, scale, (f"k / {word}", "n"), word, "group_size")
+    words = gptq.layout(config)
+    tensors, group_size = _words(config, k, scale, words, "group_size")
     tensors["g_idx"] = TensorLayout(torch.int32, ("k",))
     ordered = bool(config.get("desc_act") and group_size)
-    return Layout("gptq", tensors, group_size, _scheme(group_size), "int8" if bits == 8 else "", ordered)
+    codes = "int8" if words != gptq.layout({}) else ""
+    return Layout("gptq", tensors, group_size, _scheme(group_size), codes, ordered)
 
 
 def _awq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    version = str(setting(config, "version", "format", default="gemm")).lower()
-    if version not in ("gemm", "exllama", "exllamav2", "ipex"):
-        raise Unsupported(f"version: expected gemm, got {version!r}")
-    tensors, group_size = _words(config, k, scale, ("k", "n / 8"), 8, "group_size", "q_group_size")
+    if str(setting(config, "version", "format", default="gemm")).lower() == "gemv":
+        raise Unsupported("version: expected gemm, got 'gemv'")
+    tensors, group_size = _words(config, k, scale, awq.LAYOUT_GEMM, "group_size", "q_group_size")
     return Layout("awq", tensors, group_size, _scheme(group_size))
 
 
 def _words(
-    config: Mapping[str, Any], k: int, scale: torch.dtype, codes: tuple[str, str], word: int, *names: str
+    config: Mapping[str, Any], k: int, scale: torch.dtype, words: Mapping[str, tuple[Any, ...]], *names: str
 ) -> tuple[dict[str, TensorLayout], int]:
-    """What GPTQ and AWQ have in common, with so many zero points to a word: (tensors, group size)."""
+    """What GPTQ and AWQ have in common: (tensors, group size)."""
     size = setting(config, *names, default=-1)
     group_size = size if 0 < size < k else 0
     groups = "G" if group_size else "1"
     return {
-        "qweight": TensorLayout(torch.int32, codes),
-        "qzeros": TensorLayout(torch.int32, (groups, f"n / {word}")),
-        "scales": TensorLayout(scale, (groups, "n")),
+        name: TensorLayout(scale if name == "scales" else torch.int32, tuple(groups if d == "G" else d for d in dims))
+        for name, (_, *dims) in words.items()
     }, group_size
 
 
@@ -272,9 +274,10 @@ def _w8a8(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
     algorithm = str(config.get("quant_algo")).upper() if method == "modelopt" else ""
     if algorithm not in ("", "FP8", _PER_CHANNEL):
         raise Unsupported(f"quant_algo: expected FP8 or {_PER_CHANNEL} of ModelOpt, got {config.get('quant_algo')!r}")
-    scheme = "block" if block else "tensor" if method == "fp8" or algorithm == "FP8" else "channel"
+    strategy = config.get("strategy")  # AutoRound's
+    scheme = "block" if block else strategy or ("tensor" if method == "fp8" or algorithm == "FP8" else "channel")
     tensors = {"weight": TensorLayout(E4M3 if codes == "e4m3" else torch.int8, ("n", "k"))}
-    by_row = ("n",) if algorithm == _PER_CHANNEL else ("n", "1")
+    by_row = ("n",) if algorithm == _PER_CHANNEL or strategy else ("n", "1")
     tensors["weight_scale_inv" if block else "weight_scale"] = TensorLayout(scale, _SCALES.get(scheme, by_row))
     if config.get("activation_scheme") == "static" or algorithm == "FP8":
         tensors["input_scale"] = _INPUT

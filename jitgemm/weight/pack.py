@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, tuned_codes
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, tuned_codes
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.packed import INTEGERS, PackedWeight, RowParts, W4Weight, by_group, capturing
@@ -38,7 +38,7 @@ def pack_w4(
     the result's memory: temporaries are as large as for one expert.
 
     Args:
-        q: the codes, n a multiple of 8 and k a multiple of 32, in one of these forms:
+        q: the codes, n a multiple of 8 and k a multiple of 16, in one of these forms:
 
             - int8 [n, k], one value each: -8..7, or 0..15 with zero points;
             - uint8 [n, k], one value each, 0..15, only with zero points;
@@ -80,7 +80,8 @@ def pack_w4(
         raise TypeError(f"offset: expected scale's dtype {dtype_name(scale.dtype)}, got {dtype_name(offset.dtype)}")
     lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
     group_size = check_int("group_size", group_size)
-    k = None if k is None else check_int("k", k)
+    if k is not None and (k := check_int("k", k)) < 1:
+        raise ValueError(f"k: expected at least 1, got {k}")
     if q.dim() not in (2, 3) or (q.dim() == 3 and not q.shape[0]):
         raise ValueError(f"q: expected shape [n, k] or [n, k / 2], or [experts, ...] of these, got {list(q.shape)}")
     *lead, n, _ = q.shape
@@ -183,7 +184,7 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, 
 
     def fits(k: int) -> bool:
         known_group = group_size >= k or group_size in GROUP_SIZES
-        return k > 0 and k % 32 == 0 and known_group and group_count(k, group_size) == groups
+        return k > 0 and k % K_ALIGNMENT == 0 and known_group and group_count(k, group_size) == groups
 
     if q.dtype == torch.int8:
         if k is not None and k != columns:
@@ -211,7 +212,7 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, 
         )
     if one_each or canonical:
         return (columns, False) if one_each else (2 * columns, True)
-    least_k = 2 * columns if columns % 32 == 16 else columns
+    least_k = columns if columns % K_ALIGNMENT == 0 else 2 * columns
     check_sizes(q.shape[-2], least_k)
     weight_format(least_k, group_size, True, "fp32")
     raise ValueError(

@@ -33,7 +33,7 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
     have a first dimension E, and are packed one by one into the result's memory.
 
     Args:
-        q: float8_e4m3fn or int8 [n, k], n a multiple of 8 and k a multiple of 32. It meets activations of its own type.
+        q: float8_e4m3fn or int8 [n, k], n a multiple of 8 and k a multiple of 16. It meets activations of its own type.
             Values are not scanned: NaNs stay NaNs.
         scale: fp32, bf16, fp16 or float8_e8m0fnu, in one of these forms; any values will do:
 

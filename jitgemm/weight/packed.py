@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES, torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
+from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
 from jitgemm.tensors import check_int, check_tensor, describe, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.settled import SettledAt, capturing, note_settled, noted_settled, settle
@@ -56,8 +56,8 @@ def check_sizes(n: int, k: int, name: str = "q") -> None:
     """Raises ValueError for sizes that no weight has."""
     if n < 8 or n % 8:
         raise ValueError(f"{name}: expected n, its rows, to be a positive multiple of 8, got {n}")
-    if k < 32 or k % 32:
-        raise ValueError(f"{name}: expected k to be a positive multiple of 32, got {k}")
+    if k < K_ALIGNMENT or k % K_ALIGNMENT:
+        raise ValueError(f"{name}: expected k to be a positive multiple of {K_ALIGNMENT}, got {k}")
 
 
 def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
@@ -229,8 +229,10 @@ class Weight:
         layer: name of the layer that holds the weight, for messages; "" where `named` was not called.
 
     On CUDA, kernels read a weight before they wait for the kernel before them, if the weight is `settled`: what wrote
-    it has ended. Making a weight settles it. Writing `blocks` in place through PyTorch unsettles it, and calls wait
-    again; whoever writes it in another way (`.data`, a raw pointer) calls `settle()` before the next GEMM.
+    it has ended. Making a weight settles it. A write that moves the version counter of `blocks` unsettles it, and calls
+    wait again: any operation in place on it or on its views, in inference mode too. Not seen are writes past the
+    counter: by `.data`, `numpy()`, DLPack, the storage or a raw pointer, and by a view of another dtype that was made
+    in inference mode, `blocks.view(torch.int32)`. Whoever writes so calls `settle()` behind it, before the next GEMM.
 
     Hashed and compared by identity. Copies, deep copies and pickles; a pickle names this class, so that files meant to
     last are better written from `state_dict()`.

@@ -19,6 +19,7 @@ MIN_CLIP = 0.2
 """Smallest part of a group's range that the search keeps: one outlier among thousands of values is worth no more."""
 CLIP_STEPS = 32
 """Ranges tried by default, in geometric steps from all of it down to MIN_CLIP: each is 5 % smaller than the last."""
+MAX_CLIP_STEPS = 1000
 
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Values worked on at once: what fits a core's cache, or a GPU's L2; temporaries are about 32 bytes a value."""
@@ -48,7 +49,7 @@ def quantize_w4(
 
     Args:
         w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
-            multiple of 32; finite. Left as it is.
+            multiple of 16; finite. Left as it is.
         group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.
         symmetric: signed codes; False for codes 0..15 with zero points.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
@@ -71,8 +72,8 @@ def quantize_w4(
     check_flag("full_range", full_range)
     check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
     group_size, clip_steps = check_int("group_size", group_size), check_int("clip_steps", clip_steps)
-    if clip_steps < 0:
-        raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
+    if not 0 <= clip_steps <= MAX_CLIP_STEPS:
+        raise ValueError(f"clip_steps: expected 0 to {MAX_CLIP_STEPS}, got {clip_steps}")
     weight_format(k, group_size, False, "fp32")
     if w.dim() == 3:
         return _by_expert(
@@ -107,7 +108,7 @@ def quantize_w8(w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = 
 
     Args:
         w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
-            multiple of 32; finite. Left as it is.
+            multiple of 16; finite. Left as it is.
         lhs_dtype: torch.float8_e4m3fn or torch.int8, the type of the weight and of the activations that it meets.
         block: None for a scale per row, 128 for one per block of 128 x 128.
 
@@ -121,7 +122,7 @@ def quantize_w8(w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = 
     """
     n, k = _check_weight(w)
     largest = 448.0 if check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES) == "e4m3" else 127.0
-    if block not in (None, BLOCK):
+    if block is not None and check_int("block", block) != BLOCK:
         raise ValueError(f"block: expected None or {BLOCK}, got {block!r}")
     if w.dim() == 3:
         return _by_expert(W8Weight, quantize_w8, w, lhs_dtype, block=block)

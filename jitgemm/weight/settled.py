@@ -1,7 +1,7 @@
 """Which tensors hold a settled weight: what a `torch.library` op, which is given tensors alone, can know of its weight.
 
 An op's tensor is settled if it is the very object that a `Weight` settled, still at that address and not written since,
-by its version counter: the rule of an eager call. That is sound under a compiler. What it makes of a weight (a clone, a
+by its version counter: the rule of an eager call, with its blind spots (see `Weight`). That is sound under a compiler. What it makes of a weight (a clone, a
 view, a functionalised write, an input copied for a CUDA graph) is another object; and AOTAutograd moves the versions of
 the inputs that a graph writes before the graph runs.
 """
