@@ -657,6 +657,20 @@ def test_a_row_parallel_cut_through_groups_gives_each_rank_its_columns(name, k, 
     assert torch.equal(torch.cat(parts, 1), dense)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_last_group_of_fewer_columns_needs_no_order_of_columns(size):
+    """192 columns in groups of 128, on a rank or two."""
+    tensors, dense = stored(WIDE["gptq"], 64, 256)
+    del tensors["g_idx"]
+    parts = []
+    for number in range(size):
+        with rank(number, size):
+            layer = row(WIDE["gptq"], 192, 64)
+            load(layer, tensors | {"qweight": tensors["qweight"][:24]})
+        parts.append(dense_of(process(layer)))
+    assert torch.equal(torch.cat(parts, 1), dense[:, :192])
+
+
 @pytest.mark.parametrize("k", [256, 320])
 def test_columns_of_blocks_that_ranks_share_rows_of_hold_the_ranks_rows(k):
     """Rows of 320 / 2 end inside of blocks of 128: of joined layers, and of one whose ranks share blocks."""

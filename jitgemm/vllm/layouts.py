@@ -99,9 +99,9 @@ class Layout:
     ordered: bool = False
 
     def sizes(self, n: int, k: int, parts: int = 1) -> dict[str, int]:
-        """The number behind each word."""
+        """The number behind each word, and the columns of a group."""
         group = self.group_size or k
-        return {"n": n, "k": k, "G": ceil_div(k, group), "group": group, "parts": parts}
+        return {"n": n, "k": k, "G": ceil_div(k, group), "parts": parts, "group": group}
 
     @property
     def needed(self) -> list[str]:
