@@ -377,8 +377,8 @@ class JitGemmQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = self._unexpected
         if hasattr(model, "all_tied_weights_keys"):
             model.all_tied_weights_keys = self._ties_without(replaced | {_owner(name) for name in plan.untied})
-        if layers:
-            describe_to_transformers(model, self._untied or bool(plan.untied))
+        describe_to_transformers(model, self._untied or bool(plan.untied))
+        if hasattr(model.config, "quantization_config"):
             said = copy.copy(self.quantization_config)
             said._loaded = True
             model.config.quantization_config = said

@@ -21,7 +21,7 @@ PREFIX = "model.layers.0.mlp.up_proj"
 
 @dataclass(frozen=True)
 class Layer:
-    """Codes 0..15 with integer zero points, all [n, ...]; group[j] is the group of column j."""
+    """Codes 0..15 (0..255) with integer zero points, all [n, ...]; group[j] is the group of column j."""
 
     q: torch.Tensor
     scale: torch.Tensor
@@ -51,10 +51,11 @@ def layer(
     zeros: tuple[int, int] = (0, 15),
     dtype: torch.dtype = torch.float16,
     act_order: bool = False,
+    bits: int = 4,
 ) -> Layer:
     g = builders.generator(seed)
     groups = ceil_div(k, group_size)
-    q = torch.randint(0, 16, (n, k), generator=g)
+    q = torch.randint(0, 2**bits, (n, k), generator=g)
     zero = torch.randint(zeros[0], zeros[1] + 1, (n, groups), generator=g)
     scale = ((torch.rand((n, groups), generator=g) + 0.5) * 0.01).to(dtype)
     group = torch.arange(k) // group_size

@@ -8,6 +8,7 @@ import layers
 import pytest
 import torch
 
+from jitgemm.checkpoint import read_layer
 from jitgemm.checkpoint.awq import FORMAT
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -66,6 +67,35 @@ def test_a_gemv_file_reads_as_what_the_definition_packed(tmp_path, group_size, w
     layer = layers.layer(4, k=256, group_size=group_size)
     weight = layers.load(tmp_path, gemv(layer, width), GEMV | {"group_size": group_size})
     layers.assert_exactly(weight, layer.weight)
+
+
+@pytest.mark.parametrize("said", [{"zero_point": False}, {"zero_point": None, "sym": True}])
+def test_a_symmetric_file_has_zeros_of_8_and_any_other_is_an_error(said):
+    layer, other = layers.layer(6, zeros=(8, 8)), layers.layer(7)
+    layers.assert_exactly(FORMAT.read(gemm(layer), GEMM | said), layer.weight)
+    with pytest.raises(ValueError, match=r"qzeros: expected 8 in every group, as the config says zero_point: false"):
+        FORMAT.read(gemm(other), GEMM | said)
+    layers.assert_exactly(FORMAT.read(gemm(other), GEMM | {"sym": False}), other.weight)
+
+
+def test_dynamic_overrides_the_config_of_the_layers_it_matches():
+    layer = layers.layer(8, group_size=32)
+    source = {f"{layers.PREFIX}.{name}": tensor for name, tensor in gemm(layer).items()}
+    config = GEMM | {"group_size": 128, "dynamic": {r"+:.*up_proj": {"group_size": 32}}}
+    layers.assert_exactly(read_layer(source, layers.PREFIX, device="cpu", config=config), layer.weight)
+
+
+@pytest.mark.parametrize(
+    "said, message",
+    [
+        ({"bits": 8}, "bits: expected 4, got 8"),
+        ({"backend": "llm-awq"}, "backend: expected autoawq, got 'llm-awq'"),
+        ({"zero_point": "no"}, "zero_point: expected true or false, got 'no'"),
+    ],
+)
+def test_a_setting_that_cannot_be_read_is_named(said, message):
+    with pytest.raises(ValueError, match=message):
+        FORMAT.read(gemm(layers.layer(0)), GEMM | said)
 
 
 def test_packing_keeps_the_matrix():

@@ -109,6 +109,7 @@ def test_detected_and_taken_for_nothing_else(config):
         ("quantized", {}, None, r"fast_decoding: expected true or false in the config"),
         ("quantized", {}, {"fast_decoding": True, "A_dtype": "bfloat16"}, r"A_dtype: expected float16 or int8"),
         ("quantized", {}, PLAIN | {"bits": 2}, r"bits: expected 4, got 2"),
+        ("quantized", {}, PLAIN | {"desc_act": True}, r"desc_act: expected False, got True"),
         (
             "quantized",
             {},

@@ -121,7 +121,7 @@ def test_a_sum_above_terms_just_below_its_cut(group_size, sign, core):
     (0, False, "fp32", False), (0, True, "bf16", False),
 ])  # fmt: skip
 def test_random_problems_with_outliers_in_the_last_step(group_size, zero_point, scale_type, offset, factor, core):
-    for k, out_dtype in ((32, torch.float32), (160, torch.bfloat16), (544, torch.float16)):
+    for k, out_dtype in ((32, torch.float32), (48, torch.float32), (160, torch.bfloat16), (544, torch.float16)):
         parts = builders.weight_parts(
             k, 64, k, group_size, zero_point=zero_point, scale_type=scale_type, max_zero=16, scales="negative",
             offset=offset and k > group_size,

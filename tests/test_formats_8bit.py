@@ -100,6 +100,36 @@ def test_packed_words_of_8_bits_hold_the_file_s_weight(tmp_path):
     assert PackedLinear.from_checkpoint(folder, LAYER, device="cpu").activation == "int8"
 
 
+@pytest.mark.parametrize("format", ["int-quantized", "pack-quantized"])
+@pytest.mark.parametrize("strategy", ["group", "channel", "tensor"])
+def test_zero_points_of_8_bits_are_dequantised(tmp_path, format, strategy):
+    """As W8A16 of llm-compressor without symmetry; no packed weight has them."""
+    n, k, groups = 40, 256, {"group": 2}.get(strategy, 1)
+    q, scale = codes(1, n, k, torch.int8), scales(2, *((1,) if strategy == "tensor" else (n, groups)))
+    zero = torch.randint(-128, 128, scale.shape, generator=builders.generator(3), dtype=torch.int8)
+    by_row = [x.reshape(-1, groups).expand(n, groups).repeat_interleave(k // groups, 1) for x in (scale, zero)]
+    exact = (q.int() - by_row[1].int()).float() * by_row[0]
+    tensors = {"weight": q, "weight_scale": scale, "weight_zero_point": zero}
+    if format == "pack-quantized":
+        places = torch.tensor([0, 8, 16, 24])
+        words = ((q.long() + 128).view(n, k // 4, 4) << places).sum(2).to(torch.int32)
+        tensors = {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor([n, k])}
+        if strategy == "tensor":
+            tensors["weight_zero_point"] = zero
+        else:
+            tensors["weight_zero_point"] = ((zero.long() + 128).view(n // 4, 4, groups) << places[:, None]).sum(1)
+            tensors["weight_zero_point"] = tensors["weight_zero_point"].to(torch.int32)
+    told = scheme("int", strategy, format, symmetric=False, **({"group_size": 128} if strategy == "group" else {}))
+    folder = checkpoints.save(tmp_path, {f"layer.{name}": tensor for name, tensor in tensors.items()}, told)
+    assert torch.equal(read_layer(folder, "layer", device="cpu").dequantize(), exact)
+    parts = [read_layer(folder, "layer", device="cpu", tp_dim="n", tp_rank=r, tp_size=5).dequantize() for r in range(5)]
+    assert torch.equal(torch.cat(parts), exact)
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(k, n, bias=False)})
+    with pytest.warns(UserWarning, match="8-bit codes with zero points"):
+        load_(model, folder)
+    assert torch.equal(model["layer"].weight, exact)
+
+
 LIBRARY = [
     ("float-quantized", "float", "channel", inputs("float")),
     ("float-quantized", "float", "tensor", inputs("float", dynamic=False, strategy="tensor")),
@@ -271,6 +301,16 @@ def test_a_static_activation_scale_of_transformers_is_the_layers(tmp_path):
         PackedLinear.from_checkpoint(tensors, LAYER, device="cpu", config=static)
 
 
+@pytest.mark.parametrize("name, static", [("scale", "input_scale"), ("qscale_weight", "qscale_act")])
+def test_other_names_of_the_same_scales(tmp_path, name, static):
+    """DeepSeek-V4's and Mistral's own, which transformers renames to weight_scale_inv."""
+    q, scale = codes(7, 256, 384, E4M3), scales(8, 2, 3)
+    tensors = {f"{LAYER}.weight": q, f"{LAYER}.{name}": scale, f"{LAYER}.{static}": torch.tensor(0.25)}
+    folder = checkpoints.save(tmp_path, tensors, {"quant_method": "fp8"})
+    assert_holds(folder, q, over(scale, 256, 384, 128, 128))
+    assert PackedLinear.from_checkpoint(folder, LAYER, device="cpu").input_scale.tolist() == [0.25]
+
+
 def test_blocks_of_modelopt_and_scales_as_bytes(tmp_path):
     q, scale = codes(7, 256, 384, E4M3), scales(8, 2, 1, 3, 1)
     told = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
@@ -343,6 +383,7 @@ def test_no_two_formats_detect_8_bits():
         {"weight_scale": torch.ones(256, 1)},
     )
     compressed = scheme("float", "channel", "float-quantized")
+    rows_of_one = {"quant_method": "blockwise_int8", "weight_block_size": [1, 64]}  # not two codes a byte
     for tensors, told, expected in (
         ({"weight": fp8} | blocks, None, ["w8a8"]),
         ({"weight": fp8} | blocks, {"quant_method": "w4afp8"}, ["w8a8"]),
@@ -356,6 +397,7 @@ def test_no_two_formats_detect_8_bits():
         ({"weight": fp8.view(torch.int8)} | rows, {"quant_method": "w8a8_int8"}, ["w8a8"]),
         ({"weight": fp8.view(torch.int8)} | blocks, None, ["w8a8"]),
         ({"weight": fp8.view(torch.int8), "weight_scale_inv": torch.ones(256, 4)}, None, ["w4afp8"]),
+        ({"weight": fp8.view(torch.int8), "weight_scale_inv": torch.ones(256, 4)}, rows_of_one, ["w8a8"]),
     ):
         assert layers.detecting(tensors, told) == expected
 
@@ -385,11 +427,12 @@ def changed(told: dict, **weights) -> dict:
     [
         (INT8, OF_FP8, "weight: expected float8_e4m3fn [n, k], got int8 [16, 256]"),
         (FP8, OF_INT8, "weight: expected int8 [n, k], got float8_e4m3fn [16, 256]"),
-        (INT8, changed(OF_INT8, symmetric=False), "weights: expected symmetric: true with num_bits 8, got false"),
+        (INT8, changed(OF_INT8, symmetric=False), "weight_zero_point: expected the tensor, as the config says"),
+        (FP8, changed(OF_FP8, symmetric=False), "weights: expected symmetric: true with type 'float', got false"),
         (
             INT8 | {"weight_zero_point": torch.ones((16, 1), dtype=torch.int8)},
             OF_INT8,
-            "weight_zero_point: expected zeros with num_bits 8",
+            "weight_zero_point: expected zeros, as the config says symmetric: true",
         ),
         (FP8, changed(OF_FP8, strategy="block", block_structure=[128]), "block_structure: expected two positive"),
         (
@@ -518,6 +561,44 @@ def test_a_mixed_checkpoint_loads_whole(tmp_path):
     with pytest.warns(UserWarning, match="converted no layer"):
         load_(plain, folder, filter=lambda *_: False)
     assert torch.equal(plain.blocks[0].down.weight, dense["blocks.0.down.weight"])
+
+
+def gptq_layer(weight: torch.Tensor, bits: int, zero: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A layer as GPTQ v2 stores it, a scale per row, and what that stands for."""
+    scale = (weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)).half()
+    q = (weight / scale.float()).round().clamp(-min(zero, 2 ** (bits - 1)), 2**bits - 1 - zero)
+    zeros = torch.full((1, weight.shape[0]), zero)
+    words = {
+        "qweight": checkpoints.words(q.T.long() + zero, 0, bits=bits),
+        "qzeros": checkpoints.words(zeros, 1, bits=bits),
+    }
+    return words | {"scales": scale.T}, q * scale.float()
+
+
+@pytest.mark.parametrize("method", ["gptq", "auto-round"])
+def test_a_gptq_file_with_layers_of_4_and_8_bits_loads_whole(tmp_path, method):
+    told = {"bits": 4, "group_size": -1, "sym": True}
+    if method == "gptq":
+        told |= {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+        told |= {"dynamic": {r"+:.*0\.down": {"bits": 8}, r"+:.*1\.down": {"bits": 8, "sym": False}}}
+    else:
+        told |= {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"}
+        told |= {"extra_config": {"blocks.0.down": {"bits": 8}, r".*1\.down": {"bits": 8, "sym": False}}}
+    tensors = {name: tensor.clone() for name, tensor in Model().state_dict().items()}
+    dense = dict(tensors)
+    for name, form in zip(BLOCKS, ((4, 8), (8, 128), (4, 8), (8, 99))):
+        stored, dense[f"{name}.weight"] = gptq_layer(tensors.pop(f"{name}.weight"), *form)
+        tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in stored.items()}
+    model = Model()
+    with pytest.warns(UserWarning, match="1 quantised layers are dequantised:\n.*8-bit codes with zero points"):
+        report = load_(model, checkpoints.save(tmp_path, tensors, told))
+    kinds = [type(model.get_submodule(name)) for name in BLOCKS]
+    assert kinds == [W4A8Linear, W8A8Linear, W4A8Linear, torch.nn.Linear]
+    assert [model.get_submodule(name).activation for name in report] == ["e4m3", "int8", "e4m3"]
+    for name in BLOCKS:
+        weight = model.get_submodule(name).weight
+        assert torch.equal(weight if name == "blocks.1.down" else weight.dequantize(), dense[f"{name}.weight"])
+    assert report.skipped == {"blocks.1.down": "dequantised: 8-bit codes with zero points"}
 
 
 def test_scales_of_the_kv_cache_beside_8_bit_layers_are_ignored_by_name():

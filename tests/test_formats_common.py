@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import warnings
+from pathlib import Path
 
 import builders
 import checkpoints
+import layers
 import pytest
+import test_autoround
+import test_awq
+import test_gptq
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jitgemm.checkpoint import formats
+from jitgemm.checkpoint import Checkpoint, formats, read_layer
 from jitgemm.checkpoint.bits import (
     AWQ_ORDER,
     HIGH_FIRST,
@@ -368,6 +375,8 @@ def test_a_layer_of_no_known_format_is_named_with_its_tensors():
     names = {"weight": TensorInfo((8, 32), torch.bfloat16)}
     with pytest.raises(ValueError, match=r"layer 'lm_head' is of no format.*it has weight bfloat16 \[8, 32\]"):
         formats.find(names, {"quant_method": "bitsandbytes"}, "lm_head")
+    with pytest.raises(ValueError, match="quant_method is 'modelopt', and quant_algo is 'W4A16_AWQ'"):
+        formats.find(names, {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"})
 
 
 def test_a_layer_that_fits_two_formats_asks_which(monkeypatch):
@@ -376,3 +385,74 @@ def test_a_layer_that_fits_two_formats_asks_which(monkeypatch):
     monkeypatch.setattr(formats, "FORMATS", twins)
     with pytest.raises(ValueError, match=r"fits one and two: say which with format="):
         formats.find({}, None)
+
+
+# --- settings of quantization_config ---
+
+
+def _settings() -> dict[str, list[str]]:
+    """The table of docs/formats.md: {format: [read, ignored, raises]}."""
+    text = (Path(__file__).resolve().parent.parent / "docs" / "formats.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.partition("## Settings of a config")[2].splitlines()]
+    return {row[0]: row[1:] for row in rows if len(row) == 4}
+
+
+def _settings_of(column: int) -> list[tuple[str, str]]:
+    return [(name, each) for name in SAMPLES for each in re.findall("`([^`]+)`", _settings()[name][column])]
+
+
+def _tensors(name: str) -> dict[str, torch.Tensor]:
+    tensors = test_awq.gemm(SAMPLE) if name == "AWQ" else test_gptq.packed(SAMPLE, minus_one=True)
+    return {f"{layers.PREFIX}.{suffix}": tensor for suffix, tensor in tensors.items() if suffix != "g_idx"}
+
+
+def _read(name: str, **said):
+    return read_layer(_tensors(name), layers.PREFIX, device="cpu", config=SAMPLES[name] | said)
+
+
+SAMPLES = {"GPTQ": test_gptq.V1, "AWQ": test_awq.GEMM, "AutoRound": test_autoround.CONFIG}
+"""Rows of the table that are tested, and a config of each."""
+SAMPLE = layers.layer(0, zeros=(1, 15))
+
+
+class Asked(dict):
+    """A config that notes which settings it was asked for."""
+
+    asked: set[str]
+
+    def get(self, key, default=None):
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_settings_that_a_reader_asks_for_are_those_of_the_table(name):
+    method = SAMPLES[name]["quant_method"]
+    config = Asked(quant_method=method)
+    config.asked = set()
+    checkpoint = Checkpoint(_tensors(name), config)
+    config.asked.clear()  # where a config.json may have it
+    read_layer(checkpoint, layers.PREFIX, device="cpu", format="awq" if method == "awq" else "gptq")
+    assert config.asked - {"quant_method"} == {each for of, each in _settings_of(0) if of == name}
+
+
+@pytest.mark.parametrize("name, setting", _settings_of(1))
+def test_a_setting_that_is_ignored_changes_no_weight(name, setting):
+    for value in (True, 8, "anything", ["model.layers.0"]):
+        layers.assert_exactly(_read(name, **{setting: value}), SAMPLE.weight)
+
+
+@pytest.mark.parametrize("name, example", [each for each in _settings_of(2) if ": " in each[1]])
+def test_a_setting_that_cannot_be_read_raises_by_name(name, example):
+    setting, _, value = example.partition(": ")
+    try:
+        value = json.loads(value)
+    except ValueError:
+        pass  # a word
+    with pytest.raises(ValueError, match=f"^{setting}: expected"):
+        _read(name, **{setting: value})
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_setting_that_nobody_knows_is_ignored(name):
+    layers.assert_exactly(_read(name, of_a_later_release={"a": 1}), SAMPLE.weight)

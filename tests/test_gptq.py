@@ -10,6 +10,7 @@ import layers
 import pytest
 import torch
 
+import jitgemm.nn
 from jitgemm.checkpoint import read_layer
 
 V1 = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq"}
@@ -17,11 +18,11 @@ V2 = V1 | {"checkpoint_format": "gptq_v2"}
 BY_GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:7.7.0"]}}
 
 
-def packed(layer: layers.Layer, *, minus_one: bool) -> dict[str, torch.Tensor]:
-    """The layer's tensors; v1 stores each zero less one in its own nibble."""
+def packed(layer: layers.Layer, *, minus_one: bool, bits: int = 4) -> dict[str, torch.Tensor]:
+    """The layer's tensors; v1 stores each zero less one in its own nibble, of 8 bits in its own byte."""
     return {
-        "qweight": checkpoints.words(layer.q.T, 0),
-        "qzeros": checkpoints.words(layer.zero.T - int(minus_one), 1),
+        "qweight": checkpoints.words(layer.q.T, 0, bits=bits),
+        "qzeros": checkpoints.words(layer.zero.T - int(minus_one), 1, bits=bits),
         "scales": layer.scale.T.contiguous(),
         "g_idx": layer.group.to(torch.int32),
     }
@@ -118,6 +119,110 @@ def test_dynamic_overrides_the_config_of_the_layers_it_matches():
     layers.assert_exactly(read(packed(layer, minus_one=False), config), layer.weight)
 
 
+# ---- sym -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", [0, 3, "middle - 1", "middle", "most", "random"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("version", [V1, V2, V1 | BY_GPTQMODEL], ids=["v1", "v2", "GPTQModel's v1"])
+def test_symmetric_codes_mean_q_minus_the_middle_whatever_qzeros_hold(recwarn, version, bits, stored):
+    middle = 2 ** (bits - 1)
+    layer = layers.layer(12, zeros=(middle, middle), bits=bits)
+    tensors = packed(layer, minus_one=False, bits=bits)
+    known = {"middle - 1": middle - 1, "middle": middle, "most": 2**bits - 1}
+    zeros = torch.full_like(layer.zero, known.get(stored, stored if stored != "random" else 0))
+    zeros = torch.randint_like(zeros, 2**bits) if stored == "random" else zeros
+    tensors["qzeros"] = checkpoints.words(zeros.T, 1, bits=bits)
+    weight = read(tensors, version | {"sym": True, "bits": bits})
+    assert weight.zero is None and weight.q.dtype == torch.int8
+    layers.assert_exactly(weight, layer.weight)
+    text = f"qzeros: expected {middle - 1} or {middle} in every group, as sym is true"
+    assert [text in str(w.message) for w in recwarn] == ([] if str(stored).startswith("middle") else [True])
+
+
+@pytest.mark.parametrize("sym", [{}, {"sym": False}, {"sym": None}])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_without_sym_the_zeros_decide(bits, sym):
+    middle = 2 ** (bits - 1)
+    for stored in (middle - 1, middle):
+        layer = layers.layer(13, zeros=(stored, stored), bits=bits)
+        weight = read(packed(layer, minus_one=False, bits=bits), V2 | {"bits": bits} | sym)
+        layers.assert_exactly(weight, layer.weight)
+        assert (weight.zero is None) == (stored == middle)
+
+
+def test_one_warning_a_checkpoint_tells_of_zeros_that_are_not_used(recwarn):
+    tensors = {f"{name}.{suffix}": tensor for name in "abc" for suffix, tensor in packed(
+        layers.layer(14), minus_one=False).items()}  # fmt: skip
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(256, 32, bias=False) for name in "abc"})
+    assert jitgemm.nn.load_(model, tensors, config=V1 | {"sym": True}) == ["a", "b", "c"]
+    assert ["qzeros" in str(w.message) for w in recwarn] == [True]
+
+
+def test_dynamic_may_say_sym_of_one_layer():
+    layer = layers.layer(15, zeros=(1, 15))
+    config = V2 | {"sym": True, "dynamic": {r"+:.*up_proj": {"sym": False}}}
+    layers.assert_exactly(read(packed(layer, minus_one=False), config), layer.weight)
+
+
+# ---- 8 bits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("group_size", [32, 128, 512])
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_8_bits_are_int8_weights(tmp_path, version, group_size, act_order):
+    v1 = version == "gptq"
+    layer = layers.layer(group_size, k=512, group_size=group_size, zeros=(128, 128), act_order=act_order, bits=8)
+    config = V1 | {"checkpoint_format": version, "bits": 8, "group_size": group_size, "desc_act": act_order}
+    weight = layers.load(tmp_path, packed(layer, minus_one=v1, bits=8), config)
+    layers.assert_exactly(weight, layer.weight)
+    assert weight.zero is None and weight.bits == 8 and weight.q.dtype == torch.int8
+    w8 = weight.pack()
+    assert isinstance(w8, jitgemm.W8Weight)
+    columns = torch.arange(512) if w8.permutation is None else w8.permutation.long()
+    assert (w8.permutation is not None) == (act_order and group_size < 512)
+    assert torch.equal(w8.dequantize().double(), layer.weight[:, columns])
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+def test_8_bits_with_zero_points_are_dequantised_and_not_packed(tmp_path, version):
+    v1 = version == "gptq"
+    layer = layers.layer(16, zeros=(1, 256) if v1 else (0, 255), bits=8)
+    config = V1 | {"checkpoint_format": version, "bits": 8, "sym": False}
+    weight = layers.load(tmp_path, packed(layer, minus_one=v1, bits=8), config)
+    layers.assert_exactly(weight, layer.weight)
+    with pytest.raises(ValueError, match="zero: expected none, as packed 8-bit weights have no zero points"):
+        weight.pack()
+
+
+def test_8_bits_of_gptqmodel_are_borrowed_from_whole_words_too():
+    layer = layers.layer(17, zeros=(0, 255), bits=8)
+    tensors = packed(layer, minus_one=False, bits=8)
+    tensors["qzeros"] = (tensors["qzeros"].long() - 0x01010101).to(torch.int32)
+    layers.assert_exactly(read(tensors, V1 | BY_GPTQMODEL | {"bits": 8, "sym": False}), layer.weight)
+
+
+@pytest.mark.parametrize("dim", ["n", "k"])
+@pytest.mark.parametrize("sym", [True, False])
+def test_ranks_together_hold_a_layer_of_8_bits(dim, sym):
+    layer = layers.layer(18, zeros=(128, 128) if sym else (1, 255), bits=8)
+    source = {f"a.{name}": tensor for name, tensor in packed(layer, minus_one=False, bits=8).items()}
+    parts = [
+        read_layer(source, "a", config=V2 | {"bits": 8, "sym": sym}, tp_dim=dim, tp_rank=rank, tp_size=2).dequantize()
+        for rank in range(2)
+    ]
+    assert torch.equal(torch.cat(parts, 0 if dim == "n" else 1).double(), layer.weight)
+
+
+def test_layers_of_8_bits_with_and_without_zero_points_are_joined():
+    a, b = layers.layer(19, zeros=(128, 128), bits=8), layers.layer(20, zeros=(0, 255), bits=8)
+    source = {f"{name}.{suffix}": tensor for name, layer in (("a", a), ("b", b)) for suffix, tensor in packed(
+        layer, minus_one=False, bits=8).items()}  # fmt: skip
+    joined = read_layer(source, ["a", "b"], config=V2 | {"bits": 8})
+    layers.assert_exactly(joined, torch.cat([a.weight, b.weight]))
+
+
 def test_packing_keeps_the_matrix():
     layer = layers.layer(10)
     weight = read(packed(layer, minus_one=False), V2)
@@ -138,12 +243,17 @@ def test_not_detected_under_another_methods_config(config):
     ("config", "message"),
     [
         (None, r"quantization_config: .*checkpoint_format .*found none"),
-        (V1 | {"bits": 8}, r"bits: expected 4, got 8"),
+        (V1 | {"bits": 3}, r"bits: expected 4 or 8, got 3"),
+        (V1 | {"bits": 8}, r"qzeros: expected shape \[4, 8\], got \[4, 4\]"),
+        (V1 | {"sym": "yes"}, r"sym: expected true or false, got 'yes'"),
+        (V1 | {"is_marlin_format": True}, r"is_marlin_format: expected False, got True"),
         (V1 | {"checkpoint_format": "marlin"}, r"checkpoint_format: expected gptq or gptq_v2, got 'marlin'"),
         (V1 | {"pack_dtype": "int16"}, r"pack_dtype: expected int32, got 'int16'"),
         (V2 | {"group_size": 32}, r"scales: expected 8 groups for k = 256 and group_size 32, got 4"),
         (V2 | {"group_size": 0}, r"group_size: expected a positive integer"),
         (V2 | {"dynamic": {r"-:.*\.up_proj": {}}}, r"dynamic: expected .* to be quantised"),
+        (V2 | {"dynamic": {"-:(": {}}}, r"dynamic: expected regular expressions, got '-:\('"),
+        (V2 | {"dynamic": ["up_proj"]}, r"dynamic: expected settings by expressions, got \['up_proj'\]"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused(config, message):

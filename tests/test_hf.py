@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import checkpoints
@@ -74,13 +75,14 @@ def integers(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.flatten(1).to(torch.int64), scale.half()
 
 
-def gptq(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def gptq(weight: torch.Tensor, bits: int = 4) -> dict[str, torch.Tensor]:
     q, scale = integers(weight)
     n, k = q.shape
-    zeros = torch.full((k // 32, n), 7)  # v1 stores zero - 1
+    middle = 2 ** (bits - 1)
+    zeros = torch.full((k // 32, n), middle - 1)  # v1 stores zero - 1
     return {
-        "qweight": checkpoints.words((q + 8).T, 0),
-        "qzeros": checkpoints.words(zeros, 1),
+        "qweight": checkpoints.words((q + middle).T, 0, bits=bits),
+        "qzeros": checkpoints.words(zeros, 1, bits=bits),
         "scales": scale.T.contiguous(),
         "g_idx": (torch.arange(k) // 32).to(torch.int32),
     }
@@ -181,10 +183,15 @@ FORMATS = {
     "compressed-tensors": (pack_quantized, PACKED),
     "int-quantized": (lambda weight: stored(weight.float())[0], stored_config()),
     "gptq": (gptq, {"quant_method": "gptq"} | GPTQ),
+    "gptq of 8 bits": (partial(gptq, bits=8), {"quant_method": "gptq"} | GPTQ | {"bits": 8}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
     "w4afp8": (w4afp8, {"quant_method": "w4afp8", "group_size": 32}),
     "autoround": (gptq, {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"} | GPTQ),
     "autoround as awq": (awq, {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"} | GPTQ),
+    "autoround in fp8": (
+        lambda weight: {name: tensor.squeeze(1) for name, tensor in eight(E4M3, "channel")(weight).items()},
+        {"quant_method": "auto-round", "bits": 8, "group_size": -1, "data_type": "fp", "act_bits": 16},
+    ),
     "qserve": (qserve, {"quant_method": "qoq", "wbits": 4, "group_size": 32}),
     "torchao": (torchao, {"quant_method": "torchao"}),
     "tinygemm": (tinygemm, {"quant_method": "torchao", "group_size": 32}),
@@ -647,10 +654,22 @@ def test_save_pretrained_and_back(tmp_path, name, quantised):
     model.save_pretrained(saved)
     assert_same(loaded(saved), model)
     assert json.loads((saved / "config.json").read_text())["quantization_config"] == {"quant_method": "jitgemm"}
-    again = transformers.AutoModelForCausalLM.from_pretrained(saved)  # without config=, now that jitgemm.hf is imported
+    auto, dtype = transformers.AutoModelForCausalLM, torch.bfloat16
+    again = auto.from_pretrained(saved, dtype=dtype)  # without config=, now that jitgemm.hf is imported
     assert_same(again, model)
     again.save_pretrained(tmp_path / "again")
-    assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"), model)
+    assert_same(auto.from_pretrained(tmp_path / "again", dtype=dtype), model)
+
+
+@pytest.mark.parametrize("load", [loaded, by_load_], ids=["from_pretrained", "load_"])
+def test_a_model_whose_layers_are_all_dequantised_is_saved_as_one_in_floats(tmp_path, load):
+    file(tmp_path / "gptq", "llama", "gptq", re.compile("embed_tokens"))
+    with pytest.warns(UserWarning, match="converted no layer"):
+        model = load(tmp_path / "gptq")
+    assert not hasattr(model.config, "quantization_config")
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    assert same_state(again, model)
 
 
 def test_a_loaded_models_config_has_a_config_object(tmp_path):

@@ -68,7 +68,7 @@ def test_out_is_written_and_returned():
 def test_rows_of_a_wrong_length_are_refused():
     lhs = builders.lhs(1, 3, 64, "s8")
     rhs = builders.weight_parts(2, 72, 64, 32).packed
-    with pytest.raises(ValueError, match="rhs: expected n to be a multiple of 32 for an 8-bit result, got 72"):
+    with pytest.raises(ValueError, match="rhs: expected n to be a multiple of 16 for an 8-bit result, got 72"):
         jitgemm.gemm_w4a8_int8_nt(lhs, rhs)
     with pytest.raises(TypeError, match="rhs: expected a W4Weight from pack_w4, got Tensor"):
         jitgemm.gemm_w4a8_int8_nt(lhs, torch.empty(3))

@@ -270,7 +270,7 @@ def test_without_a_gpu_the_default_device_is_the_cpu():
         ({"tp_size": 2, "tp_dim": "rows"}, ValueError, "tp_dim: expected 'n' or 'k', got 'rows'"),
         ({"tp_size": 2, "tp_dim": "G"}, ValueError, "tp_dim: expected 'n' or 'k', got 'G'"),
         ({"tp_size": 2, "tp_rank": 2, "tp_dim": "n"}, ValueError, "tp_rank, tp_size: expected 0 <= rank < size"),
-        ({"tp_size": 16, "tp_dim": "k"}, ValueError, "multiple of 32, got 256 / 16 = 16"),
+        ({"tp_size": 32, "tp_dim": "k"}, ValueError, "multiple of 16, got 256 / 32 = 8"),
         ({"config": 3}, TypeError, "config: expected a mapping, got int"),
         ({"prefix": "model.embed_tokens"}, ValueError, "layer 'model.embed_tokens' is of no format known here"),
     ],

@@ -107,6 +107,12 @@ def gptq(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def gptq_of_8_bits(q: torch.Tensor, scale: torch.Tensor, zero: int = 128) -> dict[str, torch.Tensor]:
+    zeros = torch.full_like(scale, zero, dtype=torch.int64)
+    codes = checkpoints.words(q.T.long() + zero, 0, bits=8)
+    return {"qweight": codes, "qzeros": checkpoints.words(zeros.T, 1, bits=8), "scales": scale.T}
+
+
 def awq(q: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
     order, zeros = (0, 2, 4, 6, 1, 3, 5, 7), torch.full_like(scale, 8, dtype=torch.int64)
     words = {"qweight": checkpoints.words(q.T + 8, 1, order=order), "scales": scale.T}
@@ -127,6 +133,10 @@ FORMATS = {
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}},
     ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}),
+    "gptq-int8": (
+        gptq_of_8_bits,
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2", "sym": True},
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
     "w4afp8": (w4afp8, {"quant_method": "w4afp8"}),
 }
@@ -297,6 +307,16 @@ def test_every_format_names_each_expert(form, names):
     static = {name for name in tensors if name.endswith("input_scale")}
     assert set(report.ignored) == static and (not static) == (form != "w4afp8")
     assert all("experts quantise every token" in why for why in report.ignored.values())
+
+
+def test_experts_of_8_bits_with_zero_points_are_dequantised(monkeypatch):
+    monkeypatch.setitem(FORMATS, "asymmetric", (lambda q, scale: gptq_of_8_bits(q, scale, 77), {}))
+    tensors, dense = file_of(build("qwen3"), "asymmetric")
+    model = build("qwen3", seed=1)
+    with pytest.warns(UserWarning, match="8-bit codes with zero points"):
+        report = load_(model, tensors, config=FORMATS["gptq-int8"][1] | {"sym": False})
+    assert report == [] and set(report.skipped.values()) == {"dequantised: 8-bit codes with zero points"}
+    assert same_state(model, dense)
 
 
 def test_static_scales_of_deepseek_r1_stand_under_other_names():

@@ -386,6 +386,10 @@ def test_a_model_runs_compiled_fused_and_from_its_state(both):
     assert builders.same_bits(first, second)
 
 
+def test_a_checkpoint_is_cut_through_its_groups(both):
+    both(through_groups)
+
+
 def test_what_changes_layouts_is_not_fused(both):
     skipped, _ = both(layouts_are_not_fused)
     assert "agrees with other ranks on scales" in skipped["layers.0.mlp"]
@@ -592,6 +596,21 @@ def stored(tmp_path_factory) -> str:
     model.config.quantization_config = said
     model.config.save_pretrained(folder)
     return str(folder)
+
+
+def through_groups(mesh) -> None:
+    """load_ cuts 384 / 2 columns in groups of 128."""
+    q = torch.randint(-8, 8, (64, 384), generator=builders.generator(1), dtype=torch.int8)
+    scale = torch.rand((64, 3), generator=builders.generator(2)).bfloat16()
+    model = torch.nn.ModuleDict({"down": torch.nn.Linear(384, 64, bias=False)})
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    source = {"down.weight": q, "down.weight_scale": scale}
+    with pytest.warns(UserWarning, match="inside groups of 128: scales are repeated over groups of 64"):
+        jitgemm.nn.load_(model, source, config=config, tp=mesh, tp_plan={"down": "rowwise"})
+    expected = q.float() * scale.float().repeat_interleave(128, 1)
+    assert torch.equal(model.down.weight.dequantize(), columns_of(expected, mesh.get_local_rank()))
 
 
 def near(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -111,6 +111,40 @@ def test_zeros_that_are_all_0_leave_no_offset():
     layers.assert_exactly(weight, tinygemm(q, parameters))
 
 
+@pytest.mark.parametrize("k", [64, 128])
+@pytest.mark.parametrize("group_size", [128, -1, None])
+def test_one_group_a_row_leaves_open_what_bytes_are_and_they_or_the_size_decide(group_size, k):
+    q, parameters = codes(7, 16, k), scales_and_zeros(7, 16, 1, torch.bfloat16)
+    for stored in (q.to(torch.uint8), high_first(q)):
+        tensors = {"weight": stored, "scales_and_zeros": parameters}
+        layers.assert_exactly(FORMAT.read(tensors, {"group_size": group_size}), tinygemm(q, parameters))
+
+
+@pytest.mark.parametrize("form", ["bytes, even k high", "uint8, one code each"])
+def test_bytes_that_are_all_the_same_need_the_size_that_a_models_layer_has(form):
+    q, parameters = torch.zeros((16, 64), dtype=torch.int32), scales_and_zeros(8, 16, 1, torch.bfloat16)
+    tensors = {"a.weight": FORMS[form](q), "a.scales_and_zeros": parameters}
+    with pytest.raises(ValueError, match=r'weight: expected "shape": \[n, k\] in the config, as uint8 \[16, '):
+        checkpoint.read_layer(tensors, "a", device="cpu", config={"group_size": 128})
+    told = {"group_size": 128, "shape": [16, 64]}
+    layers.assert_exactly(checkpoint.read_layer(tensors, "a", device="cpu", config=told), tinygemm(q, parameters))
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(64, 16, bias=False)})
+    assert load_(model, tensors, config={"group_size": 128}) == ["a"]
+    assert torch.equal(model["a"].weight.dequantize().double(), tinygemm(q, parameters))
+
+
+def test_a_shape_drops_the_padding_of_plain_tiles():
+    q, parameters = codes(9, 16, 256), scales_and_zeros(9, 16, 4, torch.bfloat16)
+    weight = FORMAT.read({"weight": tiles(q, 8), "scales_and_zeros": parameters}, {"shape": [16, 192]})
+    layers.assert_exactly(weight, tinygemm(q, parameters)[:, :192])
+
+
+def test_codes_of_another_size_than_was_said_are_an_error():
+    tensors = {"weight": torch.zeros((16, 32), dtype=torch.uint8), "scales_and_zeros": torch.ones(1, 16, 2)}
+    with pytest.raises(ValueError, match=r"weight: expected codes for k = 256, got uint8 \[16, 32\]"):
+        FORMAT.read(tensors, {"shape": [16, 256]})
+
+
 def test_group_size_tells_small_bytes_from_codes():
     q, parameters = codes(6, 16, 256), scales_and_zeros(6, 16, 4, torch.bfloat16)
     q[:, 0::2] = 0  # no byte is above 15
@@ -458,6 +492,9 @@ def test_other_classes_of_torchao_are_named_before_the_model_is_changed(torchao,
         with pytest.raises(ValueError, match="weight: expected one of torchao's .*Float8Tensor, got MXTensor"):
             load_(model, source)
         assert type(model["a"]) is torch.nn.Linear
+        kept = model["b"].weight.detach().clone()  # as the error says
+        assert load_(model, source, filter=lambda name, _: name != "b", allow_missing=["b.weight"]) == ["a"]
+        assert torch.equal(model["b"].weight, kept)
 
 
 def test_a_class_of_older_releases_is_named():

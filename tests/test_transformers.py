@@ -216,6 +216,13 @@ def test_what_was_saved_of_a_quantised_model_names_jitgemm_and_is_read_by_it(tmp
     assert torch.equal(logits(again.eval()), logits(model))
 
 
+def test_a_model_within_another_module_is_described_too():
+    model = llama()
+    model.config.quantization_config = {"quant_method": "gptq"}  # of the file that it was made for
+    quantize(torch.nn.ModuleDict({"inner": model}))
+    assert model.config.quantization_config == model.model.config.quantization_config == {"quant_method": "jitgemm"}
+
+
 def test_a_model_without_data_but_for_its_buffers_is_filled():
     accelerate = pytest.importorskip("accelerate")
     tensors = file_of(llama())

@@ -24,7 +24,7 @@ from vllm_layers import REAL, experts, hide, rank, show
 import jitgemm
 import jitgemm.vllm
 from jitgemm.errors import CacheMissError, CompileError
-from jitgemm.nn import W4A8Linear, load_, warmup
+from jitgemm.nn import W4A8Linear, W8A8Linear, load_, warmup
 
 jitgemm.vllm.register()
 
@@ -125,7 +125,12 @@ def stored(config: dict, n: int, k: int, seed: int = 0) -> tuple[dict[str, torch
     if method in ("gptq", "auto-round"):
         order = torch.arange(k, dtype=torch.int32) * groups // k
         qzeros = words((zeros - 1).T, 1, bits=bits)
-        return {"qweight": words(q.T.long() + middle, 0, bits=bits), "qzeros": qzeros, "scales": scale.T, "g_idx": order}, dense
+        return {
+            "qweight": words(q.T.long() + middle, 0, bits=bits),
+            "qzeros": qzeros,
+            "scales": scale.T,
+            "g_idx": order,
+        }, dense
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         codes, qzeros = (words(each.T, 1, order=order) for each in (q + 8, zeros))
@@ -516,6 +521,22 @@ def test_what_jitgemm_cannot_read_is_left_to_vllms_own_config(monkeypatch):
     assert theirs.packed_modules_mapping is config.packed_modules_mapping
 
 
+@pytest.mark.parametrize(
+    "name, change, message",
+    [("gptq", {"bits": 3}, "bits: expected .*got 3"), ("gptq", {"group_size": -5}, "group_size: .* got -5"),
+     ("gptq", {"group_size": 0}, "group_size: .* got 0"), ("awq", {"bits": 8}, "bits: expected 4, got 8"),
+     ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format: expected gptq"),
+     ("fp8", {"weight_block_size": [64, 64]}, "weight_block_size: .* got .64, 64.")],
+)  # fmt: skip
+def test_a_setting_that_no_reader_takes_is_named_before_a_layer_is_made(monkeypatch, name, change, message):
+    def none(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(configs, "get_quantization_config", none)
+    with pytest.raises(ValueError, match=f"m.a: {message}"):
+        kind(made(CONFIGS[name] | change), "m.a")
+
+
 # ---- linears ---------------------------------------------------------------------------------------------------------
 
 
@@ -656,6 +677,34 @@ def test_columns_of_blocks_that_ranks_share_rows_of_hold_the_ranks_rows(k):
         assert layer.jitgemm.activation == single.jitgemm.activation == "e4m3_block"
 
 
+@pytest.mark.parametrize(
+    "name", ["packed-channel", "packed-tensor", "gptq-channel", "fp8", "fp8-blocks", "int8-quantized"]
+)
+def test_columns_in_multiples_of_16(name):
+    tensors, dense = stored(CONFIGS[name], 64, 96)
+    places = [(0, 1)] if name == "fp8-blocks" else TWO  # 96 columns, or 48 on each rank
+    for number, size in places:
+        with rank(number, size):
+            layer = row(CONFIGS[name], 96, 64, prefix="m.down_proj")
+            load(layer, tensors)
+        assert torch.equal(dense_of(process(layer)), dense.chunk(size, 1)[number])
+    with rank():
+        layer = row(CONFIGS[name], 48, 64)
+        tensors, dense = stored(CONFIGS[name], 64, 48)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), dense)
+
+
+@pytest.mark.parametrize("order", ["in the file", "in no file"])
+def test_the_last_group_may_be_short(order):
+    q, scale, group = torch.randint(-8, 8, (64, 80)), torch.rand(64, 3).to(BF16), torch.arange(80) // 32
+    tensors = {"qweight": words(q.T + 8, 0), "qzeros": words(torch.full((3, 64), 7), 1), "scales": scale.T}
+    with rank():
+        layer = row(CONFIGS["gptq"], 80, 64)
+        load(layer, tensors | ({"g_idx": group.int()} if order == "in the file" else {}))
+    assert torch.equal(dense_of(process(layer)), dequantized(q, scale, None, group))
+
+
 def test_a_layer_computes_what_w4a8linear_does_with_bias_and_any_leading_sizes():
     tensors, _ = stored(CONFIGS["packed"], 64, 64)
     with rank():
@@ -779,6 +828,10 @@ def test_an_activation_order_that_is_not_loaded_is_an_error():
     (CONFIGS["packed"], (64, 72), "multiples of 8"),
     (CONFIGS["gptq"] | {"desc_act": True}, (64, 128), "no activation order"),
     (CONFIGS["awq"] | {"group_size": 48}, (64, 768), "group_size: expected a multiple of 32, got 48"),
+    (CONFIGS["gptq-int8"] | {"sym": False}, (64, 256), "zero points: expected none with 8-bit integers"),
+    (CONFIGS["gptq"] | {"pack_dtype": "int16"}, (64, 256), "pack_dtype: expected int32, got 'int16'"),
+    (CONFIGS["awq"] | {"backend": "llm-awq"}, (64, 256), "backend: expected autoawq, got 'llm-awq'"),
+    (CONFIGS["auto-round-fp8"] | {"fmt": "e5m2"}, (64, 256), "fmt: expected e4m3, got 'e5m2'"),
 ])  # fmt: skip
 def test_a_layer_that_cannot_be_cut_so_is_left_to_vllm_or_an_error(monkeypatch, config, sizes, reason):
     def none(name):
@@ -788,6 +841,22 @@ def test_a_layer_that_cannot_be_cut_so_is_left_to_vllm_or_an_error(monkeypatch, 
     n, k = sizes
     with rank(0, 4), pytest.raises(ValueError, match=f"m.down_proj: .*{reason}"):
         row(config, k, n, prefix="m.down_proj")
+
+
+def test_joined_layers_have_one_say_on_zero_points():
+    config = CONFIGS["gptq"] | {"dynamic": {"+:.*up_proj": {"sym": False}}}
+    with rank(), pytest.raises(ValueError, match="m.gate_proj, m.up_proj: expected one way of quantising layers"):
+        gate_up(config, 64, 64)
+
+
+@pytest.mark.parametrize("value", [0, 3, 8])
+def test_zero_points_of_a_symmetric_layer_are_not_read(value):
+    tensors, dense = stored(CONFIGS["gptq"], 64, 64)
+    tensors["qzeros"] = words(torch.full((2, 64), value), 1)
+    with rank():
+        layer = row(CONFIGS["gptq"], 64, 64)
+        load(layer, tensors)
+    assert torch.equal(dense_of(process(layer)), dense)
 
 
 @pytest.mark.parametrize("bits, activation", [(4, None), (4, "int8"), (8, "e4m3"), (8, "int8")])
@@ -944,6 +1013,136 @@ def test_a_joined_layer_that_is_loaded_again_without_a_tensor_is_an_error(name):
         process(layer)
 
 
+# ---- models that jitgemm saved ---------------------------------------------------------------------------------------
+
+SAVED = {
+    "4 bits": lambda n, k: W4A8Linear.from_linear(floats(n, k), group_size=64),
+    "zero points": lambda n, k: W4A8Linear.from_linear(
+        floats(n, k), activation="int8_affine", group_size=32, symmetric=False
+    ),
+    "groups of 128": lambda n, k: W4A8Linear.from_linear(floats(n, k), group_size=128),
+    "per channel": lambda n, k: W4A8Linear.from_linear(floats(n, k), group_size=k),
+    "static": lambda n, k: W4A8Linear(
+        W4A8Linear.from_linear(floats(n, k), group_size=64).weight, input_scale=torch.tensor([0.5])
+    ),
+    "8 bits": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="int8"),
+    "8 bits in blocks": lambda n, k: W8A8Linear.from_linear(floats(n, k), activation="e4m3_block", block=128),
+}
+
+
+def floats(n, k):
+    return torch.nn.Linear(k, n, bias=False)
+
+
+def saved(monkeypatch, layers, **more):
+    """The config of a model that holds these layers by the files' names."""
+    found = {f"{name}.{suffix}": "U8" for name, layer in layers.items() for suffix in layer.state_dict()}
+    return headers(monkeypatch, JitGemmConfig.from_config({"quant_method": "jitgemm"}), found | more)
+
+
+@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("place", [(0, 1), *TWO, (3, 4)])
+def test_a_saved_models_joined_layers_hold_the_ranks_rows_of_each(monkeypatch, kind, place):
+    """Heads of 40 rows, which begin inside of the strips that a packed weight is in; k and v are two ranks' each."""
+    torch.manual_seed(0)
+    layers = {f"m.{each}_proj": SAVED[kind](rows, 128) for each, rows in (("q", 160), ("k", 80), ("v", 80))}
+    config = saved(monkeypatch, layers)
+    config.packed_modules_mapping = FUSED
+    with rank(*place):
+        layer = QKVParallelLinear(
+            128, 40, 4, 2, bias=False, params_dtype=BF16, quant_config=config, prefix="m.qkv_proj"
+        )
+        for each, part in zip("qkv", layers.values()):
+            load(layer, part.state_dict(), each)
+    number, size = place
+    first, kv = number * 2 // size, max(1, 2 // size)
+    q, *others = (dense_of(part) for part in layers.values())
+    rows = [
+        q[160 // size * number : 160 // size * (number + 1)],
+        *(each[first * 40 : (first + kv) * 40] for each in others),
+    ]
+    module = process(layer)
+    assert torch.equal(dense_of(module), torch.cat(rows)) and not list(layer.parameters())
+    assert module.activation == layers["m.q_proj"].activation
+    assert (module.input_scale is None) == (kind != "static")
+    x = torch.randn(3, 128, dtype=BF16)
+    own = torch.cat([part(x) for part in layers.values()], 1)
+    if size == 1:
+        assert (layer.quant_method.apply(layer, x) - own).norm() <= 0.01 * own.norm()
+
+
+@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_saved_models_row_parallel_layers_hold_the_ranks_columns(monkeypatch, kind, size):
+    """Of 384 / 4 = 96 columns within groups of 128 and blocks, too."""
+    torch.manual_seed(0)
+    whole = SAVED[kind](64, 384)
+    config, parts = saved(monkeypatch, {"m.o_proj": whole}, **{"m.gate.weight": "BF16"}), []
+    for number in range(size):
+        with rank(number, size):
+            layer = row(config, 384, 64)
+            load(layer, whole.state_dict())
+            assert type(row(config, 384, 64, prefix="m.gate").quant_method) is UnquantizedLinearMethod
+        parts.append(dense_of(process(layer)))
+    assert torch.equal(torch.cat(parts, 1), dense_of(whole))
+    if size == 1:
+        x = torch.randn(3, 384, dtype=BF16)
+        assert torch.equal(layer.quant_method.apply(layer, x), whole(x))
+
+
+def test_a_saved_models_activation_order_is_kept_with_the_files_joined_rows(monkeypatch):
+    """As Phi-3's, whose file has q, k and v in one layer."""
+    torch.manual_seed(0)
+    q, order = torch.randint(-8, 8, (192, 128), dtype=torch.int8), torch.randperm(128).to(torch.int32)
+    whole = W4A8Linear(jitgemm.pack_w4(q, torch.rand(192, 2) + 0.5, group_size=64, permutation=order))
+    config = saved(monkeypatch, {"m.gate_up_proj": whole})
+    for number, size in TWO:
+        with rank(number, size):
+            layer = gate_up(config, 128, 96)
+            load(layer, whole.state_dict())
+        rows = torch.cat([dense_of(whole)[96 * part + 48 * number :][:48] for part in (0, 1)])
+        weight = process(layer).weight
+        assert torch.equal(dense_of(layer.jitgemm), rows) and torch.equal(weight.permutation, order)
+
+
+@pytest.mark.parametrize("suffix", ["blocks", "meta", "channel_scale", "activation_type"])
+def test_a_saved_layer_that_lacks_a_tensor_is_an_error(monkeypatch, suffix):
+    layers = {f"m.{each}_proj": SAVED["per channel"](64, 128) for each in ("gate", "up")}
+    config = saved(monkeypatch, layers)
+    config.packed_modules_mapping = FUSED
+    with rank():
+        layer = gate_up(config, 128, 64)
+        for part, each in enumerate(layers.values()):
+            load(layer, {name: x for name, x in each.state_dict().items() if part == 0 or name != suffix}, part)
+    with pytest.raises(ValueError, match=f"m.up_proj.{suffix}"):
+        process(layer)
+
+
+def test_what_is_not_read_of_a_saved_model_is_named(monkeypatch):
+    torch.manual_seed(0)
+    layers = {"m.gate_proj": SAVED["4 bits"](64, 128), "m.up_proj": SAVED["zero points"](64, 128)}
+    layers |= {"lm_head": SAVED["8 bits"](64, 128), "m.experts.w13": layers["m.gate_proj"]}
+    config = saved(monkeypatch, layers, **{"m.k_proj.weight": "BF16"})
+    config.packed_modules_mapping = FUSED | {"both": ["gate_proj", "k_proj"]}
+    with rank():
+        with pytest.raises(ValueError, match="m.experts: expected experts as checkpoints have them, got some that jit"):
+            experts(config, "m.experts", (2, 64, 64), 1)
+        with pytest.raises(ValueError, match="lm_head: expected its weight in floats, .* got .*blocks"):
+            config.get_quant_method(SimpleNamespace(num_embeddings=64), "lm_head")
+        with pytest.raises(ValueError, match="m.both: expected all or none .*'m.k_proj': False"):
+            kind(config, "m.both")
+        with pytest.raises(ValueError, match="expected rows in multiples of 8 and columns of 16"):
+            row(config, 40, 64, prefix="m.gate_proj")
+        layer = gate_up(config, 128, 64)
+        for part, name in enumerate(("m.gate_proj", "m.up_proj")):
+            load(layer, layers[name].state_dict(), part)
+        with pytest.raises(ValueError, match="activation: expected int8_affine, as m.up_proj was saved, got e4m3"):
+            process(layer)
+        meta = torch.nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+        with pytest.raises(ValueError, match="m.gate_proj: expected a model that jitgemm saved .* got reload_weights"):
+            layer.quant_method._keep()(meta, torch.zeros(1))
+
+
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 SHARDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -1033,6 +1232,18 @@ def test_experts_are_cut_through_their_groups(name, inter, size):
         assert torch.equal(torch.cat([each[e] for each in down], 1), dense[e, "down_proj"])
 
 
+@pytest.mark.parametrize("name", ["packed-channel", "fp8", "int8-quantized", "modelopt-channel"])
+def test_experts_of_sizes_in_multiples_of_16(name):
+    tensors, dense = expert_tensors(CONFIGS[name], 4, 48, 80)
+    with rank():
+        layer = experts(made(CONFIGS[name]), "m.mlp.experts", (4, 48, 80), 2)
+        load_experts(layer, "m.mlp.experts", tensors)
+        layer.quant_method.process_weights_after_loading(layer)
+    x, ids, weights = routed(4)
+    out, expected = applied(layer, x[:, :48], ids, weights).double(), mixture(x[:, :48], ids, weights, dense)
+    assert (out - expected).norm() < 0.06 * expected.norm()
+
+
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
 def test_experts_that_are_packed_together_hold_what_each_of_them_does(monkeypatch, at_once):
     """AWQ's experts of two ranks, of which some have zero points that make their codes signed."""
@@ -1078,7 +1289,9 @@ def test_an_expert_that_no_file_holds_is_an_error(name, suffix):
     with rank():
         layer = experts(made(CONFIGS[name]), "m.experts", (3, 64, 64), 1)
         load_experts(layer, "m.experts", tensors)
-        with pytest.raises(ValueError, match=f"w13_{suffix}: expected numbers for each .* 3 experts, .* for number 2"):
+        with pytest.raises(
+            ValueError, match=rf"w13_{suffix}\b.*: expected numbers for each .* 3 experts, .* for number 2"
+        ):
             layer.quant_method.process_weights_after_loading(layer)
 
 

@@ -21,14 +21,16 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader import get_model  # noqa: E402
 
 import jitgemm.vllm  # noqa: E402
+from jitgemm.nn import W4A8Linear, quantize_  # noqa: E402
 
 jitgemm.vllm.register()
 
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 96, "num_attention_heads": 4,
+    "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 1, "vocab_size": 96, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 64,
 }  # fmt: skip
-EXPERTS, INTER = 4, 256
+EXPERTS, INTER = 4, 384
+"""Of 640 and 384 rows and columns, a rank of two has 320 and 192: parts of groups and blocks of 128."""
 JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -103,6 +105,19 @@ def save(folder, quantization, mixture, format_of=lambda layer: None, change=dic
     return dense
 
 
+def save_packed(folder):
+    """A model that jitgemm quantised, and the weights that its layers hold."""
+    torch.manual_seed(1)
+    config = config_of(False)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    quantize_(model, group_size=128)
+    config.architectures, config.quantization_config = [type(model).__name__], {"quant_method": "jitgemm"}
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+    config.save_pretrained(folder)
+    packed = {name: m for name, m in model.named_modules() if isinstance(m, W4A8Linear)}
+    return {name: layer.weight.dequantize().double() for name, layer in packed.items()}
+
+
 def loaded(folder, **options):
     return loaded_with_config(folder, **options)[0]
 
@@ -169,6 +184,13 @@ def test_a_checkpoint_is_loaded_bit_for_bit(alone, tmp_path, name, mixture):
     quantization = CONFIGS[name] | ({"ignore": ["lm_head"]} if "config_groups" in CONFIGS[name] else {})
     dense = save(tmp_path, quantization, mixture)
     check(loaded(tmp_path), dense)
+
+
+def test_a_model_that_jitgemm_saved_is_loaded_bit_for_bit(alone, tmp_path):
+    dense = save_packed(tmp_path)
+    model = loaded(tmp_path)
+    check(model, dense)
+    assert not hasattr(model.lm_head, "jitgemm")
 
 
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
@@ -249,10 +271,16 @@ def rank_of_two(rank, folder, options):
 
 
 @pytest.mark.parametrize("split", ["llama", "qwen3-moe", "qwen3-moe-ep"])
-@pytest.mark.parametrize("name", ["packed", "fp8-blocks"])
+@pytest.mark.parametrize("name", ["packed", "wide", "fp8-blocks", "saved"])
 def test_two_ranks_hold_the_whole_between_them(tmp_path, name, split):
-    quantization = CONFIGS[name] | ({"ignore": ["lm_head"]} if "config_groups" in CONFIGS[name] else {})
-    dense = save(tmp_path, quantization, split != "llama")
+    if name == "saved":
+        if split != "llama":
+            pytest.skip("vLLM's models do not load packed experts")
+        dense = save_packed(tmp_path)
+    else:
+        quantization = scheme(size=128) if name == "wide" else CONFIGS[name]
+        quantization |= {"ignore": ["lm_head"]} if "config_groups" in quantization else {}
+        dense = save(tmp_path, quantization, split != "llama")
     options = {"enable_expert_parallel": True} if split.endswith("ep") else {}
     torch.multiprocessing.spawn(rank_of_two, (tmp_path, options), 2)
     ranks = [torch.load(tmp_path / f"rank{number}") for number in range(2)]

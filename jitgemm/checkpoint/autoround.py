@@ -1,4 +1,4 @@
-"""AutoRound's config (`quant_method: auto-round`), told in the words of GPTQ, AWQ and FP8, whose tensors its files hold.
+"""AutoRound's config (`quant_method: auto-round`), in the words of GPTQ, AWQ and FP8, whose tensors its files hold.
 
 ::
 
@@ -6,12 +6,12 @@
     auto_round:auto_gptq, auto_round:gptq    GPTQ v1, whose qzeros hold zero - 1; also where nothing is said
     auto_round:gptqmodel, auto_round         GPTQ v2, whose qzeros hold zero
     auto_round:auto_awq, auto_round:awq      AWQ gemm
-    (data_type fp, bits 8)                   weight e4m3 with weight_scale [n], or weight_scale_inv by block of group_size
+    any, with data_type fp and bits 8        weight e4m3, weight_scale [n] or [1], or weight_scale_inv by blocks
 
 Names of 2024 go on with a kernel, which says nothing of the tensors (auto_round:gptq:exllamav2, auto_round:exllamav2,
-auto_gptq:triton), and may spell autoround. `extra_config` has settings of single layers, by name or expression. Read from
-AutoRound's export_to_autoround, export_to_fp8 and inference/backend.py of August 2026, and the former of 2024. Knows no
-tensors.
+auto_gptq:triton), and may spell autoround. `extra_config` has settings of single layers, by name or expression. Read
+from AutoRound's export_to_autoround, export_to_fp8 and inference/backend.py of August 2026, and the first of 2024.
+Knows no tensors.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, An
         return config
     packing = str(config.get("packing_format") or config.get("backend") or "auto")
     extra = config.get("extra_config") or {}
+    if not isinstance(extra, Mapping) or not all(isinstance(each, Mapping) for each in extra.values()):
+        return {**config, "refusal": f"extra_config: expected settings by names of layers, got {extra!r}"}
     settings = {key: config.get(key) for key in _SETTINGS}
     settings |= next((extra[name] for name in (prefix, *extra) if name in extra and _names(name, prefix)), {})
     floats = str(settings["data_type"]).startswith("fp")

@@ -95,6 +95,8 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
         )
     if name is None:
         _implied_zero(config)
+    if size["G"] > 1:
+        check_setting(config, False, "desc_act")
     return Sizes(n, k, group_size_of(k, size["G"], setting(config, "group_size"), "scales"))
 
 

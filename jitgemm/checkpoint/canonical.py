@@ -199,11 +199,14 @@ class CanonicalWeight:
         if world == 1:
             return self
         if dim == "n":
-            rows = _part("n", self.n, rank, world)
-            bias = None if self.bias is None else self.bias[rows]
-            return replace(self, q=self.q[rows], bias=bias, **self.parameters(lambda values: values[rows]))
+            return self.rows(_part("n", self.n, rank, world))
         columns = _part("k", self.k, rank, world)
         return replace(self.columns(columns.start, columns.stop), bias=self.bias if rank == 0 else None)
+
+    def rows(self, rows: slice | torch.Tensor) -> CanonicalWeight:
+        """The layer of some of its rows, with their bias; rows: a slice or indices."""
+        bias = None if self.bias is None else self.bias[rows]
+        return replace(self, q=self.q[rows], bias=bias, **self.parameters(lambda values: values[rows]))
 
     def columns(self, start: int, stop: int) -> CanonicalWeight:
         """The layer for columns start..stop - 1 of its input, with its bias.
@@ -408,7 +411,7 @@ def check_order(weight: CanonicalWeight, expert: int) -> None:
         )
 
 
-INPUT_SCALES = ("input_scale", "activation_scale", "_weight_act_quant_scale")
+INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "_weight_act_quant_scale")
 """What formats call a layer's static activation scale."""
 INPUT_ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
 """What they call its zero point."""

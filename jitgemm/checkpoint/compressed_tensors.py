@@ -9,7 +9,7 @@
     weight_shape       [2]                     pack-quantized: n, k
     weight_scale       [n, G], [n, 1], [1]     strategy group, channel, tensor; mxfp8-quantized: e8m0 as uint8
                        [ceil(n / B), G]        strategy block: B rows and k / G columns share a scale
-    weight_zero_point  int32 [ceil(n / 8), G]  pack-quantized: zero + 8, eight along n to a word
+    weight_zero_point  int32 [ceil(n / 8), G]  pack-quantized: zero + 8, eight along n to a word; of 8 bits four
                        int8 [n, G]             int-quantized, and pack-quantized before release 0.9.4: zero
     weight_g_idx       int32 [k]               group of each column of the input; -1: columns stand in order
     input_scale        [1]                     static activations
@@ -17,7 +17,7 @@
 
     weight = (q - zero) * scale
 
-Weights of 8 bits need a config that says so, and have no zero points other than 0. Checked against compressed-tensors
+Weights of 8 bits need a config that says so. With zero points they can be dequantised alone. Checked against compressed-tensors
 0.10.2 and 0.20.0, 8 bits against the latter alone. That one no longer knows `weight_g_idx` (activation order "group" is
 gone), but files with it are many. The scheme's activations change no weight, and are the layer's business.
 Other tensors are refused, such as `weight_chan_scale`, a second scale that vLLM's first W4A8 files had. Presets
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.affine import FLOATS, INT8, check_codes, check_shape, check_single, measure, setting
-from jitgemm.checkpoint.bits import minus_8, unpack_nibbles
+from jitgemm.checkpoint.bits import minus_8, minus_128, unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import (
     CanonicalWeight,
     Dims,
@@ -139,16 +139,16 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
     else:
         groups = _groups("weight_scale", tensors["weight_scale"], n)
         size = _group_size(weights, k, groups)
-    if codes is not None:
-        if weights.get("symmetric") is False:
-            raise ValueError("weights: expected symmetric: true with num_bits 8, got false")
-    elif "weight_zero_point" in tensors:
+    per_word = 8 if codes is None else 4
+    if codes == _E4M3 and weights.get("symmetric") is False:
+        raise ValueError("weights: expected symmetric: true with type 'float', got false")
+    if "weight_zero_point" in tensors:
         zero = tensors["weight_zero_point"]
-        if zero.dtype not in (torch.int32, torch.int8):
+        if zero.dtype not in (torch.int32, torch.int8) and codes != _E4M3:
             raise ValueError(f"weight_zero_point: expected int32, packed, or int8, got {describe(zero)}")
-        if zero.dtype == torch.int32 and tuple(zero.shape) != (ceil_div(n, 8), groups):
+        if zero.dtype == torch.int32 and tuple(zero.shape) != (ceil_div(n, per_word), groups):
             raise ValueError(
-                f"weight_zero_point: expected int32 [{ceil_div(n, 8)}, {groups}], packed along n, got "
+                f"weight_zero_point: expected int32 [{ceil_div(n, per_word)}, {groups}], packed along n, got "
                 f"{list(zero.shape)}"
             )
         if zero.dtype == torch.int8 and _groups("weight_zero_point", zero, n) != groups:
@@ -163,7 +163,7 @@ def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Size
         )
     if "input_scale" in tensors:
         check_single("input_scale", tensors["input_scale"])
-    return Sizes(n, k, size, codes)
+    return Sizes(n, k, size, codes, zeros=codes is not None and weights.get("symmetric") is False)
 
 
 def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
@@ -181,7 +181,7 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
     if scale.dtype in _BYTES:
         scale = scale.view(torch.float8_e8m0fnu).float()
     return CanonicalWeight(
-        q=q if zero is None else (q + 8).view(torch.uint8),
+        q=q if zero is None else q.view(torch.uint8) + (8 if sizes.codes is None else 128),  # which wraps
         scale=_by_row(scale, weights, sizes.n),
         zero=zero,
         group_size=sizes.group_size,
@@ -277,19 +277,21 @@ def _group_size(weights: Mapping[str, Any], k: int, groups: int) -> int:
 
 
 def _zero_point(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any], sizes: Sizes) -> torch.Tensor | None:
-    """uint8 [n, G], 0..15, or None."""
+    """[n, G] on the scale of codes from 0, or None."""
     if "weight_zero_point" not in tensors:
         return None
     zero, n = tensors["weight_zero_point"], sizes.n
-    if sizes.codes is not None:
-        if zero.dtype == torch.int32 or bool(zero.float().any()):
-            raise ValueError("weight_zero_point: expected zeros with num_bits 8, got others, or packed ones")
+    if zero.dtype == torch.int32:
+        zero = minus_8(unpack_nibbles(zero, 0)) if sizes.codes is None else minus_128(unpack_bytes(zero, 0))
+        zero = zero[:n]
+    else:
+        zero = _by_row(zero, {}, n)
+    if not bool(zero.float().any()):
         return None
-    zero = minus_8(unpack_nibbles(zero, 0))[:n] if zero.dtype == torch.int32 else _by_row(zero, {}, n)
-    if not bool(zero.any()):
-        return None
-    if weights.get("symmetric"):
+    if weights.get("symmetric", sizes.codes is not None):  # with 8 bits there is a config, and true is the default
         raise ValueError("weight_zero_point: expected zeros, as the config says symmetric: true; got others")
+    if sizes.codes is not None:
+        return zero.to(torch.int16) + 128
     check_codes("weight_zero_point", zero, -8, 7)
     return (zero + 8).view(torch.uint8)
 
@@ -466,7 +468,7 @@ def _dims(headers: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     if weights.get("strategy") == "block":
         dims["weight_scale"] = f"n / {_block(weights)[0]}", "G"
     if "weight_zero_point" in headers and headers["weight_zero_point"].dtype == torch.int32:
-        dims["weight_zero_point"] = "n / 8", "G"
+        dims["weight_zero_point"] = f"n / {8 if codes is None else 4}", "G"
     return dims
 
 

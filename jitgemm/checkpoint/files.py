@@ -96,7 +96,9 @@ class Checkpoint:
             for name, tensor in source.items():
                 if not isinstance(tensor, torch.Tensor):
                     raise TypeError(f"source: expected tensors, got {type(tensor).__name__} for {name!r}")
-            self._found, self._said = _flattened(source)
+            self._found = source
+            if any(map(_subclass, source.values())):
+                self._found, self._said = _flattened(source)
         elif isinstance(source, list) and source:
             files = [Path(file) for file in source]
             if [file.name for file in files] == [_SINGLE]:  # what transformers takes of a folder

@@ -52,10 +52,13 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
         otherwise = compressed_tensors.stored_otherwise(config, names)
         if otherwise is not None:
             raise ValueError(f"format: {otherwise}; {layer} has {listed}")
-        method = (config or {}).get("quant_method")
+        refusal = (autoround.translated(config, prefix) or {}).get("refusal")
+        if refusal is not None:
+            raise ValueError(refusal)
+        methods = [f"{key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if (config or {}).get(key)]
         raise ValueError(
             f"format: {layer} is of no format known here ({', '.join(f.name for f in FORMATS)}); it has "
-            f"{listed or 'no tensors'}" + (f", and quant_method is {method!r}" if method else "")
+            f"{listed or 'no tensors'}" + "".join(f", and {method}" for method in methods)
         )
     raise ValueError(
         f"format: {layer} fits {' and '.join(f.name for f in found)}: say which with format=...; it has {listed}"

@@ -9,9 +9,9 @@
 
     weight = (q - zero) * scale
 
-Of 8 bits the same with codes 0..255, four to a word, the low byte first. With sym: true each zero is 8 (128) by
-definition, and nobody's kernels read qzeros: Marlin and Machete take q - 8, and files whose qzeros hold v2's zeros under
-v1's name, or none of either, are in use. Without sym in the config the zeros decide.
+8 bits: codes 0..255, four to a word, the low byte first. With sym: true each zero is 8 (128) by definition: Marlin and
+Machete take q - 8 and never read qzeros, so that files with v2's zeros under v1's name, or with any others, are in use.
+Without sym in the config the zeros decide.
 
 Read from GPTQModel 7.7.0 (qlinear/torch.py, utils/model.py, quantization/config.py), vLLM's q_gemm.cu and AutoGPTQ's
 old CUDA class. A config without checkpoint_format is v1. Sources disagree on what a 15 in v1's qzeros is:
@@ -20,7 +20,7 @@ old CUDA class. A config without checkpoint_format is v1. Sources disagree on wh
 - GPTQModel (meta.quantizer names it) writes v1 by subtracting 0x11111111 from whole words, borrowing from the next
   nibble, and adds it back to whole words when it reads. Its files are read the same way here, which gives back 0..15.
 
-`rotation` leaves weights as they are, but mlp.down_proj's input needs a Hadamard transform at run time: refused for it.
+`rotation` leaves weights as they are, but mlp.down_proj's input needs a Hadamard transform at run time: an error there.
 Knows no files: tensors and config come from the caller.
 """
 
@@ -147,10 +147,17 @@ def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any
         return config
     if config.get("rotation") and prefix.endswith("mlp.down_proj"):
         return {**config, "refusal": f"rotation: expected none for {prefix!r}, whose input it transforms at run time"}
-    for pattern, overrides in (config.get("dynamic") or {}).items():
-        if re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix):
-            if pattern.startswith("-:"):
-                return {**config, "refusal": f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it"}
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        return {**config, "refusal": f"dynamic: expected settings by expressions, got {dynamic!r}"}
+    for pattern, overrides in dynamic.items():
+        try:
+            found = re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix)
+        except re.error as error:
+            return {**config, "refusal": f"dynamic: expected regular expressions, got {pattern!r} ({error})"}
+        if found and pattern.startswith("-:"):
+            return {**config, "refusal": f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it"}
+        if found:
             return {**config, **overrides}
     return config
 

@@ -165,7 +165,7 @@ def layer_header(
 
     Args:
         k: columns of the weight as the model has it, None where no model is known: for formats whose tensors leave
-            open whether a byte is one code or two.
+            open whether a byte is one code or two, which find it as in_features in their config.
 
     Raises:
         ValueError: there is no such layer, or headers and config show that it cannot be read.

@@ -34,8 +34,8 @@ The op's output: lane t of a warp holds what mma.m16n8k16 wants of B from it, fo
 
 Read from PyTorch's int4mm.cu and torchao 0.18. What shapes cannot tell:
 
-- uint8 [n, k / 2] and [n, k] both fit most scales. The size of the model's layer or the config's shape decides, else the
-  config's group_size; else a value above 15 means packed, and bytes that are all the same need the shape.
+- uint8 [n, k / 2] and [n, k] both fit most scales. The size of the model's layer or the config's shape decides, else
+  the config's group_size; else a value above 15 means packed, and bytes that are all the same need the shape.
 - `_convert_weight_to_int4pack_for_cpu` also gives uint8 [n, k / 2], in an order that depends on the CPU: not to be
   given here. Nor ROCm's output, whose tiles have 16 rows of n under the shape of NVIDIA's.
 - Int4TilePackedTo4dTensor pads k to a multiple of 1024 and n to 8 or 16. The metadata says the shape: the padding is
@@ -194,7 +194,8 @@ def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None)
     if "scales_and_zeros" in tensors:
         name, group_size = _codes_name(tensors), setting(config, "group_size", "groupsize")
         k = setting(config, "shape", default=(None, setting(config, "in_features")))[1]
-        return read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], group_size, k)
+        tiled = read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], group_size, k)
+        return _without_padding(tiled, setting(config, "shape"))
     kind, qdata = _kind(tensors, config), tensors[_FLAT + "qdata"]
     if kind in _EIGHT:
         return _read_eight(tensors, sizes)
@@ -230,11 +231,11 @@ def read_tinygemm(
         name: the tensor that codes are, for messages.
         scales_and_zeros: [G, n, 2].
         group_size: None where only the shapes say.
-        k: None where only the shapes say.
+        k: of bytes; None where only the shapes say.
     """
     groups = scales_and_zeros.shape[0]
     q = _codes(name, codes, groups, group_size, k)
-    if k is not None and q.shape[1] != k:
+    if k is not None and codes.dtype == torch.uint8 and q.shape[1] != k:
         raise ValueError(f"{name}: expected codes for k = {k}, got {describe(codes)}")
     check_shape("scales_and_zeros", scales_and_zeros, groups, q.shape[0], 2)
     scale, zero = (scales_and_zeros[..., i].T.contiguous() for i in (0, 1))

@@ -37,14 +37,9 @@ def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -
     if weight is None or weight.dtype not in BYTES or len(weight.shape) != 2:
         return False
     scale = names.get("weight_scale_inv")
-    if (
-        scale is not None
-    ):  # int8 in blocks of n and k has such a scale too, with fewer rows, or as many in blocks of one
-        return (
-            (config or {}).get("quant_method") not in INT8_METHODS
-            and len(scale.shape) == 2
-            and scale.shape[0] == weight.shape[0]
-        )
+    if scale is not None:  # int8 in blocks of n and k has such a scale too, with fewer rows, or a config that says so
+        int8 = (config or {}).get("quant_method") in INT8_METHODS
+        return not int8 and len(scale.shape) == 2 and scale.shape[0] == weight.shape[0]
     return _is_modelopt(names)
 
 

@@ -11,6 +11,7 @@ from jitgemm.activations.arguments import check_out
 from jitgemm.activations.call import quantize_activations
 from jitgemm.gemm.arguments import POINTERS, X, X_SCALE, X_ZERO, Lhs, Operands, check_weight, split_lhs
 from jitgemm.gemm.call import gemm_w4a8_nt
+from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.runtime.checks import Pointer, check_call
 from jitgemm.tensors import check_tensor
 from jitgemm.weight.packed import W4Weight
@@ -41,7 +42,7 @@ def gemm_w4a8_int8_nt(
     split m, which changes no bit with batch_invariant.
 
     Args:
-        lhs, rhs, bias, batch_invariant: as `gemm_w4a8_nt` takes them; rhs has n, a multiple of 32.
+        lhs, rhs, bias, batch_invariant: as `gemm_w4a8_nt` takes them; rhs has n, a multiple of 16.
         affine: with a zero point per token, else symmetric.
         scale, zero: fp32 and, if affine, int32 of one element each, to quantise with; None takes them from each token's
             results.
@@ -58,8 +59,8 @@ def gemm_w4a8_int8_nt(
     x, x_scale, x_zero = split_lhs(lhs)
     if x.dim() != 2:
         raise ValueError(f"{X}: expected shape [m, k], got {list(x.shape)}")
-    if check_weight(rhs, W4Weight).n % 32:
-        raise ValueError(f"rhs: expected n to be a multiple of 32 for an 8-bit result, got {rhs.n}")
+    if check_weight(rhs, W4Weight).n % K_ALIGNMENT:
+        raise ValueError(f"rhs: expected n to be a multiple of {K_ALIGNMENT} for an 8-bit result, got {rhs.n}")
     result = torch.empty((x.shape[0], rhs.n), dtype=torch.float32, device=x.device)
     if out is not None:
         rows = check_out(out, result, torch.int8, affine, False)

@@ -46,12 +46,16 @@ def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: t
             row_sum = row_sums(PackedWeight(blocks, weight.channel_scale, None, n, k, fmt))
         part = type(weight)(blocks, weight.channel_scale, n, k, fmt.group_size or k, fmt, row_sum=row_sum)
     else:
-        q, scale, zero = weight.unpack()
-        permutation, offset = weight.permutation, weight.unpack_offset()
-        whole = CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, bits=weight.bits)
-        part = whole.shard(dim, rank, world).pack(lhs_dtype)
+        part = unpacked(weight).shard(dim, rank, world).pack(lhs_dtype)
     part.named(weight.layer)
     return part
+
+
+def unpacked(weight: Weight) -> CanonicalWeight:
+    """The layer of a dense weight before packing, bit for bit."""
+    q, scale, zero = weight.unpack()
+    offset, permutation = weight.unpack_offset(), weight.permutation
+    return CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, bits=weight.bits)
 
 
 def _between_records(weight: Weight, world: int) -> bool:

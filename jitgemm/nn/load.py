@@ -55,8 +55,9 @@ def load_(
     that was quantised here.
 
     A quantised layer that no packed one can stand for (see `quantize_`), that the filter leaves out, whose n is no
-    multiple of 8 or whose k is none of 16, stays what it is and gets the dequantised weight; so do quantised modules of
-    other classes with a parameter `weight` of two dimensions, such as embeddings, routers and transformers' Conv1D.
+    multiple of 8, whose k is none of 16 or whose 8-bit codes have zero points, stays what it is and gets the dequantised
+    weight; so do quantised modules of other classes with a parameter `weight` of two dimensions, such as embeddings,
+    routers and transformers' Conv1D.
 
     Two names of one tied tensor that differ in the file are untied in the model.
 
@@ -165,8 +166,7 @@ def _carry_out(plan: Plan, target: torch.device | None, division: Division | Non
     for name in plan.computed:  # whatever it holds, as every other tensor
         model._init_weights(model.get_submodule(name.rpartition(".")[0]))
     fill(plan, plan.tensors, lambda name, tensor: target or _device(tensor))
-    if plan.layers:
-        describe_to_transformers(model, bool(tied or plan.untied))
+    describe_to_transformers(model, bool(tied or plan.untied))
     if target is not None:
         model.to(target)
     if division is not None:

@@ -13,7 +13,7 @@ from jitgemm.checkpoint.compressed_tensors import online_transform, stored_other
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.choose import PACKED, Filter, Replaceable
 from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.read import OF_CACHE, Layer, has_zeros, is_quantised, layer_of, packable, without_bias, zero_bias
+from jitgemm.nn.read import OF_CACHE, ZEROS, Layer, has_zeros, is_quantised, layer_of, packable, without_bias, zero_bias
 from jitgemm.nn.read_experts import Experts, Stacked, check_packable, experts_of
 from jitgemm.nn.report import some
 from jitgemm.nn.stacked import BIASES, PARAMETERS, Form, form_of
@@ -154,7 +154,7 @@ class Plan:
         else:
             if chosen:
                 reason = "n is no multiple of 8, k none of 16 or the group size none of 32"
-                reason = "8-bit codes with zero points" if has_zeros(layer) else reason
+                reason = ZEROS if has_zeros(layer) else reason
             self.skipped[name] = f"dequantised: {reason}" if reason else LEFT_OUT
             self.dense[prefix] = layer
 
@@ -179,8 +179,8 @@ class Plan:
         else:
             if experts.quantised:
                 sizes = "hidden or intermediate size is no multiple of 16, or the group size none of 32"
-                zeros = any(has_zeros(layer) for p in experts.projections for layer in p.layers[0])
-                why = f"dequantised: {'8-bit codes with zero points' if zeros else sizes}"
+                zeros = any(has_zeros(layer) for p in experts.projections for each in p.layers for layer in each)
+                why = f"dequantised: {ZEROS if zeros else sizes}"
                 self.skipped[name] = why if chosen else LEFT_OUT
             for part, (parameter, bias) in enumerate(zip(PARAMETERS, BIASES)):
                 self.stacked[f"{name}.{parameter}"] = Stacked(experts, form.gate.order, part, False)
@@ -326,9 +326,8 @@ class Plan:
             told = told or ["quantised layers"]
             yield f"the config says {', '.join(told)}, and no layer of the file is of a format that is read here"
         left = {name: next((each for each in _parents(name) if each in self.left), None) for name in missing}
-        yield from [f"{prefix}: {self.left[prefix]}" for prefix in dict.fromkeys(left.values()) if prefix is not None][
-            :3
-        ]
+        for prefix in [prefix for prefix in dict.fromkeys(left.values()) if prefix is not None][:3]:
+            yield f"{prefix}: {self.left[prefix]}"
         missing = [name for name, prefix in left.items() if prefix is None]
         packed = next((name for name in missing if name + "_blocks" in self.checkpoint), None)
         stacked = next((name for name in missing if "experts" in name and state[name].dim() == 3), None)
@@ -413,9 +412,15 @@ class Plan:
             return None
         if child in _OF_QUANTISED:
             return "of a quantised layer, where the file has the weight in floats"
-        if child == "bias" and any(prefix == each for each, _ in self.model.named_modules(remove_duplicate=False)):
-            return zero_bias(self.checkpoint, name)
-        return None
+        return zero_bias(self.checkpoint, name) if child == "bias" and _has(self.model, prefix) else None
+
+
+def _has(model: torch.nn.Module, name: str) -> bool:
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
 
 
 def _transposes(module: torch.nn.Module) -> bool:

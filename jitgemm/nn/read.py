@@ -31,6 +31,7 @@ BLOCK = "_block"
 _OWN = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
 """The kind of activations that 8-bit codes meet where nothing else is said."""
 ZERO_BIAS = "a bias of zeros, where the model has none"
+ZEROS = "8-bit codes with zero points"
 OF_CACHE = "scale of the KV cache or attention, not quantised here"
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
@@ -141,8 +142,8 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
     scale = next((suffix for suffix in INPUT_SCALES if suffix in names), None)
     why = "where the config says none or dynamic" if activation is None else "replaced by activation=..."
     if "input_activations" not in scheme:  # a format that says little: its static scales are those of e4m3
-        scheme_says = None if own is None else scheme.get("activation_scheme")
-        said, static = own or "e4m3", scheme_says == "static" or (scale is not None and scheme_says is None)
+        named = None if own is None else scheme.get("activation_scheme")
+        said, static = own or "e4m3", str(named).lower() == "static" or (scale is not None and named is None)
         if own is not None and header.sizes.blocks and not static:  # as DeepSeek and its engines do
             said += BLOCK
     if static and scale is None and activation in (None, said):

@@ -62,19 +62,25 @@ def put_layers(
 
 
 def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
-    """Says in a transformers model's config that its weights are packed, and whether embeddings are no longer tied.
+    """Says in a transformers model's config whether weights are packed, and whether embeddings are no longer tied.
 
-    The caller's config may serve other models: the model gets a copy.
+    The caller's config may serve other models: the model gets a copy. What the config says of the checkpoint that was
+    read is no longer true of the model.
     """
     copies: dict[int, Any] = {}
-    for module in model.modules():
+    models: dict[str, Any] = {}  # the outermost modules with a config
+    for name, module in model.named_modules():
         config = vars(module).get("config")
         if not hasattr(config, "to_dict"):
             continue
         module.config = copy.deepcopy(config, copies)
         if untied and getattr(config, "tie_word_embeddings", False):
             module.config.tie_word_embeddings = False
-        if module is model:
+        vars(module.config).pop("quantization_config", None)
+        if not name.startswith(tuple(models)):
+            models[f"{name}." if name else ""] = module
+    for module in models.values():
+        if any(isinstance(part, (PackedLinear, PackedExperts)) for part in module.modules()):
             module.config.quantization_config = dict(SAVED)
 
 

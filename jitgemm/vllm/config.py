@@ -24,7 +24,7 @@ from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.nn.choose import ROUTERS
 from jitgemm.nn.read import check_activation
-from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
+from jitgemm.vllm.layouts import Layout, Unsupported, check_readable, floats, layout_of
 from jitgemm.vllm.warm import Warmer
 
 NAME = "jitgemm"
@@ -72,6 +72,7 @@ class JitGemmConfig(QuantizationConfig):
         self._theirs: QuantizationConfig | None = None
         self._mappers: list[Any] = []
         self._model: tuple[Any, ...] = ("",)
+        self.saved = False  # whether the files hold layers that jitgemm packed
         self._headers: dict[str, dict[str, str]] = {}  # {layer: {suffix: safetensors' dtype}}
         self._in_file: dict[str, str] = {}  # what the files call the layers that vLLM renames
 
@@ -152,6 +153,7 @@ class JitGemmConfig(QuantizationConfig):
                 continue  # such as __metadata__
             self._headers.setdefault(layer, {})[suffix] = str(info.get("dtype"))
         self._in_file = {layer: layer for layer in self._headers}
+        self.saved = any(_packed(found) for found in self._headers.values())
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self._mappers.append(hf_to_vllm_mapper)
@@ -185,10 +187,12 @@ class JitGemmConfig(QuantizationConfig):
 
         from jitgemm.vllm.experts import JitGemmMoEMethod
         from jitgemm.vllm.linear import JitGemmHeadMethod, JitGemmLinearMethod
+        from jitgemm.vllm.saved import JitGemmSavedMethod
 
         if hasattr(layer, "num_embeddings"):  # which stays in its type, but for
             name = self._names(prefix)[0]
-            if self.checkpoint is not None and name in self._headers and self._quantised(name, layer):
+            given = self.saved or self.checkpoint is not None
+            if given and name in self._headers and self._quantised(name, layer):
                 return self._checkpoints_head(layer, prefix, self._headers[name])
             head = self.options["lm_head"] is not None and type(layer).__name__ == "ParallelLMHead"
             return JitGemmHeadMethod(self, layer) if head else None
@@ -196,6 +200,11 @@ class JitGemmConfig(QuantizationConfig):
             theirs = self._checkpoints_own()
             return None if theirs is None else theirs.get_quant_method(layer, prefix)
         experts = isinstance(layer, RoutedExperts)
+        if experts and any(_packed(self._headers[name]) for name in self._below(prefix).values()):
+            raise ValueError(
+                f"{prefix}: expected experts as checkpoints have them, got some that jitgemm packed, whose tensors "
+                "vLLM's models do not load; serve the checkpoint that they were made from"
+            )
 
         def unquantised() -> QuantizeMethodBase:
             return UnquantizedFusedMoEMethod(layer.moe_config) if experts else UnquantizedLinearMethod()
@@ -209,11 +218,12 @@ class JitGemmConfig(QuantizationConfig):
         if not quantised[names[0]]:
             return unquantised()
         try:
-            make: Any = JitGemmMoEMethod if experts else JitGemmLinearMethod
+            linear = JitGemmSavedMethod if self.saved else JitGemmLinearMethod
+            make: Any = JitGemmMoEMethod if experts else linear
             return make.of(self, layer, names)
         except Unsupported as reason:
             theirs = self._checkpoints_own()
-            if theirs is None and self.checkpoint is not None:
+            if theirs is None and (self.saved or self.checkpoint is not None):
                 raise ValueError(f"{prefix}: {reason}") from reason
             logger.warning_once("jitgemm: vLLM's own kernels serve layers such as %s: %s", prefix, str(reason))
             return unquantised() if theirs is None else theirs.get_quant_method(layer, prefix)
@@ -244,6 +254,15 @@ class JitGemmConfig(QuantizationConfig):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
         return found[0][0]
 
+    def check_readable(self, layout: Layout, names: Iterable[str], k: int) -> None:
+        """Raises Unsupported for layers of k columns of which a setting is not one that jitgemm reads."""
+        for name in names if self.checkpoint is not None else ():
+            check_readable(layout, self.config_of(name), k)
+
+    def suffixes(self, names: Iterable[str]) -> list[str]:
+        """What the files hold of layers but for their biases, which vLLM loads."""
+        return sorted({suffix for name in names for suffix in self._headers[name]} - {"bias"})
+
     def activation(self, layout: Layout) -> str | None:
         """What the user wants a layer's input quantised to, if its weight can meet it; None: as the checkpoint says."""
         wanted = self.options["activation"]
@@ -266,11 +285,14 @@ class JitGemmConfig(QuantizationConfig):
         found = [name for vllms, name in self._in_file.items() if vllms.startswith(start)]
         return found or [start + name for name in ("gate_proj", "up_proj", "down_proj")]
 
+    def _below(self, prefix: str) -> dict[str, str]:
+        """{its name behind the prefix: what the files call it} of each layer below one of vLLM's experts."""
+        start = prefix.removesuffix(".routed_experts") + "."
+        return {vllms[len(start) :]: name for vllms, name in self._in_file.items() if vllms.startswith(start)}
+
     def _in_all_experts(self, prefix: str) -> list[str]:
         """What the files call the layers of all experts; none where no header is known."""
-        start = prefix.removesuffix(".routed_experts") + "."
-        found = ((vllms[len(start) :], name) for vllms, name in self._in_file.items() if vllms.startswith(start))
-        return [name for rest, name in found if rest.partition(".")[0].isdigit()]
+        return [name for rest, name in self._below(prefix).items() if rest.partition(".")[0].isdigit()]
 
     def _checkpoints_head(self, layer: torch.nn.Module, prefix: str, found: Mapping[str, str]) -> QuantizeMethodBase:
         """vLLM's own method of an output layer or an embedding that the checkpoint has quantised."""
@@ -289,6 +311,8 @@ class JitGemmConfig(QuantizationConfig):
         Args:
             prefix: what vLLM calls it, by which a user may leave it out, too.
         """
+        if self.saved:
+            return _packed(self._headers.get(name, ()))
         if self.checkpoint is None:
             sizes = getattr(layer, "output_size", 0), getattr(layer, "input_size", 0)
             router = set(name.split(".")[-2:]) & set(ROUTERS) and sizes[0] < sizes[1]
@@ -325,6 +349,11 @@ class JitGemmConfig(QuantizationConfig):
         if self._theirs is not None:
             self._theirs.packed_modules_mapping = self.packed_modules_mapping
         return self._theirs
+
+
+def _packed(suffixes: Iterable[str]) -> bool:
+    """Whether these are the tensors of a layer that jitgemm packed."""
+    return {"blocks", "meta"} <= set(suffixes)
 
 
 def _check_rules(key: str, rules: Any) -> None:

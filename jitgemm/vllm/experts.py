@@ -93,6 +93,8 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         whole = moe.intermediate_size
         layout = layout.cut([inter, inter], 2 * whole, hidden, hidden)
         layout = layout.cut([hidden], hidden, inter, whole)
+        for k in (hidden, whole):
+            config.check_readable(layout, names, k)
         if moe.has_bias:
             raise Unsupported("expected experts without biases, got some with")
         return cls(config, moe, names, layout)

@@ -13,14 +13,15 @@ What the codes mean is the business of `jitgemm.checkpoint`, which reads what vL
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.checkpoint import awq, gptq
+from jitgemm.checkpoint import awq, formats, gptq
 from jitgemm.checkpoint.affine import setting
+from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 E4M3 = torch.float8_e4m3fn
@@ -99,7 +100,8 @@ class Layout:
 
     def sizes(self, n: int, k: int, parts: int = 1) -> dict[str, int]:
         """The number behind each word."""
-        return {"n": n, "k": k, "G": ceil_div(k, self.group_size or k), "parts": parts}
+        group = self.group_size or k
+        return {"n": n, "k": k, "G": ceil_div(k, group), "group": group, "parts": parts}
 
     @property
     def needed(self) -> list[str]:
@@ -179,6 +181,20 @@ def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str)
     return _METHODS[method](config, k, scale)
 
 
+def check_readable(layout: Layout, config: Mapping[str, Any], k: int) -> None:
+    """Raises Unsupported for a layer of k columns that the format's reader cannot read, by its config and layout."""
+    sizes = layout.sizes(BLOCK, k)  # of any number of rows
+    headers = {
+        name: TensorInfo(layout.tensors[name].shape(sizes), layout.tensors[name].dtype) for name in layout.needed
+    }
+    try:
+        found = formats.by_name(layout.format or "").sizes(headers, layout.config_of(config))
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+    if getattr(found, "zeros", False):
+        raise Unsupported("zero points: expected none with 8-bit integers, got some")
+
+
 def _compressed_tensors(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
     weights, format = config.get("weights") or {}, config.get("format")
     kind = bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
@@ -211,35 +227,24 @@ def _compressed_tensors(config: Mapping[str, Any], k: int, scale: torch.dtype) -
 
 
 def _gptq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    _checked(gptq.check_config, config)
     words = gptq.layout(config)
     tensors, group_size = _words(config, k, scale, words, "group_size")
     tensors["g_idx"] = TensorLayout(torch.int32, ("k",))
-    codes = "int8" if words != gptq.layout({}) else ""
-    if codes and config.get("sym") is not True:
-        raise Unsupported(f"sym: expected true with 8 bits, which have no zero points, got {config.get('sym')}")
     ordered = bool(config.get("desc_act") and group_size)
+    codes = "int8" if words != gptq.layout({}) else ""
     return Layout("gptq", tensors, group_size, _scheme(group_size), codes, ordered)
 
 
 def _awq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    if _checked(awq.check_config, config) == "gemv":
+    if str(setting(config, "version", "format", default="gemm")).lower() == "gemv":
         raise Unsupported("version: expected gemm, got 'gemv'")
     tensors, group_size = _words(config, k, scale, awq.LAYOUT_GEMM, "group_size", "q_group_size")
     return Layout("awq", tensors, group_size, _scheme(group_size))
 
 
-def _checked(check: Callable[[Mapping[str, Any]], str], config: Mapping[str, Any]) -> str:
-    """What the reader makes of a config. Raises Unsupported for one that it cannot read."""
-    try:
-        return check(config)
-    except ValueError as error:
-        raise Unsupported(str(error)) from error
-
-
 def _words(
-    config: Any, k: int, scale: torch.dtype, words: Mapping[str, tuple[Any, ...]], *names: str
-) -> tuple[dict[str, Any], int]:
+    config: Mapping[str, Any], k: int, scale: torch.dtype, words: Mapping[str, tuple[Any, ...]], *names: str
+) -> tuple[dict[str, TensorLayout], int]:
     """What GPTQ and AWQ have in common: (tensors, group size)."""
     size = setting(config, *names, default=-1)
     group_size = size if 0 < size < k else 0

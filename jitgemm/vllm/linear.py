@@ -151,7 +151,7 @@ def unloaded(name: str, layout: TensorLayout, sizes: Mapping[str, int]) -> torch
     if name == "input_scale":
         return torch.full(layout.shape(sizes), torch.nan, dtype=layout.dtype)
     if name.endswith("g_idx"):
-        return (torch.arange(sizes["k"]) * sizes["G"] // sizes["k"]).to(layout.dtype)
+        return (torch.arange(sizes["k"]) // sizes["group"]).to(layout.dtype)
     return torch.empty(layout.shape(sizes), dtype=layout.dtype)
 
 
@@ -193,8 +193,7 @@ def fill_missing(params: Mapping[str, Any], layout: Layout, widths: Sequence[int
         elif suffix == "input_scale":
             param.data[sorted({*range(len(param))} - found)] = torch.nan
         elif suffix.endswith("g_idx") and not found:
-            k = len(param)
-            param.data.copy_(unloaded(suffix, tensor, {"k": k, "G": ceil_div(k, layout.group_size or k)}))
+            param.data.copy_(unloaded(suffix, tensor, layout.sizes(0, len(param))))
         elif (rows := tensor.rows(widths)) is not None:
             for part in missing:
                 param.data.split(rows[1], rows[0])[part].zero_()
@@ -242,7 +241,9 @@ class JitGemmLinearMethod(LinearMethodBase):
         """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         k = getattr(layer, "input_size_per_partition", layer.input_size)
         layout = config.layout(names, layer.input_size, layer.params_dtype)
-        return cls(config, names, layout.cut(layer.output_partition_sizes, layer.output_size, k, layer.input_size))
+        layout = layout.cut(layer.output_partition_sizes, layer.output_size, k, layer.input_size)
+        config.check_readable(layout, names, layer.input_size)
+        return cls(config, names, layout)
 
     def create_weights(
         self,
@@ -275,8 +276,10 @@ class JitGemmLinearMethod(LinearMethodBase):
             return
         widths = getattr(layer, "output_partition_sizes", ())
         self._check_written(params, widths)
-        tensors = taken(layer, params)
-        module = self._packed(tensors, widths)
+        self.install(layer, self._packed(taken(layer, params), widths))
+
+    def install(self, layer: torch.nn.Module, module: PackedLinear) -> None:
+        """Gives a layer its packed weight."""
         module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         put(layer, module)
         # Where vLLM's LoRA looks for a layer's device, and MLA for the type of its input; equal to no other weight.
@@ -306,10 +309,11 @@ class JitGemmLinearMethod(LinearMethodBase):
         layer = layer_of(checkpoint, self.names[0], activation, self.layout.format)
         columns = None if self.touched is None else self.touched.own
         parts = read(checkpoint, layer, next(iter(found.values())).device, columns=columns)
-        if self.names[0].rpartition(".")[2] == "kv_b_proj":
-            # vLLM's MLA takes the weight from the product with an identity, which no static scale gives exactly.
-            parts = parts._replace(input_scale=None)
-        return LINEARS[layer.bits](**parts._asdict())
+        return LINEARS[layer.bits](**parts._replace(input_scale=self.static(parts.input_scale))._asdict())
+
+    def static(self, input_scale: torch.Tensor | None) -> torch.Tensor | None:
+        """The static scale, but of kv_b_proj: vLLM's MLA takes its weight from the product with an identity."""
+        return None if self.names[0].rpartition(".")[2] == "kv_b_proj" else input_scale
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         module = getattr(layer, CHILD)

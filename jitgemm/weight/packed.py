@@ -546,6 +546,12 @@ class Weight:
         """Tells a meta tensor of this class from some other int64 tensor."""
         return 0x4A57305634 + (cls.bits << 16)
 
+    @staticmethod
+    def sizes_of(meta: torch.Tensor) -> tuple[int, int]:
+        """(n, k) of the weight whose state dict has this `meta`."""
+        fields = dict(zip(_META_FIELDS, meta.tolist()))
+        return fields["n"], fields["k"]
+
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Self:
         """The weight whose `state_dict(prefix)` is among `tensors`, on the device of its blocks; memory is shared.

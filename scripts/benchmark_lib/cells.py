@@ -15,7 +15,7 @@ from typing import Any
 
 from jitgemm.cli.common import parse_shape
 from jitgemm.cli.hf_config import linear_layers, read_config, weight_group
-from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, ceil_div, tuned_codes
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, Problem, WeightFormat, ceil_div, tuned_codes
 from jitgemm.select.devices import DEVICES, DeviceSpec
 
 GEMM_SHARE = 1.5 / 1.8
@@ -446,7 +446,7 @@ def make_moe_cells(
         config = read_config(path)
         config = config.get("text_config", config)
         count, width = _first(config, _EXPERTS), _first(config, _WIDTH)
-        if count % ep or width % tp or (width // tp) % 32:
+        if count % ep or width % tp or (width // tp) % K_ALIGNMENT:
             raise ValueError(f"{path}: {count} experts of width {width} cannot be cut for ep = {ep}, tp = {tp}")
         experts = Experts(count // ep, _first(config, _TOP_K), count)
         layers[str(config.get("model_type"))] = experts, _first(config, ("hidden_size",)), width // tp
