@@ -102,6 +102,7 @@ def _load_calls() -> None:
         "gemm_w8a8_nt", "m_grouped_gemm_w4a8_nt_contiguous", "pack_w4", "pack_w8", "quantize_activations",
     ):  # fmt: skip
         __getattr__(name)
+    import_module("jitgemm.moe.masked")  # its operator
 
 
 class _UntilTorch:

@@ -13,6 +13,9 @@ import torch
 
 from jitgemm.dtypes import DTYPES, torch_dtype
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The classes of tensors that have addresses and versions of their own: no tracer's, no wrapper of others."""
+
 TYPE_NAMES = {torch_dtype(name): name for name in DTYPES}
 """`jitgemm.dtypes`' name of a PyTorch dtype."""
 
@@ -34,15 +37,13 @@ def one_of(types: tuple[str, ...]) -> str:
 
 
 def known(condition: Any) -> bool:
-    """Whether a condition on sizes holds. Of sizes that a tracer has no number for (unbacked ones) no more is asked
-    than whether it holds for all: the check is made again when the call runs."""
-    if isinstance(condition, bool):
+    """Whether a condition on sizes holds for all that a tracer lets them be: to ask more would put a guard on the graph.
+    The call checks again when it runs."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():  # Dynamo says that a SymBool is one
         return condition
-    from torch.fx.experimental import symbolic_shapes
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    # Older ones have the second alone, which never guards.
-    ask = getattr(symbolic_shapes, "guard_or_false", symbolic_shapes.statically_known_true)
-    return bool(ask(condition))
+    return statically_known_true(condition)
 
 
 def differ(shape: Sequence[Any], expected: Sequence[Any]) -> bool:
@@ -64,7 +65,7 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
     """Refuses tensors whose memory does not hold their values one by one."""
-    if tensor.layout != torch.strided or tensor.is_neg():
+    if tensor.layout != torch.strided or (not torch.compiler.is_compiling() and tensor.is_neg()):
         kind = "a lazily negated one" if tensor.layout == torch.strided else f"layout {tensor.layout}"
         raise TypeError(f"{name}: expected a plain strided tensor, got {kind}")
 

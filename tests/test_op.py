@@ -549,7 +549,10 @@ def test_batch_invariant_is_a_bool():
 # ---- whichever of torch and jitgemm is imported first -------------------------------------------------------------
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-NAMES = ("gemm_w4a8_nt", "quantize_activations", "add_quantize_activations", "m_grouped_gemm_w4a8_nt", "fused_experts")
+NAMES = (
+    "gemm_w4a8_nt", "quantize_activations", "add_quantize_activations", "m_grouped_gemm_w4a8_nt", "fused_experts",
+    "fused_experts_masked",
+)  # fmt: skip
 OPS = ", ".join(f"torch.ops.jitgemm.{name}.default" for name in NAMES)
 
 
@@ -576,7 +579,7 @@ def test_every_op_that_is_defined_is_looked_for_below():
         f"import torch; {OPS}",
         "import sys, jitgemm; sys.meta_path = sys.meta_path[1:]; import torch; "
         "jitgemm.gemm_w4a8_nt; jitgemm.quantize_activations; jitgemm.m_grouped_gemm_w4a8_nt_contiguous; "
-        f"jitgemm.fused_experts; {OPS}",
+        f"jitgemm.fused_experts; import jitgemm.moe.masked; {OPS}",
     ],
 )
 def test_the_ops_are_there_whichever_is_imported_first(code):

@@ -123,7 +123,7 @@ def quantize_activations(
     if gelu_mul is not None:
         gate = gate_of(silu_mul, gelu_mul)
     block = scheme == "block"
-    through_op = torch.compiler.is_compiling() or traced(x, x if residual is None else residual)
+    through_op = traced(x, x if residual is None else residual)
     into = residual_out
     # Of rows alone `quantize` sees by the plan that it remembers whether they fit.
     if (residual is not None or into is not None) and (residual is None or through_op or x.dim() != 2):

@@ -17,7 +17,7 @@ import hashlib
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,7 +195,7 @@ def _fused(quantiser: Node, front: Front) -> Node | None:
     outs = [_gemm_out(_root(part)) for part in front.x] if isinstance(front.x, tuple) else None
     if any(_region(node) != _region(quantiser) for node in front.reads):
         return None
-    if outs and (None in outs or not _same(*outs)):
+    if outs and (None in outs or not _same_out(*outs)):
         return None
     if (total := front.sum) is not None:  # whatever else reads it can wait for the quantiser
         later = all(user > quantiser or _only_for(user, quantiser) for user in total.users)
@@ -253,7 +253,7 @@ def _gemm_out(result: Node) -> Node | None:
     return out if alone and len(out.args[0]) == 2 else None
 
 
-def _same(a: Node, b: Node) -> bool:
+def _same_out(a: Node, b: Node) -> bool:
     """Whether two empty tensors are alike."""
     return a is not b and a.kwargs == b.kwargs and _same_shape(a, b)
 
@@ -343,7 +343,7 @@ def _last(node: Node) -> Any:
 
 def _is_view(node: Node) -> bool:
     """Whether this holds the rows of what it views, in their order."""
-    return node.target in _VIEWS and isinstance(_last(node), int) and _last(node) == _last(node.args[0])
+    return node.target in _VIEWS and isinstance(_last(node), int) and _same([_last(node)], [_last(node.args[0])])
 
 
 def _converts(node: Node) -> bool:
@@ -412,7 +412,7 @@ def _either(args: tuple[Any, ...] | None) -> Iterator[tuple[Any, Any]]:
 def _norm(value: Node) -> Front | None:
     """x * rsqrt(mean(x^2) + eps) * weight, x and mean in fp32; rounded ahead of the weight, behind it or nowhere."""
     for weight, normed in _either(_call(value, aten.mul.Tensor)):
-        if weight.meta["val"].shape != value.meta["val"].shape[-1:]:
+        if not _same(_value(weight).shape, _value(value).shape[-1:]):
             continue
         for wide, factor in _either(_call(_unconverted(normed), aten.mul.Tensor)):
             eps = _eps(factor, wide)
@@ -441,7 +441,11 @@ def _unwidened(weight: Node) -> Node:
 
 
 def _same_shape(a: Node, b: Node) -> bool:
-    a, b = a.meta["val"].shape, b.meta["val"].shape
+    return _same(_value(a).shape, _value(b).shape)
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether sizes are equal for every m; `==` would put a guard on it."""
     return len(a) == len(b) and all(x is y or str(x) == str(y) for x, y in zip(a, b))
 
 
@@ -540,7 +544,7 @@ def _half(part: Node) -> tuple[Node, int, int] | None:
     ):
         whole, sizes, *rest = args[0].args
         dim, width = rest[0] if rest else 0, _last(part)
-        if not isinstance(sizes, int) and any(size != width for size in sizes):
+        if not isinstance(width, int) or (not isinstance(sizes, int) and any(size != width for size in sizes)):
             return None
         start, end = args[1] * width, (args[1] + 1) * width
     else:

@@ -163,7 +163,7 @@ def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool 
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
     if bias is not None:
         if experts is not None:
-            if tuple(check_tensor("bias", bias).shape) != (experts, n) or not bias.is_contiguous():
+            if differ(check_tensor("bias", bias).shape, (experts, n)) or not bias.is_contiguous():
                 raise ValueError(f"bias: expected a contiguous tensor [{experts}, {n}], got {list(bias.shape)}")
             bias = bias.view(-1)
         check_vector("bias", bias, ("bf16", "fp32"), (experts or 1) * n)
@@ -178,7 +178,7 @@ def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool 
 def _check_matrix(name: str, tensor: torch.Tensor, shape: str, columns: int) -> None:
     if tensor.dim() != 2:
         raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
-    if tensor.shape[1] != columns:
+    if known(tensor.shape[1] != columns):
         raise ValueError(f"{name}: expected shape {shape} with {columns} columns, got {list(tensor.shape)}")
     check_rows(name, tensor)
 

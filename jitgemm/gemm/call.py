@@ -21,8 +21,6 @@ from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_tensor, dtype_name
 from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight
 
-_is_compiling = torch.compiler.is_compiling
-
 
 def gemm_w4a8_bf16_nt(
     lhs: Lhs,
@@ -158,7 +156,7 @@ def gemm(  # type: ignore[no-untyped-def]
         x_zero = None
     else:
         x, x_scale, x_zero = split_lhs(lhs)
-    if _is_compiling() or traced(x, out):
+    if traced(x, out):
         call_op(Operands(x, x_scale, x_zero, rhs, out, bias), batch_invariant, kernel)
         return
     try:

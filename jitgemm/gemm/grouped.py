@@ -102,7 +102,7 @@ def contiguous(  # type: ignore[no-untyped-def]
     experts = experts_of(rhs, kind)
     check_tensor("out", out)
     rows = out.shape[0] if out.dim() else 0
-    expected_rows = rows if expected_m is None else _rows_of(experts, expected_m)
+    expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
     groups = Groups(check_tensor("offsets", offsets), row_index, 0, expected_rows)
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
 
@@ -168,9 +168,10 @@ def masked(  # type: ignore[no-untyped-def]
             ("out", out, "n"),
         )
     )  # fmt: skip
-    expected_rows = _rows_of(experts, expected_m)
+    expected_rows = expected_rows_of(experts, expected_m)
     # 0 would stand for offsets; where no expert has room for a row, any other number serves.
-    groups = Groups(check_tensor("masked_m", masked_m), None, max_m or 1, expected_rows)
+    rows_of_expert = max(max_m, 1) if type(max_m) is int else torch.sym_max(max_m, 1)
+    groups = Groups(check_tensor("masked_m", masked_m), None, rows_of_expert, expected_rows)
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
 
 
@@ -211,9 +212,7 @@ def rows_of_m_indices(m_indices: torch.Tensor, experts: int, name: str = "m_indi
         raise ValueError(f"{name}: expected shape [M], got {list(m_indices.shape)}")
     rows = torch.arange(m_indices.shape[0], dtype=torch.int32, device=m_indices.device)
     of = torch.where((m_indices >= 0) & (m_indices < experts), m_indices, experts).long()
-    if not (torch.compiler.is_compiling() or traced(of, of)) and (
-        of.is_cpu or (settings.debug() and not capturing(of.device))
-    ):
+    if not traced(of, of) and (of.is_cpu or (settings.debug() and not capturing(of.device))):
         runs = torch.unique_consecutive(of)
         found, counts = runs[runs < experts].unique(return_counts=True)
         if bool((counts > 1).any()):
@@ -254,24 +253,23 @@ def rows_of_problem_sizes(
     return torch.stack((first, (first + rows).clamp(max=MAX_ROWS)), 1).int()
 
 
-def check_hint(expected_m: Any) -> float:
-    """The number of rows; TypeError for what is none."""
+def expected_rows_of(experts: int, expected_m: Any) -> int:
+    """Rows of all experts, of a call's hint; TypeError for what is no number."""
+    numbers = int, float, torch.SymInt, torch.SymFloat
     with contextlib.suppress(TypeError):
-        expected_m = expected_m if isinstance(expected_m, (int, float)) else operator.index(expected_m)
-    if isinstance(expected_m, bool) or not isinstance(expected_m, (int, float)) or not 0 <= expected_m < math.inf:
+        expected_m = expected_m if isinstance(expected_m, numbers) else operator.index(expected_m)
+    if isinstance(expected_m, bool) or not isinstance(expected_m, numbers) or not 0 <= expected_m < math.inf:
         raise TypeError(f"expected_m: expected a number of rows, got {expected_m!r}")
-    return expected_m
-
-
-def _rows_of(experts: int, expected_m: object) -> int:
-    return round(min(experts * check_hint(expected_m), MAX_ROWS))
+    rows = experts * expected_m
+    rows = min(rows, MAX_ROWS) if isinstance(rows, (int, float)) else rows
+    return math.trunc(rows + 0.5)  # torch.export saves no `round`
 
 
 # ---- the call --------------------------------------------------------------------------------------------------------
 
 
 def _call(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str | None) -> None:
-    if torch.compiler.is_compiling() or traced(operands.x, operands.out):
+    if traced(operands.x, operands.out):
         x, x_scale, x_zero, weight, out, bias = operands
         torch.ops.jitgemm.m_grouped_gemm_w4a8_nt(
             x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias, *groups,
@@ -349,8 +347,8 @@ def _fake_op(*arguments) -> None:  # type: ignore[no-untyped-def]
 
 define_op(
     "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
-    "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, int rows_of_expert, "
-    "int expected_rows, int n, int k, str format, bool batch_invariant, str? label) -> ()",
+    "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, SymInt rows_of_expert, "
+    "SymInt expected_rows, int n, int k, str format, bool batch_invariant, str? label) -> ()",
     _op,
     _fake_op,
 )

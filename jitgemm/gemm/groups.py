@@ -8,7 +8,7 @@ import torch
 
 from jitgemm.gemm.arguments import POINTERS, Operands, check_arguments, check_weight
 from jitgemm.runtime.checks import Pointer, check_device
-from jitgemm.tensors import check_dtype, check_plain, check_tensor, differ, dtype_name
+from jitgemm.tensors import check_dtype, check_plain, check_tensor, differ, dtype_name, known
 from jitgemm.weight.packed import PackedWeight, Weight, count_experts
 
 GROUPED_POINTERS = (Pointer("sizes", "offsets or masked_m"), Pointer("row_index", "row_index"), *POINTERS)
@@ -44,13 +44,13 @@ def experts_of(rhs: object, kind: type[Weight] = Weight) -> int:
 
 def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: str) -> torch.Tensor:
     """[E, max_m, columns] as [E * max_m, columns], or [E, max_m] as [E * max_m], without a copy."""
-    if not columns and (tensor.dim() == 3 or (tensor.numel() == 1 and tensor.dim() <= 2)):
+    if not columns and (tensor.dim() == 3 or (known(tensor.numel() == 1) and tensor.dim() <= 2)):
         return tensor  # scales per token and group keep the dimension of the experts: their strides are free
-    shape = f"[{experts}, {max_m}{', ' + columns if columns else ''}]"
     if tensor.dim() != 2 + bool(columns) or differ(tensor.shape[:2], (experts, max_m)):
+        shape = f"[{experts}, {max_m}{', ' + columns if columns else ''}]"  # here, as a compiler fixes what it prints
         raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
     try:
-        return tensor.view(experts * max_m, *tensor.shape[2:])
+        return tensor.view(tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
     except RuntimeError:
         raise ValueError(
             f"{name}: expected strides of a view of all rows, one expert {max_m} row strides behind the other, got "
@@ -61,7 +61,7 @@ def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: 
 def check_grouped(operands: Operands, groups: Groups) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
     rows = operands.out.shape[0] if operands.out.dim() == 2 else -1
-    gathers, masked = groups.row_index is not None, groups.rows_of_expert > 0
+    gathers, masked = groups.row_index is not None, not known(groups.rows_of_expert == 0)
     check_arguments(operands, grouped=True, gathers=gathers, masked=masked)
     check_groups(groups, experts_of(operands.weight), rows, operands.x.device)
 
@@ -69,13 +69,14 @@ def check_grouped(operands: Operands, groups: Groups) -> None:
 def check_groups(groups: Groups, experts: int, rows: int, device: torch.device) -> None:
     """Raises TypeError or ValueError unless the groups are of this many experts and rows, on x's device."""
     sizes, row_index, rows_of_expert, _ = groups
-    name = "masked_m" if rows_of_expert else "offsets"
+    masked = not known(rows_of_expert == 0)
+    name = "masked_m" if masked else "offsets"
     check_plain(name, sizes)
     if sizes.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {dtype_name(sizes.dtype)}")
-    shapes = ((experts,),) if rows_of_expert else ((experts + 1,), (experts, 2))
-    if tuple(sizes.shape) not in shapes or not sizes.is_contiguous():
-        expected = f"[{experts}]" if rows_of_expert else f"[{experts + 1}] or [{experts}, 2]"
+    shapes = ((experts,),) if masked else ((experts + 1,), (experts, 2))
+    if all(differ(sizes.shape, shape) for shape in shapes) or not sizes.is_contiguous():
+        expected = f"[{experts}]" if masked else f"[{experts + 1}] or [{experts}, 2]"
         raise ValueError(f"{name}: expected a contiguous tensor of shape {expected}, got {list(sizes.shape)}")
     check_device(name, sizes, "lhs[0] (x)", device)
     if row_index is not None:

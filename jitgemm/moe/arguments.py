@@ -166,7 +166,7 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
     check_plain("topk_ids", check_tensor("topk_ids", topk_ids))
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids: expected int32 or int64, got {dtype_name(topk_ids.dtype)}")
-    if topk_ids.dim() != 2 or topk_ids.shape[1] < 1:
+    if topk_ids.dim() != 2 or known(topk_ids.shape[1] < 1):
         raise ValueError(f"topk_ids: expected shape [tokens, top_k], top_k at least 1, got {list(topk_ids.shape)}")
     if not topk_ids.is_contiguous():
         raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(topk_ids.stride())}")
@@ -178,12 +178,13 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
         raise ValueError(f"experts: expected 1 to {MAX_EXPERTS}, got {experts}")
     if expert_map is not None:
         check_tensor("expert_map", expert_map)
-        if expert_map.dim() != 1 or not 1 <= expert_map.shape[0] <= MAX_GLOBAL_EXPERTS:
+        sizes = expert_map.shape
+        if len(sizes) != 1 or known(sizes[0] < 1) or known(sizes[0] > MAX_GLOBAL_EXPERTS):
             raise ValueError(
                 f"expert_map: expected shape [global_experts], 1 to {MAX_GLOBAL_EXPERTS} of them, got "
                 f"{list(expert_map.shape)}"
             )
-        check_vector("expert_map", expert_map, ("s32",), expert_map.shape[0])
+        check_vector("expert_map", expert_map, ("s32",), sizes[0])
         check_device("expert_map", expert_map, "topk_ids", topk_ids.device)
 
 
@@ -352,7 +353,7 @@ def _check_weights(topk_weights: torch.Tensor, choices: torch.Tensor) -> None:
 def _check_bias(name: str, bias: torch.Tensor, shape: tuple[int, int]) -> None:
     check_plain(name, check_tensor(name, bias))
     check_dtype(name, bias.dtype, ("bf16", "fp32"))
-    if tuple(bias.shape) != shape or not bias.is_contiguous():
+    if differ(bias.shape, shape) or not bias.is_contiguous():
         raise ValueError(
             f"{name}: expected a contiguous tensor of shape {list(shape)}, got {list(bias.shape)} with strides "
             f"{tuple(bias.stride())}"

@@ -8,6 +8,7 @@ be replayed with other routings.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def fused_experts(
         x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
         bias13, bias2, addend, batch_invariant, by_block(scheme),
     )  # fmt: skip
-    if torch.compiler.is_compiling() or traced(x, x if out is None else out):
+    if traced(x, x if out is None else out):
         result = _call_op(layer)
         if out is None:
             return result
@@ -338,15 +339,35 @@ def _call_op(layer: Layer) -> torch.Tensor:
     x, w13, w2, topk_ids, topk_weights, gate, *rest = layer
     for name in ("x", "topk_ids", "topk_weights"):
         check_tensor(name, getattr(layer, name))
+    return torch.ops.jitgemm.fused_experts(x, *op_weights(w13, w2), topk_ids, topk_weights, *op_gate(gate), *rest)
+
+
+WEIGHTS_SCHEMA = ", ".join(
+    f"Tensor blocks{i}, Tensor? channel_scale{i}, Tensor? row_sum{i}, int n{i}, int k{i}, str format{i}"
+    for i in (13, 2)
+)
+GATE_SCHEMA = "str activation, str order, float? limit, float alpha"
+
+
+def op_weights(w13: Weight, w2: Weight) -> list[Any]:
+    """What an op takes of both, as WEIGHTS_SCHEMA has it."""
     parts = [(w.blocks, w.channel_scale, w.row_sum, w.n, w.k, w.format.name) for w in (w13, w2)]
-    limit = None if gate.limit == math.inf else gate.limit
-    return torch.ops.jitgemm.fused_experts(
-        x, *parts[0], *parts[1], topk_ids, topk_weights, gate.kind, gate.order, limit, gate.alpha, *rest
-    )
+    return [*parts[0], *parts[1]]
+
+
+def weights_of_op(arguments: Sequence[Any]) -> tuple[PackedWeight, PackedWeight]:
+    """w13 and w2 of what `op_weights` gave."""
+    w13, w2 = (PackedWeight._make((*parts[:5], format_named(parts[5]))) for parts in (arguments[:6], arguments[6:]))
+    return w13, w2
+
+
+def op_gate(gate: Gate) -> tuple[Any, ...]:
+    """What an op takes of it, as GATE_SCHEMA has it, and `make_gate`."""
+    return gate.kind, gate.order, None if gate.limit == math.inf else gate.limit, gate.alpha
 
 
 def _op_layer(x: torch.Tensor, *arguments: Any) -> Layer:
-    w13, w2 = (PackedWeight._make((*parts[:5], format_named(parts[5]))) for parts in (arguments[:6], arguments[6:12]))
+    w13, w2 = weights_of_op(arguments[:12])
     topk_ids, topk_weights, *gate = arguments[12:18]
     return Layer(x, w13, w2, topk_ids, topk_weights, make_gate(*gate), *arguments[18:])
 
@@ -362,10 +383,8 @@ def _fake_op(*arguments: Any) -> torch.Tensor:
 
 
 define_op(
-    "fused_experts(Tensor x, Tensor blocks13, Tensor? channel_scale13, Tensor? row_sum13, int n13, int k13, "
-    "str format13, Tensor blocks2, Tensor? channel_scale2, Tensor? row_sum2, int n2, int k2, str format2, "
-    "Tensor topk_ids, Tensor topk_weights, str activation, str order, float? limit, float alpha, ScalarType lhs_dtype, "
-    "bool affine, Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant, "
+    f"fused_experts(Tensor x, {WEIGHTS_SCHEMA}, Tensor topk_ids, Tensor topk_weights, {GATE_SCHEMA}, "
+    "ScalarType lhs_dtype, bool affine, Tensor? expert_map, Tensor? bias13, Tensor? bias2, Tensor? addend, bool batch_invariant, "
     "bool block=False) -> Tensor",
     _op,
     _fake_op,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
+from jitgemm.activations.kernel import Gate
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.arguments import Lhs, split_lhs
-from jitgemm.gemm.grouped import check_hint, masked
+from jitgemm.gemm.grouped import expected_rows_of, masked
 from jitgemm.moe.arguments import MASKED_POINTERS, check_experts, check_masked, make_gate, parts_of
-from jitgemm.moe.call import by_block, lhs_dtype_of
+from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, by_block, lhs_dtype_of, op_gate, op_weights, weights_of_op
 from jitgemm.runtime.checks import check_call
-from jitgemm.tensors import TYPE_NAMES, check_flag
+from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.tensors import TYPE_NAMES, check_flag, check_tensor
 from jitgemm.weight.packed import Weight
 
 
@@ -39,7 +43,7 @@ def fused_experts_masked(
 
     DeepEP's low-latency form between its dispatch and its combine, which weighs and sums. Four launches: quantise, GEMM,
     gate and quantise, GEMM. None of them touches rows from masked_m[e] on, whose numbers stay on the device, so that a
-    CUDA graph can be replayed with others. No op of `torch.library`: call it outside of what is compiled.
+    CUDA graph can be replayed with others.
 
     Args:
         x: bfloat16, float16 or float32 [E, max_m, k], an expert max_m row strides behind the one before; or tokens that
@@ -57,23 +61,60 @@ def fused_experts_masked(
     """
     check_flag("affine", affine)
     check_flag("batch_invariant", batch_invariant)
-    check_hint(expected_m)
     gate, block = make_gate(activation, order, limit, alpha), by_block(scheme)
     dtype = lhs_dtype_of(w13, lhs_dtype)
-    experts = check_experts(w13, w2, dtype, affine, block)
-    quantised = isinstance(x, (tuple, list))
-    tokens, x_scale, x_zero = split_lhs(x, "x") if quantised else (x, None, None)
-    check_masked(tokens, w13, w2, out, masked_m, (TYPE_NAMES[dtype],) if quantised else REAL_TYPES, bias13, bias2)
-    max_m = tokens.shape[1]
-    # As rows, of which column slices of one buffer are told apart.
-    lhs = tokens.flatten(0, 1), x_scale, x_zero
-    operands = *lhs, *parts_of(w13), *parts_of(w2), masked_m, bias13, bias2, out.flatten(0, 1)
-    check_call("fused_experts_masked", MASKED_POINTERS, operands)
+    expected_rows = expected_rows_of(check_experts(w13, w2, dtype, affine, block), expected_m)
+    lhs = split_lhs(x, "x") if isinstance(x, (tuple, list)) else (x, None, None)
+    rest = dtype, affine, bias13, bias2, batch_invariant, block
+    if not traced(lhs[0], out):
+        _run(*lhs, w13, w2, out, masked_m, expected_rows, gate, *rest)
+        return
+    for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
+        check_tensor(name, tensor)
+    torch.ops.jitgemm.fused_experts_masked(
+        *lhs, *op_weights(w13, w2), out, masked_m, expected_rows, *op_gate(gate), *rest
+    )
 
-    def quantise(rows: torch.Tensor, by: object) -> Lhs:
+
+def _run(*arguments: Any) -> None:
+    """The call, directly or by its op."""
+    _check(*arguments)
+    x, x_scale, x_zero, w13, w2, out, masked_m, expected_rows, gate, dtype, affine, *rest = arguments
+    bias13, bias2, batch_invariant, block = rest
+    # As rows, of which column slices of one buffer are told apart.
+    operands = x.flatten(0, 1), x_scale, x_zero, *parts_of(w13), *parts_of(w2), masked_m, bias13, bias2
+    check_call("fused_experts_masked", MASKED_POINTERS, (*operands, out.flatten(0, 1)))
+    experts, max_m = out.shape[:2]
+    expected_m = expected_rows / experts
+
+    def quantise(rows: torch.Tensor, by: Gate | None) -> Lhs:
         inputs = Inputs(rows.flatten(0, 1), dtype, False, affine, None, None, by, None, 0.0, None, masked_m, block)
         return tuple(part.unflatten(0, (experts, max_m)) for part in quantize(inputs) if part is not None)
 
+    lhs = quantise(x, None) if x_scale is None else (x, x_scale) if x_zero is None else (x, x_scale, x_zero)
     hidden = torch.empty((experts, max_m, w13.n), dtype=out.dtype, device=out.device)
-    masked(Weight, x if quantised else quantise(x, None), w13, hidden, masked_m, expected_m, bias13, batch_invariant)
+    masked(Weight, lhs, w13, hidden, masked_m, expected_m, bias13, batch_invariant)
     masked(Weight, quantise(hidden, gate), w2, out, masked_m, expected_m, bias2, batch_invariant)
+
+
+def _check(*arguments: Any) -> None:
+    x, x_scale, _, w13, w2, out, masked_m, _, _, dtype, affine, bias13, bias2, _, block = arguments
+    check_experts(w13, w2, dtype, affine, block)
+    check_masked(x, w13, w2, out, masked_m, REAL_TYPES if x_scale is None else (TYPE_NAMES[dtype],), bias13, bias2)
+
+
+# ---- torch.library ---------------------------------------------------------------------------------------------------
+
+
+def _of_op(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    weights, (out, masked_m, expected_rows, *gate), rest = arguments[3:15], arguments[15:22], arguments[22:]
+    return *arguments[:3], *weights_of_op(weights), out, masked_m, expected_rows, make_gate(*gate), *rest
+
+
+define_op(
+    f"fused_experts_masked(Tensor x, Tensor? x_scale, Tensor? x_zero, {WEIGHTS_SCHEMA}, Tensor(a!) out, "
+    f"Tensor masked_m, SymInt expected_rows, {GATE_SCHEMA}, ScalarType lhs_dtype, bool affine, Tensor? bias13, "
+    "Tensor? bias2, bool batch_invariant, bool block) -> ()",
+    lambda *arguments: _run(*_of_op(arguments)),
+    lambda *arguments: _check(*_of_op(arguments)),
+)

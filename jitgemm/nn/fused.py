@@ -18,6 +18,7 @@ import torch
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows, is_dtensor, on_parts, result_type
 from jitgemm.runtime.checks import ALIGNMENT
+from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.settled import capturing
@@ -297,7 +298,7 @@ class FusedNorm(torch.nn.Module):
         gain = None
         if self.one_plus:
             gain = 1.0 + weight.float()
-        elif not weight.is_meta and weight.data_ptr() % ALIGNMENT:
+        elif type(weight) in PLAIN and weight.data_ptr() % ALIGNMENT:
             gain = weight.clone()
         self._buffers["gain"] = gain
 
@@ -439,7 +440,8 @@ class FusedLayer:
         else:
             total, y = norm(y, x)
         y = _chain([getattr(self, name) for name in steps.after], y)
-        behind = None if torch.compiler.is_compiling() else self._norm_behind(y, total)
+        tracing = torch.compiler.is_compiling() or type(y) not in PLAIN  # fake tensors have no stream
+        behind = None if tracing else self._norm_behind(y, total)
         return total + y if behind is None else behind.add(y, total)
 
     def _norm_behind(self, y: torch.Tensor, total: torch.Tensor) -> FusedNorm | None:

@@ -12,6 +12,7 @@ import torch
 
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.read import ACTIVATIONS, CODES, check_activation
+from jitgemm.runtime.dispatch import traced
 from jitgemm.tensors import TYPE_NAMES, check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight
 
@@ -67,7 +68,7 @@ class Packed(torch.nn.Module):
         ):
             return weight
         # Replaced without asking the module: for good, or under a tracer for as long as it traces.
-        if torch.compiler.is_compiling():
+        if traced(buffers["blocks"], buffers["blocks"]):
             return weight.with_tensors(*(buffers[name] for name in _WEIGHT_TENSORS))
         return self._bind()
 

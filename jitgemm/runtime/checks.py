@@ -22,7 +22,7 @@ ALIGNMENT = 16
 def check_rows(name: str, tensor: torch.Tensor, *, may_overlap: bool = False) -> None:
     """A matrix with contiguous rows whose stride TMA can walk."""
     rows, columns = tensor.shape
-    if known(tensor.stride(1) != 1) and columns > 1:
+    if known(tensor.stride(1) != 1) and known(columns > 1):
         raise ValueError(f"{name}: expected stride 1 along its columns, got strides {tuple(tensor.stride())}")
     if known(rows > MAX_ROWS):
         raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {rows}")
@@ -46,8 +46,9 @@ def check_vector(name: str, value: object, types: tuple[str, ...], elements: int
     tensor = check_tensor(name, value)
     check_dtype(name, tensor.dtype, types)
     check_plain(name, tensor)
-    if tensor.numel() != elements or (elements > 1 and tensor.dim() != 1):
-        expected = f"shape [{elements}]" if elements > 1 else "one element"
+    several = known(elements > 1)
+    if known(tensor.numel() != elements) or (several and tensor.dim() != 1):
+        expected = f"shape [{elements}]" if several else "one element"
         raise ValueError(f"{name}: expected {expected}, got shape {list(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+from jitgemm.tensors import PLAIN
+
+_is_compiling = torch.compiler.is_compiling
 
 try:
     # Bound once: a hot call asks both.
@@ -20,10 +22,11 @@ except AttributeError:  # not public: without them every call goes through its o
 
 
 def traced(x: object, out: object) -> bool:
-    """Whether this is not plain eager execution: tensor subclasses, a dispatch mode, a functorch transform."""
-    return (
-        type(x) not in _PLAIN or type(out) not in _PLAIN or _dispatch_modes() > 0 or _functorch_transform() is not None
-    )
+    """Whether this is not plain eager execution: a compiler, tensor subclasses, a dispatch mode, a functorch transform."""
+    # A compiler first: it cannot follow the rest.
+    if _is_compiling() or type(x) not in PLAIN or type(out) not in PLAIN:
+        return True
+    return _dispatch_modes() > 0 or _functorch_transform() is not None
 
 
 _library = torch.library.Library("jitgemm", "FRAGMENT")

@@ -16,7 +16,7 @@ import torch
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
-from jitgemm.tensors import check_int, check_tensor, describe, dtype_name
+from jitgemm.tensors import PLAIN, check_int, check_tensor, describe, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.settled import SettledAt, capturing, note_settled, noted_settled, settle
 
@@ -268,7 +268,7 @@ class Weight:
                 raise ValueError(f"permutation: expected None for {self.experts} experts, got a tensor")
             _check_part(self, "", "permutation", (self.k,), torch.int32)
         for name, tensor in self._tensors.items():
-            if tensor.is_cuda and tensor.data_ptr() % 16:
+            if tensor.is_cuda and type(tensor) in PLAIN and tensor.data_ptr() % 16:
                 address = f"{tensor.data_ptr():#x}"
                 raise ValueError(f"{name}: expected an address that is a multiple of 16 bytes, got {address}")
         object.__setattr__(self, "plan_key", self.packed.plan_key)
@@ -442,7 +442,8 @@ class Weight:
         if not -experts <= (e := check_int("expert", index)) < experts:
             raise IndexError(f"expert: expected -{experts}..{experts - 1}, got {e}")
         part = self.packed.expert(e)
-        settled_at = (part.blocks.data_ptr(), part.blocks._version) if self.settled else None
+        settled = self.settled and type(part.blocks) in PLAIN
+        settled_at = (part.blocks.data_ptr(), part.blocks._version) if settled else None
         views = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
         note_settled(part.blocks, settled_at)
         # Not through the constructor, which would wait for the stream.
@@ -595,7 +596,7 @@ class Weight:
             format = weight_format(k, group_size, bool(zero_point), *names, offset == 1, kind.bits, offset == 2)
             weight = kind(n=n, k=k, group_size=group_size, format=format, layout_version=version, **parts)
             permutation = parts["permutation"]
-            if type(permutation) in (torch.Tensor, torch.nn.Parameter) and not permutation.is_meta:
+            if type(permutation) in PLAIN and not permutation.is_meta:
                 check_permutation(permutation, k)
             return weight
         except ValueError as error:
@@ -631,7 +632,9 @@ for _name in dir(torch.Tensor):
 
 def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A copy where a tensor read from a file does not start at 16 bytes."""
-    return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
+    if tensor is None or type(tensor) not in PLAIN:
+        return tensor
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def by_group(

@@ -12,6 +12,8 @@ import weakref
 
 import torch
 
+from jitgemm.tensors import PLAIN
+
 SettledAt = tuple[int, int]
 """Address and version."""
 
@@ -31,7 +33,7 @@ def settle(blocks: torch.Tensor) -> SettledAt | None:
     None where nothing can be waited for or known: see `Weight.settle`.
     """
     settled_at = None
-    real = type(blocks) in (torch.Tensor, torch.nn.Parameter) and not blocks.is_inference()
+    real = type(blocks) in PLAIN and not blocks.is_inference()
     if real and not (blocks.is_cuda and capturing(blocks.device)):
         if blocks.is_cuda:
             torch.cuda.current_stream(blocks.device).synchronize()
