@@ -72,8 +72,10 @@ def quantize_w4(
     check_flag("full_range", full_range)
     check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
     group_size, clip_steps = check_int("group_size", group_size), check_int("clip_steps", clip_steps)
-    if not 0 <= clip_steps <= MAX_CLIP_STEPS:
-        raise ValueError(f"clip_steps: expected 0 to {MAX_CLIP_STEPS}, got {clip_steps}")
+    if clip_steps < 0:
+        raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
+    if clip_steps > MAX_CLIP_STEPS:
+        raise ValueError(f"clip_steps: expected at most {MAX_CLIP_STEPS}, got {clip_steps}")
     weight_format(k, group_size, False, "fp32")
     if w.dim() == 3:
         return _by_expert(
