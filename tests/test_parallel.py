@@ -599,16 +599,23 @@ def stored(tmp_path_factory) -> str:
 
 
 def through_groups(mesh) -> None:
-    """load_ cuts 384 / 2 columns in groups of 128."""
-    q = torch.randint(-8, 8, (64, 384), generator=builders.generator(1), dtype=torch.int8)
-    scale = torch.rand((64, 3), generator=builders.generator(2)).bfloat16()
-    model = torch.nn.ModuleDict({"down": torch.nn.Linear(384, 64, bias=False)})
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
-    config = {"quant_method": "compressed-tensors", "format": "int-quantized"}
-    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    source = {"down.weight": q, "down.weight_scale": scale}
-    with pytest.warns(UserWarning, match="inside groups of 128: scales are repeated over groups of 64"):
+    """load_ cuts 384 / 2 columns in groups of 128, and 480 / 2 in groups of 32 not."""
+
+    def cut(k: int, size: int):
+        q = torch.randint(-8, 8, (64, k), generator=builders.generator(1), dtype=torch.int8)
+        scale = torch.rand((64, k // size), generator=builders.generator(2)).bfloat16()
+        model = torch.nn.ModuleDict({"down": torch.nn.Linear(k, 64, bias=False)})
+        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": size}
+        config = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+        config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        source = {"down.weight": q, "down.weight_scale": scale}
         jitgemm.nn.load_(model, source, config=config, tp=mesh, tp_plan={"down": "rowwise"})
+        return model, q, scale
+
+    with pytest.raises(ValueError, match=r"down: expected k = 480 to be a multiple of 2 ranks \* 32"):
+        cut(480, 32)
+    with pytest.warns(UserWarning, match="inside groups of 128: scales are repeated over groups of 64"):
+        model, q, scale = cut(384, 128)
     expected = q.float() * scale.float().repeat_interleave(128, 1)
     assert torch.equal(model.down.weight.dequantize(), columns_of(expected, mesh.get_local_rank()))
 

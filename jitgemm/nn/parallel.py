@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 import jitgemm.nn.layouts  # noqa: F401 - registers what the ops do with DTensors
 from jitgemm.checkpoint.canonical import PART_MULTIPLES
-from jitgemm.kernel.formats import LHS_GROUP
+from jitgemm.kernel.formats import GROUP_SIZES, LHS_GROUP
 from jitgemm.nn.cut import Cut, part_of_bias, part_of_experts, part_of_weight
 from jitgemm.nn.exchange import ExpertSplit
 from jitgemm.nn.experts import PackedExperts
@@ -267,6 +267,9 @@ class Division:
                     self.expert_split(name, layer.form.experts)
                 continue
             size, multiple = (layer.n if style.dim == "n" else layer.k or 0), PART_MULTIPLES[style.dim]
+            group = layer.group_size or size
+            if style.dim == "k" and group < size and size % (world * group):
+                multiple = min(GROUP_SIZES)  # what a cut through groups leaves of them
             if size % (world * multiple):
                 raise ValueError(
                     f"{name}: expected {style.dim} = {size} to be a multiple of {world} ranks * {multiple}; give it "

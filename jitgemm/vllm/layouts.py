@@ -191,7 +191,7 @@ def check_readable(layout: Layout, config: Mapping[str, Any], k: int) -> None:
         found = formats.by_name(layout.format or "").sizes(headers, layout.config_of(config))
     except ValueError as error:
         raise Unsupported(str(error)) from error
-    if getattr(found, "zeros", False):
+    if found.zeros:
         raise Unsupported("zero points: expected none with 8-bit integers, got some")
 
 
