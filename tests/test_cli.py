@@ -309,6 +309,13 @@ def test_formats_are_those_of_pack_w4(lhs, group_size, zero_point, k, options, c
     assert common.weight_format(codes, lhs, group_size, zero_point, "bf16", False, k) == weight.format
 
 
+@pytest.mark.parametrize("k", [16, 48, 496])
+def test_columns_in_multiples_of_16_are_explained_and_warmed_up(run, k):
+    assert run("explain", "16", "72", str(k), "--device", "h200", "--json").json["chosen"]
+    done = run("warmup", "--shape", f"72,{k}", "--max-m", "8", "--device", "h200", "--codes", "any", "--dry-run")
+    assert done.code == 0
+
+
 def test_weights_of_8_bits_are_those_of_pack_w8(run):
     import torch
 
