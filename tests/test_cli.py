@@ -35,7 +35,7 @@ from jitgemm.jit.cache import KernelCache, process_cache
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
-from jitgemm.nn.warm import _kernels
+from jitgemm.nn.warm import kernels
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 
@@ -543,7 +543,7 @@ def test_an_8_bit_config_compiles_what_its_loaded_layers_need(run, tmp_path, sec
     model = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16))
     jitgemm.nn.load_(model, tensors, config=section)
     assert model[0].activation == activation
-    needed = {spec.label for spec, _ in _kernels(model, 64, [torch.bfloat16], "h200")}
+    needed = {spec.label for spec, *_ in kernels(model, 64, [torch.bfloat16], "h200")}
     assert found == needed
 
 
