@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -195,7 +194,7 @@ def gates_of(config: Any) -> tuple[Mapping[str, Any], ...]:
         for key, value in settings.items():
             if isinstance(value, Mapping):
                 look(value)
-            elif isinstance(value, str) and "act" in key:
+            elif isinstance(value, str) and "act" in str(key):
                 found.append(value)
 
     look(config.to_dict() if hasattr(config, "to_dict") else {})
@@ -215,26 +214,31 @@ def fronts_in_vllm(dim: str | None, gates: Sequence[Mapping[str, Any]]) -> tuple
 def _fronts_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Mapping[str, Any], ...]]:
     """What quantisers may compute first in compiled graphs, by layer.
 
-    A norm, where one of the model is as wide as the layer's input; a gate's product, where Linears of its block give
-    that, twice as wide in all. Of layers without a model around them all.
+    A norm, where one of the model is as wide as the layer's input; a gate's product, where the Linears that stand
+    nearest to it give that, twice as wide in all. Of layers without a model around them all.
     """
     gates = gates_of(getattr(model, "config", None))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    norms, widths = set(), Counter[tuple[str, int]]()
-    for name, module in modules.items():
+    linears: dict[str, Any] = {}
+    norms = set()
+    for name, module in model.named_modules(remove_duplicate=False):
         weight = module._parameters.get("weight")
         if isinstance(module, (torch.nn.Linear, PackedLinear)):
-            widths[block_of(name), module.out_features] += 1
+            linears[name] = module
         elif weight is not None and weight.dim() == 1:
             norms.add(weight.shape[0])
     found = {}
-    for name, layer in modules.items():
-        if isinstance(layer, PackedLinear):
-            k, block = layer.in_features, block_of(name)
-            gated = not norms or widths[block, 2 * k] or widths[block, k] > 1
-            found[name] = (*(NORMS if not norms or k in norms else ()), *(gates if gated else ()))
-            if layer.fronts != PackedLinear.fronts:  # fused
-                found[name] = NORMS if NORMS[0] in layer.fronts else ()
+    for name, layer in linears.items():
+        near, above = [], name
+        while above and not near:
+            above = above.rpartition(".")[0]
+            near = [x.out_features for other, x in linears.items() if other != name and f"{other}.".startswith(above)]
+        gated = not norms or 2 * layer.in_features in near or near.count(layer.in_features) > 1
+        found[name] = (
+            *(NORMS if not norms or layer.in_features in norms else ()),
+            *(gates if gated else ()),
+        )
+        if getattr(layer, "fronts", PackedLinear.fronts) != PackedLinear.fronts:  # fused
+            found[name] = NORMS if NORMS[0] in layer.fronts else ()
     return found
 
 
