@@ -6,26 +6,34 @@ What a model asks for is recorded on a device whose launches do nothing. Nothing
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 import vllm_layers
 from emulator.launch import emulate
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_inductor import Graphs
-from test_vllm import CONFIGS, scheme, stored
+from test_vllm import (
+    CONFIGS,
+    QKVParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    load,
+    load_experts,
+    made,
+    stored,
+)
 
 import jitgemm.nn
 from jitgemm.cli import main
 from jitgemm.gemm import grouped_plan
 from jitgemm.gemm import plan as gemms
 from jitgemm.kernel.render import kernel_source
-from jitgemm.nn.ahead import model_of, models_ahead
-from jitgemm.nn.warm import kernels
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.moe.kernel import source_of
+from jitgemm.nn.warm import gates_of, kernels
 from jitgemm.runtime import driver
 from jitgemm.runtime.kernels import KernelFamily
 from jitgemm.select.choose import choose, kernels_for
@@ -144,31 +152,110 @@ def check(found: set[str], needed: set[str]) -> None:
 
 
 def loaded(folder) -> torch.nn.Module:
-    config = transformers.AutoConfig.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    said = json.loads((folder / "config.json").read_text())
+    kind = getattr(transformers, said["architectures"][0])
+    model = kind(kind.config_class.from_pretrained(folder)).bfloat16()
     jitgemm.nn.load_(model, folder)
     return model.eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("use", ["linear", "fused", "compiled"])
-def test_x(tmp_path, capsys, family, use):
-    save(tmp_path, family, GPTQ, True)
-    if family == "kimi-k2":
-        found = wanted(capsys, tmp_path, "--for", use)
-        said = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "deepseek_v3"}
-        (tmp_path / "config.json").write_text(json.dumps(said))
-    model = loaded(tmp_path)
+def needed_by(model: torch.nn.Module, use: str) -> set[str]:
+    """What the model asks for, made ready for this use."""
     if use == "fused":
         jitgemm.nn.fuse_(model)
     needed = asked(model)
-    if use == "compiled":
+    if use == "compiled":  # to the same GEMMs
         torch._dynamo.reset()
-        needed = {label for label in needed if not label.startswith("quantize")}
         run = torch.compile(lambda ids: model(input_ids=ids, use_cache=False).logits, backend=Graphs())
         with torch.no_grad():
             run(torch.arange(3)[None])
             with recorded() as labels:
                 run(torch.arange(3)[None])
-        needed |= labels
-    check(wanted(capsys, tmp_path, "--for", use), needed)
+        needed = {label for label in needed if not label.startswith("quantize")} | labels
+    return needed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("use", ["linear", "fused", "compiled"])
+def test_a_model_asks_for_what_was_made_and_nearly_all_of_it(tmp_path, capsys, family, use):
+    save(tmp_path, family, GPTQ, fp16=True)
+    found = wanted(capsys, tmp_path, "--for", use)
+    assert any("-fp16-" in label for label in found)  # as the headers say
+    check(found, needed_by(loaded(tmp_path), use))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("form", sorted({*CONFIGS} - {"fp8-blocks", "gptq"}))
+def test_so_it_does_in_every_format(tmp_path, capsys, family, form):
+    if (form == "w4afp8") != (family == "qwen3-moe"):
+        pytest.skip("w4afp8 is the format of experts")
+    save(tmp_path, family, CONFIGS[form])
+    check(wanted(capsys, tmp_path), needed_by(loaded(tmp_path), "linear"))
+
+
+def layers_of_vllm(folder, place: tuple[int, int]) -> torch.nn.Module:
+    """What vLLM packs of a model's layers on a rank, as it joins and cuts them."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors, made_of = load_file(folder / "model.safetensors"), made(config["quantization_config"])
+    made_of.warmer.compiled, made_of.warmer._gates = True, gates_of(SimpleNamespace(to_dict=lambda: config))
+    hidden, head, heads, kv = (
+        config[x] for x in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    )
+    said = {"bias": False, "params_dtype": torch.bfloat16, "quant_config": made_of}
+    found = torch.nn.ModuleList()
+
+    def done(layer, parts):
+        for name, *shard in parts:
+            own = {key.removeprefix(name + "."): t for key, t in tensors.items() if key.startswith(name + ".")}
+            load(layer, own, *shard)
+        layer.quant_method.process_weights_after_loading(layer)
+        found.append(layer.jitgemm)
+
+    for i in range(config["num_hidden_layers"]):
+        at, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        qkv = QKVParallelLinear(hidden, head, heads, kv, **said, prefix=at + "qkv_proj")
+        done(qkv, [(f"{at}{part}_proj", part) for part in "qkv"])
+        done(RowParallelLinear(heads * head, hidden, **said, prefix=at + "o_proj"), [(at + "o_proj",)])
+        if "moe_intermediate_size" not in config:
+            inter = config["intermediate_size"]
+            gate_up = MergedColumnParallelLinear(hidden, [inter, inter], **said, prefix=mlp + "gate_up_proj")
+            done(gate_up, [(mlp + "gate_proj", 0), (mlp + "up_proj", 1)])
+            done(RowParallelLinear(inter, hidden, **said, prefix=mlp + "down_proj"), [(mlp + "down_proj",)])
+            continue
+        sizes, top_k = (EXPERTS["num_experts"], hidden, config["moe_intermediate_size"]), config["num_experts_per_tok"]
+        layer = vllm_layers.experts(made_of, mlp + "experts", sizes, top_k, tp=place)
+        parts = {
+            (e, proj): {
+                key.removeprefix(f"{mlp}experts.{e}.{proj}."): t
+                for key, t in tensors.items()
+                if key.startswith(f"{mlp}experts.{e}.{proj}.")
+            }
+            for e in range(sizes[0])
+            for proj in ("gate_proj", "up_proj", "down_proj")
+        }
+        load_experts(layer, mlp + "experts", parts)
+        layer.quant_method.process_weights_after_loading(layer)
+        found.append(layer.jitgemm)
+    return found
+
+
+@pytest.fixture
+def standin():
+    vllm_layers.show()
+    yield
+    vllm_layers.hide()
+
+
+@pytest.mark.skipif(vllm_layers.REAL, reason="by the stand-in's layers")
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("form", ["awq", "packed-static", "float-quantized"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+def test_vllm_waits_for_what_was_made_and_for_no_more(tmp_path, capsys, standin, family, form, size):
+    save(tmp_path, family, CONFIGS[form])
+    needed = set()
+    for number in range(size):
+        with vllm_layers.rank(number, size):
+            layers = layers_of_vllm(tmp_path, (number, size))
+        for spec, *_ in kernels(layers, MAX_M, [torch.bfloat16], "h200", True):
+            needed.add((kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)).label)
+    assert wanted(capsys, tmp_path, "--for", "vllm", "--tp", str(size)) == needed

@@ -500,6 +500,7 @@ def _fill_blocks(model: torch.nn.Module) -> None:
 def _as_vllm(layers: _Layers, cuts: _Cuts) -> torch.nn.Module:
     """vLLM's layers of the model, each kind once, by the names of those that it joins."""
     made, kinds, gates = torch.nn.Module(), set(), gates_of(layers.model.config)
+    made.config = layers.model.config
     done: set[str] = set()
     for name in layers.places:
         above, dot, last = name.rpartition(".")
