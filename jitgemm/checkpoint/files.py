@@ -306,7 +306,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def config_beside(folder: Path) -> Mapping[str, Any] | None:
-    """What a folder's JSON files say of a model's quantisation."""
+    """What a folder's JSON files say of a model's quantisation, or one file."""
+    if folder.is_file():
+        return _nested_config(_read_json(folder))
     if (folder / "config.json").is_file():
         found = _nested_config(_read_json(folder / "config.json"))
         if found is not None:

@@ -46,10 +46,11 @@ ROWS = 128
 _CPU = torch.device("cpu")
 
 # vLLM's models: which Linears are one layer there, and how layers are cut, by the last part of their names.
-JOINED = (
-    ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
-)  # fmt: skip
+JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"), "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}  # fmt: skip
 ROWWISE = (
     "o_proj",
     "down_proj",
@@ -504,13 +505,14 @@ def _as_vllm(layers: _Layers, cuts: _Cuts) -> torch.nn.Module:
     done: set[str] = set()
     for name in layers.places:
         above, dot, last = name.rpartition(".")
-        parts = next((each for each in JOINED if last in each), ())
+        whole, parts = next((each for each in JOINED.items() if last in each[1]), ("", ()))
         names = [above + dot + part for part in parts]
-        names = names if all(each in layers.places for each in names) and names else [name]
+        if not names or not all(each in layers.places for each in names):
+            whole, names = last, [name]
         if name in done or name == layers.head:  # which vLLM's own method serves
             continue
         done |= {*names}
-        dim, key = cuts.dim(name), _pattern(above + dot + "+".join(each.rpartition(".")[2] for each in names))
+        dim, key = cuts.dim(name), _pattern(above + dot + whole)
         try:
             if name in layers.forms:
                 layer: Any = layers.experts(name, *cuts.experts(layers.forms[name].experts))
