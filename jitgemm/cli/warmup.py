@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -56,7 +57,6 @@ CodesSet = Enum("CodesSet", {name: name for name in ("any", "tuned", "both")}, t
 """`common.Codes`, or both of them."""
 Use = Enum("Use", {name: name for name in ("linear", "fused", "compiled", "vllm")}, type=str)
 """How --model runs, see `jitgemm.nn.ahead`."""
-_FOR_SHAPE, _FOR_FLOATS, _FOR_MODEL = "Layers by shape", "Layers by shape, or a --model in 16 bits", "A model"
 
 Quantizer = tuple[str, tuple[str, ...]]
 """A quantiser as --quantizer names it, such as "fp16+static+permuted": its input's type and its variants."""
@@ -84,48 +84,34 @@ def pick_quantizers(texts: Sequence[str], outs: Sequence[str], block: bool) -> l
     return list(dict.fromkeys((x, tuple(dict.fromkeys((*given, *more)))) for x, given in found))
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which kernels every layer needs.
+def of_shape(
+    n: int,
+    k: int,
+    device: DeviceSpec,
+    quantizers: Sequence[Quantizer],
+    orders: Sequence[common.Codes],
+    lhs_types: Sequence[str],
+    outs: Sequence[str],
+    max_m: int,
+    block: bool,
+    said: Mapping[str, Any],
+    **options: Any,
+) -> Iterator[Spec]:
+    """Every kernel of a layer of this shape, GEMMs and quantisers of their inputs; some may come twice.
 
-    Attributes:
-        lhs_types: "e4m3", "s8".
-        group_size: 0 for per channel.
-        outs: types of the result.
-        max_m: largest number of tokens in one call.
+    Args:
+        block: GEMMs take scales per token and 128 k.
+        said: of `common.weight_format`.
+        options: of `kernels_for`.
     """
-
-    lhs_types: Sequence[str]
-    codes: CodesSet
-    group_size: int
-    zero_point: bool
-    offset: bool
-    bits: int
-    scale_type: str
-    outs: Sequence[str]
-    batch_invariant: bool
-    block_scales: bool
-    e8m0: bool
-    quantizers: Sequence[Quantizer]
-    max_m: int
-
-    def kernels(self, n: int, k: int, device: DeviceSpec) -> Iterator[Spec]:
-        """Every kernel of a layer of this shape, GEMMs and quantisers of their inputs; some may come twice."""
-        for lhs, (x, variants) in product(self.lhs_types, self.quantizers):
-            given = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
-            yield from quantize_specs(k, x, lhs, **given)
-        orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
-        orders = [common.Codes.tuned] if self.bits == 8 else orders
-        groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in self.quantizers} or {0: None}
-        groups = {LHS_GROUP: None} if self.block_scales or self.e8m0 else groups
-        for lhs, codes, out, group in product(self.lhs_types, orders, self.outs, groups):
-            format = common.weight_format(
-                codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k, self.bits
-            )
-            yield from kernels_for(
-                n, k, lhs, format, device, self.max_m, out=out, batch_invariant=self.batch_invariant, lhs_group=group,
-                lhs_e8m0=self.e8m0,
-            )  # fmt: skip
+    for lhs, (x, variants) in product(lhs_types, quantizers):
+        given = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
+        yield from quantize_specs(k, x, lhs, **given)
+    groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in quantizers} or {0: None}
+    groups = {LHS_GROUP: None} if block else groups
+    for lhs, codes, out, group in product(lhs_types, orders, outs, groups):
+        format = common.weight_format(codes, lhs, k=k, **said)
+        yield from kernels_for(n, k, lhs, format, device, max_m, out=out, lhs_group=group, **options)
 
 
 def of_model(
@@ -188,129 +174,72 @@ class Job:
         }
 
 
+_of_shape = partial(typer.Option, rich_help_panel="Layers by shape")
+_of_floats = partial(typer.Option, rich_help_panel="Layers by shape, or a --model in 16 bits")
+_of_model = partial(typer.Option, rich_help_panel="A model")
+_FOLDER = (
+    "A Hugging Face model's folder: config.json and safetensors files, of which headers and some rows are read. May be "
+    "repeated. Needs transformers."
+)
+_USE = (
+    "How it runs: linear, as load_ and from_pretrained leave it; fused, after fuse_; compiled, under torch.compile; "
+    "vllm, with --quantization jitgemm."
+)
+_QUANTIZER = (
+    f"Quantisers of activations to --lhs, by the type of their input: {', '.join(REAL_TYPES)}, and what they do "
+    f"besides: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': none."
+)
+_CODES = common.CODES_HELP + " Either one alone takes half the compile time of both."
+_KIND = "As load_ takes it: e4m3, int8, int8_affine, e4m3_block or int8_block."
+_LHS = f"{common.LHS_HELP} May be repeated."
+_STRICT = "Take a kernel that spills registers or serialises its wgmma for a failure."
+Some = Optional[list[str]]
+Reals = Optional[list[common.RealType]]
+
+
 @common.guarded
 def warmup(
-    shape: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            "--shape", metavar="N,K", help="A layer's weight shape; may be repeated.", rich_help_panel=_FOR_SHAPE
-        ),
-    ] = None,
-    model: Annotated[
-        Optional[list[Path]],
-        typer.Option(
-            "--model",
-            metavar="FOLDER",
-            help="A Hugging Face model's folder: config.json and safetensors files, of which headers and some rows are "
-            "read. May be repeated. Needs transformers.",
-            rich_help_panel=_FOR_MODEL,
-        ),
-    ] = None,
-    use: Annotated[
-        Use,
-        typer.Option(
-            "--for",
-            metavar="USE",
-            help="How it runs: linear, as load_ and from_pretrained leave it; fused, after fuse_; compiled, under "
-            "torch.compile; vllm, with --quantization jitgemm.",
-            rich_help_panel=_FOR_MODEL,
-        ),
-    ] = Use.linear,
-    tp: Annotated[
-        int, typer.Option("--tp", min=1, help="Tensor-parallel ranks that it is cut into.", rich_help_panel=_FOR_MODEL)
-    ] = 1,
-    ep: Annotated[
-        int, typer.Option("--ep", min=1, help="Ranks that share its experts, whole.", rich_help_panel=_FOR_MODEL)
-    ] = 1,
+    shape: Annotated[Some, _of_shape("--shape", metavar="N,K", help="A layer's weight shape; may be repeated.")] = None,
+    model: Annotated[Optional[list[Path]], _of_model("--model", metavar="FOLDER", help=_FOLDER)] = None,
+    use: Annotated[Use, _of_model("--for", metavar="USE", help=_USE)] = Use.linear,
+    tp: Annotated[int, _of_model("--tp", min=1, help="Tensor-parallel ranks that it is cut into.")] = 1,
+    ep: Annotated[int, _of_model("--ep", min=1, help="Ranks that share its experts, whole.")] = 1,
     activation: Annotated[
-        Optional[str],
-        typer.Option(
-            "--activation",
-            metavar="KIND",
-            help="As load_ takes it: e4m3, int8, int8_affine, e4m3_block or int8_block.",
-            show_default="what its files say, else e4m3",
-            rich_help_panel=_FOR_MODEL,
-        ),
+        Optional[str], _of_model("--activation", metavar="KIND", help=_KIND, show_default="what its files say")
     ] = None,
     lhs: Annotated[
-        Optional[list[common.Lhs]],
-        typer.Option(
-            "--lhs",
-            metavar="TYPE",
-            help=f"{common.LHS_HELP} May be repeated.",
-            show_default="fp8",
-            rich_help_panel=_FOR_SHAPE,
-        ),
+        Optional[list[common.Lhs]], _of_shape("--lhs", metavar="TYPE", help=_LHS, show_default="fp8")
     ] = None,
-    offset: Annotated[bool, typer.Option("--offset", help=common.OFFSET_HELP, rich_help_panel=_FOR_SHAPE)] = False,
-    block_scales: Annotated[
-        bool, typer.Option("--block-scales", help=common.BLOCK_SCALES_HELP, rich_help_panel=_FOR_SHAPE)
-    ] = False,
-    e8m0: Annotated[bool, typer.Option("--e8m0", help=common.E8M0_HELP, rich_help_panel=_FOR_SHAPE)] = False,
+    offset: Annotated[bool, _of_shape("--offset", help=common.OFFSET_HELP)] = False,
+    block_scales: Annotated[bool, _of_shape("--block-scales", help=common.BLOCK_SCALES_HELP)] = False,
+    e8m0: Annotated[bool, _of_shape("--e8m0", help=common.E8M0_HELP)] = False,
     quantizer: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            "--quantizer",
-            metavar="TYPE[+WHAT]",
-            help=f"Quantisers of activations to --lhs, by the type of their input: {', '.join(REAL_TYPES)}, and what "
-            f"they do besides: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': none.",
-            show_default="the types of --out",
-            rich_help_panel=_FOR_SHAPE,
-        ),
+        Some, _of_shape("--quantizer", metavar="TYPE[+…]", help=_QUANTIZER, show_default="the types of --out")
     ] = None,
     group_size: Annotated[
-        Optional[str],
-        typer.Option(
-            "--group-size", metavar="G", help=common.GROUP_HELP, show_default="128", rich_help_panel=_FOR_FLOATS
-        ),
+        Optional[str], _of_floats("--group-size", metavar="G", help=common.GROUP_HELP, show_default="128")
     ] = None,
-    zero_point: Annotated[
-        bool, typer.Option("--zero-point", help=common.ZERO_HELP, rich_help_panel=_FOR_FLOATS)
-    ] = False,
-    bits: Annotated[
-        Optional[int],
-        typer.Option("--bits", metavar="4|8", help=common.BITS_HELP, show_default="4", rich_help_panel=_FOR_FLOATS),
-    ] = None,
+    zero_point: Annotated[bool, _of_floats("--zero-point", help=common.ZERO_HELP)] = False,
+    bits: Annotated[Optional[int], _of_floats("--bits", metavar="4|8", help=common.BITS_HELP, show_default="4")] = None,
     scale_dtype: Annotated[
         Optional[common.RealType],
-        typer.Option(
-            "--scale-dtype", metavar="TYPE", help=common.SCALE_HELP, show_default="bf16", rich_help_panel=_FOR_FLOATS
-        ),
+        _of_floats("--scale-dtype", metavar="TYPE", help=common.SCALE_HELP, show_default="bf16"),
     ] = None,
     codes: Annotated[
-        Optional[CodesSet],
-        typer.Option(
-            "--codes",
-            metavar="ORDER",
-            help=common.CODES_HELP + " Weights with zero points have no tuned order. Either one alone takes half the "
-            "compile time of both.",
-            show_default="both",
-            rich_help_panel=_FOR_FLOATS,
-        ),
+        Optional[CodesSet], _of_floats("--codes", metavar="ORDER", help=_CODES, show_default="both")
     ] = None,
     out: Annotated[
-        Optional[list[common.RealType]],
-        typer.Option(
-            "--out", metavar="TYPE", help=f"{common.OUT_HELP} May be repeated.", show_default="the model's, else bf16"
-        ),
+        Reals, typer.Option("--out", metavar="TYPE", help=common.OUT_HELP, show_default="the model's, else bf16")
     ] = None,
     batch_invariant: common.BatchInvariant = False,
-    max_m: Annotated[
-        int, typer.Option("--max-m", min=1, metavar="M", help="Largest number of tokens in one call.")
-    ] = 8192,
+    max_m: Annotated[int, typer.Option("--max-m", min=1, metavar="M", help="Most tokens in one call.")] = 8192,
     device: common.Device = None,
     jobs: Annotated[
-        Optional[int],
-        typer.Option(
-            "--jobs", "-j", min=1, metavar="N", help="Threads that compile.", show_default="the CPUs it may use"
-        ),
+        Optional[int], typer.Option("--jobs", "-j", min=1, help="Threads.", show_default="the CPUs it may use")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile nothing; list what would be.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if one is missing.")] = False,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Take a kernel that spills registers or serialises its wgmma for a failure."),
-    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help=_STRICT)] = False,
     as_json: common.Json = False,
 ) -> None:
     """Compile every kernel that layers can need, for any number of tokens up to --max-m.
@@ -348,32 +277,36 @@ def warmup(
     target = pick_device(device)
     outs = list(dict.fromkeys(choice.value for choice in out or []))
     group = 128 if group_size is None else common.parse_group_size(group_size)
-    scales, orders = (scale_dtype or common.RealType.bf16).value, codes or CodesSet.both
+    orders = list(common.Codes) if codes in (None, CodesSet.both) else [common.Codes(codes.value)]
     found: list[tuple[Spec, str]] = []
-    if shape:
-        wanted = Wanted(
-            lhs_types=list(dict.fromkeys(choice.kernel_type for choice in lhs or [common.Lhs.fp8])),
-            codes=orders,
-            group_size=group,
-            zero_point=zero_point,
-            offset=offset,
-            bits=4 if bits is None else bits,
-            scale_type=scales,
-            outs=outs or ["bf16"],
+    for n, k in map(common.parse_shape, shape or ()):
+        said = {"group_size": group, "zero_point": zero_point, "offset": offset, "bits": 4 if bits is None else bits}
+        said["scale_type"] = (scale_dtype or common.RealType.bf16).value
+        kernels = of_shape(
+            n,
+            k,
+            target,
+            pick_quantizers(quantizer or (), outs or ["bf16"], block_scales),
+            [common.Codes.tuned] if bits == 8 else orders,
+            list(dict.fromkeys(choice.kernel_type for choice in lhs or [common.Lhs.fp8])),
+            outs or ["bf16"],
+            max_m,
+            block_scales or e8m0,
+            said,
             batch_invariant=batch_invariant,
-            block_scales=block_scales,
-            e8m0=e8m0,
-            quantizers=pick_quantizers(quantizer or (), outs or ["bf16"], block_scales),
-            max_m=max_m,
+            lhs_e8m0=e8m0,
         )
-        for n, k in map(common.parse_shape, shape):
-            found += [(spec, f"shape {n}x{k}") for spec in wanted.kernels(n, k, target)]
+        found += [(spec, f"shape {n}x{k}") for spec in kernels]
     if model:
-        given: dict[str, Any] = {}
-        if group_size or zero_point or bits or scale_dtype or codes:
-            given = {"bits": bits or 4, "group_size": group, "symmetric": not zero_point, "scale_type": scales}
-            given["codes"] = ("any", "tuned") if orders is CodesSet.both else (orders.value,)
+        from jitgemm.dtypes import torch_dtype  # with torch
+
+        given = {
+            name: value for name, value in (("bits", bits), ("group_size", group_size and (group or 1 << 30))) if value
+        }
+        given |= {"symmetric": False} if zero_point else {}
+        given |= {"scale_dtype": torch_dtype(scale_dtype.value)} if scale_dtype else {}
         options = {"tp": tp, "ep": ep, "activation": activation, "quantise": given, "batch_invariant": batch_invariant}
+        options["orders"] = ["e4m3" if order is common.Codes.tuned else "any" for order in orders]
         for folder in model:
             found += of_model(folder, use, target, device, max_m, outs, **options)
 

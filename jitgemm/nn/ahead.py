@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,23 @@ from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.files import Checkpoint, config_beside
 from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.formats import WeightFormat, tuned_codes
+from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn.choose import PACKED, Replaceable
-from jitgemm.nn.cut import Cut
+from jitgemm.nn.cut import Cut, part_of_weight
 from jitgemm.nn.experts import PackedExperts, packed_experts
 from jitgemm.nn.fuse import fuse_
 from jitgemm.nn.linear import LINEARS, PackedLinear, empty_weight
 from jitgemm.nn.load import planned
 from jitgemm.nn.plan import Plan
-from jitgemm.nn.quantize import choose
+from jitgemm.nn.quantize import choose, quantised
 from jitgemm.nn.read import CODES, Layer, packed_parts, read
 from jitgemm.nn.read_experts import Experts, Projection
-from jitgemm.nn.stacked import Form
+from jitgemm.nn.report import by_reason
 from jitgemm.nn.trial import lists
 from jitgemm.nn.warm import block_of, fronts_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES
-from jitgemm.weight.packed import Weight, weight_format
+from jitgemm.weight.packed import Weight
 
-USES = ("linear", "fused", "compiled", "vllm")
-"""How a model runs: as `load_` leaves it, after `fuse_`, under torch.compile, or in vLLM."""
 ROWS = 128
 """Rows of a layer that are read to see its format: whole blocks with one scale, and words of packed codes."""
 _CPU = torch.device("cpu")
@@ -51,37 +50,8 @@ JOINED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"), "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }  # fmt: skip
-ROWWISE = (
-    "o_proj",
-    "down_proj",
-    "out_proj",
-    "w2",
-    "wo",
-    "dense",
-    "dense_4h_to_h",
-    "c_proj",
-    "fc2",
-    "linear_fc2",
-    "proj",
-)
+ROWWISE = "o_proj down_proj out_proj w2 wo dense dense_4h_to_h c_proj fc2 linear_fc2 proj".split()
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate")
-
-
-@dataclass(frozen=True)
-class Quantise:
-    """How a model in floats is quantised, as `quantize_` takes it; codes: the orders of 4-bit codes to be ready for."""
-
-    bits: int = 4
-    group_size: int = 128
-    symmetric: bool = True
-    scale_type: str = "bf16"
-    activation: str = "e4m3"
-    codes: tuple[str, ...] = ("any", "tuned")
-
-    @property
-    def open(self) -> bool:
-        """Whether values decide the order of codes: e4m3's own has none for -8."""
-        return self.bits == 4 and self.symmetric and CODES[self.activation] is torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -118,14 +88,13 @@ def model_of(folder: str | Path) -> torch.nn.Module:
     """The model of a folder's config.json, its parameters on the meta device, buffers with their data.
 
     Raises:
-        ImportError: transformers is not installed.
-        ValueError: there is no such config, or transformers knows no model of it.
+        ValueError: there is no such config, or no transformers that knows a model of it.
     """
     try:
         import transformers
     except ImportError as error:
         raise ValueError(
-            f"--model: expected transformers, which knows the layers of a model, found none ({error}): pip install "
+            f"folder: expected transformers, which knows the layers of a model, found none ({error}): pip install "
             "transformers, or give the layers' shapes (--shape N,K)"
         ) from None
     try:
@@ -141,7 +110,7 @@ def model_of(folder: str | Path) -> torch.nn.Module:
                     return auto.from_config(config)
             return transformers.AutoModel.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--model {folder}: expected a model that transformers can make, got: {error}") from error
+        raise ValueError(f"{folder}: expected a model that transformers can make, got: {error}") from error
 
 
 @contextmanager
@@ -173,31 +142,17 @@ def dtype_of(model: torch.nn.Module) -> torch.dtype:
 # ---- its layers ------------------------------------------------------------------------------------------------------
 
 
-class _Layers:
-    """The layers that a model will have, by name, but for their values. Sizes and formats are those of a rank's cut."""
+class _OfPlan:
+    """A model's layers as `load_` plans them, but for their values; sizes and formats are those of a rank's cut.
 
-    def __init__(self, model: torch.nn.Module):
-        self.model = model
-        self.places: dict[str, list[str]] = {}
-        self.forms: dict[str, Form] = {}
-        self.head: str | None = None
-
-    def look(self, name: str, cut: Cut | None) -> Look:
-        raise NotImplementedError
-
-    def experts(self, name: str, which: range, cut: Cut | None) -> PackedExperts:
-        """cut: along the experts' intermediate size."""
-        raise NotImplementedError
-
-
-class _OfPlan(_Layers):
-    """As `load_` plans them."""
+    Attributes:
+        places, forms: as `Replaceable` has them, of the packed layers.
+        head: the name of the output embedding.
+    """
 
     def __init__(self, plan: Plan):
-        super().__init__(plan.model)
-        self.plan, self.checkpoint = plan, plan.checkpoint
+        self.model, self.plan, self.checkpoint, self.head = plan.model, plan, plan.checkpoint, plan.replaceable.head
         self.places = {name: plan.replaceable.places[name] for name in plan.layers}
-        self.head = plan.replaceable.head
         self.forms = {name: layer.form for name, layer in plan.layers.items() if isinstance(layer, Experts)}
         self._seen: dict[tuple[str, str], dict[Any, int]] = {}
 
@@ -226,6 +181,7 @@ class _OfPlan(_Layers):
         )
 
     def experts(self, name: str, which: range, cut: Cut | None) -> PackedExperts:
+        """Some experts; cut: of their intermediate size."""
         experts: Any = self.plan.layers[name]
         form, world = experts.form, 1 if cut is None else cut.world
         sizes, weights = (2 * form.inter // world, form.hidden), []
@@ -297,45 +253,39 @@ class _OfPlan(_Layers):
         return seen.setdefault(tuple(value.flatten().tolist()), len(seen))
 
 
-class _OfFloats(_Layers):
-    """As `quantize_` makes them."""
+class _OfFloats:
+    """The same as `quantize_` makes them; order: of codes that may be e4m3's own, which values decide."""
 
-    def __init__(self, model: torch.nn.Module, options: Quantise):
-        super().__init__(model)
+    head = None
+
+    def __init__(self, model: torch.nn.Module, bits: int, order: str, options: Mapping[str, Any]):
+        self.model, self.bits, self.order, self.options = model, bits, order, options
         found = Replaceable(model)
-        self.options, self.found = options, found
         self.places, _ = choose(model, found, None)
         self.forms = {name: found.forms[name] for name in self.places if name in found.forms}
 
     def look(self, name: str, cut: Cut | None) -> Look:
         linear: Any = self.model.get_submodule(name)
-        sizes = [linear.out_features, linear.in_features]
-        bias = None if linear.bias is None else torch.float32
-        return self._look(name, *sizes, cut, bias)
+        return self._look(linear.out_features, linear.in_features, cut, None if linear.bias is None else torch.float32)
 
     def experts(self, name: str, which: range, cut: Cut | None) -> PackedExperts:
         form, weights = self.forms[name], []
-        for part, sizes in enumerate(form.sizes):
-            look = self._look(name, *sizes, None if cut is None else cut._replace(dim="nk"[part]), None)
+        for dim, (n, k) in zip("nk", form.sizes):
+            look = self._look(n, k, None if cut is None else cut._replace(dim=dim), None)
             weights.append(empty_weight(look.k, look.n, look.group_size, look.format, experts=len(which)))
-        return packed_experts(*weights, gate=form.gate, activation=self.options.activation, top_k=form.top_k)
+        return packed_experts(*weights, gate=form.gate, activation=look.activation, top_k=form.top_k)
 
-    def _look(self, name: str, n: int, k: int, cut: Cut | None, bias: torch.dtype | None) -> Look:
-        said = self.options
-        group_size = said.group_size if said.bits == 4 and 0 < said.group_size < k else k
-        if cut is not None:
-            size, step = (n, 8) if cut.dim == "n" else (k, max(32, group_size if group_size < k else 0))
-            if size % (cut.world * step):
-                raise ValueError(f"{name}: expected {cut.dim} = {size} to be a multiple of {cut.world} ranks * {step}")
-            n, k = (n // cut.world, k) if cut.dim == "n" else (n, k // cut.world)
-        group_size = min(group_size, k)
-        lhs, zero_point = TYPE_NAMES[CODES[said.activation]], not said.symmetric and said.bits == 4
-        group = 0 if group_size == k else group_size
-        codes = lhs if said.bits == 8 else tuned_codes(lhs, group, zero_point, k)
-        codes = "any" if said.open and "any" in said.codes else codes
-        scale = said.scale_type if said.bits == 4 else "fp32"
-        format = weight_format(k, group_size, zero_point, scale, codes, bits=said.bits)
-        return Look(n, k, group_size, format, said.activation, bias)
+    def _look(self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None) -> Look:
+        fast = {"clip_steps": 0} if self.bits == 4 else {}
+        few = quantised(torch.nn.Linear(k, 8, bias=False), None, self.bits, **fast, **self.options)
+        weight, lhs = few.weight, CODES[few.activation]
+        if cut is not None and cut.dim == "k":
+            weight = part_of_weight(weight, *cut, lhs)
+        elif cut is not None:
+            n //= cut.world
+        open = self.bits == 4 and not weight.format.zero_point and lhs is torch.float8_e4m3fn
+        format = replace(weight.format, codes=self.order) if open else weight.format
+        return Look(n, weight.k, weight.group_size, format, few.activation, bias)
 
 
 def _each(projection: Projection, which: range) -> list[list[tuple[Layer, int | None]]]:
@@ -365,56 +315,52 @@ def models_ahead(
     ep: int = 1,
     activation: str | None = None,
     quantise: Mapping[str, Any] | None = None,
+    orders: Sequence[str] = ("any", "e4m3"),
     batch_invariant: bool = False,
 ) -> Iterator[torch.nn.Module]:
     """The model of each rank, for `kernels`: with packed layers that have no values.
 
     Args:
-        folder: with config.json and safetensors files; a model that is quantised while it is loaded needs no files.
-        use: one of USES.
+        folder: with config.json and safetensors files; a model that is quantised while it is loaded needs no files,
+            and may be given by its config alone.
+        use: "linear", as `load_` leaves it; "fused", after `fuse_`; "compiled", under torch.compile; "vllm".
         tp, ep: ranks that share Linears, by the model's own plan or as vLLM cuts them, and experts.
         activation: as in `load_`.
-        quantise: how a model in floats is quantised, of `Quantise`; none of it for how `quantize_` does.
+        quantise: of a model in floats, bits and options as `quantize_` takes them.
+        orders: of codes of such a model: "any", and "e4m3" for weights that happen to have no code -8.
 
     Raises:
         ValueError: the model cannot be made, read or cut.
     """
-    said = config_beside(Path(folder))
-    checkpoint = Checkpoint(str(folder)) if any(Path(folder).glob("*.safetensors")) else None
-    if checkpoint is None and said:
+    said, files = config_beside(Path(folder)), any(Path(folder).glob("*.safetensors"))
+    if said and not files:
         raise ValueError(
-            f"--model {folder}: expected the safetensors files of a model that is quantised already, as its config "
+            f"{folder}: expected the safetensors files of a model that is quantised already, as its config "
             f"says ({said.get('quant_method')}): their headers say which layers are, and the types of scales; found "
-            "none. Without files give the layers' shapes and formats instead (--shape N,K --scale-dtype ...)"
+            "none. Without files the layers' shapes and formats have to be given instead (--shape N,K --scale-dtype ...)"
         )
-    options = Quantise(**(quantise or {}), activation=activation or Quantise.activation)
-    for rank in range(max(tp, ep)):
-        for order in options.codes if options.open else options.codes[:1]:
-            model = model_of(folder)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                plan = None if checkpoint is None else planned(model, checkpoint, None, activation, None, ["*"], False)
-            layers: _Layers
-            if plan is not None and plan.layers:
-                if quantise:
-                    raise ValueError(
-                        f"--model {folder}: expected no --bits, --group-size, --zero-point, --scale-dtype and --codes, "
-                        "as its files say how it is quantised"
-                    )
-                layers = _OfPlan(plan)
-            elif said:
-                why = "; ".join(dict.fromkeys(plan.skipped.values())) if plan is not None else ""
-                raise ValueError(f"--model {folder}: expected quantised layers, as its config says, found none. {why}")
-            else:
-                layers = _OfFloats(model, replace(options, codes=(order,)))
-            cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
-            made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts, use)
-            for layer in made.modules():
-                if isinstance(layer, (PackedLinear, PackedExperts)):
-                    layer.batch_invariant = batch_invariant
-            yield made
-            if isinstance(layers, _OfPlan):
-                break
+    checkpoint = Checkpoint(str(folder)) if files else None
+    given = dict(quantise or {}) | {"activation": activation or "e4m3"}
+    bits = given.pop("bits", 4)
+    for rank, order in product(range(max(tp, ep)), orders):
+        model = model_of(folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = None if checkpoint is None else planned(model, checkpoint, None, activation, None, ["*"], False)
+        read = plan is not None and (plan.layers or said)
+        if read and order != orders[0]:
+            continue
+        if read and (quantise or not plan.layers):
+            why = "no bits, group size, zero points, scale type and codes, as its files say all that"
+            why = why if plan.layers else f"layers that can be packed, found none: {by_reason(plan.skipped)}"
+            raise ValueError(f"{folder}: expected {why}")
+        layers: Any = _OfPlan(plan) if read else _OfFloats(model, bits, order, given)
+        cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
+        made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts, use)
+        for layer in made.modules():
+            if isinstance(layer, PACKED):
+                layer.batch_invariant = batch_invariant
+        yield made
 
 
 class _Cuts:
@@ -456,7 +402,7 @@ class _Cuts:
         return mine, self.tp if self.use == "vllm" and world == 1 < self.tp.world else None
 
 
-def _as_loaded(layers: _Layers, cuts: _Cuts, use: str) -> torch.nn.Module:
+def _as_loaded(layers: Any, cuts: _Cuts, use: str) -> torch.nn.Module:
     """The model with its layers in their places; blocks of one kind are one module."""
     made: dict[Hashable, torch.nn.Module] = {}
     for name, places in layers.places.items():
@@ -498,7 +444,7 @@ def _fill_blocks(model: torch.nn.Module) -> None:
                 module._parameters[name] = torch.nn.Parameter(new, requires_grad=False)
 
 
-def _as_vllm(layers: _Layers, cuts: _Cuts) -> torch.nn.Module:
+def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
     """vLLM's layers of the model, each kind once, by the names of those that it joins."""
     made, kinds, gates = torch.nn.Module(), set(), gates_of(layers.model.config)
     made.config = layers.model.config
