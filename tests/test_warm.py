@@ -28,11 +28,13 @@ from test_vllm import (
 
 import jitgemm.nn
 from jitgemm.cli import main
+from jitgemm.errors import CacheMissError
 from jitgemm.gemm import grouped_plan
 from jitgemm.gemm import plan as gemms
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import source_of
+from jitgemm.nn.ahead import models_ahead
 from jitgemm.nn.warm import gates_of, kernels
 from jitgemm.runtime import driver
 from jitgemm.runtime.kernels import KernelFamily
@@ -259,3 +261,121 @@ def test_vllm_waits_for_what_was_made_and_for_no_more(tmp_path, capsys, standin,
         for spec, *_ in kernels(layers, MAX_M, [torch.bfloat16], "h200", True):
             needed.add((kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)).label)
     assert wanted(capsys, tmp_path, "--for", "vllm", "--tp", str(size)) == needed
+
+
+# ---- what a folder says, and what it does not ------------------------------------------------------------------------
+
+
+def layers_by_format(folder, *options, **more) -> dict[str, set[str]]:
+    """{the last part of a layer's name: formats}"""
+    found: dict[str, set[str]] = {}
+    for model in models_ahead(folder, *options, **more):
+        for name, module in model.named_modules():
+            if isinstance(module, jitgemm.nn.PackedLinear):
+                found.setdefault(name.rpartition(".")[2], set()).add(module.weight.format.name)
+    return found
+
+
+def test_a_folder_that_jitgemm_saved_needs_what_it_saved(tmp_path, capsys):
+    save(tmp_path, "llama", GPTQ, fp16=True)
+    model = loaded(tmp_path)
+    model.save_pretrained(tmp_path / "saved")
+    check(wanted(capsys, tmp_path / "saved"), needed_by(model, "linear"))
+
+
+def test_every_group_of_a_config_counts(tmp_path):
+    save(tmp_path, "llama", CONFIGS["packed"])
+    tensors, eight = load_file(tmp_path / "model.safetensors"), CONFIGS["float-quantized"]
+    down = [name.removesuffix(".weight_packed") for name in tensors if name.endswith("down_proj.weight_packed")]
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(tuple(down))}
+    for name in down:
+        tensors |= {f"{name}.{suffix}": t for suffix, t in stored(eight, 256, 768)[0].items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    group = eight["config_groups"]["group_0"] | {"targets": ["re:.*down_proj"], "format": "float-quantized"}
+    first = CONFIGS["packed"]["config_groups"]["group_0"] | {"format": "pack-quantized"}
+    first["targets"] = ["re:.*(q|k|v|o|gate|up)_proj"]
+    config["quantization_config"] |= {
+        "format": "mixed-precision",
+        "config_groups": {"group_0": first, "group_1": group},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = layers_by_format(tmp_path)
+    assert found["q_proj"] == {"g32-bf16-any"} and found["down_proj"] == {"w8-channel-bf16-e4m3"}
+
+
+@pytest.mark.parametrize("last", [-7, -8])
+def test_a_code_in_the_last_row_decides_the_order_of_all(tmp_path, last):
+    """Of e4m3's own, which holds no -8."""
+    save(tmp_path, "llama", CONFIGS["int-quantized"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.int8:
+            tensors[name] = tensor.clamp(min=-7)
+            tensors[name][-1, -1] = last
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = {"g32-bf16-e4m3" if last == -7 else "g32-bf16-any"}
+    assert all(found == expected for found in layers_by_format(tmp_path).values())
+    model = loaded(tmp_path)
+    assert {m.weight.format.name for m in model.modules() if isinstance(m, jitgemm.nn.PackedLinear)} == expected
+
+
+def test_experts_are_shared_by_ranks_whole_and_linears_are_cut_by_the_models_plan(tmp_path):
+    save(tmp_path, "qwen3-moe", GPTQ)
+    first, *others = models_ahead(tmp_path, tp=2, ep=4)
+    assert len(others) == 3
+    layer = first.model.layers[0]
+    assert layer.mlp.experts.num_experts == 1 and layer.mlp.experts.intermediate_dim == 128
+    sizes = [(m.out_features, m.in_features) for m in (layer.self_attn.q_proj, layer.self_attn.o_proj)]
+    assert sizes == [(128, 256), (256, 128)]
+    with pytest.raises(ValueError, match="ep: expected ranks that 4 experts divide among, got 3"):
+        next(models_ahead(tmp_path, ep=3))
+    with pytest.raises(ValueError, match="tp: expected ranks that divide num_key_value_heads = 2, got 4"):
+        next(models_ahead(tmp_path, tp=4))
+
+
+def test_a_model_in_16_bits_is_ready_for_both_orders_of_codes(tmp_path, capsys):
+    save(tmp_path, "qwen3-moe", None)
+    (tmp_path / "model.safetensors").unlink()  # which nothing is read from
+    assert layers_by_format(tmp_path)["q_proj"] == {"g128-bf16-any", "g128-bf16-e4m3"}
+    options = ("--bits", "8", "--activation", "int8")
+    assert all("-w8-" in f"-{label}" or "s8" in label or "route" in label or "combine" in label
+               for label in wanted(capsys, tmp_path, *options))  # fmt: skip
+    said = {"group_size": 64, "symmetric": False, "scale_dtype": torch.float16}
+    assert layers_by_format(tmp_path, quantise=said)["q_proj"] == {"g64-fp16-z"}
+
+
+def failing(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main(["warmup", *argv])
+    assert exit.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_without_files_what_no_config_says_is_named(tmp_path, capsys):
+    save(tmp_path, "llama", GPTQ)
+    options = "--model", str(tmp_path), "--dry-run"
+    assert "expected no bits, group size, zero points" in failing(capsys, *options, "--scale-dtype", "fp16")
+    (tmp_path / "model.safetensors").unlink()
+    said = failing(capsys, *options)
+    assert "expected the safetensors files of a model that is quantised already, as its config says (gptq)" in said
+    assert "--shape N,K --scale-dtype" in said
+
+
+def test_the_error_for_a_missing_kernel_has_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "kernels"))
+    save(tmp_path, "llama", GPTQ)
+    model = loaded(tmp_path)
+    model.config._name_or_path = str(tmp_path)  # as from_pretrained leaves it
+    with pytest.raises(
+        CacheMissError, match=f"; jitgemm warmup --model {tmp_path} --for linear --max-m 8 --device h200"
+    ):
+        jitgemm.nn.warmup(model, 8, device="h200", build=False)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu2", None])
+def test_gates_are_those_that_the_config_names(name):
+    config = None if name is None else SimpleNamespace(to_dict=lambda: {"a": {"hidden_act": name}})
+    silu, gelu, tanh = {"silu_mul": True}, {"gelu_mul": "none"}, {"gelu_mul": "tanh"}
+    expected = {"silu": (silu,), "gelu": (gelu,), "gelu_pytorch_tanh": (tanh,), "relu2": (), None: (silu, gelu, tanh)}
+    assert gates_of(config) == expected[name]

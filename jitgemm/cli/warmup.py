@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -84,56 +84,6 @@ def pick_quantizers(texts: Sequence[str], outs: Sequence[str], block: bool) -> l
     return list(dict.fromkeys((x, tuple(dict.fromkeys((*given, *more)))) for x, given in found))
 
 
-def of_shape(
-    n: int,
-    k: int,
-    device: DeviceSpec,
-    quantizers: Sequence[Quantizer],
-    orders: Sequence[common.Codes],
-    lhs_types: Sequence[str],
-    outs: Sequence[str],
-    max_m: int,
-    block: bool,
-    said: Mapping[str, Any],
-    **options: Any,
-) -> Iterator[Spec]:
-    """Every kernel of a layer of this shape, GEMMs and quantisers of their inputs; some may come twice.
-
-    Args:
-        block: GEMMs take scales per token and 128 k.
-        said: of `common.weight_format`.
-        options: of `kernels_for`.
-    """
-    for lhs, (x, variants) in product(lhs_types, quantizers):
-        given = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
-        yield from quantize_specs(k, x, lhs, **given)
-    groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in quantizers} or {0: None}
-    groups = {LHS_GROUP: None} if block else groups
-    for lhs, codes, out, group in product(lhs_types, orders, outs, groups):
-        format = common.weight_format(codes, lhs, k=k, **said)
-        yield from kernels_for(n, k, lhs, format, device, max_m, out=out, lhs_group=group, **options)
-
-
-def of_model(
-    folder: Path, use: Use, device: DeviceSpec, name: str | None, max_m: int, outs: Sequence[str], **options: Any
-) -> Iterator[tuple[Spec, str]]:
-    """Every kernel of the model in a folder, and a layer that needs it; options: of `models_ahead`.
-
-    Args:
-        name: of the device.
-        outs: types of the model's input; none for the one that its config names.
-    """
-    from jitgemm.dtypes import torch_dtype
-    from jitgemm.nn.ahead import dtype_of, models_ahead  # with torch and transformers
-    from jitgemm.nn.warm import kernels
-
-    folder = folder.parent if folder.name == "config.json" else folder
-    for model in models_ahead(folder, use.value, **options):
-        dtypes = [torch_dtype(out) for out in outs] or [dtype_of(model)]
-        for spec, _, layer in kernels(model, max_m, dtypes, name or device.name, use is Use.compiled):
-            yield spec, layer
-
-
 @dataclass
 class Job:
     """One kernel of the warm-up and what became of it.
@@ -191,10 +141,10 @@ _QUANTIZER = (
 )
 _CODES = common.CODES_HELP + " Either one alone takes half the compile time of both."
 _KIND = "As load_ takes it: e4m3, int8, int8_affine, e4m3_block or int8_block."
+_OUT = "the model's, else bf16"
 _LHS = f"{common.LHS_HELP} May be repeated."
 _STRICT = "Take a kernel that spills registers or serialises its wgmma for a failure."
 Some = Optional[list[str]]
-Reals = Optional[list[common.RealType]]
 
 
 @common.guarded
@@ -229,7 +179,7 @@ def warmup(
         Optional[CodesSet], _of_floats("--codes", metavar="ORDER", help=_CODES, show_default="both")
     ] = None,
     out: Annotated[
-        Reals, typer.Option("--out", metavar="TYPE", help=common.OUT_HELP, show_default="the model's, else bf16")
+        Optional[list[common.RealType]], typer.Option("--out", metavar="TYPE", help=common.OUT_HELP, show_default=_OUT)
     ] = None,
     batch_invariant: common.BatchInvariant = False,
     max_m: Annotated[int, typer.Option("--max-m", min=1, metavar="M", help="Most tokens in one call.")] = 8192,
@@ -279,36 +229,37 @@ def warmup(
     group = 128 if group_size is None else common.parse_group_size(group_size)
     orders = list(common.Codes) if codes in (None, CodesSet.both) else [common.Codes(codes.value)]
     found: list[tuple[Spec, str]] = []
+    lhs_types = list(dict.fromkeys(choice.kernel_type for choice in lhs or [common.Lhs.fp8]))
+    quantizers = pick_quantizers(quantizer or (), outs or ["bf16"], block_scales)
+    groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in quantizers} or {0: None}
+    groups = {LHS_GROUP: None} if block_scales or e8m0 else groups
+    scales, width = (scale_dtype or common.RealType.bf16).value, 4 if bits is None else bits
     for n, k in map(common.parse_shape, shape or ()):
-        said = {"group_size": group, "zero_point": zero_point, "offset": offset, "bits": 4 if bits is None else bits}
-        said["scale_type"] = (scale_dtype or common.RealType.bf16).value
-        kernels = of_shape(
-            n,
-            k,
-            target,
-            pick_quantizers(quantizer or (), outs or ["bf16"], block_scales),
-            [common.Codes.tuned] if bits == 8 else orders,
-            list(dict.fromkeys(choice.kernel_type for choice in lhs or [common.Lhs.fp8])),
-            outs or ["bf16"],
-            max_m,
-            block_scales or e8m0,
-            said,
-            batch_invariant=batch_invariant,
-            lhs_e8m0=e8m0,
-        )
-        found += [(spec, f"shape {n}x{k}") for spec in kernels]
+        for kind, (x, variants) in product(lhs_types, quantizers):
+            given = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
+            found += [(spec, f"shape {n}x{k}") for spec in quantize_specs(k, x, kind, **given)]
+        wanted = product(lhs_types, [common.Codes.tuned] if bits == 8 else orders, outs or ["bf16"], groups)
+        for kind, order, result, lhs_group in wanted:
+            format = common.weight_format(order, kind, group, zero_point, scales, offset, k, width)
+            options = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
+            gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **options)
+            found += [(spec, f"shape {n}x{k}") for spec in gemms]
     if model:
-        from jitgemm.dtypes import torch_dtype  # with torch
+        from jitgemm.dtypes import torch_dtype
+        from jitgemm.nn.ahead import dtype_of, models_ahead  # with torch and transformers
+        from jitgemm.nn.warm import kernels
 
-        given = {
-            name: value for name, value in (("bits", bits), ("group_size", group_size and (group or 1 << 30))) if value
-        }
-        given |= {"symmetric": False} if zero_point else {}
-        given |= {"scale_dtype": torch_dtype(scale_dtype.value)} if scale_dtype else {}
-        options = {"tp": tp, "ep": ep, "activation": activation, "quantise": given, "batch_invariant": batch_invariant}
-        options["orders"] = ["e4m3" if order is common.Codes.tuned else "any" for order in orders]
+        said: dict[str, Any] = {"bits": bits} if bits else {}
+        said |= {"group_size": group or 1 << 30} if group_size else {}
+        said |= {"symmetric": False} if zero_point else {}
+        said |= {"scale_dtype": torch_dtype(scale_dtype.value)} if scale_dtype else {}
+        codes_of = ["e4m3" if order is common.Codes.tuned else "any" for order in orders]
         for folder in model:
-            found += of_model(folder, use, target, device, max_m, outs, **options)
+            folder = folder.parent if folder.name == "config.json" else folder
+            for each in models_ahead(folder, use.value, tp, ep, activation, said, codes_of, batch_invariant):
+                types = [torch_dtype(name) for name in outs] or [dtype_of(each)]
+                needed = kernels(each, max_m, types, device or target.name, use is Use.compiled)
+                found += [(spec, layer) for spec, _, layer in needed]
 
     plan = enumerate_jobs(found)
     for job in plan:

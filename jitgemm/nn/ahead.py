@@ -33,7 +33,7 @@ from jitgemm.nn.load import planned
 from jitgemm.nn.plan import Plan
 from jitgemm.nn.quantize import choose, quantised
 from jitgemm.nn.read import CODES, Layer, packed_parts, read
-from jitgemm.nn.read_experts import Experts, Projection
+from jitgemm.nn.read_experts import Experts
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.trial import lists
 from jitgemm.nn.warm import block_of, fronts_in_vllm, gates_of
@@ -92,12 +92,7 @@ def model_of(folder: str | Path) -> torch.nn.Module:
     """
     try:
         import transformers
-    except ImportError as error:
-        raise ValueError(
-            f"folder: expected transformers, which knows the layers of a model, found none ({error}): pip install "
-            "transformers, or give the layers' shapes (--shape N,K)"
-        ) from None
-    try:
+
         said, _ = transformers.PretrainedConfig.get_config_dict(folder, local_files_only=True)
         names = (getattr(transformers, name, None) for name in said.get("architectures") or ())
         kind = next((each for each in names if getattr(each, "config_class", None) is not None), None)
@@ -109,7 +104,7 @@ def model_of(folder: str | Path) -> torch.nn.Module:
                 if type(config) in auto._model_mapping:
                     return auto.from_config(config)
             return transformers.AutoModel.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder}: expected a model that transformers can make, got: {error}") from error
 
 
@@ -134,7 +129,7 @@ def _without_data() -> Iterator[None]:
 
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
     """The type that a model's config says it runs in; bfloat16 where that is none of ours."""
-    configs = [model.config, getattr(model.config, "text_config", None)]
+    configs = model.config, model.config.get_text_config()
     found = [getattr(config, name, None) for config in configs for name in ("dtype", "torch_dtype")]
     return next((dtype for dtype in found if TYPE_NAMES.get(dtype) in REAL_TYPES), torch.bfloat16)
 
@@ -164,7 +159,8 @@ class _OfPlan:
                 parts = packed_parts(self.checkpoint, layer.names) if cut is None else None
                 weight = (parts or read(self.checkpoint, layer, _CPU, cut)).weight
                 format = weight.format
-                static, order = (self._value(layer, suffix) for suffix in ("input_scale", "permutation"))
+                held = (layer.names.get(suffix) for suffix in ("input_scale", "permutation"))
+                static, order = (each and self.checkpoint.read(each, _CPU) for each in held)
             else:
                 format, weight, canonical = self._packed([[(layer, None)]], cut)
                 static, order = canonical.input_scale if layer.static else None, canonical.permutation
@@ -180,32 +176,30 @@ class _OfPlan:
             self._number(name, "order", order),
         )
 
-    def experts(self, name: str, which: range, cut: Cut | None) -> PackedExperts:
-        """Some experts; cut: of their intermediate size."""
+    def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
+        """w13 or w2 of some experts."""
         experts: Any = self.plan.layers[name]
-        form, world = experts.form, 1 if cut is None else cut.world
-        sizes, weights = (2 * form.inter // world, form.hidden), []
-        for part, n in enumerate(sizes):
-            with errors_that_name(self.checkpoint, experts.prefix):
-                if experts.projections is None:
-                    names = self.checkpoint.layer(f"{experts.prefix}.{('w13', 'w2')[part]}")
-                    found = packed_parts(self.checkpoint, names).weight
-                    format, k = found.format, found.k // (world if part else 1)
-                else:
-                    along = None if cut is None else cut._replace(dim="nk"[part])
-                    format, found, _ = self._packed(_each(experts.projections[part], which), along)
-                    k = found.k
-            weights.append(empty_weight(k, n, min(found.group_size, k), format, experts=len(which)))
-        return packed_experts(*weights, gate=form.gate, activation=experts.activation, top_k=form.top_k)
+        n, k = experts.form.sizes[part]
+        with errors_that_name(self.checkpoint, experts.prefix):
+            if experts.projections is None:
+                names = self.checkpoint.layer(f"{experts.prefix}.{('w13', 'w2')[part]}")
+                weight = packed_parts(self.checkpoint, names).weight
+                format, k = weight.format, k // (cut.world if cut is not None and part else 1)
+            else:
+                projection = experts.projections[part]
+                each = [
+                    [(x, e if projection.stacked else None) for x in projection.layers[e * (not projection.stacked)]]
+                    for e in which
+                ]
+                format, weight, _ = self._packed(each, cut)
+                k = weight.k
+        n //= cut.world if cut is not None and not part else 1
+        return Look(n, k, min(weight.group_size, k), format, experts.activation)
 
     def _packed(
         self, layers: Iterable[Sequence[tuple[Layer, int | None]]], cut: Cut | None
     ) -> tuple[WeightFormat, Weight, CanonicalWeight]:
-        """Layers in the format that all of them have: the first rows of one, or all rows where none tells.
-
-        Args:
-            layers: of each the parts that are joined, and which expert each part is of.
-        """
+        """Layers, of parts that are joined, in the format of all: by the first rows of one, or by all where none tells."""
         for whole in (False, True):
             formats: list[WeightFormat] = []
             for parts in layers:
@@ -224,7 +218,7 @@ class _OfPlan:
             return concat([weight.shard("n", half, 2).shard(*cut) for half in (0, 1)])
         size = layer.n // (cut.world * (1 if expert is None else 2)) if by_rows else layer.n
         rows = ROWS if size % ROWS == 0 else size
-        if whole or not rows or layer.n % rows:
+        if whole or not size or layer.n % rows or (by_rows and layer.n % cut.world):
             return read_header(self.checkpoint, layer.header, _CPU, expert, cut)
         part = "n", cut.rank * size // rows if by_rows else 0, layer.n // rows
         weight = read_header(self.checkpoint, layer.header, _CPU, expert, part)
@@ -241,9 +235,6 @@ class _OfPlan:
         symmetric = setting(layer.header.config, "sym") is True
         integers = format.zero_point and not any(dtype.is_floating_point for dtype in zeros)
         return not zeros or symmetric or format.offset or integers
-
-    def _value(self, layer: Layer, suffix: str) -> torch.Tensor | None:
-        return self.checkpoint.read(layer.names[suffix], _CPU) if suffix in layer.names else None
 
     def _number(self, name: str, what: str, value: torch.Tensor | None) -> int | None:
         """Which of the values this is that the layers of a block have; None for none."""
@@ -268,12 +259,8 @@ class _OfFloats:
         linear: Any = self.model.get_submodule(name)
         return self._look(linear.out_features, linear.in_features, cut, None if linear.bias is None else torch.float32)
 
-    def experts(self, name: str, which: range, cut: Cut | None) -> PackedExperts:
-        form, weights = self.forms[name], []
-        for dim, (n, k) in zip("nk", form.sizes):
-            look = self._look(n, k, None if cut is None else cut._replace(dim=dim), None)
-            weights.append(empty_weight(look.k, look.n, look.group_size, look.format, experts=len(which)))
-        return packed_experts(*weights, gate=form.gate, activation=look.activation, top_k=form.top_k)
+    def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
+        return self._look(*self.forms[name].sizes[part], cut, None)
 
     def _look(self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None) -> Look:
         fast = {"clip_steps": 0} if self.bits == 4 else {}
@@ -288,11 +275,13 @@ class _OfFloats:
         return Look(n, weight.k, weight.group_size, format, few.activation, bias)
 
 
-def _each(projection: Projection, which: range) -> list[list[tuple[Layer, int | None]]]:
-    """The layers of each of these experts, and which expert of theirs."""
-    if projection.stacked:
-        return [[(layer, e) for layer in projection.layers[0]] for e in which]
-    return [[(layer, None) for layer in projection.layers[e]] for e in which]
+def experts_of(layers: Any, name: str, which: range, cut: Cut | None) -> PackedExperts:
+    """Some experts; cut: of their intermediate size."""
+    cuts = [None if cut is None else cut._replace(dim=dim) for dim in "nk"]
+    looks = [layers.part(name, part, which, along) for part, along in enumerate(cuts)]
+    weights = [empty_weight(x.k, x.n, x.group_size, x.format, experts=len(which)) for x in looks]
+    form = layers.forms[name]
+    return packed_experts(*weights, gate=form.gate, activation=looks[0].activation, top_k=form.top_k)
 
 
 def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
@@ -310,7 +299,6 @@ def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
 def models_ahead(
     folder: str | Path,
     use: str = "linear",
-    *,
     tp: int = 1,
     ep: int = 1,
     activation: str | None = None,
@@ -357,9 +345,8 @@ def models_ahead(
         layers: Any = _OfPlan(plan) if read else _OfFloats(model, bits, order, given)
         cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
         made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts, use)
-        for layer in made.modules():
-            if isinstance(layer, PACKED):
-                layer.batch_invariant = batch_invariant
+        for layer in filter(lambda each: isinstance(each, PACKED), made.modules()):
+            layer.batch_invariant = batch_invariant
         yield made
 
 
@@ -407,7 +394,7 @@ def _as_loaded(layers: Any, cuts: _Cuts, use: str) -> torch.nn.Module:
     made: dict[Hashable, torch.nn.Module] = {}
     for name, places in layers.places.items():
         if name in layers.forms:
-            experts = layers.experts(name, *cuts.experts(layers.forms[name].experts))
+            experts = experts_of(layers, name, *cuts.experts(layers.forms[name].experts))
             kind = [(part.weight.shape, part.weight.format) for part in (experts.w13, experts.w2)]
             key: Hashable = (_pattern(name), *kind, experts.gate, experts.activation, experts.top_k)
             layer = made.setdefault(key, experts)
@@ -446,8 +433,8 @@ def _fill_blocks(model: torch.nn.Module) -> None:
 
 def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
     """vLLM's layers of the model, each kind once, by the names of those that it joins."""
-    made, kinds, gates = torch.nn.Module(), set(), gates_of(layers.model.config)
-    made.config = layers.model.config
+    made: dict[Hashable, torch.nn.Module] = {}
+    gates = gates_of(layers.model.config)
     done: set[str] = set()
     for name in layers.places:
         above, dot, last = name.rpartition(".")
@@ -461,7 +448,7 @@ def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
         dim, key = cuts.dim(name), _pattern(above + dot + whole)
         try:
             if name in layers.forms:
-                layer: Any = layers.experts(name, *cuts.experts(layers.forms[name].experts))
+                layer: Any = experts_of(layers, name, *cuts.experts(layers.forms[name].experts))
                 kind: Hashable = (layer.w13.weight.format, layer.w2.weight.format, layer.w13.weight.shape, layer.gate)
             else:
                 looks = [layers.look(each, cuts.linear(each)) for each in names]
@@ -473,10 +460,12 @@ def _as_vllm(layers: Any, cuts: _Cuts) -> torch.nn.Module:
         except ValueError as error:
             warnings.warn(f"{key} is left to vLLM's own kernels: {error}", stacklevel=2)
             continue
-        if (key, kind) not in kinds:
-            kinds.add((key, kind))
-            made.add_module(f"{key.replace('.', '/')}#{len(kinds)}", layer)
-    return made
+        made.setdefault((key, kind), layer)
+    model = torch.nn.Module()
+    model.config = layers.model.config
+    for number, ((key, _), layer) in enumerate(made.items()):
+        model.add_module(f"{key.replace('.', '/')}#{number}", layer)
+    return model
 
 
 def _pattern(name: str) -> str:

@@ -27,6 +27,7 @@ from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, s
 from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.choose import check_model
 from jitgemm.nn.experts import PackedExperts
+from jitgemm.nn.fused import FUSED
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.read import BLOCK, CODES
 from jitgemm.runtime.device import device_of, pick_device
@@ -83,12 +84,10 @@ def warmup(
     nvrtc = nvrtc_info()
     needed: dict[str, KernelSource] = {}  # by cache key
     on_gpu: dict[tuple[Spec, int], str] = {}
-    found_for: dict[str, str] = {}
-    for spec, index, layer in kernels(model, max_m, dtypes, device, compiled):
+    for spec, index, _ in kernels(model, max_m, dtypes, device, compiled):
         source = render.kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)
         key = source.key(nvrtc)
         needed.setdefault(key, source)
-        found_for.setdefault(key, layer)
         if index is not None:
             on_gpu[spec, index] = key
     found = {key: process_cache.lookup(key) for key in needed}
@@ -96,11 +95,8 @@ def warmup(
         warnings.warn("warmup: the model holds no layer of jitgemm.nn, so there is nothing to compile", stacklevel=2)
     missing = {key: needed[key] for key, entry in found.items() if entry is None or entry.path is None}
     if missing and not build:
-        key, first = next(iter(missing.items()))
-        raise CacheMissError(
-            f"{len(missing)} kernels are not in the cache, such as {first.label} of {found_for[key]}, "
-            f"which `{_command(model, max_m, device, compiled)}` makes"
-        )
+        first, command = next(iter(missing.values())).label, _command(model, max_m, device, compiled)
+        raise CacheMissError(f"{len(missing)} kernels are not in the cache, such as {first}; {command} makes them")
     results = dict(zip(missing, _compile(list(missing.values()), jobs or default_threads())))
     failed = {key: result for key, result in results.items() if isinstance(result, JitGemmError)}
     built = [result for result in results.values() if not isinstance(result, JitGemmError)]
@@ -127,12 +123,10 @@ def warmup(
 def _command(model: torch.nn.Module, max_m: int, device: str | None, compiled: bool) -> str:
     """The command that makes a model's kernels ahead of time."""
     folder = getattr(getattr(model, "config", None), "_name_or_path", "") or "FOLDER"
-    fused = any(layer.fronts != PackedLinear.fronts for layer in model.modules() if isinstance(layer, PackedLinear))
-    use = (
-        "vllm" if isinstance(model, torch.nn.ModuleList) else "compiled" if compiled else "fused" if fused else "linear"
-    )
-    where = f" --device {device}" if device else ""
-    return f"jitgemm warmup --model {folder} --for {use} --max-m {max_m}{where}"
+    fused = any(isinstance(layer, FUSED) for layer in model.modules())
+    use = "compiled" if compiled else "fused" if fused else "linear"
+    use = "vllm" if isinstance(model, torch.nn.ModuleList) else use  # layers by themselves, as its plug-in warms up
+    return f"jitgemm warmup --model {folder} --for {use} --max-m {max_m}" + (f" --device {device}" if device else "")
 
 
 def _dtypes(model: torch.nn.Module, dtype: torch.dtype | None) -> list[torch.dtype]:
@@ -188,21 +182,10 @@ _GATES: dict[str, Mapping[str, Any]] = {
 
 def gates_of(config: Any) -> tuple[Mapping[str, Any], ...]:
     """What quantisers compute behind the gates of a model of this config; all that they can where it names none."""
-    found: list[str] = []
-
-    def look(settings: Mapping[str, Any]) -> None:
-        for key, value in settings.items():
-            if isinstance(value, Mapping):
-                look(value)
-            elif isinstance(value, str) and "act" in str(key):
-                found.append(value)
-
-    look(config.to_dict() if hasattr(config, "to_dict") else {})
-    fronts: list[Mapping[str, Any]] = []
-    for name in found or _GATES:
-        if name in _GATES and _GATES[name] not in fronts:
-            fronts.append(_GATES[name])
-    return tuple(fronts)
+    text = str(config.to_dict()) if hasattr(config, "to_dict") else ""
+    found = re.findall(r"'\w*act\w*': '(\w+)'", text) or _GATES
+    fronts = [_GATES[name] for name in found if name in _GATES]
+    return tuple(front for number, front in enumerate(fronts) if front not in fronts[:number])
 
 
 def fronts_in_vllm(dim: str | None, gates: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
@@ -233,10 +216,7 @@ def _fronts_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Mapping[str, An
             above = above.rpartition(".")[0]
             near = [x.out_features for other, x in linears.items() if other != name and f"{other}.".startswith(above)]
         gated = not norms or 2 * layer.in_features in near or near.count(layer.in_features) > 1
-        found[name] = (
-            *(NORMS if not norms or layer.in_features in norms else ()),
-            *(gates if gated else ()),
-        )
+        found[name] = (*(NORMS if not norms or layer.in_features in norms else ()), *(gates if gated else ()))
         if getattr(layer, "fronts", PackedLinear.fronts) != PackedLinear.fronts:  # fused
             found[name] = NORMS if NORMS[0] in layer.fronts else ()
     return found
