@@ -74,6 +74,10 @@ def save(folder, family: str, quantization: dict | None, fp16: bool = False) -> 
     config = getattr(transformers, f"{kind}ForCausalLM").config_class(**SIZES | more)
     torch.manual_seed(1)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16()
+    save_model(folder, model, config, quantization, fp16, **{"model_type": "kimi_k2"} if family == "kimi-k2" else {})
+
+
+def save_model(folder, model, config, quantization: dict | None, fp16: bool = False, **said) -> None:
     tensors = {}
     for name, tensor in model.state_dict().items():
         layer, _, child = name.rpartition(".")
@@ -88,9 +92,7 @@ def save(folder, family: str, quantization: dict | None, fp16: bool = False) -> 
         else:
             tensors[name] = tensor.clone()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    said = config.to_dict() | {"architectures": [type(model).__name__], "dtype": "bfloat16"}
-    if family == "kimi-k2":
-        said["model_type"] = "kimi_k2"
+    said = config.to_dict() | {"architectures": [type(model).__name__], "dtype": "bfloat16"} | said
     said |= {} if quantization is None else {"quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(said))
 
@@ -261,6 +263,33 @@ def test_vllm_waits_for_what_was_made_and_for_no_more(tmp_path, capsys, standin,
         for spec, *_ in kernels(layers, MAX_M, [torch.bfloat16], "h200", True):
             needed.add((kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)).label)
     assert wanted(capsys, tmp_path, "--for", "vllm", "--tp", str(size)) == needed
+
+
+NESTED = {
+    "qwen3-vl": ("Qwen3VLForConditionalGeneration", {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}),
+    "qwen3.5": ("Qwen3_5ForConditionalGeneration", {"num_position_embeddings": 16}),
+    "qwen3.5-moe": ("Qwen3_5MoeForConditionalGeneration", {"num_position_embeddings": 16}),
+}
+LINEAR_ATTENTION = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 64}
+LINEAR_ATTENTION |= {"linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention"]}
+LINEAR_ATTENTION |= {"shared_expert_intermediate_size": 128} | EXPERTS
+
+
+@pytest.mark.parametrize("family", NESTED)
+def test_models_of_several_parts_have_the_layers_that_are_loaded(tmp_path, capsys, family):
+    kind, more = NESTED[family]
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    vision = {"depth": 1, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "out_hidden_size": 256} | more
+    text = SIZES | ({} if family == "qwen3-vl" else LINEAR_ATTENTION)
+    config = getattr(transformers, kind).config_class(text_config=text, vision_config=vision)
+    torch.manual_seed(1)
+    save_model(tmp_path, getattr(transformers, kind)(config).bfloat16(), config, CONFIGS["awq"])
+    model, (ahead,) = loaded(tmp_path), models_ahead(tmp_path)
+    assert any(isinstance(module, jitgemm.nn.PackedLinear) for module in model.modules())
+    given = 64, [torch.bfloat16], "h200"
+    assert {spec for spec, *_ in kernels(ahead, *given)} == {spec for spec, *_ in kernels(model, *given)}
+    assert wanted(capsys, tmp_path, "--for", "vllm")
 
 
 # ---- what a folder says, and what it does not ------------------------------------------------------------------------

@@ -38,16 +38,9 @@ from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
 
-QUANTIZER_VARIANTS: dict[str, dict[str, Any]] = {
-    "affine": {"affine": True},
-    "static": {"static": True},
-    "silu_mul": {"silu_mul": True},
-    **{f"gelu_mul={name}": {"gelu_mul": name} for name in GELU_MULS},
-    "rms_norm": {"rms_norm": True},
-    "residual": {"residual": True},
-    "permuted": {"permuted": True},
-    "block": {"block": True},
-}
+QUANTIZER_VARIANTS: dict[str, dict[str, Any]] = {name: {name: True} for name in ("affine", "static", "silu_mul")}
+QUANTIZER_VARIANTS |= {f"gelu_mul={name}": {"gelu_mul": name} for name in GELU_MULS}
+QUANTIZER_VARIANTS |= {name: {name: True} for name in ("rms_norm", "residual", "permuted", "block")}
 """What a quantiser may do besides, as arguments of `quantize_spec`. For "block", GEMMs take such scales, too."""
 
 
