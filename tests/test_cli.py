@@ -487,7 +487,10 @@ def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
         (["explain", "1", "2147483648", "32"], "n: expected a positive multiple of 8 up to 2147483647"),
         (["explain", "1", "8", "1048576", "--lhs", "int8", "--group-size", "channel"], "k: expected at most 1048544"),
         (["warmup", "--shape", "16,64", "--device", "gtx280"], "h100-sxm"),
-        (["warmup", "--model", "/nonexistent"], "--model /nonexistent: expected a model that transformers can make"),
+        (
+            ["warmup", "--model", "/nonexistent"],
+            "folder: expected a model's folder that is here, found none at /nonexistent",
+        ),
         (["warmup", *LAYER, "--codes", "fast"], "--codes"),
         (["warmup", *LAYER, "--out", "int8"], "--out"),
         (["warmup", *LAYER, "--offset", "--group-size", "channel"], "--offset: expected a --group-size below k, got"),

@@ -82,6 +82,7 @@ def save_model(folder, model, config, quantization: dict | None, fp16: bool = Fa
     for name, tensor in model.state_dict().items():
         layer, _, child = name.rpartition(".")
         linear = isinstance(model.get_submodule(layer), torch.nn.Linear) and "lm_head" not in name
+        linear = linear and tensor.shape[0] % 32 == 0
         if ".experts." in name and tensor.dim() == 3:
             for e, w in enumerate(tensor):
                 parts = {"gate_proj": w.chunk(2)[0], "up_proj": w.chunk(2)[1]} if "gate_up" in child else {child: w}

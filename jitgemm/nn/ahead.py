@@ -320,6 +320,8 @@ def models_ahead(
     Raises:
         ValueError: the model cannot be made, read or cut.
     """
+    if not Path(folder).exists():
+        raise ValueError(f"folder: expected a model's folder that is here, found none at {folder}")
     said, files = config_beside(Path(folder)), any(Path(folder).glob("*.safetensors"))
     if said and not files:
         raise ValueError(
