@@ -17,7 +17,7 @@ import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
 
-MODEL = ROOT / "scripts" / "data" / "llama-3-8b.json"
+LLAMA_8B = ("6144,4096", "4096,4096", "28672,4096", "4096,14336")
 N, K, GROUP = 28672, 4096, 128
 
 
@@ -102,8 +102,8 @@ def without_gpu() -> int:
                 raise
 
     print("No Hopper GPU here: compiling the kernels of Llama-3-8B for an H200 instead.")
-    model = str(MODEL.relative_to(Path.cwd()) if MODEL.is_relative_to(Path.cwd()) else MODEL)
-    run("warmup", "--model", model, "--codes", "tuned", "--device", "h200")
+    shapes = [option for shape in LLAMA_8B for option in ("--shape", shape)]
+    run("warmup", *shapes, "--codes", "tuned", "--device", "h200")
     run("cache", "info")
     run("explain", str(16), str(N), str(K), "--codes", "tuned", "--device", "h200", "--top", "3")
 

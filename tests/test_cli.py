@@ -17,14 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from tiny_kernel import serialised_kernel, spilling_kernel
 
-import jitgemm.nn
 from jitgemm import settings
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.cli import common, main
@@ -35,7 +33,6 @@ from jitgemm.jit.cache import KernelCache, process_cache
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
-from jitgemm.nn.warm import _kernels
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 
@@ -43,14 +40,6 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYER = ("--shape", "256,256", "--max-m", "16", "--device", "h200")
 FEW = ("--shape", "256,256", "--max-m", "8", "--device", "h200", "--codes", "any")
 """A GEMM kernel and a quantiser."""
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
 
 
 class Result:
@@ -472,170 +461,12 @@ def test_the_command_that_a_miss_names_compiles_that_kernel_and_no_other_format(
     assert len(labels) <= 3  # the kernel; the layer's quantiser; for a quantiser, two orders of codes
 
 
-QUANTIZED = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}
-INT8_ACTIVATIONS = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {
-        "all": {
-            "weights": {"num_bits": 4, "strategy": "channel"},
-            "input_activations": {"num_bits": 8, "type": "int", "symmetric": False, "dynamic": True},
-        }
-    },
-}
-
-
-def test_a_models_quantization_config_decides_what_options_leave_open(run, tmp_path):
-    def warmup(section: dict, *options: str) -> tuple[set[str], str]:
-        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": section}))
-        fixed = ("--device", "h200", "--max-m", "8", "--form", "fused", "--dry-run", "--json")
-        done = run("warmup", "--model", str(tmp_path), *fixed, *options)
-        assert done.code == 0, done.stderr
-        labels = [kernel["label"].split("-") for kernel in done.json["kernels"]]
-        return {"-".join(parts[: 2 + (parts[0] == "quantize")]) for parts in labels}, done.stderr
-
-    labels, said = warmup(QUANTIZED)
-    assert labels == {"e4m3-g64z", "quantize-bf16-e4m3"}
-    assert "gptq: groups of 64 with zero points in bf16, fp8 activations, results in bf16" in said
-    labels, said = warmup(INT8_ACTIVATIONS, "--codes", "any")
-    assert labels == {"s8-channel", "quantize-bf16-s8z"} and "int8 activations (affine)" in said
-    labels, _ = warmup(QUANTIZED, "--group-size", "128", "--no-zero-point", "--lhs", "int8", "--codes", "any")
-    assert labels == {"s8-g128", "quantize-bf16-s8"}
-    labels, said = warmup({"quant_method": "quip"}, "--codes", "any", "--group-size", "64")
-    assert labels == {"e4m3-g64", "quantize-bf16-e4m3"} and "not read (quant_method: expected one of" in said
-
-
-def eight_bits(codes: str, strategy: str, inputs: dict | None, **weights) -> dict:
-    weights |= {"num_bits": 8, "type": codes, "strategy": strategy, "symmetric": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
-
-
-PER_TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
-
-
-@pytest.mark.parametrize(
-    ("section", "activation", "weights"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}, "e4m3_block", "blocks"),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "e4m3", "tensor"),
-        ({"quant_method": "blockwise_int8", "weight_block_size": [128, 128]}, "int8_block", "blocks"),
-        ({"quant_method": "w8a8_int8"}, "int8", "rows"),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "e4m3", "rows"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "e4m3", "rows"),
-        ({"quant_method": "modelopt", "quant_algo": "fp8_per_channel_per_token"}, "e4m3", "rows"),
-        (eight_bits("int", "channel", PER_TOKEN | {"type": "int"}), "int8", "bf16 rows"),
-        (eight_bits("float", "channel", PER_TOKEN | {"type": "float"}), "e4m3", "bf16 rows"),
-        (eight_bits("float", "channel", None), "e4m3", "bf16 rows"),
-        (
-            eight_bits("float", "block", PER_TOKEN | {"type": "float", "strategy": "group", "group_size": 128},
-                       block_structure="128x128"),
-            "e4m3_block", "bf16 blocks",
-        ),
-    ],
-)  # fmt: skip
-def test_an_8_bit_config_compiles_what_its_loaded_layers_need(run, tmp_path, section, activation, weights):
-    n, k = 512, 256
-    sizes = {"hidden_size": k, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | sizes | {"quantization_config": section}))
-    options = ("--device", "h200", "--max-m", "64", "--form", "fused", "--dry-run", "--json")
-    done = run("warmup", "--model", str(tmp_path), *options)
-    assert done.code == 0 and "8-bit weights" in done.stderr, done.stderr
-    found = {kernel["label"] for kernel in done.json["kernels"] if f"gate_up_proj {n}x{k}" in kernel["layers"]}
-
-    dtype = torch.bfloat16 if "bf16" in weights else torch.float32
-    shape = {"blocks": (n // 128, k // 128), "rows": (n, 1), "tensor": (1,)}[weights.split()[-1]]
-    name = "weight_scale_inv" if weights == "blocks" else "weight_scale"
-    codes = torch.int8 if activation.startswith("int8") else torch.float8_e4m3fn
-    tensors = {"0.weight": torch.zeros(n, k).to(codes), f"0.{name}": torch.ones(shape, dtype=dtype)}
-    model = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16))
-    jitgemm.nn.load_(model, tensors, config=section)
-    assert model[0].activation == activation
-    needed = {spec.label for spec, _ in _kernels(model, 64, [torch.bfloat16], "h200")}
-    assert found == needed
-
-
-@pytest.mark.parametrize("section", [
-    eight_bits("int", "channel", PER_TOKEN | {"type": "float"}),
-    eight_bits("int", "channel", None) | {"config_groups": {"a": {"weights": {"num_bits": 8, "symmetric": False}}}},
-    {"quant_method": "fp8", "weight_block_size": 128},
-])  # fmt: skip
-def test_an_8_bit_config_that_no_layer_can_have_is_not_read(run, tmp_path, section):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": section}))
-    done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run")
-    assert done.code == 2 and "quantization_config cannot be read: " in done.stderr
-    done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run", "--bits", "8")
-    assert done.code == 0 and "quantization_config is not read (" in done.stderr
-
-
-def test_a_method_that_is_not_read_is_an_error_that_names_it_and_what_is(run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "quip"}}))
-    done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run")
-    assert done.code == 2 and "quant_method: expected one of compressed_tensors, gptq, awq" in done.stderr
-    assert "got 'quip'" in done.stderr and "fbgemm_fp8" in done.stderr and not done.stdout
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    beside = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
-    done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run")
-    assert done.code == 2 and "quant_algo: expected FP8 or FP8_PER_CHANNEL_PER_TOKEN" in done.stderr
-    beside["quantization"]["quant_algo"] = "FP8"
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
-    done = run("warmup", "--model", str(tmp_path), "--device", "h200", "--max-m", "8", "--dry-run")
-    assert done.code == 0 and "modelopt: 8-bit weights, scales per channel in fp32" in done.stderr
-    assert "fp8 activations (static)" in done.stderr
-
-
-def test_a_group_size_that_no_kernel_has_is_named(run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": QUANTIZED | {"group_size": 16}}))
-    done = run("warmup", "--model", str(tmp_path), "--dry-run")
-    assert done.code == 2 and "group_size: expected -1 or one of (32, 64, 128, 256), got 16" in done.stderr
-
-
-MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-
-
-def test_experts_need_grouped_gemms_routing_and_combining(run, tmp_path):
-    def warmup(*options: str) -> tuple[dict[str, list[str]], str]:
-        (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
-        fixed = ("--device", "h200", "--max-m", "8", "--codes", "any", "--dry-run", "--json")
-        done = run("warmup", "--model", str(tmp_path), *fixed, *options)
-        assert done.code == 0, done.stderr
-        labels: dict[str, list[str]] = {}
-        for kernel in done.json["kernels"]:
-            labels.setdefault(kernel["kind"], []).append(kernel["label"])
-        return labels, done.stderr
-
-    fused, said = warmup("--form", "fused")
-    assert "experts: as fused_experts runs them" in said
-    assert any(label.endswith("e64") or "-e64-" in label for label in fused["gemm"])
-    assert {label.split("-")[0] for label in fused["routing"]} == {"route", "combine"}
-    assert any("silumul" in label for label in fused["quantizer"])
-    separate, _ = warmup("--form", "separate")
-    assert "routing" not in separate and not any("e64" in label for label in separate["gemm"])
-    ranks = run("warmup", "--model", str(tmp_path), "--device", "h200", "--ep", "4", "--dry-run", "--json")
-    assert [layer["experts"] for layer in ranks.json["layers"] if layer["name"] == "experts"] == [2]
-    assert "experts" not in run("warmup", *LAYER, "--dry-run").stderr
-    assert "--tp, --ep and --form are for the layers of --model" in run("warmup", *LAYER, "--ep", "2").stderr
-
-
 def test_a_larger_max_m_needs_at_least_the_same_kernels(run):
     def keys(max_m: int) -> set[str]:
         done = run("warmup", "--shape", "4096,4096", "--device", "h200", "--max-m", str(max_m), "--dry-run", "--json")
         return {kernel["key"] for kernel in done.json["kernels"]}
 
     assert keys(16) <= keys(4096)
-
-
-def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    options = ("--tp", "2", "--device", "h200", "--max-m", "16", "--dry-run", "--json")
-    done = run("warmup", "--model", str(tmp_path), *options)
-    assert done.code == 0
-    layers = {layer["name"]: (layer["n"], layer["k"], layer["count"]) for layer in done.json["layers"]}
-    assert layers["qkv_proj"] == (3072, 4096, 2)
-    assert layers["down_proj"] == (4096, 7168, 2)
-    assert {name for kernel in done.json["kernels"] for name in kernel["layers"]} == {
-        f"{name} {n}x{k}" for name, (n, k, _) in layers.items()
-    }
 
 
 @pytest.mark.parametrize(
@@ -646,9 +477,16 @@ def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
         (["warmup", "--shape", "12,4096"], "n: expected a positive multiple of 8, got 12"),
         (["warmup", "--shape", "16,40"], "k: expected a positive multiple of 16, got 40"),
         (["warmup", "--shape", "16,64", "--group-size", "48"], "expected one of 32, 64, 128, 256 or 'channel'"),
-        (["warmup", "--shape", "16,64", "--tp", "2"], "--tp, --ep and --form are for the layers of --model"),
-        (["warmup", "--shape", "16,64", "--form", "fused"], "--tp, --ep and --form are for the layers of --model"),
-        (["warmup", "--shape", "16,64", "--form", "nonsense"], "'nonsense' is not one of 'both', 'fused', 'separate'"),
+        (["warmup", "--shape", "16,64", "--tp", "2"], "--for, --tp, --ep and --activation are for a --model"),
+        (["warmup", "--shape", "16,64", "--for", "fused"], "--for, --tp, --ep and --activation are for a --model"),
+        (
+            ["warmup", "--shape", "16,64", "--for", "nonsense"],
+            "'nonsense' is not one of 'linear', 'fused', 'compiled', '",
+        ),
+        (
+            ["warmup", "--model", "x", "--lhs", "int8"],
+            "--lhs, --offset, --block-scales, --e8m0 and --quantizer are for a",
+        ),
         (["explain", "1", "64", "64", "--device", "clock_mhz=inf"], "'clock_mhz=inf' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "hbm=1e-300"], "'hbm=1e-300' must be at least 1"),
         (["explain", "1", "64", "64", "--device", "sms=nan", "--json"], "'sms=nan' must be at least 1"),
@@ -656,7 +494,10 @@ def test_model_stands_for_its_layers_on_one_rank(run, tmp_path):
         (["explain", "1", "2147483648", "32"], "n: expected a positive multiple of 8 up to 2147483647"),
         (["explain", "1", "8", "1048576", "--lhs", "int8", "--group-size", "channel"], "k: expected at most 1048560"),
         (["warmup", "--shape", "16,64", "--device", "gtx280"], "h100-sxm"),
-        (["warmup", "--model", "/nonexistent/config.json"], "No such file"),
+        (
+            ["warmup", "--model", "/nonexistent"],
+            "folder: expected a model's folder that is here, found none at /nonexistent",
+        ),
         (["warmup", *LAYER, "--codes", "fast"], "--codes"),
         (["warmup", *LAYER, "--out", "int8"], "--out"),
         (["warmup", *LAYER, "--offset", "--group-size", "channel"], "--offset: expected a --group-size below k, got"),

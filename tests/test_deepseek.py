@@ -21,7 +21,7 @@ import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn import W4A8Experts, W8A8Experts, W8A8Linear, load_
-from jitgemm.nn.warm import _kernels
+from jitgemm.nn.warm import kernels as kernels_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 hf = pytest.importorskip("jitgemm.hf")
@@ -280,7 +280,7 @@ def test_it_is_fused_and_warmed_up(published):
     assert report.fused["model.layers.0.input_layernorm"] == ("RMSNorm, quantiser and q_a_proj + kv_a_proj_with_mqa")
     assert "model.layers.1.mlp.shared_experts" in report.fused
     assert of_most(logits(model), before) < 0.2  # a code that is another one changes all behind it
-    kernels = {spec for spec, _ in _kernels(model, 64, [torch.bfloat16], "h200") if isinstance(spec, KernelSpec)}
+    kernels = {spec for spec, *_ in kernels_of(model, 64, [torch.bfloat16], "h200") if isinstance(spec, KernelSpec)}
     found = {(spec.format.bits, spec.lhs_group, spec.experts > 0) for spec in kernels}
     assert found == {(8, 128, False), (4, 0, True) if kind == "w4afp8" else (8, 128, True)}
 

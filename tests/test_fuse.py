@@ -27,7 +27,7 @@ from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse, fuse_, load_, unfuse_
 from jitgemm.nn.fused import FusedLayer, FusedMLP, FusedNorm, Run, Slice
 from jitgemm.nn.read import CODES
-from jitgemm.nn.warm import _kernels
+from jitgemm.nn.warm import kernels
 
 transformers = pytest.importorskip("transformers")
 quantize = functools.partial(jitgemm.nn.quantize_, clip_steps=0, group_size=32)
@@ -1112,7 +1112,7 @@ def test_autocast_gives_its_type():
 def test_warmup_knows_the_merged_kernels():
     model = quantised(num_hidden_layers=1)
     fuse_(model)
-    specs = [spec for spec, _ in _kernels(model, 4, [torch.bfloat16], "h200")]
+    specs = [spec for spec, *_ in kernels(model, 4, [torch.bfloat16], "h200")]
     quantisers = {(spec.rms_norm, spec.residual, spec.gate) for spec in specs if hasattr(spec, "rms_norm")}
     assert quantisers == {(True, False, ""), (True, True, ""), (False, False, "silu"), (False, False, "")}
     runs = [module for module in model.modules() if isinstance(module, Run)]

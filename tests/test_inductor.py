@@ -627,10 +627,10 @@ def test_a_layer_compiled_to_the_end_runs_no_kernels_but_ours(device):
 
 
 def test_warmup_knows_the_quantisers_of_a_compiled_model():
-    from jitgemm.nn.warm import _kernels
+    from jitgemm.nn.warm import kernels
 
     def quantisers(compiled: bool) -> set[tuple[bool, str]]:
-        specs = [spec for spec, _ in _kernels(MLP(), 4, [torch.bfloat16], "h200", compiled)]
+        specs = [spec for spec, *_ in kernels(MLP(), 4, [torch.bfloat16], "h200", compiled)]
         return {(spec.rms_norm, spec.gate) for spec in specs if hasattr(spec, "rms_norm")}
 
     assert quantisers(False) == {(False, "")}

@@ -20,8 +20,8 @@ FLOORS = (
     ("activations",),
     ("gemm",),
     ("moe",),
-    ("nn", "cli"),
-    ("hf", "deep_gemm", "vllm"),
+    ("nn",),
+    ("hf", "deep_gemm", "vllm", "cli"),
 )
 """From the ground up; a room imports from lower floors and from itself, never from a neighbour."""
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

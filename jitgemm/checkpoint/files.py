@@ -114,7 +114,7 @@ class Checkpoint:
         if config is not None:
             config = _quantization_config(config)
         elif not isinstance(source, Mapping):
-            config = _config_beside(Path(source) if Path(source).is_dir() else Path(source).parent)
+            config = config_beside(Path(source) if Path(source).is_dir() else Path(source).parent)
         self.config: Mapping[str, Any] | None = config
         """The model's quantization_config, or None."""
         self._in_file: Mapping[str, str] = {}  # what a file calls the tensors that are renamed
@@ -408,7 +408,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _config_beside(folder: Path) -> Mapping[str, Any] | None:
+def config_beside(folder: Path) -> Mapping[str, Any] | None:
+    """What a folder's JSON files say of a model's quantisation, or one file."""
+    if folder.is_file():
+        return _nested_config(_read_json(folder))
     if (folder / "config.json").is_file():
         found = _nested_config(_read_json(folder / "config.json"))
         if found is not None:

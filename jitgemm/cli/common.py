@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jitgemm.cli.hf_config import weight_group
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, WeightFormat, tuned_codes
@@ -61,22 +60,12 @@ BITS_HELP = (
     "of blocks, whose rows share scales."
 )
 Bits = Annotated[int, typer.Option("--bits", metavar="4|8", help=BITS_HELP)]
-Offset = Annotated[
-    bool,
-    typer.Option(
-        "--offset",
-        help="Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become.",
-    ),
-]
-BlockScales = Annotated[
-    bool, typer.Option("--block-scales", help="Activations with a scale per token and 128 k, not one per token.")
-]
-E8m0 = Annotated[
-    bool,
-    typer.Option(
-        "--e8m0", help="GEMMs take activations with a packed power of two per token and 128 k, as DeepGEMM's."
-    ),
-]
+OFFSET_HELP = "Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become."
+Offset = Annotated[bool, typer.Option("--offset", help=OFFSET_HELP)]
+BLOCK_SCALES_HELP = "Activations with a scale per token and 128 k, not one per token."
+BlockScales = Annotated[bool, typer.Option("--block-scales", help=BLOCK_SCALES_HELP)]
+E8M0_HELP = "GEMMs take activations with a packed power of two per token and 128 k, as DeepGEMM's."
+E8m0 = Annotated[bool, typer.Option("--e8m0", help=E8M0_HELP)]
 BatchInvariant = Annotated[
     bool,
     typer.Option("--batch-invariant", help="Calls are batch_invariant=True: a row's bits do not depend on m."),
@@ -186,7 +175,7 @@ def weight_format(
     """
     if bits not in (4, 8) or (bits == 8 and (zero_point or offset)):
         raise ValueError(f"--bits: expected 4, or 8 without --zero-point and --offset, got {bits}")
-    group = weight_group(group_size, k)
+    group = 0 if group_size >= k else group_size
     if offset and not group:
         raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
     order = lhs if bits == 8 else "any" if codes is Codes.any else tuned_codes(lhs, group, zero_point, k)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
@@ -21,16 +23,6 @@ import typer
 from jitgemm import settings
 from jitgemm.activations.kernel import GELU_MULS, QuantizeSpec, quantize_specs
 from jitgemm.cli import common
-from jitgemm.cli.hf_config import (
-    ExpertLayer,
-    Form,
-    Layer,
-    LinearLayer,
-    Quantization,
-    linear_layers,
-    quantization,
-    read_config,
-)
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import process_cache
@@ -38,26 +30,17 @@ from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
-from jitgemm.kernel.formats import GROUP_SIZES, LHS_GROUP
+from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
+from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, source_of
 from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
 
-_FROM_CONFIG = "what --model's quantization_config says, else {}"
-
-QUANTIZER_VARIANTS: dict[str, dict[str, Any]] = {
-    "affine": {"affine": True},
-    "static": {"static": True},
-    "silu_mul": {"silu_mul": True},
-    **{f"gelu_mul={name}": {"gelu_mul": name} for name in GELU_MULS},
-    "rms_norm": {"rms_norm": True},
-    "residual": {"residual": True},
-    "permuted": {"permuted": True},
-    "block": {"block": True},
-}
+QUANTIZER_VARIANTS: dict[str, dict[str, Any]] = {name: {name: True} for name in ("affine", "static", "silu_mul")}
+QUANTIZER_VARIANTS |= {f"gelu_mul={name}": {"gelu_mul": name} for name in GELU_MULS}
+QUANTIZER_VARIANTS |= {name: {name: True} for name in ("rms_norm", "residual", "permuted", "block")}
 """What a quantiser may do besides, as arguments of `quantize_spec`. For "block", GEMMs take such scales, too."""
 
 
@@ -65,15 +48,14 @@ Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
 
 CodesSet = Enum("CodesSet", {name: name for name in ("any", "tuned", "both")}, type=str)
 """`common.Codes`, or both of them."""
-
+Use = Enum("Use", {name: name for name in ("linear", "fused", "compiled", "vllm")}, type=str)
+"""How --model runs, see `jitgemm.nn.ahead`."""
 
 Quantizer = tuple[str, tuple[str, ...]]
 """A quantiser as --quantizer names it, such as "fp16+static+permuted": its input's type and its variants."""
 
 
-def pick_quantizers(
-    texts: Sequence[str], outs: Sequence[str], variants: tuple[str, ...], block: bool
-) -> list[Quantizer]:
+def pick_quantizers(texts: Sequence[str], outs: Sequence[str], block: bool) -> list[Quantizer]:
     """What --quantizer asks for; by default those of `jitgemm.nn.W4A8Linear`, whose result has its input's type.
 
     With `block` all of them are "block", whatever they are else.
@@ -82,7 +64,7 @@ def pick_quantizers(
         return []
     if "none" in texts:
         raise ValueError(f"--quantizer: expected none alone, got {', '.join(texts)}")
-    found: list[Quantizer] = [] if texts else [(out, variants) for out in outs]
+    found: list[Quantizer] = [] if texts else [(out, ()) for out in outs]
     for text in texts:
         x, *given = text.split("+")
         if x not in REAL_TYPES or not set(given) <= QUANTIZER_VARIANTS.keys():
@@ -93,67 +75,6 @@ def pick_quantizers(
         found.append((x, tuple(dict.fromkeys(given))))
     more = ("block",) if block else ()
     return list(dict.fromkeys((x, tuple(dict.fromkeys((*given, *more)))) for x, given in found))
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which kernels every layer needs.
-
-    Attributes:
-        lhs_types: "e4m3", "s8".
-        group_size: 0 for per channel.
-        outs: types of the result.
-        max_m: largest number of tokens in one call.
-    """
-
-    lhs_types: Sequence[str]
-    codes: CodesSet
-    group_size: int
-    zero_point: bool
-    offset: bool
-    bits: int
-    scale_type: str
-    outs: Sequence[str]
-    batch_invariant: bool
-    block_scales: bool
-    e8m0: bool
-    quantizers: Sequence[Quantizer]
-    max_m: int
-
-    def kernels(self, layer: Layer, device: DeviceSpec) -> Iterator[Spec]:
-        """Every kernel of the layer: GEMMs, quantisers of their inputs, and experts' routing; some may come twice."""
-        experts, shapes, rows = 0, [(layer.n, layer.k)] if isinstance(layer, LinearLayer) else layer.shapes, self.max_m
-        if isinstance(layer, ExpertLayer):
-            experts, rows = layer.experts, self.max_m * layer.top_k
-        for lhs, (x, variants) in product(self.lhs_types, self.quantizers):
-            if isinstance(layer, ExpertLayer):
-                flags = {name: name in variants for name in ("affine", "block")}
-                yield from layer_specs(layer.hidden, layer.inter, x, lhs, layer.gate, **flags)
-            else:
-                given = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
-                yield from quantize_specs(layer.k, x, lhs, **given)
-        orders = common.Codes if self.codes is CodesSet.both else [common.Codes(self.codes.value)]
-        orders = [common.Codes.tuned] if self.bits == 8 else orders
-        groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in self.quantizers} or {0: None}
-        groups = {LHS_GROUP: None} if self.block_scales or self.e8m0 else groups
-        for lhs, codes, out, (n, k), group in product(self.lhs_types, orders, self.outs, shapes, groups):
-            format = common.weight_format(
-                codes, lhs, self.group_size, self.zero_point, self.scale_type, self.offset, k, self.bits
-            )
-            yield from kernels_for(
-                n, k, lhs, format, device, rows, out=out, batch_invariant=self.batch_invariant, experts=experts,
-                lhs_group=group, lhs_e8m0=self.e8m0,
-            )  # fmt: skip
-
-    def describe(self) -> str:
-        """What is not every warm-up's, for people."""
-        weights = "8-bit weights, " if self.bits == 8 else ""
-        weights += f"groups of {self.group_size}" if self.group_size else "scales per channel"
-        weights += " with zero points" if self.zero_point else ""
-        activations = " and ".join({"e4m3": "fp8", "s8": "int8"}[lhs] for lhs in self.lhs_types)
-        modes = dict.fromkeys(mode for _, variants in self.quantizers for mode in variants)
-        activations += " activations" + (f" ({', '.join(modes)})" if modes else "")
-        return f"{weights} in {self.scale_type}, {activations}, results in {', '.join(self.outs)}"
 
 
 @dataclass
@@ -196,168 +117,144 @@ class Job:
         }
 
 
+_of_shape = partial(typer.Option, rich_help_panel="Layers by shape")
+_of_floats = partial(typer.Option, rich_help_panel="Layers by shape, or a --model in 16 bits")
+_of_model = partial(typer.Option, rich_help_panel="A model")
+_FOLDER = (
+    "A Hugging Face model's folder: config.json and safetensors files, of which headers and some rows are read. May be "
+    "repeated. Needs transformers."
+)
+_USE = (
+    "How it runs: linear, as load_ and from_pretrained leave it; fused, after fuse_; compiled, under torch.compile; "
+    "vllm, with --quantization jitgemm."
+)
+_QUANTIZER = (
+    f"Quantisers of activations to --lhs, by the type of their input: {', '.join(REAL_TYPES)}, and what they do "
+    f"besides: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': none."
+)
+_CODES = common.CODES_HELP + " Either one alone takes half the compile time of both."
+_KIND = "As load_ takes it: e4m3, int8, int8_affine, e4m3_block or int8_block."
+_OUT = "the model's, else bf16"
+_LHS = f"{common.LHS_HELP} May be repeated."
+_STRICT = "Take a kernel that spills registers or serialises its wgmma for a failure."
+Some = Optional[list[str]]
+
+
 @common.guarded
 def warmup(
-    shape: Annotated[
-        Optional[list[str]], typer.Option("--shape", metavar="N,K", help="A layer's weight shape; may be repeated.")
+    shape: Annotated[Some, _of_shape("--shape", metavar="N,K", help="A layer's weight shape; may be repeated.")] = None,
+    model: Annotated[Optional[list[Path]], _of_model("--model", metavar="FOLDER", help=_FOLDER)] = None,
+    use: Annotated[Use, _of_model("--for", metavar="USE", help=_USE)] = Use.linear,
+    tp: Annotated[int, _of_model("--tp", min=1, help="Tensor-parallel ranks that it is cut into.")] = 1,
+    ep: Annotated[int, _of_model("--ep", min=1, help="Ranks that share its experts, whole.")] = 1,
+    activation: Annotated[
+        Optional[str], _of_model("--activation", metavar="KIND", help=_KIND, show_default="what its files say")
     ] = None,
-    model: Annotated[
-        Optional[list[str]],
-        typer.Option("--model", metavar="CONFIG", help="A Hugging Face config.json, or its folder; may be repeated."),
-    ] = None,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks that --model is cut into.")] = 1,
-    ep: Annotated[
-        int, typer.Option("--ep", min=1, help="Expert-parallel ranks: each has a part of --model's experts, whole.")
-    ] = 1,
-    form: Annotated[
-        Form,
-        typer.Option(
-            "--form",
-            help="--model's projections: fused (qkv, gate_up, grouped experts) as serving engines run them, separate, "
-            "or both.",
-        ),
-    ] = Form.both,
     lhs: Annotated[
-        Optional[list[common.Lhs]],
-        typer.Option("--lhs", help=f"{common.LHS_HELP} May be repeated.", show_default=_FROM_CONFIG.format("fp8")),
+        Optional[list[common.Lhs]], _of_shape("--lhs", metavar="TYPE", help=_LHS, show_default="fp8")
+    ] = None,
+    offset: Annotated[bool, _of_shape("--offset", help=common.OFFSET_HELP)] = False,
+    block_scales: Annotated[bool, _of_shape("--block-scales", help=common.BLOCK_SCALES_HELP)] = False,
+    e8m0: Annotated[bool, _of_shape("--e8m0", help=common.E8M0_HELP)] = False,
+    quantizer: Annotated[
+        Some, _of_shape("--quantizer", metavar="TYPE[+…]", help=_QUANTIZER, show_default="the types of --out")
     ] = None,
     group_size: Annotated[
-        Optional[str],
-        typer.Option("--group-size", metavar="G", help=common.GROUP_HELP, show_default=_FROM_CONFIG.format("128")),
+        Optional[str], _of_floats("--group-size", metavar="G", help=common.GROUP_HELP, show_default="128")
     ] = None,
-    zero_point: Annotated[
-        Optional[bool],
-        typer.Option("--zero-point/--no-zero-point", help=common.ZERO_HELP, show_default=_FROM_CONFIG.format("no")),
-    ] = None,
-    offset: common.Offset = False,
-    bits: Annotated[
-        Optional[int],
-        typer.Option("--bits", metavar="4|8", help=common.BITS_HELP, show_default=_FROM_CONFIG.format("4")),
-    ] = None,
+    zero_point: Annotated[bool, _of_floats("--zero-point", help=common.ZERO_HELP)] = False,
+    bits: Annotated[Optional[int], _of_floats("--bits", metavar="4|8", help=common.BITS_HELP, show_default="4")] = None,
     scale_dtype: Annotated[
         Optional[common.RealType],
-        typer.Option("--scale-dtype", help=common.SCALE_HELP, show_default=_FROM_CONFIG.format("bf16")),
+        _of_floats("--scale-dtype", metavar="TYPE", help=common.SCALE_HELP, show_default="bf16"),
     ] = None,
     codes: Annotated[
-        CodesSet,
-        typer.Option(
-            "--codes",
-            help=common.CODES_HELP + " Weights with zero points have no tuned order. Either one alone takes half the "
-            "compile time of both.",
-        ),
-    ] = CodesSet.both,
+        Optional[CodesSet], _of_floats("--codes", metavar="ORDER", help=_CODES, show_default="both")
+    ] = None,
     out: Annotated[
-        Optional[list[common.RealType]],
-        typer.Option("--out", help=f"{common.OUT_HELP} May be repeated.", show_default="bf16"),
+        Optional[list[common.RealType]], typer.Option("--out", metavar="TYPE", help=common.OUT_HELP, show_default=_OUT)
     ] = None,
     batch_invariant: common.BatchInvariant = False,
-    block_scales: common.BlockScales = False,
-    e8m0: common.E8m0 = False,
-    quantizer: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            "--quantizer",
-            metavar="TYPE[+WHAT]",
-            help=f"Quantisers of activations to --lhs, by the type of their input: {', '.join(REAL_TYPES)}, and what "
-            f"they do beside: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': none.",
-            show_default="the types of --out, as W4A8Linear needs",
-        ),
-    ] = None,
-    max_m: Annotated[int, typer.Option("--max-m", min=1, help="Largest number of tokens in one call.")] = 8192,
+    max_m: Annotated[int, typer.Option("--max-m", min=1, metavar="M", help="Most tokens in one call.")] = 8192,
     device: common.Device = None,
     jobs: Annotated[
-        Optional[int],
-        typer.Option("--jobs", "-j", min=1, help="Threads that compile.", show_default="the CPUs it may use"),
+        Optional[int], typer.Option("--jobs", "-j", min=1, help="Threads.", show_default="the CPUs it may use")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Compile nothing; list what would be.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Compile nothing; exit 1 if one is missing.")] = False,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Take a kernel that spills registers or serialises its wgmma for a failure."),
-    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help=_STRICT)] = False,
     as_json: common.Json = False,
 ) -> None:
-    """Compile every kernel that these layers can need, for any number of tokens up to --max-m.
+    """Compile every kernel that layers can need, for any number of tokens up to --max-m.
 
     Needs no GPU: kernels are chosen and compiled for the named device. What the cache holds is not compiled again.
 
     \b
-    Where the model is at hand, jitgemm.nn.warmup(model) compiles exactly what
-    its layers need: formats, static scales and permutations are read off them.
-
-    \b
     Examples:
+      jitgemm warmup --model Qwen3-8B-GPTQ --for vllm --tp 2 --device h100-sxm
+      jitgemm warmup --model Qwen3-8B-GPTQ --for vllm --tp 2 --check && echo warm
+      jitgemm warmup --model Qwen3-30B-A3B --for fused --group-size channel
       jitgemm warmup --shape 4096,14336
-      jitgemm warmup --model Meta-Llama-3-8B/config.json --tp 2 --device h100-sxm
-      jitgemm warmup --model config.json --lhs int8 --group-size channel --max-m 2048
-      jitgemm warmup --model Qwen3-30B-A3B/config.json --ep 4 --form fused
-      jitgemm warmup --model config.json --codes tuned --out fp16
-      jitgemm warmup --model config.json --lhs int8 --quantizer bf16+affine
+      jitgemm warmup --shape 4096,14336 --lhs int8 --quantizer bf16+affine
       jitgemm warmup --shape 7168,2048 --bits 8 --scale-dtype fp32
-      jitgemm warmup --model config.json --check && echo warm
 
     \b
     Exit codes:
       0  every kernel is in the cache (or would be, with --dry-run)
       1  --check: a kernel is missing
-      2  wrong arguments, or a model that cannot be read or cut
+      2  wrong arguments, or a model that cannot be made, read or cut
       3  a kernel failed to compile, or was compiled and could not be stored;
          --strict: it spills or is serialised
     """
     if not shape and not model:
-        raise ValueError("nothing to warm up: give at least one --shape N,K or --model config.json")
-    if (tp > 1 or ep > 1 or form is not Form.both) and not model:
+        raise ValueError("nothing to warm up: give at least one --shape N,K or --model FOLDER")
+    if not model and (tp > 1 or ep > 1 or use is not Use.linear or activation):
         raise ValueError(
-            "--tp, --ep and --form are for the layers of --model; a --shape is taken as one rank's already"
+            "--for, --tp, --ep and --activation are for a --model; a --shape is taken as one rank's already"
+        )
+    if not shape and (lhs or offset or block_scales or e8m0 or quantizer):
+        raise ValueError(
+            "--lhs, --offset, --block-scales, --e8m0 and --quantizer are for a --shape; what a --model needs is read "
+            "off it, but for --activation"
         )
     target = pick_device(device)
-    outs = list(dict.fromkeys(choice.value for choice in out or [common.RealType.bf16]))
+    outs = list(dict.fromkeys(choice.value for choice in out or []))
+    group = 128 if group_size is None else common.parse_group_size(group_size)
+    orders = list(common.Codes) if codes in (None, CodesSet.both) else [common.Codes(codes.value)]
+    found: list[tuple[Spec, str]] = []
+    lhs_types = list(dict.fromkeys(choice.kernel_type for choice in lhs or [common.Lhs.fp8]))
+    quantizers = pick_quantizers(quantizer or (), outs or ["bf16"], block_scales)
+    groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in quantizers} or {0: None}
+    groups = {LHS_GROUP: None} if block_scales or e8m0 else groups
+    scales, width = (scale_dtype or common.RealType.bf16).value, 4 if bits is None else bits
+    for n, k in map(common.parse_shape, shape or ()):
+        for kind, (x, variants) in product(lhs_types, quantizers):
+            given = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
+            found += [(spec, f"shape {n}x{k}") for spec in quantize_specs(k, x, kind, **given)]
+        wanted = product(lhs_types, [common.Codes.tuned] if bits == 8 else orders, outs or ["bf16"], groups)
+        for kind, order, result, lhs_group in wanted:
+            format = common.weight_format(order, kind, group, zero_point, scales, offset, k, width)
+            options = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
+            gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **options)
+            found += [(spec, f"shape {n}x{k}") for spec in gemms]
+    if model:
+        from jitgemm.dtypes import torch_dtype
+        from jitgemm.nn.ahead import dtype_of, models_ahead  # with torch and transformers
+        from jitgemm.nn.warm import kernels
 
-    def wanted(said: Quantization) -> Wanted:
-        """Options, then what the model says."""
-        group = said.group_size if group_size is None else common.parse_group_size(group_size)
-        if group not in (0, *GROUP_SIZES):
-            raise ValueError(f"quantization_config: group_size: expected -1 or one of {GROUP_SIZES}, got {group!r}")
-        types = lhs or [common.Lhs(said.lhs or "fp8")]
-        return Wanted(
-            lhs_types=list(dict.fromkeys(choice.kernel_type for choice in types)),
-            codes=codes,
-            group_size=group,
-            zero_point=said.zero_point if zero_point is None else zero_point,
-            offset=offset,
-            bits=said.bits if bits is None else bits,
-            scale_type=said.scale_type if scale_dtype is None else scale_dtype.value,
-            outs=outs,
-            batch_invariant=batch_invariant,
-            block_scales=block_scales,
-            e8m0=e8m0,
-            quantizers=pick_quantizers(quantizer or (), outs, said.variants, block_scales),
-            max_m=max_m,
-        )
+        said: dict[str, Any] = {"bits": bits} if bits else {}
+        said |= {"group_size": group or 1 << 30} if group_size else {}
+        said |= {"symmetric": False} if zero_point else {}
+        said |= {"scale_dtype": torch_dtype(scale_dtype.value)} if scale_dtype else {}
+        codes_of = ["e4m3" if order is common.Codes.tuned else "any" for order in orders]
+        for folder in model:
+            folder = folder.parent if folder.name == "config.json" else folder
+            for each in models_ahead(folder, use.value, tp, ep, activation, said, codes_of, batch_invariant):
+                types = [torch_dtype(name) for name in outs] or [dtype_of(each)]
+                needed = kernels(each, max_m, types, device or target.name, use is Use.compiled)
+                found += [(spec, layer) for spec, _, layer in needed]
 
-    default = Quantization("", 128, False)
-    parts: list[tuple[Layer, Wanted]] = [
-        (LinearLayer("shape", *common.parse_shape(text)), wanted(default)) for text in shape or ()
-    ]
-    for path in model or ():
-        config = read_config(path)
-        said = quantization(config)
-        needs = wanted(said if isinstance(said, Quantization) else default)
-        if isinstance(said, str):
-            if bits is None and group_size is None:
-                raise ValueError(
-                    f"{path}: quantization_config cannot be read: {said}; --bits, --group-size, --zero-point, --lhs "
-                    "and --quantizer can say what to compile, and jitgemm.nn.warmup(model) reads it off the layers"
-                )
-            common.note(f"{path}: quantization_config is not read ({said}): options say what is compiled")
-        elif said:
-            common.note(f"{path}: {said.method}: {needs.describe()}")
-        parts += [(layer, needs) for layer in linear_layers(config, tp, ep=ep, group_size=needs.group_size, form=form)]
-    layers = [layer for layer, _ in parts]
-    if any(layer.name.startswith("experts") for layer in layers):
-        common.note("experts: as fused_experts runs them (--form fused), or each a call of its own (--form separate)")
-
-    plan = enumerate_jobs(parts, target)
+    plan = enumerate_jobs(found)
     for job in plan:
         job.found(process_cache.lookup(job.key), "cached")
     missing = [job for job in plan if job.status != "cached"]
@@ -366,7 +263,7 @@ def warmup(
         _compile(missing, jobs or default_threads())
     seconds = time.perf_counter() - started
 
-    _report(plan, layers, target, max_m, seconds, as_json)
+    _report(plan, target, max_m, seconds, as_json)
     slow = [job for job in plan if job.entry and job.entry.slow_because]
     for job in slow:
         said = f"{job.kernel.label} is slower than it should be: {job.entry.slow_because}"
@@ -380,20 +277,18 @@ def warmup(
         raise typer.Exit(common.FOUND)
 
 
-def enumerate_jobs(parts: Sequence[tuple[Layer, Wanted]], device: DeviceSpec) -> list[Job]:
-    """Every kernel that the layers can need, each once, in the order first needed."""
+def enumerate_jobs(found: Iterable[tuple[Spec, str]]) -> list[Job]:
+    """Every kernel once, in the order first needed, with the layers that need it."""
     jobs: dict[Spec, Job] = {}
     nvrtc, debug = nvrtc_info(), settings.debug()
-    for layer, wanted in parts:
-        for kernel in wanted.kernels(layer, device):
-            if debug and isinstance(kernel, KernelSpec):
-                kernel = replace(kernel, debug=True)
-            if kernel not in jobs:
-                source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else source_of(kernel)
-                jobs[kernel] = Job(kernel, source, source.key(nvrtc))
-            job = jobs[kernel]
-            if layer.label not in job.layers:
-                job.layers.append(layer.label)
+    for kernel, layer in found:
+        if debug and isinstance(kernel, KernelSpec):
+            kernel = replace(kernel, debug=True)
+        if kernel not in jobs:
+            source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else source_of(kernel)
+            jobs[kernel] = Job(kernel, source, source.key(nvrtc))
+        if layer not in jobs[kernel].layers:
+            jobs[kernel].layers.append(layer)
     return list(jobs.values())
 
 
@@ -415,9 +310,7 @@ def _compile(jobs: list[Job], threads: int) -> None:
         os._exit(130)  # sys.exit would wait for the compilations in flight; the locks they leave are free
 
 
-def _report(
-    jobs: list[Job], layers: list[Layer], device: DeviceSpec, max_m: int, seconds: float, as_json: bool
-) -> None:
+def _report(jobs: list[Job], device: DeviceSpec, max_m: int, seconds: float, as_json: bool) -> None:
     statuses = ("cached", "compiled", "unstored", "missing", "failed")
     counts = {status: sum(job.status == status for job in jobs) for status in statuses}
     kernels = [job.to_dict() for job in jobs]
@@ -428,7 +321,7 @@ def _report(
                 "max_m": max_m,
                 "seconds": round(seconds, 3),
                 "summary": counts,
-                "layers": [layer.to_dict() for layer in layers],
+                "layers": list(dict.fromkeys(layer for job in jobs for layer in job.layers)),
                 "kernels": kernels,
             }
         )
@@ -450,5 +343,6 @@ def _report(
     common.out().print(common.table(columns, rows, left=("kernel", "status", "key"), drop=drop))
     said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     common.note(
-        f"{len(layers)} layer shapes on {device.name}, m up to {max_m}: {len(jobs)} kernels, {said}, {seconds:.1f} s"
+        f"{len({layer for job in jobs for layer in job.layers})} layers on {device.name}, m up to {max_m}: {len(jobs)} "
+        f"kernels, {said}, {seconds:.1f} s"
     )

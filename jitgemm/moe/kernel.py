@@ -98,7 +98,8 @@ def layer_specs(
         found += quantize_specs(inter, x, q, affine=affine, block=block, gate=gate, masked=True)
     return (
         *found,
-        front_spec(1, k, x, q, affine, block) or RouteSpec(1),
+        *filter(None, [front_spec(1, k, x, q, affine, block)]),  # up to GATHER_M rows an expert
+        RouteSpec(1),
         RouteSpec(CLUSTER),
         *quantize_specs(k, x, q, affine=affine, block=block),
         *quantize_specs(k, x, q, affine=affine, block=block, gathered=True),

@@ -35,7 +35,7 @@ class Slice(PackedLinear):
         codes: the order in which the weight's codes stood.
     """
 
-    front = None
+    fronts = ()
 
     def __init__(self, linear: PackedLinear, start: int, width: int):
         input_scale = linear.input_scale
@@ -243,7 +243,7 @@ class FusedNorm(torch.nn.Module):
         self.register_buffer("gain", None, persistent=False)
         self.joint = Joint(linears)
         for run in self.joint.runs:
-            run.front = {"rms_norm": True}
+            run.fronts = ({"rms_norm": True},)
         self.replaced = (norm,)  # in a tuple: its weight is this module's
         self.train(norm.training)
         self._set_gain()
@@ -335,7 +335,8 @@ class FusedMLP(torch.nn.Module):
         self._modules.update(mlp._modules)
         self.down_name, self.start, self.width = down, start, width
         self._modules["joint"] = Joint(linears) if linears else None
-        self._down.front = gate
+        self.front = gate
+        self._down.fronts = (gate,)
         self.replaced = (mlp,)
         self.training = mlp.training
 
@@ -358,13 +359,12 @@ class FusedMLP(torch.nn.Module):
             y = y[..., self.start : self.start + 2 * down.in_features]
         rows = as_rows(y, 2 * down.in_features)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)
-        down.multiply(down.quantise(rows, **down.front), out)
+        down.multiply(down.quantise(rows, **self.front), out)
         return out.view(*y.shape[:-1], down.out_features)
 
     def original(self) -> torch.nn.Module:
         mlp = self.replaced[0]
-        if "front" in vars(self._down):
-            del self._down.front
+        vars(self._down).pop("fronts", None)
         mlp._modules.clear()
         mlp._modules.update({name: child for name, child in self._modules.items() if name != "joint"})
         mlp.training = self.training
@@ -411,8 +411,10 @@ class FusedLayer:
     def make(layer: torch.nn.Module, steps: Steps) -> None:
         """Makes the layer one, in place: what refers to it, hooks it or reads its attributes finds what it found."""
         layer.fused_steps = steps
-        for run in layer.get_submodule(steps.norm).joint.runs:
-            run.front = {"rms_norm": True, "residual": True}
+        for name in (steps.before[0], steps.norm):  # the first of which adds what the layer before it leaves
+            norm = layer.get_submodule(name)
+            for run in norm.joint.runs if isinstance(norm, FusedNorm) else ():
+                run.fronts = ({"rms_norm": True}, {"rms_norm": True, "residual": True})
         layer.__class__ = _fused_class(type(layer))
 
     def original(self) -> torch.nn.Module:

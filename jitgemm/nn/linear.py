@@ -6,7 +6,7 @@ Layers over the calls `quantize_activations` and `gemm_w4a8_nt` or `gemm_w8a8_nt
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,7 +15,7 @@ import torch
 from jitgemm.activations.call import quantize_activations
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.dtypes import REAL_TYPES
+from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.packed import Packed
@@ -62,8 +62,8 @@ class PackedLinear(Packed):
 
     batch_invariant = False
     split: Split | None = None
-    front: Mapping[str, Any] | None = {}
-    """What the layer's quantiser computes first, as `quantize_spec` has it; None where the layer runs no kernels."""
+    fronts: Sequence[Mapping[str, Any]] = ({},)
+    """What the layer's quantiser may compute first, as `quantize_spec` has it; none where the layer runs no kernels."""
 
     def __init__(
         self,
@@ -186,7 +186,6 @@ class PackedLinear(Packed):
         n: int,
         group_size: int,
         fmt: WeightFormat,
-        scale_dtype: torch.dtype,
         bias: bool | torch.dtype,
         activation: str,
         permutation: bool,
@@ -197,19 +196,8 @@ class PackedLinear(Packed):
         bias_dtype = torch.bfloat16 if bias is True else bias
         if bias_dtype not in (False, torch.bfloat16, torch.float32):
             raise TypeError(f"bias: expected a bool, torch.bfloat16 or torch.float32, got {bias!r}")
-        strips = ceil_div(n, STRIP_ROWS)
         empty = partial(torch.empty, device=device)
-        weight = cls.kind(
-            empty((strips, ceil_div(k, BLOCK_K), fmt.record_bytes), dtype=torch.uint8),
-            None if fmt.group_size else empty(STRIP_ROWS * strips, dtype=scale_dtype),
-            n,
-            k,
-            group_size,
-            fmt,
-            row_sum=empty(STRIP_ROWS * strips, dtype=torch.float32) if fmt.bits == 4 or fmt.codes == "s8" else None,
-            # A permutation even before it is loaded: what reads it never reaches beyond the input.
-            permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
-        )
+        weight = empty_weight(k, n, group_size, fmt, permutation, device)
         return cls(
             weight,
             empty(n, dtype=bias_dtype) if bias_dtype else None,
@@ -334,7 +322,7 @@ class W4A8Linear(PackedLinear):
         scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
         fmt = weight_format(in_features, group_size, not symmetric, scale_type, offset=offset)
         sizes = in_features, out_features, group_size, fmt
-        return cls._empty(*sizes, scale_dtype, bias, activation, permutation, input_scale, device)
+        return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
 
 
 class W8A8Linear(PackedLinear):
@@ -386,7 +374,33 @@ class W8A8Linear(PackedLinear):
         scale_type, codes = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), CODES[check_activation(activation)]
         fmt = weight_format(in_features, group_size, False, scale_type, TYPE_NAMES[codes], bits=8)
         sizes = in_features, out_features, group_size, fmt
-        return cls._empty(*sizes, scale_dtype, bias, activation, permutation, input_scale, device)
+        return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
+
+
+def empty_weight(
+    k: int,
+    n: int,
+    group_size: int,
+    fmt: WeightFormat,
+    permutation: bool = False,
+    device: torch.device | str | int | None = None,
+    experts: int | None = None,
+) -> Weight:
+    """A weight without values, of this format."""
+    lead, strips = () if experts is None else (experts,), ceil_div(n, STRIP_ROWS)
+    empty = partial(torch.empty, device=device)
+    rows = (*lead, STRIP_ROWS * strips)
+    return (W4Weight if fmt.bits == 4 else W8Weight)(
+        empty((*lead, strips, ceil_div(k, BLOCK_K), fmt.record_bytes), dtype=torch.uint8),
+        None if fmt.group_size else empty(rows, dtype=torch_dtype(fmt.scale_type)),
+        n,
+        k,
+        group_size,
+        fmt,
+        row_sum=empty(rows, dtype=torch.float32) if fmt.bits == 4 or fmt.codes == "s8" else None,
+        # A permutation even before it is loaded: what reads it never reaches beyond the input.
+        permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
+    )
 
 
 LINEARS: dict[int, type[PackedLinear]] = {each.kind.bits: each for each in (W4A8Linear, W8A8Linear)}

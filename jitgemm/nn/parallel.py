@@ -328,14 +328,17 @@ def division_of(model: torch.nn.Module, mesh: DeviceMesh, rules: Mapping[str, st
         raise TypeError(f"tp: expected a DeviceMesh, got {type(mesh).__name__}")
     rank_of(mesh)
     if rules is None:
-        rules = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-        if not rules:
-            raise ValueError(
-                "tp_plan: expected {pattern of names: style}, as the model has no plan of its own, got None"
-            )
-        return Division(mesh, rules)
+        return Division(mesh, plan_of(model))
     names = [name for name, _ in model.named_modules()]
     for pattern in rules:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"tp_plan: expected patterns of the model's modules, got {pattern!r}, which fits none")
     return Division(mesh, rules)
+
+
+def plan_of(model: torch.nn.Module) -> Mapping[str, str | Style]:
+    """The model's own plan. Raises ValueError where it has none."""
+    rules = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not rules:
+        raise ValueError("tp_plan: expected {pattern of names: style}, as the model has no plan of its own, got None")
+    return rules

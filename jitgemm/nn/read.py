@@ -259,14 +259,19 @@ def state_dict_parts(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> P
     return Parts(weight, bias, ACTIVATIONS[int(number[0])], input_scale)
 
 
-def _packed_layer(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str], activation: str | None) -> Layer:
-    """A layer from its own state dict, its sizes checked on tensors without data."""
+def packed_parts(checkpoint: Checkpoint, names: Mapping[str, str]) -> Parts:
+    """A packed layer from its own state dict, on the meta device. Raises ValueError as `state_dict_parts` does."""
     tensors = {}
     for suffix, name in names.items():
         info = checkpoint.info(name)
         shell = torch.empty(info.shape, dtype=info.dtype, device="meta")
         tensors[suffix] = checkpoint.read(name, _CPU) if suffix in _ON_CPU else shell
-    found = state_dict_parts(tensors)
+    return state_dict_parts(tensors)
+
+
+def _packed_layer(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str], activation: str | None) -> Layer:
+    """A layer from its own state dict, its sizes checked on tensors without data."""
+    found = packed_parts(checkpoint, names)
     if activation is not None and activation != found.activation:
         raise ValueError(f"activation: expected {found.activation}, as the layer was saved, got {activation}")
     weight = found.weight

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from jitgemm import settings
-from jitgemm.activations.kernel import GELU_MULS, QuantizeSpec, quantize_specs
+from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
 from jitgemm.gemm import plan as gemms
@@ -25,6 +27,7 @@ from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, s
 from jitgemm.moe.plan import FAMILIES
 from jitgemm.nn.choose import check_model
 from jitgemm.nn.experts import PackedExperts
+from jitgemm.nn.fused import FUSED
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.read import BLOCK, CODES
 from jitgemm.runtime.device import device_of, pick_device
@@ -63,7 +66,8 @@ def warmup(
             hand, else h200.
         jobs: threads; None: one for each CPU that the process may use.
         build: False to compile nothing, only to load.
-        compiled: True for a model that `torch.compile` compiles: also quantisers that compute a norm or a gate first.
+        compiled: True for a model that `torch.compile` compiles: also quantisers that compute a norm or a gate first,
+            where a layer stands so that it may read one; of gates those that the model's config names.
 
     Returns:
         Labels of the kernels that had to be compiled, in the order of the layers.
@@ -80,7 +84,7 @@ def warmup(
     nvrtc = nvrtc_info()
     needed: dict[str, KernelSource] = {}  # by cache key
     on_gpu: dict[tuple[Spec, int], str] = {}
-    for spec, index in _kernels(model, max_m, dtypes, device, compiled):
+    for spec, index, _ in kernels(model, max_m, dtypes, device, compiled):
         source = render.kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)
         key = source.key(nvrtc)
         needed.setdefault(key, source)
@@ -91,8 +95,8 @@ def warmup(
         warnings.warn("warmup: the model holds no layer of jitgemm.nn, so there is nothing to compile", stacklevel=2)
     missing = {key: needed[key] for key, entry in found.items() if entry is None or entry.path is None}
     if missing and not build:
-        first = next(iter(missing.values())).label
-        raise CacheMissError(f"{len(missing)} kernels are not in the cache, such as {first}; jitgemm warmup makes them")
+        first, command = next(iter(missing.values())).label, _command(model, max_m, device, compiled)
+        raise CacheMissError(f"{len(missing)} kernels are not in the cache, such as {first}; {command} makes them")
     results = dict(zip(missing, _compile(list(missing.values()), jobs or default_threads())))
     failed = {key: result for key, result in results.items() if isinstance(result, JitGemmError)}
     built = [result for result in results.values() if not isinstance(result, JitGemmError)]
@@ -116,6 +120,15 @@ def warmup(
     return [entry.metadata["label"] for entry, compiled in built if compiled]
 
 
+def _command(model: torch.nn.Module, max_m: int, device: str | None, compiled: bool) -> str:
+    """The command that makes a model's kernels ahead of time."""
+    folder = getattr(getattr(model, "config", None), "_name_or_path", "") or "FOLDER"
+    fused = any(isinstance(layer, FUSED) for layer in model.modules())
+    use = "compiled" if compiled else "fused" if fused else "linear"
+    use = "vllm" if isinstance(model, torch.nn.ModuleList) else use  # layers by themselves, as its plug-in warms up
+    return f"jitgemm warmup --model {folder} --for {use} --max-m {max_m}" + (f" --device {device}" if device else "")
+
+
 def _dtypes(model: torch.nn.Module, dtype: torch.dtype | None) -> list[torch.dtype]:
     if dtype is not None:
         check_dtype("dtype", dtype, REAL_TYPES)
@@ -124,44 +137,111 @@ def _dtypes(model: torch.nn.Module, dtype: torch.dtype | None) -> list[torch.dty
     return list(found) or [torch.bfloat16]
 
 
-def _kernels(
-    model: torch.nn.Module, max_m: int, dtypes: list[torch.dtype], device: str | None, compiled: bool = False
-) -> Iterator[tuple[Spec, int | None]]:
-    """(spec, index of the GPU or None) of every kernel, layers of one kind once."""
+def kernels(
+    model: torch.nn.Module, max_m: int, dtypes: Sequence[torch.dtype], device: str | None, compiled: bool = False
+) -> Iterator[tuple[Spec, int | None, str]]:
+    """(spec, index of the GPU or None, a layer that needs it) of every kernel, layers of one kind once."""
     seen = set()
-    for layer in model.modules():
-        if isinstance(layer, PackedLinear) and layer.front is not None:
-            where, kind, specs = layer.weight.device, _linear_kind(layer), _linear_specs
+    more = _fronts_in_graphs(model) if compiled else {}
+    for name, layer in model.named_modules():
+        label, fronts = name, tuple(getattr(layer, "fronts", ()))
+        if isinstance(layer, PackedLinear) and fronts:
+            fronts += tuple(each for each in more.get(name, ()) if each not in fronts)
+            where, parts, kind = layer.weight.device, [layer], _linear_kind(layer, fronts)
         elif isinstance(layer, PackedExperts):
-            where, kind, specs = layer.w13.weight.device, _experts_kind(layer), _experts_specs
+            where, parts, kind = layer.w13.weight.device, [layer.w13, layer.w2], _experts_kind(layer)
+            label += f" {layer.num_experts}"
         else:
             continue
         if (kind, where) in seen:
             continue
         seen.add((kind, where))
+        label = " ".join([label, *(f"{part.weight.n}x{part.weight.k}" for part in parts)]).strip()
         index = where.index if where.type == "cuda" else None
         figures = pick_device(device) if index is None else device_of(index)
         for dtype in dtypes:
-            for spec in specs(layer, TYPE_NAMES[dtype], figures, max_m, compiled):
-                yield replace(spec, debug=True) if settings.debug() and isinstance(spec, KernelSpec) else spec, index
+            given = TYPE_NAMES[dtype], figures, max_m
+            found = _linear_specs(layer, fronts, *given) if fronts else _experts_specs(layer, *given)
+            for spec in found:
+                yield (
+                    replace(spec, debug=True) if settings.debug() and isinstance(spec, KernelSpec) else spec,
+                    index,
+                    label,
+                )
 
 
-def _linear_kind(layer: PackedLinear) -> Hashable:
+NORMS: tuple[Mapping[str, Any], ...] = ({"rms_norm": True}, {"rms_norm": True, "residual": True})
+"""What quantisers in compiled graphs compute behind a norm, as `PackedLinear.fronts` has it."""
+_GATES: dict[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("silu", "swish"), {"silu_mul": True}),
+    **dict.fromkeys(("gelu", "gelu_python"), {"gelu_mul": "none"}),
+    **dict.fromkeys(("gelu_tanh", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), {"gelu_mul": "tanh"}),
+}
+"""And ahead of a gate's product, by what configs call the activation."""
+
+
+def gates_of(config: Any) -> tuple[Mapping[str, Any], ...]:
+    """What quantisers compute behind the gates of a model of this config; all that they can where it names none."""
+    text = str(config.to_dict()) if hasattr(config, "to_dict") else ""
+    found = re.findall(r"'\w*act\w*': '(\w+)'", text) or _GATES
+    fronts = [_GATES[name] for name in found if name in _GATES]
+    return tuple(front for number, front in enumerate(fronts) if front not in fronts[:number])
+
+
+def fronts_in_vllm(dim: str | None, gates: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """`PackedLinear.fronts` in graphs that vLLM compiles: column-parallel layers ("n") read norms, row-parallel ones
+    ("k") products of gates, and those that every rank has whole (None) may read either."""
+    return ({}, *(NORMS if dim != "k" else ()), *(gates if dim != "n" else ()))
+
+
+def _fronts_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Mapping[str, Any], ...]]:
+    """What quantisers may compute first in compiled graphs, by layer.
+
+    A norm, where one of the model is as wide as the layer's input; a gate's product, where the Linears that stand
+    nearest to it give that, twice as wide in all. Of layers without a model around them all.
+    """
+    gates = gates_of(getattr(model, "config", None))
+    linears: dict[str, Any] = {}
+    norms = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = module._parameters.get("weight")
+        if isinstance(module, (torch.nn.Linear, PackedLinear)):
+            linears[name] = module
+        elif weight is not None and weight.dim() == 1:
+            norms.add(weight.shape[0])
+    found = {}
+    for name, layer in linears.items():
+        near, above = [], name
+        while above and not near:
+            above = above.rpartition(".")[0]
+            near = [x.out_features for other, x in linears.items() if other != name and f"{other}.".startswith(above)]
+        gated = not norms or 2 * layer.in_features in near or near.count(layer.in_features) > 1
+        found[name] = (*(NORMS if not norms or layer.in_features in norms else ()), *(gates if gated else ()))
+        if getattr(layer, "fronts", PackedLinear.fronts) != PackedLinear.fronts:  # fused
+            found[name] = NORMS if NORMS[0] in layer.fronts else ()
+    return found
+
+
+def block_of(name: str) -> str:
+    """The element of a list of blocks that a module stands in."""
+    found = re.match(r"(?:.*\.)?\d+(?=\.)", name)
+    return found[0] if found else ""
+
+
+def _linear_kind(layer: PackedLinear, fronts: Sequence[Mapping[str, Any]]) -> Hashable:
     weight = layer.weight
     static, permuted = layer.input_scale is not None, weight.permutation is not None
-    front = tuple((layer.front or {}).items())
-    return weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted, front
+    said = tuple(tuple(front.items()) for front in fronts)
+    return weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted, said
 
 
-def _linear_specs(layer: PackedLinear, x: str, figures: DeviceSpec, max_m: int, compiled: bool) -> Iterator[Spec]:
+def _linear_specs(
+    layer: PackedLinear, fronts: Sequence[Mapping[str, Any]], x: str, figures: DeviceSpec, max_m: int
+) -> Iterator[Spec]:
     weight, lhs, quantiser = layer.weight, TYPE_NAMES[CODES[layer.activation]], _quantiser(layer.activation)
     static, permuted = layer.input_scale is not None, weight.permutation is not None
-    fronts = [layer.front or {}]
-    if compiled and not layer.front:
-        fronts += [{"rms_norm": True}, {"rms_norm": True, "residual": True}, {"silu_mul": True}]
-        fronts += [{"gelu_mul": name} for name in GELU_MULS]
-    for each in fronts:
-        yield from quantize_specs(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **each)
+    for front in fronts:
+        yield from quantize_specs(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **front)
     yield from kernels_for(
         weight.n, weight.k, lhs, weight.format, figures, max_m, out=x, batch_invariant=layer.batch_invariant,
         lhs_group=LHS_GROUP if quantiser["block"] else 0,
@@ -177,7 +257,7 @@ def _experts_kind(layer: PackedExperts) -> Hashable:
     return weights, layer.activation, layer.batch_invariant, layer.gate, layer.top_k, layer.batched
 
 
-def _experts_specs(layer: PackedExperts, x: str, figures: DeviceSpec, max_m: int, _: bool) -> Iterator[Spec]:
+def _experts_specs(layer: PackedExperts, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
     lhs, quantiser = TYPE_NAMES[CODES[layer.activation]], _quantiser(layer.activation)
     yield from layer_specs(
         layer.hidden_dim, layer.intermediate_dim, x, lhs, layer.gate, **quantiser, masked=layer.batched

@@ -14,8 +14,9 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 
 from jitgemm import settings
+from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.packed import Packed
-from jitgemm.nn.warm import warmup
+from jitgemm.nn.warm import fronts_in_vllm, gates_of, warmup
 
 logger = init_logger("vllm." + __name__)
 
@@ -35,6 +36,7 @@ class Warmer:
         self._dtype: torch.dtype = torch.bfloat16
         self.tokens = 1
         self.compiled = False
+        self._gates = gates_of(None)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """vLLM hands its configs to worker processes, which make their own layers."""
@@ -50,6 +52,7 @@ class Warmer:
             from jitgemm.vllm.fusion import install  # which loads inductor, as vLLM does then
 
             self.compiled = install(config.compilation_config)
+            self._gates = gates_of(getattr(config.model_config, "hf_config", None))
         self._dtype = dtype
         self._waiting.add(layer)
 
@@ -61,6 +64,11 @@ class Warmer:
             CompileError: a kernel did not compile.
         """
         self._waiting.discard(layer)
+        if self.compiled and isinstance(module, PackedLinear):
+            from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
+
+            row, whole = isinstance(layer, RowParallelLinear), isinstance(layer, ReplicatedLinear)
+            module.fronts = fronts_in_vllm("k" if row else None if whole else "n", self._gates)
         if on_gpu(module) and (kind := kind_of(module)) not in self._kinds:
             self._kinds.add(kind)
             self._new.append(module)
@@ -88,4 +96,5 @@ def on_gpu(module: torch.nn.Module) -> bool:
 
 def kind_of(module: torch.nn.Module) -> str:
     """What tells layers apart that need different kernels."""
-    return " ".join([str(module), *(str(each.weight.format) for each in module.modules() if isinstance(each, Packed))])
+    formats = (str(each.weight.format) for each in module.modules() if isinstance(each, Packed))
+    return " ".join([str(module), str(getattr(module, "fronts", "")), *formats])

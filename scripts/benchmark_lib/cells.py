@@ -6,6 +6,8 @@ Plain arithmetic: no torch, no GPU.
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -14,7 +16,6 @@ from random import Random
 from typing import Any
 
 from jitgemm.cli.common import parse_shape
-from jitgemm.cli.hf_config import linear_layers, read_config, weight_group
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, Problem, WeightFormat, ceil_div, tuned_codes
 from jitgemm.select.devices import DEVICES, DeviceSpec
 
@@ -269,7 +270,7 @@ class Format:
 
     def problem(self, m: int, n: int, k: int) -> Problem:
         """What the selector is asked for this GEMM; the benchmark's 4-bit weights have bf16 scales and no code -8."""
-        group, lhs_group = weight_group(self.group_size, k), 128 if self.lhs_blocks else 0
+        group, lhs_group = self.group_size if self.group_size < k else 0, 128 if self.lhs_blocks else 0
         if self.bits == 8:
             weight = WeightFormat(group, False, "fp32", self.lhs, bits=8, strip_scales=group > 0)
         else:
@@ -389,10 +390,12 @@ def make_cells(
         preset_shapes, preset_ms = PRESETS[preset]
         layers += [(n, k, "") for n, k in preset_shapes]
     for path in models:
-        layers += [
-            (layer.n, layer.k, layer.name)
-            for layer in linear_layers(read_config(path), tp, group_size=128, form="fused")
-        ]
+        from jitgemm.nn.ahead import models_ahead  # with torch and transformers
+        from jitgemm.nn.linear import PackedLinear
+
+        model = next(models_ahead(path, "vllm", tp=tp))
+        found = {name: layer for name, layer in model.named_children() if isinstance(layer, PackedLinear)}
+        layers += [(layer.out_features, layer.in_features, re.split("[/#]", name)[-2]) for name, layer in found.items()]
     if not layers:
         raise ValueError("nothing to measure: give --shape N,K, --preset or --model")
     named: dict[tuple[int, int], str] = {}
@@ -443,7 +446,7 @@ def make_moe_cells(
             raise ValueError(f"--preset: expected one of {', '.join(MOE_PRESETS)} with --moe, got {name!r}")
         layers[name] = MOE_PRESETS[name]
     for path in models:
-        config = read_config(path)
+        config = json.loads((Path(path) / "config.json" if Path(path).is_dir() else Path(path)).read_text())
         config = config.get("text_config", config)
         count, width = _first(config, _EXPERTS), _first(config, _WIDTH)
         if count % ep or width % tp or (width // tp) % K_ALIGNMENT:

@@ -1,0 +1,411 @@
+"""`jitgemm warmup --model`: what it makes is what the model asks for, in every use; no kernel is missing, few are in vain.
+
+What a model asks for is recorded on a device whose launches do nothing. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm_layers
+from emulator.launch import emulate
+from safetensors.torch import load_file, save_file
+from test_inductor import Graphs
+from test_vllm import (
+    CONFIGS,
+    QKVParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    load,
+    load_experts,
+    made,
+    stored,
+)
+
+import jitgemm.nn
+from jitgemm.cli import main
+from jitgemm.errors import CacheMissError
+from jitgemm.gemm import grouped_plan
+from jitgemm.gemm import plan as gemms
+from jitgemm.kernel.render import kernel_source
+from jitgemm.kernel.spec import KernelSpec
+from jitgemm.moe.kernel import source_of
+from jitgemm.nn.ahead import models_ahead
+from jitgemm.nn.warm import gates_of, kernels
+from jitgemm.runtime import driver
+from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.select.choose import choose, kernels_for
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+MAX_M = 4096
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "vocab_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+LATENT = EXPERTS | {
+    "n_routed_experts": 4, "num_local_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "head_dim": 32, "q_lora_rank": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    "qk_nope_head_dim": 32, "num_key_value_heads": 4, "norm_topk_prob": True,
+}  # fmt: skip
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {}),
+    "gemma3": ("Gemma3", {}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "deepseek-v3": ("DeepseekV3", LATENT),
+    "kimi-k2": ("DeepseekV3", LATENT),
+    "glm-4.5": ("Glm4Moe", LATENT),
+    "minimax-m2": ("MiniMaxM2", EXPERTS | {"num_local_experts": 4, "intermediate_size": 128}),
+}
+GPTQ = CONFIGS["gptq"]
+
+
+def save(folder, family: str, quantization: dict | None, fp16: bool = False) -> None:
+    """A model's folder, its Linears and experts as the format stores them."""
+    kind, more = FAMILIES[family]
+    if not hasattr(transformers, f"{kind}ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config = getattr(transformers, f"{kind}ForCausalLM").config_class(**SIZES | more)
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16()
+    save_model(folder, model, config, quantization, fp16, **{"model_type": "kimi_k2"} if family == "kimi-k2" else {})
+
+
+def save_model(folder, model, config, quantization: dict | None, fp16: bool = False, **said) -> None:
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        layer, _, child = name.rpartition(".")
+        linear = isinstance(model.get_submodule(layer), torch.nn.Linear) and "lm_head" not in name
+        linear = linear and tensor.shape[0] % 32 == 0
+        if ".experts." in name and tensor.dim() == 3:
+            for e, w in enumerate(tensor):
+                parts = {"gate_proj": w.chunk(2)[0], "up_proj": w.chunk(2)[1]} if "gate_up" in child else {child: w}
+                for part, rows in parts.items():
+                    tensors |= layer_of(f"{layer}.{e}.{part}", rows, quantization, fp16)
+        elif linear and child == "weight" and quantization is not None:
+            tensors |= layer_of(layer, tensor, quantization, fp16)
+        else:
+            tensors[name] = tensor.clone()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    said = config.to_dict() | {"architectures": [type(model).__name__], "dtype": "bfloat16"} | said
+    said |= {} if quantization is None else {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(said))
+
+
+def layer_of(name: str, weight: torch.Tensor, quantization: dict | None, fp16: bool) -> dict[str, torch.Tensor]:
+    if quantization is None:
+        return {f"{name}.weight": weight.clone()}
+    found, _ = stored(quantization, *weight.shape)
+    return {f"{name}.{suffix}": t.half() if fp16 and t.dtype == torch.bfloat16 else t for suffix, t in found.items()}
+
+
+@contextlib.contextmanager
+def recorded():
+    """Labels of the kernels that calls on CPU tensors ask for, as on a GPU; nothing is launched.
+
+    Of a GEMM those for any number of tokens.
+    """
+    labels: set[str] = set()
+    top_k = EXPERTS["num_experts_per_tok"]
+
+    def load(family, spec, index):
+        labels.add(family.source(spec).label)
+        return driver.LoadedKernel(SimpleNamespace(label=""), None, index)
+
+    def chosen(problem, device, label):
+        given = problem.n, problem.k, problem.lhs, problem.format, device, MAX_M * (top_k if problem.experts else 1)
+        options = {"out": problem.out, "experts": problem.experts, "lhs_group": problem.lhs_group}
+        labels.update(kernel_source(spec).label for spec in kernels_for(*given, **options))
+        return choose(problem, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch)
+        patch.setattr(KernelFamily, "load", load)
+        patch.setattr(gemms, "chosen", chosen)
+        patch.setattr(grouped_plan, "chosen", chosen)
+        patch.setattr(driver.cu, "cuLaunchKernelEx", lambda *_: (driver.cu.CUresult.CUDA_SUCCESS,))
+        yield labels
+
+
+def asked(model: torch.nn.Module) -> set[str]:
+    with recorded() as labels, torch.no_grad():
+        for count in (1, 24, 2048):
+            rows = 8 if count % 8 == 0 else 1  # short sequences, as attention is the CPU's
+            model(input_ids=torch.arange(96).repeat(count)[:count].view(-1, rows), use_cache=False)
+    return labels
+
+
+def wanted(capsys, folder, *options: str) -> set[str]:
+    with pytest.raises(SystemExit) as exit:
+        fixed = ("--max-m", str(MAX_M), "--device", "h200", "--dry-run", "--json")
+        main(["warmup", "--model", str(folder), *fixed, *options])
+    out, error = capsys.readouterr()
+    assert not exit.value.code, error
+    return {kernel["label"] for kernel in json.loads(out)["kernels"]}
+
+
+def check(found: set[str], needed: set[str]) -> None:
+    """No kernel is missing, and a tenth at most is in vain."""
+    assert needed - found == set()
+    assert len(found - needed) <= len(found) / 10, found - needed
+
+
+def loaded(folder) -> torch.nn.Module:
+    said = json.loads((folder / "config.json").read_text())
+    kind = getattr(transformers, said["architectures"][0])
+    model = kind(kind.config_class.from_pretrained(folder)).bfloat16()
+    jitgemm.nn.load_(model, folder)
+    return model.eval()
+
+
+def needed_by(model: torch.nn.Module, use: str) -> set[str]:
+    """What the model asks for, made ready for this use."""
+    if use == "fused":
+        jitgemm.nn.fuse_(model)
+    needed = asked(model)
+    if use == "compiled":  # to the same GEMMs
+        torch._dynamo.reset()
+        run = torch.compile(lambda ids: model(input_ids=ids, use_cache=False).logits, backend=Graphs())
+        with torch.no_grad():
+            run(torch.arange(3)[None])
+            with recorded() as labels:
+                run(torch.arange(3)[None])
+        needed = {label for label in needed if not label.startswith("quantize")} | labels
+    return needed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("use", ["linear", "fused", "compiled"])
+def test_a_model_asks_for_what_was_made_and_nearly_all_of_it(tmp_path, capsys, family, use):
+    save(tmp_path, family, GPTQ, fp16=True)
+    found = wanted(capsys, tmp_path, "--for", use)
+    assert any("-fp16-" in label for label in found)  # as the headers say
+    check(found, needed_by(loaded(tmp_path), use))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("form", sorted({*CONFIGS} - {"fp8-blocks", "gptq"}))
+def test_so_it_does_in_every_format(tmp_path, capsys, family, form):
+    if (form == "w4afp8") != (family == "qwen3-moe"):
+        pytest.skip("w4afp8 is the format of experts")
+    save(tmp_path, family, CONFIGS[form])
+    check(wanted(capsys, tmp_path), needed_by(loaded(tmp_path), "linear"))
+
+
+def layers_of_vllm(folder, place: tuple[int, int]) -> torch.nn.Module:
+    """What vLLM packs of a model's layers on a rank, as it joins and cuts them."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors, made_of = load_file(folder / "model.safetensors"), made(config["quantization_config"])
+    made_of.warmer.compiled, made_of.warmer._gates = True, gates_of(SimpleNamespace(to_dict=lambda: config))
+    hidden, head, heads, kv = (
+        config[x] for x in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    )
+    said = {"bias": False, "params_dtype": torch.bfloat16, "quant_config": made_of}
+    found = torch.nn.ModuleList()
+
+    def done(layer, parts):
+        for name, *shard in parts:
+            own = {key.removeprefix(name + "."): t for key, t in tensors.items() if key.startswith(name + ".")}
+            load(layer, own, *shard)
+        layer.quant_method.process_weights_after_loading(layer)
+        found.append(layer.jitgemm)
+
+    for i in range(config["num_hidden_layers"]):
+        at, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        qkv = QKVParallelLinear(hidden, head, heads, kv, **said, prefix=at + "qkv_proj")
+        done(qkv, [(f"{at}{part}_proj", part) for part in "qkv"])
+        done(RowParallelLinear(heads * head, hidden, **said, prefix=at + "o_proj"), [(at + "o_proj",)])
+        if "moe_intermediate_size" not in config:
+            inter = config["intermediate_size"]
+            gate_up = MergedColumnParallelLinear(hidden, [inter, inter], **said, prefix=mlp + "gate_up_proj")
+            done(gate_up, [(mlp + "gate_proj", 0), (mlp + "up_proj", 1)])
+            done(RowParallelLinear(inter, hidden, **said, prefix=mlp + "down_proj"), [(mlp + "down_proj",)])
+            continue
+        sizes, top_k = (EXPERTS["num_experts"], hidden, config["moe_intermediate_size"]), config["num_experts_per_tok"]
+        layer = vllm_layers.experts(made_of, mlp + "experts", sizes, top_k, tp=place)
+        parts = {
+            (e, proj): {
+                key.removeprefix(f"{mlp}experts.{e}.{proj}."): t
+                for key, t in tensors.items()
+                if key.startswith(f"{mlp}experts.{e}.{proj}.")
+            }
+            for e in range(sizes[0])
+            for proj in ("gate_proj", "up_proj", "down_proj")
+        }
+        load_experts(layer, mlp + "experts", parts)
+        layer.quant_method.process_weights_after_loading(layer)
+        found.append(layer.jitgemm)
+    return found
+
+
+@pytest.fixture
+def standin():
+    vllm_layers.show()
+    yield
+    vllm_layers.hide()
+
+
+@pytest.mark.skipif(vllm_layers.REAL, reason="by the stand-in's layers")
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("form", ["awq", "packed-static", "float-quantized"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+def test_vllm_waits_for_what_was_made_and_for_no_more(tmp_path, capsys, standin, family, form, size):
+    save(tmp_path, family, CONFIGS[form])
+    needed = set()
+    for number in range(size):
+        with vllm_layers.rank(number, size):
+            layers = layers_of_vllm(tmp_path, (number, size))
+        for spec, *_ in kernels(layers, MAX_M, [torch.bfloat16], "h200", True):
+            needed.add((kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)).label)
+    assert wanted(capsys, tmp_path, "--for", "vllm", "--tp", str(size)) == needed
+
+
+NESTED = {
+    "qwen3-vl": ("Qwen3VLForConditionalGeneration", {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}),
+    "qwen3.5": ("Qwen3_5ForConditionalGeneration", {"num_position_embeddings": 16}),
+    "qwen3.5-moe": ("Qwen3_5MoeForConditionalGeneration", {"num_position_embeddings": 16}),
+}
+LINEAR_ATTENTION = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 64}
+LINEAR_ATTENTION |= {"linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention"]}
+LINEAR_ATTENTION |= {"shared_expert_intermediate_size": 128} | EXPERTS
+
+
+@pytest.mark.parametrize("family", NESTED)
+def test_models_of_several_parts_have_the_layers_that_are_loaded(tmp_path, capsys, family):
+    kind, more = NESTED[family]
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    vision = {"depth": 1, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "out_hidden_size": 256} | more
+    text = SIZES | ({} if family == "qwen3-vl" else LINEAR_ATTENTION)
+    config = getattr(transformers, kind).config_class(text_config=text, vision_config=vision)
+    torch.manual_seed(1)
+    save_model(tmp_path, getattr(transformers, kind)(config).bfloat16(), config, CONFIGS["awq"])
+    model, (ahead,) = loaded(tmp_path), models_ahead(tmp_path)
+    assert any(isinstance(module, jitgemm.nn.PackedLinear) for module in model.modules())
+    given = 64, [torch.bfloat16], "h200"
+    assert {spec for spec, *_ in kernels(ahead, *given)} == {spec for spec, *_ in kernels(model, *given)}
+    assert wanted(capsys, tmp_path, "--for", "vllm")
+
+
+# ---- what a folder says, and what it does not ------------------------------------------------------------------------
+
+
+def layers_by_format(folder, *options, **more) -> dict[str, set[str]]:
+    """{the last part of a layer's name: formats}"""
+    found: dict[str, set[str]] = {}
+    for model in models_ahead(folder, *options, **more):
+        for name, module in model.named_modules():
+            if isinstance(module, jitgemm.nn.PackedLinear):
+                found.setdefault(name.rpartition(".")[2], set()).add(module.weight.format.name)
+    return found
+
+
+def test_a_folder_that_jitgemm_saved_needs_what_it_saved(tmp_path, capsys):
+    save(tmp_path, "llama", GPTQ, fp16=True)
+    model = loaded(tmp_path)
+    model.save_pretrained(tmp_path / "saved")
+    check(wanted(capsys, tmp_path / "saved"), needed_by(model, "linear"))
+
+
+def test_every_group_of_a_config_counts(tmp_path):
+    save(tmp_path, "llama", CONFIGS["packed"])
+    tensors, eight = load_file(tmp_path / "model.safetensors"), CONFIGS["float-quantized"]
+    down = [name.removesuffix(".weight_packed") for name in tensors if name.endswith("down_proj.weight_packed")]
+    tensors = {name: t for name, t in tensors.items() if not name.startswith(tuple(down))}
+    for name in down:
+        tensors |= {f"{name}.{suffix}": t for suffix, t in stored(eight, 256, 768)[0].items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    group = eight["config_groups"]["group_0"] | {"targets": ["re:.*down_proj"], "format": "float-quantized"}
+    first = CONFIGS["packed"]["config_groups"]["group_0"] | {"format": "pack-quantized"}
+    first["targets"] = ["re:.*(q|k|v|o|gate|up)_proj"]
+    config["quantization_config"] |= {
+        "format": "mixed-precision",
+        "config_groups": {"group_0": first, "group_1": group},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = layers_by_format(tmp_path)
+    assert found["q_proj"] == {"g32-bf16-any"} and found["down_proj"] == {"w8-channel-bf16-e4m3"}
+
+
+@pytest.mark.parametrize("last", [-7, -8])
+def test_a_code_in_the_last_row_decides_the_order_of_all(tmp_path, last):
+    """Of e4m3's own, which holds no -8."""
+    save(tmp_path, "llama", CONFIGS["int-quantized"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.int8:
+            tensors[name] = tensor.clamp(min=-7)
+            tensors[name][-1, -1] = last
+    save_file(tensors, tmp_path / "model.safetensors")
+    expected = {"g32-bf16-e4m3" if last == -7 else "g32-bf16-any"}
+    assert all(found == expected for found in layers_by_format(tmp_path).values())
+    model = loaded(tmp_path)
+    assert {m.weight.format.name for m in model.modules() if isinstance(m, jitgemm.nn.PackedLinear)} == expected
+
+
+def test_experts_are_shared_by_ranks_whole_and_linears_are_cut_by_the_models_plan(tmp_path):
+    save(tmp_path, "qwen3-moe", GPTQ)
+    first, *others = models_ahead(tmp_path, tp=2, ep=4)
+    assert len(others) == 3
+    layer = first.model.layers[0]
+    assert layer.mlp.experts.num_experts == 1 and layer.mlp.experts.intermediate_dim == 128
+    sizes = [(m.out_features, m.in_features) for m in (layer.self_attn.q_proj, layer.self_attn.o_proj)]
+    assert sizes == [(128, 256), (256, 128)]
+    with pytest.raises(ValueError, match="ep: expected ranks that 4 experts divide among, got 3"):
+        next(models_ahead(tmp_path, ep=3))
+    with pytest.raises(ValueError, match="tp: expected ranks that divide num_key_value_heads = 2, got 4"):
+        next(models_ahead(tmp_path, tp=4))
+
+
+def test_a_model_in_16_bits_is_ready_for_both_orders_of_codes(tmp_path, capsys):
+    save(tmp_path, "qwen3-moe", None)
+    (tmp_path / "model.safetensors").unlink()  # which nothing is read from
+    assert layers_by_format(tmp_path)["q_proj"] == {"g128-bf16-any", "g128-bf16-e4m3"}
+    options = ("--bits", "8", "--activation", "int8")
+    assert all("-w8-" in f"-{label}" or "s8" in label or "route" in label or "combine" in label
+               for label in wanted(capsys, tmp_path, *options))  # fmt: skip
+    said = {"group_size": 64, "symmetric": False, "scale_dtype": torch.float16}
+    assert layers_by_format(tmp_path, quantise=said)["q_proj"] == {"g64-fp16-z"}
+
+
+def failing(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main(["warmup", *argv])
+    assert exit.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_without_files_what_no_config_says_is_named(tmp_path, capsys):
+    save(tmp_path, "llama", GPTQ)
+    options = "--model", str(tmp_path), "--dry-run"
+    assert "expected no bits, group size, zero points" in failing(capsys, *options, "--scale-dtype", "fp16")
+    (tmp_path / "model.safetensors").unlink()
+    said = failing(capsys, *options)
+    assert "expected the safetensors files of a model that is quantised already, as its config says (gptq)" in said
+    assert "--shape N,K --scale-dtype" in said
+
+
+def test_the_error_for_a_missing_kernel_has_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path / "kernels"))
+    save(tmp_path, "llama", GPTQ)
+    model = loaded(tmp_path)
+    model.config._name_or_path = str(tmp_path)  # as from_pretrained leaves it
+    with pytest.raises(
+        CacheMissError, match=f"; jitgemm warmup --model {tmp_path} --for linear --max-m 8 --device h200"
+    ):
+        jitgemm.nn.warmup(model, 8, device="h200", build=False)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu2", None])
+def test_gates_are_those_that_the_config_names(name):
+    config = None if name is None else SimpleNamespace(to_dict=lambda: {"a": {"hidden_act": name}})
+    silu, gelu, tanh = {"silu_mul": True}, {"gelu_mul": "none"}, {"gelu_mul": "tanh"}
+    expected = {"silu": (silu,), "gelu": (gelu,), "gelu_pytorch_tanh": (tanh,), "relu2": (), None: (silu, gelu, tanh)}
+    assert gates_of(config) == expected[name]
