@@ -120,14 +120,8 @@ class Job:
 _of_shape = partial(typer.Option, rich_help_panel="Layers by shape")
 _of_floats = partial(typer.Option, rich_help_panel="Layers by shape, or a --model in 16 bits")
 _of_model = partial(typer.Option, rich_help_panel="A model")
-_FOLDER = (
-    "A Hugging Face model's folder: config.json and safetensors files, of which headers and some rows are read. May be "
-    "repeated. Needs transformers."
-)
-_USE = (
-    "How it runs: linear, as load_ and from_pretrained leave it; fused, after fuse_; compiled, under torch.compile; "
-    "vllm, with --quantization jitgemm."
-)
+_FOLDER = "A Hugging Face model's folder; headers and some rows of its files are read. May be repeated."
+_USE = "linear, as load_ leaves it; fused, after fuse_; compiled, under torch.compile; vllm, by its plug-in."
 _QUANTIZER = (
     f"Quantisers of activations to --lhs, by the type of their input: {', '.join(REAL_TYPES)}, and what they do "
     f"besides: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': none."

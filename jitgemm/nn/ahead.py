@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
@@ -85,11 +86,7 @@ class Look:
 
 
 def model_of(folder: str | Path) -> torch.nn.Module:
-    """The model of a folder's config.json, its parameters on the meta device, buffers with their data.
-
-    Raises:
-        ValueError: there is no such config, or no transformers that knows a model of it.
-    """
+    """The model of a folder's config.json, its parameters on the meta device. ValueError where transformers makes none."""
     try:
         import transformers
 
@@ -108,20 +105,29 @@ def model_of(folder: str | Path) -> torch.nn.Module:
         raise ValueError(f"{folder}: expected a model that transformers can make, got: {error}") from error
 
 
+class _NoMemory(TorchFunctionMode):
+    """Tensors that are made empty, or of zeros, take no memory where they are large, as parameters are."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (torch.empty, torch.zeros) and kwargs.get("device") is None:
+            kwargs |= {"device": "meta" if function(*args, **kwargs | {"device": "meta"}).numel() > 1 << 16 else "cpu"}
+        return function(*args, **kwargs)
+
+
 @contextmanager
 def _without_data() -> Iterator[None]:
     """Parameters that modules register are on the meta device; buffers, which nobody loads, have their data."""
     register = torch.nn.Module.register_parameter
 
     def registered(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        register(module, name, parameter)
         if parameter is not None and not parameter.is_meta:
-            meta = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
-            module._parameters[name] = meta
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register(module, name, parameter)
 
     torch.nn.Module.register_parameter = registered  # type: ignore[method-assign]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _NoMemory():
             yield
     finally:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
