@@ -124,7 +124,7 @@ def test_wrong_arguments_are_named(message, arguments):
 
 def test_a_permuted_row_is_shorter():
     permutation = torch.arange(2**15 + 32, dtype=torch.int32)
-    with pytest.raises(ValueError, match="from 32 to 32768 with a permutation"):
+    with pytest.raises(ValueError, match="from 16 to 32768 with a permutation"):
         quantize(torch.zeros(1, 2**15 + 32), torch.int8, permutation=permutation)
 
 

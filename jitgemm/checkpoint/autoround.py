@@ -9,8 +9,8 @@
     any, with data_type fp and bits 8        weight e4m3, weight_scale [n] or [1], or weight_scale_inv by blocks
 
 Names of 2024 go on with a kernel, which says nothing of the tensors (auto_round:gptq:exllamav2, auto_round:exllamav2,
-auto_gptq:triton), and may spell autoround. `extra_config` has settings of single layers, by name or expression. Read
-from AutoRound's export_to_autoround, export_to_fp8 and inference/backend.py of August 2026, and the first of 2024.
+auto_gptq:triton), and may spell autoround. `extra_config` has settings of single layers, by name or expression.
+Sources: AutoRound's export_to_autoround, export_to_fp8 and inference/backend.py of August 2026, and the first of 2024.
 Knows no tensors.
 """
 

@@ -221,7 +221,7 @@ def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionRe
         for children, child, old in reversed(replaced):
             children[child] = old
         for down in downs:
-            vars(down).pop("front", None)
+            vars(down).pop("fronts", None)
         raise
 
 
