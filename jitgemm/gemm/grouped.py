@@ -7,7 +7,6 @@ kernel's family, whose scheduler walks the experts that have rows.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import operator
@@ -256,8 +255,11 @@ def rows_of_problem_sizes(
 def expected_rows_of(experts: int, expected_m: Any) -> int:
     """Rows of all experts, of a call's hint; TypeError for what is no number."""
     numbers = int, float, torch.SymInt, torch.SymFloat
-    with contextlib.suppress(TypeError):
-        expected_m = expected_m if isinstance(expected_m, numbers) else operator.index(expected_m)
+    if not isinstance(expected_m, numbers):
+        try:
+            expected_m = operator.index(expected_m)
+        except TypeError:
+            pass
     if isinstance(expected_m, bool) or not isinstance(expected_m, numbers) or not 0 <= expected_m < math.inf:
         raise TypeError(f"expected_m: expected a number of rows, got {expected_m!r}")
     rows = experts * expected_m
