@@ -14,7 +14,7 @@ from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, known
-from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight, check_packed
+from jitgemm.weight.packed import AnyWeight, W4Weight, W8Weight, Weight, check_packed
 
 Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     x: torch.Tensor
     x_scale: torch.Tensor
     x_zero: torch.Tensor | None
-    weight: Weight | PackedWeight
+    weight: AnyWeight
     out: torch.Tensor
     bias: torch.Tensor | None
 
@@ -136,7 +136,7 @@ def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool 
         raise ValueError(
             f"{X}: expected k of at most {most} for int8 with scales per channel, whose sums are 32-bit, got {k}"
         )
-    if weight.format.codes not in ("any", lhs_type):
+    if lhs_type not in weight.format.lhs_types:
         packed_for = DTYPES[weight.format.codes].torch_name
         why = "for which rhs was packed (lhs_dtype of pack_w4)" if weight.format.bits == 4 else "as rhs is"
         raise TypeError(f"{X}: expected {packed_for}, {why}, got {dtype_name(x.dtype)}")

@@ -33,7 +33,8 @@ from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, check_groups, experts_
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.tensors import check_dtype, check_no_grad, check_plain, check_tensor, describe, dtype_name, take_rows
-from jitgemm.weight.packed import PackedWeight, Weight, check_packed, dequantize_groups
+from jitgemm.weight.packed import AnyWeight, Weight, as_weight, check_packed
+from jitgemm.weight.parts import dequantize_groups
 
 _BUDGET = 1 << 25
 """Float64 values that one temporary may hold (256 MiB)."""
@@ -134,11 +135,11 @@ def write_grouped_reference(  # type: ignore[no-untyped-def]
         out[begin:end] = gemm_w4a8_reference(part, weight, bias=row, out_dtype=out.dtype)
 
 
-def _dense(weight: Weight | PackedWeight, expert: int) -> Weight:
+def _dense(weight: AnyWeight, expert: int) -> Weight:
     """One expert's weight."""
     if isinstance(weight, Weight):
         return weight[expert]
-    return weight.expert(expert).checked()
+    return as_weight(weight.expert(expert))
 
 
 def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

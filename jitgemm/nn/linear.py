@@ -22,7 +22,8 @@ from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_no_grad
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed, weight_format
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed
+from jitgemm.weight.parts import weight_format
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 if TYPE_CHECKING:

@@ -195,9 +195,8 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _check_codes(weight: Weight, activation: str) -> None:
-    codes, needed = weight.format.codes, TYPE_NAMES[CODES[activation]]
-    if codes not in ("any", needed):
-        other = "e4m3" if codes == "e4m3" else "int8"
+    if TYPE_NAMES[CODES[activation]] not in weight.format.lhs_types:
+        other = "e4m3" if weight.format.codes == "e4m3" else "int8"
         either = " or for any activations" if weight.bits == 4 else ""
         raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {other}")
     if activation == "int8_affine" and weight.row_sum is None:

@@ -13,8 +13,10 @@ from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, tuned_codes
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
-from jitgemm.weight.packed import INTEGERS, PackedWeight, RowParts, W4Weight, by_group, capturing
-from jitgemm.weight.packed import check_permutation, check_sizes, expert_indices, group_count, weight_format
+from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.parts import INTEGERS, PackedWeight, RowParts, by_group, check_permutation, check_sizes
+from jitgemm.weight.parts import expert_indices, group_count, weight_format
+from jitgemm.weight.ready import capturing
 
 MAX_ZERO = 16
 """Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""

@@ -12,15 +12,9 @@ from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, ceil_div
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int, check_tensor, check_values
 from jitgemm.weight import layout
 from jitgemm.weight.pack import row_sums
-from jitgemm.weight.packed import (
-    PackedWeight,
-    W8Weight,
-    capturing,
-    check_sizes,
-    expert_indices,
-    group_count,
-    weight_format,
-)
+from jitgemm.weight.packed import W8Weight
+from jitgemm.weight.parts import PackedWeight, check_sizes, expert_indices, group_count, weight_format
+from jitgemm.weight.ready import capturing
 
 BLOCK = 128
 """Rows and columns of a block with a scale of its own."""

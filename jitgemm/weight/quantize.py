@@ -13,7 +13,8 @@ from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, check_values, dtype_name
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.pack8 import BLOCK, pack_w8
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_sizes, weight_format
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+from jitgemm.weight.parts import check_sizes, weight_format
 
 MIN_CLIP = 0.2
 """Smallest part of a group's range that the search keeps: one outlier among thousands of values is worth no more."""
