@@ -16,18 +16,8 @@ from collections.abc import Iterator
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.arguments import (
-    X,
-    X_SCALE,
-    X_ZERO,
-    Lhs,
-    Operands,
-    check_per_block,
-    check_per_token,
-    check_weight,
-    lhs_group_of,
-    split_lhs,
-)
+from jitgemm.gemm.arguments import X, X_SCALE, X_ZERO, Lhs, Operands
+from jitgemm.gemm.arguments import check_scales, check_weight, lhs_group_of, split_lhs
 from jitgemm.gemm.e8m0 import with_fp32_scales
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, check_groups, experts_of
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
@@ -166,18 +156,7 @@ def _check(  # type: ignore[no-untyped-def]
     check_dtype(X, x.dtype, LHS_TYPES if rhs.format.bits == 4 else (rhs.format.codes,))
     if x.dim() != 2 or x.shape[1] != rhs.k:
         raise ValueError(f"{X}: expected shape [m, {rhs.k}], got {list(x.shape)}")
-    m = x.shape[0]
-    if x_zero is not None and x.dtype != torch.int8:
-        raise TypeError(f"{X}: expected int8 beside {X_ZERO}, got {dtype_name(x.dtype)}")
-    group = lhs_group_of(x_scale)
-    if group and x_zero is not None:
-        raise ValueError(f"{X_ZERO}: expected None beside a scale per token and {group} k, got a tensor")
-    if group:
-        check_per_block(x_scale, (m,), rhs.k)
-    else:
-        check_per_token(X_SCALE, x_scale, m, "fp32")
-    if x_zero is not None:
-        check_per_token(X_ZERO, x_zero, m, "s32")
+    check_scales(x, x_scale, x_zero, (x.shape[0],), rhs.k)
     if bias is not None and tuple(check_tensor("bias", bias).shape) != bias_shape:
         raise ValueError(f"bias: expected shape {list(bias_shape)}, got {list(bias.shape)}")
     if bias is not None and not bias.is_floating_point():
@@ -189,7 +168,7 @@ def _check(  # type: ignore[no-untyped-def]
             check_no_grad(name, tensor)
     if out_dtype is not torch.float64:
         check_dtype("out_dtype", out_dtype, REAL_TYPES)
-    return m
+    return x.shape[0]
 
 
 def _tiles(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None) -> Iterator[tuple[slice, slice, torch.Tensor]]:

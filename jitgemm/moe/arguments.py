@@ -18,18 +18,8 @@ from jitgemm.gemm.groups import as_rows
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import (
-    check_dtype,
-    check_float,
-    check_int,
-    check_no_grad,
-    check_plain,
-    check_tensor,
-    describe,
-    differ,
-    dtype_name,
-    known,
-)
+from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
+from jitgemm.tensors import describe, differ, dtype_name, known
 from jitgemm.weight.packed import AnyWeight, Weight, check_packed
 from jitgemm.weight.parts import PackedWeight
 

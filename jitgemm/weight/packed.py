@@ -7,17 +7,17 @@ or the driver.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, tuned_codes
 from jitgemm.tensors import PLAIN, check_int, check_tensor, describe, dtype_name
 from jitgemm.weight import layout, ready
 from jitgemm.weight.parts import PackedWeight, RowParts, check_permutation, check_sizes, count_experts
-from jitgemm.weight.parts import dequantize_groups, group_count, weight_format
+from jitgemm.weight.parts import dequantize_groups, format_group, group_count
 from jitgemm.weight.stacking import stack
 from jitgemm.weight.state import TENSORS, read_state, write_meta
 
@@ -27,7 +27,7 @@ def check_packed(weight: AnyWeight, name: str = "", *, experts: bool | None = No
 
     Args:
         name: what stands before a tensor's name in a message, such as "rhs.".
-        experts: True refuses dense weights, False weights of experts; None takes both.
+        experts: True raises for dense weights, False for weights of experts; None takes both.
     """
     blocks = check_tensor(f"{name}blocks", weight.blocks)
     count = count_experts(blocks)
@@ -123,11 +123,9 @@ class Weight:
         if (version := self.layout_version) != layout.LAYOUT_VERSION:
             raise ValueError(f"layout_version: expected {layout.LAYOUT_VERSION}, got {version}; pack the weight again")
         check_sizes(self.n, self.k)
-        fmt = self.format
-        expected = weight_format(
-            self.k, self.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, self.bits, fmt.strip_scales
-        )
-        if fmt != expected:
+        fmt, group = self.format, format_group(self.k, self.group_size)
+        strips = fmt.strip_scales and group == BLOCK_K
+        if fmt != (expected := replace(fmt, group_size=group, bits=self.bits, strip_scales=strips)):
             raise ValueError(f"format: expected {expected} for group_size {self.group_size}, got {fmt}")
         check_packed(self)
         if self.permutation is not None:
@@ -256,19 +254,17 @@ class Weight:
             raise ValueError(f"count: expected at least one expert, got {count}")
         if (together := check_int("together", together)) < 1 or count % together:
             raise ValueError(f"together: expected a divisor of {count} experts, got {together}")
-        group_sizes = []
 
-        def checked(e: int) -> PackedWeight:
+        def checked(e: int) -> tuple[PackedWeight, int]:
             each = make(e)
             if not isinstance(each, cls) or each.experts is not None or each.permutation is not None:
                 got = repr(each) if isinstance(each, cls) else type(each).__name__
                 error = ValueError if isinstance(each, cls) else TypeError
                 raise error(f"make({e}): expected a dense {cls.__name__} without a permutation, got {got}")
-            group_sizes.append(each.group_size)
-            return each.packed
+            return each.packed, each.group_size
 
-        blocks, channel_scale, row_sum, n, k, format = stack(count, checked, together)
-        return cls(blocks, channel_scale, n, k, group_sizes[0], format, row_sum=row_sum)
+        (blocks, channel_scale, row_sum, n, k, format), group_size = stack(count, checked, together)
+        return cls(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum)
 
     def named(self, layer: str) -> None:
         """Sets the name of the layer that holds the weight."""
@@ -430,18 +426,17 @@ def as_weight(weight: AnyWeight) -> Weight:
     return _KINDS[format.bits](blocks, channel_scale, n, k, format.group_size or k, format, row_sum=row_sum)
 
 
-class _OfTensors:
+def _of_tensors(name: str) -> property:
     """An attribute of tensors that models use and a packed weight does not have; `__getattr__` would slow down all."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def get(weight: Weight) -> Any:
+        raise AttributeError(weight._no_tensor(f".{name}"))
 
-    def __get__(self, weight: Weight | None, owner: type) -> Any:
-        raise AttributeError(self.name if weight is None else weight._no_tensor(f".{self.name}"))
+    return property(get)
 
 
 for _name in (
     "T", "bfloat16", "clone", "copy_", "data", "detach", "dim", "float", "half", "is_cuda", "numel", "requires_grad",
     "reshape", "size", "squeeze", "t", "transpose", "type", "unsqueeze", "view",
 ):  # fmt: skip
-    setattr(Weight, _name, _OfTensors(_name))
+    setattr(Weight, _name, _of_tensors(_name))

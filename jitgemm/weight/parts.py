@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.tensors import dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.ready import ReadyAt, capturing, noted
@@ -28,21 +28,11 @@ def group_count(k: int, group_size: int) -> int:
     return 1 if group_size >= k else ceil_div(k, group_size)
 
 
-def weight_format(
-    k: int,
-    group_size: int,
-    zero_point: bool,
-    scale_type: str,
-    codes: str = "any",
-    offset: bool = False,
-    bits: int = 4,
-    strip_scales: bool = False,
-) -> WeightFormat:
-    """The format of a weight with k columns. Raises ValueError for a group size that it cannot have."""
+def format_group(k: int, group_size: int) -> int:
+    """`WeightFormat.group_size` of a weight with k columns. Raises ValueError for a group size that it cannot have."""
     if group_size < 1 or (group_size < k and group_size not in GROUP_SIZES):
         raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k = {k} for per channel, got {group_size}")
-    group = 0 if group_size >= k else group_size
-    return WeightFormat(group, zero_point, scale_type, codes, offset, bits, strip_scales and group == BLOCK_K)
+    return 0 if group_size >= k else group_size
 
 
 def check_sizes(n: int, k: int, name: str = "q") -> None:
@@ -93,7 +83,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def plan_key(self) -> int:
-        """A number, in this process, for what of a weight decides which calls are legal and which kernel runs.
+        """Number, in this process, of everything about the weight that checks and the choice of a kernel depend on.
 
         Every call hashes it, which takes longer for the values themselves.
         """
@@ -143,7 +133,7 @@ _plan_numbers = itertools.count()
 def by_group(
     matrix: torch.Tensor, values: torch.Tensor, group_size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of matrix [rows, k], each beside the part of values [rows, groups] that broadcasts over it.
+    """Views of matrix [rows, k], each with the part of values [rows, groups] that broadcasts over it.
 
     For in-place arithmetic with a value per group, without a second matrix: the full groups, then the tail.
     """

@@ -12,18 +12,18 @@ from jitgemm.weight import layout
 from jitgemm.weight.parts import PackedWeight
 
 
-def stack(count: int, make: Callable[[int], PackedWeight], together: int) -> PackedWeight:
-    """`Weight.stacked`, of dense weights."""
+def stack(count: int, make: Callable[[int], tuple[PackedWeight, int]], together: int) -> tuple[PackedWeight, int]:
+    """`Weight.stacked`, of dense weights with their group sizes."""
     first: dict[str, Any] = {}
     whole: dict[str, torch.Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for e in range(0, count, together):
-            each = make(e)
+            each, group_size = make(e)
             if together > 1 and each.n % (together * STRIP_ROWS):
                 expected = f"the rows of {together} experts, {STRIP_ROWS} or a multiple each"
                 raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
             tensors = {name: part for name, part in each._asdict().items() if isinstance(part, torch.Tensor)}
-            facts: dict[str, Any] = {"n": each.n, "k": each.k, "group_size": each.format.group_size or each.k}
+            facts: dict[str, Any] = {"n": each.n, "k": each.k, "group_size": group_size}
             facts |= {"device": each.blocks.device, "format": each.format.common, "tensors": list(tensors)}
             if e == 0:
                 first, format = facts, each.format
@@ -43,4 +43,4 @@ def stack(count: int, make: Callable[[int], PackedWeight], together: int) -> Pac
                 format = format.common
             del each, tensors, part  # before the next is made
     parts = whole["blocks"], whole.get("channel_scale"), whole.get("row_sum")
-    return PackedWeight(*parts, first["n"] // together, first["k"], format)
+    return PackedWeight(*parts, first["n"] // together, first["k"], format), group_size

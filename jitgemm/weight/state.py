@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES
-from jitgemm.kernel.formats import WeightFormat
+from jitgemm.kernel.formats import BLOCK_K, WeightFormat
 from jitgemm.tensors import PLAIN, check_tensor, describe
 from jitgemm.weight import layout
-from jitgemm.weight.parts import weight_format
+from jitgemm.weight.parts import format_group
 
 TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
 """The tensors of a state dict next to `meta`. All but the first may be absent."""
@@ -39,9 +39,9 @@ class Meta(NamedTuple):
 
     @property
     def format(self) -> WeightFormat:
-        names = _SCALE_TYPES[self.scale_type], _CODES[self.codes]
-        offset, strips = self.offset == 1, self.offset == 2
-        return weight_format(self.k, self.group_size, bool(self.zero_point), *names, offset, self.bits, strips)
+        group, names = format_group(self.k, self.group_size), (_SCALE_TYPES[self.scale_type], _CODES[self.codes])
+        strips = self.offset == 2 and group == BLOCK_K
+        return WeightFormat(group, bool(self.zero_point), *names, self.offset == 1, self.bits, strips)
 
 
 def magic_of(bits: int) -> int:
