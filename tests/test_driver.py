@@ -21,7 +21,7 @@ from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import device_of
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
-from jitgemm.weight import settled
+from jitgemm.weight import ready
 
 driver = pytest.importorskip("jitgemm.runtime.driver", reason="needs cuda.bindings")
 gemm_call = pytest.importorskip("jitgemm.gemm.call")
@@ -296,7 +296,7 @@ def test_an_address_that_a_settled_weight_had_says_nothing(monkeypatch):
     operands = operands._replace(weight=None)
     packed = packed._replace(blocks=None)
     gc.collect()
-    assert all(each().data_ptr() != address for each, _ in settled._noted.values())  # gone with its tensor
+    assert all(each().data_ptr() != address for each, _ in ready._noted.values())  # gone with its tensor
     other = torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)  # as the allocator might give it again
     assert other.data_ptr() == address
     assert not launched_by_op(launches, operands._replace(weight=packed._replace(blocks=other)))

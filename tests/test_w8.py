@@ -28,7 +28,8 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.shapes import legal_kernels
-from jitgemm.weight.packed import PackedWeight, Weight
+from jitgemm.weight.packed import Weight
+from jitgemm.weight.parts import PackedWeight
 
 TYPES = list(builders.LHS_DTYPES.values())
 

@@ -21,7 +21,8 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import MAX_CHANNEL_K_S8, WeightFormat
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.packed import W4Weight, capturing
+from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.ready import capturing
 
 TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
 
@@ -977,7 +978,7 @@ def test_whether_a_graph_is_captured_is_asked_of_pytorch(monkeypatch, captured):
     assert capturing(torch.device("cuda", 0)) == captured
 
 
-def test_every_attribute_of_tensors_that_a_weight_has_not_is_refused_by_name():
+def test_an_attribute_of_tensors_that_models_use_raises_by_name():
     weight = builders.weight_parts(1, 64, 256, 128).packed
     own = {name for name in dir(torch.Tensor) if hasattr(weight, name)}
     assert {"device", "dtype", "nbytes", "shape", "to"} <= own and not own & {"size", "dim", "t", "data_ptr"}

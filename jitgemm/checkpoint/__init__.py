@@ -1,4 +1,4 @@
-"""Checkpoints: reading files, and one module for each format of a 4-bit weight."""
+"""Checkpoints: reading files, and one module for each format of a quantised weight."""
 
 from __future__ import annotations
 

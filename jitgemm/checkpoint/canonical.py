@@ -18,7 +18,8 @@ from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.pack8 import pack_w8
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight, dequantize_groups
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+from jitgemm.weight.parts import dequantize_groups
 
 PART_MULTIPLES = {"n": 8, "k": K_ALIGNMENT}
 """What a rank's rows and columns must be multiples of, as `pack_w4` asks for."""

@@ -14,7 +14,7 @@ from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, known
-from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight, check_packed
+from jitgemm.weight.packed import AnyWeight, W4Weight, W8Weight, Weight, check_packed
 
 Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     x: torch.Tensor
     x_scale: torch.Tensor
     x_zero: torch.Tensor | None
-    weight: Weight | PackedWeight
+    weight: AnyWeight
     out: torch.Tensor
     bias: torch.Tensor | None
 
@@ -136,23 +136,14 @@ def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool 
         raise ValueError(
             f"{X}: expected k of at most {most} for int8 with scales per channel, whose sums are 32-bit, got {k}"
         )
-    if weight.format.codes not in ("any", lhs_type):
+    if lhs_type not in weight.format.lhs_types:
         packed_for = DTYPES[weight.format.codes].torch_name
         why = "for which rhs was packed (lhs_dtype of pack_w4)" if weight.format.bits == 4 else "as rhs is"
         raise TypeError(f"{X}: expected {packed_for}, {why}, got {dtype_name(x.dtype)}")
 
-    if group:
-        check_per_block(x_scale, (experts, m // experts) if masked else (m,), k)
-        if x_zero is not None:
-            raise ValueError(f"{X_ZERO}: expected None beside a scale per token and {group} k, got a tensor")
-    else:
-        check_per_token(X_SCALE, x_scale, m, "fp32")
-    if x_zero is not None:
-        if lhs_type != "s8":
-            raise TypeError(f"{X}: expected int8 beside {X_ZERO}, got {dtype_name(x.dtype)}")
-        check_per_token(X_ZERO, x_zero, m, "s32")
-        if weight.row_sum is None:
-            raise ValueError(f"rhs: expected a weight with row_sum, which {X_ZERO} needs, got one without")
+    check_scales(x, x_scale, x_zero, (experts, m // experts) if masked and experts is not None else (m,), k)
+    if x_zero is not None and weight.row_sum is None:
+        raise ValueError(f"rhs: expected a weight with row_sum, which {X_ZERO} needs, got one without")
 
     check_plain("out", out)
     check_dtype("out", out.dtype, REAL_TYPES)
@@ -183,7 +174,25 @@ def _check_matrix(name: str, tensor: torch.Tensor, shape: str, columns: int) -> 
     check_rows(name, tensor)
 
 
-def check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None:
+def check_scales(
+    x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, rows: tuple[int, ...], k: int
+) -> None:
+    """Raises TypeError or ValueError unless these are scales and zero points of x [m, k]; rows: (m,), or the experts
+    and each one's rows, which scales per block have."""
+    m = x.shape[0]
+    if group := lhs_group_of(x_scale):
+        _check_per_block(x_scale, rows, k)
+        if x_zero is not None:
+            raise ValueError(f"{X_ZERO}: expected None beside a scale per token and {group} k, got a tensor")
+    else:
+        _check_per_token(X_SCALE, x_scale, m, "fp32")
+    if x_zero is not None:
+        if x.dtype != torch.int8:
+            raise TypeError(f"{X}: expected int8 beside {X_ZERO}, got {dtype_name(x.dtype)}")
+        _check_per_token(X_ZERO, x_zero, m, "s32")
+
+
+def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None:
     """One value per token, or one for all."""
     check_plain(name, tensor)
     check_dtype(name, tensor.dtype, (type,))
@@ -192,7 +201,7 @@ def check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None:
         raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
 
 
-def check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> None:
+def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> None:
     """One value per token and `LHS_GROUP` of k, or four of them in an int32, with any strides."""
     check_plain(X_SCALE, x_scale)
     type = check_dtype(X_SCALE, x_scale.dtype, ("fp32", "s32", "e8m0"))

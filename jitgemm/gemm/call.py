@@ -19,7 +19,8 @@ from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_tensor, dtype_name
-from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight, as_weight
+from jitgemm.weight.parts import PackedWeight
 
 
 def gemm_w4a8_bf16_nt(
@@ -204,8 +205,7 @@ def _run(  # type: ignore[no-untyped-def]
 def _run_reference(operands: Operands) -> None:
     from jitgemm.gemm.reference import gemm_w4a8_reference
 
-    weight, out = operands.weight, operands.out
-    weight = weight.checked() if isinstance(weight, PackedWeight) else weight
+    weight, out = as_weight(operands.weight), operands.out
     out.copy_(gemm_w4a8_reference(operands.lhs, weight, bias=operands.bias, out_dtype=out.dtype))
 
 

@@ -25,8 +25,9 @@ from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_plain, check_tensor, dtype_name
-from jitgemm.weight.packed import PackedWeight, W4Weight, W8Weight, Weight
-from jitgemm.weight.settled import capturing
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+from jitgemm.weight.parts import PackedWeight
+from jitgemm.weight.ready import capturing
 
 Call = TypeVar("Call", bound=Callable[..., None])
 

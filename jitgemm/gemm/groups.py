@@ -9,7 +9,8 @@ import torch
 from jitgemm.gemm.arguments import POINTERS, Operands, check_arguments, check_weight
 from jitgemm.runtime.checks import Pointer, check_device
 from jitgemm.tensors import check_dtype, check_plain, check_tensor, differ, dtype_name, known
-from jitgemm.weight.packed import PackedWeight, Weight, count_experts
+from jitgemm.weight.packed import Weight
+from jitgemm.weight.parts import PackedWeight, count_experts
 
 GROUPED_POINTERS = (Pointer("sizes", "offsets or masked_m"), Pointer("row_index", "row_index"), *POINTERS)
 """What a launch has addresses of, in the order of `GroupedArgs` in include/jitgemm/gemm/types.cuh."""

@@ -16,24 +16,15 @@ from collections.abc import Iterator
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.arguments import (
-    X,
-    X_SCALE,
-    X_ZERO,
-    Lhs,
-    Operands,
-    check_per_block,
-    check_per_token,
-    check_weight,
-    lhs_group_of,
-    split_lhs,
-)
+from jitgemm.gemm.arguments import X, X_SCALE, X_ZERO, Lhs, Operands
+from jitgemm.gemm.arguments import check_scales, check_weight, lhs_group_of, split_lhs
 from jitgemm.gemm.e8m0 import with_fp32_scales
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, check_groups, experts_of
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.tensors import check_dtype, check_no_grad, check_plain, check_tensor, describe, dtype_name, take_rows
-from jitgemm.weight.packed import PackedWeight, Weight, check_packed, dequantize_groups
+from jitgemm.weight.packed import AnyWeight, Weight, as_weight, check_packed
+from jitgemm.weight.parts import dequantize_groups
 
 _BUDGET = 1 << 25
 """Float64 values that one temporary may hold (256 MiB)."""
@@ -134,11 +125,11 @@ def write_grouped_reference(  # type: ignore[no-untyped-def]
         out[begin:end] = gemm_w4a8_reference(part, weight, bias=row, out_dtype=out.dtype)
 
 
-def _dense(weight: Weight | PackedWeight, expert: int) -> Weight:
+def _dense(weight: AnyWeight, expert: int) -> Weight:
     """One expert's weight."""
     if isinstance(weight, Weight):
         return weight[expert]
-    return weight.expert(expert).checked()
+    return as_weight(weight.expert(expert))
 
 
 def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -165,18 +156,7 @@ def _check(  # type: ignore[no-untyped-def]
     check_dtype(X, x.dtype, LHS_TYPES if rhs.format.bits == 4 else (rhs.format.codes,))
     if x.dim() != 2 or x.shape[1] != rhs.k:
         raise ValueError(f"{X}: expected shape [m, {rhs.k}], got {list(x.shape)}")
-    m = x.shape[0]
-    if x_zero is not None and x.dtype != torch.int8:
-        raise TypeError(f"{X}: expected int8 beside {X_ZERO}, got {dtype_name(x.dtype)}")
-    group = lhs_group_of(x_scale)
-    if group and x_zero is not None:
-        raise ValueError(f"{X_ZERO}: expected None beside a scale per token and {group} k, got a tensor")
-    if group:
-        check_per_block(x_scale, (m,), rhs.k)
-    else:
-        check_per_token(X_SCALE, x_scale, m, "fp32")
-    if x_zero is not None:
-        check_per_token(X_ZERO, x_zero, m, "s32")
+    check_scales(x, x_scale, x_zero, (x.shape[0],), rhs.k)
     if bias is not None and tuple(check_tensor("bias", bias).shape) != bias_shape:
         raise ValueError(f"bias: expected shape {list(bias_shape)}, got {list(bias.shape)}")
     if bias is not None and not bias.is_floating_point():
@@ -188,7 +168,7 @@ def _check(  # type: ignore[no-untyped-def]
             check_no_grad(name, tensor)
     if out_dtype is not torch.float64:
         check_dtype("out_dtype", out_dtype, REAL_TYPES)
-    return m
+    return x.shape[0]
 
 
 def _tiles(lhs: Lhs, rhs: Weight, bias: torch.Tensor | None) -> Iterator[tuple[slice, slice, torch.Tensor]]:

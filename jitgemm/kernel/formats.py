@@ -94,6 +94,11 @@ class WeightFormat:
         return "-".join(parts if self.zero_point else [*parts, self.codes])
 
     @property
+    def lhs_types(self) -> tuple[str, ...]:
+        """Types of activations that the codes meet."""
+        return LHS_TYPES if self.codes == "any" else (self.codes,)
+
+    @property
     def max_int8_k(self) -> int:
         """Largest k of int8 activations: sums per channel stay in int32, where k products up to 128 * 128 must fit."""
         if self.group_size:
@@ -207,7 +212,7 @@ class Problem:
             raise ValueError(f"k: expected a positive multiple of {K_ALIGNMENT}, got {self.k}")
         if self.lhs not in LHS_TYPES:
             raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
-        if self.format.codes not in ("any", self.lhs):
+        if self.lhs not in self.format.lhs_types:
             raise ValueError(f"format: expected codes 'any' or {self.lhs!r}, as lhs is, got {self.format.codes!r}")
         if self.lhs == "s8" and not self.lhs_group and self.k > (most := self.format.max_int8_k):
             raise ValueError(f"k: expected at most {most} for int8 with scales per channel, got {self.k}")

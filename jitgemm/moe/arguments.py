@@ -18,20 +18,10 @@ from jitgemm.gemm.groups import as_rows
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import (
-    check_dtype,
-    check_float,
-    check_int,
-    check_no_grad,
-    check_plain,
-    check_tensor,
-    describe,
-    differ,
-    dtype_name,
-    known,
-)
-from jitgemm.weight.packed import PackedWeight, check_packed
-from jitgemm.weight.packed import Weight as AnyWeight
+from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
+from jitgemm.tensors import describe, differ, dtype_name, known
+from jitgemm.weight.packed import AnyWeight, Weight, check_packed
+from jitgemm.weight.parts import PackedWeight
 
 ROUTE_POINTERS = (
     Pointer("ids", "topk_ids", 4),
@@ -86,8 +76,6 @@ MASKED_POINTERS = (
 )
 """Operands of `fused_experts_masked`, which reads x before it writes out."""
 
-Weight = AnyWeight | PackedWeight
-
 
 class Routing(NamedTuple):
     """Where the tokens' choices go. Row r of a grouped GEMM is a choice of token row_index[r].
@@ -108,8 +96,8 @@ class Layer(NamedTuple):
     """All of a call but where to write. `block`: tokens are quantised with a scale for every 128 k."""
 
     x: torch.Tensor
-    w13: Weight
-    w2: Weight
+    w13: AnyWeight
+    w2: AnyWeight
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     gate: Gate
@@ -142,7 +130,7 @@ class Layer(NamedTuple):
         return self.x.new_empty((self.x.shape[0], self.w2.n))
 
 
-def parts_of(weight: Weight) -> tuple[torch.Tensor | None, ...]:
+def parts_of(weight: AnyWeight) -> tuple[torch.Tensor | None, ...]:
     """The weight's tensors, in the order of LAYER_POINTERS."""
     return weight.blocks, weight.channel_scale, weight.row_sum
 
@@ -223,7 +211,7 @@ def check_weights(w13: Any, w2: Any) -> int:
     """How many experts both have; TypeError or ValueError unless they are weights of experts that fit together."""
     counts = []
     for name, weight in (("w13", w13), ("w2", w2)):
-        if not isinstance(weight, (AnyWeight, PackedWeight)):
+        if not isinstance(weight, (Weight, PackedWeight)):
             raise TypeError(f"{name}: expected a W4Weight or W8Weight of experts, got {type(weight).__name__}")
         counts.append(check_packed(weight, f"{name}.", experts=True) or 0)
         if counts[-1] > MAX_EXPERTS:
@@ -306,7 +294,7 @@ def check_experts(w13: Any, w2: Any, lhs_dtype: torch.dtype, affine: bool, block
     if affine and block:
         raise ValueError("affine: expected False for scheme 'block', got True")
     for name, weight in (("w13", w13), ("w2", w2)):
-        if weight.format.codes not in ("any", lhs_type):
+        if lhs_type not in weight.format.lhs_types:
             raise TypeError(
                 f"{name}: expected a weight packed for lhs_dtype {dtype_name(lhs_dtype)}, got one for "
                 f"{weight.format.codes}"

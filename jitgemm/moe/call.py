@@ -20,15 +20,15 @@ from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm.arguments import Lhs, split_lhs
 from jitgemm.gemm.grouped import contiguous
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
-from jitgemm.moe.arguments import LAYER_POINTERS, Layer, Weight, check_arguments, check_out, check_weights, make_gate
+from jitgemm.moe.arguments import LAYER_POINTERS, Layer, check_arguments, check_out, check_weights, make_gate
 from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
 from jitgemm.runtime.checks import address_of, check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
-from jitgemm.weight.packed import PackedWeight
-from jitgemm.weight.packed import Weight as AnyWeight
+from jitgemm.weight.packed import AnyWeight, Weight, as_weight
+from jitgemm.weight.parts import PackedWeight
 
 _ALLOCATION = 512
 """PyTorch's caching allocator hands out multiples of so many bytes."""
@@ -36,8 +36,8 @@ _ALLOCATION = 512
 
 def fused_experts(
     x: torch.Tensor,
-    w13: AnyWeight,
-    w2: AnyWeight,
+    w13: Weight,
+    w2: Weight,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     *,
@@ -128,8 +128,8 @@ def fused_experts(
 
 def fused_experts_reference(
     x: torch.Tensor,
-    w13: AnyWeight,
-    w2: AnyWeight,
+    w13: Weight,
+    w2: Weight,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     *,
@@ -160,8 +160,8 @@ def fused_experts_reference(
 def fused_experts_workspace_bytes(
     tokens: int,
     top_k: int,
-    w13: AnyWeight,
-    w2: AnyWeight,
+    w13: Weight,
+    w2: Weight,
     *,
     dtype: torch.dtype = torch.bfloat16,
     affine: bool = False,
@@ -213,8 +213,8 @@ def by_block(scheme: str) -> bool:
 
 def _layer(
     x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
+    w13: AnyWeight,
+    w2: AnyWeight,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     gate: Gate,
@@ -224,12 +224,12 @@ def _layer(
     return Layer(x, w13, w2, topk_ids, topk_weights, gate, lhs_dtype_of(w13, lhs_dtype), *rest)
 
 
-def lhs_dtype_of(w13: Weight, lhs_dtype: torch.dtype | None) -> torch.dtype:
+def lhs_dtype_of(w13: AnyWeight, lhs_dtype: torch.dtype | None) -> torch.dtype:
     """What tokens are quantised to where the caller says None."""
     if lhs_dtype is not None:
         return lhs_dtype
-    codes = w13.format.codes if isinstance(w13, (AnyWeight, PackedWeight)) else "any"  # the checks say what it is
-    return torch_dtype("e4m3" if codes == "any" else codes)
+    types = w13.format.lhs_types if isinstance(w13, (Weight, PackedWeight)) else LHS_TYPES  # the checks say what it is
+    return torch_dtype(types[0])
 
 
 def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
@@ -263,7 +263,7 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
     else:
         from jitgemm.moe.reference import layer_reference
 
-        out.copy_(layer_reference(layer._replace(w13=_as_weight(w13), w2=_as_weight(w2))))
+        out.copy_(layer_reference(layer._replace(w13=as_weight(w13), w2=as_weight(w2))))
     return out
 
 
@@ -309,25 +309,19 @@ def _multiply(
     out: torch.Tensor,
 ) -> None:
     """Both GEMMs, what is between them and the sum; gather: by which the first GEMM takes rows of lhs, or None."""
-    w13: Any
-    w2: Any
     x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, _, bias13, bias2, addend, batch_invariant, block = layer
     choices = topk_ids.numel()
     memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
     hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
-    contiguous(AnyWeight, lhs, w13, hidden, offsets, bias13, gather, expected_m, batch_invariant)
+    contiguous(Weight, lhs, w13, hidden, offsets, bias13, gather, expected_m, batch_invariant)
     made = Inputs(hidden, dtype, False, affine, None, None, gate, None, 0.0, None, offsets[-1:], block)
-    contiguous(AnyWeight, _lhs(quantize(made)), w2, rows, offsets, bias2, None, expected_m, batch_invariant)
+    contiguous(Weight, _lhs(quantize(made)), w2, rows, offsets, bias2, None, expected_m, batch_invariant)
     combine(rows, inverse, topk_weights, out, addend=addend)
 
 
 def _lhs(outputs: Outputs) -> Lhs:
     q, scale, zero = outputs
     return (q, scale) if zero is None else (q, scale, zero)
-
-
-def _as_weight(weight: Weight):  # type: ignore[no-untyped-def]
-    return weight.checked() if isinstance(weight, PackedWeight) else weight
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -349,7 +343,7 @@ WEIGHTS_SCHEMA = ", ".join(
 GATE_SCHEMA = "str activation, str order, float? limit, float alpha"
 
 
-def op_weights(w13: Weight, w2: Weight) -> list[Any]:
+def op_weights(w13: AnyWeight, w2: AnyWeight) -> list[Any]:
     """What an op takes of both, as WEIGHTS_SCHEMA has it."""
     parts = [(w.blocks, w.channel_scale, w.row_sum, w.n, w.k, w.format.name) for w in (w13, w2)]
     return [*parts[0], *parts[1]]

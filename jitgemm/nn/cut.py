@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS
 from jitgemm.weight.pack import row_sums
-from jitgemm.weight.packed import PackedWeight, Weight
+from jitgemm.weight.packed import Weight
+from jitgemm.weight.parts import PackedWeight
 
 
 class Cut(NamedTuple):
@@ -35,16 +37,14 @@ def part_of_weight(weight: Weight, dim: str, rank: int, world: int, lhs_dtype: t
         channel_scale, row_sum = (
             None if each is None else each[rows].clone() for each in (weight.channel_scale, weight.row_sum)
         )
-        part = type(weight)(
-            blocks, channel_scale, n, k, weight.group_size, fmt, row_sum=row_sum, permutation=weight.permutation
-        )
+        part = replace(weight, blocks=blocks, channel_scale=channel_scale, row_sum=row_sum, n=n)
     elif dim == "k" and _between_records(weight, world):
         k //= world
         blocks = weight.blocks[:, rank * k // BLOCK_K : (rank + 1) * k // BLOCK_K].contiguous()
         row_sum = weight.row_sum
         if row_sum is not None:
             row_sum = row_sums(PackedWeight(blocks, weight.channel_scale, None, n, k, fmt))
-        part = type(weight)(blocks, weight.channel_scale, n, k, fmt.group_size or k, fmt, row_sum=row_sum)
+        part = replace(weight, blocks=blocks, row_sum=row_sum, k=k, group_size=fmt.group_size or k)
     else:
         part = unpacked(weight).shard(dim, rank, world).pack(lhs_dtype)
     part.named(weight.layer)
@@ -74,9 +74,8 @@ def part_of_bias(bias: torch.Tensor | None, dim: str, rank: int, world: int) -> 
 
 def part_of_experts(weight: Weight, experts: slice) -> Weight:
     """Some experts of a weight, in memory of their own."""
-    tensors = weight.blocks, weight.channel_scale, weight.row_sum
-    blocks, channel_scale, row_sum = (None if each is None else each[experts].clone() for each in tensors)
-    sizes = weight.n, weight.k, weight.group_size
-    part = type(weight)(blocks, channel_scale, *sizes, weight.format, row_sum=row_sum)
+    names = "blocks", "channel_scale", "row_sum"
+    tensors = {name: tensor[experts].clone() for name in names if (tensor := getattr(weight, name)) is not None}
+    part = replace(weight, **tensors)
     part.named(weight.layer)
     return part

@@ -21,7 +21,7 @@ from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
-from jitgemm.weight.settled import capturing
+from jitgemm.weight.ready import capturing
 
 _VIEWS = ("blocks", "channel_scale", "row_sum", "bias", "permutation", "input_scale")
 ADVICE = "call jitgemm.nn.unfuse_(model) first"

@@ -22,7 +22,8 @@ from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_no_grad
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed, weight_format
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed
+from jitgemm.weight.parts import format_group
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
 if TYPE_CHECKING:
@@ -320,7 +321,7 @@ class W4A8Linear(PackedLinear):
             device: "meta" is possible, for `load_state_dict(…, assign=True)`.
         """
         scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
-        fmt = weight_format(in_features, group_size, not symmetric, scale_type, offset=offset)
+        fmt = WeightFormat(format_group(in_features, group_size), not symmetric, scale_type, offset=offset)
         sizes = in_features, out_features, group_size, fmt
         return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
 
@@ -372,7 +373,7 @@ class W8A8Linear(PackedLinear):
         """As `W4A8Linear.empty`; group_size None is per channel."""
         group_size = in_features if group_size is None else group_size
         scale_type, codes = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), CODES[check_activation(activation)]
-        fmt = weight_format(in_features, group_size, False, scale_type, TYPE_NAMES[codes], bits=8)
+        fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, TYPE_NAMES[codes], bits=8)
         sizes = in_features, out_features, group_size, fmt
         return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
 

@@ -15,8 +15,7 @@ from jitgemm.nn.read import ACTIVATIONS, CODES, check_activation
 from jitgemm.runtime.dispatch import traced
 from jitgemm.tensors import TYPE_NAMES, check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight
-
-_WEIGHT_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")  # as `Weight` and its state dict call them
+from jitgemm.weight.state import TENSORS
 
 
 class Packed(torch.nn.Module):
@@ -48,7 +47,7 @@ class Packed(torch.nn.Module):
         _check_codes(weight, activation)
         self._weight = weight = _lasting(weight)
         tensors = weight.state_dict()
-        buffers = {name: tensors.get(name) for name in _WEIGHT_TENSORS}
+        buffers = {name: tensors.get(name) for name in TENSORS}
         buffers["input_scale"] = _check_input_scale(input_scale, activation, weight.device)
         buffers["bias"] = _check_bias(bias, weight)
         # Absent ones last: torch.export (2.13, not strict) counts on it.
@@ -69,7 +68,7 @@ class Packed(torch.nn.Module):
             return weight
         # Replaced without asking the module: for good, or under a tracer for as long as it traces.
         if traced(buffers["blocks"], buffers["blocks"]):
-            return weight.with_tensors(*(buffers[name] for name in _WEIGHT_TENSORS))
+            return weight.with_tensors(*(buffers[name] for name in TENSORS))
         return self._bind()
 
     def named(self, layer: str) -> None:
@@ -84,7 +83,7 @@ class Packed(torch.nn.Module):
 
     def _bind(self) -> Weight:
         """Makes the weight anew over the buffers as they are now, which checks and settles it."""
-        return self._keep(self._weight.with_tensors(*(self._buffers[name] for name in _WEIGHT_TENSORS)))
+        return self._keep(self._weight.with_tensors(*(self._buffers[name] for name in TENSORS)))
 
     def _bind_described(self, meta: torch.Tensor) -> None:
         """The same, from what `meta` says of the buffers."""
@@ -93,7 +92,7 @@ class Packed(torch.nn.Module):
     def _keep(self, weight: Weight) -> Weight:
         """Makes this the layer's weight, and its tensors the buffers, some of which may have been copied."""
         self._weight = weight = _lasting(weight)
-        for name in _WEIGHT_TENSORS:
+        for name in TENSORS:
             self._buffers[name] = getattr(weight, name)
         return weight
 
@@ -195,9 +194,8 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _check_codes(weight: Weight, activation: str) -> None:
-    codes, needed = weight.format.codes, TYPE_NAMES[CODES[activation]]
-    if codes not in ("any", needed):
-        other = "e4m3" if codes == "e4m3" else "int8"
+    if TYPE_NAMES[CODES[activation]] not in weight.format.lhs_types:
+        other = "e4m3" if weight.format.codes == "e4m3" else "int8"
         either = " or for any activations" if weight.bits == 4 else ""
         raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {other}")
     if activation == "int8_affine" and weight.row_sum is None:

@@ -6,7 +6,7 @@ import torch
 
 from jitgemm.nn.choose import check_model
 from jitgemm.nn.packed import Packed
-from jitgemm.weight import settled
+from jitgemm.weight import ready
 
 
 def settle(model: torch.nn.Module) -> list[str]:
@@ -41,12 +41,12 @@ def settle(model: torch.nn.Module) -> list[str]:
                 "outside of torch.inference_mode()"
             )
     for device in {tensor.device for _, _, tensor in found if tensor.is_cuda}:
-        if settled.capturing(device):
+        if ready.capturing(device):
             raise RuntimeError("settle: expected no CUDA graph to be captured meanwhile, as it waits for the GPU")
         torch.cuda.synchronize(device)  # writes on other streams too
     for _, module, tensor in found:
         if isinstance(module, Packed):
             module.weight.settle()
         else:
-            settled.settle(tensor)
+            ready.wait(tensor)
     return [name for name, _, _ in found]

@@ -1,1 +1,12 @@
-"""4-bit weights: quantising, packing, the order of bytes."""
+"""Packed weights of 4 and 8 bits.
+
+quantize   from a float weight
+pack       4-bit weights from codes, scales, zero points and offsets
+pack8      8-bit weights from codes and scales
+packed     W4Weight and W8Weight, checked: views of experts, back to codes and scales
+parts      PackedWeight, their tensors unchecked, and what sizes and group sizes there are
+state      their state dict
+stacking   experts out of dense weights
+ready      whether a kernel in flight may still write a weight
+layout     the order of bytes
+"""

@@ -10,11 +10,13 @@ from dataclasses import replace
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, tuned_codes
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, tuned_codes
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
-from jitgemm.weight.packed import INTEGERS, PackedWeight, RowParts, W4Weight, by_group, capturing
-from jitgemm.weight.packed import check_permutation, check_sizes, expert_indices, group_count, weight_format
+from jitgemm.weight.packed import W4Weight
+from jitgemm.weight.parts import INTEGERS, PackedWeight, RowParts, by_group, check_permutation, check_sizes
+from jitgemm.weight.parts import expert_indices, format_group, group_count
+from jitgemm.weight.ready import capturing
 
 MAX_ZERO = 16
 """Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""
@@ -99,7 +101,7 @@ def pack_w4(
 
     k, canonical = _read_form(q, scale.shape[-1], group_size, zero is not None, k)
     check_sizes(n, k)
-    format = weight_format(k, group_size, zero is not None, scale_type)
+    format = WeightFormat(format_group(k, group_size), zero is not None, scale_type)
     if offset is not None and not format.group_size:
         raise ValueError("offset: expected none per channel; repeat scale and offset for groups of 128 instead")
     groups = group_count(k, group_size)
@@ -214,7 +216,7 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, 
         return (columns, False) if one_each else (2 * columns, True)
     least_k = columns if columns % K_ALIGNMENT == 0 else 2 * columns
     check_sizes(q.shape[-2], least_k)
-    weight_format(least_k, group_size, True, "fp32")
+    format_group(least_k, group_size)
     raise ValueError(
         f"scale: expected {group_count(columns, group_size)} columns for q {list(q.shape)} read as one value each, or "
         f"{group_count(2 * columns, group_size)} read as canonical, with group_size {group_size}, got {groups}"

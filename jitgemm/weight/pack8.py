@@ -8,19 +8,13 @@ from __future__ import annotations
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, ceil_div
+from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int, check_tensor, check_values
 from jitgemm.weight import layout
 from jitgemm.weight.pack import row_sums
-from jitgemm.weight.packed import (
-    PackedWeight,
-    W8Weight,
-    capturing,
-    check_sizes,
-    expert_indices,
-    group_count,
-    weight_format,
-)
+from jitgemm.weight.packed import W8Weight
+from jitgemm.weight.parts import PackedWeight, check_sizes, expert_indices, format_group, group_count
+from jitgemm.weight.ready import capturing
 
 BLOCK = 128
 """Rows and columns of a block with a scale of its own."""
@@ -68,8 +62,9 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = No
         scale = scale.bfloat16() if scale.dtype == torch.float8_e8m0fnu else scale  # exact
         scale_type = TYPE_NAMES[scale.dtype]
         scale, group_size = _by_row(scale, lead, n, k, group_size)
-        strips = group_size == BLOCK and _same_in_strips(scale)
-        format = weight_format(k, group_size, False, scale_type, codes, bits=8, strip_scales=strips)
+        group = format_group(k, group_size)
+        strips = group == BLOCK and _same_in_strips(scale)
+        format = WeightFormat(group, False, scale_type, codes, bits=8, strip_scales=strips)
         shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
         blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
         channel_scale = None if format.group_size else layout.pack_channel_scale(scale)

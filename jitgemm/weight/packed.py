@@ -6,159 +6,28 @@ or the driver.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from types import EllipsisType
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
 
 import torch
 
-from jitgemm.dtypes import DTYPES, REAL_TYPES, torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, ceil_div, tuned_codes
+from jitgemm.dtypes import torch_dtype
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, tuned_codes
 from jitgemm.tensors import PLAIN, check_int, check_tensor, describe, dtype_name
-from jitgemm.weight import layout
-from jitgemm.weight.settled import SettledAt, capturing, note_settled, noted_settled, settle
-
-_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
-INTEGERS = (torch.uint8, *_SIGNED, torch.uint16, torch.uint32, torch.uint64)
-
-_TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
-_META_FIELDS = ("magic", "layout_version", "n", "k", "group_size", "zero_point", "scale_type", "codes", "offset")
-# The last is 2 for strips' scales, which weights with offsets do not have.
-_META_SCALE_TYPES = {DTYPES[name].number: name for name in REAL_TYPES}
-_META_CODES = ("any", "e4m3", "s8")  # by their number in the meta tensor; append only
+from jitgemm.weight import layout, ready
+from jitgemm.weight.parts import PackedWeight, RowParts, check_permutation, check_sizes, count_experts
+from jitgemm.weight.parts import dequantize_groups, format_group, group_count
+from jitgemm.weight.stacking import stack
+from jitgemm.weight.state import TENSORS, read_state, write_meta
 
 
-def group_count(k: int, group_size: int) -> int:
-    """Groups of a row of k columns."""
-    return 1 if group_size >= k else ceil_div(k, group_size)
-
-
-def weight_format(
-    k: int,
-    group_size: int,
-    zero_point: bool,
-    scale_type: str,
-    codes: str = "any",
-    offset: bool = False,
-    bits: int = 4,
-    strip_scales: bool = False,
-) -> WeightFormat:
-    """The format of a weight with k columns. Raises ValueError for a group size that it cannot have."""
-    if group_size < 1 or (group_size < k and group_size not in GROUP_SIZES):
-        raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k = {k} for per channel, got {group_size}")
-    group = 0 if group_size >= k else group_size
-    return WeightFormat(group, zero_point, scale_type, codes, offset, bits, strip_scales and group == BLOCK_K)
-
-
-def check_sizes(n: int, k: int, name: str = "q") -> None:
-    """Raises ValueError for sizes that no weight has."""
-    if n < 8 or n % 8:
-        raise ValueError(f"{name}: expected n, its rows, to be a positive multiple of 8, got {n}")
-    if k < K_ALIGNMENT or k % K_ALIGNMENT:
-        raise ValueError(f"{name}: expected k to be a positive multiple of {K_ALIGNMENT}, got {k}")
-
-
-def expert_indices(experts: int | None) -> Iterable[int | EllipsisType]:
-    """What picks each expert's part of a tensor; `...` for a dense weight, whose only part is all of it."""
-    return (...,) if experts is None else range(experts)
-
-
-RowParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""q, scale, zero as `Weight.unpack` gives them, and offset [rows, groups] in the scale's type or None."""
-
-
-def count_experts(blocks: torch.Tensor) -> int | None:
-    """`experts` of the weight with these records: torch 2.8 cannot compile a property of a `PackedWeight`."""
-    return blocks.shape[0] if blocks.dim() == 4 else None
-
-
-class PackedWeight(NamedTuple):
-    """A packed weight's tensors and what they hold, unchecked; the attributes are `Weight`'s."""
-
-    blocks: torch.Tensor
-    channel_scale: torch.Tensor | None
-    row_sum: torch.Tensor | None
-    n: int
-    k: int
-    format: WeightFormat
-
-    @property
-    def settled_at(self) -> SettledAt | None:
-        """Where a `Weight` settled these very records, if one did."""
-        return noted_settled(self.blocks)
-
-    @property
-    def experts(self) -> int | None:
-        return count_experts(self.blocks)
-
-    def expert(self, index: int | EllipsisType) -> PackedWeight:
-        """Views of one expert's tensors; see `expert_indices`."""
-        channel_scale, row_sum = (None if part is None else part[index] for part in (self.channel_scale, self.row_sum))
-        return PackedWeight(self.blocks[index], channel_scale, row_sum, self.n, self.k, self.format)
-
-    @property
-    def plan_key(self) -> int:
-        """A number, in this process, for what of a weight decides which calls are legal and which kernel runs.
-
-        Every call hashes it, which takes longer for the values themselves.
-        """
-        fmt = self.format
-        # Plain values: hashing a dataclass takes longer.
-        values = (
-            self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, fmt.bits,
-            fmt.strip_scales, self.blocks.device, self.row_sum is None, self.experts,
-        )  # fmt: skip
-        # Both are one step each, so threads agree on a number and never give one twice.
-        return _plan_keys.setdefault(values, next(_plan_numbers))
-
-    def rows(self, first_strip: int, end_strip: int) -> RowParts:
-        """`Weight.rows`."""
-        if self.experts is not None:
-            raise ValueError(f"rows: expected a dense weight, got one of {self.experts} experts; take weight[e].rows()")
-        first = first_strip * STRIP_ROWS
-        n = min(end_strip * STRIP_ROWS, self.n) - first
-        part, k, format = self.blocks[first_strip:end_strip], self.k, self.format
-        scale_dtype = torch_dtype(format.scale_type)
-
-        def field(start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-            return layout.unpack_field(part[:, :, start:stop], n, k, format.group_size, dtype)
-
-        if self.channel_scale is not None:
-            scale = layout.unpack_channel_scale(self.channel_scale[first:], n)
-        else:
-            scale = field(format.scales_at, format.offsets_at, scale_dtype)
-        zero = field(format.zeros_at, format.record_bytes, torch.uint8) if format.zero_point else None
-        offset = field(format.offsets_at, format.zeros_at, scale_dtype) if format.offset else None
-        return layout.unpack_codes(part, n, k, format), scale, zero, offset
-
-    def checked(self) -> Weight:
-        """The same tensors as a weight."""
-        group_size = self.format.group_size or self.k
-        kind = W4Weight if self.format.bits == 4 else W8Weight
-        return kind(self.blocks, self.channel_scale, self.n, self.k, group_size, self.format, row_sum=self.row_sum)
-
-    def chunks(self) -> Iterator[tuple[slice, RowParts]]:
-        """All rows, a chunk of an expert at a time: which of [experts * n], and what `rows` gives of them."""
-        for number, index in enumerate(expert_indices(self.experts)):
-            expert = self.expert(index)
-            for first, end in layout.strip_chunks(self.n, self.k):
-                parts = expert.rows(first, end)
-                start = number * self.n + first * STRIP_ROWS
-                yield slice(start, start + parts[0].shape[0]), parts
-
-
-_plan_keys: dict[tuple[Any, ...], int] = {}
-_plan_numbers = itertools.count()
-
-
-def check_packed(weight: PackedWeight | Weight, name: str = "", *, experts: bool | None = None) -> int | None:
+def check_packed(weight: AnyWeight, name: str = "", *, experts: bool | None = None) -> int | None:
     """Its number of experts; TypeError or ValueError unless tensors have the format's dtypes, shapes and strides.
 
     Args:
         name: what stands before a tensor's name in a message, such as "rhs.".
-        experts: True refuses dense weights, False weights of experts; None takes both.
+        experts: True raises for dense weights, False for weights of experts; None takes both.
     """
     blocks = check_tensor(f"{name}blocks", weight.blocks)
     count = count_experts(blocks)
@@ -191,9 +60,7 @@ def check_packed(weight: PackedWeight | Weight, name: str = "", *, experts: bool
     return count
 
 
-def _check_part(
-    weight: PackedWeight | Weight, name: str, part: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def _check_part(weight: AnyWeight, name: str, part: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = check_tensor(name + part, getattr(weight, part))
     if tensor.dtype != dtype or tuple(tensor.shape) != shape:
         raise ValueError(f"{name}{part}: expected {dtype_name(dtype)} {list(shape)}, got {describe(tensor)}")
@@ -250,17 +117,15 @@ class Weight:
     plan_key: int = field(init=False)
     bits: ClassVar[int] = 0
     layer: ClassVar[str] = ""
-    settled_at: SettledAt | None = field(init=False, default=None)
+    settled_at: ready.ReadyAt | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if (version := self.layout_version) != layout.LAYOUT_VERSION:
             raise ValueError(f"layout_version: expected {layout.LAYOUT_VERSION}, got {version}; pack the weight again")
         check_sizes(self.n, self.k)
-        fmt = self.format
-        expected = weight_format(
-            self.k, self.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, self.bits, fmt.strip_scales
-        )
-        if fmt != expected:
+        fmt, group = self.format, format_group(self.k, self.group_size)
+        strips = fmt.strip_scales and group == BLOCK_K
+        if fmt != (expected := replace(fmt, group_size=group, bits=self.bits, strip_scales=strips)):
             raise ValueError(f"format: expected {expected} for group_size {self.group_size}, got {fmt}")
         check_packed(self)
         if self.permutation is not None:
@@ -282,13 +147,13 @@ class Weight:
             for, nor for inference tensors, which do not tell when they are written, nor for fake ones, which have no
             address.
         """
-        object.__setattr__(self, "settled_at", settle(self.blocks))
+        object.__setattr__(self, "settled_at", ready.wait(self.blocks))
         return self.settled_at is not None
 
     @property
     def settled(self) -> bool:
         """Whether the weight is known to be written: settled, and not written or replaced since."""
-        return self.settled_at is not None and self.settled_at == (self.blocks.data_ptr(), self.blocks._version)
+        return self.settled_at is not None and self.settled_at == ready.now(self.blocks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor, so that a copy is checked and settled too.
@@ -313,7 +178,7 @@ class Weight:
 
     @property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in TENSORS if getattr(self, name) is not None}
 
     @property
     def experts(self) -> int | None:
@@ -355,7 +220,7 @@ class Weight:
             return self
         with torch.inference_mode(False):
             moved = {name: tensor.to(device) for name, tensor in self._tensors.items()}
-            return self.with_tensors(moved["blocks"], *(moved.get(name) for name in _TENSORS[1:]))
+            return self.with_tensors(moved["blocks"], *(moved.get(name) for name in TENSORS[1:]))
 
     def with_tensors(
         self,
@@ -389,39 +254,17 @@ class Weight:
             raise ValueError(f"count: expected at least one expert, got {count}")
         if (together := check_int("together", together)) < 1 or count % together:
             raise ValueError(f"together: expected a divisor of {count} experts, got {together}")
-        same: dict[str, Any] = {}
-        whole: dict[str, torch.Tensor] = {}
-        with torch.inference_mode(False), torch.no_grad():
-            for e in range(0, count, together):
-                each = make(e)
-                if not isinstance(each, cls) or each.experts is not None or each.permutation is not None:
-                    got = repr(each) if isinstance(each, cls) else type(each).__name__
-                    error = ValueError if isinstance(each, cls) else TypeError
-                    raise error(f"make({e}): expected a dense {cls.__name__} without a permutation, got {got}")
-                if together > 1 and each.n % (together * STRIP_ROWS):
-                    expected = f"the rows of {together} experts, {STRIP_ROWS} or a multiple each"
-                    raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
-                kind = {name: getattr(each, name) for name in ("n", "k", "group_size", "device")}
-                kind |= {"format": each.format.common, "tensors": list(each._tensors)}
-                if e == 0:
-                    same, format = kind, each.format
-                    whole = {
-                        name: part.new_empty((count, part.shape[0] // together, *part.shape[1:]))
-                        for name, part in each._tensors.items()
-                    }
-                for what, value in kind.items():
-                    if value != same[what]:
-                        raise ValueError(f"make({e}): expected {what} {same[what]}, as make(0) has, got {value}")
-                for name, part in each._tensors.items():
-                    whole[name][e : e + together] = part.unflatten(0, (together, -1))
-                if each.format != format:
-                    if cls.bits == 4:
-                        layout.reorder_codes(whole["blocks"][:e], format.codes, "any")
-                        layout.reorder_codes(whole["blocks"][e : e + together], each.format.codes, "any")
-                    format = format.common
-                del each, part  # before the next is made
-            sizes = same["n"] // together, same["k"], same["group_size"]
-            return cls(whole["blocks"], whole.get("channel_scale"), *sizes, format, row_sum=whole.get("row_sum"))
+
+        def checked(e: int) -> tuple[PackedWeight, int]:
+            each = make(e)
+            if not isinstance(each, cls) or each.experts is not None or each.permutation is not None:
+                got = repr(each) if isinstance(each, cls) else type(each).__name__
+                error = ValueError if isinstance(each, cls) else TypeError
+                raise error(f"make({e}): expected a dense {cls.__name__} without a permutation, got {got}")
+            return each.packed, each.group_size
+
+        (blocks, channel_scale, row_sum, n, k, format), group_size = stack(count, checked, together)
+        return cls(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum)
 
     def named(self, layer: str) -> None:
         """Sets the name of the layer that holds the weight."""
@@ -442,10 +285,8 @@ class Weight:
         if not -experts <= (e := check_int("expert", index)) < experts:
             raise IndexError(f"expert: expected -{experts}..{experts - 1}, got {e}")
         part = self.packed.expert(e)
-        settled = self.settled and type(part.blocks) in PLAIN
-        settled_at = (part.blocks.data_ptr(), part.blocks._version) if settled else None
+        settled_at = ready.note(part.blocks, self.settled)
         views = {"blocks": part.blocks, "channel_scale": part.channel_scale, "row_sum": part.row_sum}
-        note_settled(part.blocks, settled_at)
         # Not through the constructor, which would wait for the stream.
         expert = object.__new__(type(self))
         expert.__dict__.update(self.__dict__, **views, plan_key=part.plan_key, settled_at=settled_at)
@@ -528,30 +369,14 @@ class Weight:
             `prefix` + "blocks", "channel_scale" (per channel only), "row_sum" and "permutation" (where there are such)
             and "meta", a small int64 tensor on the CPU with the layout version and sizes.
         """
-        meta = (
-            self._magic(),
-            self.layout_version,
-            self.n,
-            self.k,
-            self.group_size,
-            int(self.format.zero_point),
-            DTYPES[self.format.scale_type].number,
-            _META_CODES.index(self.format.codes),
-            self.format.offset + 2 * self.format.strip_scales,
-        )
-        tensors = self._tensors | {"meta": torch.tensor(meta, dtype=torch.int64, device="cpu")}
-        return {prefix + name: tensor for name, tensor in tensors.items()}
-
-    @classmethod
-    def _magic(cls) -> int:
-        """Tells a meta tensor of this class from some other int64 tensor."""
-        return 0x4A57305634 + (cls.bits << 16)
+        meta = write_meta(self.layout_version, self.n, self.k, self.group_size, self.format)
+        return {prefix + name: tensor for name, tensor in (self._tensors | {"meta": meta}).items()}
 
     @staticmethod
     def sizes_of(meta: torch.Tensor) -> tuple[int, int]:
         """(n, k) of the weight whose state dict has this `meta`."""
-        fields = dict(zip(_META_FIELDS, meta.tolist()))
-        return fields["n"], fields["k"]
+        _, _, n, k, *_ = meta.tolist()
+        return n, k
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Self:
@@ -563,41 +388,13 @@ class Weight:
             TypeError: something among `tensors` is no tensor.
             ValueError: a tensor is missing, has the wrong shape or type, or was written with another layout version.
         """
-        for name in ("blocks", "meta"):
-            if prefix + name not in tensors:
-                raise ValueError(f"state dict: expected a tensor {prefix + name!r}, found none")
-        for name in ("meta", *_TENSORS):
-            if tensors.get(prefix + name) is not None:
-                check_tensor(f"state dict: {prefix + name!r}", tensors[prefix + name])
-        meta = tensors[prefix + "meta"]
-        key = f"state dict: {prefix + 'meta'!r}"
-        if meta.dtype != torch.int64 or meta.dim() != 1 or meta.numel() < 2:
-            raise ValueError(f"{key}: expected int64 [{len(_META_FIELDS)}], got {describe(meta)}")
-        values = meta.tolist()
-        kind = next((each for each in (cls, *cls.__subclasses__()) if each.bits and each._magic() == values[0]), None)
-        if kind is None:
-            what = f"packed W{cls.bits} weight" if cls.bits else "packed weight"
-            raise ValueError(f"{key}: expected a {what}, got another tensor (first value {values[0]})")
-        if values[1] != layout.LAYOUT_VERSION:
-            raise ValueError(
-                f"{key}: expected layout version {layout.LAYOUT_VERSION}, got {values[1]}; pack the weight again"
-            )
-        if len(values) != len(_META_FIELDS):
-            raise ValueError(f"{key}: expected {len(_META_FIELDS)} values, got {len(values)}")
-        _, version, n, k, group_size, zero_point, scale_type, codes, offset = values
-        known = scale_type in _META_SCALE_TYPES and 0 <= codes < len(_META_CODES)
-        if zero_point not in (0, 1) or offset not in (0, 1, 2) or not known:
-            raise ValueError(
-                f"{key}: expected zero_point 0 or 1, offset 0, 1 or 2, known scale type and codes, got {values[5:]}"
-            )
-        parts: dict[str, Any] = {name: _aligned(tensors.get(prefix + name)) for name in _TENSORS}
+        meta, parts = read_state(tensors, prefix, [cls.bits] if cls.bits else [*_KINDS])
+        kind: Any = cls if cls.bits else _KINDS[meta.bits]
+        sizes = {name: getattr(meta, name) for name in ("n", "k", "group_size", "layout_version")}
         try:
-            names = _META_SCALE_TYPES[scale_type], _META_CODES[codes]
-            format = weight_format(k, group_size, bool(zero_point), *names, offset == 1, kind.bits, offset == 2)
-            weight = kind(n=n, k=k, group_size=group_size, format=format, layout_version=version, **parts)
-            permutation = parts["permutation"]
-            if type(permutation) in PLAIN and not permutation.is_meta:
-                check_permutation(permutation, k)
+            weight: Self = kind(format=meta.format, **sizes, **parts)
+            if type(permutation := parts["permutation"]) in PLAIN and not permutation.is_meta:
+                check_permutation(permutation, meta.k)
             return weight
         except ValueError as error:
             raise ValueError(f"state dict: {prefix}{error}") from None
@@ -615,66 +412,31 @@ class W8Weight(Weight):
     bits = 8
 
 
-class _OfTensors:
-    """An attribute of tensors that a packed weight does not have; `__getattr__` would slow down those that it has."""
+AnyWeight = Weight | PackedWeight
+"""What the calls take: a weight, or the tensors that an op was given."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, weight: Weight | None, owner: type) -> Any:
-        raise AttributeError(self.name if weight is None else weight._no_tensor(f".{self.name}"))
+_KINDS: dict[int, type[Weight]] = {4: W4Weight, 8: W8Weight}
 
 
-for _name in dir(torch.Tensor):
-    if not (_name.startswith("_") or hasattr(Weight, _name) or _name in Weight.__dataclass_fields__):
-        setattr(Weight, _name, _OfTensors(_name))
+def as_weight(weight: AnyWeight) -> Weight:
+    """A weight as it is; checked, of the tensors that an op was given."""
+    if isinstance(weight, Weight):
+        return weight
+    blocks, channel_scale, row_sum, n, k, format = weight
+    return _KINDS[format.bits](blocks, channel_scale, n, k, format.group_size or k, format, row_sum=row_sum)
 
 
-def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy where a tensor read from a file does not start at 16 bytes."""
-    if tensor is None or type(tensor) not in PLAIN:
-        return tensor
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+def _of_tensors(name: str) -> property:
+    """An attribute of tensors that models use and a packed weight does not have; `__getattr__` would slow down all."""
+
+    def get(weight: Weight) -> Any:
+        raise AttributeError(weight._no_tensor(f".{name}"))
+
+    return property(get)
 
 
-def by_group(
-    matrix: torch.Tensor, values: torch.Tensor, group_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of matrix [rows, k], each beside the part of values [rows, groups] that broadcasts over it.
-
-    For in-place arithmetic with a value per group, without a second matrix: the full groups, then the tail.
-    """
-    k = matrix.shape[1]
-    group_size = min(group_size, k)
-    full = k // group_size
-    yield matrix[:, : full * group_size].unflatten(1, (full, group_size)), values[:, :full, None]
-    if k % group_size:
-        yield matrix[:, full * group_size :], values[:, full:]
-
-
-def dequantize_groups(
-    matrix: torch.Tensor,
-    group_size: int,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-) -> None:
-    """matrix [rows, k] -> (matrix - zero) * scale + offset in place, with values per group [rows, groups] or None; each
-    step is rounded to the matrix's type."""
-    for apply, values in ((torch.Tensor.sub_, zero), (torch.Tensor.mul_, scale), (torch.Tensor.add_, offset)):
-        if values is not None:
-            for part, value in by_group(matrix, values.to(matrix.dtype), group_size):
-                apply(part, value)
-
-
-def check_permutation(permutation: torch.Tensor, k: int) -> torch.Tensor:
-    """As int32, with the values 0..k-1 once each; not looked at while a CUDA graph is captured."""
-    if permutation.dtype not in INTEGERS:
-        raise TypeError(f"permutation: expected an integer dtype, got {dtype_name(permutation.dtype)}")
-    if tuple(permutation.shape) != (k,):
-        raise ValueError(f"permutation: expected shape [{k}], got {list(permutation.shape)}")
-    indices = permutation.to(torch.int64)
-    if not (permutation.is_cuda and capturing(permutation.device)):
-        if not torch.equal(indices.sort().values, torch.arange(k, device=permutation.device)):
-            raise ValueError(f"permutation: expected every value of 0..{k - 1} once, got repeated or other values")
-    return indices.to(torch.int32).contiguous()
+for _name in (
+    "T", "bfloat16", "clone", "copy_", "data", "detach", "dim", "float", "half", "is_cuda", "numel", "requires_grad",
+    "reshape", "size", "squeeze", "t", "transpose", "type", "unsqueeze", "view",
+):  # fmt: skip
+    setattr(Weight, _name, _of_tensors(_name))

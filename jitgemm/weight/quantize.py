@@ -13,7 +13,8 @@ from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, check_values, dtype_name
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.pack8 import BLOCK, pack_w8
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_sizes, weight_format
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+from jitgemm.weight.parts import check_sizes, format_group
 
 MIN_CLIP = 0.2
 """Smallest part of a group's range that the search keeps: one outlier among thousands of values is worth no more."""
@@ -76,7 +77,7 @@ def quantize_w4(
         raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
     if clip_steps > MAX_CLIP_STEPS:
         raise ValueError(f"clip_steps: expected at most {MAX_CLIP_STEPS}, got {clip_steps}")
-    weight_format(k, group_size, False, "fp32")
+    format_group(k, group_size)
     if w.dim() == 3:
         return _by_expert(
             W4Weight, quantize_w4, w, group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,

@@ -1,0 +1,99 @@
+"""A packed weight's state dict: its tensors, and `meta`, nine numbers that describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from jitgemm.dtypes import DTYPES, REAL_TYPES
+from jitgemm.kernel.formats import BLOCK_K, WeightFormat
+from jitgemm.tensors import PLAIN, check_tensor, describe
+from jitgemm.weight import layout
+from jitgemm.weight.parts import format_group
+
+TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
+"""The tensors of a state dict next to `meta`. All but the first may be absent."""
+_CODES = ("any", "e4m3", "s8")
+"""`WeightFormat.codes` by their number in `meta`. Append only."""
+_SCALE_TYPES = {DTYPES[name].number: name for name in REAL_TYPES}
+
+
+class Meta(NamedTuple):
+    """What `meta` holds, int64 in this order. Append only."""
+
+    magic: int  # `magic_of`
+    layout_version: int
+    n: int
+    k: int
+    group_size: int
+    zero_point: int  # 0 or 1
+    scale_type: int  # `DType.number`
+    codes: int  # their place in `_CODES`
+    offset: int  # 1 with offsets, 2 for strips' scales, which weights with offsets do not have
+
+    @property
+    def bits(self) -> int:
+        return (self.magic - magic_of(0)) >> 16
+
+    @property
+    def format(self) -> WeightFormat:
+        group, names = format_group(self.k, self.group_size), (_SCALE_TYPES[self.scale_type], _CODES[self.codes])
+        strips = self.offset == 2 and group == BLOCK_K
+        return WeightFormat(group, bool(self.zero_point), *names, self.offset == 1, self.bits, strips)
+
+
+def magic_of(bits: int) -> int:
+    """Tells `meta` of a weight with codes of so many bits from some other int64 tensor."""
+    return 0x4A57305634 + (bits << 16)
+
+
+def write_meta(layout_version: int, n: int, k: int, group_size: int, format: WeightFormat) -> torch.Tensor:
+    """`meta` of a weight, on the CPU."""
+    numbers = DTYPES[format.scale_type].number, _CODES.index(format.codes), format.offset + 2 * format.strip_scales
+    meta = magic_of(format.bits), layout_version, n, k, group_size, int(format.zero_point), *numbers
+    return torch.tensor(meta, dtype=torch.int64, device="cpu")
+
+
+def read_state(
+    tensors: Mapping[str, torch.Tensor], prefix: str, widths: Collection[int]
+) -> tuple[Meta, dict[str, Any]]:
+    """`meta` of a weight whose codes have one of these widths in bits, and its tensors by name, None if absent.
+
+    Raises as `Weight.from_state_dict`.
+    """
+    for name in ("blocks", "meta"):
+        if prefix + name not in tensors:
+            raise ValueError(f"state dict: expected a tensor {prefix + name!r}, found none")
+    for name in ("meta", *TENSORS):
+        if tensors.get(prefix + name) is not None:
+            check_tensor(f"state dict: {prefix + name!r}", tensors[prefix + name])
+    meta = tensors[prefix + "meta"]
+    key, count = f"state dict: {prefix + 'meta'!r}", len(Meta._fields)
+    if meta.dtype != torch.int64 or meta.dim() != 1 or meta.numel() < 2:
+        raise ValueError(f"{key}: expected int64 [{count}], got {describe(meta)}")
+    values = meta.tolist()
+    if values[0] not in map(magic_of, widths):
+        what = "packed weight" if len(widths) > 1 else f"packed W{next(iter(widths))} weight"
+        raise ValueError(f"{key}: expected a {what}, got another tensor (first value {values[0]})")
+    if values[1] != layout.LAYOUT_VERSION:
+        raise ValueError(
+            f"{key}: expected layout version {layout.LAYOUT_VERSION}, got {values[1]}; pack the weight again"
+        )
+    if len(values) != count:
+        raise ValueError(f"{key}: expected {count} values, got {len(values)}")
+    found = Meta(*values)
+    known = found.scale_type in _SCALE_TYPES and 0 <= found.codes < len(_CODES)
+    if found.zero_point not in (0, 1) or found.offset not in (0, 1, 2) or not known:
+        raise ValueError(
+            f"{key}: expected zero_point 0 or 1, offset 0, 1 or 2, known scale type and codes, got {values[5:]}"
+        )
+    return found, {name: _aligned(tensors.get(prefix + name)) for name in TENSORS}
+
+
+def _aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy where a tensor read from a file does not start at 16 bytes."""
+    if tensor is None or type(tensor) not in PLAIN:
+        return tensor
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
