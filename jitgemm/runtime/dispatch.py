@@ -30,12 +30,24 @@ def traced(x: object, out: object) -> bool:
 
 
 _library = torch.library.Library("jitgemm", "FRAGMENT")
+_subscribers: list[Callable[[], object]] = []
+
+
+def on_trace(subscriber: Callable[[], object]) -> None:
+    """From now on calls `subscriber()` whenever one of the ops is traced, before its results are made."""
+    _subscribers.append(subscriber)
 
 
 def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Registers `torch.ops.jitgemm.<name>`: `run` for CUDA and CPU tensors, `fake` for those without values."""
+
+    def trace(*arguments: Any, **options: Any) -> Any:
+        for subscriber in _subscribers:
+            subscriber()
+        return fake(*arguments, **options)
+
     name = schema.partition("(")[0]
     _library.define(schema)
     for device in ("CUDA", "CPU"):
         _library.impl(name, run, device)
-    torch.library.register_fake(f"jitgemm::{name}", fake, lib=_library)
+    torch.library.register_fake(f"jitgemm::{name}", trace, lib=_library)
