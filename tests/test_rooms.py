@@ -85,6 +85,11 @@ def test_ops_are_named_in_the_room_that_defines_them_or_above():
     assert upwards == []
 
 
+def test_private_functions_of_torch_that_calls_need_stand_in_one_module():
+    named = {name for name, path in MODULES.items() if "torch._C" in path.read_text(encoding="utf-8")}
+    assert named == {"jitgemm.runtime.torch_private"}
+
+
 def test_no_two_modules_import_each_other_in_a_circle():
     graph = {name: imports(name) for name in ROOMS}
     list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle

@@ -7,18 +7,10 @@ from typing import Any
 
 import torch
 
+from jitgemm.runtime.torch_private import dispatch_modes, functorch_transform
 from jitgemm.tensors import PLAIN
 
 _is_compiling = torch.compiler.is_compiling
-
-try:
-    # Bound once: a hot call asks both.
-    _dispatch_modes = torch._C._len_torch_dispatch_stack
-    _functorch_transform = torch._C._functorch.peek_interpreter_stack
-except AttributeError:  # not public: without them every call goes through its op, which is right, and slower
-
-    def _dispatch_modes() -> int:
-        return 1
 
 
 def traced(x: object, out: object) -> bool:
@@ -26,7 +18,7 @@ def traced(x: object, out: object) -> bool:
     # A compiler first: it cannot follow the rest.
     if _is_compiling() or type(x) not in PLAIN or type(out) not in PLAIN:
         return True
-    return _dispatch_modes() > 0 or _functorch_transform() is not None
+    return dispatch_modes() > 0 or functorch_transform() is not None
 
 
 _library = torch.library.Library("jitgemm", "FRAGMENT")
