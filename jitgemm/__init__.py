@@ -103,6 +103,7 @@ def _load_calls() -> None:
     ):  # fmt: skip
         __getattr__(name)
     import_module("jitgemm.moe.masked")  # its operator
+    import_module("jitgemm.graph")  # its pass, where something traces the operators
 
 
 class _UntilTorch:

@@ -45,8 +45,8 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
     monkeypatch.setattr(driver.TileMap, "encode", lambda self, address: address.to_bytes(128, "little"))
     monkeypatch.setattr(KernelFamily, "load", load)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(prepared, "_current_device", lambda: -1)
-    monkeypatch.setattr(prepared, "_current_stream", lambda device: 7)
+    monkeypatch.setattr(prepared, "current_device", lambda: -1)
+    monkeypatch.setattr(prepared, "current_stream", lambda device: 7)
     for module in (gemms, grouped_plan, quantizers):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES["h200"])
     return launches

@@ -166,6 +166,32 @@ def test_grouped_calls_take_exponents(kind):
     assert all(same_bits(*each) and bool(each[0].any()) for each in zip(results[:3], results[3:]))
 
 
+def test_calls_with_unpacked_exponents_are_checked_once(monkeypatch):
+    from jitgemm.gemm import call, grouped
+
+    checked = []
+    for module, name in ((call, "check_arguments"), (grouped, "check_grouped")):
+        check = getattr(module, name)
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda operands, *rest, check=check: (checked.append(operands.x_scale.dtype), check(operands, *rest)),
+        )
+    x, words = builders.e8m0_lhs(1, 6, 416, "s8")
+    lhs, offsets = (x, unpacked(words, 416)), torch.tensor([0, 2, 2, 6], dtype=torch.int32)
+    dense, experts, out = (
+        builders.weight_parts(1, 72, 416).packed,
+        weight_of_experts(3, 72, 416),
+        torch.empty(6, 72).bfloat16(),
+    )
+    for again in (False, True):
+        checked.clear()
+        jitgemm.gemm_w4a8_bf16_nt(lhs, dense, out)
+        assert same_bits(out, jitgemm.gemm_w4a8_reference(lhs, dense))
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, experts, out, offsets)
+        assert checked.count(torch.float8_e8m0fnu) == (0 if again else 2)
+
+
 @pytest.mark.parametrize("form", ["packed", "unpacked"])
 def test_a_compiler_takes_exponents(form):
     weight, (x, words) = builders.weight_parts(1, 72, 416).packed, builders.e8m0_lhs(2, 5, 416)

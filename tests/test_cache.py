@@ -60,9 +60,10 @@ def open_to_all(parent: str | Path | None = None):
         yield Path(folder)
 
 
-def child(script: str, root: Path, user: int | None = None, **variables: str) -> subprocess.Popen:
-    """A process that runs `script` with `cache`, `request` and `root` ready."""
+def child(script: str, root: Path, user: int | None = None, first: str = "", **variables: str) -> subprocess.Popen:
+    """A process that runs `first` and then `script` with `cache`, `request` and `root` ready."""
     prelude = f"""
+{first}
 import hashlib, os, resource, signal, sys, threading, time, warnings
 from pathlib import Path
 from tiny_kernel import tiny_kernel
@@ -348,20 +349,28 @@ def test_headers_in_folders_are_found(tmp_path):
 # Many at once
 
 
-def test_a_fork_while_a_thread_compiles_that_kernel_does_not_hang(root):
-    script = """
-from dataclasses import replace
+FORK = """
+from jitgemm.errors import CompileError
+from jitgemm.jit import nvrtc
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.spec import KernelSpec
 slow = kernel_source(KernelSpec("e4m3", WeightFormat(128, False, "bf16"), block_m=64, block_n=128, stages=4))
 worker = threading.Thread(target=cache.get_or_compile, args=[slow])
 worker.start()
-while not list(root.glob("*.lock")): time.sleep(0.001)
+while not nvrtc._in_flight: time.sleep(0.001)
 time.sleep(0.05)  # in the middle of NVRTC, which has locks of its own
+"""
+"""A thread compiles a kernel that takes NVRTC about a second."""
+
+
+def test_a_fork_while_a_thread_compiles_that_kernel_does_not_hang(root):
+    script = f"""
+{FORK}
+nvrtc._FORK_TIMEOUT_S = 60  # however busy this machine is
 child = os.fork()
 if child == 0:
-    signal.alarm(30)
+    signal.alarm(60)
     cache.get_or_compile(slow)
     cache.get_or_compile(request)
     os._exit(7)
@@ -370,6 +379,46 @@ worker.join()
 print(cache.get_or_compile(request)[1])
 """
     assert output(child(script, root)).split() == ["7", "False"]
+
+
+def test_a_child_of_a_fork_that_did_not_wait_to_the_end_reads_kernels_and_raises_instead_of_compiling(root):
+    script = f"""
+cache.get_or_compile(request)
+{FORK}
+nvrtc._FORK_TIMEOUT_S = 0
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    patient = KernelCache([root], lock_timeout_s=60)
+    compiled = [patient.get_or_compile(each)[1] for each in (request, slow)]  # the parent compiles the second
+    try:
+        KernelCache([root / "other"]).get_or_compile(request)
+    except CompileError as error:
+        print(compiled, error, flush=True)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), worker.join(), cache.get_or_compile(request)[1])
+"""
+    said, parent = output(child(script, root)).splitlines()
+    assert said.startswith("[False, False] this process was forked while its parent compiled a kernel")
+    assert parent == "7 None False"
+
+
+def test_forks_wait_for_compilations_once_there_was_one_and_a_second_at_most(root):
+    hooked = """
+import os
+hooks, register = [], os.register_at_fork
+def noted(**hook):
+    hooks.append(getattr(hook.get("before"), "__module__", "") == "jitgemm.jit.nvrtc")
+    register(**hook)
+os.register_at_fork = noted
+"""
+    script = """
+from jitgemm.jit import nvrtc
+print(sum(hooks), nvrtc._FORK_TIMEOUT_S)
+for salt in (0, 1): cache.get_or_compile(tiny_kernel(salt))
+print(sum(hooks))
+"""
+    assert output(child(script, root, first=hooked)).split() == ["0", "1.0", "1"]
 
 
 def test_eight_processes_on_one_cold_key_compile_once(root, tmp_path):

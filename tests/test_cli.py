@@ -27,12 +27,13 @@ from jitgemm import settings
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.cli import common, main
 from jitgemm.cli import warmup as cli_warmup
-from jitgemm.cli.cache import describe_spec
+from jitgemm.cli.cache import describe_spec, kind_of
 from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache, process_cache
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
+from jitgemm.moe.kernel import CombineSpec, RouteSpec, front_spec, source_of
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 
@@ -561,6 +562,21 @@ def test_ls_tells_gemms_from_quantisers(run, warm):
 )
 def test_a_kernel_is_described_by_tile_types_and_scales(spec, shown):
     assert describe_spec(spec.to_dict()) == shown
+
+
+@pytest.mark.parametrize(
+    ("spec", "shown"),
+    [
+        (RouteSpec(1), ("-", "-", "-")),
+        (front_spec(8, 256, "bf16", "e4m3", False), ("-", "bf16 to e4m3", "token")),
+        (front_spec(8, 256, "bf16", "s8", True), ("-", "bf16 to s8", "token + zero")),
+        (CombineSpec("bf16", "fp16"), ("-", "bf16 to fp16", "-")),
+    ],
+    ids=str,
+)
+def test_kernels_that_route_and_combine_are_listed_as_routing(spec, shown):
+    spec = dict(source_of(spec).spec)
+    assert kind_of(spec) == "routing" and describe_spec(spec) == shown
 
 
 def test_a_kernel_of_another_version_is_described_as_unknown():

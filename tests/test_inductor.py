@@ -7,11 +7,13 @@ model is compiled to the end.
 from __future__ import annotations
 
 import copy
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import builders
 import pytest
@@ -20,6 +22,7 @@ import torch
 import jitgemm
 import jitgemm.nn
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 E4M3 = torch.float8_e4m3fn
 K = 64
 OPS = "quantize_activations", "add_quantize_activations", "gemm_w4a8_nt"
@@ -162,7 +165,7 @@ def test_or_that_in_one_operator(op):
         pytest.skip(f"this PyTorch has no aten::{op}")
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from jitgemm.activations.inductor import fuse
+    from jitgemm.graph.inductor import fuse
 
     graph, fake = torch.fx.Graph(), FakeTensorMode()
     x, w = (graph.placeholder(name) for name in "xw")
@@ -582,11 +585,11 @@ def key() -> str:
     """What inductor's keys hold of the pass."""
     import torch._inductor.config as config
 
-    return config.save_config_portable()["unsafe_marked_cacheable_functions"]["jitgemm.activations.inductor"]
+    return config.save_config_portable()["unsafe_marked_cacheable_functions"]["jitgemm.graph.inductor"]
 
 
 def test_a_producer_can_be_added_and_changes_the_keys_of_inductor_s_caches(monkeypatch):
-    from jitgemm.activations import inductor
+    from jitgemm.graph import inductor, producers
 
     monkeypatch.setattr(inductor, "PRODUCERS", {target: list(all) for target, all in inductor.PRODUCERS.items()})
     x, w = inputs()
@@ -597,13 +600,30 @@ def test_a_producer_can_be_added_and_changes_the_keys_of_inductor_s_caches(monke
 
     def flipped(value):
         (once,) = value.args[:1]
-        return inductor._norm(once.args[0])
+        return producers.norm(once.args[0])
 
     inductor.add_producer(torch.ops.prims.rev.default, flipped)
     torch._dynamo.reset()
     found, graphs = compiled(call, x, w)
     assert graphs.quantisers == {"norm": 1} and same(found, quantised(x, rms_norm=w, eps=1e-5))
     assert key() != ours
+
+
+def test_a_program_that_is_loaded_in_a_new_process_is_compiled_with_the_pass(tmp_path):
+    class Layer(torch.nn.Module):
+        def forward(self, x, w):
+            return quantised(norm(x, w))
+
+    torch.export.save(torch.export.export(Layer(), inputs()), tmp_path / "program.pt2")
+    code = f"""
+import torch, jitgemm
+layer = torch.export.load({str(tmp_path / "program.pt2")!r}).module()
+from test_inductor import compiled, inputs
+print(compiled(layer, *inputs())[1].quantisers)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "Counter({'norm': 1})", done.stderr
 
 
 COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="needs a C++ compiler")

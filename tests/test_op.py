@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import jitgemm
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
+from jitgemm.runtime import dispatch
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 
@@ -398,6 +399,20 @@ def test_import_adds_no_package_that_only_some_calls_need(imported, package):
 def test_import_loads_no_layer_below_the_call(imported):
     below = "gemm.plan activations.plan runtime.driver runtime.prepared jit kernel.render select cli".split()
     assert {f"jitgemm.{name}" for name in below}.isdisjoint(imported["modules"])
+
+
+def test_import_loads_no_pass_over_graphs(imported):
+    assert "jitgemm.graph.inductor" not in imported["modules"]
+
+
+def test_subscribers_hear_of_ops_that_are_traced_and_of_no_eager_call(monkeypatch):
+    heard = []
+    monkeypatch.setattr(dispatch, "_subscribers", [lambda: heard.append("traced")])
+    jitgemm.quantize_activations(torch.ones(2, 64), torch.int8)
+    assert heard == []
+    with FakeTensorMode():
+        jitgemm.quantize_activations(torch.ones(2, 64), torch.int8)
+    assert heard == ["traced"]
 
 
 def test_import_touches_neither_the_disk_nor_the_driver(imported):

@@ -1,9 +1,11 @@
-"""The rooms of the package: imports go downwards only, at the top of a module and inside functions alike."""
+"""The rooms of the package: imports go downwards only, at the top of a module and inside functions alike, and so do the
+names of ops."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ FLOORS = (
     ("activations",),
     ("gemm",),
     ("moe",),
-    ("nn",),
+    ("nn", "graph"),
     ("hf", "deep_gemm", "vllm", "cli"),
 )
 """From the ground up; a room imports from lower floors and from itself, never from a neighbour."""
@@ -60,6 +62,32 @@ def test_imports_go_downwards(name):
     assert room in FLOOR, f"{room} is on no floor"
     upwards = [each for each in imports(name) if ROOMS.get(each) != room and FLOOR[ROOMS[each]] >= FLOOR[room]]
     assert upwards == []
+
+
+def ops_defined(tree: ast.AST) -> set[str]:
+    """The ops that a module gives `define_op` the schemas of."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "define_op"]
+    return {re.match(r"f?['\"]+(\w+)", ast.unparse(call.args[0]))[1] for call in calls}
+
+
+def ops_named(tree: ast.AST) -> set[str]:
+    """Every X of `torch.ops.jitgemm.X`."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if ast.unparse(node.value) == "torch.ops.jitgemm"}
+
+
+def test_ops_are_named_in_the_room_that_defines_them_or_above():
+    trees = {name: ast.parse(MODULES[name].read_text(encoding="utf-8")) for name in ROOMS}
+    homes = {op: ROOMS[name] for name, tree in trees.items() for op in ops_defined(tree)}
+    named = [(name, op) for name, tree in trees.items() for op in ops_named(tree)]
+    assert ("jitgemm.graph.inductor", "gemm_w4a8_nt") in named
+    upwards = [(name, op) for name, op in named if homes[op] != ROOMS[name] and FLOOR[homes[op]] >= FLOOR[ROOMS[name]]]
+    assert upwards == []
+
+
+def test_private_functions_of_torch_that_calls_need_stand_in_one_module():
+    named = {name for name, path in MODULES.items() if "torch._C" in path.read_text(encoding="utf-8")}
+    assert named == {"jitgemm.runtime.torch_private"}
 
 
 def test_no_two_modules_import_each_other_in_a_circle():

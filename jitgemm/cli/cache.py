@@ -45,14 +45,20 @@ def entry_dict(info: EntryInfo) -> dict[str, Any]:
     return facts | {"kind": kind_of(facts["spec"]) if info.ok else None, "nvrtc": nvrtc}
 
 
+_ROUTING = {"ctas"}, {"quantizer"}, {"row", "out"}
+"""Fields of the specs of routing, routing and quantising, and combining."""
+
+
 def kind_of(spec: Mapping[str, object]) -> str:
-    """What a kernel computes, from its spec: "gemm", "quantizer", or "?" where neither is known."""
+    """What a kernel computes, from its spec, in `jitgemm warmup`'s words: gemm, quantizer, routing; ? for none of them."""
+    if spec.keys() in _ROUTING:
+        return "routing"
     return "gemm" if "lhs" in spec else "quantizer" if {"x", "q"} <= spec.keys() else "?"
 
 
 def describe_spec(spec: Mapping[str, Any]) -> tuple[str, str, str]:
     """(tile, types, scales) for people: 16 x 64, e4m3, 128 + zero of a GEMM; -, bf16 to s8, token + zero of a
-    quantiser."""
+    quantiser, also of one that routes, too; -, bf16 to bf16, - of combining; - alone of routing."""
     if kind_of(spec) == "gemm":
         scales = [str(spec.get("group_size") or "channel")]
         scales += [name for name, field in (("zero", "zero_point"), ("offset", "offset")) if spec.get(field)]
@@ -64,6 +70,10 @@ def describe_spec(spec: Mapping[str, Any]) -> tuple[str, str, str]:
             ["zero"] if spec.get("affine") else []
         )
         return "-", f"{spec['x']} to {spec['q']}", " + ".join(scales)
+    if "quantizer" in spec:
+        return describe_spec(spec["quantizer"])
+    if kind_of(spec) == "routing":
+        return "-", f"{spec['row']} to {spec['out']}" if "row" in spec else "-", "-"
     return "?", "?", "?"
 
 

@@ -13,7 +13,7 @@ import torch
 
 from jitgemm.gemm.arguments import POINTERS, Lhs, Operands, check_arguments, check_switches, check_types
 from jitgemm.gemm.arguments import check_weight, split_lhs
-from jitgemm.gemm.e8m0 import pack_e8m0
+from jitgemm.gemm.e8m0 import PackingPlan, pack_e8m0
 from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
@@ -187,16 +187,20 @@ def _run(  # type: ignore[no-untyped-def]
         if x.shape[0] == 0:
             return
         if x_scale.dtype is torch.float8_e8m0fnu:
-            _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel)
-            return
-        check_addresses(POINTERS, operands.tensors)
-        if not x.is_cuda:
-            _run_reference(operands)
-            return
-        from jitgemm.gemm.plan import Plan
+            plan = PackingPlan(
+                lambda x, x_scale, x_zero, weight, out, bias: _run(
+                    x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel
+                )
+            )
+        else:
+            check_addresses(POINTERS, operands.tensors)
+            if not x.is_cuda:
+                _run_reference(operands)
+                return
+            from jitgemm.gemm.plan import Plan
 
-        with torch.cuda.device(x.device):
-            plan = Plan(operands, batch_invariant=batch_invariant, kernel=kernel)
+            with torch.cuda.device(x.device):
+                plan = Plan(operands, batch_invariant=batch_invariant, kernel=kernel)
         thread.memory.add_plan(key, tensors, plan)
     plan.launch(x, x_scale, x_zero, weight, out, bias)
 

@@ -18,7 +18,7 @@ import torch
 from jitgemm import settings
 from jitgemm.gemm.arguments import X, Lhs, Operands, check_switches, split_lhs
 from jitgemm.gemm.call import check_bf16
-from jitgemm.gemm.e8m0 import pack_e8m0
+from jitgemm.gemm.e8m0 import PackingPlan, pack_e8m0
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped, experts_of
 from jitgemm.kernel.formats import MAX_ROWS, TABLE_SIZES, format_named
 from jitgemm.runtime.checks import check_addresses, check_device
@@ -301,17 +301,21 @@ def _run(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str 
         if out.shape[0] == 0 or x.shape[0] == 0:
             return
         if x_scale.dtype is torch.float8_e8m0fnu:
-            _run(operands._replace(x_scale=pack_e8m0(x_scale)), groups, batch_invariant, kernel)
-            return
-        check_addresses(GROUPED_POINTERS, (sizes, row_index, *operands.tensors))
-        if not x.is_cuda:
-            _run_reference(operands, groups)
-            return
-        from jitgemm.gemm.grouped_plan import GroupedPlan
+            plan = PackingPlan(
+                lambda operands, groups: _run(
+                    operands._replace(x_scale=pack_e8m0(operands.x_scale)), groups, batch_invariant, kernel
+                )
+            )
+        else:
+            check_addresses(GROUPED_POINTERS, (sizes, row_index, *operands.tensors))
+            if not x.is_cuda:
+                _run_reference(operands, groups)
+                return
+            from jitgemm.gemm.grouped_plan import GroupedPlan
 
-        with torch.cuda.device(x.device):
-            groups = groups._replace(expected_rows=expected_rows)
-            plan = GroupedPlan(operands, groups, batch_invariant=batch_invariant, kernel=kernel)
+            with torch.cuda.device(x.device):
+                groups = groups._replace(expected_rows=expected_rows)
+                plan = GroupedPlan(operands, groups, batch_invariant=batch_invariant, kernel=kernel)
         thread.memory.add_plan(key, tensors, plan)
     plan.launch(operands, groups)
 

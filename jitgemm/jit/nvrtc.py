@@ -87,38 +87,47 @@ def nvrtc_info() -> NvrtcInfo:
     return NvrtcInfo(_major_minor(build), build, library)
 
 
-# A fork while a thread is inside NVRTC would leave the child with NVRTC's own locks held for ever. So a fork waits for
-# those threads, and holds back others meanwhile.
-_FORK_TIMEOUT_S = 10.0
+# A fork while a thread is inside NVRTC leaves the child with NVRTC's own locks held for ever. So a fork waits a second
+# for those threads, and holds back others meanwhile; a child of one that waited in vain compiles nothing.
+_FORK_TIMEOUT_S = 1.0
 _load_lock, _gate, _idle, _in_flight = threading.Lock(), threading.RLock(), threading.Condition(), 0
-
-
-def _renew_locks() -> None:
-    global _load_lock, _gate, _idle, _in_flight
-    _load_lock, _gate, _idle, _in_flight = threading.Lock(), threading.RLock(), threading.Condition(), 0
+_hooked = _locks_held = False
 
 
 def _before_fork() -> None:
     _gate.acquire()
     with _idle:
-        # With a limit: a signal handler that forks may have interrupted the very thread that compiles.
         _idle.wait_for(lambda: _in_flight == 0, _FORK_TIMEOUT_S)
+
+
+def _after_fork_in_child() -> None:
+    global _load_lock, _gate, _idle, _in_flight, _locks_held
+    _locks_held = _locks_held or _in_flight > 0
+    _load_lock, _gate, _idle, _in_flight = threading.Lock(), threading.RLock(), threading.Condition(), 0
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    global _in_flight
-    with _gate, _idle:
-        _in_flight += 1
+    global _hooked, _in_flight
+    if _locks_held:
+        raise CompileError(
+            "this process was forked while its parent compiled a kernel, and NVRTC's locks are held in it for ever: fork "
+            "before or after that, start processes by spawn, or compile ahead (jitgemm warmup)"
+        )
+    with _gate:
+        if not _hooked:  # not at import: processes that compile nothing fork as ever
+            os.register_at_fork(
+                before=_before_fork, after_in_parent=lambda: _gate.release(), after_in_child=_after_fork_in_child
+            )
+            _hooked = True
+        with _idle:
+            _in_flight += 1
     try:
         yield
     finally:
         with _idle:
             _in_flight -= 1
             _idle.notify_all()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=lambda: _gate.release(), after_in_child=_renew_locks)
 
 
 @_compiling()
@@ -135,7 +144,7 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
 
     Raises:
         CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or refused the source, which is kept;
-            the message says where.
+            the message says where. Or the process was forked while its parent compiled for more than a second.
     """
     nvrtc = _load()
     _check_is_reported(nvrtc)

@@ -7,18 +7,10 @@ from typing import Any
 
 import torch
 
+from jitgemm.runtime.torch_private import dispatch_modes, functorch_transform
 from jitgemm.tensors import PLAIN
 
 _is_compiling = torch.compiler.is_compiling
-
-try:
-    # Bound once: a hot call asks both.
-    _dispatch_modes = torch._C._len_torch_dispatch_stack
-    _functorch_transform = torch._C._functorch.peek_interpreter_stack
-except AttributeError:  # not public: without them every call goes through its op, which is right, and slower
-
-    def _dispatch_modes() -> int:
-        return 1
 
 
 def traced(x: object, out: object) -> bool:
@@ -26,16 +18,28 @@ def traced(x: object, out: object) -> bool:
     # A compiler first: it cannot follow the rest.
     if _is_compiling() or type(x) not in PLAIN or type(out) not in PLAIN:
         return True
-    return _dispatch_modes() > 0 or _functorch_transform() is not None
+    return dispatch_modes() > 0 or functorch_transform() is not None
 
 
 _library = torch.library.Library("jitgemm", "FRAGMENT")
+_subscribers: list[Callable[[], object]] = []
+
+
+def on_trace(subscriber: Callable[[], object]) -> None:
+    """From now on calls `subscriber()` whenever one of the ops is traced, before its results are made."""
+    _subscribers.append(subscriber)
 
 
 def define_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Registers `torch.ops.jitgemm.<name>`: `run` for CUDA and CPU tensors, `fake` for those without values."""
+
+    def trace(*arguments: Any, **options: Any) -> Any:
+        for subscriber in _subscribers:
+            subscriber()
+        return fake(*arguments, **options)
+
     name = schema.partition("(")[0]
     _library.define(schema)
     for device in ("CUDA", "CPU"):
         _library.impl(name, run, device)
-    torch.library.register_fake(f"jitgemm::{name}", fake, lib=_library)
+    torch.library.register_fake(f"jitgemm::{name}", trace, lib=_library)

@@ -1,6 +1,6 @@
 """What a thread remembers of calls: plans by what decides them, launch parameters by addresses.
 
-Knows nothing of what a plan is. Imports torch alone, so that a call that hits touches no layer below.
+Knows nothing of what a plan is, so that a call that hits touches no layer below.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 
-try:
-    # Compares all in one step, in a fifth of the time. Not public: a torch without it must do, too.
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:
-    TensorGuards = None
+from jitgemm.runtime.torch_private import TensorGuards
 
 MAX_BYTES = 32 << 20
 """Host memory that a thread's calls may hold on to: 3,000 plans, for example, with 5 sets of addresses each."""

@@ -13,10 +13,7 @@ import torch
 
 from jitgemm.runtime import driver, plans
 from jitgemm.runtime.checks import Pointer, check_addresses
-
-# PyTorch's own functions, where it has them, take a third of the public ones' time.
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda i: torch.cuda.current_stream(i).cuda_stream)
+from jitgemm.runtime.torch_private import current_device, current_stream
 
 
 class ArgumentBlock:
@@ -84,7 +81,7 @@ class PreparedLaunch:
                 raise ValueError where a tensor is misaligned, or one that is written overlaps another.
         """
         device = self._device
-        if _current_device() != device:
+        if current_device() != device:
             with torch.cuda.device(device):
                 driver.use_context(device)
                 return self.run(addresses, dependent, tensors)
@@ -102,7 +99,7 @@ class PreparedLaunch:
             maps = [encoded[tile_map] for _, tile_map in self._maps]
             parameters = driver.Parameters(self._block.pack(addresses, self._values), maps)
             plans.thread.memory.add(addresses, parameters)
-        self._launch.run(parameters, _current_stream(device), dependent)
+        self._launch.run(parameters, current_stream(device), dependent)
         return True
 
     def run_tensors(self, *tensors: torch.Tensor | None) -> None:

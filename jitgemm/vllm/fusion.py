@@ -1,6 +1,6 @@
 """Norms, residuals and gates computed by the quantisers behind them, in the graphs that vLLM compiles.
 
-jitgemm's own pass runs among inductor's (`jitgemm.activations.inductor`), which is ahead of vLLM's: norms still are
+jitgemm's own pass runs among inductor's (`jitgemm.graph.inductor`), which is ahead of vLLM's: norms still are
 operators of vLLM's IR there, which it is told of here; `SiluAndMul` is plain PyTorch. vLLM keeps compiled graphs in a
 cache of its own, whose key holds the passes in its config: one that stands for jitgemm's is put there.
 """
@@ -16,7 +16,8 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.config import CompilationConfig, CompilationMode
 from vllm.platforms import current_platform
 
-from jitgemm.activations import inductor
+from jitgemm.graph import inductor
+from jitgemm.graph.producers import Front
 
 
 class QuantiserPass(InductorPass):
@@ -65,15 +66,15 @@ def install(config: CompilationConfig) -> bool:
     return True
 
 
-def _norm(value: Node) -> inductor.Front | None:
+def _norm(value: Node) -> Front | None:
     """rms_norm(x, weight, eps, variance_size=None)."""
     x, weight, eps, size = (*value.args, None)[:4]
     if weight is None or size is not None or _left_to_vllm(x):
         return None
-    return inductor.Front(x, {"rms_norm": weight, "eps": eps}, (value,))  # type: ignore[arg-type]
+    return Front(x, {"rms_norm": weight, "eps": eps}, (value,))  # type: ignore[arg-type]
 
 
-def _add_norm(value: Node) -> inductor.Front | None:
+def _add_norm(value: Node) -> Front | None:
     """The first result of fused_add_rms_norm(x, residual, weight, eps, variance_size=None); the second is the sum."""
     call: Any = value.args[0]
     x, residual, weight, eps, size = (*call.args, None)[:5]
@@ -82,7 +83,7 @@ def _add_norm(value: Node) -> inductor.Front | None:
     if weight is None or size is not None or _left_to_vllm(x):
         return None
     total = next((each for each in call.users if each.args[1] == 1), None)
-    return inductor.Front(x, {"rms_norm": weight, "eps": eps, "residual": residual}, (call,), total)
+    return Front(x, {"rms_norm": weight, "eps": eps, "residual": residual}, (call,), total)
 
 
 def _left_to_vllm(x: Any) -> bool:

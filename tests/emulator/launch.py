@@ -164,8 +164,8 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
     monkeypatch.setattr(driver.TileMap, "encode", _encode)
     monkeypatch.setattr(KernelFamily, "load", load)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(prepared, "_current_device", lambda: -1)
-    monkeypatch.setattr(prepared, "_current_stream", lambda device: 7)
+    monkeypatch.setattr(prepared, "current_device", lambda: -1)
+    monkeypatch.setattr(prepared, "current_stream", lambda device: 7)
     monkeypatch.setattr(prepared.PreparedLaunch, "run", run)
     for module in (devices, gemms, grouped_plan, quantizers, moe):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES[device])
