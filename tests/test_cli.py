@@ -793,6 +793,28 @@ def shell(line: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "-c", line], env=os.environ | variables, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.parametrize("start", ["jitgemm_cli", "jitgemm"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["cache", "ls"],
+        ["explain", "64", "256", "256", "--device", "h200"],
+        ["warmup", "--shape", "256,256", "--device", "h200", "--check"],
+    ],
+)
+def test_commands_that_need_no_torch_start_without_it(start, argv, cache_dir):
+    """By the installed command, which calls jitgemm_cli.main, and by `python -m jitgemm`."""
+    script = {"jitgemm_cli": "-c", "jitgemm": "-m"}[start]
+    what = "from jitgemm_cli import main; main()" if start == "jitgemm_cli" else "jitgemm"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", script, what, *argv],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "jitgemm.cli.app" in imported and {"torch", "numpy"}.isdisjoint(imported)
+
+
 def test_the_module_is_the_command_and_says_its_version():
     import jitgemm
 

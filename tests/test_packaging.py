@@ -119,7 +119,7 @@ def test_the_wheel_has_the_package_its_headers_and_nothing_else(wheel):
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "jitgemm").rglob("*.py")} | {"jitgemm/py.typed"}
     headers = {f"jitgemm/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "include").rglob("*.cuh")}
-    assert files == package | headers and len(headers) >= 10
+    assert files == package | headers | {"jitgemm_cli.py"} and len(headers) >= 10
 
 
 def test_the_sdist_has_what_tests_and_docs_need_and_no_leftovers(sdist):
@@ -131,6 +131,7 @@ def test_the_sdist_has_what_tests_and_docs_need_and_no_leftovers(sdist):
         "SECURITY.md",
         "LICENSE",
         "pyproject.toml",
+        "jitgemm_cli.py",
         "docs/conf.py",
         ".pre-commit-config.yaml",
     }
