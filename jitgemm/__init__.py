@@ -67,8 +67,12 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
     from jitgemm.activations.call import quantize_activations
-    from jitgemm.gemm.call import gemm_w4a8_bf16_nt, gemm_w4a8_nt, gemm_w8a8_bf16_nt, gemm_w8a8_nt
-    from jitgemm.gemm.grouped import (
+    from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
+    from jitgemm.gemm.names import (
+        gemm_w4a8_bf16_nt,
+        gemm_w4a8_nt,
+        gemm_w8a8_bf16_nt,
+        gemm_w8a8_nt,
         m_grouped_gemm_w4a8_bf16_nt_contiguous,
         m_grouped_gemm_w4a8_bf16_nt_masked,
         m_grouped_gemm_w4a8_nt_contiguous,
@@ -78,7 +82,6 @@ if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
         m_grouped_gemm_w8a8_nt_contiguous,
         m_grouped_gemm_w8a8_nt_masked,
     )
-    from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
     from jitgemm.gemm.reference import gemm_w4a8_reference, m_grouped_gemm_w4a8_reference
     from jitgemm.moe.call import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
     from jitgemm.weight.pack import pack_w4

@@ -10,7 +10,7 @@ import torch
 from jitgemm.activations.arguments import check_out
 from jitgemm.activations.call import quantize_activations
 from jitgemm.gemm.arguments import POINTERS, X, X_SCALE, X_ZERO, Lhs, Operands, check_weight, split_lhs
-from jitgemm.gemm.call import gemm_w4a8_nt
+from jitgemm.gemm.names import gemm_w4a8_nt
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.runtime.checks import Pointer, check_call
 from jitgemm.tensors import check_tensor

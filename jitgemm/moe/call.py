@@ -309,8 +309,6 @@ def _multiply(
     out: torch.Tensor,
 ) -> None:
     """Both GEMMs, what is between them and the sum; gather: by which the first GEMM takes rows of lhs, or None."""
-    w13: Any
-    w2: Any
     x, w13, w2, topk_ids, topk_weights, gate, dtype, affine, _, bias13, bias2, addend, batch_invariant, block = layer
     choices = topk_ids.numel()
     memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
@@ -326,7 +324,7 @@ def _lhs(outputs: Outputs) -> Lhs:
     return (q, scale) if zero is None else (q, scale, zero)
 
 
-def _as_weight(weight: Weight):  # type: ignore[no-untyped-def]
+def _as_weight(weight: Weight) -> AnyWeight:
     return weight.checked() if isinstance(weight, PackedWeight) else weight
 
 

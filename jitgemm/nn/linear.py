@@ -16,7 +16,8 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
+from jitgemm.gemm.arguments import Lhs
+from jitgemm.gemm.call import gemm
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
@@ -227,7 +228,7 @@ class PackedLinear(Packed):
         out = out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
         return out if split is None else split.leave(out)
 
-    def quantise(self, rows: torch.Tensor, **front: Any) -> tuple[torch.Tensor, ...]:
+    def quantise(self, rows: torch.Tensor, **front: Any) -> Lhs:
         """rows [m, in_features] as the GEMM takes them; front: what `quantize_activations` computes of them first."""
         input_scale = self._buffers["input_scale"]
         if self.split is not None and self.split.agreed:
@@ -242,15 +243,14 @@ class PackedLinear(Packed):
             **front,
         )
 
-    def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def multiply(self, lhs: Lhs, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """out [m, out_features] from what `quantise` gave; bias: bf16 or fp32, instead of the layer's.
 
         Of a layer divided along k: summed over the ranks, where all of them want it.
         """
         weight = self.weight
-        gemm: Callable[..., None] = gemm_w4a8_nt if weight.bits == 4 else gemm_w8a8_nt
         bias = self._buffers["bias"] if bias is None else bias
-        gemm(lhs, weight, out, bias=bias, batch_invariant=self.batch_invariant)
+        gemm(Weight, lhs, weight, out, bias, self.batch_invariant)
         if self.split is not None and self.split.sums:
             self.split.sum(out)
 

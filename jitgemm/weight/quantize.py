@@ -6,6 +6,10 @@ is; knows nothing of activations, calibration data, kernels or the packed order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
@@ -14,6 +18,8 @@ from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, ch
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.pack8 import BLOCK, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_sizes, weight_format
+
+W = TypeVar("W", bound=Weight)
 
 MIN_CLIP = 0.2
 """Smallest part of a group's range that the search keeps: one outlier among thousands of values is worth no more."""
@@ -78,10 +84,11 @@ def quantize_w4(
         raise ValueError(f"clip_steps: expected at most {MAX_CLIP_STEPS}, got {clip_steps}")
     weight_format(k, group_size, False, "fp32")
     if w.dim() == 3:
-        return _by_expert(
-            W4Weight, quantize_w4, w, group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
+        dense = partial(
+            quantize_w4, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
             clip_steps=clip_steps, lhs_dtype=lhs_dtype,
         )  # fmt: skip
+        return _by_expert(W4Weight, dense, w)
     size = min(group_size, k)
     groups = ceil_div(k, size)
     with torch.inference_mode(False), torch.no_grad():
@@ -127,7 +134,7 @@ def quantize_w8(w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = 
     if block is not None and check_int("block", block) != BLOCK:
         raise ValueError(f"block: expected None or {BLOCK}, got {block!r}")
     if w.dim() == 3:
-        return _by_expert(W8Weight, quantize_w8, w, lhs_dtype, block=block)
+        return _by_expert(W8Weight, partial(quantize_w8, lhs_dtype=lhs_dtype, block=block), w)
     rows_of, columns = block or 1, block or k  # of a scale
     with torch.inference_mode(False), torch.no_grad():
         q = torch.empty((n, k), dtype=lhs_dtype, device=w.device)
@@ -161,12 +168,12 @@ def _check_weight(w: torch.Tensor) -> tuple[int, int]:
     return n, k
 
 
-def _by_expert(kind, quantize, w, *arguments, **options):  # type: ignore[no-untyped-def]
+def _by_expert(kind: type[W], quantize: Callable[[torch.Tensor], Weight], w: torch.Tensor) -> W:
     """The weight of experts whose dense ones `quantize` makes."""
 
     def expert(e: int) -> Weight:
         try:
-            return quantize(w[e], *arguments, **options)
+            return quantize(w[e])
         except ValueError as error:
             raise ValueError(str(error).replace("w", f"w[{e}]", 1)) from None
 
@@ -256,7 +263,9 @@ def _in_steps(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return w / torch.where(scale == 0, 1.0, scale)[..., None]
 
 
-def _squared_error(nearest, low, high, steps, scale) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def _squared_error(
+    nearest: torch.Tensor, low: int | torch.Tensor, high: int | torch.Tensor, steps: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
     """Sum over each group of (q * scale - w)^2 in fp64, with q = nearest clamped to low..high.
 
     In steps, which neither overflow nor vanish. The sum is fp64 so that its order decides no comparison.
