@@ -253,6 +253,7 @@ def test_options_change_the_kernels(run):
     zero = labels("--group-size", "32", "--zero-point", "--scale-dtype", "fp16")
     assert all(label.startswith("e4m3-g32z-fp16-") for label in zero)
     assert all(label.startswith("e4m3-channel-") for label in labels("--group-size", "channel"))
+    assert labels("--group-size", "-1") == labels("--group-size", "channel") == labels("--group-size", "8192")
     assert all(label.startswith("e4m3-g128o-bf16-") for label in labels("--offset"))
     outs = labels("--out", "fp16", "--out", "bf16", "--out", "fp32")
     assert {label.split("-")[3] for label in outs if "-to" in label} == {"tofp16", "tofp32"}

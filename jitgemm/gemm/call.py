@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.gemm.arguments import POINTERS, Lhs, Operands, check_arguments, check_switches, check_types
+from jitgemm.gemm.arguments import POINTERS, Operands, check_arguments, check_label, check_switches, check_types
 from jitgemm.gemm.arguments import check_weight, split_lhs
 from jitgemm.gemm.e8m0 import pack_e8m0
 from jitgemm.kernel.formats import format_named
@@ -23,7 +23,7 @@ from jitgemm.weight.packed import PackedWeight, Weight
 
 def gemm(
     kind: type[Weight],
-    lhs: Lhs,
+    lhs: tuple[torch.Tensor, ...],
     rhs: Weight,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -70,6 +70,7 @@ def _run(
     plan = thread.memory.find_plan(key, tensors)
     if plan is None:
         check_switches(batch_invariant, kernel)
+        check_label(kernel)
         operands = Operands(x, x_scale, x_zero, weight, out, bias)
         check_arguments(operands)
         if x.shape[0] == 0:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from jitgemm import settings
-from jitgemm.gemm.arguments import X, Lhs, Operands, check_switches, split_lhs
+from jitgemm.gemm.arguments import X, Operands, check_label, check_switches, split_lhs
 from jitgemm.gemm.e8m0 import pack_e8m0
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped, experts_of
 from jitgemm.kernel.formats import MAX_ROWS, TABLE_SIZES, format_named
@@ -29,7 +29,7 @@ from jitgemm.weight.settled import capturing
 
 def contiguous(
     kind: type[Weight],
-    lhs: Lhs,
+    lhs: tuple[torch.Tensor, ...],
     rhs: Weight | PackedWeight,
     out: torch.Tensor,
     offsets: torch.Tensor,
@@ -51,7 +51,7 @@ def contiguous(
 
 def masked(
     kind: type[Weight],
-    lhs: Lhs,
+    lhs: tuple[torch.Tensor, ...],
     rhs: Weight | PackedWeight,
     out: torch.Tensor,
     masked_m: torch.Tensor,
@@ -181,6 +181,7 @@ def _run(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str 
     plan = thread.memory.find_plan(key, tensors)
     if plan is None:
         check_switches(batch_invariant, kernel)
+        check_label(kernel)
         check_grouped(operands, groups)
         if out.shape[0] == 0 or x.shape[0] == 0:
             return

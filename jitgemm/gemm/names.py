@@ -70,8 +70,8 @@ def gemm_w4a8_nt(
         bias: bfloat16 or fp32 [n], contiguous, or None.
         batch_invariant: a row of out has the same bits whatever m is and whichever row it is. Costs time where k
             would be summed in another order for other m (docs/performance.md).
-        kernel: label of a kernel to take instead of the chosen one, as `jitgemm explain` prints them. The CPU's
-            reference has none and takes no notice.
+        kernel: label of a kernel to take instead of the chosen one, as `jitgemm explain` prints them. On the
+            CPU the reference runs whichever it is.
 
     All on one device. On CUDA: compute capability 9.0; a kernel that is missing is compiled (about 0.2 s), never for a
     new m once the layer is warm. On the CPU: `gemm_w4a8_reference`. m = 0 returns at once.

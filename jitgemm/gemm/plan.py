@@ -105,7 +105,7 @@ class Plan(PreparedLaunch):
             x_scale.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             0 if x_zero is None else x_zero.data_ptr(),
-            0 if x_zero is None else weight.row_sum.data_ptr(),  # type: ignore[union-attr]  which checks wanted
+            0 if x_zero is None else weight.row_sum.data_ptr(),  # type: ignore[union-attr]
             out.data_ptr(),
             self.number,
         )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.reference import gated, quantize_reference
-from jitgemm.gemm.arguments import Lhs
 from jitgemm.gemm.reference import gemm_w4a8_reference, round_fp64
 from jitgemm.moe.arguments import Layer
 from jitgemm.moe.route import combine_reference, route_reference
 from jitgemm.tensors import take_rows
-from jitgemm.weight.packed import Weight
 
 
 def layer_reference(layer: Layer) -> torch.Tensor:
@@ -29,7 +29,7 @@ def layer_reference(layer: Layer) -> torch.Tensor:
         results = quantize_reference(inputs)
         return tuple(result for result in results if result is not None)
 
-    def multiply(lhs: Lhs, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    def multiply(lhs: tuple[torch.Tensor, ...], weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty((live, weight.n))
         bounds = offsets.tolist()
         for e, (first, end) in enumerate(zip(bounds, bounds[1:])):

@@ -15,7 +15,7 @@ import torch
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, check_values, dtype_name
-from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.pack import check_group_size, pack_w4
 from jitgemm.weight.pack8 import BLOCK, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_sizes, weight_format
 
@@ -33,7 +33,7 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 def quantize_w4(
     w: torch.Tensor,
-    group_size: int,
+    group_size: int | str,
     *,
     symmetric: bool = True,
     scale_dtype: torch.dtype = torch.bfloat16,
@@ -56,7 +56,7 @@ def quantize_w4(
     Args:
         w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
             multiple of 16; finite. Left as it is.
-        group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.
+        group_size: 32, 64, 128 or 256 values of k share a scale; k (or more), -1 or "channel" for one scale per row.
         symmetric: signed codes; False for codes 0..15 with zero points.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
         full_range: False keeps symmetric codes within -7..7: about a fifth more squared error, but a weight for e4m3
@@ -77,7 +77,7 @@ def quantize_w4(
     check_flag("symmetric", symmetric)
     check_flag("full_range", full_range)
     check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
-    group_size, clip_steps = check_int("group_size", group_size), check_int("clip_steps", clip_steps)
+    group_size, clip_steps = check_group_size(group_size, k), check_int("clip_steps", clip_steps)
     if clip_steps < 0:
         raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
     if clip_steps > MAX_CLIP_STEPS:
@@ -168,10 +168,10 @@ def _check_weight(w: torch.Tensor) -> tuple[int, int]:
     return n, k
 
 
-def _by_expert(kind: type[W], quantize: Callable[[torch.Tensor], Weight], w: torch.Tensor) -> W:
+def _by_expert(kind: type[W], quantize: Callable[[torch.Tensor], W], w: torch.Tensor) -> W:
     """The weight of experts whose dense ones `quantize` makes."""
 
-    def expert(e: int) -> Weight:
+    def expert(e: int) -> W:
         try:
             return quantize(w[e])
         except ValueError as error:
