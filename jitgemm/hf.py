@@ -35,7 +35,8 @@ from jitgemm.nn.read import check_activation
 from jitgemm.nn.read_experts import Experts
 from jitgemm.nn.report import Report
 from jitgemm.nn.swap import HOOKS, SAVED, describe_to_transformers, put_layers
-from jitgemm.tensors import check_flag, check_int
+from jitgemm.tensors import check_flag
+from jitgemm.weight.pack import check_group_size
 
 try:
     from transformers import AutoConfig, PreTrainedModel
@@ -123,7 +124,7 @@ class JitGemmConfig(QuantizationConfigMixin):
     def __init__(
         self,
         bits: int = 4,
-        group_size: int = 128,
+        group_size: int | str = 128,
         activation: str | None = None,
         symmetric: bool = True,
         scale_dtype: str = "bfloat16",
@@ -140,7 +141,7 @@ class JitGemmConfig(QuantizationConfigMixin):
                 "group_size, symmetric, scale_dtype: expected none with bits=8, a scale per row in fp32, got "
                 f"{group_size}, {symmetric}, {scale_dtype!r}"
             )
-        if check_int("group_size", group_size) < GROUP_SIZES[0]:
+        if check_group_size(group_size, GROUP_SIZES[-1]) < GROUP_SIZES[0]:
             raise ValueError(
                 f"group_size: expected one of {GROUP_SIZES}, or in_features or more for a scale per row, got {group_size}"
             )

@@ -730,3 +730,15 @@ def test_every_message_has_one_form(gemm):
     with pytest.raises(TypeError) as caught:
         gemm(call.lhs, call.rhs, call.out)
     assert re.fullmatch(r"\w+: expected [^\n]+, got [^\n]+", str(caught.value))
+
+
+def test_a_kernel_that_is_no_label_raises_on_the_cpu_too():
+    lhs, out = builders.lhs(1, 4, 128, "s8"), torch.empty(4, 64, dtype=torch.bfloat16)
+    weight = builders.weight_parts(3, 64, 128, 32).packed
+    with pytest.raises(ValueError, match="^kernel: expected a label such as .*, got 'nonsense'"):
+        jitgemm.gemm_w4a8_bf16_nt(lhs, weight, out, kernel="nonsense")
+    experts = jitgemm.pack_w4(torch.ones(2, 64, 128, dtype=torch.int8), torch.ones(2, 64, 1), group_size=128)
+    with pytest.raises(ValueError, match="^kernel: expected a label such as .*, got 'nonsense'"):
+        jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(
+            lhs, experts, out, torch.tensor([0, 2, 4], dtype=torch.int32), kernel="nonsense"
+        )

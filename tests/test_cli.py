@@ -254,6 +254,7 @@ def test_options_change_the_kernels(run):
     zero = labels("--group-size", "32", "--zero-point", "--scale-dtype", "fp16")
     assert all(label.startswith("e4m3-g32z-fp16-") for label in zero)
     assert all(label.startswith("e4m3-channel-") for label in labels("--group-size", "channel"))
+    assert labels("--group-size", "-1") == labels("--group-size", "channel") == labels("--group-size", "8192")
     assert all(label.startswith("e4m3-g128o-bf16-") for label in labels("--offset"))
     outs = labels("--out", "fp16", "--out", "bf16", "--out", "fp32")
     assert {label.split("-")[3] for label in outs if "-to" in label} == {"tofp16", "tofp32"}
@@ -807,6 +808,28 @@ def shell(line: str, **variables: str) -> subprocess.CompletedProcess:
     """A line for the shell in which $JG is the command."""
     variables = {"PYTHONPATH": str(ROOT), "JG": f"{sys.executable} -m jitgemm", **variables}
     return subprocess.run(["bash", "-c", line], env=os.environ | variables, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("start", ["jitgemm_cli", "jitgemm"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["cache", "ls"],
+        ["explain", "64", "256", "256", "--device", "h200"],
+        ["warmup", "--shape", "256,256", "--device", "h200", "--check"],
+    ],
+)
+def test_commands_that_need_no_torch_start_without_it(start, argv, cache_dir):
+    """By the installed command, which calls jitgemm_cli.main, and by `python -m jitgemm`."""
+    script = {"jitgemm_cli": "-c", "jitgemm": "-m"}[start]
+    what = "from jitgemm_cli import main; main()" if start == "jitgemm_cli" else "jitgemm"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", script, what, *argv],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "jitgemm.cli.app" in imported and {"torch", "numpy"}.isdisjoint(imported)
 
 
 def test_the_module_is_the_command_and_says_its_version():

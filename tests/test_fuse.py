@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
-from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
+from jitgemm.gemm.names import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse, fuse_, load_, unfuse_
 from jitgemm.nn.fused import FusedLayer, FusedMLP, FusedNorm, Run, Slice
 from jitgemm.nn.read import CODES

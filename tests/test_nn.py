@@ -303,6 +303,33 @@ def test_repr_says_what_the_layer_is():
     assert "per channel" in repr(layer_of("per channel"))
 
 
+def test_repr_names_the_scales_type_and_the_order_of_codes_which_warm_up_asks_for():
+    layer = W4A8Linear.from_linear(linear(), activation="int8", group_size=64, scale_dtype=torch.float16)
+    assert repr(layer).endswith("scale_dtype=fp16, codes=s8)")
+
+
+@pytest.mark.parametrize("channel", [-1, "channel"])
+def test_minus_one_and_channel_are_a_scale_per_row(channel):
+    expected = W4A8Linear.from_linear(linear(), group_size=K)
+    made = W4A8Linear.from_linear(linear(), group_size=channel)
+    assert made.weight.group_size == K and torch.equal(made.weight.blocks, expected.weight.blocks)
+    empty = W4A8Linear.empty(K, N, group_size=channel, bias=torch.bfloat16)
+    assert empty.state_dict().keys() == expected.state_dict().keys()
+    assert empty.weight.group_size == K and "per channel" in repr(empty)
+    model = torch.nn.Sequential(linear())
+    jitgemm.nn.quantize_(model, group_size=channel)
+    assert torch.equal(model[0].weight.blocks, expected.weight.blocks)
+
+
+def test_quantize_names_an_option_of_the_other_number_of_bits():
+    model = torch.nn.Sequential(linear())
+    with pytest.raises(TypeError, match="^group_size: expected none with bits=8"):
+        jitgemm.nn.quantize_(model, bits=8, group_size=64)
+    with pytest.raises(TypeError, match="^block: expected none with bits=4"):
+        jitgemm.nn.quantize_(model, block=128)
+    assert type(model[0]) is torch.nn.Linear
+
+
 @pytest.mark.parametrize(
     "arguments, options, error, text",
     [

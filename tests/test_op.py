@@ -581,20 +581,12 @@ def test_every_op_that_is_defined_is_looked_for_below():
     [
         f"import jitgemm, torch; {OPS}",
         f"import torch, jitgemm; {OPS}",
-        f"import jitgemm, sys; assert 'torch' not in sys.modules; import torch; {OPS}; "
-        "assert not any('_UntilTorch' in repr(each) for each in sys.meta_path)",
-        f"import jitgemm, importlib.util; importlib.util.find_spec('torch'); import torch; {OPS}",
         f"import jitgemm; jitgemm.nn; import torch; {OPS}",
         f"import jitgemm.tensors, torch; {OPS}",
         f"import jitgemm.activations.call, torch; {OPS}",
         f"import jitgemm.checkpoint, torch; {OPS}",
         f"from jitgemm import load; import torch; {OPS}",
-        # A finder of the old kind, without find_spec.
-        "import sys, jitgemm; sys.meta_path.insert(1, type('Old', (), {'find_module': lambda *_: None})()); "
-        f"import torch; {OPS}",
-        "import sys, jitgemm; sys.meta_path = sys.meta_path[1:]; import torch; "
-        "jitgemm.gemm_w4a8_nt; jitgemm.quantize_activations; jitgemm.m_grouped_gemm_w4a8_nt_contiguous; "
-        f"jitgemm.fused_experts; import jitgemm.moe.masked; {OPS}",
+        f"import jitgemm_cli, jitgemm, torch; jitgemm.gemm_w4a8_nt; {OPS}",
     ],
 )
 def test_the_ops_are_there_whichever_is_imported_first(code):
@@ -604,19 +596,72 @@ def test_the_ops_are_there_whichever_is_imported_first(code):
 def test_a_failed_import_of_torch_may_be_repeated(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('a broken one')")
     code = f"""
-import sys, jitgemm
+import sys
 sys.path.insert(0, {str(tmp_path)!r})
 try:
-    import torch
+    import jitgemm
 except ImportError as error:
     assert str(error) == "a broken one"
 else:
     raise AssertionError
 sys.path.pop(0)
-import torch
+import jitgemm, torch
 {OPS}
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=ENVIRONMENT)
+
+
+def in_new_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, env=ENVIRONMENT
+    )
+    return done.stdout.strip()
+
+
+def test_packages_of_jitgemm_are_attributes_after_its_import_and_load_no_sooner():
+    names = ("checkpoint", "deep_gemm", "hf", "nn", "vllm")
+    code = f"""
+import sys, jitgemm
+loaded = [name for name in {names} if "jitgemm." + name in sys.modules]
+assert loaded == [] and "transformers" not in sys.modules, loaded
+assert "load" in jitgemm.__all__ and jitgemm.load.__module__ == "jitgemm.checkpoint.reader"
+for name in {names}:
+    if name != "hf":
+        assert getattr(jitgemm, name) is sys.modules["jitgemm." + name]
+"""
+    in_new_python(code)
+
+
+def test_dir_lists_every_public_name_and_package():
+    wanted = {*jitgemm.__all__, "checkpoint", "deep_gemm", "hf", "nn", "vllm", "__version__"}
+    assert wanted <= set(dir(jitgemm))
+    assert [name for name in jitgemm.__all__ if not hasattr(jitgemm, name)] == []
+
+
+def test_a_package_whose_library_is_missing_is_an_attribute_error_with_the_remedy():
+    code = """
+import sys
+sys.modules["transformers"] = None
+import jitgemm
+try:
+    jitgemm.hf
+except AttributeError as error:
+    print(error)
+"""
+    assert in_new_python(code).startswith("jitgemm.hf needs transformers 4.57 or newer: pip install transformers (")
+
+
+def test_public_names_are_those_of_the_plain_import_where_the_command_runs_code_that_calls_them():
+    code = """
+import jitgemm_cli, sys, jitgemm, jitgemm.errors
+assert "torch" not in sys.modules
+from jitgemm import CacheMissError, gemm_w4a8_nt
+import jitgemm.gemm
+assert gemm_w4a8_nt.__name__ == "gemm_w4a8_nt" and "gemm_w8a8_nt" in vars(jitgemm)
+assert CacheMissError is jitgemm.CacheMissError is jitgemm.errors.CacheMissError
+assert {*jitgemm.__all__} - {*vars(jitgemm)} <= {"load"}
+"""
+    in_new_python(code)
 
 
 def test_without_pytorch_s_private_functions_every_call_goes_through_its_op():

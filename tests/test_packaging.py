@@ -119,7 +119,7 @@ def test_the_wheel_has_the_package_its_headers_and_nothing_else(wheel):
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "jitgemm").rglob("*.py")} | {"jitgemm/py.typed"}
     headers = {f"jitgemm/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "include").rglob("*.cuh")}
-    assert files == package | headers and len(headers) >= 10
+    assert files == package | headers | {"jitgemm_cli.py"} and len(headers) >= 10
 
 
 def test_the_sdist_has_what_tests_and_docs_need_and_no_leftovers(sdist):
@@ -131,6 +131,7 @@ def test_the_sdist_has_what_tests_and_docs_need_and_no_leftovers(sdist):
         "SECURITY.md",
         "LICENSE",
         "pyproject.toml",
+        "jitgemm_cli.py",
         "docs/conf.py",
         ".pre-commit-config.yaml",
     }
@@ -208,6 +209,62 @@ def test_types_are_clean_and_users_see_them(tmp_path):
         len(revealed) == 4 and revealed[0] == "jitgemm.weight.packed.W4Weight" and "CanonicalWeight" not in revealed[0]
     )
     assert not any("Any" in text for text in revealed), revealed
+
+
+TYPES = """
+import torch
+import jitgemm
+
+x, out = torch.empty(1, 32), torch.empty(1, 8)
+weight = jitgemm.pack_w4(torch.empty(8, 32, dtype=torch.int8), torch.empty(8, 1), group_size=32)
+for affine in (False, True):
+    jitgemm.gemm_w4a8_nt(jitgemm.quantize_activations(x, torch.int8, affine=affine), weight, out)
+reveal_type(jitgemm.quantize_activations(x, torch.int8))
+reveal_type(jitgemm.quantize_activations(x, torch.int8, affine=True))
+reveal_type(jitgemm.gemm_w4a8_int8_nt(jitgemm.quantize_activations(x, torch.int8), weight))
+jitgemm.gemm_w4a8_bf16_nt(jitgemm.gemm_w4a8_int8_nt((x, x), weight, affine=False), weight, out)
+loaded = jitgemm.load("model", "layer")
+if isinstance(loaded, jitgemm.W4Weight):
+    jitgemm.gemm_w4a8_nt((x, x), loaded, out, bias=None, batch_invariant=True, kernel=None)
+else:
+    jitgemm.gemm_w8a8_nt((x, x), loaded, out)
+jitgemm.nn.load_(torch.nn.Linear(1, 1), "model")
+"""
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory) -> list[str]:
+    """What `mypy --strict` says of the README's samples and of TYPES."""
+    pytest.importorskip("mypy")
+    folder = tmp_path_factory.mktemp("strict")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    samples = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert len(samples) == 2
+    for name, text in {"first": samples[0], "second": samples[1], "user": TYPES}.items():
+        (folder / f"{name}.py").write_text(text)
+    # Options decide what a cache is good for: one of its own.
+    options = ["--strict", "--untyped-calls-exclude=transformers", f"--cache-dir={ROOT / '.mypy_cache' / 'strict'}"]
+    command = [sys.executable, "-m", "mypy", *options, *map(str, sorted(folder.iterdir()))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_readme_s_samples_and_results_as_arguments_pass_strict_checks(strict):
+    assert [line for line in strict if ": error: " in line] == []
+
+
+def test_results_of_quantisers_say_whether_they_are_pairs_or_triples(strict):
+    found = [re.search(r'"tuple\[(.*)\]"', line)[1].split(", ") for line in strict if "Revealed type" in line]
+    assert [len(each) for each in found] == [2, 3, 3]
+    assert all(name.endswith("Tensor") for each in found for name in each)
+
+
+def test_no_function_of_the_package_is_untyped():
+    """Of what `mypy --strict` calls so; nn/fused.py overrides PyTorch's two."""
+    for path in (ROOT / "jitgemm").rglob("*.py"):
+        if path.name != "fused.py":
+            assert "no-untyped-def" not in path.read_text(encoding="utf-8"), path
 
 
 def test_every_third_party_import_is_a_requirement():

@@ -98,6 +98,6 @@ def test_no_two_modules_import_each_other_in_a_circle():
 def test_choosing_rendering_compiling_and_the_commands_need_no_torch():
     names = [name for name, room in ROOMS.items() if room in TENSOR_FREE]
     loaded = "print(*sorted({'torch', 'numpy'} & set(sys.modules)))"
-    code = f"import sys\nfor name in {names!r}: __import__(name)\n{loaded}"
+    code = f"import sys, jitgemm_cli\nfor name in {names!r}: __import__(name)\n{loaded}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout.strip(), done.stderr) == ("", "")

@@ -6,7 +6,7 @@ imports the layers below. CPU tensors run `reference.py`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -29,6 +29,49 @@ from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_flag, check_tensor
 
 SCHEMES = ("token", "tensor", "block")
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@overload
+def quantize_activations(
+    x: torch.Tensor, dtype: torch.dtype, *, scheme: str = "token", affine: Literal[False] = False,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False, gelu_mul: str | None = None,
+    rms_norm: torch.Tensor | None = None, eps: float = 1e-6, permutation: torch.Tensor | None = None,
+    residual: None = None, residual_out: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, ...] | None = None,
+) -> Pair: ...  # fmt: skip
+
+
+@overload
+def quantize_activations(
+    x: torch.Tensor, dtype: torch.dtype, *, scheme: str = "token", affine: Literal[True],
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False, gelu_mul: str | None = None,
+    rms_norm: torch.Tensor | None = None, eps: float = 1e-6, permutation: torch.Tensor | None = None,
+    residual: None = None, residual_out: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, ...] | None = None,
+) -> Triple: ...  # fmt: skip
+
+
+@overload
+def quantize_activations(
+    x: torch.Tensor, dtype: torch.dtype, *, scheme: str = "token", affine: bool,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False, gelu_mul: str | None = None,
+    rms_norm: torch.Tensor | None = None, eps: float = 1e-6, permutation: torch.Tensor | None = None,
+    residual: None = None, residual_out: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, ...] | None = None,
+) -> Pair | Triple: ...  # fmt: skip
+
+
+@overload
+def quantize_activations(
+    x: torch.Tensor, dtype: torch.dtype, *, scheme: str = "token", affine: bool = False,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, silu_mul: bool = False, gelu_mul: str | None = None,
+    rms_norm: torch.Tensor | None = None, eps: float = 1e-6, permutation: torch.Tensor | None = None,
+    residual: torch.Tensor, residual_out: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, ...] | None = None,
+) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
 def quantize_activations(

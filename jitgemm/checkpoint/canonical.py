@@ -268,7 +268,7 @@ class CanonicalWeight:
         zero = torch.full(self.scale.shape, middle, dtype=torch.uint8, device=self.q.device)
         return replace(self, q=self.q.view(torch.uint8) + middle, zero=zero)  # which wraps
 
-    def pack(self, lhs_dtype: torch.dtype | None = None) -> Weight:
+    def pack(self, lhs_dtype: torch.dtype | None = None) -> W4Weight | W8Weight:
         """Packs for the kernel, on q's device. Group sizes that the kernel lacks are repeated as smaller ones.
 
         Args:

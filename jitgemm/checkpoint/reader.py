@@ -21,7 +21,7 @@ from jitgemm.checkpoint.canonical import (
     concat,
 )
 from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
-from jitgemm.weight.packed import Weight
+from jitgemm.weight.packed import W4Weight, W8Weight
 
 
 class _Found(dict[str, Any]):
@@ -65,7 +65,7 @@ def load(
     format: str | None = None,
     config: Mapping[str, Any] | None = None,
     lhs_dtype: torch.dtype | None = None,
-) -> Weight:
+) -> W4Weight | W8Weight:
     """Reads a quantised linear layer of a checkpoint and packs it for the kernel. Exact, or an error.
 
     The formats and their layouts are listed in docs/formats.md. The layer's bias and static activation scale, where it

@@ -46,7 +46,7 @@ Codes = Enum("Codes", {name: name for name in ("any", "tuned")}, type=str)
 
 # Options that mean the same to every command.
 LHS_HELP = "Type of the activations; fp8 and e4m3 are the same."
-GROUP_HELP = f"Values of k that share a scale: {', '.join(map(str, GROUP_SIZES))}, or 'channel' for one per row of n."
+GROUP_HELP = f"Values of k that share a scale: {', '.join(map(str, GROUP_SIZES))}, or k (or more), -1 or 'channel' for one per row of n."
 ZERO_HELP = "Weights have integer zero points (codes 0..15) instead of signed codes -8..7."
 CODES_HELP = (
     "How the weights are packed: any, for activations of both types (pack_w4 without lhs_dtype, and e4m3 where a code "
@@ -176,6 +176,8 @@ def weight_format(
     if bits not in (4, 8) or (bits == 8 and (zero_point or offset)):
         raise ValueError(f"--bits: expected 4, or 8 without --zero-point and --offset, got {bits}")
     group = 0 if group_size >= k else group_size
+    if group and group not in GROUP_SIZES:
+        raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUP_SIZES))}, or k = {k}, got {group}")
     if offset and not group:
         raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
     order = lhs if bits == 8 else "any" if codes is Codes.any else tuned_codes(lhs, group, zero_point, k)
@@ -183,10 +185,10 @@ def weight_format(
 
 
 def parse_group_size(text: str) -> int:
-    """A group size, 0 for per channel."""
-    if text in ("channel", "k", "0"):
+    """A group size, 0 for per channel; one that is above all is for layers of at most so many k."""
+    if text in ("channel", "k", "0", "-1"):
         return 0
-    if text.isdecimal() and int(text) in GROUP_SIZES:
+    if text.isdecimal() and (int(text) in GROUP_SIZES or int(text) > GROUP_SIZES[-1]):
         return int(text)
     raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUP_SIZES))} or 'channel', got {text!r}")
 

@@ -101,6 +101,14 @@ def check_switches(batch_invariant: bool, kernel: str | None) -> None:
         )
 
 
+def check_label(kernel: str | None) -> None:
+    """Raises ValueError unless the text, if any, is a kernel's label, on the CPU too."""
+    if kernel is not None:
+        from jitgemm.kernel.spec import KernelSpec
+
+        KernelSpec.from_label(kernel)
+
+
 def check_types(operands: Operands, batch_invariant: bool, kernel: str | None) -> None:
     """Raises TypeError unless everything is of the class that it should be."""
     x, x_scale, x_zero, weight, out, bias = operands  # compilers up to torch 2.8 follow no property of a NamedTuple

@@ -7,17 +7,14 @@ kernel's family, whose scheduler walks the experts that have rows.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
 from jitgemm import settings
-from jitgemm.gemm.arguments import X, Lhs, Operands, check_switches, split_lhs
-from jitgemm.gemm.call import check_bf16
+from jitgemm.gemm.arguments import X, Operands, check_label, check_switches, split_lhs
 from jitgemm.gemm.e8m0 import PackingPlan, pack_e8m0
 from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped, experts_of
 from jitgemm.kernel.formats import MAX_ROWS, TABLE_SIZES, format_named
@@ -25,79 +22,24 @@ from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.plans import thread
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_plain, check_tensor, dtype_name
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+from jitgemm.weight.packed import AnyWeight, Weight
 from jitgemm.weight.parts import PackedWeight
 from jitgemm.weight.ready import capturing
 
-Call = TypeVar("Call", bound=Callable[..., None])
 
-
-def m_grouped_gemm_w4a8_nt_contiguous(
-    lhs: Lhs,
-    rhs: W4Weight,
+def contiguous(
+    kind: type[Weight],
+    lhs: tuple[torch.Tensor, ...],
+    rhs: AnyWeight,
     out: torch.Tensor,
     offsets: torch.Tensor,
-    *,
     bias: torch.Tensor | None = None,
     row_index: torch.Tensor | None = None,
     expected_m: float | None = None,
     batch_invariant: bool = False,
     kernel: str | None = None,
 ) -> None:
-    """out[i] = lhs[i] · rhs[e]ᵀ for the rows i of each expert e, as `gemm_w4a8_nt` computes it, on the current stream.
-
-    ::
-
-        rows     0 1 | 2 3 4 5 | 6 7        offsets = [0, 2, 2, 6, 7], E = 4: expert 1 has no rows, row 7 is no one's
-        expert   0   | 2       | 3
-
-    Args:
-        lhs: (x, x_scale), or (x, x_scale, x_zero), as `gemm_w4a8_nt` takes them: x [M, k], rows sorted by expert.
-        rhs: weight of E experts [E, n, k] from `pack_w4`.
-        out: bfloat16, float16 or float32 [M, n], as `gemm_w4a8_nt` takes it. Rows of no expert are left alone.
-        offsets: int32 or int64 [E + 1], contiguous: expert e has the rows offsets[e] to offsets[e + 1] - 1. Or [E, 2]:
-            its first row and its end, for experts with rows of nobody between them. Read on the device when the kernel
-            runs. Values are clamped there: to 0..M, and an end before its first row to that, so no sizes make the
-            kernel read or write outside of its tensors. Experts that share rows leave in them what either computes.
-        bias: bfloat16 or fp32 [E, n], contiguous, or None.
-        row_index: int32 [M], contiguous: row i of the GEMM is row row_index[i] of x, which has any number of rows, and
-            of x_scale and x_zero. Rows of x come one at a time then; for many rows an expert it is faster to gather
-            them when they are quantised. Values outside of x stand for its last row.
-        expected_m: rows of an expert, as expected, by which the kernel is chosen: tokens * top_k over the experts of
-            all ranks, say, which may be less than one. None for M / E. Any value gives right results.
-        batch_invariant: a row of out has the same bits whatever M, the other rows and its place are.
-        kernel: as for `gemm_w4a8_nt`; `jitgemm explain --experts` prints labels.
-
-    All on one device. On the CPU: `m_grouped_gemm_w4a8_reference`.
-
-    Raises:
-        TypeError, ValueError: an argument is wrong; the message names it. Nothing was launched.
-        CacheMissError, CompileError, DriverError, UnsupportedDeviceError: as `gemm_w4a8_nt`.
-    """
-    contiguous(W4Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
-
-
-def m_grouped_gemm_w8a8_nt_contiguous(
-    lhs: Lhs,
-    rhs: W8Weight,
-    out: torch.Tensor,
-    offsets: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    row_index: torch.Tensor | None = None,
-    expected_m: float | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
-    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight of experts from `pack_w8`, and as `gemm_w8a8_nt` computes it."""
-    contiguous(W8Weight, lhs, rhs, out, offsets, bias, row_index, expected_m, batch_invariant, kernel)
-
-
-def contiguous(  # type: ignore[no-untyped-def]
-    kind: type[Weight], lhs, rhs, out, offsets, bias=None, row_index=None, expected_m=None, batch_invariant=False,
-    kernel=None,
-) -> None:  # fmt: skip
-    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight of this kind."""
+    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight of this class; `Weight` for both."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, kind)
     check_tensor("out", out)
@@ -107,54 +49,18 @@ def contiguous(  # type: ignore[no-untyped-def]
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
 
 
-def m_grouped_gemm_w4a8_nt_masked(
-    lhs: Lhs,
-    rhs: W4Weight,
+def masked(
+    kind: type[Weight],
+    lhs: tuple[torch.Tensor, ...],
+    rhs: AnyWeight,
     out: torch.Tensor,
     masked_m: torch.Tensor,
     expected_m: float,
-    *,
     bias: torch.Tensor | None = None,
     batch_invariant: bool = False,
     kernel: str | None = None,
 ) -> None:
-    """out[e, i] = lhs[e, i] · rhs[e]ᵀ for i < masked_m[e]: DeepEP's low-latency form, of max_m rows for every expert.
-
-    Args:
-        lhs: (x, x_scale), or (x, x_scale, x_zero): x [E, max_m, k], x_scale and x_zero [E, max_m] or one element, or
-            x_scale [E, max_m, ceil(k / 128)], or packed [E, max_m, ceil(k / 512)], of any strides. Else row strides as
-            in `gemm_w4a8_nt`; an expert is max_m row strides behind the one before.
-        rhs: weight of E experts [E, n, k] from `pack_w4`.
-        out: bfloat16, float16 or float32 [E, max_m, n], strides as x. Rows from masked_m[e] on are left alone.
-        masked_m: int32 or int64 [E], contiguous, read on the device and clamped to 0..max_m there.
-        expected_m: rows of an expert, as expected, by which the kernel is chosen. Any value gives right results.
-        bias, batch_invariant, kernel: as `m_grouped_gemm_w4a8_nt_contiguous` has them.
-
-    Raises:
-        As `m_grouped_gemm_w4a8_nt_contiguous`.
-    """
-    masked(W4Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
-
-
-def m_grouped_gemm_w8a8_nt_masked(
-    lhs: Lhs,
-    rhs: W8Weight,
-    out: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: float,
-    *,
-    bias: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
-    """`m_grouped_gemm_w4a8_nt_masked` for a weight of experts from `pack_w8`, and as `gemm_w8a8_nt` computes it."""
-    masked(W8Weight, lhs, rhs, out, masked_m, expected_m, bias, batch_invariant, kernel)
-
-
-def masked(  # type: ignore[no-untyped-def]
-    kind: type[Weight], lhs, rhs, out, masked_m, expected_m, bias=None, batch_invariant=False, kernel=None
-) -> None:
-    """`m_grouped_gemm_w4a8_nt_masked` for a weight of this kind."""
+    """`m_grouped_gemm_w4a8_nt_masked` for a weight of this class; `Weight` for both."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, kind)
     check_tensor("out", out)
@@ -173,25 +79,6 @@ def masked(  # type: ignore[no-untyped-def]
     rows_of_expert = max(max_m, 1) if type(max_m) is int else torch.sym_max(max_m, 1)
     groups = Groups(check_tensor("masked_m", masked_m), None, rows_of_expert, expected_rows)
     _call(Operands(x, x_scale, x_zero, rhs, out, bias), groups, batch_invariant, kernel)
-
-
-def _into_bf16(call: Call) -> Call:
-    """The call for bfloat16 results, the type that nearly every caller wants."""
-
-    @functools.wraps(call)
-    def into_bf16(lhs: Lhs, rhs: Weight, out: torch.Tensor, *rest: Any, **options: Any) -> None:
-        check_bf16(out)
-        call(lhs, rhs, out, *rest, **options)
-
-    into_bf16.__name__ = into_bf16.__qualname__ = call.__name__.replace("_nt", "_bf16_nt")
-    into_bf16.__doc__ = f"`{call.__name__}` into bfloat16; TypeError for another out."
-    return cast(Call, into_bf16)
-
-
-m_grouped_gemm_w4a8_bf16_nt_contiguous = _into_bf16(m_grouped_gemm_w4a8_nt_contiguous)
-m_grouped_gemm_w4a8_bf16_nt_masked = _into_bf16(m_grouped_gemm_w4a8_nt_masked)
-m_grouped_gemm_w8a8_bf16_nt_contiguous = _into_bf16(m_grouped_gemm_w8a8_nt_contiguous)
-m_grouped_gemm_w8a8_bf16_nt_masked = _into_bf16(m_grouped_gemm_w8a8_nt_masked)
 
 
 def rows_of_m_indices(m_indices: torch.Tensor, experts: int, name: str = "m_indices") -> torch.Tensor:
@@ -297,6 +184,7 @@ def _run(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str 
     plan = thread.memory.find_plan(key, tensors)
     if plan is None:
         check_switches(batch_invariant, kernel)
+        check_label(kernel)
         check_grouped(operands, groups)
         if out.shape[0] == 0 or x.shape[0] == 0:
             return
@@ -338,17 +226,17 @@ def _run_reference(operands: Operands, groups: Groups) -> None:
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _of_op(arguments: tuple) -> tuple[Operands, Groups]:  # type: ignore[type-arg]
+def _of_op(arguments: tuple[Any, ...]) -> tuple[Operands, Groups]:
     x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, *groups, n, k, format, _, _ = arguments
     weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
     return Operands(x, x_scale, x_zero, weight, out, bias), Groups(*groups)
 
 
-def _op(*arguments) -> None:  # type: ignore[no-untyped-def]
+def _op(*arguments: Any) -> None:
     _run(*_of_op(arguments), *arguments[-2:])
 
 
-def _fake_op(*arguments) -> None:  # type: ignore[no-untyped-def]
+def _fake_op(*arguments: Any) -> None:
     check_grouped(*_of_op(arguments))
 
 

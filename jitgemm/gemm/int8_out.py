@@ -5,12 +5,14 @@ Composes two public calls; knows nothing of kernels.
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from jitgemm.activations.arguments import check_out
-from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.call import Pair, Triple, quantize_activations
 from jitgemm.gemm.arguments import POINTERS, X, X_SCALE, X_ZERO, Lhs, Operands, check_weight, split_lhs
-from jitgemm.gemm.call import gemm_w4a8_nt
+from jitgemm.gemm.names import gemm_w4a8_nt
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.runtime.checks import Pointer, check_call
 from jitgemm.tensors import check_tensor
@@ -23,6 +25,30 @@ _POINTERS = (
     Pointer(None, "out[2]", written=True, in_place=(X_ZERO,)),
 )
 """Operands of the call, which reads the GEMM's before it writes; those of the quantiser are its own."""
+
+
+@overload
+def gemm_w4a8_int8_nt(
+    lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None, affine: Literal[True] = True,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, out: tuple[torch.Tensor, ...] | None = None,
+    batch_invariant: bool = False,
+) -> Triple: ...  # fmt: skip
+
+
+@overload
+def gemm_w4a8_int8_nt(
+    lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None, affine: Literal[False],
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, out: tuple[torch.Tensor, ...] | None = None,
+    batch_invariant: bool = False,
+) -> Pair: ...  # fmt: skip
+
+
+@overload
+def gemm_w4a8_int8_nt(
+    lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None, affine: bool = True,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, out: tuple[torch.Tensor, ...] | None = None,
+    batch_invariant: bool = False,
+) -> Pair | Triple: ...  # fmt: skip
 
 
 def gemm_w4a8_int8_nt(

@@ -26,6 +26,7 @@ from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.shapes import launched_clusters, units_of_work
 from jitgemm.tensors import TYPE_NAMES
+from jitgemm.weight.packed import AnyWeight
 
 VALUES = dict(
     lhs_stride="Q", lhs_scale_stride="Q", lhs_zero_stride="Q", m="I", n="I", k="I", channel_scale_type="i",
@@ -87,9 +88,10 @@ class Plan(PreparedLaunch):
             maps=((0, x_map), (0, last_x_map), (len(POINTERS) - 1, out_map)),
         )
 
-    def launch(  # type: ignore[no-untyped-def]
-        self, x, x_scale, x_zero, weight, out, bias
-    ) -> None:
+    def launch(
+        self, x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight,
+        out: torch.Tensor, bias: torch.Tensor | None,
+    ) -> None:  # fmt: skip
         """Runs on the device of the operands (the fields of `Operands`), on its current stream.
 
         If the weight is settled, the kernel may start before the kernel before it ends. Raises as `PreparedLaunch.run`.
@@ -103,7 +105,7 @@ class Plan(PreparedLaunch):
             x_scale.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             0 if x_zero is None else x_zero.data_ptr(),
-            0 if x_zero is None else weight.row_sum.data_ptr(),
+            0 if x_zero is None else weight.row_sum.data_ptr(),  # type: ignore[union-attr]
             out.data_ptr(),
             self.number,
         )

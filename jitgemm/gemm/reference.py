@@ -101,9 +101,10 @@ def m_grouped_gemm_w4a8_reference(
     return out
 
 
-def write_grouped_reference(  # type: ignore[no-untyped-def]
-    lhs, rhs, out, sizes, *, most: int, first=None, row_index=None, bias=None
-) -> None:
+def write_grouped_reference(
+    lhs: Lhs, rhs: AnyWeight, out: torch.Tensor, sizes: torch.Tensor, *, most: int,
+    first: torch.Tensor | None = None, row_index: torch.Tensor | None = None, bias: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Into the experts' rows of out. Sizes are clamped to 0..most; with `first` they are numbers of rows."""
     sizes = sizes.cpu().long().clamp(0, most)
     if first is not None:
@@ -148,8 +149,8 @@ def round_fp64(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return odd.view(torch.float32).to(dtype)
 
 
-def _check(  # type: ignore[no-untyped-def]
-    lhs, rhs, bias, bias_shape: tuple[int, ...], out_dtype: torch.dtype
+def _check(
+    lhs: Lhs, rhs: Weight, bias: torch.Tensor | None, bias_shape: tuple[int, ...], out_dtype: torch.dtype
 ) -> int:
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)

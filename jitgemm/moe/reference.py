@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from jitgemm.activations.arguments import Inputs
@@ -27,7 +29,7 @@ def layer_reference(layer: Layer) -> torch.Tensor:
         results = quantize_reference(inputs)
         return tuple(result for result in results if result is not None)
 
-    def multiply(lhs: tuple[torch.Tensor, ...], weight, bias) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def multiply(lhs: tuple[torch.Tensor, ...], weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         out = x.new_empty((live, weight.n))
         bounds = offsets.tolist()
         for e, (first, end) in enumerate(zip(bounds, bounds[1:])):

@@ -220,9 +220,10 @@ class PackedExperts(torch.nn.Module):
         destination[prefix + "gate"] = encoded(self.gate)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(  # type: ignore[no-untyped-def]
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
         found = state_dict.get(prefix + "gate")
         if found is None:
             missing_keys.append(prefix + "gate")

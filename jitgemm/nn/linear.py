@@ -16,15 +16,16 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.gemm.call import gemm_w4a8_nt, gemm_w8a8_nt
+from jitgemm.gemm.call import gemm
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.packed import Packed
 from jitgemm.nn.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_no_grad
+from jitgemm.weight.pack import check_group_size
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed
 from jitgemm.weight.parts import format_group
-from jitgemm.weight.quantize import quantize_w4, quantize_w8
+from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
 
 if TYPE_CHECKING:
     from jitgemm.nn.split import Split
@@ -249,9 +250,8 @@ class PackedLinear(Packed):
         Of a layer divided along k: summed over the ranks, where all of them want it.
         """
         weight = self.weight
-        gemm: Callable[..., None] = gemm_w4a8_nt if weight.bits == 4 else gemm_w8a8_nt
         bias = self._buffers["bias"] if bias is None else bias
-        gemm(lhs, weight, out, bias=bias, batch_invariant=self.batch_invariant)
+        gemm(Weight, lhs, weight, out, bias, self.batch_invariant)
         if self.split is not None and self.split.sums:
             self.split.sum(out)
 
@@ -264,6 +264,7 @@ class PackedLinear(Packed):
         parts += ["permutation"] if self.permutation is not None else []
         parts += ["static input scale"] if self.input_scale is not None else []
         parts += [f"1 of {self.split.mesh.size()} parts along {self.split.dim}"] if self.split is not None else []
+        parts += [f"scale_dtype={fmt.scale_type}", f"codes={fmt.codes}"]
         return ", ".join(parts)
 
 
@@ -278,23 +279,29 @@ class W4A8Linear(PackedLinear):
         linear: torch.nn.Linear,
         *,
         activation: str = "e4m3",
-        group_size: int = 128,
+        group_size: int | str = 128,
+        symmetric: bool = True,
+        scale_dtype: torch.dtype = torch.bfloat16,
+        full_range: bool = True,
+        clip_steps: int = CLIP_STEPS,
         device: torch.device | str | int | None = None,
-        **options: Any,
     ) -> W4A8Linear:
         """A layer whose weight is `linear`'s, quantised by `quantize_w4`.
 
         Args:
             linear: out_features a multiple of 8, in_features a multiple of 16; left as it is.
             activation: one of ACTIVATIONS.
-            group_size, options: as in `quantize_w4` (symmetric, scale_dtype, ...); a group_size of in_features or more
-                is per channel.
+            group_size, symmetric, scale_dtype, full_range, clip_steps: as in `quantize_w4`.
             device: where to quantise and keep the weight; None for where it is.
 
         Raises:
             TypeError, ValueError: an argument is wrong, or the weight has no 4-bit form; see `quantize_w4`.
         """
-        return cls._from_linear(linear, activation, device, partial(quantize_w4, group_size=group_size, **options))
+        quantise = partial(
+            quantize_w4, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
+            clip_steps=clip_steps,
+        )  # fmt: skip
+        return cls._from_linear(linear, activation, device, quantise)
 
     @classmethod
     def empty(
@@ -304,7 +311,7 @@ class W4A8Linear(PackedLinear):
         *,
         bias: bool | torch.dtype = False,
         activation: str = "e4m3",
-        group_size: int = 128,
+        group_size: int | str = 128,
         symmetric: bool = True,
         scale_dtype: torch.dtype = torch.bfloat16,
         offset: bool = False,
@@ -321,6 +328,7 @@ class W4A8Linear(PackedLinear):
             device: "meta" is possible, for `load_state_dict(…, assign=True)`.
         """
         scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
+        group_size = check_group_size(group_size, in_features)
         fmt = WeightFormat(format_group(in_features, group_size), not symmetric, scale_type, offset=offset)
         sizes = in_features, out_features, group_size, fmt
         return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
@@ -364,14 +372,14 @@ class W8A8Linear(PackedLinear):
         *,
         bias: bool | torch.dtype = False,
         activation: str = "e4m3",
-        group_size: int | None = None,
+        group_size: int | str | None = None,
         scale_dtype: torch.dtype = torch.float32,
         permutation: bool = False,
         input_scale: bool = False,
         device: torch.device | str | int | None = None,
     ) -> W8A8Linear:
         """As `W4A8Linear.empty`; group_size None is per channel."""
-        group_size = in_features if group_size is None else group_size
+        group_size = check_group_size("channel" if group_size is None else group_size, in_features)
         scale_type, codes = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), CODES[check_activation(activation)]
         fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, TYPE_NAMES[codes], bits=8)
         sizes = in_features, out_features, group_size, fmt

@@ -110,9 +110,10 @@ class Packed(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination |= {prefix + name: tensor for name, tensor in self._description().items()}
 
-    def _load_from_state_dict(  # type: ignore[no-untyped-def]
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
         wrong = self._what_is_wrong(state_dict, prefix)
         if wrong is not None:
             error_msgs.append(wrong)

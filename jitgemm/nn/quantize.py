@@ -22,7 +22,14 @@ def quantize_(
     *,
     bits: int = 4,
     lm_head: str | None = None,
-    **options: Any,
+    activation: str = "e4m3",
+    group_size: int | str | None = None,
+    symmetric: bool | None = None,
+    scale_dtype: torch.dtype | None = None,
+    full_range: bool | None = None,
+    clip_steps: int | None = None,
+    block: int | None = None,
+    device: torch.device | str | int | None = None,
 ) -> Report:
     """Replaces the Linears of a model by `W4A8Linear`s, or `W8A8Linear`s, in place, one at a time; each original is
     freed as it goes.
@@ -48,8 +55,11 @@ def quantize_(
         bits: of the weights, 4 or 8.
         lm_head: one of ACTIVATIONS, such as "int8": the output embedding becomes a `W8A8Linear` with these activations,
             whatever the filter says; where it is tied to the input's, that one stays as it is. None: it is like others.
-        options: as in `W4A8Linear.from_linear`: activation, group_size, symmetric, scale_dtype, device, ...; or as in
-            `W8A8Linear.from_linear`: activation, block, device.
+        activation: one of ACTIVATIONS.
+        group_size, symmetric, scale_dtype, full_range, clip_steps: with 4 bits, as in `quantize_w4`; None for 128 and
+            that call's defaults.
+        block: with 8 bits, as in `quantize_w8`.
+        device: where to quantise and keep the weights; None for where each is.
 
     Returns:
         The names of the replaced modules, in the model's order, as a list that also says what was skipped and why.
@@ -62,6 +72,19 @@ def quantize_(
     """
     check_model(model, filter)
     check_options(bits, lm_head)
+    of_bits: dict[int, dict[str, Any]] = {
+        4: dict(
+            group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
+            clip_steps=clip_steps,
+        ),
+        8: dict(block=block),
+    }  # fmt: skip
+    options: dict[str, Any] = {"activation": activation, "device": device}
+    for width, values in of_bits.items():
+        given = {name: value for name, value in values.items() if value is not None}
+        if width != bits and given:
+            raise TypeError(f"{next(iter(given))}: expected none with bits={bits}, got one, which goes with {width}")
+        options |= given
     found = Replaceable(model)
     chosen, skipped = choose(model, found, filter, lm_head)
     for name in chosen:
@@ -71,7 +94,7 @@ def quantize_(
 
     def make(name: str, module: torch.nn.Module) -> PackedLinear | PackedExperts:
         if lm_head is not None and name == found.head:
-            return quantised(module, None, 8, activation=lm_head, device=options.get("device"))
+            return quantised(module, None, 8, activation=lm_head, device=device)
         return quantised(module, found.forms.get(name), bits, **options)
 
     report = Report(chosen, skipped | found.others())

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, STRIP_ROWS, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, tuned_codes
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.packed import W4Weight
@@ -21,6 +21,9 @@ from jitgemm.weight.ready import capturing
 MAX_ZERO = 16
 """Largest zero point: GPTQ's first format stores z - 1 in four bits, so 16 occurs; both decodes take q - 16."""
 
+_ALL = MAX_ROWS
+"""A group size that covers every k: per channel, until k is known."""
+
 
 def pack_w4(
     q: torch.Tensor,
@@ -29,7 +32,7 @@ def pack_w4(
     *,
     offset: torch.Tensor | None = None,
     permutation: torch.Tensor | None = None,
-    group_size: int,
+    group_size: int | str,
     k: int | None = None,
     lhs_dtype: torch.dtype | None = None,
 ) -> W4Weight:
@@ -54,7 +57,7 @@ def pack_w4(
             zero points of torchao, ExecuTorch and QServe. Not per channel: repeat scale and offset for groups instead.
         permutation: None, or integers [k] that hold 0..k-1 once each: column j of q is column permutation[j] of the
             layer's input, and the GEMM takes x[:, permutation]. Kept beside the weight. Not for experts.
-        group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.
+        group_size: 32, 64, 128 or 256 values of k share a scale; k (or more), -1 or "channel" for one scale per row.
         k: only needed where both readings of a uint8 q fit scale.
         lhs_dtype: torch.float8_e4m3fn or torch.int8 if the weight will only ever meet these activations: its codes then
             decode in half the instructions where they can (not with zero points; e4m3: where no code is -8, of any
@@ -81,7 +84,7 @@ def pack_w4(
     if offset is not None and offset.dtype != scale.dtype:
         raise TypeError(f"offset: expected scale's dtype {dtype_name(scale.dtype)}, got {dtype_name(offset.dtype)}")
     lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
-    group_size = check_int("group_size", group_size)
+    group_size = check_group_size(group_size, _ALL)
     if k is not None and (k := check_int("k", k)) < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
     if q.dim() not in (2, 3) or (q.dim() == 3 and not q.shape[0]):
@@ -101,6 +104,7 @@ def pack_w4(
 
     k, canonical = _read_form(q, scale.shape[-1], group_size, zero is not None, k)
     check_sizes(n, k)
+    group_size = k if group_size == _ALL else group_size
     format = WeightFormat(format_group(k, group_size), zero is not None, scale_type)
     if offset is not None and not format.group_size:
         raise ValueError("offset: expected none per channel; repeat scale and offset for groups of 128 instead")
@@ -179,6 +183,12 @@ def _check_range(name: str, values: torch.Tensor, low: int, high: int) -> None:
         raise ValueError(f"{name}: expected values {low}..{high}, got {least}..{most}")
 
 
+def check_group_size(group_size: object, k: int) -> int:
+    """Columns that share a scale, of k; -1 and "channel" stand for all of them."""
+    size = -1 if isinstance(group_size, str) and group_size == "channel" else check_int("group_size", group_size)
+    return k if size == -1 else size
+
+
 def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, k: int | None) -> tuple[int, bool]:
     """Tell one value each from canonical: (k, canonical)."""
     columns = q.shape[-1]
@@ -201,16 +211,17 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, 
             raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with k = {k}")
         return k, k != columns
     one_each, canonical = fits(columns), fits(2 * columns)
+    given = -1 if group_size == _ALL else group_size
     if not zero_point:
         if one_each and not canonical:
-            raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with {groups} groups of {group_size}")
+            raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with {groups} groups of {given}")
         return 2 * columns, True
     if one_each and canonical:
         if group_size == 2 * columns and group_size not in GROUP_SIZES:
             return group_size, True  # such a group size is only ever k itself
         raise ValueError(
             f"k: expected the argument k to say whether q uint8 {list(q.shape)} is k = {columns}, one value each, or "
-            f"k = {2 * columns}, canonical: scale [n, {groups}] with group_size {group_size} fits both; got None"
+            f"k = {2 * columns}, canonical: scale [n, {groups}] with group_size {given} fits both; got None"
         )
     if one_each or canonical:
         return (columns, False) if one_each else (2 * columns, True)
@@ -219,5 +230,5 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, 
     format_group(least_k, group_size)
     raise ValueError(
         f"scale: expected {group_count(columns, group_size)} columns for q {list(q.shape)} read as one value each, or "
-        f"{group_count(2 * columns, group_size)} read as canonical, with group_size {group_size}, got {groups}"
+        f"{group_count(2 * columns, group_size)} read as canonical, with group_size {given}, got {groups}"
     )

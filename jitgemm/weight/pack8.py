@@ -9,9 +9,9 @@ import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int, check_tensor, check_values
+from jitgemm.tensors import TYPE_NAMES, check_dtype, check_tensor, check_values
 from jitgemm.weight import layout
-from jitgemm.weight.pack import row_sums
+from jitgemm.weight.pack import check_group_size, row_sums
 from jitgemm.weight.packed import W8Weight
 from jitgemm.weight.parts import PackedWeight, check_sizes, expert_indices, format_group, group_count
 from jitgemm.weight.ready import capturing
@@ -20,7 +20,7 @@ BLOCK = 128
 """Rows and columns of a block with a scale of its own."""
 
 
-def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | None = None) -> W8Weight:
+def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | None = None) -> W8Weight:
     """Pack an 8-bit weight, or one of E experts, into the kernel's order, once, on the device where it is.
 
     The weight is q * scale; scales are applied as they are, never rounded. Any strides will do. For experts q and scale
@@ -84,9 +84,11 @@ def _same_in_strips(scale: torch.Tensor) -> bool:
     return bool(same.all())
 
 
-def _by_row(scale: torch.Tensor, lead: list[int], n: int, k: int, group_size: int | None) -> tuple[torch.Tensor, int]:
+def _by_row(
+    scale: torch.Tensor, lead: list[int], n: int, k: int, group_size: int | str | None
+) -> tuple[torch.Tensor, int]:
     """A scale of any form as [*lead, n, groups], and the group size."""
-    group_size = None if group_size is None else check_int("group_size", group_size)
+    group_size = None if group_size is None else check_group_size(group_size, k)
     shape, block = tuple(scale.shape), (*lead, ceil_div(n, BLOCK), ceil_div(k, BLOCK))
     if scale.numel() == 1 or (lead and shape in ((*lead,), (*lead, 1), (*lead, 1, 1))):
         found = scale.reshape(*(lead if scale.numel() > 1 else ()), 1, 1).expand(*lead, n, 1)

@@ -6,15 +6,21 @@ is; knows nothing of activations, calibration data, kernels or the packed order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, check_values, dtype_name
-from jitgemm.weight.pack import pack_w4
+from jitgemm.weight.pack import check_group_size, pack_w4
 from jitgemm.weight.pack8 import BLOCK, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import check_sizes, format_group
+
+W = TypeVar("W", bound=Weight)
 
 MIN_CLIP = 0.2
 """Smallest part of a group's range that the search keeps: one outlier among thousands of values is worth no more."""
@@ -28,7 +34,7 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 def quantize_w4(
     w: torch.Tensor,
-    group_size: int,
+    group_size: int | str,
     *,
     symmetric: bool = True,
     scale_dtype: torch.dtype = torch.bfloat16,
@@ -51,7 +57,7 @@ def quantize_w4(
     Args:
         w: fp32, bf16 or fp16 [n, k], or [E, n, k] for a weight of E experts, any strides, n a multiple of 8 and k a
             multiple of 16; finite. Left as it is.
-        group_size: 32, 64, 128 or 256 values of k share a scale; k (or more) for one scale per row.
+        group_size: 32, 64, 128 or 256 values of k share a scale; k (or more), -1 or "channel" for one scale per row.
         symmetric: signed codes; False for codes 0..15 with zero points.
         scale_dtype: torch.bfloat16, torch.float16 or torch.float32.
         full_range: False keeps symmetric codes within -7..7: about a fifth more squared error, but a weight for e4m3
@@ -72,17 +78,18 @@ def quantize_w4(
     check_flag("symmetric", symmetric)
     check_flag("full_range", full_range)
     check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
-    group_size, clip_steps = check_int("group_size", group_size), check_int("clip_steps", clip_steps)
+    group_size, clip_steps = check_group_size(group_size, k), check_int("clip_steps", clip_steps)
     if clip_steps < 0:
         raise ValueError(f"clip_steps: expected at least 0, got {clip_steps}")
     if clip_steps > MAX_CLIP_STEPS:
         raise ValueError(f"clip_steps: expected at most {MAX_CLIP_STEPS}, got {clip_steps}")
     format_group(k, group_size)
     if w.dim() == 3:
-        return _by_expert(
-            W4Weight, quantize_w4, w, group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
+        dense = partial(
+            quantize_w4, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
             clip_steps=clip_steps, lhs_dtype=lhs_dtype,
         )  # fmt: skip
+        return _by_expert(W4Weight, dense, w)
     size = min(group_size, k)
     groups = ceil_div(k, size)
     with torch.inference_mode(False), torch.no_grad():
@@ -128,7 +135,7 @@ def quantize_w8(w: torch.Tensor, lhs_dtype: torch.dtype, *, block: int | None = 
     if block is not None and check_int("block", block) != BLOCK:
         raise ValueError(f"block: expected None or {BLOCK}, got {block!r}")
     if w.dim() == 3:
-        return _by_expert(W8Weight, quantize_w8, w, lhs_dtype, block=block)
+        return _by_expert(W8Weight, partial(quantize_w8, lhs_dtype=lhs_dtype, block=block), w)
     rows_of, columns = block or 1, block or k  # of a scale
     with torch.inference_mode(False), torch.no_grad():
         q = torch.empty((n, k), dtype=lhs_dtype, device=w.device)
@@ -162,12 +169,12 @@ def _check_weight(w: torch.Tensor) -> tuple[int, int]:
     return n, k
 
 
-def _by_expert(kind, quantize, w, *arguments, **options):  # type: ignore[no-untyped-def]
+def _by_expert(kind: type[W], quantize: Callable[[torch.Tensor], W], w: torch.Tensor) -> W:
     """The weight of experts whose dense ones `quantize` makes."""
 
-    def expert(e: int) -> Weight:
+    def expert(e: int) -> W:
         try:
-            return quantize(w[e], *arguments, **options)
+            return quantize(w[e])
         except ValueError as error:
             raise ValueError(str(error).replace("w", f"w[{e}]", 1)) from None
 
@@ -257,7 +264,9 @@ def _in_steps(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return w / torch.where(scale == 0, 1.0, scale)[..., None]
 
 
-def _squared_error(nearest, low, high, steps, scale) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def _squared_error(
+    nearest: torch.Tensor, low: int | torch.Tensor, high: int | torch.Tensor, steps: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
     """Sum over each group of (q * scale - w)^2 in fp64, with q = nearest clamped to low..high.
 
     In steps, which neither overflow nor vanish. The sum is fp64 so that its order decides no comparison.
