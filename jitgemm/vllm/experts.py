@@ -86,18 +86,21 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
         """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         moe = layer.moe_config
-        hidden, inter = moe.hidden_dim, moe.intermediate_size_per_partition
-        layout = config.layout(names, max(hidden, moe.intermediate_size), layer.params_dtype, True)
-        if moe.activation.value not in _GATES:
-            raise Unsupported(f"expected an activation of {', '.join(_GATES)}, got {moe.activation.value}")
-        whole = moe.intermediate_size
-        layout = layout.cut([inter, inter], 2 * whole, hidden, hidden)
-        layout = layout.cut([hidden], hidden, inter, whole)
-        for k in (hidden, whole):
+        sizes = moe.hidden_dim, moe.intermediate_size
+        layout = cls.cut(config.layout(names, max(sizes), layer.params_dtype, True), moe)
+        for k in sizes:
             config.check_readable(layout, names, k)
         if moe.has_bias:
             raise Unsupported("expected experts without biases, got some with")
         return cls(config, moe, names, layout)
+
+    @staticmethod
+    def cut(layout: Layout, moe: Any) -> Layout:
+        """The layout for a rank's part. Raises Unsupported for one that jitgemm cannot serve."""
+        if moe.activation.value not in _GATES:
+            raise Unsupported(f"expected an activation of {', '.join(_GATES)}, got {moe.activation.value}")
+        hidden, inter, whole = moe.hidden_dim, moe.intermediate_size_per_partition, moe.intermediate_size
+        return layout.cut([inter, inter], 2 * whole, hidden, hidden).cut([hidden], hidden, inter, whole)
 
     def create_weights(
         self,
@@ -157,7 +160,10 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         inter = layer.intermediate_size_per_partition
         w13, activation = self._packed(tensors.pop("w13"), "w13", [inter, inter])  # which goes before w2 is read
         w2, _ = self._packed(tensors.pop("w2"), "w2", [layer.hidden_size])
-        module = packed_experts(w13, w2, gate=self._gate(layer), activation=activation, top_k=layer.top_k)
+        self.install(layer, packed_experts(w13, w2, gate=self._gate(layer), activation=activation, top_k=layer.top_k))
+
+    def install(self, layer: torch.nn.Module, module: PackedExperts) -> None:
+        """Gives a layer its packed experts."""
         module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         module.batched = self.moe.moe_parallel_config.use_batched_activation_format
         put(layer, module)
