@@ -584,6 +584,7 @@ def test_q_k_and_v_hold_the_ranks_heads(name, place):
 
 
 @pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_joined_layers_that_no_file_holds_are_zeros_unless_none_does(monkeypatch, name):
     """Gemma 3n and 4 have no k and v in layers that share others', where vLLM makes them all the same."""
     said, real = [], torch.empty
@@ -1028,6 +1029,73 @@ def test_a_joined_layer_that_is_loaded_again_without_a_tensor_is_an_error(name):
     load(layer, {each: tensor for each, tensor in parts[1].items() if "scale" not in each}, 1)
     with pytest.raises(ValueError, match="scale.*: expected numbers, found none in the files .layer m.up_proj"):
         process(layer)
+
+
+# ---- FP8 per tensor as transformers writes it -------------------------------------------------------------------------
+
+FINEGRAINED = CONFIGS["fp8"] | {"weight_block_size": None}
+SPELT = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+
+
+def spelt(tensors):
+    """Under transformers' names."""
+    return {SPELT[suffix]: tensor for suffix, tensor in tensors.items()}
+
+
+def fp8_headers(monkeypatch, names):
+    kinds = {"weight": "F8_E4M3", "weight_scale_inv": "F32", "activation_scale": "F32"}
+    found = {f"{name}.{suffix}": dtype for name in names for suffix, dtype in kinds.items()}
+    return headers(monkeypatch, made(FINEGRAINED), found)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("place", [(0, 1), *TWO])
+def test_fp8_per_tensor_is_loaded_by_transformers_names(monkeypatch, mapped, place):
+    """Some of vLLM's models map them to its own names, as Mistral3's."""
+    config = fp8_headers(monkeypatch, ("m.gate_proj", "m.up_proj", "m.o_proj"))
+    if mapped:
+        back = {new: old for old, new in SPELT.items()}
+
+        def apply_dict(values):
+            parts = {name: name.rpartition(".") for name in values}
+            return {f"{a}{dot}{back.get(last, last)}": values[name] for name, (a, dot, last) in parts.items()}
+
+        config.apply_vllm_mapper(SimpleNamespace(apply_dict=apply_dict))
+    number, size = place
+    pairs = [stored(CONFIGS["fp8"], 64, 128, seed) for seed in (0, 1)]
+    with rank(*place):
+        layer, other = gate_up(config, 128, 64), row(config, 128, 64)
+        for part, (tensors, _) in enumerate(pairs):
+            load(layer, tensors if mapped else spelt(tensors), part)
+        load(other, pairs[0][0] if mapped else spelt(pairs[0][0]))
+    mine = slice(64 // size * number, 64 // size * (number + 1))
+    module = process(layer)
+    assert torch.equal(dense_of(module), torch.cat([dense[mine] for _, dense in pairs]))
+    assert module.input_scale.tolist() == pytest.approx([0.02]) and not list(layer.parameters())
+    assert torch.equal(dense_of(process(other)), pairs[0][1].chunk(size, 1)[number])
+
+
+def test_experts_in_fp8_per_tensor_are_loaded_by_transformers_names(monkeypatch):
+    tensors, dense = expert_tensors(CONFIGS["fp8"], 4, 64, 64)
+    config = fp8_headers(monkeypatch, [f"m.mlp.experts.{e}.{proj}" for e, proj in tensors])
+    with rank():
+        layer = experts(config, "m.mlp.experts", (4, 64, 64), 2)
+        load_experts(layer, "m.mlp.experts", {each: spelt(found) for each, found in tensors.items()})
+        layer.quant_method.process_weights_after_loading(layer)
+    for e in range(4):
+        gate, up, down = (dense[e, proj] for proj in SHARDS)
+        assert torch.equal(layer.jitgemm.w13.weight[e].dequantize().double(), torch.cat([gate, up]))
+        assert torch.equal(layer.jitgemm.w2.weight[e].dequantize().double(), down)
+
+
+def test_stacked_experts_in_fp8_with_a_scale_for_each_are_an_error_before_they_are_made(monkeypatch):
+    names = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
+    config = headers(monkeypatch, made(FINEGRAINED), {f"m.mlp.experts.{name}": "F32" for name in names})
+    with (
+        rank(),
+        pytest.raises(ValueError, match="m.mlp.experts.*: expected the scales of experts .* got gate_up_proj_s"),
+    ):
+        experts(config, "m.mlp.experts", (4, 64, 64), 2)
 
 
 # ---- models that jitgemm saved ---------------------------------------------------------------------------------------

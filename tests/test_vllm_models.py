@@ -197,6 +197,19 @@ def test_a_checkpoint_is_loaded_bit_for_bit(alone, tmp_path, name, mixture):
 
 
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+def test_fp8_per_tensor_is_loaded_by_transformers_names(alone, tmp_path, mixture):
+    spelt = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+
+    def change(tensors):
+        parts = {name: name.rpartition(".") for name in tensors}
+        return {f"{a}{dot}{spelt.get(last, last)}": tensors[name] for name, (a, dot, last) in parts.items()}
+
+    said = CONFIGS["fp8"] | {"weight_block_size": None}
+    dense = save(tmp_path, said, mixture, lambda layer: CONFIGS["fp8"], change)
+    check(loaded(tmp_path), dense)
+
+
+@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
 def test_a_model_that_jitgemm_saved_is_loaded_bit_for_bit(alone, tmp_path, mixture):
     dense = save_packed(tmp_path, mixture)
     model = loaded(tmp_path)

@@ -160,6 +160,10 @@ class JitGemmConfig(QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self._mappers.append(hf_to_vllm_mapper)
         self._in_file = hf_to_vllm_mapper.apply_dict(self._in_file)
+        for layer, found in self._headers.items():  # by what vLLM calls the tensors
+            for suffix in list(found):
+                for name in hf_to_vllm_mapper.apply_dict({f"{layer}.{suffix}": None}):
+                    found[name.rpartition(".")[2]] = found.pop(suffix)
 
     def get_cache_scale_mapper(self) -> Any:
         """How the scales of a quantised cache are called, which is the checkpoint's own business.
@@ -245,6 +249,14 @@ class JitGemmConfig(QuantizationConfig):
             raise ValueError(f"{prefix}: expected all or none of its layers to be quantised, got such as {one_of_each}")
         if not quantised[names[0]]:
             return unquantised()
+        stacked = (
+            self._headers.get(self._in_file.get(prefix.removesuffix(".routed_experts"), ""), {}) if experts else {}
+        )
+        if "gate_up_proj_scale_inv" in stacked and self.checkpoint and not self.checkpoint.get("weight_block_size"):
+            raise ValueError(
+                f"{prefix}: expected the scales of experts one by one or in blocks, got gate_up_proj_scale_inv with one "
+                "for each expert, which vLLM's models do not load"
+            )
         try:
             makes: Any = (JitGemmLinearMethod, JitGemmSavedMethod), (JitGemmMoEMethod, JitGemmSavedMoEMethod)
             return makes[experts][self.saved].of(self, layer, names)
@@ -275,7 +287,7 @@ class JitGemmConfig(QuantizationConfig):
                     config["activation_scale_ub"],
                 )
             codes = header.get("weight", "" if experts else "F8_E4M3")
-            layout = layout_of(config, k, _scale_dtype(header, config, dtype), codes)
+            layout = layout_of(config, k, _scale_dtype(header, config, dtype), codes, header)
             found.append((layout, config.get("input_activations"), setting(config, "sym", "zero_point")))
         if any(each != found[0] for each in found):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")

@@ -127,7 +127,7 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
                 data = data[:0] if name.endswith("g_idx") else data  # which is looked at, not kept
                 data = data.expand(num_experts, *data.shape).clone()
                 param = torch.nn.Parameter(data, requires_grad=False)
-                layer.register_parameter(f"{part}_{name}", param)
+                layer.register_parameter(self.layout.parameters(part + "_")[name], param)
                 transposed = (each.axis("k", "G", "1") or 0) < (each.axis("n") or 0)
                 said = {"is_transposed": transposed, "quant_method": self.layout.scheme}
                 load = extra_weight_attrs["weight_loader"]
@@ -152,11 +152,12 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         return True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        params = {part: loaded(layer, self.layout.tensors, part + "_") for part in ("w13", "w2")}
+        names = {part: self.layout.parameters(part + "_") for part in ("w13", "w2")}
+        params = {part: loaded(layer, names[part]) for part in names}
         if params["w13"] is None or params["w2"] is None:
             return
         self._check_written(layer, params)
-        tensors = {part: taken(layer, found, part + "_") for part, found in params.items()}
+        tensors = {part: taken(layer, found, names[part]) for part, found in params.items()}
         inter = layer.intermediate_size_per_partition
         w13, activation = self._packed(tensors.pop("w13"), "w13", [inter, inter])  # which goes before w2 is read
         w2, _ = self._packed(tensors.pop("w2"), "w2", [layer.hidden_size])

@@ -92,7 +92,7 @@ class JitGemmSavedMethod(JitGemmLinearMethod):
         return kept
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        params = loaded(layer, (_ROWS, *self.suffixes))
+        params = loaded(layer, {name: name for name in (_ROWS, *self.suffixes)})
         if params is None:
             return
         rows = params.pop(_ROWS).data
