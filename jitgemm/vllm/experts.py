@@ -130,7 +130,7 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
                 layer.register_parameter(self.layout.parameters(part + "_")[name], param)
                 transposed = (each.axis("k", "G", "1") or 0) < (each.axis("n") or 0)
                 said = {"is_transposed": transposed, "quant_method": self.layout.scheme}
-                load = extra_weight_attrs["weight_loader"]
+                load = by_name(extra_weight_attrs["weight_loader"], self.layout.called.get(name, name), name)
                 load = cut(load, each, self.layout.group_size, touched, whole // inter, rows)
                 loader = self._in_order if name.endswith("g_idx") else exact(load) if "scale" in name else load
                 shared = part == "w13" and (name == "weight_shape" or data.dim() == 1)
@@ -473,6 +473,18 @@ def counted_once(load: Callable[..., Any]) -> Callable[..., Any]:
         return load(param, loaded_weight, *args, **kwargs)
 
     return counted
+
+
+def by_name(load: Callable[..., Any], called: str, name: str) -> Callable[..., Any]:
+    """vLLM's loader, which goes by names, told its own name of a parameter that is called otherwise."""
+    if called == name:
+        return load
+
+    @wraps(load)
+    def loads(param: Any, loaded_weight: torch.Tensor, weight_name: str, *args: Any, **kwargs: Any) -> Any:
+        return load(param, loaded_weight, weight_name.replace(called, name), *args, **kwargs)
+
+    return loads
 
 
 def _weighted(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
