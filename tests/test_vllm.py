@@ -23,8 +23,11 @@ from vllm_layers import REAL, experts, hide, rank, show
 
 import jitgemm
 import jitgemm.vllm
+from jitgemm.activations.kernel import SILU_MUL, Gate
 from jitgemm.errors import CacheMissError, CompileError
 from jitgemm.nn import W4A8Linear, W8A8Linear, load_, warmup
+from jitgemm.nn.experts import packed_experts
+from jitgemm.nn.gate import encoded
 
 jitgemm.vllm.register()
 
@@ -581,6 +584,7 @@ def test_q_k_and_v_hold_the_ranks_heads(name, place):
 
 
 @pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_joined_layers_that_no_file_holds_are_zeros_unless_none_does(monkeypatch, name):
     """Gemma 3n and 4 have no k and v in layers that share others', where vLLM makes them all the same."""
     said, real = [], torch.empty
@@ -1027,6 +1031,73 @@ def test_a_joined_layer_that_is_loaded_again_without_a_tensor_is_an_error(name):
         process(layer)
 
 
+# ---- FP8 per tensor as transformers writes it -------------------------------------------------------------------------
+
+FINEGRAINED = CONFIGS["fp8"] | {"weight_block_size": None}
+SPELT = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+
+
+def spelt(tensors):
+    """Under transformers' names."""
+    return {SPELT[suffix]: tensor for suffix, tensor in tensors.items()}
+
+
+def fp8_headers(monkeypatch, names):
+    kinds = {"weight": "F8_E4M3", "weight_scale_inv": "F32", "activation_scale": "F32"}
+    found = {f"{name}.{suffix}": dtype for name in names for suffix, dtype in kinds.items()}
+    return headers(monkeypatch, made(FINEGRAINED), found)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("place", [(0, 1), *TWO])
+def test_fp8_per_tensor_is_loaded_by_transformers_names(monkeypatch, mapped, place):
+    """Some of vLLM's models map them to its own names, as Mistral3's."""
+    config = fp8_headers(monkeypatch, ("m.gate_proj", "m.up_proj", "m.o_proj"))
+    if mapped:
+        back = {new: old for old, new in SPELT.items()}
+
+        def apply_dict(values):
+            parts = {name: name.rpartition(".") for name in values}
+            return {f"{a}{dot}{back.get(last, last)}": values[name] for name, (a, dot, last) in parts.items()}
+
+        config.apply_vllm_mapper(SimpleNamespace(apply_dict=apply_dict))
+    number, size = place
+    pairs = [stored(CONFIGS["fp8"], 64, 128, seed) for seed in (0, 1)]
+    with rank(*place):
+        layer, other = gate_up(config, 128, 64), row(config, 128, 64)
+        for part, (tensors, _) in enumerate(pairs):
+            load(layer, tensors if mapped else spelt(tensors), part)
+        load(other, pairs[0][0] if mapped else spelt(pairs[0][0]))
+    mine = slice(64 // size * number, 64 // size * (number + 1))
+    module = process(layer)
+    assert torch.equal(dense_of(module), torch.cat([dense[mine] for _, dense in pairs]))
+    assert module.input_scale.tolist() == pytest.approx([0.02]) and not list(layer.parameters())
+    assert torch.equal(dense_of(process(other)), pairs[0][1].chunk(size, 1)[number])
+
+
+def test_experts_in_fp8_per_tensor_are_loaded_by_transformers_names(monkeypatch):
+    tensors, dense = expert_tensors(CONFIGS["fp8"], 4, 64, 64)
+    config = fp8_headers(monkeypatch, [f"m.mlp.experts.{e}.{proj}" for e, proj in tensors])
+    with rank():
+        layer = experts(config, "m.mlp.experts", (4, 64, 64), 2)
+        load_experts(layer, "m.mlp.experts", {each: spelt(found) for each, found in tensors.items()})
+        layer.quant_method.process_weights_after_loading(layer)
+    for e in range(4):
+        gate, up, down = (dense[e, proj] for proj in SHARDS)
+        assert torch.equal(layer.jitgemm.w13.weight[e].dequantize().double(), torch.cat([gate, up]))
+        assert torch.equal(layer.jitgemm.w2.weight[e].dequantize().double(), down)
+
+
+def test_stacked_experts_in_fp8_with_a_scale_for_each_are_an_error_before_they_are_made(monkeypatch):
+    names = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
+    config = headers(monkeypatch, made(FINEGRAINED), {f"m.mlp.experts.{name}": "F32" for name in names})
+    with (
+        rank(),
+        pytest.raises(ValueError, match="m.mlp.experts.*: expected the scales of experts .* got gate_up_proj_s"),
+    ):
+        experts(config, "m.mlp.experts", (4, 64, 64), 2)
+
+
 # ---- models that jitgemm saved ---------------------------------------------------------------------------------------
 
 SAVED = {
@@ -1135,14 +1206,16 @@ def test_a_saved_layer_that_lacks_a_tensor_is_an_error(monkeypatch, suffix):
 def test_what_is_not_read_of_a_saved_model_is_named(monkeypatch):
     torch.manual_seed(0)
     layers = {"m.gate_proj": SAVED["4 bits"](64, 128), "m.up_proj": SAVED["zero points"](64, 128)}
-    layers |= {"lm_head": SAVED["8 bits"](64, 128), "m.experts.w13": layers["m.gate_proj"]}
+    layers |= {"embed": SAVED["8 bits"](64, 128), "m.experts.0.gate_proj": layers["m.gate_proj"]}
     config = saved(monkeypatch, layers, **{"m.k_proj.weight": "BF16"})
     config.packed_modules_mapping = FUSED | {"both": ["gate_proj", "k_proj"]}
     with rank():
-        with pytest.raises(ValueError, match="m.experts: expected experts as checkpoints have them, got some that jit"):
+        with pytest.raises(
+            ValueError, match="m.experts: expected packed experts as one module .*, got some .* one by o"
+        ):
             experts(config, "m.experts", (2, 64, 64), 1)
-        with pytest.raises(ValueError, match="lm_head: expected its weight in floats, .* got .*blocks"):
-            config.get_quant_method(SimpleNamespace(num_embeddings=64), "lm_head")
+        with pytest.raises(ValueError, match="embed: expected its weight in floats, .* got .*blocks"):
+            config.get_quant_method(SimpleNamespace(num_embeddings=64), "embed")
         with pytest.raises(ValueError, match="m.both: expected all or none .*'m.k_proj': False"):
             kind(config, "m.both")
         with pytest.raises(ValueError, match="expected rows in multiples of 8 and columns of 16"):
@@ -1155,6 +1228,166 @@ def test_what_is_not_read_of_a_saved_model_is_named(monkeypatch):
         meta = torch.nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
         with pytest.raises(ValueError, match="m.gate_proj: expected a model that jitgemm saved .* got reload_weights"):
             layer.quant_method._keep()(meta, torch.zeros(1))
+
+
+class ParallelLMHead(torch.nn.Module):
+    """Rows of one rank, of which the loader fills up the last with zeros, as vLLM's."""
+
+    def __init__(self, config, n, k, start, stop):
+        super().__init__()
+        self.num_embeddings, self.range = n, slice(start, stop)
+        self.quant_method = config.get_quant_method(self, "lm_head")
+        padded = -(-(stop - start) // 64) * 64
+        self.quant_method.create_weights(self, k, [padded], k, padded, params_dtype=BF16, weight_loader=self.fill)
+
+    def fill(self, param, tensor):
+        mine = tensor[self.range]
+        param.data[: len(mine)], param.data[len(mine) :] = mine, 0
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_a_saved_models_output_layer_holds_the_ranks_rows_and_zeros(monkeypatch, kind):
+    torch.manual_seed(0)
+    whole = SAVED[kind](200, 128)
+    config, parts = saved(monkeypatch, {"lm_head": whole}), []
+    for start, stop in ((0, 104), (104, 200)):
+        with rank():
+            head = ParallelLMHead(config, 200, 128, start, stop)
+            load(head, whole.state_dict())
+            found = dense_of(process(head))
+        assert found.shape[0] == 128 and not found[stop - start :].any()
+        parts.append(found[: stop - start])
+    assert torch.equal(torch.cat(parts), dense_of(whole)) and head.jitgemm.activation == whole.activation
+
+
+def test_a_saved_output_layer_in_another_activation_is_an_error(monkeypatch):
+    torch.manual_seed(0)
+    whole = SAVED["8 bits"](64, 128)
+    config = saved(monkeypatch, {"lm_head": whole})
+    config.options |= {"activation": "e4m3", "lm_head": "e4m3"}
+    with rank():
+        head = ParallelLMHead(config, 64, 128, 0, 64)
+        load(head, whole.state_dict())
+        with pytest.raises(
+            ValueError, match="^lm_head: expected int8, as lm_head was saved, got e4m3, as the options s"
+        ):
+            process(head)
+
+
+EXPERTS = {
+    "4 bits": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 64),
+    "zero points": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 32, symmetric=False),
+    "groups of 128": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), 128),
+    "per channel": lambda *size: jitgemm.quantize_w4(torch.randn(size, dtype=BF16), size[-1]),
+    "8 bits": lambda *size: jitgemm.quantize_w8(torch.randn(size, dtype=BF16), torch.float8_e4m3fn),
+}
+
+
+def saved_experts(folder, module, **change):
+    """The config of a model whose file has these experts; change: other tensors, None for none."""
+    tensors = module.state_dict() | {name.replace("__", "."): tensor for name, tensor in change.items()}
+    named = {f"m.experts.{name}": tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(named, folder / "model.safetensors")
+    config = JitGemmConfig.from_config({"quant_method": "jitgemm"})
+    config.maybe_update_config(str(folder), hf_config=SimpleNamespace())
+    return config
+
+
+def packed_module(kind="4 bits", activation="e4m3", bias=True, gate=SILU_MUL):
+    """Experts of 4 x (hidden 128, intermediate 384)."""
+    torch.manual_seed(0)
+    biases = [torch.randn(4, n) for n in (768, 128)] if bias else []
+    return packed_experts(
+        EXPERTS[kind](4, 768, 128), EXPERTS[kind](4, 128, 384), *biases, activation=activation, gate=gate
+    )
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("order", ["gate_up", "interleaved"])
+@pytest.mark.parametrize("split, size", [("tp", 1), ("tp", 2), ("tp", 4), ("ep", 2)])
+def test_a_saved_models_experts_hold_the_ranks_part(tmp_path, kind, order, split, size):
+    """Of 384 / 4 = 96 rows and columns, within strips and groups of 128, too."""
+    gate = SILU_MUL if order == "gate_up" else Gate("swiglu_oai", order, 7.0, 1.702)
+    more = {} if order == "gate_up" else {"activation": "swigluoai", "swiglu_limit": 7.0}
+    whole = packed_module(kind, gate=gate)
+    config, found = saved_experts(tmp_path, whole), []
+    for number in range(size):
+        with rank():
+            layer = experts(config, "m.experts", (4, 128, 384), 1, **{split: (number, size)}, **more)
+            layer.quant_method.process_weights_after_loading(layer)
+        module = layer.jitgemm
+        assert (module.gate, module.activation) == (gate, "e4m3") and not list(layer.parameters())
+        found.append(module)
+    w13, w2 = ([each.weight.dequantize() for each in halves] for halves in zip(*((m.w13, m.w2) for m in found)))
+    expected13, expected2 = whole.w13.weight.dequantize(), whole.w2.weight.dequantize()
+    if split == "ep":
+        assert torch.equal(torch.cat(w13), expected13) and torch.equal(torch.cat(w2), expected2)
+        assert torch.equal(torch.cat([m.w13.bias for m in found]), whole.w13.bias)
+        assert torch.equal(torch.cat([m.w2.bias for m in found]), whole.w2.bias)
+        return
+
+    def rows(of_ranks):
+        if order == "interleaved":
+            return torch.cat(of_ranks, 1)
+        return torch.cat([each.chunk(2, 1)[half] for half in (0, 1) for each in of_ranks], 1)
+
+    assert torch.equal(rows(w13), expected13) and torch.equal(torch.cat(w2, 2), expected2)
+    assert torch.equal(rows([m.w13.bias for m in found]), whole.w13.bias)
+    assert torch.equal(found[0].w2.bias, whole.w2.bias) and all(m.w2.bias is None for m in found[1:])
+
+
+@pytest.mark.parametrize("split", ["tp", "ep"])
+def test_saved_experts_of_all_ranks_add_up(tmp_path, split):
+    whole = packed_module()
+    config = saved_experts(tmp_path, whole)
+    torch.manual_seed(5)
+    x, ids = torch.randn(6, 128), torch.stack([torch.randperm(4)[:2] for _ in range(6)]).to(torch.int32)
+    weights, total = torch.rand(6, 2), torch.zeros(6, 128)
+    for place in TWO:
+        with rank():
+            layer = experts(config, "m.experts", (4, 128, 384), 2, **{split: place})
+            layer.quant_method.process_weights_after_loading(layer)
+        total += applied(layer, x, ids, weights)
+    expected = whole(x, ids, weights)
+    assert (total - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [({"w2__activation_type": None}, "m.experts.w2.activation_type"),
+     ({"w13__bias": torch.zeros(4, 8)}, "bias"),
+     ({"gate": encoded(Gate("gelu", "gate_up"))}, "m.experts.gate: expected .*silu.*, got .*gelu")],
+)  # fmt: skip
+def test_saved_experts_that_are_not_whole_or_not_the_models_are_named(tmp_path, change, message):
+    config = saved_experts(tmp_path, packed_module(), **change)
+    with rank():
+        layer = experts(config, "m.experts", (4, 128, 384), 1)
+        with pytest.raises(ValueError, match=message):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [((8, 128, 384), "m.experts.w13.blocks: expected 8 experts, as the model has, got 4"),
+     ((4, 128, 256), r"m.experts.w13.blocks: expected n, k = \(512, 128\), got \(768, 128\)")],
+)  # fmt: skip
+def test_saved_experts_of_other_sizes_are_named(tmp_path, sizes, message):
+    config = saved_experts(tmp_path, packed_module())
+    with rank():
+        layer = experts(config, "m.experts", sizes, 1)
+        with pytest.raises(ValueError, match=message):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_saved_experts_in_another_activation_than_the_options_say_are_an_error(tmp_path):
+    config = saved_experts(tmp_path, packed_module())
+    config.options["activation"] = "int8"
+    with rank():
+        layer = experts(config, "m.experts", (4, 128, 384), 1)
+        with pytest.raises(
+            ValueError, match="activation: expected e4m3, as m.experts.w13 was saved, got int8, as the o"
+        ):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

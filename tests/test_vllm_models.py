@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.model_loader import get_model  # noqa: E402
 
 import jitgemm.vllm  # noqa: E402
-from jitgemm.nn import W4A8Linear, quantize_  # noqa: E402
+from jitgemm.nn import PackedExperts, PackedLinear, W8A8Linear, quantize_  # noqa: E402
 
 jitgemm.vllm.register()
 
@@ -105,17 +105,27 @@ def save(folder, quantization, mixture, format_of=lambda layer: None, change=dic
     return dense
 
 
-def save_packed(folder):
+def save_packed(folder, mixture=False, head=False):
     """A model that jitgemm quantised, and the weights that its layers hold."""
     torch.manual_seed(1)
-    config = config_of(False)
+    config = config_of(mixture)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     quantize_(model, group_size=128)
+    if head:
+        model.lm_head = W8A8Linear.from_linear(model.lm_head)
     config.architectures, config.quantization_config = [type(model).__name__], {"quant_method": "jitgemm"}
     save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
     config.save_pretrained(folder)
-    packed = {name: m for name, m in model.named_modules() if isinstance(m, W4A8Linear)}
-    return {name: layer.weight.dequantize().double() for name, layer in packed.items()}
+    dense = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            dense[name] = module.weight.dequantize().double()
+        elif isinstance(module, PackedExperts):
+            w13, w2 = (each.weight.dequantize().double() for each in (module.w13, module.w2))
+            for e in range(EXPERTS):
+                dense |= dict(zip((f"{name}.{e}.gate_proj", f"{name}.{e}.up_proj"), w13[e].chunk(2)))
+                dense[f"{name}.{e}.down_proj"] = w2[e]
+    return dense
 
 
 def loaded(folder, **options):
@@ -186,11 +196,47 @@ def test_a_checkpoint_is_loaded_bit_for_bit(alone, tmp_path, name, mixture):
     check(loaded(tmp_path), dense)
 
 
-def test_a_model_that_jitgemm_saved_is_loaded_bit_for_bit(alone, tmp_path):
-    dense = save_packed(tmp_path)
+@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+def test_fp8_per_tensor_is_loaded_by_transformers_names(alone, tmp_path, mixture):
+    spelt = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+
+    def change(tensors):
+        parts = {name: name.rpartition(".") for name in tensors}
+        return {f"{a}{dot}{spelt.get(last, last)}": tensors[name] for name, (a, dot, last) in parts.items()}
+
+    said = CONFIGS["fp8"] | {"weight_block_size": None}
+    dense = save(tmp_path, said, mixture, lambda layer: CONFIGS["fp8"], change)
+    check(loaded(tmp_path), dense)
+
+
+@pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
+def test_a_model_that_jitgemm_saved_is_loaded_bit_for_bit(alone, tmp_path, mixture):
+    dense = save_packed(tmp_path, mixture)
     model = loaded(tmp_path)
     check(model, dense)
     assert not hasattr(model.lm_head, "jitgemm")
+
+
+def test_an_output_layer_that_jitgemm_packed_is_loaded_bit_for_bit(alone, tmp_path):
+    """vLLM fills up its 96 rows to 128."""
+    dense = save_packed(tmp_path, head=True)
+    model = loaded(tmp_path)
+    head = model.lm_head.jitgemm.weight.dequantize().double()
+    assert torch.equal(head[:96], dense.pop("lm_head")) and head.shape[0] == 128 and not head[96:].any()
+    check(model, dense)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_model_with_experts_that_jitgemm_saved_is_loaded_once(alone, tmp_path):
+    """vLLM would leave the old experts, with a warning."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    save_packed(tmp_path, True)
+    model, config = loaded_with_config(tmp_path)
+    with set_current_vllm_config(config):
+        initialize_layerwise_reload(model)
+        with pytest.raises(ValueError, match="expected a model that jitgemm saved to be loaded once"):
+            model.load_weights(load_file(tmp_path / "model.safetensors").items())
 
 
 @pytest.mark.parametrize("mixture", [False, True], ids=["llama", "qwen3-moe"])
@@ -274,9 +320,7 @@ def rank_of_two(rank, folder, options):
 @pytest.mark.parametrize("name", ["packed", "wide", "fp8-blocks", "saved"])
 def test_two_ranks_hold_the_whole_between_them(tmp_path, name, split):
     if name == "saved":
-        if split != "llama":
-            pytest.skip("vLLM's models do not load packed experts")
-        dense = save_packed(tmp_path)
+        dense = save_packed(tmp_path, split != "llama", head=split == "llama")
     else:
         quantization = scheme(size=128) if name == "wide" else CONFIGS[name]
         quantization |= {"ignore": ["lm_head"]} if "config_groups" in quantization else {}
@@ -305,6 +349,8 @@ def test_two_ranks_hold_the_whole_between_them(tmp_path, name, split):
             expected = torch.cat([dense[f"{above}.{part}"] for part in JOINED[last]])
             widths = [len(dense[f"{above}.{part}"]) // 2 for part in JOINED[last]]
             joined = torch.cat([half for part in zip(*(each.split(widths) for each in found)) for half in part])
+        elif last == "lm_head":
+            expected, joined = dense[layer], torch.cat(found)[: SIZES["vocab_size"]]
         else:
             expected, joined = dense[layer], torch.cat(found, 1)
         assert torch.equal(joined, expected), layer

@@ -35,7 +35,8 @@ ZEROS = "8-bit codes with zero points"
 OF_CACHE = "scale of the KV cache or attention, not quantised here"
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _CPU = torch.device("cpu")
-_ON_CPU = ("meta", "activation_type")
+ON_CPU = ("meta", "activation_type")
+"""What describes a packed layer in its state dict, for all its experts at once."""
 
 
 class Parts(NamedTuple):
@@ -212,7 +213,7 @@ def read(
     with errors_that_name(checkpoint, layer.prefix):
         if layer.header is None:
             tensors = {
-                suffix: checkpoint.read(name, _CPU if suffix in _ON_CPU else device)
+                suffix: checkpoint.read(name, _CPU if suffix in ON_CPU else device)
                 for suffix, name in layer.names.items()
             }
             parts = state_dict_parts(tensors)
@@ -265,7 +266,7 @@ def packed_parts(checkpoint: Checkpoint, names: Mapping[str, str]) -> Parts:
     for suffix, name in names.items():
         info = checkpoint.info(name)
         shell = torch.empty(info.shape, dtype=info.dtype, device="meta")
-        tensors[suffix] = checkpoint.read(name, _CPU) if suffix in _ON_CPU else shell
+        tensors[suffix] = checkpoint.read(name, _CPU) if suffix in ON_CPU else shell
     return state_dict_parts(tensors)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
@@ -25,7 +26,7 @@ from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.nn.choose import ROUTERS
 from jitgemm.nn.read import check_activation
 from jitgemm.vllm.layouts import Layout, Unsupported, check_readable, floats, layout_of
-from jitgemm.vllm.warm import Warmer
+from jitgemm.vllm.warm import Layers, Warmer
 
 NAME = "jitgemm"
 logger = init_logger("vllm." + __name__)
@@ -69,6 +70,7 @@ class JitGemmConfig(QuantizationConfig):
         self.options: dict[str, Any] = dict(_OPTIONS)
         self._set(options or {})
         self.warmer = Warmer()
+        self.from_files = Layers()
         self._theirs: QuantizationConfig | None = None
         self._mappers: list[Any] = []
         self._model: tuple[Any, ...] = ("",)
@@ -158,11 +160,38 @@ class JitGemmConfig(QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self._mappers.append(hf_to_vllm_mapper)
         self._in_file = hf_to_vllm_mapper.apply_dict(self._in_file)
+        for layer, found in self._headers.items():  # by what vLLM calls the tensors
+            for suffix in list(found):
+                for name in hf_to_vllm_mapper.apply_dict({f"{layer}.{suffix}": None}):
+                    found[name.rpartition(".")[2]] = found.pop(suffix)
 
     def get_cache_scale_mapper(self) -> Any:
-        """How the scales of a quantised cache are called, which is the checkpoint's own business."""
+        """How the scales of a quantised cache are called, which is the checkpoint's own business.
+
+        Drops experts that jitgemm packed, which are read from the files.
+
+        Raises:
+            ValueError: vLLM loads such experts again.
+        """
         theirs = self._checkpoints_own()
-        return super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
+        found = super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
+        packed = [name.removesuffix(".w13") for name in self._headers if name.endswith(".w13") and self.saved]
+        packed = [name for name in packed if "gate" in self._headers.get(name, ())]
+        if not packed:
+            return found
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        from jitgemm.vllm.saved import read_before
+
+        if any(map(read_before, self.from_files)):
+            raise ValueError(
+                "expected a model that jitgemm saved to be loaded once, got reload_weights; weights that change are "
+                "loaded again from the checkpoint before packing"
+            )
+        kinds = "|".join({re.escape(name.rpartition(".")[2]) for name in packed})
+        names = re.compile(rf"(^|\.)({kinds})\.(gate|w13\.\w+|w2\.\w+)$")
+        dropped = WeightsMapper(orig_to_new_regex={names: None})
+        return dropped if found is None else found | dropped
 
     @property
     def kv_cache_scheme(self) -> Any:
@@ -187,12 +216,15 @@ class JitGemmConfig(QuantizationConfig):
 
         from jitgemm.vllm.experts import JitGemmMoEMethod
         from jitgemm.vllm.linear import JitGemmHeadMethod, JitGemmLinearMethod
-        from jitgemm.vllm.saved import JitGemmSavedMethod
+        from jitgemm.vllm.saved import JitGemmSavedHeadMethod, JitGemmSavedMethod, JitGemmSavedMoEMethod
 
         if hasattr(layer, "num_embeddings"):  # which stays in its type, but for
-            name = self._names(prefix)[0]
+            names = self._names(prefix)
+            name = names[0]
             given = self.saved or self.checkpoint is not None
             if given and name in self._headers and self._quantised(name, layer):
+                if self.saved and type(layer).__name__ == "ParallelLMHead":
+                    return JitGemmSavedHeadMethod.of(self, layer, names)
                 return self._checkpoints_head(layer, prefix, self._headers[name])
             head = self.options["lm_head"] is not None and type(layer).__name__ == "ParallelLMHead"
             return JitGemmHeadMethod(self, layer) if head else None
@@ -200,10 +232,10 @@ class JitGemmConfig(QuantizationConfig):
             theirs = self._checkpoints_own()
             return None if theirs is None else theirs.get_quant_method(layer, prefix)
         experts = isinstance(layer, RoutedExperts)
-        if experts and any(_packed(self._headers[name]) for name in self._below(prefix).values()):
+        if experts and any(_packed(self._headers[name]) for name in self._in_all_experts(prefix)):
             raise ValueError(
-                f"{prefix}: expected experts as checkpoints have them, got some that jitgemm packed, whose tensors "
-                "vLLM's models do not load; serve the checkpoint that they were made from"
+                f"{prefix}: expected packed experts as one module has them all, got some that are packed one by one; "
+                "serve the checkpoint that they were made from"
             )
 
         def unquantised() -> QuantizeMethodBase:
@@ -217,10 +249,17 @@ class JitGemmConfig(QuantizationConfig):
             raise ValueError(f"{prefix}: expected all or none of its layers to be quantised, got such as {one_of_each}")
         if not quantised[names[0]]:
             return unquantised()
+        stacked = (
+            self._headers.get(self._in_file.get(prefix.removesuffix(".routed_experts"), ""), {}) if experts else {}
+        )
+        if "gate_up_proj_scale_inv" in stacked and self.checkpoint and not self.checkpoint.get("weight_block_size"):
+            raise ValueError(
+                f"{prefix}: expected the scales of experts one by one or in blocks, got gate_up_proj_scale_inv with one "
+                "for each expert, which vLLM's models do not load"
+            )
         try:
-            linear = JitGemmSavedMethod if self.saved else JitGemmLinearMethod
-            make: Any = JitGemmMoEMethod if experts else linear
-            return make.of(self, layer, names)
+            makes: Any = (JitGemmLinearMethod, JitGemmSavedMethod), (JitGemmMoEMethod, JitGemmSavedMoEMethod)
+            return makes[experts][self.saved].of(self, layer, names)
         except Unsupported as reason:
             theirs = self._checkpoints_own()
             if theirs is None and (self.saved or self.checkpoint is not None):
@@ -248,7 +287,7 @@ class JitGemmConfig(QuantizationConfig):
                     config["activation_scale_ub"],
                 )
             codes = header.get("weight", "" if experts else "F8_E4M3")
-            layout = layout_of(config, k, _scale_dtype(header, config, dtype), codes)
+            layout = layout_of(config, k, _scale_dtype(header, config, dtype), codes, header)
             found.append((layout, config.get("input_activations"), setting(config, "sym", "zero_point")))
         if any(each != found[0] for each in found):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
@@ -258,6 +297,17 @@ class JitGemmConfig(QuantizationConfig):
         """Raises Unsupported for layers of k columns of which a setting is not one that jitgemm reads."""
         for name in names if self.checkpoint is not None else ():
             check_readable(layout, self.config_of(name), k)
+
+    def files(self) -> Checkpoint:
+        """The checkpoint's files, once vLLM has them on this machine."""
+        name, _, revision = self._model
+        if not os.path.isdir(name):
+            from vllm.model_executor.model_loader.weight_utils import download_weights_from_hf
+
+            config = get_current_vllm_config_or_none()
+            cache = None if config is None else config.load_config.download_dir
+            name = download_weights_from_hf(name, cache, ["*.safetensors"], revision)
+        return Checkpoint(name)
 
     def suffixes(self, names: Iterable[str]) -> list[str]:
         """What the files hold of layers but for their biases, which vLLM loads."""
@@ -280,9 +330,11 @@ class JitGemmConfig(QuantizationConfig):
         return parts or [prefix]
 
     def _experts_names(self, prefix: str) -> list[str]:
-        """One expert's layers."""
+        """One expert's layers, or those of all that jitgemm packed."""
         start = prefix.removesuffix(".routed_experts") + ".0."
         found = [name for vllms, name in self._in_file.items() if vllms.startswith(start)]
+        if not found and self.saved:
+            found = [below[part] for below in [self._below(prefix)] for part in ("w13", "w2") if part in below]
         return found or [start + name for name in ("gate_proj", "up_proj", "down_proj")]
 
     def _below(self, prefix: str) -> dict[str, str]:

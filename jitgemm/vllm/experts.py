@@ -86,18 +86,21 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
         """The method for a layer of vLLM's. Raises Unsupported for one that jitgemm cannot serve as it is cut."""
         moe = layer.moe_config
-        hidden, inter = moe.hidden_dim, moe.intermediate_size_per_partition
-        layout = config.layout(names, max(hidden, moe.intermediate_size), layer.params_dtype, True)
-        if moe.activation.value not in _GATES:
-            raise Unsupported(f"expected an activation of {', '.join(_GATES)}, got {moe.activation.value}")
-        whole = moe.intermediate_size
-        layout = layout.cut([inter, inter], 2 * whole, hidden, hidden)
-        layout = layout.cut([hidden], hidden, inter, whole)
-        for k in (hidden, whole):
+        sizes = moe.hidden_dim, moe.intermediate_size
+        layout = cls.cut(config.layout(names, max(sizes), layer.params_dtype, True), moe)
+        for k in sizes:
             config.check_readable(layout, names, k)
         if moe.has_bias:
             raise Unsupported("expected experts without biases, got some with")
         return cls(config, moe, names, layout)
+
+    @staticmethod
+    def cut(layout: Layout, moe: Any) -> Layout:
+        """The layout for a rank's part. Raises Unsupported for one that jitgemm cannot serve."""
+        if moe.activation.value not in _GATES:
+            raise Unsupported(f"expected an activation of {', '.join(_GATES)}, got {moe.activation.value}")
+        hidden, inter, whole = moe.hidden_dim, moe.intermediate_size_per_partition, moe.intermediate_size
+        return layout.cut([inter, inter], 2 * whole, hidden, hidden).cut([hidden], hidden, inter, whole)
 
     def create_weights(
         self,
@@ -124,10 +127,10 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
                 data = data[:0] if name.endswith("g_idx") else data  # which is looked at, not kept
                 data = data.expand(num_experts, *data.shape).clone()
                 param = torch.nn.Parameter(data, requires_grad=False)
-                layer.register_parameter(f"{part}_{name}", param)
+                layer.register_parameter(self.layout.parameters(part + "_")[name], param)
                 transposed = (each.axis("k", "G", "1") or 0) < (each.axis("n") or 0)
                 said = {"is_transposed": transposed, "quant_method": self.layout.scheme}
-                load = extra_weight_attrs["weight_loader"]
+                load = by_name(extra_weight_attrs["weight_loader"], self.layout.called.get(name, name), name)
                 load = cut(load, each, self.layout.group_size, touched, whole // inter, rows)
                 loader = self._in_order if name.endswith("g_idx") else exact(load) if "scale" in name else load
                 shared = part == "w13" and (name == "weight_shape" or data.dim() == 1)
@@ -149,15 +152,19 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
         return True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        params = {part: loaded(layer, self.layout.tensors, part + "_") for part in ("w13", "w2")}
+        names = {part: self.layout.parameters(part + "_") for part in ("w13", "w2")}
+        params = {part: loaded(layer, names[part]) for part in names}
         if params["w13"] is None or params["w2"] is None:
             return
         self._check_written(layer, params)
-        tensors = {part: taken(layer, found, part + "_") for part, found in params.items()}
+        tensors = {part: taken(layer, found, names[part]) for part, found in params.items()}
         inter = layer.intermediate_size_per_partition
         w13, activation = self._packed(tensors.pop("w13"), "w13", [inter, inter])  # which goes before w2 is read
         w2, _ = self._packed(tensors.pop("w2"), "w2", [layer.hidden_size])
-        module = packed_experts(w13, w2, gate=self._gate(layer), activation=activation, top_k=layer.top_k)
+        self.install(layer, packed_experts(w13, w2, gate=self._gate(layer), activation=activation, top_k=layer.top_k))
+
+    def install(self, layer: torch.nn.Module, module: PackedExperts) -> None:
+        """Gives a layer its packed experts."""
         module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         module.batched = self.moe.moe_parallel_config.use_batched_activation_format
         put(layer, module)
@@ -466,6 +473,18 @@ def counted_once(load: Callable[..., Any]) -> Callable[..., Any]:
         return load(param, loaded_weight, *args, **kwargs)
 
     return counted
+
+
+def by_name(load: Callable[..., Any], called: str, name: str) -> Callable[..., Any]:
+    """vLLM's loader, which goes by names, told its own name of a parameter that is called otherwise."""
+    if called == name:
+        return load
+
+    @wraps(load)
+    def loads(param: Any, loaded_weight: torch.Tensor, weight_name: str, *args: Any, **kwargs: Any) -> Any:
+        return load(param, loaded_weight, weight_name.replace(called, name), *args, **kwargs)
+
+    return loads
 
 
 def _weighted(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ What the codes mean is the business of `jitgemm.checkpoint`, which reads what vL
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -89,6 +89,7 @@ class Layout:
         scheme: "group", "channel", "tensor" or "block", as vLLM calls what a scale belongs to.
         codes: "e4m3" or "int8", which activations must be too, where the weight has 8 bits; "" for 4 bits and floats.
         ordered: columns may be in activation order.
+        called: {name in `tensors`: what the files have behind the layer's name instead}.
     """
 
     format: str | None
@@ -97,6 +98,11 @@ class Layout:
     scheme: str = "channel"
     codes: str = ""
     ordered: bool = False
+    called: Mapping[str, str] = field(default_factory=dict)
+
+    def parameters(self, part: str = "") -> dict[str, str]:
+        """{name in `tensors`: what vLLM's layer calls its parameter}; part: what stands before it, of experts."""
+        return {name: part + self.called.get(name, name) for name in self.tensors}
 
     def sizes(self, n: int, k: int, parts: int = 1) -> dict[str, int]:
         """The number behind each word, and the columns of a group."""
@@ -161,7 +167,7 @@ def floats(dtype: torch.dtype) -> Layout:
     return Layout(None, {"weight": TensorLayout(dtype, ("n", "k"))})
 
 
-def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str) -> Layout:
+def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str, names: Collection[str] = ()) -> Layout:
     """The layout that a layer's config describes.
 
     Args:
@@ -169,6 +175,7 @@ def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str)
         k: columns of the whole layer, of all ranks.
         scale: type of the scales.
         codes: safetensors' type of the weight, if its header is known, for checkpoints of several formats.
+        names: of its tensors, if headers are known.
 
     Raises:
         Unsupported: there is no reader for such a layer.
@@ -178,7 +185,12 @@ def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str)
         method = "fp8"
     if method not in _METHODS:
         raise Unsupported(f"quant_method: expected one of {', '.join(_METHODS)}, got {method!r}")
-    return _METHODS[method](config, k, scale)
+    layout = _METHODS[method](config, k, scale)
+    if layout.format != "w8a8":
+        return layout
+    return replace(
+        layout, called={own: name for own, name in _CALLED.items() if own in layout.tensors and name in names}
+    )
 
 
 def check_readable(layout: Layout, config: Mapping[str, Any], k: int) -> None:
@@ -287,6 +299,8 @@ def _w8a8(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
 _METHODS = {"compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq, "w4afp8": _w4afp8} | dict.fromkeys(
     ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8", "fbgemm_fp8", "modelopt"), _w8a8
 )
+_CALLED = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+"""What transformers calls the scales of FP8 per tensor."""
 _PER_CHANNEL = "FP8_PER_CHANNEL_PER_TOKEN"
 _KINDS = {(4, "int"): "", (8, "int"): "int8", (8, "float"): "e4m3"}
 _INPUT = TensorLayout(torch.float32, ("parts",))

@@ -5,7 +5,7 @@ vLLM cuts and joins the tensors (tensor parallelism, q, k and v, gate and up); `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any
@@ -184,6 +184,7 @@ def check_written(params: Mapping[str, Any], layout: Layout, names: Sequence[str
 def fill_missing(params: Mapping[str, Any], layout: Layout, widths: Sequence[int], missing: Sequence[int]) -> None:
     """Zeros for joined layers that no file holds, and what the lack means of tensors that files may lack.
 
+    Beside scales of zero, packed zero points are those of another layer: symmetric ones stay so.
     What vLLM loads again is of anything before.
     """
     for suffix, param in params.items():
@@ -195,8 +196,11 @@ def fill_missing(params: Mapping[str, Any], layout: Layout, widths: Sequence[int
         elif suffix.endswith("g_idx") and not found:
             param.data.copy_(unloaded(suffix, tensor, layout.sizes(0, len(param))))
         elif (rows := tensor.rows(widths)) is not None:
+            parts = param.data.split(rows[1], rows[0])
             for part in missing:
-                param.data.split(rows[1], rows[0])[part].zero_()
+                parts[part].zero_()
+                if suffix == "qzeros":
+                    parts[part].fill_(next(each for i, each in enumerate(parts) if i not in missing)[0, 0])
 
 
 def read_parts(tensors: dict[str, torch.Tensor], layout: Layout, widths: Sequence[int] = ()) -> dict[str, torch.Tensor]:
@@ -263,7 +267,7 @@ class JitGemmLinearMethod(LinearMethodBase):
         with torch.device("meta") if self.uses_meta_device else nullcontext():
             for name, each in self.layout.tensors.items():
                 loader = cut(extra_weight_attrs["weight_loader"], each, self.layout.group_size, touched, ranks)
-                layer.register_parameter(name, parameter(name, each, sizes, loader))
+                layer.register_parameter(self.layout.parameters()[name], parameter(name, each, sizes, loader))
         if self.layout.scheme == "block":
             layer.weight_block_size = [BLOCK, BLOCK]  # vLLM's loaders ask
         self.config.warmer.expect(layer, params_dtype)
@@ -271,12 +275,13 @@ class JitGemmLinearMethod(LinearMethodBase):
             quantise_while_loading(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        params = loaded(layer, self.layout.tensors)
+        names = self.layout.parameters()
+        params = loaded(layer, names)
         if params is None:
             return
         widths = getattr(layer, "output_partition_sizes", ())
         self._check_written(params, widths)
-        self.install(layer, self._packed(taken(layer, params), widths))
+        self.install(layer, self._packed(taken(layer, params, names), widths))
 
     def install(self, layer: torch.nn.Module, module: PackedLinear) -> None:
         """Gives a layer its packed weight."""
@@ -358,16 +363,16 @@ def quantise_while_loading(layer: torch.nn.Module) -> None:
     initialize_online_processing(layer)
 
 
-def loaded(layer: torch.nn.Module, names: Iterable[str], part: str = "") -> dict[str, Any] | None:
-    """A layer's parameters by their names behind `part`; None where they were taken before."""
-    params = {name: layer._parameters.get(part + name) for name in names}
+def loaded(layer: torch.nn.Module, names: Mapping[str, str]) -> dict[str, Any] | None:
+    """A layer's parameters, of {key: name}; None where they were taken before."""
+    params = {key: layer._parameters.get(name) for key, name in names.items()}
     return None if any(param is None for param in params.values()) else params
 
 
-def taken(layer: torch.nn.Module, params: Mapping[str, Any], part: str = "") -> dict[str, torch.Tensor]:
+def taken(layer: torch.nn.Module, params: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """The data of these parameters, which the layer no longer has."""
-    for name, param in params.items():
-        delattr(layer, part + name)
+    for key, param in params.items():
+        delattr(layer, names[key])
         param.written = frozenset()
     return {name: param.data for name, param in params.items()}
 

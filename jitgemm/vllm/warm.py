@@ -21,6 +21,13 @@ from jitgemm.nn.warm import fronts_in_vllm, gates_of, warmup
 logger = init_logger("vllm." + __name__)
 
 
+class Layers(WeakSet[torch.nn.Module]):
+    """Layers of this process; a copy, such as vLLM's of its configs, has none."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Layers, ()
+
+
 class Warmer:
     """Layers of a model that are not packed yet, and the kinds of layers whose kernels are being compiled.
 
@@ -28,7 +35,7 @@ class Warmer:
     """
 
     def __init__(self) -> None:
-        self._waiting: WeakSet[torch.nn.Module] = WeakSet()
+        self._waiting = Layers()
         self._kinds: set[str] = set()
         self._new: list[torch.nn.Module] = []
         self._jobs: list[Future[list[str]]] = []
