@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CALLS = {"gemm_w4a8_nt": "jitgemm/gemm/call.py", "fused_experts": "jitgemm/moe/call.py", "load_": "jitgemm/nn/load.py"}
-"""Call -> the file that defines it; another file of the package is found by the name."""
+CALLS = ("gemm_w4a8_nt", "fused_experts", "load_")
 FIELDS = {"bits", "codes", "order"}
 CODE_ROOMS = ("jitgemm/kernel/",)
 """Where a code's fields are at home."""
@@ -74,9 +73,8 @@ def comparisons(path: Path) -> int:
 
 
 def definition(call: str, root: Path) -> Path:
-    path = root / CALLS[call]
-    texts = [path] if path.exists() else sorted((root / "jitgemm").rglob("*.py"))
-    return next(file for file in texts if f"def {call}(" in file.read_text(encoding="utf-8"))
+    files = sorted((root / "jitgemm").rglob("*.py"))
+    return next(file for file in files if f"def {call}(" in file.read_text(encoding="utf-8"))
 
 
 def measure(root: Path) -> dict[str, Any]:
