@@ -3,7 +3,7 @@
     config   which layers are quantised, and how: the quantisation config that vLLM asks
     layouts  the tensors that a layer of each checkpoint format has, and how ranks cut them
     linear   the method of vLLM's linears
-    saved    the method of vLLM's linears in a model that jitgemm packed and saved
+    saved    the methods of vLLM's linears, output layer and experts in a model that jitgemm packed and saved
     experts  the method of vLLM's fused experts
     fusion   norms, residuals and gates computed by quantisers, in the graphs that vLLM compiles
     warm     kernels, once the last layer is packed
