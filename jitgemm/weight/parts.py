@@ -18,9 +18,7 @@ from jitgemm.tensors import dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.ready import ReadyAt, capturing, noted
 
-INTEGERS = (
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
-)  # fmt: skip
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 
 
 def group_count(k: int, group_size: int) -> int:
