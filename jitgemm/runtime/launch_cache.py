@@ -1,4 +1,4 @@
-"""What a thread remembers of calls: plans by what decides them, launch parameters by addresses.
+"""A thread's cache of calls: plans by what decides them, launch parameters by addresses.
 
 Knows nothing of what a plan is, so that a call that hits touches no layer below.
 """
@@ -18,12 +18,12 @@ MAX_BYTES = 32 << 20
 """Host memory that a thread's calls may hold on to: 3,000 plans, for example, with 5 sets of addresses each."""
 PLAN_BYTES = 4 << 10
 """What a plan counts as; it holds 3.3 to 3.6 KiB, and the parameters of a GEMM for one set of addresses 1.3 KiB
-(tests/test_plans.py)."""
+(tests/test_launch_cache.py)."""
 MAX_ALIKE = 32
 """Plans of one key: for other strides, other output types, with and without inference mode."""
 
 
-class Memory:
+class LaunchCache:
     """Values by key, within MAX_BYTES: what was found least lately goes first. Belongs to one thread.
 
     Whoever finds one of `values`, which say in `nbytes` how much they hold, moves it to the end.
@@ -70,11 +70,11 @@ class _Plans(tuple[tuple[Callable[..., bool], Any], ...]):
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.memory = Memory()
+        self.cache = LaunchCache()
 
 
-thread = _Thread()
-"""`thread.memory` is this thread's: a launch's stream is written in place, so threads do not share plans."""
+this_thread = _Thread()
+"""`this_thread.cache` is this thread's: a launch's stream is written in place, so threads do not share plans."""
 
 
 def like(*tensors: torch.Tensor) -> Callable[..., bool]:
