@@ -112,7 +112,7 @@ def test_a_plan_is_found_by_its_key_and_its_tensors():
 
 
 def test_a_key_has_so_many_plans(monkeypatch):
-    monkeypatch.setattr(launch_cache, "MAX_ALIKE", 2)
+    monkeypatch.setattr(launch_cache, "MAX_PLANS_PER_KEY", 2)
     cache = LaunchCache()
     for rows in (1, 2, 3):
         cache.add_plan("key", (matrix(rows),), rows)

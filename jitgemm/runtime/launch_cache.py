@@ -19,7 +19,7 @@ MAX_BYTES = 32 << 20
 PLAN_BYTES = 4 << 10
 """What a plan counts as; it holds 3.3 to 3.6 KiB, and the parameters of a GEMM for one set of addresses 1.3 KiB
 (tests/test_launch_cache.py)."""
-MAX_ALIKE = 32
+MAX_PLANS_PER_KEY = 32
 """Plans of one key: for other strides, other output types, with and without inference mode."""
 
 
@@ -54,7 +54,7 @@ class LaunchCache:
 
     def add_plan(self, key: Hashable, tensors: Sequence[torch.Tensor], plan: Any) -> None:
         """For the next call with this key and such tensors. A key has as many tensors whenever it comes."""
-        others = self.values.get(key, ())[-MAX_ALIKE + 1 :]
+        others = self.values.get(key, ())[-MAX_PLANS_PER_KEY + 1 :]
         self.add(key, _Plans((*others, (like(*tensors), plan))))
 
 
