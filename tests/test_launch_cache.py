@@ -15,7 +15,7 @@ from prepared_calls import gemm_operands, without_driver
 
 from jitgemm.gemm.plan import Plan
 from jitgemm.runtime import launch_cache
-from jitgemm.runtime.launch_cache import LaunchCache, like
+from jitgemm.runtime.launch_cache import LaunchCache, same_layout_check
 
 
 class RefusingGuards:
@@ -66,7 +66,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_what_differs_in_one_way_is_not_alike(other):
-    fits = like(matrix(), torch.ones(4))
+    fits = same_layout_check(matrix(), torch.ones(4))
     assert fits(matrix(), torch.ones(4))
     assert fits(matrix().fill_(7), torch.zeros(4))
     assert not fits(other(), torch.ones(4))
@@ -74,11 +74,11 @@ def test_what_differs_in_one_way_is_not_alike(other):
 
 
 def test_inference_tensors_are_not_like_others():
-    fits = like(matrix())
+    fits = same_layout_check(matrix())
     with torch.inference_mode():
         made = matrix()
         assert not fits(made)
-        assert like(made)(matrix())
+        assert same_layout_check(made)(matrix())
 
 
 _SIZES = st.lists(st.integers(0, 3), min_size=1, max_size=3)
@@ -89,13 +89,13 @@ def test_only_shapes_and_strides_decide_among_plain_tensors(sizes, others, order
     a, b = torch.zeros(sizes), torch.zeros(others)
     if b.dim() == 3:
         b = b.permute(*order)
-    assert like(a)(b) == (a.shape == b.shape and a.stride() == b.stride())
+    assert same_layout_check(a)(b) == (a.shape == b.shape and a.stride() == b.stride())
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_tensor_that_requires_grad_is_like_no_other(enabled):
     with torch.set_grad_enabled(enabled):
-        fits = like(torch.ones(4))
+        fits = same_layout_check(torch.ones(4))
         assert fits(torch.ones(4)) and not fits(torch.ones(4, requires_grad=True))
 
 

@@ -42,7 +42,7 @@ class LaunchCache:
             self.nbytes -= self.values.popitem(last=False)[1].nbytes
 
     def find_plan(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Any:
-        """The plan of this key and of tensors like these (see `like`), or None; also for what cannot be a key."""
+        """The plan of this key and of tensors of these layouts, or None; also for what cannot be a key."""
         try:
             for fits, plan in self.values.get(key, ()):
                 if fits(*tensors):
@@ -55,7 +55,7 @@ class LaunchCache:
     def add_plan(self, key: Hashable, tensors: Sequence[torch.Tensor], plan: Any) -> None:
         """For the next call with this key and such tensors. A key has as many tensors whenever it comes."""
         others = self.values.get(key, ())[-MAX_PLANS_PER_KEY + 1 :]
-        self.add(key, _Plans((*others, (like(*tensors), plan))))
+        self.add(key, _Plans((*others, (same_layout_check(*tensors), plan))))
 
 
 class _Plans(tuple[tuple[Callable[..., bool], Any], ...]):
@@ -77,7 +77,7 @@ this_thread = _Thread()
 """`this_thread.cache` is this thread's: a launch's stream is written in place, so threads do not share plans."""
 
 
-def like(*tensors: torch.Tensor) -> Callable[..., bool]:
+def same_layout_check(*tensors: torch.Tensor) -> Callable[..., bool]:
     """A check of as many other tensors: have they the same types, dtypes, devices, shapes and strides?
 
     Tensors that would be dispatched in another way are none such: negated lazily, made or met in inference mode. The
