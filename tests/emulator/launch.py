@@ -25,7 +25,7 @@ from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import device as devices
 from jitgemm.runtime import driver, launch_cache, prepared
-from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
