@@ -49,7 +49,7 @@ class PreparedLaunch:
         maps: (number of a pointer, map over what it points to): tensor maps, the kernel's parameters before the block.
 
     Attributes:
-        number: tells this launch's addresses from others' in the thread's `LaunchCache`; the last of a call's `addresses`.
+        number: tells this launch's addresses from others' in the launch cache; the last of a call's `addresses`.
     """
 
     __slots__ = ("number", "_block", "_device", "_launch", "_maps", "_remembered", "_values")
