@@ -21,7 +21,7 @@ def compile_ahead(config: pytest.Config, specs: Iterable[KernelSpec]) -> None:
 
     The processes of a run share the cache: each begins elsewhere, and finds what another has compiled.
     """
-    from jitgemm.runtime import kernels
+    from jitgemm.runtime import loaded
 
     ordered = sorted({replace(spec, debug=settings.debug()) for spec in specs}, key=lambda spec: spec.label)
     part, parts = map(int, (config.getoption("--shard") or "1/1").split("/"))
@@ -29,7 +29,7 @@ def compile_ahead(config: pytest.Config, specs: Iterable[KernelSpec]) -> None:
 
     def build(spec: KernelSpec) -> None:
         with suppress(JitGemmError):  # the test that needs it will say so
-            kernels.cache.get_or_compile(kernel_source(spec))
+            loaded.cache.get_or_compile(kernel_source(spec))
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(build, ordered[first:] + ordered[:first]))

@@ -15,7 +15,7 @@ from jitgemm.gemm import grouped_plan
 from jitgemm.gemm import plan as gemms
 from jitgemm.gemm.arguments import Operands
 from jitgemm.runtime import driver, prepared
-from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
 
 N, K = 72, 256

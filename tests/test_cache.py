@@ -199,18 +199,18 @@ def test_an_entry_written_without_a_word_on_serialised_wgmma_is_a_clean_one(root
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_slow_kernel_runs_with_one_warning_a_process(root, monkeypatch, cached):
-    from jitgemm.runtime import driver, kernels
+    from jitgemm.runtime import driver, loaded
 
     if cached:
         KernelCache([root]).get_or_compile(spilling_kernel())
-    monkeypatch.setattr(kernels, "cache", KernelCache([root]))
-    monkeypatch.setattr(kernels, "kernels", {})
-    monkeypatch.setattr(kernels, "_warned_of_slow", False)
-    monkeypatch.setattr(kernels.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(loaded, "cache", KernelCache([root]))
+    monkeypatch.setattr(loaded, "kernels", {})
+    monkeypatch.setattr(loaded, "_warned_of_slow", False)
+    monkeypatch.setattr(loaded.torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(driver, "check_nvrtc_against_driver", lambda version: None)
     monkeypatch.setattr(driver, "load_kernel", lambda cubin, name, **_: cubin)
 
-    family = kernels.KernelFamily("spilling", lambda _: spilling_kernel(), lambda _: 0, call="it")
+    family = loaded.KernelFamily("spilling", lambda _: spilling_kernel(), lambda _: 0, call="it")
     said = rf"kernel spilling .*NVRTC {nvrtc_info().build} .*\d+ bytes of register spills.*report"
     with pytest.warns(RuntimeWarning, match=said) as caught:
         assert family.load("one", 0).startswith(b"\x7fELF")
@@ -220,18 +220,18 @@ def test_a_slow_kernel_runs_with_one_warning_a_process(root, monkeypatch, cached
 
 def test_a_kernel_that_spills_a_little_runs_without_a_word(root, monkeypatch, recwarn):
     """The selector lets it pass: there is nothing to report."""
-    from jitgemm.runtime import kernels
+    from jitgemm.runtime import loaded
 
     entry, _ = KernelCache([root]).get_or_compile(spilling_kernel())
     little, much = (replace(entry, metadata=entry.metadata | {"spill_bytes": each}) for each in (200, 204))
     assert (little.badly_built, much.badly_built) == (False, True) and little.slow_because
-    monkeypatch.setattr(kernels, "_warned_of_slow", False)
-    monkeypatch.setattr(kernels.cache, "get_or_compile", lambda source: (little, False))
-    monkeypatch.setattr(kernels, "kernels", {})
-    monkeypatch.setattr(kernels.torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(kernels.driver, "check_nvrtc_against_driver", lambda version: None)
-    monkeypatch.setattr(kernels.driver, "load_kernel", lambda cubin, name, **_: cubin)
-    kernels.KernelFamily("spilling", lambda _: spilling_kernel(), lambda _: 0, call="it").load("one", 0)
+    monkeypatch.setattr(loaded, "_warned_of_slow", False)
+    monkeypatch.setattr(loaded.cache, "get_or_compile", lambda source: (little, False))
+    monkeypatch.setattr(loaded, "kernels", {})
+    monkeypatch.setattr(loaded.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(loaded.driver, "check_nvrtc_against_driver", lambda version: None)
+    monkeypatch.setattr(loaded.driver, "load_kernel", lambda cubin, name, **_: cubin)
+    loaded.KernelFamily("spilling", lambda _: spilling_kernel(), lambda _: 0, call="it").load("one", 0)
     assert not recwarn
 
 

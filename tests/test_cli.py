@@ -202,14 +202,14 @@ def test_a_models_warmup_warns_of_what_it_could_not_store_and_calls_find_it_agai
     import torch
 
     import jitgemm.nn
-    from jitgemm.runtime import kernels
+    from jitgemm.runtime import loaded
 
     cache_dir.write_text("a file, not a folder")
     layer = jitgemm.nn.W4A8Linear.from_linear(torch.nn.Linear(256, 264, dtype=torch.bfloat16))
     with pytest.warns(UserWarning, match=rf"(\d+) kernels are not stored .*{cache_dir} cannot be written"):
         labels = jitgemm.nn.warmup(layer, 8, device="h200")
     assert len(labels) >= 2 and jitgemm.nn.warmup(layer, 8, device="h200") == []
-    assert kernels.cache is process_cache
+    assert loaded.cache is process_cache
 
 
 @pytest.mark.nvrtc

@@ -26,7 +26,7 @@ from jitgemm.weight import ready
 driver = pytest.importorskip("jitgemm.runtime.driver", reason="needs cuda.bindings")
 gemm_call = pytest.importorskip("jitgemm.gemm.call")
 gemms = pytest.importorskip("jitgemm.gemm.plan")
-kernels = pytest.importorskip("jitgemm.runtime.kernels")
+loaded = pytest.importorskip("jitgemm.runtime.loaded")
 quantizers = pytest.importorskip("jitgemm.activations.plan")
 prepared = pytest.importorskip("jitgemm.runtime.prepared")
 experts = pytest.importorskip("jitgemm.moe.plan")
@@ -64,7 +64,7 @@ def test_nothing_is_compiled_for_a_driver_that_could_not_load_it(monkeypatch, tm
 
 
 def test_what_is_not_loaded_is_refused_during_capture_with_the_call_to_make_before(monkeypatch):
-    monkeypatch.setattr(kernels, "kernels", {})
+    monkeypatch.setattr(loaded, "kernels", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(CacheMissError, match=r"-g128-.* being captured: call the GEMM once with these shapes before"):
         gemms.KERNELS.load(gemm_spec(), 0)
@@ -79,9 +79,9 @@ def test_a_kernel_is_loaded_once_a_device_whatever_threads_ask(monkeypatch):
         loads.append((cubin, name, device, smem_bytes))
         return driver.LoadedKernel(name, None, device)
 
-    monkeypatch.setattr(kernels, "kernels", {})
+    monkeypatch.setattr(loaded, "kernels", {})
     entry = functools.partial(SimpleNamespace, badly_built=False)
-    monkeypatch.setattr(kernels.cache, "get_or_compile", lambda source: (entry(cubin=source.label), 1))
+    monkeypatch.setattr(loaded.cache, "get_or_compile", lambda source: (entry(cubin=source.label), 1))
     monkeypatch.setattr(driver, "check_nvrtc_against_driver", lambda nvrtc: None)
     monkeypatch.setattr(driver, "load_kernel", load_kernel)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

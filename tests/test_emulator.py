@@ -27,7 +27,7 @@ from jitgemm.gemm.plan import Plan
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime import driver
-from jitgemm.runtime.plans import Memory, thread
+from jitgemm.runtime.launch_cache import LaunchCache, this_thread
 from jitgemm.select.devices import DEVICES
 from jitgemm.tensors import TYPE_NAMES
 
@@ -238,7 +238,7 @@ def test_a_row_has_the_same_bits_however_many_ctas_share_it(monkeypatch, mode, n
     found = []
     for ctas in (1, 2, 4):
         monkeypatch.setattr(quantizers, "spec_for_rows", lambda spec, *_, ctas=ctas: replace(spec, ctas=ctas))
-        monkeypatch.setattr(thread, "memory", Memory())
+        monkeypatch.setattr(this_thread, "cache", LaunchCache())
         found.append(quantize_activations(x, q_type, **options))
     for shared in found[1:]:
         assert all(builders.same_bits(a, b) for a, b in zip(shared, found[0], strict=True))

@@ -19,9 +19,9 @@ from functools import lru_cache
 from pathlib import Path
 
 import builders
-from ahead import compile_ahead
 import pytest
 import torch
+from ahead import compile_ahead
 from builders import PER_CHANNEL
 
 import jitgemm
@@ -652,12 +652,12 @@ def with_both_hints(spec, m, rhs, lhs, monkeypatch):
     """The kernel's outputs by jitgemm's yield hints and by ptxas's own."""
     from jitgemm.gemm.plan import Plan
     from jitgemm.kernel import render
-    from jitgemm.runtime import kernels
+    from jitgemm.runtime import loaded
 
     outputs = []
     with monkeypatch.context() as patch:
         for _ in range(2):
-            patch.setattr(kernels, "kernels", {})
+            patch.setattr(loaded, "kernels", {})
             guarded = Guarded(m, rhs.n)
             operands = Operands(*lhs, None, rhs, guarded.out, None)
             Plan(operands, spec).launch(*operands)
@@ -1274,9 +1274,9 @@ def test_another_m_of_a_loaded_kernel_can_be_captured():
 
 
 def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch):
-    from jitgemm.runtime import kernels
+    from jitgemm.runtime import loaded
 
-    monkeypatch.setattr(kernels, "kernels", {})
+    monkeypatch.setattr(loaded, "kernels", {})
     rhs, lhs = weight(1040, 1056), activations(24, 1056, "s8")
     out = torch.full((24, 1040), float("nan"), dtype=torch.bfloat16, device="cuda")
     counter = torch.zeros(1, device="cuda")
@@ -1302,9 +1302,9 @@ def test_a_miss_during_capture_raises_and_leaves_the_capture_usable(monkeypatch)
 
 
 def test_with_the_jit_off_a_missing_kernel_is_named(monkeypatch, tmp_path):
-    from jitgemm.runtime import kernels
+    from jitgemm.runtime import loaded
 
-    monkeypatch.setattr(kernels, "kernels", {})
+    monkeypatch.setattr(loaded, "kernels", {})
     monkeypatch.setenv("JITGEMM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("JITGEMM_JIT", "off")
     rhs, lhs = weight(1048, 1056), activations(24, 1056, "s8")
@@ -1316,15 +1316,15 @@ def test_with_the_jit_off_a_missing_kernel_is_named(monkeypatch, tmp_path):
 
 def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
     from jitgemm import settings
-    from jitgemm.runtime import kernels as registry
+    from jitgemm.runtime import loaded
 
     n, k, format = 2048, 1024, WeightFormat(64, False, "bf16")
     kernels = kernels_for(n, k, "s8", format, device_figures(), 700)
     if settings.debug():
         kernels = [replace(spec, debug=True) for spec in kernels]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(registry.cache.get_or_compile, map(kernel_source, kernels)))
-    monkeypatch.setattr(registry, "kernels", {})
+        list(pool.map(loaded.cache.get_or_compile, map(kernel_source, kernels)))
+    monkeypatch.setattr(loaded, "kernels", {})
     monkeypatch.setenv("JITGEMM_JIT", "off")
     rhs = weight(n, k, (64, False, "bf16"))
     x, x_scale = activations(700, k, "s8")
@@ -1332,7 +1332,7 @@ def test_a_warm_layer_never_compiles_for_another_m(monkeypatch, tmp_path):
     for m in (*range(1, 70), *range(71, 700, 13), 700):
         jitgemm.gemm_w4a8_bf16_nt((x[:m], x_scale[:m]), rhs, out[:m])
     assert_right(out, (x, x_scale), rhs)
-    assert len(registry.kernels) <= len(kernels)
+    assert len(loaded.kernels) <= len(kernels)
 
 
 # ---- torch.library and torch.compile --------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from jitgemm.activations.kernel import (
 from jitgemm.activations.plan import QuantizePlan
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.jit.cache import KernelCache
-from jitgemm.runtime.plans import Memory, thread
+from jitgemm.runtime.launch_cache import LaunchCache, this_thread
 
 OP = torch.ops.jitgemm.quantize_activations.default
 K = 96
@@ -501,18 +501,18 @@ def test_opcheck_passes_with_a_residual(mode):
 
 def test_a_remembered_call_checks_a_residual_by_its_plan(monkeypatch):
     launches = prepared_calls.without_driver(monkeypatch)
-    monkeypatch.setattr(thread, "memory", Memory())
+    monkeypatch.setattr(this_thread, "cache", LaunchCache())
     x, residual, into = (activations(seed, 4, K) for seed in range(3))
 
     def run(residual: torch.Tensor, into: torch.Tensor | None, x: torch.Tensor = x) -> None:
         quantize_activations(x, torch.int8, rms_norm=torch.ones(K), residual=residual, residual_out=into)
 
     def remember(inputs: Inputs, outputs: Outputs) -> Outputs:  # as of tensors on a GPU
-        thread.memory.add_plan(*asked[-1], QuantizePlan(inputs, outputs))
+        this_thread.cache.add_plan(*asked[-1], QuantizePlan(inputs, outputs))
         return outputs
 
-    asked, find_plan = [], Memory.find_plan
-    monkeypatch.setattr(Memory, "find_plan", lambda self, *which: asked.append(which) or find_plan(self, *which))
+    asked, find_plan = [], LaunchCache.find_plan
+    monkeypatch.setattr(LaunchCache, "find_plan", lambda self, *which: asked.append(which) or find_plan(self, *which))
     monkeypatch.setattr(call, "_run_reference", remember)
     for place in (into, residual, x):
         run(residual, place)

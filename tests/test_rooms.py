@@ -85,6 +85,15 @@ def test_ops_are_named_in_the_room_that_defines_them_or_above():
     assert upwards == []
 
 
+@pytest.mark.parametrize("room", sorted({name for name in ROOMS if (PACKAGE / name.split(".", 1)[1]).is_dir()}))
+def test_a_room_that_lists_its_files_lists_all(room):
+    listed = re.findall(
+        r"^    (\w+)  +\w", ast.get_docstring(ast.parse(MODULES[room].read_text(encoding="utf-8"))), re.M
+    )
+    files = {name.rpartition(".")[2] for name in ROOMS if name.startswith(f"{room}.")}
+    assert not listed or (set(listed), len(listed)) == (files, len(files))
+
+
 def test_private_functions_of_torch_that_calls_need_stand_in_one_module():
     named = {name for name, path in MODULES.items() if "torch._C" in path.read_text(encoding="utf-8")}
     assert named == {"jitgemm.runtime.torch_private"}

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from test_inductor import Graphs
 from test_vllm import (
     CONFIGS,
-    QKVParallelLinear,
     MergedColumnParallelLinear,
+    QKVParallelLinear,
     RowParallelLinear,
     load,
     load_experts,
@@ -37,7 +37,7 @@ from jitgemm.moe.kernel import source_of
 from jitgemm.nn.ahead import models_ahead
 from jitgemm.nn.warm import gates_of, kernels
 from jitgemm.runtime import driver
-from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import choose, kernels_for
 
 transformers = pytest.importorskip("transformers", minversion="5")

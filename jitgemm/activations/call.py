@@ -25,7 +25,7 @@ from jitgemm.activations.reference import quantize_reference
 from jitgemm.dtypes import LHS_TYPES
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
-from jitgemm.runtime.plans import thread
+from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_dtype, check_flag, check_tensor
 
 SCHEMES = ("token", "tensor", "block")
@@ -201,7 +201,7 @@ def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
         x, dtype, static, affine, scale, zero, gate, rms_norm, eps, permutation, row_count, block, row_index, residual,
         total,
     ) = inputs  # fmt: skip
-    # What decides legality and kernel; the rest of the tensors `Memory.find_plan` compares.
+    # What decides legality and kernel; the rest of the tensors `LaunchCache.find_plan` compares.
     key = (
         x.shape, dtype, static, affine, gate, eps, scale is None, zero is None, rms_norm is None,
         permutation is None, row_count is None, row_index is None, outputs is None, block, residual is None,
@@ -212,7 +212,7 @@ def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
     tensors += [tensor for tensor in others if tensor is not None]
     if total is not None and total is not x and total is not residual:
         tensors.append(total)
-    plan = thread.memory.find_plan(key, tensors)
+    plan = this_thread.cache.find_plan(key, tensors)
     if plan is None:
         check_arguments(inputs)
     if outputs is None:
@@ -227,7 +227,7 @@ def quantize(inputs: Inputs, outputs: Outputs | None = None) -> Outputs:
 
         with torch.cuda.device(x.device):
             plan = QuantizePlan(inputs, outputs)
-        thread.memory.add_plan(key, tensors, plan)
+        this_thread.cache.add_plan(key, tensors, plan)
     plan.launch(inputs, outputs)
     return outputs
 

@@ -20,7 +20,7 @@ from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
-from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
 from jitgemm.tensors import TYPE_NAMES
 

@@ -17,7 +17,7 @@ from jitgemm.gemm.e8m0 import PackingPlan, pack_e8m0
 from jitgemm.kernel.formats import format_named
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
-from jitgemm.runtime.plans import thread
+from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.weight.packed import AnyWeight, Weight, as_weight
 from jitgemm.weight.parts import PackedWeight
 
@@ -63,12 +63,12 @@ def _run(
 
     Takes the fields of `Operands` in their order: making one would take a tenth of a call's time.
     """
-    # What decides legality and kernel; `Memory.find_plan` compares the rest of the tensors.
+    # What decides legality and kernel; `LaunchCache.find_plan` compares the rest of the tensors.
     key = (weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None)
     tensors: tuple[torch.Tensor, ...] = (x, x_scale, out) if x_zero is None else (x, x_scale, out, x_zero)
     if bias is not None:
         tensors += (bias,)
-    plan = thread.memory.find_plan(key, tensors)
+    plan = this_thread.cache.find_plan(key, tensors)
     if plan is None:
         check_switches(batch_invariant, kernel)
         check_label(kernel)
@@ -91,7 +91,7 @@ def _run(
 
             with torch.cuda.device(x.device):
                 plan = Plan(operands, batch_invariant=batch_invariant, kernel=kernel)
-        thread.memory.add_plan(key, tensors, plan)
+        this_thread.cache.add_plan(key, tensors, plan)
     plan.launch(x, x_scale, x_zero, weight, out, bias)
 
 

@@ -20,7 +20,7 @@ from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, as_rows, check_grouped
 from jitgemm.kernel.formats import MAX_ROWS, TABLE_SIZES, format_named
 from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.runtime.dispatch import define_op, traced
-from jitgemm.runtime.plans import thread
+from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_plain, check_tensor, dtype_name
 from jitgemm.weight.packed import AnyWeight, Weight
 from jitgemm.weight.parts import PackedWeight
@@ -181,7 +181,7 @@ def _run(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str 
     )  # fmt: skip
     tensors = [x, x_scale, out, sizes]
     tensors += [each for each in (x_zero, bias, row_index) if each is not None]
-    plan = thread.memory.find_plan(key, tensors)
+    plan = this_thread.cache.find_plan(key, tensors)
     if plan is None:
         check_switches(batch_invariant, kernel)
         check_label(kernel)
@@ -204,7 +204,7 @@ def _run(operands: Operands, groups: Groups, batch_invariant: bool, kernel: str 
             with torch.cuda.device(x.device):
                 groups = groups._replace(expected_rows=expected_rows)
                 plan = GroupedPlan(operands, groups, batch_invariant=batch_invariant, kernel=kernel)
-        thread.memory.add_plan(key, tensors, plan)
+        this_thread.cache.add_plan(key, tensors, plan)
     plan.launch(operands, groups)
 
 

@@ -20,7 +20,7 @@ from jitgemm.kernel.spec import KernelSpec, lhs_copy_rows, slice_tokens, smem_by
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.driver import TileMap
-from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DeviceSpec

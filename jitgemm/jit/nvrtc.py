@@ -111,8 +111,8 @@ def _compiling() -> Iterator[None]:
     global _hooked, _in_flight
     if _locks_held:
         raise CompileError(
-            "this process was forked while its parent compiled a kernel, and NVRTC's locks are held in it for ever: fork "
-            "before or after that, start processes by spawn, or compile ahead (jitgemm warmup)"
+            "this process was forked while its parent compiled a kernel, and NVRTC's locks are held in it for ever: "
+            "fork before or after that, start processes by spawn, or compile ahead (jitgemm warmup)"
         )
     with _gate:
         if not _hooked:  # not at import: processes that compile nothing fork as ever

@@ -1,1 +1,9 @@
-"""What a GEMM kernel is: formats, its constants, the rules that set them, and its rendered source. No torch."""
+"""What a GEMM kernel is. No torch.
+
+Files::
+
+    formats  the packed weight's format, and the problem
+    spec     a kernel's constants, and what follows from them
+    tactics  the rules that measurements set
+    render   spec to source
+"""

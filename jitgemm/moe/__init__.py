@@ -1,1 +1,12 @@
-"""Mixtures of experts: routing, combining, and the fused layer of two grouped GEMMs between them."""
+"""Mixtures of experts: routing, combining, and the fused layer of two grouped GEMMs between them.
+
+Files::
+
+    call       the fused layer and its op
+    masked     the fused layer over tokens that other ranks sent sorted, and its op
+    arguments  their checks
+    route      routing and combining
+    plan       from checked arguments to launches of routing and combining
+    kernel     their kernels, and their sources
+    reference  the layer in PyTorch, which CPU tensors run
+"""

@@ -25,7 +25,7 @@ from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
 from jitgemm.runtime.checks import address_of, check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
-from jitgemm.runtime.plans import thread
+from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
 from jitgemm.weight.packed import AnyWeight, Weight, as_weight
 from jitgemm.weight.parts import PackedWeight
@@ -245,7 +245,7 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
             bias2 is None, addend is None, batch_invariant, block,
             torch.is_grad_enabled(),
         )  # fmt: skip
-        checked = thread.memory.find_plan(key, tensors)
+        checked = this_thread.cache.find_plan(key, tensors)
     except (AttributeError, TypeError):  # not what it should be: the checks say what
         checked = None
     if checked is None:
@@ -253,7 +253,7 @@ def _run(layer: Layer, out: torch.Tensor | None) -> torch.Tensor:
         if out is not None:
             check_out(out, layer)
         check_addresses(LAYER_POINTERS, layer.operands(out))
-        thread.memory.add_plan(key, tensors, True)
+        this_thread.cache.add_plan(key, tensors, True)
     if out is None:
         out = layer.new_out()
     if x.shape[0] == 0:

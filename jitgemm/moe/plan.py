@@ -31,7 +31,7 @@ from jitgemm.moe.kernel import (
 )
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
-from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
 from jitgemm.tensors import TYPE_NAMES
 

@@ -13,7 +13,7 @@ from jitgemm.gemm.reference import round_fp64
 from jitgemm.moe.arguments import COMBINE_POINTERS, ROUTE_POINTERS, Routing, check_combining, check_routing
 from jitgemm.moe.kernel import front_spec
 from jitgemm.runtime.checks import check_addresses
-from jitgemm.runtime.plans import thread
+from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import TYPE_NAMES
 
 
@@ -32,7 +32,7 @@ def route(topk_ids: torch.Tensor, experts: int, *, expert_map: torch.Tensor | No
     """
     tensors = [topk_ids] if expert_map is None else [topk_ids, expert_map]
     key = ("route", experts, expert_map is None)
-    plan = thread.memory.find_plan(key, tensors)
+    plan = this_thread.cache.find_plan(key, tensors)
     if plan is None:
         check_routing(topk_ids, experts, expert_map)
         check_addresses(ROUTE_POINTERS, (topk_ids, expert_map))
@@ -47,7 +47,7 @@ def route(topk_ids: torch.Tensor, experts: int, *, expert_map: torch.Tensor | No
 
         with torch.cuda.device(topk_ids.device):
             plan = RoutePlan(topk_ids, experts, expert_map)
-        thread.memory.add_plan(key, tensors, plan)
+        this_thread.cache.add_plan(key, tensors, plan)
     plan.launch(topk_ids, expert_map, routing)
     return routing
 
@@ -66,13 +66,13 @@ def route_and_quantize(
         return route(topk_ids, experts, expert_map=expert_map), quantize(inputs)
     tensors = [x, topk_ids] if expert_map is None else [x, topk_ids, expert_map]
     key = ("front", spec.label, experts, expert_map is None)
-    plan = thread.memory.find_plan(key, tensors)
+    plan = this_thread.cache.find_plan(key, tensors)
     if plan is None:
         from jitgemm.moe.plan import FrontPlan
 
         with torch.cuda.device(x.device):
             plan = FrontPlan(spec, x, topk_ids, experts, expert_map)
-        thread.memory.add_plan(key, tensors, plan)
+        this_thread.cache.add_plan(key, tensors, plan)
     routing, outputs = _new_routing(topk_ids, experts), inputs.new_outputs()
     plan.launch(x, topk_ids, expert_map, routing, outputs)
     return routing, outputs
@@ -112,7 +112,7 @@ def combine(
     """
     tensors = [rows, inverse, topk_weights, out] if addend is None else [rows, inverse, topk_weights, out, addend]
     key = ("combine", addend is None, torch.is_grad_enabled())
-    plan = thread.memory.find_plan(key, tensors)
+    plan = this_thread.cache.find_plan(key, tensors)
     if plan is None:
         check_combining(rows, inverse, topk_weights, addend, out)
         if out.shape[0] == 0:
@@ -127,7 +127,7 @@ def combine(
 
         with torch.cuda.device(rows.device):
             plan = CombinePlan(rows, topk_weights, addend, out)
-        thread.memory.add_plan(key, tensors, plan)
+        this_thread.cache.add_plan(key, tensors, plan)
     plan.launch(rows, inverse, topk_weights, addend, out)
 
 

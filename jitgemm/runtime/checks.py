@@ -12,7 +12,7 @@ import torch
 
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.runtime.dispatch import traced
-from jitgemm.runtime.plans import thread
+from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_dtype, check_plain, check_tensor, known
 
 ALIGNMENT = 16
@@ -122,9 +122,9 @@ def check_call(name: str, pointers: Sequence[Pointer], tensors: Sequence[torch.T
         return
     given = [tensor for tensor in tensors if tensor is not None]
     key = (name, *map(address_of, tensors))
-    if thread.memory.find_plan(key, given) is None:
+    if this_thread.cache.find_plan(key, given) is None:
         check_addresses(pointers, tensors)
-        thread.memory.add_plan(key, given, True)
+        this_thread.cache.add_plan(key, given, True)
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:

@@ -184,7 +184,7 @@ def capture_number(stream: int) -> int:
 
 _PARAMETERS_OVERHEAD = 800
 """Bytes of the Python objects around a launch's parameters, the addresses that they are found by among them
-(tests/test_plans.py)."""
+(tests/test_launch_cache.py)."""
 
 
 class Parameters:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from jitgemm.runtime import driver, plans
+from jitgemm.runtime import driver
 from jitgemm.runtime.checks import Pointer, check_addresses
+from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.runtime.torch_private import current_device, current_stream
 
 
@@ -48,7 +49,7 @@ class PreparedLaunch:
         maps: (number of a pointer, map over what it points to): tensor maps, the kernel's parameters before the block.
 
     Attributes:
-        number: tells this launch's addresses from others' in the thread's memory; the last of a call's `addresses`.
+        number: tells this launch's addresses from others' in the launch cache; the last of a call's `addresses`.
     """
 
     __slots__ = ("number", "_block", "_device", "_launch", "_maps", "_remembered", "_values")
@@ -67,7 +68,7 @@ class PreparedLaunch:
         self.number = next(_numbers)
         self._launch = driver.Launch(kernel, grid=grid, block=threads, smem_bytes=smem_bytes)
         self._device, self._block, self._values, self._maps = kernel.device, block, values, maps
-        self._remembered = plans.thread.memory.values
+        self._remembered = this_thread.cache.values
 
     def run(
         self, addresses: tuple[int, ...], dependent: bool, tensors: Sequence[torch.Tensor | None] | None = None
@@ -98,7 +99,7 @@ class PreparedLaunch:
             encoded = {tile_map: tile_map.encode(addresses[i]) for i, tile_map in self._maps}
             maps = [encoded[tile_map] for _, tile_map in self._maps]
             parameters = driver.Parameters(self._block.pack(addresses, self._values), maps)
-            plans.thread.memory.add(addresses, parameters)
+            this_thread.cache.add(addresses, parameters)
         self._launch.run(parameters, current_stream(device), dependent)
         return True
 

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emulator import ptx
 
+from emulator import ptx
 from jitgemm.activations import plan as quantizers
 from jitgemm.gemm import grouped_plan
 from jitgemm.gemm import plan as gemms
 from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import device as devices
-from jitgemm.runtime import driver, plans, prepared
-from jitgemm.runtime.kernels import KernelFamily
+from jitgemm.runtime import driver, launch_cache, prepared
+from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -156,7 +156,8 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
         emulator.memory = [extent(each) for each in tensors if each is not None]
         return real_run(self, addresses, dependent, tensors)
 
-    monkeypatch.setattr(plans.thread, "memory", plans.Memory())  # launches that are made ready here run nowhere else
+    # Launches that are made ready here run nowhere else.
+    monkeypatch.setattr(launch_cache.this_thread, "cache", launch_cache.LaunchCache())
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", emulator.launch)
     monkeypatch.setattr(driver, "use_context", lambda device: None)
     monkeypatch.setattr(driver, "resident_ctas", lambda *_: 2)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from prepared_calls import gemm_operands, without_driver
 
 from jitgemm.gemm.plan import Plan
-from jitgemm.runtime import plans
-from jitgemm.runtime.plans import Memory, like
+from jitgemm.runtime import launch_cache
+from jitgemm.runtime.launch_cache import LaunchCache, same_layout_check
 
 
 class RefusingGuards:
@@ -39,9 +39,9 @@ class BlindGuards:
 def every_way_of_comparing(request, monkeypatch):
     """PyTorch's own comparison, and what stands in for it where PyTorch has none, or another one."""
     if request.param == "guards":
-        assert plans.TensorGuards is not None, "this PyTorch has none: look for another, calls take longer"
+        assert launch_cache.TensorGuards is not None, "this PyTorch has none: look for another, calls take longer"
     else:
-        monkeypatch.setattr(plans, "TensorGuards", request.param)
+        monkeypatch.setattr(launch_cache, "TensorGuards", request.param)
 
 
 def matrix(rows=4, columns=32, dtype=torch.int8) -> torch.Tensor:
@@ -66,7 +66,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_what_differs_in_one_way_is_not_alike(other):
-    fits = like(matrix(), torch.ones(4))
+    fits = same_layout_check(matrix(), torch.ones(4))
     assert fits(matrix(), torch.ones(4))
     assert fits(matrix().fill_(7), torch.zeros(4))
     assert not fits(other(), torch.ones(4))
@@ -74,11 +74,11 @@ def test_what_differs_in_one_way_is_not_alike(other):
 
 
 def test_inference_tensors_are_not_like_others():
-    fits = like(matrix())
+    fits = same_layout_check(matrix())
     with torch.inference_mode():
         made = matrix()
         assert not fits(made)
-        assert like(made)(matrix())
+        assert same_layout_check(made)(matrix())
 
 
 _SIZES = st.lists(st.integers(0, 3), min_size=1, max_size=3)
@@ -89,34 +89,34 @@ def test_only_shapes_and_strides_decide_among_plain_tensors(sizes, others, order
     a, b = torch.zeros(sizes), torch.zeros(others)
     if b.dim() == 3:
         b = b.permute(*order)
-    assert like(a)(b) == (a.shape == b.shape and a.stride() == b.stride())
+    assert same_layout_check(a)(b) == (a.shape == b.shape and a.stride() == b.stride())
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_tensor_that_requires_grad_is_like_no_other(enabled):
     with torch.set_grad_enabled(enabled):
-        fits = like(torch.ones(4))
+        fits = same_layout_check(torch.ones(4))
         assert fits(torch.ones(4)) and not fits(torch.ones(4, requires_grad=True))
 
 
 def test_a_plan_is_found_by_its_key_and_its_tensors():
-    memory = Memory()
+    cache = LaunchCache()
     narrow, wide = (matrix(), torch.ones(4)), (matrix(columns=64)[:, :32], torch.ones(4))
-    assert memory.find_plan(("a",), narrow) is None
-    memory.add_plan(("a",), narrow, "narrow")
-    memory.add_plan(("a",), wide, "wide")
-    memory.add_plan(("b",), narrow[:1], "one tensor")
-    assert memory.find_plan(("a",), narrow) == "narrow" and memory.find_plan(("a",), wide) == "wide"
-    assert memory.find_plan(("b",), narrow[:1]) == "one tensor"
-    assert memory.find_plan(("b",), wide[:1]) is None and memory.find_plan(("c",), narrow) is None
+    assert cache.find_plan(("a",), narrow) is None
+    cache.add_plan(("a",), narrow, "narrow")
+    cache.add_plan(("a",), wide, "wide")
+    cache.add_plan(("b",), narrow[:1], "one tensor")
+    assert cache.find_plan(("a",), narrow) == "narrow" and cache.find_plan(("a",), wide) == "wide"
+    assert cache.find_plan(("b",), narrow[:1]) == "one tensor"
+    assert cache.find_plan(("b",), wide[:1]) is None and cache.find_plan(("c",), narrow) is None
 
 
 def test_a_key_has_so_many_plans(monkeypatch):
-    monkeypatch.setattr(plans, "MAX_ALIKE", 2)
-    memory = Memory()
+    monkeypatch.setattr(launch_cache, "MAX_PLANS_PER_KEY", 2)
+    cache = LaunchCache()
     for rows in (1, 2, 3):
-        memory.add_plan("key", (matrix(rows),), rows)
-    assert [memory.find_plan("key", (matrix(rows),)) for rows in (1, 2, 3)] == [None, 2, 3]
+        cache.add_plan("key", (matrix(rows),), rows)
+    assert [cache.find_plan("key", (matrix(rows),)) for rows in (1, 2, 3)] == [None, 2, 3]
 
 
 @dataclass
@@ -125,40 +125,40 @@ class Block:
 
 
 def test_what_was_found_least_lately_goes_first(monkeypatch):
-    monkeypatch.setattr(plans, "MAX_BYTES", 3 * plans.PLAN_BYTES)
-    memory = Memory()
+    monkeypatch.setattr(launch_cache, "MAX_BYTES", 3 * launch_cache.PLAN_BYTES)
+    cache = LaunchCache()
     for key in "abc":
-        memory.add_plan(key, (matrix(),), key)
+        cache.add_plan(key, (matrix(),), key)
     for number in range(100):  # a flood that a plan in use survives
-        assert memory.find_plan("a", (matrix(),)) == "a"
-        memory.add_plan(number, (matrix(),), number)
-    assert memory.find_plan("b", (matrix(),)) is None and memory.find_plan("c", (matrix(),)) is None
+        assert cache.find_plan("a", (matrix(),)) == "a"
+        cache.add_plan(number, (matrix(),), number)
+    assert cache.find_plan("b", (matrix(),)) is None and cache.find_plan("c", (matrix(),)) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=60))
 def test_there_are_never_more_bytes_than_allowed(entries):
-    memory, before = Memory(), plans.MAX_BYTES
+    cache, before = LaunchCache(), launch_cache.MAX_BYTES
     try:
-        plans.MAX_BYTES = 100
+        launch_cache.MAX_BYTES = 100
         for key, nbytes in entries:
-            memory.add(key, Block(nbytes))
-            assert memory.values[key].nbytes == nbytes
-            assert memory.nbytes == sum(block.nbytes for block in memory.values.values()) <= 100
+            cache.add(key, Block(nbytes))
+            assert cache.values[key].nbytes == nbytes
+            assert cache.nbytes == sum(block.nbytes for block in cache.values.values()) <= 100
     finally:
-        plans.MAX_BYTES = before
+        launch_cache.MAX_BYTES = before
 
 
 def test_threads_share_no_plans():
-    plans.thread.memory.add_plan("test", (matrix(),), "plan")
+    launch_cache.this_thread.cache.add_plan("test", (matrix(),), "plan")
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(lambda: plans.thread.memory.find_plan("test", (matrix(),)))
+        found = pool.submit(lambda: launch_cache.this_thread.cache.find_plan("test", (matrix(),)))
         assert found.result() is None
-    assert plans.thread.memory.find_plan("test", (matrix(),)) == "plan"
+    assert launch_cache.this_thread.cache.find_plan("test", (matrix(),)) == "plan"
 
 
 def test_remembering_a_plan_keeps_no_tensor_alive():
-    memory, tensor = Memory(), matrix()
-    memory.add_plan((), (tensor,), "plan")
+    cache, tensor = LaunchCache(), matrix()
+    cache.add_plan((), (tensor,), "plan")
     seen = weakref.ref(tensor)
     del tensor
     gc.collect()
@@ -184,26 +184,26 @@ def held_by(make, count: int) -> float:
 def test_parameters_hold_the_bytes_that_they_count(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
-    memory, plan = Memory(), Plan(operands)
-    monkeypatch.setattr(plans.thread, "memory", memory)
+    cache, plan = LaunchCache(), Plan(operands)
+    monkeypatch.setattr(launch_cache.this_thread, "cache", cache)
 
     def launch_at(i: int) -> None:
         plan.run(tuple(range(i << 40, (i << 40) + 9)), True, operands.tensors)
         launches.clear()
 
     measured = held_by(launch_at, 2000)
-    counted = memory.nbytes / len(memory.values)
+    counted = cache.nbytes / len(cache.values)
     assert 0.8 * counted <= measured <= 1.1 * counted, (measured, counted)
 
 
 def test_plans_hold_the_bytes_that_they_count(monkeypatch):
     without_driver(monkeypatch)
     operands = gemm_operands()
-    memory = Memory()
+    cache = LaunchCache()
 
     def remember(i: int) -> None:
         tensors = (operands.x, operands.x_scale, operands.out)
-        memory.add_plan((i,), tensors, Plan(operands))
+        cache.add_plan((i,), tensors, Plan(operands))
 
     measured = held_by(remember, 200)
-    assert 0.5 * plans.PLAN_BYTES <= measured <= plans.PLAN_BYTES, measured
+    assert 0.5 * launch_cache.PLAN_BYTES <= measured <= launch_cache.PLAN_BYTES, measured

@@ -1,4 +1,4 @@
-"""What a thread remembers of calls: plans by what decides them, launch parameters by addresses.
+"""A thread's cache of calls: plans by what decides them, launch parameters by addresses.
 
 Knows nothing of what a plan is, so that a call that hits touches no layer below.
 """
@@ -18,12 +18,12 @@ MAX_BYTES = 32 << 20
 """Host memory that a thread's calls may hold on to: 3,000 plans, for example, with 5 sets of addresses each."""
 PLAN_BYTES = 4 << 10
 """What a plan counts as; it holds 3.3 to 3.6 KiB, and the parameters of a GEMM for one set of addresses 1.3 KiB
-(tests/test_plans.py)."""
-MAX_ALIKE = 32
+(tests/test_launch_cache.py)."""
+MAX_PLANS_PER_KEY = 32
 """Plans of one key: for other strides, other output types, with and without inference mode."""
 
 
-class Memory:
+class LaunchCache:
     """Values by key, within MAX_BYTES: what was found least lately goes first. Belongs to one thread.
 
     Whoever finds one of `values`, which say in `nbytes` how much they hold, moves it to the end.
@@ -42,7 +42,7 @@ class Memory:
             self.nbytes -= self.values.popitem(last=False)[1].nbytes
 
     def find_plan(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Any:
-        """The plan of this key and of tensors like these (see `like`), or None; also for what cannot be a key."""
+        """The plan of this key and of tensors of these layouts, or None; also for what cannot be a key."""
         try:
             for fits, plan in self.values.get(key, ()):
                 if fits(*tensors):
@@ -54,8 +54,8 @@ class Memory:
 
     def add_plan(self, key: Hashable, tensors: Sequence[torch.Tensor], plan: Any) -> None:
         """For the next call with this key and such tensors. A key has as many tensors whenever it comes."""
-        others = self.values.get(key, ())[-MAX_ALIKE + 1 :]
-        self.add(key, _Plans((*others, (like(*tensors), plan))))
+        others = self.values.get(key, ())[-MAX_PLANS_PER_KEY + 1 :]
+        self.add(key, _Plans((*others, (same_layout_check(*tensors), plan))))
 
 
 class _Plans(tuple[tuple[Callable[..., bool], Any], ...]):
@@ -70,14 +70,14 @@ class _Plans(tuple[tuple[Callable[..., bool], Any], ...]):
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.memory = Memory()
+        self.cache = LaunchCache()
 
 
-thread = _Thread()
-"""`thread.memory` is this thread's: a launch's stream is written in place, so threads do not share plans."""
+this_thread = _Thread()
+"""`this_thread.cache` is this thread's: a launch's stream is written in place, so threads do not share plans."""
 
 
-def like(*tensors: torch.Tensor) -> Callable[..., bool]:
+def same_layout_check(*tensors: torch.Tensor) -> Callable[..., bool]:
     """A check of as many other tensors: have they the same types, dtypes, devices, shapes and strides?
 
     Tensors that would be dispatched in another way are none such: negated lazily, made or met in inference mode. The
