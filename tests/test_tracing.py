@@ -27,7 +27,7 @@ import jitgemm.nn
 from jitgemm.gemm.grouped import rows_of_m_indices
 from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
 from jitgemm.moe.masked import fused_experts_masked
-from jitgemm.nn.fused import FusedLayer, FusedMLP, FusedNorm
+from jitgemm.nn.fused import FusedMLP, FusedNorm
 
 E, K, N = 4, 128, 256
 """Experts, and widths of the calls, which m takes in turn: a comparison of m with one of them must put no guard on it."""
@@ -60,21 +60,21 @@ class MLP(torch.nn.Module):
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.q, self.k, self.v, self.o = (torch.nn.Linear(K, K) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (torch.nn.Linear(K, K) for _ in range(4))
 
     def forward(self, x):
-        return self.o(torch.sigmoid(self.q(x)) * self.k(x) + self.v(x))
+        return self.o_proj(torch.sigmoid(self.q_proj(x)) * self.k_proj(x) + self.v_proj(x))
 
 
 class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = torch.nn.RMSNorm(K, eps=1e-5), torch.nn.RMSNorm(K, eps=1e-5)
+        self.norm1, self.norm2 = torch.nn.RMSNorm(K, eps=1e-5), torch.nn.RMSNorm(K, eps=1e-5)
         self.attention, self.mlp = Attention(), MLP(lambda n, k: torch.nn.Linear(k, n))
 
     def forward(self, hidden):
-        hidden = hidden + self.attention(self.first(hidden))
-        return hidden + self.mlp(self.second(hidden))
+        hidden = hidden + self.attention(self.norm1(hidden))
+        return hidden + self.mlp(self.norm2(hidden))
 
 
 class Layers(torch.nn.Module):
@@ -92,10 +92,8 @@ def fused() -> torch.nn.Module:
     model = Layers().bfloat16().eval()
     jitgemm.nn.quantize_(model)
     jitgemm.nn.fuse_(model)
-    kinds = {
-        kind for module in model.modules() for kind in (FusedLayer, FusedNorm, FusedMLP) if isinstance(module, kind)
-    }
-    assert kinds == {FusedLayer, FusedNorm, FusedMLP}
+    kinds = [type(module) for module in model.modules()]
+    assert kinds.count(FusedNorm) == 4 and kinds.count(FusedMLP) == 2
     return model
 
 

@@ -5,42 +5,76 @@ returned. Here the norm runs them all: a `FusedNorm` takes the norm's input, qua
 of all projections side by side, and each projection becomes a view of its columns (`Slice`). So plain tensors go from
 module to module; no forward is patched, nothing is kept between calls, and torch.compile, CUDA graphs, deepcopy and
 pickle see ordinary modules. What else reads the norm's output would get the wrong tensor, so such a norm stays as it
-is. An MLP's forward cannot stay, as its product is no module: a `FusedMLP` with the same children replaces it. Nor can
-a layer's whose second norm is to add the residual: its class becomes one derived from its own (`FusedLayer`).
+is. An MLP's forward cannot stay, as its product is no module: a `FusedMLP` with the same children replaces it.
 
-What may be fused is found by running each block on a few random tokens, without its weights (`trial.py`): who reads
-which tensor is recorded, and the block is run again with each fusion in place. Only a fusion that leaves the block's
-output the same is made.
+What may be fused is declared by the names of a block's modules: `NORMS` and `MLPS`. Names prove nothing, so each
+fusion is checked once, before it is made: the norm's formula, the MLP's formula, and, by a run of the block with stubs
+for its packed layers (`trial.py`), that nothing else reads the norm.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from jitgemm.nn.choose import check_model
-from jitgemm.nn.fused import FUSED, FusedLayer, FusedMLP, FusedNorm, Slice, Steps, quantised_alike
+from jitgemm.nn.fused import FUSED, FusedMLP, FusedNorm, Slice, quantised_alike
 from jitgemm.nn.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason
-from jitgemm.nn.trial import (
-    FRONTS,
-    MLP,
-    Block,
-    Call,
-    Columns,
-    Gated,
-    Joined,
-    calls_of,
-    lists,
-    norm_of,
-    steps_of,
-    untouchable,
+from jitgemm.nn.trial import Call, calls_of, gate_of, lists, norm_of, run, said
+
+
+class Recipe(NamedTuple):
+    """A norm whose output projections read, by names.
+
+    Attributes:
+        norms: within the block; the first that it has.
+        part: the module that holds the projections; the first that the block has.
+        projections: children of the part that read the norm, where there are such; they must stand in this order.
+    """
+
+    norms: tuple[str, ...]
+    part: tuple[str, ...]
+    projections: tuple[str, ...]
+
+
+NORMS = (
+    Recipe(
+        ("input_layernorm", "operator_norm", "norm1", "norm"),
+        ("self_attn", "linear_attn", "attention", "attn", "conv", "mixer"),
+        (
+            *("q_proj", "k_proj", "v_proj", "qkv_proj", "qkv", "q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "g_proj"),
+            *("in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        ),
+    ),
+    Recipe(("self_attn.q_a_layernorm",), ("self_attn",), ("q_b_proj",)),
+    Recipe(("self_attn.kv_a_layernorm",), ("self_attn",), ("kv_b_proj",)),
+    Recipe(
+        # Gemma's post_attention_layernorm is none of these: its pre_feedforward_layernorm comes first.
+        ("pre_feedforward_layernorm", "pre_mlp_layernorm", "post_attention_layernorm", "ffn_norm", "norm2", "norm"),
+        ("mlp", "feed_forward"),
+        ("gate_proj", "up_proj", "gate_up_proj", "gate", "up", "w1", "w3"),
+    ),
 )
+
+MLPS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("gate", "up", "down"),
+    ("w1", "w3", "w2"),
+)
+"""Children of modules that compute down(act(gate(x)) * up(x)), down last: MLPs and shared experts."""
+
+FRONTS: dict[str, dict[str, Any]] = {
+    "silu": {"silu_mul": True},
+    "gelu_tanh": {"gelu_mul": "tanh"},
+    "gelu": {"gelu_mul": "none"},
+}
+"""Gates by name, and what `quantize_activations` calls them."""
 
 
 def fuse_(model: torch.nn.Module) -> FusionReport:
@@ -49,26 +83,23 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
     - RMSNorm, the quantiser behind it and the projections that read the norm: their input is quantised once, and
       Linears whose formats and biases are of one kind are one GEMM. Norms that multiply by 1 + weight, as Gemma's, do
       so in fp32.
-    - the residual additions before such norms, of layers h = x + attention(norm(x)), h + mlp(norm(h)). The second one
-      belongs to the next layer's norm, which runs early for it; of the last layer, of copies until `fuse_` is called
-      on them, and wherever anything else may read or write the sum in between, it stays PyTorch's.
     - silu(gate) * up or gelu(gate) * up, gelu as it is or by tanh, and the quantiser of the next Linear's input. Other
-      gates stay PyTorch's.
+      gates stay PyTorch's, and so do residual additions.
 
-    Results are, bit for bit, those of `quantize_activations` with `rms_norm`, `residual`, `silu_mul` or `gelu_mul`
-    and of `gemm_w4a8_nt` on the merged weights. They differ from the model's as it was by roundings that are left out: norm
+    Results are, bit for bit, those of `quantize_activations` with `rms_norm`, `silu_mul` or `gelu_mul` and of
+    `gemm_w4a8_nt` on the merged weights. They differ from the model's as it was by roundings that are left out: norm
     and product stay fp32.
 
     `state_dict()` has the same names and values, but for `blocks` and `meta` of weights whose codes had to be brought
     into the order "any"; it loads into the model fused or not. `load_` and `load_state_dict(assign=True)` need the
     model as it was. `.to`, copies and pickles of the whole model work, of fused modules without their block they do
-    not. A fused norm returns projections, so forward hooks see these; its input is the norm's, and while it has hooks
-    the residual addition is PyTorch's. Where `fuse_` is interrupted, a block is as it was or fused; called again, it
+    not. A fused norm returns projections, so forward hooks see these; its input is the norm's. Where `fuse_` is interrupted, a block is as it was or fused; called again, it
     fuses the others.
 
     Args:
         model: holds packed Linears in blocks, elements of a ModuleList such as decoder layers of transformers. A block
-            is run as the model's own forward calls it, given `inputs_embeds`, or else with one tensor.
+            whose norms, projections and MLPs have the names of transformers' models (`NORMS`, `MLPS`) is run once, as
+            the model's own forward calls it, given `inputs_embeds`, or else with one tensor.
 
     Returns:
         The names of the modules that were replaced, in the model's order, as a list that says what each does (`fused`)
@@ -94,9 +125,6 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
                     report.skipped[name] = call
                 else:
                     _fuse_block(name, block, call, report)
-            for layer, behind in pairwise(owner.get_submodule(list_name).children()):
-                if isinstance(layer, FusedLayer) and isinstance(behind, FusedLayer):
-                    layer.fused_next = weakref.ref(behind)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     report.sort(key=lambda name: order[name])
     if not report:
@@ -117,7 +145,7 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
     check_model(model)
     names = [(name, m) for name, m in model.named_modules() if isinstance(m, FUSED)]
     with torch.inference_mode(False), torch.no_grad():
-        for kind in (FusedLayer, Slice, FusedMLP, FusedNorm):  # a norm's joint goes last: slices are views of it
+        for kind in (Slice, FusedMLP, FusedNorm):  # a norm's joint goes last: slices are views of it
             for name, found in names:
                 if isinstance(found, kind):
                     module: Any = model.get_submodule(name)
@@ -137,117 +165,145 @@ def _put(model: torch.nn.Module, name: str, module: torch.nn.Module, replaced: l
 # ---- one block -------------------------------------------------------------------------------------------------------
 
 
-def _fuse_block(name: str, module: torch.nn.Module, call: Call, report: FusionReport) -> None:
-    block = Block(module, call)
+class _Norm(NamedTuple):
+    eps: float
+    one_plus: bool
+    linears: list[str]
+
+
+class _MLP(NamedTuple):
+    linears: list[str]
+    down: str
+    gate: str  # a key of FRONTS
+
+
+def _fuse_block(name: str, block: torch.nn.Module, call: Call, report: FusionReport) -> None:
     try:
-        block.look()
+        called = run(block, call)
     except Exception as error:  # noqa: BLE001 - somebody else's code
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        report.skipped[name] = f"the block does not run by itself: {text}"
+        report.skipped[name] = f"the block does not run by itself: {said(error)}"
         return
-    skipped: dict[str, str] = {}
-    mlps = list(block.mlps(skipped))
     # All is decided before anything is replaced: the block runs to decide.
-    norms: dict[str, tuple[float, bool, list[str]]] = {}
-    gated: list[tuple[MLP, int, int]] = []  # with the start and the width in the output of a norm
-    alone: list[MLP] = []
-    for child, its_call in block.calls.items():
-        kind = norm_of(module.get_submodule(child))
-        readers, others = block.readers(its_call.output) if kind is not None and its_call.one is not None else ([], [])
-        if kind is None or not readers:
-            continue
-        behind = [mlp for mlp in mlps if mlp.reads is its_call.output and set(mlp.linears) <= set(readers)]
-        first = [each for mlp in behind for each in mlp.linears]  # gate before up
-        linears = [each for each in readers if each not in first] + first
-        reason = kind if isinstance(kind, str) else _stays(block, child, linears, others)
-        if isinstance(kind, str) or reason is not None:
-            skipped[child] = reason or ""
-            continue
-        norms[child] = (*kind, linears)
-        put, starts, width = _joined(block, child, linears)
-        for mlp in behind:
-            start = starts[mlp.linears[0]]
-            mlps.remove(mlp)
-            reason = block.check(put | {mlp.name: Gated((), block.stubs[mlp.down], start, mlp.gate)})
-            if reason is None:
-                gated.append((mlp, start, width))
-            else:
-                skipped[mlp.name] = reason
-    for mlp in mlps:
-        stubs = [block.stubs[each] for each in mlp.linears]
-        reason = quantised_alike(_layers(module, mlp.linears))
-        reason = reason or block.check({mlp.name: Gated(stubs, block.stubs[mlp.down], 0, mlp.gate)})
-        if reason is None:
-            alone.append(mlp)
-        else:
-            skipped[mlp.name] = reason
-    steps = next(filter(None, (steps_of(block, child) for child in norms)), None)
-    report.skipped.update({f"{name}.{each}": why for each, why in skipped.items()})
-    if isinstance(steps, str):
-        report.skipped[name] = steps
+    skipped: dict[str, str] = {}
+    mlps = _mlps(block, call, called, skipped)
+    norms = _norms(block, call, called, mlps, skipped)
+    joined = [norm.linears for norm in norms.values()]
+    for child, mlp in list(mlps.items()):
+        reason = None if mlp.linears in joined else quantised_alike(_layers(block, mlp.linears))
+        if reason is not None:
+            skipped[child] = reason
+            del mlps[child]
+    if not norms and not mlps and not skipped:
+        skipped[""] = "no recipe fits: no norm of a known name stands ahead of packed Linears of known names"
+    report.skipped.update({f"{name}.{each}" if each else name: why for each, why in skipped.items()})
 
     replaced: list[Any] = []
 
     def put_in(child: str, new: torch.nn.Module, joint: Any, linears: Sequence[str], what: str) -> None:
-        _put(module, child, new, replaced)
+        _put(block, child, new, replaced)
         report.append(f"{name}.{child}")
         report.fused[report[-1]] = what
         for each, part in zip(linears, joint.slices if joint is not None else ()):
-            _put(module, each, part, replaced)
+            _put(block, each, part, replaced)
 
-    downs = _layers(module, [mlp.down for mlp, *_ in gated] + [mlp.down for mlp in alone])
+    downs = _layers(block, [mlp.down for mlp in mlps.values()])
     try:
         for child, (eps, one_plus, linears) in norms.items():
-            norm = module.get_submodule(child)
-            fused = FusedNorm(norm, eps, one_plus, _layers(module, linears))
+            fused = FusedNorm(block.get_submodule(child), eps, one_plus, _layers(block, linears))
             put_in(child, fused, fused.joint, linears, f"RMSNorm, quantiser and {_gemms(linears, fused.joint)}")
-        for mlp, start, width in gated:
-            new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), start, width, FRONTS[mlp.gate])
-            put_in(mlp.name, new, None, (), f"{mlp.gate} * mul, quantiser and {_last(mlp.down)}")
-        for mlp in alone:
-            layers = _layers(module, mlp.linears)
-            width = sum(layer.out_features for layer in layers)
-            new = FusedMLP(module.get_submodule(mlp.name), _last(mlp.down), 0, width, FRONTS[mlp.gate], layers)
-            what = f"quantiser and {_gemms(mlp.linears, new.joint)}; {mlp.gate} * mul, quantiser and {_last(mlp.down)}"
-            put_in(mlp.name, new, new.joint, mlp.linears, what)
-        if isinstance(steps, Steps):
-            FusedLayer.make(module, steps)
-            report.append(name)
-            report.fused[name] = f"residual addition in the quantiser of {steps.norm}"
+        for child, (linears, down, gate) in mlps.items():
+            own = [] if linears in joined else _layers(block, linears)
+            new = FusedMLP(block.get_submodule(child), _last(down), FRONTS[gate], own)
+            what = f"quantiser and {_gemms(linears, new.joint)}; " if own else ""
+            put_in(child, new, new.joint, linears, f"{what}{gate} * mul, quantiser and {_last(down)}")
     except BaseException:  # Ctrl-C too: half of a block computes nothing
-        if isinstance(module, FusedLayer):
-            module.original()
-        vars(module).pop("fused_steps", None)
         for children, child, old in reversed(replaced):
             children[child] = old
-        for down in downs:
-            vars(down).pop("fronts", None)
+        for layer in downs:
+            vars(layer).pop("fronts", None)
         raise
 
 
-def _stays(block: Block, norm: str, linears: Sequence[str], others: Sequence[str]) -> str | None:
-    """Why a norm is not fused with the Linears that read it, or None."""
-    layers = _layers(block.module, linears)
-    reason = untouchable(block, norm, *linears) or quantised_alike(layers)
-    if reason is None and sum(layer.out_features for layer in layers) == layers[0].in_features:
-        reason = "its Linears give as many columns as they take: called by itself, one could not tell its input"
-    if reason is None and others:
-        kinds = [f"{each} ({type(block.module.get_submodule(each)).__name__})" for each in others]
-        reason = f"{', '.join(kinds)} reads it too"
-    return reason or block.check(_joined(block, norm, linears)[0])
+def _mlps(block: torch.nn.Module, call: Call, called: set[str], skipped: dict[str, str]) -> dict[str, _MLP]:
+    """MLPs whose product can be fused with the quantiser behind it."""
+    found = {}
+    for child, module in block.named_modules():
+        for *gates, last in MLPS:
+            children = [module._modules.get(each) for each in (*gates, last)]
+            linears, down = [f"{child}.{each}" for each in gates], f"{child}.{last}"
+            if not child or down not in called or not all(isinstance(each, PackedLinear) for each in children):
+                continue
+            reason, gate = None, gate_of(module, gates, last)
+            if gate is None:
+                reason = "what its last Linear reads is neither silu(gate) * up nor gelu(gate) * up"
+            elif module._parameters or module._buffers:
+                reason = "it has tensors of its own"
+            else:
+                width = block.get_submodule(down).out_features
+                reason = _untouchable(block, child, down, *linears) or _runs(block, call, mlps={child: width})
+            if reason is None:
+                found[child] = _MLP(linears, down, gate or "")
+            else:
+                skipped[child] = reason
+    return found
 
 
-def _joined(block: Block, norm: str, linears: Sequence[str]) -> tuple[dict[str, torch.nn.Module], dict[str, int], int]:
-    """Stubs of a fused norm and its slices, the first column of each Linear, and their number."""
-    put: dict[str, torch.nn.Module] = {
-        norm: Joined(block.module.get_submodule(norm), [block.stubs[each] for each in linears])
-    }
-    starts, width = {}, 0
-    for each in linears:
-        starts[each] = width
-        width += block.stubs[each].out_features
-        put[each] = Columns(starts[each], width)
-    return put, starts, width
+def _norms(
+    block: torch.nn.Module, call: Call, called: set[str], mlps: Mapping[str, _MLP], skipped: dict[str, str]
+) -> dict[str, _Norm]:
+    """Norms that can be fused with the Linears that read them."""
+    found: dict[str, _Norm] = {}
+    modules = dict(block.named_modules())
+    widths = {child: modules[mlp.down].out_features for child, mlp in mlps.items()}
+    for recipe in NORMS:
+        norm = next((each for each in recipe.norms if each in modules), None)
+        part = next((each for each in recipe.part if each in modules), None)
+        readers = [f"{part}.{each}" for each in recipe.projections if f"{part}.{each}" in modules]
+        linears = [each for each in readers if each in called and isinstance(modules[each], PackedLinear)]
+        if norm is None or norm in found or not linears:
+            continue
+        layers = _layers(block, linears)
+        others = [each for each in readers if not isinstance(modules[each], PackedLinear)]
+        width = sum(layer.out_features for layer in layers)
+        whole = [child for child, mlp in mlps.items() if mlp.linears == linears]  # given all that the norm gives
+        kind = norm_of(modules[norm])
+        reason = kind if isinstance(kind, str) else _untouchable(block, norm, *linears) or quantised_alike(layers)
+        if reason is None and width == layers[0].in_features:
+            reason = "its Linears give as many columns as they take: called by itself, one could not tell its input"
+        if reason is None and others:
+            reason = f"{', '.join(f'{each} ({type(modules[each]).__name__})' for each in others)} reads it too"
+        reason = reason or _runs(block, call, widths, norm, whole or linears, width)
+        if reason is not None:
+            skipped[norm] = reason
+        elif not isinstance(kind, str):
+            found[norm] = _Norm(*kind, linears)
+    return found
+
+
+def _runs(block: torch.nn.Module, call: Call, *stubs: Any, **named: Any) -> str | None:
+    """Why the block does not run with these stubs, or None."""
+    try:
+        run(block, call, *stubs, **named)
+    except Exception as error:  # noqa: BLE001 - somebody else's code
+        return f"with it fused the block fails: {said(error)}"
+    return None
+
+
+def _untouchable(block: torch.nn.Module, *names: str) -> str | None:
+    """Why these modules cannot be replaced, or None."""
+    places = Counter(module for _, module in block.named_modules(remove_duplicate=False))
+    for name in names:
+        module = block.get_submodule(name)
+        if places[module] > 1:
+            return f"{name} stands at several places"
+        if any(value for key, value in vars(module).items() if key.endswith("_hooks")):
+            return f"{name} has hooks, which would see other tensors"
+        if "forward" in vars(module):
+            return f"the forward of {name} was replaced"
+        split = getattr(module, "split", None) if isinstance(module, PackedLinear) else None
+        if split is not None and not split.plain:
+            return f"{name} changes the layout of its input or output, or agrees with other ranks on scales"
+    return None
 
 
 def _layers(module: torch.nn.Module, names: Iterable[str]) -> list[Any]:
@@ -258,7 +314,7 @@ def _layers(module: torch.nn.Module, names: Iterable[str]) -> list[Any]:
 def _gemms(linears: Sequence[str], joint: Any) -> str:
     """The GEMMs of a `Joint`: "q_proj + k_proj, v_proj"."""
     names = iter(map(_last, linears))
-    return ", ".join(" + ".join(next(names) for _ in run.slices) for run in joint.runs)
+    return ", ".join(" + ".join(next(names) for _ in gemm.slices) for gemm in joint.runs)
 
 
 def _last(name: str) -> str:

@@ -1,5 +1,4 @@
-"""What `fuse_` puts into a model: a norm that runs the projections behind it, views of those, an MLP, and a layer
-that leaves its residual additions to norms' quantisers: the first to its own, the second to the next layer's.
+"""What `fuse_` puts into a model: a norm that runs the projections behind it, views of those, and an MLP.
 
 A joint runs Linears that read one input: that is quantised once, and those whose formats agree are one GEMM, whose
 weight is theirs one below the other. The Linears become `Slice`s, whose buffers are views of it.
@@ -7,11 +6,9 @@ weight is theirs one below the other. The Linears become `Slice`s, whose buffers
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,7 +18,6 @@ from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
-from jitgemm.weight.ready import capturing
 
 _VIEWS = ("blocks", "channel_scale", "row_sum", "bias", "permutation", "input_scale")
 ADVICE = "call jitgemm.nn.unfuse_(model) first"
@@ -194,14 +190,11 @@ class Joint(torch.nn.Module):
     def slices(self) -> list[Slice]:
         return [part for run in self.runs for part in run.slices]
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None, **norm: Any) -> Any:
-        """x [..., in_features] -> [..., width] of x's dtype, or of autocast's; with a residual (sum, that)."""
-        if residual is not None:
-            norm["residual"] = as_rows(residual, self.in_features)
+    def forward(self, x: torch.Tensor, **norm: Any) -> torch.Tensor:
+        """x [..., in_features] -> [..., width] of x's dtype, or of autocast's."""
         rows, dtype = as_rows(x, self.in_features), result_type(x)
         first = self.runs[0]
         lhs = first.quantise(rows if norm else rows.to(dtype), **norm)
-        lhs, total = (lhs, None) if residual is None else (lhs[:-1], lhs[-1])
         out = torch.empty((rows.shape[0], self.width), dtype=dtype, device=x.device)
         if len(self.runs) == 1:
             first.multiply(lhs, out)
@@ -210,17 +203,7 @@ class Joint(torch.nn.Module):
             for run in self.runs:
                 run.multiply(lhs, out[:, start : start + run.out_features])
                 start += run.out_features
-        out = out.view(*x.shape[:-1], self.width)
-        return out if total is None else (total.view(x.shape), out)
-
-
-class Kept(NamedTuple):
-    """What a norm gives for x, found when x was made: as long as x is not written, on that stream, in that capture."""
-
-    x: torch.Tensor
-    version: int
-    where: tuple[int, int | None] | None
-    out: torch.Tensor
+        return out.view(*x.shape[:-1], self.width)
 
 
 class FusedNorm(torch.nn.Module):
@@ -228,14 +211,7 @@ class FusedNorm(torch.nn.Module):
 
     `weight` is the norm's own parameter, under its own name. `gain` is what the norm multiplies by where that is
     another tensor: 1 + weight in fp32 for Gemma's.
-
-    Attributes:
-        kept: what `add` made, until the next call.
-        adds: whether calls behind `add` have always been for its sum; else it is work for nothing.
     """
-
-    kept: Kept | None = None
-    adds = True
 
     def __init__(self, norm: torch.nn.Module, eps: float, one_plus: bool, linears: Sequence[PackedLinear]):
         super().__init__()
@@ -248,45 +224,12 @@ class FusedNorm(torch.nn.Module):
         self.train(norm.training)
         self._set_gain()
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, residual_out: torch.Tensor | None = None
-    ) -> Any:
-        """x bf16, fp16 or fp32 [..., k] -> [..., joint.width]; with a residual of x's shape (x + residual, that of it).
-
-        The addition is PyTorch's where the quantiser cannot make it, as under autocast, whose types differ.
-        residual_out: contiguous rows for the sum that the quantiser makes.
-        """
-        if residual is not None and not self.can_add(x, residual):
-            total = residual + x
-            return total, self.forward(total)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x bf16, fp16 or fp32 [..., k] -> [..., joint.width]."""
         if is_dtensor(x):
             return on_parts(self.forward, x, self.joint.slices[0].split)
-        if not torch.compiler.is_compiling() and self.kept is not None:
-            kept, self.kept = self.kept, None
-            if kept.x is x and residual is None and kept[1:3] == (x._version, _where(x.device)):
-                return kept.out
-            self.adds = False
         gain = self._buffers["gain"]
-        gain = self.weight.detach() if gain is None else gain
-        return self.joint(x, residual, rms_norm=gain, eps=self.eps, residual_out=residual_out)
-
-    @staticmethod
-    def can_add(x: torch.Tensor, residual: torch.Tensor) -> bool:
-        """Whether the quantiser's kernel can."""
-        return not is_dtensor(x) and not is_dtensor(residual) and (x.dtype, x.shape) == (residual.dtype, residual.shape)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x + residual, which `can_add` allows, in the quantiser's kernel: the call that follows, on that very sum, is
-        made here and its result kept for it.
-
-        Any other call is computed as ever. The sum counts its versions in inference mode as well.
-        """
-        with torch.inference_mode(False):
-            total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rows = as_rows(total, self.joint.in_features)
-        _, out = self(x, residual, residual_out=rows)
-        self.kept = Kept(total, total._version, _where(total.device), out)
-        return total
+        return self.joint(x, rms_norm=self.weight.detach() if gain is None else gain, eps=self.eps)
 
     def original(self) -> torch.nn.Module:
         norm = self.replaced[0]
@@ -319,21 +262,19 @@ class FusedMLP(torch.nn.Module):
     """down(act(gate(x)) * up(x)), product and quantiser in one kernel; gate and up in one GEMM.
 
     Has the children of the module that it replaces. Without a joint of its own, x is the output of the fused norm in
-    front, which holds gate and up from column `start` on. `gate`: the argument of `quantize_activations` for act.
+    front: gate and up. `gate`: the argument of `quantize_activations` for act.
     """
 
     def __init__(
         self,
         mlp: torch.nn.Module,
         down: str,
-        start: int,
-        width: int,
         gate: Mapping[str, Any],
         linears: Sequence[PackedLinear] = (),
     ):
         super().__init__()
         self._modules.update(mlp._modules)
-        self.down_name, self.start, self.width = down, start, width
+        self.down_name = down
         self._modules["joint"] = Joint(linears) if linears else None
         self.front = gate
         self._down.fronts = (gate,)
@@ -345,19 +286,18 @@ class FusedMLP(torch.nn.Module):
         return self._modules[self.down_name]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., width], or with a joint [..., k] -> [..., out_features of down]."""
+        """x [..., 2 * in_features of down], or with a joint [..., k] -> [..., out_features of down]."""
         joint, down = self._modules["joint"], self._down
+        width = 2 * down.in_features
         if is_dtensor(x):
             if joint is None and down.split is not None:
                 raise TypeError("x: expected a plain tensor, what the fused norm in front computes, got a DTensor")
             return on_parts(self.forward, x, joint and joint.slices[0].split)
         y = x if joint is None else joint(x)
-        if y.shape[-1:] != (self.width,):
-            expected = f"x: expected shape [..., {self.width}], what the fused norm in front computes"
+        if y.shape[-1:] != (width,):
+            expected = f"x: expected shape [..., {width}], what the fused norm in front computes"
             raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {ADVICE}")
-        if self.width != 2 * down.in_features:
-            y = y[..., self.start : self.start + 2 * down.in_features]
-        rows = as_rows(y, 2 * down.in_features)
+        rows = as_rows(y, width)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)
         down.multiply(down.quantise(rows, **self.front), out)
         return out.view(*y.shape[:-1], down.out_features)
@@ -371,126 +311,7 @@ class FusedMLP(torch.nn.Module):
         return mlp
 
 
-class Steps(NamedTuple):
-    """What a layer computes: h = x + before(x), h + after(norm(h)); modules by name, each called on the last's result.
-
-    Attributes:
-        before: a norm, the attention, and what follows that.
-        norm: takes the sum of the layer's input and their result.
-        after: an MLP, and what follows that.
-        reads: the attention's keyword for the first norm's result; "" for its only positional argument.
-        names: of the layer's parameters, the hidden states first.
-        passed: (the attention's keyword, the layer's, its default): what else the attention is given, but for keywords
-            that the layer does not name, which are passed on.
-    """
-
-    before: tuple[str, ...]
-    norm: str
-    after: tuple[str, ...]
-    reads: str
-    names: tuple[str, ...]
-    passed: tuple[tuple[str, str, Any], ...]
-
-
-class FusedLayer:
-    """A layer whose first residual addition its second norm, a `FusedNorm`, makes, unless that has hooks: they are given
-    the sum. Its class derives from the layer's.
-
-    The second one is made by the first norm of the layer behind it in the list, which the layer's result goes to; by
-    PyTorch where that is none, has hooks or stands elsewhere, and by a compiler, which sees both layers.
-    While training, the layer's own forward runs.
-
-    Attributes:
-        fused_next: the layer behind, weakly: copies and pickles of this one have none of it.
-    """
-
-    fused_steps: Steps
-    fused_next: weakref.ref[FusedLayer] | None = None
-
-    @staticmethod
-    def make(layer: torch.nn.Module, steps: Steps) -> None:
-        """Makes the layer one, in place: what refers to it, hooks it or reads its attributes finds what it found."""
-        layer.fused_steps = steps
-        for name in (steps.before[0], steps.norm):  # the first of which adds what the layer before it leaves
-            norm = layer.get_submodule(name)
-            for run in norm.joint.runs if isinstance(norm, FusedNorm) else ():
-                run.fronts = ({"rms_norm": True}, {"rms_norm": True, "residual": True})
-        layer.__class__ = _fused_class(type(layer))
-
-    def original(self) -> torch.nn.Module:
-        self.__class__ = type(self).__bases__[1]
-        del self.fused_steps
-        vars(self).pop("fused_next", None)
-        return self
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        if self.training:
-            return super().forward(*inputs, **named)
-        steps = self.fused_steps
-        named |= dict(zip(steps.names, inputs))  # torch 2.8 traces no `dict | zip`
-        x = named[steps.names[0]]
-        first, attention, *others = (getattr(self, name) for name in steps.before)
-        given = {to: named.get(name, default) for to, name, default in steps.passed}
-        given |= {name: value for name, value in named.items() if name not in steps.names}
-        y = first(x)
-        y = attention(**given, **{steps.reads: y}) if steps.reads else attention(y, **given)
-        y = _chain(others, y)
-        norm = getattr(self, steps.norm)
-        if _hooked(norm):  # hooks are given the sum, and may give the norm another tensor
-            total = x + y
-            y = norm(total)
-        else:
-            total, y = norm(y, x)
-        y = _chain([getattr(self, name) for name in steps.after], y)
-        tracing = torch.compiler.is_compiling() or type(y) not in PLAIN  # fake tensors have no stream
-        behind = None if tracing else self._norm_behind(y, total)
-        return total + y if behind is None else behind.add(y, total)
-
-    def _norm_behind(self, y: torch.Tensor, total: torch.Tensor) -> FusedNorm | None:
-        """The norm that reads y + total next and can add them, as far as can be told."""
-        layer = self.fused_next and self.fused_next()
-        if not isinstance(layer, FusedLayer):
-            return None
-        norm = getattr(layer, layer.fused_steps.before[0])
-        if not isinstance(norm, FusedNorm):
-            return None
-        if norm.kept is not None:  # since the last time: nothing reads it
-            norm.kept, norm.adds = None, False
-        if not norm.adds:
-            return None
-        # A hook may write the sum without its version, as through .data, and reads what the norm is given.
-        hooked = self._forward_hooks or layer._forward_pre_hooks or _hooked(norm)
-        return norm if not hooked and y.device == norm.weight.device and norm.can_add(y, total) else None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = self.__getstate__()
-        if isinstance(state, dict):
-            state = {name: value for name, value in state.items() if name != "fused_next"}
-        return _new_fused, (type(self).__bases__[1],), state
-
-
-def _hooked(norm: torch.nn.Module) -> bool:
-    """Whether hooks of the norm's, or of all modules, see its input or output."""
-    return bool(norm._forward_pre_hooks or norm._forward_hooks or torch.nn.modules.module._has_any_global_hook())
-
-
-def _chain(modules: Sequence[torch.nn.Module], y: Any) -> torch.Tensor:
-    """Each module on the first of what the one before it gave."""
-    for module in modules:
-        y = module(y[0] if isinstance(y, tuple) else y)
-    return y[0] if isinstance(y, tuple) else y
-
-
-@cache
-def _fused_class(kind: type) -> type:
-    return type(f"Fused{kind.__name__}", (FusedLayer, kind), {"__module__": kind.__module__})
-
-
-def _new_fused(kind: type) -> Any:
-    return object.__new__(_fused_class(kind))
-
-
-FUSED = (FusedLayer, FusedNorm, FusedMLP, Slice)
+FUSED = (FusedNorm, FusedMLP, Slice)
 
 
 def quantised_alike(linears: Sequence[PackedLinear]) -> str | None:
@@ -544,18 +365,6 @@ def _meta(part: Slice, codes: str) -> torch.Tensor:
     other = object.__new__(type(weight))
     other.__dict__.update(weight.__dict__, format=replace(weight.format, codes=codes))
     return other.state_dict()["meta"]
-
-
-def _where(device: torch.device) -> tuple[int, int | None] | None:
-    """A GPU's current stream, and which capture by a CUDA graph that is part of, if it is of one."""
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.current_stream(device).cuda_stream
-    if not capturing(device):
-        return stream, None
-    from jitgemm.runtime.driver import capture_number
-
-    return stream, capture_number(stream)
 
 
 def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:

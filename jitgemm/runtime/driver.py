@@ -174,11 +174,6 @@ class TileMap:
         return ctypes.string_at(result[1].getPtr(), 128)
 
 
-def capture_number(stream: int) -> int:
-    """Which of the process's captures by CUDA graphs the stream is part of; it must be of one."""
-    return int(check(cu.cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo")[1])  # type: ignore[index]
-
-
 # ---- launches --------------------------------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ def divide(model: Any, mesh: Any, name: str, group_size: int) -> None:
     parallelize_module(model, mesh, plan)
     if name != "bf16" and not name.endswith("-plain"):
         fused = jitgemm.nn.fuse_(model)
-        if len(fused) != 4 * len(model.model.layers):
+        if len(fused) != 3 * len(model.model.layers):
             raise RuntimeError(f"fuse_: expected each block, both its norms and its MLP to be fused, got {fused}")
 
 

@@ -110,7 +110,7 @@ def fused(stack: Stack) -> Stack:
     """A copy over the same tensors, after `fuse_`; RuntimeError if that left anything as it was."""
     stack = shared_copy(stack)
     report = jitgemm.nn.fuse_(stack)
-    parts = "", ".input_layernorm", ".post_attention_layernorm", ".mlp"
+    parts = ".input_layernorm", ".post_attention_layernorm", ".mlp"
     expected = {f"layers.{i}{part}" for i in range(len(stack.layers)) for part in parts}
     if set(report) != expected:
         raise RuntimeError(f"fuse_: expected each layer, both its norms and its MLP to be fused, got {report}")

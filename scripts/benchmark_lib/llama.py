@@ -131,7 +131,7 @@ def ours(activation: str, fused: bool, head: bool = False) -> Callable[[Any, int
     def change(model: Any, group_size: int) -> None:
         lm_head = activation if head else None
         jitgemm.nn.quantize_(model, activation=activation, lm_head=lm_head, group_size=group_size, clip_steps=0)
-        if fused and len(jitgemm.nn.fuse_(model)) != 4 * len(model.model.layers):
+        if fused and len(jitgemm.nn.fuse_(model)) != 3 * len(model.model.layers):
             raise RuntimeError("fuse_: expected each block, both its norms and its MLP to be fused")
 
     return change
