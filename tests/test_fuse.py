@@ -486,6 +486,24 @@ def test_a_norm_that_something_else_reads_stays(extra):
             assert torch.equal(model(x), before(x))
 
 
+def test_a_norm_behind_its_attention_is_not_taken_for_the_mlps():
+    model = quantised("Olmo2")
+    before = logits(model)
+    report = fuse_(model)
+    names = [f"model.layers.{number}.post_attention_layernorm" for number in (0, 1)]
+    assert list(report.skipped) == names and "with it fused the block fails" in report.skipped[names[0]]
+    assert report == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert float((logits(model) - before).float().norm() / before.float().norm()) < 0.1
+
+
+def test_a_block_whose_names_no_recipe_has_is_named():
+    model = Own().to(torch.bfloat16)
+    model.blocks[0].attention = torch.nn.Sequential(torch.nn.Linear(128, 384), torch.nn.Linear(384, 128)).bfloat16()
+    quantize(model)
+    with pytest.warns(UserWarning, match="fuse_ fused nothing"):
+        assert "no recipe fits" in fuse_(model).skipped["blocks.0"]
+
+
 def test_projections_that_a_call_by_itself_could_be_mistaken_for_stay():
     model = Own().to(torch.bfloat16)
     model.blocks[0].attention = torch.nn.Sequential(collections.OrderedDict(qkv=torch.nn.Linear(128, 128).bfloat16()))
@@ -751,7 +769,9 @@ def test_what_would_untie_the_slices_is_refused():
     exact = logits(model)
     with pytest.raises(RuntimeError, match="q_proj.blocks: expected assign=False for a fused layer, got True"):
         model.load_state_dict(before.state_dict(), assign=True)
-    with pytest.raises(ValueError, match=r"expected no fused modules, got model.layers.0.self_attn.q_proj; call .*unfuse_"):
+    with pytest.raises(
+        ValueError, match=r"expected no fused modules, got model.layers.0.self_attn.q_proj; call .*unfuse_"
+    ):
         load_(model, before.state_dict())
     assert builders.same_bits(logits(model), exact)
 
