@@ -119,8 +119,8 @@ def rows_of_problem_sizes(
 
     Args:
         expert_offsets: int32 or int64 [E] or [E + 1], first rows.
-        problem_sizes: int32 or int64 [E, 3], m, n and k of each expert's GEMM; n, m and k with swap_ab, as `cutlass_w4a8_moe_mm`
-            has them.
+        problem_sizes: int32 or int64 [E, 3], m, n and k of each expert's GEMM; n, m and k with swap_ab, as
+            `cutlass_w4a8_moe_mm` has them.
     """
     first = check_tensor("expert_offsets", expert_offsets)
     sizes = check_tensor("problem_sizes", problem_sizes)

@@ -93,8 +93,8 @@ def fuse_(model: torch.nn.Module) -> FusionReport:
     `state_dict()` has the same names and values, but for `blocks` and `meta` of weights whose codes had to be brought
     into the order "any"; it loads into the model fused or not. `load_` and `load_state_dict(assign=True)` need the
     model as it was. `.to`, copies and pickles of the whole model work, of fused modules without their block they do
-    not. A fused norm returns projections, so forward hooks see these; its input is the norm's. Where `fuse_` is interrupted, a block is as it was or fused; called again, it
-    fuses the others.
+    not. A fused norm returns projections, so forward hooks see these; its input is the norm's. Where `fuse_` is
+    interrupted, a block is as it was or fused; called again, it fuses the others.
 
     Args:
         model: holds packed Linears in blocks, elements of a ModuleList such as decoder layers of transformers. A block
