@@ -538,7 +538,7 @@ def test_a_checkpoint_in_floats_is_told_apart(tmp_path):
         ({"lm_head": "fp8"}, "lm_head: expected None or one of e4m3"),
         ({"activation": "fp8"}, "activation: expected one of e4m3"),
         ({"scale_dtype": "fp8"}, "scale_dtype: expected"),
-        ({"group_size": -1}, r"group_size: expected one of \(32, .*, or in_features or more .*, got -1"),
+        ({"group_size": -2}, r"group_size: expected one of \(32, .*, or in_features or more .*, got -2"),
         ({"group_size": "128"}, "group_size: expected an int, got str"),
         ({"symmetric": "no"}, "symmetric: expected a bool, got str"),
         ({"strict": 1}, "strict: expected a bool, got int"),

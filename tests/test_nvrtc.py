@@ -67,6 +67,7 @@ def test_a_missing_nvrtc_names_the_extras():
 import site
 site.getsitepackages, site.ENABLE_USER_SITE = (lambda: []), False
 import sys
+import jitgemm_cli  # without torch
 from cuda.bindings import nvrtc
 sys.path = [folder for folder in sys.path if "site-packages" not in folder]
 from jitgemm.errors import CompileError

@@ -759,10 +759,10 @@ U8 = torch.uint8
         ),
         (
             tensors(),
-            -1,
+            -2,
             None,
             ValueError,
-            "group_size: expected one of (32, 64, 128, 256), or k for per channel, got -1",
+            "group_size: expected one of (32, 64, 128, 256), or k for per channel, got -2",
         ),
         (
             tensors(columns=512, groups=3),

@@ -2,7 +2,8 @@
 
 Files::
 
-    call          the public calls and their op
+    names         the public calls
+    call          what they have in common, and its op
     arguments     their checks
     plan          from checked operands to a launch
     grouped       the grouped calls and their op
