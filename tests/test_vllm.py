@@ -1260,6 +1260,16 @@ def test_a_saved_models_output_layer_holds_the_ranks_rows_and_zeros(monkeypatch,
     assert torch.equal(torch.cat(parts), dense_of(whole)) and head.jitgemm.activation == whole.activation
 
 
+def test_an_output_layer_in_floats_is_quantised_as_the_option_says():
+    config, weight = made(CONFIGS["packed"]), torch.randn(64, 128, dtype=BF16)
+    config.options |= {"lm_head": "int8"}
+    with rank():
+        head = ParallelLMHead(config, 64, 128, 0, 64)
+        load(head, {"weight": weight})
+        found = dense_of(process(head))
+    assert head.jitgemm.activation == "int8" and (found - weight).norm() < 0.01 * weight.norm()
+
+
 def test_a_saved_output_layer_in_another_activation_is_an_error(monkeypatch):
     torch.manual_seed(0)
     whole = SAVED["8 bits"](64, 128)

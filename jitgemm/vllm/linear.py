@@ -195,7 +195,7 @@ def fill_missing(params: Mapping[str, Any], layout: Layout, widths: Sequence[int
             param.data[sorted({*range(len(param))} - found)] = torch.nan
         elif suffix.endswith("g_idx") and not found:
             param.data.copy_(unloaded(suffix, tensor, layout.sizes(0, len(param))))
-        elif (rows := tensor.rows(widths)) is not None:
+        elif missing and (rows := tensor.rows(widths)) is not None:
             parts = param.data.split(rows[1], rows[0])
             for part in missing:
                 parts[part].zero_()
