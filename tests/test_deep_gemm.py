@@ -363,7 +363,7 @@ def test_grouped_calls_by_their_older_names():
     assert same_bits(older, right)
 
 
-def test_callers_need_neither_pad_nor_transpose(monkeypatch):
+def test_callers_need_neither_pad_nor_transpose():
     scale = torch.ones(3, 4)
     assert deep_gemm.get_m_alignment_for_contiguous_layout() == deep_gemm.get_mk_alignment_for_contiguous_layout() == 1
     assert deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout() == 1

@@ -187,8 +187,9 @@ class CanonicalWeight:
             rank: 0..world - 1.
             world: number of ranks.
 
-        A cut through groups repeats their scales over smaller groups, see `columns`. A permutation along "n" is kept. Along "k" it must keep every rank's input columns among themselves, in whole
-        groups: otherwise a rank holds parts of groups, which no grouped weight can express.
+        A cut through groups repeats their scales over smaller groups, see `columns`. A permutation along "n" is kept.
+        Along "k" it must keep every rank's input columns among themselves, in whole groups: otherwise a rank holds
+        parts of groups, which no grouped weight can express.
 
         Raises:
             ValueError: the layer cannot be cut so; the message says where the borders would be.

@@ -192,7 +192,7 @@ def _load() -> Any:
 
         with _load_lock:
             library = None if _mapped_libraries() else _wheel_library()
-            if library and not library.startswith(tuple(_site_folders())):
+            if library and not library.startswith(tuple(os.path.join(folder, "") for folder in _site_folders())):
                 ctypes.CDLL(library)  # the bindings take what is loaded, and do not look there themselves
             nvrtc.nvrtcVersion()  # loading happens at the first call, and threads would race through it
     except (ImportError, OSError, RuntimeError) as error:  # RuntimeError is the bindings' for a missing library

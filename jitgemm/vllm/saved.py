@@ -208,8 +208,10 @@ class JitGemmSavedMoEMethod(JitGemmMoEMethod):
                 raise ValueError(f"{prefix}blocks: expected n, k = {size}, got {(parts.weight.n, parts.weight.k)}")
             return parts
 
+        first = parts_of(0)
+
         def make(i: int) -> Weight:
-            parts = parts_of(i)
+            parts = parts_of(i) if i else first
             if cut is None:
                 biases[i] = parts.bias
                 return parts.weight
@@ -217,7 +219,6 @@ class JitGemmSavedMoEMethod(JitGemmMoEMethod):
             biases[i] = weight.bias
             return weight.pack(CODES[parts.activation])
 
-        first = parts_of(0)
         weight = type(first.weight).stacked(len(mine), make)
         given = [bias for bias in biases.values() if bias is not None]
         return Parts(weight, torch.stack(given) if given else None, first.activation, None)
