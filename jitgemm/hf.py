@@ -26,15 +26,15 @@ import torch
 
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import GROUP_SIZES
-from jitgemm.nn.experts import PackedExperts
-from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.load import fill, made, planned, value_of, warn_of
-from jitgemm.nn.plan import Plan, never_saved
-from jitgemm.nn.quantize import check_options, choose, quantised, warn_of_experts
-from jitgemm.nn.read import check_activation
-from jitgemm.nn.read_experts import Experts
+from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.load.load import fill, made, planned, value_of, warn_of
+from jitgemm.nn.load.plan import Plan, never_saved
+from jitgemm.nn.quantize.quantize import check_options, choose, quantised, warn_of_experts
+from jitgemm.nn.load.read import check_activation
+from jitgemm.nn.load.read_experts import Experts
 from jitgemm.nn.report import Report
-from jitgemm.nn.swap import HOOKS, SAVED, describe_to_transformers, put_layers
+from jitgemm.nn.quantize.swap import HOOKS, SAVED, describe_to_transformers, put_layers
 from jitgemm.tensors import check_flag
 from jitgemm.weight.pack import check_group_size
 
@@ -48,7 +48,7 @@ except ImportError as error:
     raise ImportError(f"jitgemm.hf needs transformers 4.57 or newer: pip install transformers ({error})") from error
 
 if TYPE_CHECKING:
-    from jitgemm.nn.parallel import Division
+    from jitgemm.nn.parallel.styles import Division
 
 __all__ = ["JitGemmConfig", "config"]
 
@@ -421,7 +421,7 @@ def _division(model: Any, plan: Plan) -> Division | None:
     """How transformers divides the model among ranks; None for a whole one."""
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return None
-    from jitgemm.nn.parallel import Division  # half a second of torch.distributed
+    from jitgemm.nn.parallel.styles import Division  # half a second of torch.distributed
 
     experts = next((name for name, layer in plan.layers.items() if isinstance(layer, Experts)), None)
     summed = {"all_reduce", "moe_identity_expert"} & set(model.tp_plan.values())

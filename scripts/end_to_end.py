@@ -29,7 +29,7 @@ import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.cli import common
 from jitgemm.nn import W4A8Linear
-from jitgemm.nn.read import CODES
+from jitgemm.nn.load.read import CODES
 
 from benchmark_lib import layer as one_layer
 from benchmark_lib.divided import DIVIDED, Cells, on_ranks, time_divided

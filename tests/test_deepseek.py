@@ -21,7 +21,7 @@ import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.nn import W4A8Experts, W8A8Experts, W8A8Linear, load_
-from jitgemm.nn.warm import kernels as kernels_of
+from jitgemm.nn.warm.warm import kernels as kernels_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 hf = pytest.importorskip("jitgemm.hf")

@@ -19,7 +19,7 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from jitgemm.nn.fused import FUSED
+from jitgemm.nn.fuse.fused import FUSED
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = "--device cpu --hidden 64 --intermediate 128 --heads 2 --kv-heads 1 --vocab 96 --group-size 32".split()
@@ -288,7 +288,7 @@ def test_layers_that_a_fused_module_changes_exit_with_1(script, monkeypatch):
     def wrong(self, x):
         return 2 * forward(self, x)
 
-    fused = sys.modules["jitgemm.nn.fused"].FusedMLP
+    fused = sys.modules["jitgemm.nn.fuse.fused"].FusedMLP
     forward = fused.forward
     monkeypatch.setattr(fused, "forward", wrong)
     result = run(script, *LAYER, "--batch", "1", "--contestant", "fused", "--activation", "int8", "--json")

@@ -21,10 +21,11 @@ from torch._dynamo.backends.common import aot_autograd
 import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.gemm.names import gemm_w4a8_nt, gemm_w8a8_nt
-from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse, fuse_, load_, unfuse_
-from jitgemm.nn.fused import FusedMLP, FusedNorm, Run, Slice
-from jitgemm.nn.read import CODES
-from jitgemm.nn.warm import kernels
+from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse_, load_, unfuse_
+from jitgemm.nn.fuse import fuse
+from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm, Run, Slice
+from jitgemm.nn.load.read import CODES
+from jitgemm.nn.warm.warm import kernels
 
 transformers = pytest.importorskip("transformers")
 quantize = functools.partial(jitgemm.nn.quantize_, clip_steps=0, group_size=32)

@@ -647,7 +647,7 @@ def test_a_layer_compiled_to_the_end_runs_no_kernels_but_ours(device):
 
 
 def test_warmup_knows_the_quantisers_of_a_compiled_model():
-    from jitgemm.nn.warm import kernels
+    from jitgemm.nn.warm.warm import kernels
 
     def quantisers(compiled: bool) -> set[tuple[bool, str]]:
         specs = [spec for spec, *_ in kernels(MLP(), 4, [torch.bfloat16], "h200", compiled)]

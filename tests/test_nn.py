@@ -21,8 +21,8 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_specs
 from jitgemm.errors import CompileError
 from jitgemm.nn import ACTIVATIONS, PackedLinear, W4A8Linear, W8A8Linear
-from jitgemm.nn.fused import Joint
-from jitgemm.nn.warm import warmup
+from jitgemm.nn.fuse.fused import Joint
+from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 from jitgemm.weight.pack import pack_w4

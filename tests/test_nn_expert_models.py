@@ -17,7 +17,7 @@ from test_nn_experts import HIDDEN, INTER, TOP_K, E
 import jitgemm
 import jitgemm.nn
 from jitgemm.nn import Gate, PackedExperts, PackedLinear, W4A8Experts, W8A8Experts, load_
-from jitgemm.nn.gate import gate_of
+from jitgemm.nn.layers.gate import gate_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 

@@ -13,10 +13,11 @@ from small_models import same_state
 from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.reference import gated
 from jitgemm.moe.kernel import layer_specs
-from jitgemm.nn import ACTIVATIONS, Gate, PackedExperts, W4A8Experts, W8A8Experts, warm
-from jitgemm.nn.experts import packed_experts
-from jitgemm.nn.read import CODES
-from jitgemm.nn.warm import warmup
+from jitgemm.nn import ACTIVATIONS, Gate, PackedExperts, W4A8Experts, W8A8Experts
+from jitgemm.nn.layers.experts import packed_experts
+from jitgemm.nn.load.read import CODES
+from jitgemm.nn.warm import warm
+from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
 from jitgemm.weight.pack import pack_w4

@@ -13,7 +13,7 @@ from test_nn_experts import GATES, E, close, experts, experts_of_8_bits, routed
 
 import jitgemm.nn
 from jitgemm.nn import ACTIVATIONS, W4A8Experts, load_
-from jitgemm.nn.warm import warmup
+from jitgemm.nn.warm.warm import warmup
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.errors import CacheMissError
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.nn import W4A8Linear
-from jitgemm.nn.warm import warmup
+from jitgemm.nn.warm.warm import warmup
 
 pytestmark = pytest.mark.gpu
 

@@ -33,7 +33,7 @@ from small_models import (
 import jitgemm.nn
 from jitgemm.checkpoint import Checkpoint
 from jitgemm.nn import W4A8Linear, W8A8Linear, load_
-from jitgemm.nn.read import activations
+from jitgemm.nn.load.read import activations
 
 quantize = functools.partial(jitgemm.nn.quantize_, clip_steps=0)
 """Without the search for better scales, which takes most of the time."""

@@ -261,7 +261,7 @@ def test_results_of_quantisers_say_whether_they_are_pairs_or_triples(strict):
 
 
 def test_no_function_of_the_package_is_untyped():
-    """Of what `mypy --strict` calls so; nn/fused.py overrides PyTorch's two."""
+    """Of what `mypy --strict` calls so; nn/fuse/fused.py overrides PyTorch's two."""
     for path in (ROOT / "jitgemm").rglob("*.py"):
         if path.name != "fused.py":
             assert "no-untyped-def" not in path.read_text(encoding="utf-8"), path

@@ -27,7 +27,7 @@ import jitgemm.nn
 from jitgemm.gemm.grouped import rows_of_m_indices
 from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
 from jitgemm.moe.masked import fused_experts_masked
-from jitgemm.nn.fused import FusedMLP, FusedNorm
+from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm
 
 E, K, N = 4, 128, 256
 """Experts, and widths of the calls, which m takes in turn: a comparison of m with one of them must put no guard on it."""

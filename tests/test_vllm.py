@@ -26,8 +26,8 @@ import jitgemm.vllm
 from jitgemm.activations.kernel import SILU_MUL, Gate
 from jitgemm.errors import CacheMissError, CompileError
 from jitgemm.nn import W4A8Linear, W8A8Linear, load_, warmup
-from jitgemm.nn.experts import packed_experts
-from jitgemm.nn.gate import encoded
+from jitgemm.nn.layers.experts import packed_experts
+from jitgemm.nn.layers.gate import encoded
 
 jitgemm.vllm.register()
 

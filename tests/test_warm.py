@@ -34,8 +34,8 @@ from jitgemm.gemm import plan as gemms
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import source_of
-from jitgemm.nn.ahead import models_ahead
-from jitgemm.nn.warm import gates_of, kernels
+from jitgemm.nn.warm.ahead import models_ahead
+from jitgemm.nn.warm.warm import gates_of, kernels
 from jitgemm.runtime import driver
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import choose, kernels_for

@@ -49,7 +49,7 @@ Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
 CodesSet = Enum("CodesSet", {name: name for name in ("any", "tuned", "both")}, type=str)
 """`common.Codes`, or both of them."""
 Use = Enum("Use", {name: name for name in ("linear", "fused", "compiled", "vllm")}, type=str)
-"""How --model runs, see `jitgemm.nn.ahead`."""
+"""How --model runs, see `jitgemm.nn.warm.ahead`."""
 
 Quantizer = tuple[str, tuple[str, ...]]
 """A quantiser as --quantizer names it, such as "fp16+static+permuted": its input's type and its variants."""
@@ -233,8 +233,8 @@ def warmup(
             found += [(spec, f"shape {n}x{k}") for spec in gemms]
     if model:
         from jitgemm.dtypes import torch_dtype
-        from jitgemm.nn.ahead import dtype_of, models_ahead  # with torch and transformers
-        from jitgemm.nn.warm import kernels
+        from jitgemm.nn.warm.ahead import dtype_of, models_ahead  # with torch and transformers
+        from jitgemm.nn.warm.warm import kernels
 
         said: dict[str, Any] = {"bits": bits} if bits else {}
         said |= {"group_size": group or 1 << 30} if group_size else {}

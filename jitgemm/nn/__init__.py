@@ -11,15 +11,15 @@ In three lines::
 from __future__ import annotations
 
 from jitgemm.activations.kernel import Gate
-from jitgemm.nn.experts import PackedExperts, W4A8Experts, W8A8Experts
-from jitgemm.nn.fuse import fuse_, unfuse_
-from jitgemm.nn.linear import PackedLinear, W4A8Linear, W8A8Linear
-from jitgemm.nn.load import load_
-from jitgemm.nn.quantize import quantize_
-from jitgemm.nn.read import ACTIVATIONS
+from jitgemm.nn.layers.experts import PackedExperts, W4A8Experts, W8A8Experts
+from jitgemm.nn.fuse.fuse import fuse_, unfuse_
+from jitgemm.nn.layers.linear import PackedLinear, W4A8Linear, W8A8Linear
+from jitgemm.nn.load.load import load_
+from jitgemm.nn.quantize.quantize import quantize_
+from jitgemm.nn.load.read import ACTIVATIONS
 from jitgemm.nn.report import FusionReport, Report
-from jitgemm.nn.settle import settle
-from jitgemm.nn.warm import warmup
+from jitgemm.nn.layers.settle import settle
+from jitgemm.nn.warm.warm import warmup
 
 __all__ = [
     "ACTIVATIONS",

@@ -23,8 +23,8 @@ from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.files import Checkpoint, weights_of
-from jitgemm.nn.choose import ROUTERS
-from jitgemm.nn.read import check_activation
+from jitgemm.nn.quantize.choose import ROUTERS
+from jitgemm.nn.load.read import check_activation
 from jitgemm.vllm.layouts import Layout, Unsupported, check_readable, floats, layout_of
 from jitgemm.vllm.warm import Layers, Warmer
 

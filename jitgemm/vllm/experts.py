@@ -32,8 +32,8 @@ from jitgemm.checkpoint.canonical import pack_experts
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import layer_header, read_header
 from jitgemm.kernel.formats import STRIP_ROWS
-from jitgemm.nn.experts import PackedExperts, packed_experts
-from jitgemm.nn.read import CODES, layer_of
+from jitgemm.nn.layers.experts import PackedExperts, packed_experts
+from jitgemm.nn.load.read import CODES, layer_of
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Touched, Unsupported
 from jitgemm.vllm.linear import (
     CHILD,

@@ -19,8 +19,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows
-from jitgemm.nn.read import CODES, layer_of, read
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear, as_rows
+from jitgemm.nn.load.read import CODES, layer_of, read
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Touched, floats
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 

@@ -18,11 +18,11 @@ from vllm.model_executor.layers.linear import register_weight_loader_v2_supporte
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.nn.cut import unpacked
-from jitgemm.nn.experts import packed_experts
-from jitgemm.nn.gate import decoded
-from jitgemm.nn.linear import LINEARS, PackedLinear
-from jitgemm.nn.read import CODES, ON_CPU, Parts, state_dict_parts
+from jitgemm.nn.layers.cut import unpacked
+from jitgemm.nn.layers.experts import packed_experts
+from jitgemm.nn.layers.gate import decoded
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear
+from jitgemm.nn.load.read import CODES, ON_CPU, Parts, state_dict_parts
 from jitgemm.vllm.experts import JitGemmMoEMethod
 from jitgemm.vllm.layouts import Layout
 from jitgemm.vllm.linear import CHILD, JitGemmLinearMethod, loaded, part_of

@@ -14,9 +14,9 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 
 from jitgemm import settings
-from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.packed import Packed
-from jitgemm.nn.warm import fronts_in_vllm, gates_of, warmup
+from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.layers.packed import Packed
+from jitgemm.nn.warm.warm import fronts_in_vllm, gates_of, warmup
 
 logger = init_logger("vllm." + __name__)
 

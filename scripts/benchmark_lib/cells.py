@@ -390,8 +390,8 @@ def make_cells(
         preset_shapes, preset_ms = PRESETS[preset]
         layers += [(n, k, "") for n, k in preset_shapes]
     for path in models:
-        from jitgemm.nn.ahead import models_ahead  # with torch and transformers
-        from jitgemm.nn.linear import PackedLinear
+        from jitgemm.nn.warm.ahead import models_ahead  # with torch and transformers
+        from jitgemm.nn.layers.linear import PackedLinear
 
         model = next(models_ahead(path, "vllm", tp=tp))
         found = {name: layer for name, layer in model.named_children() if isinstance(layer, PackedLinear)}

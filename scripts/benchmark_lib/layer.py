@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 
 import jitgemm
 import jitgemm.nn
-from jitgemm.nn.read import CODES
+from jitgemm.nn.load.read import CODES
 
 from .llama import ModelSizes
 from .timing import REPLAYS, ROUNDS, Launched, Timed

@@ -17,15 +17,15 @@ from jitgemm.gemm.arguments import Lhs
 from jitgemm.moe.arguments import Layer
 from jitgemm.moe.call import fused_experts
 from jitgemm.moe.masked import fused_experts_masked
-from jitgemm.nn.gate import decoded, encoded
-from jitgemm.nn.linear import is_dtensor
-from jitgemm.nn.packed import Packed
-from jitgemm.nn.read import BLOCK, CODES, state_dict_parts
+from jitgemm.nn.layers.gate import decoded, encoded
+from jitgemm.nn.layers.linear import is_dtensor
+from jitgemm.nn.layers.packed import Packed
+from jitgemm.nn.load.read import BLOCK, CODES, state_dict_parts
 from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 
 if TYPE_CHECKING:
-    from jitgemm.nn.exchange import ExpertSplit
+    from jitgemm.nn.layers.exchange import ExpertSplit
 
 
 class PackedExperts(torch.nn.Module):

@@ -18,8 +18,8 @@ import torch
 from jitgemm.activations.kernel import Gate
 from jitgemm.activations.reference import gated
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.nn.experts import PackedExperts
-from jitgemm.nn.linear import PackedLinear
+from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.tensors import TYPE_NAMES
 
 _TOKENS = 3

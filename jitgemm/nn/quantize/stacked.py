@@ -16,9 +16,9 @@ from jitgemm.activations.kernel import Gate
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT
-from jitgemm.nn.experts import PackedExperts, packed_experts
-from jitgemm.nn.gate import gate_of
-from jitgemm.nn.read import CODES, check_activation
+from jitgemm.nn.layers.experts import PackedExperts, packed_experts
+from jitgemm.nn.layers.gate import gate_of
+from jitgemm.nn.load.read import CODES, check_activation
 from jitgemm.tensors import TYPE_NAMES
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.quantize import quantize_w4, quantize_w8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.nn.choose import check_model
-from jitgemm.nn.packed import Packed
+from jitgemm.nn.quantize.choose import check_model
+from jitgemm.nn.layers.packed import Packed
 from jitgemm.weight import ready
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.experts import PackedExperts
-from jitgemm.nn.linear import PackedLinear
+from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.linear import PackedLinear
 
 HOOKS = (
     "_forward_hooks",

@@ -23,10 +23,19 @@ import torch
 from jitgemm.checkpoint.canonical import CanonicalWeight, check_order, concat, pack_experts
 from jitgemm.checkpoint.files import Checkpoint, Part
 from jitgemm.checkpoint.reader import errors_that_name, read_header
-from jitgemm.nn.experts import PackedExperts, packed_experts
-from jitgemm.nn.gate import decoded, interleaved
-from jitgemm.nn.read import CODES, Layer, is_quantised, layer_of, packable, without_bias, without_input_scale, zero_bias
-from jitgemm.nn.stacked import BIASES, PARAMETERS, Form
+from jitgemm.nn.layers.experts import PackedExperts, packed_experts
+from jitgemm.nn.layers.gate import decoded, interleaved
+from jitgemm.nn.load.read import (
+    CODES,
+    Layer,
+    is_quantised,
+    layer_of,
+    packable,
+    without_bias,
+    without_input_scale,
+    zero_bias,
+)
+from jitgemm.nn.quantize.stacked import BIASES, PARAMETERS, Form
 
 _EACH = ((("gate_proj", "up_proj"), ("down_proj",)), (("w1", "w3"), ("w2",)))
 """What an expert's layers are called, those of w13 and that of w2."""

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.nn.choose import check_model
-from jitgemm.nn.fused import FUSED, FusedMLP, FusedNorm, Slice, quantised_alike
-from jitgemm.nn.linear import PackedLinear
+from jitgemm.nn.quantize.choose import check_model
+from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, Slice, quantised_alike
+from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason
-from jitgemm.nn.trial import Call, calls_of, gate_of, lists, norm_of, run, said
+from jitgemm.nn.fuse.trial import Call, calls_of, gate_of, lists, norm_of, run, said
 
 
 class Recipe(NamedTuple):

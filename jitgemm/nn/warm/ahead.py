@@ -25,19 +25,19 @@ from jitgemm.checkpoint.files import Checkpoint, config_beside
 from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import WeightFormat
-from jitgemm.nn.choose import PACKED, Replaceable
-from jitgemm.nn.cut import Cut, part_of_weight
-from jitgemm.nn.experts import PackedExperts, packed_experts
-from jitgemm.nn.fuse import fuse_
-from jitgemm.nn.linear import LINEARS, PackedLinear, empty_weight
-from jitgemm.nn.load import planned
-from jitgemm.nn.plan import Plan
-from jitgemm.nn.quantize import choose, quantised
-from jitgemm.nn.read import CODES, Layer, packed_parts, read
-from jitgemm.nn.read_experts import Experts
+from jitgemm.nn.quantize.choose import PACKED, Replaceable
+from jitgemm.nn.layers.cut import Cut, part_of_weight
+from jitgemm.nn.layers.experts import PackedExperts, packed_experts
+from jitgemm.nn.fuse.fuse import fuse_
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
+from jitgemm.nn.load.load import planned
+from jitgemm.nn.load.plan import Plan
+from jitgemm.nn.quantize.quantize import choose, quantised
+from jitgemm.nn.load.read import CODES, Layer, packed_parts, read
+from jitgemm.nn.load.read_experts import Experts
 from jitgemm.nn.report import by_reason
-from jitgemm.nn.trial import lists
-from jitgemm.nn.warm import block_of, fronts_in_vllm, gates_of
+from jitgemm.nn.fuse.trial import lists
+from jitgemm.nn.warm.warm import block_of, fronts_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES
 from jitgemm.weight.packed import Weight
 
@@ -366,7 +366,7 @@ class _Cuts:
         self.division: Any = None
         self.kv_heads = getattr(model.config.get_text_config(), "num_key_value_heads", None) or tp.world
         if tp.world > 1 and use != "vllm":
-            from jitgemm.nn.parallel import Division, plan_of  # half a second of torch.distributed
+            from jitgemm.nn.parallel.styles import Division, plan_of  # half a second of torch.distributed
 
             self.division = Division(None, plan_of(model))
 

@@ -10,22 +10,22 @@ import torch
 
 from jitgemm.checkpoint.files import Checkpoint, Source, opened
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.nn.choose import Filter, Replaceable, check_model
-from jitgemm.nn.experts import PackedExperts
-from jitgemm.nn.fused import ADVICE, FUSED
-from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.names import in_names_of
-from jitgemm.nn.plan import LEFT_OUT, Plan
-from jitgemm.nn.read import Layer, check_activation, read, read_dense
-from jitgemm.nn.read_experts import Experts, Stacked, read_experts
+from jitgemm.nn.quantize.choose import Filter, Replaceable, check_model
+from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.fuse.fused import ADVICE, FUSED
+from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.load.names import in_names_of
+from jitgemm.nn.load.plan import LEFT_OUT, Plan
+from jitgemm.nn.load.read import Layer, check_activation, read, read_dense
+from jitgemm.nn.load.read_experts import Experts, Stacked, read_experts
 from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
-from jitgemm.nn.stacked import PARAMETERS
-from jitgemm.nn.swap import describe_to_transformers, put_layers
+from jitgemm.nn.quantize.stacked import PARAMETERS
+from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from jitgemm.nn.parallel import Division, Style
+    from jitgemm.nn.parallel.styles import Division, Style
 
 
 def load_(
@@ -96,7 +96,7 @@ def load_(
         raise ValueError("tp_plan: expected None without tp, a mesh, got a plan")
     division = None
     if tp is not None:
-        from jitgemm.nn.parallel import division_of  # half a second of torch.distributed
+        from jitgemm.nn.parallel.styles import division_of  # half a second of torch.distributed
 
         division = division_of(model, tp, tp_plan)
     plan = planned(model, opened(source, config), filter, activation, format, allow_missing, strict)

@@ -18,8 +18,8 @@ from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.call import gemm
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
-from jitgemm.nn.packed import Packed
-from jitgemm.nn.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
+from jitgemm.nn.layers.packed import Packed
+from jitgemm.nn.load.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_no_grad
 from jitgemm.weight.pack import check_group_size
@@ -28,7 +28,7 @@ from jitgemm.weight.parts import format_group
 from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
 
 if TYPE_CHECKING:
-    from jitgemm.nn.split import Split
+    from jitgemm.nn.layers.split import Split
 
 
 class PackedLinear(Packed):
@@ -426,10 +426,10 @@ def is_dtensor(x: torch.Tensor) -> bool:
 
 
 def on_parts(forward: Callable[..., torch.Tensor], x: Any, split: Split | None = None) -> torch.Tensor:
-    """`jitgemm.nn.layouts.on_parts`, imported with the first DTensor."""
-    from jitgemm.nn import layouts
+    """`jitgemm.nn.layers.dtensor.on_parts`, imported with the first DTensor."""
+    from jitgemm.nn.layers import dtensor
 
-    return layouts.on_parts(forward, x, split)
+    return dtensor.on_parts(forward, x, split)
 
 
 def as_rows(x: torch.Tensor, columns: int) -> torch.Tensor:

@@ -11,12 +11,22 @@ import torch
 
 from jitgemm.checkpoint.compressed_tensors import online_transform, stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.nn.choose import PACKED, Filter, Replaceable
-from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.read import OF_CACHE, ZEROS, Layer, has_zeros, is_quantised, layer_of, packable, without_bias, zero_bias
-from jitgemm.nn.read_experts import Experts, Stacked, check_packable, experts_of
+from jitgemm.nn.quantize.choose import PACKED, Filter, Replaceable
+from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.load.read import (
+    OF_CACHE,
+    ZEROS,
+    Layer,
+    has_zeros,
+    is_quantised,
+    layer_of,
+    packable,
+    without_bias,
+    zero_bias,
+)
+from jitgemm.nn.load.read_experts import Experts, Stacked, check_packable, experts_of
 from jitgemm.nn.report import some
-from jitgemm.nn.stacked import BIASES, PARAMETERS, Form, form_of
+from jitgemm.nn.quantize.stacked import BIASES, PARAMETERS, Form, form_of
 
 LEFT_OUT = "dequantised: left out by the filter"
 _IGNORABLE = {

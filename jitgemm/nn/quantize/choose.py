@@ -9,9 +9,9 @@ import torch
 
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT
-from jitgemm.nn.experts import PackedExperts
-from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.stacked import Form, form_of, unfit_type
+from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.quantize.stacked import Form, form_of, unfit_type
 from jitgemm.tensors import TYPE_NAMES, dtype_name, one_of
 
 Filter = Callable[[str, torch.nn.Module], bool]

@@ -22,17 +22,17 @@ from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-import jitgemm.nn.layouts  # noqa: F401 - registers what the ops do with DTensors
+import jitgemm.nn.layers.dtensor  # noqa: F401 - registers what the ops do with DTensors
 from jitgemm.checkpoint.canonical import PART_MULTIPLES
 from jitgemm.kernel.formats import GROUP_SIZES, LHS_GROUP
-from jitgemm.nn.cut import Cut, part_of_bias, part_of_experts, part_of_weight
-from jitgemm.nn.exchange import ExpertSplit
-from jitgemm.nn.experts import PackedExperts
-from jitgemm.nn.fused import ADVICE, Run, Slice
-from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.packed import Packed
-from jitgemm.nn.read import BLOCK, CODES, Layer
-from jitgemm.nn.split import Split
+from jitgemm.nn.layers.cut import Cut, part_of_bias, part_of_experts, part_of_weight
+from jitgemm.nn.layers.exchange import ExpertSplit
+from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.fuse.fused import ADVICE, Run, Slice
+from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.layers.packed import Packed
+from jitgemm.nn.load.read import BLOCK, CODES, Layer
+from jitgemm.nn.layers.split import Split
 
 __all__ = ["ColwiseParallel", "ExpertParallel", "RowwiseParallel"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
-from jitgemm.nn.linear import LINEARS, PackedLinear, as_rows, is_dtensor, on_parts, result_type
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear, as_rows, is_dtensor, on_parts, result_type
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout

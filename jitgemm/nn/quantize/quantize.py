@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.choose import PACKED, STACKED, Filter, Replaceable, check_model
-from jitgemm.nn.experts import PackedExperts
-from jitgemm.nn.linear import LINEARS, PackedLinear
-from jitgemm.nn.read import ACTIVATIONS
+from jitgemm.nn.quantize.choose import PACKED, STACKED, Filter, Replaceable, check_model
+from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.linear import LINEARS, PackedLinear
+from jitgemm.nn.load.read import ACTIVATIONS
 from jitgemm.nn.report import Report, by_reason, warn_if_nothing
-from jitgemm.nn.stacked import PARAMETERS, Form, quantised_experts
-from jitgemm.nn.swap import describe_to_transformers, put_layers
+from jitgemm.nn.quantize.stacked import PARAMETERS, Form, quantised_experts
+from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers
 
 
 def quantize_(

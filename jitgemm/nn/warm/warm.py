@@ -25,11 +25,11 @@ from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
-from jitgemm.nn.choose import check_model
-from jitgemm.nn.experts import PackedExperts
-from jitgemm.nn.fused import FUSED
-from jitgemm.nn.linear import PackedLinear
-from jitgemm.nn.read import BLOCK, CODES
+from jitgemm.nn.quantize.choose import check_model
+from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.fuse.fused import FUSED
+from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.load.read import BLOCK, CODES
 from jitgemm.runtime.device import device_of, pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.nn.read import ACTIVATIONS, CODES, check_activation
+from jitgemm.nn.load.read import ACTIVATIONS, CODES, check_activation
 from jitgemm.runtime.dispatch import traced
 from jitgemm.tensors import TYPE_NAMES, check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight

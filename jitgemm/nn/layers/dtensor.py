@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
-    from jitgemm.nn.split import Split
+    from jitgemm.nn.layers.split import Split
 
 ROWS = {"quantize_activations": ("x",), "gemm_w4a8_nt": ("x", "x_scale", "x_zero", "out")}
 """By op: its arguments that have a row for each token. The others are the same on all ranks."""
