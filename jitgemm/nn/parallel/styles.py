@@ -34,8 +34,6 @@ from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.load.read import BLOCK, CODES, Layer
 from jitgemm.nn.layers.split import Split
 
-__all__ = ["ColwiseParallel", "ExpertParallel", "RowwiseParallel"]
-
 
 class _Divides(ParallelStyle):
     """Divides packed Linears; other layers go to the style of PyTorch that the class has beside it."""
