@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.kernel import MAX_PERMUTED_K, Gate, quantize_spec
+from jitgemm.activations.kernel import MAX_PERMUTED_K, quantize_spec
+from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError
 from jitgemm.jit.source import headers

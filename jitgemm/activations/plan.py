@@ -8,7 +8,6 @@ from jitgemm.activations.arguments import POINTERS, Inputs, Outputs
 from jitgemm.activations.kernel import (
     KERNEL_NAME,
     MAX_PERMUTED_K,
-    SILU_MUL,
     QuantizeSpec,
     block_dims,
     quantize_source,
@@ -16,6 +15,7 @@ from jitgemm.activations.kernel import (
     smem_bytes,
     spec_for_rows,
 )
+from jitgemm.activations.scheme import SILU_MUL
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.runtime import driver

@@ -8,7 +8,7 @@ import torch
 
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.arguments import Lhs, split_lhs
 from jitgemm.gemm.grouped import expected_rows_of, masked
