@@ -1,7 +1,7 @@
 """What `fuse_` puts into a model: a norm that runs the projections behind it, views of those, and an MLP.
 
 A joint runs Linears that read one input: that is quantised once, and those whose formats agree are one GEMM, whose
-weight is theirs one below the other. The Linears become `Slice`s, whose buffers are views of it.
+weight is theirs one below the other. The Linears become `ProjectionView`s, whose buffers are views of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VIEWS = ("blocks", "channel_scale", "row_sum", "bias", "permutation", "input_sc
 ADVICE = "call jitgemm.nn.unfuse_(model) first"
 
 
-class Slice(PackedLinear):
+class ProjectionView(PackedLinear):
     """A Linear whose GEMM a joint runs: forward takes what that gave, and returns this Linear's columns of it.
 
     Attributes:
@@ -78,7 +78,7 @@ class Slice(PackedLinear):
 
     # ---- buffers: the run moves and copies them ----------------------------------------------------------------------
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Slice:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ProjectionView:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Slice(PackedLinear):
         )
 
 
-class Run(PackedLinear):
+class MergedLinear(PackedLinear):
     """Linears that read one input as one GEMM. Its tensors are theirs, and in a state dict theirs alone.
 
     Attributes:
@@ -124,7 +124,7 @@ class Run(PackedLinear):
         self.batch_invariant = first.batch_invariant
         slices = []
         for linear in linears:
-            slices.append(Slice(linear, start, width))
+            slices.append(ProjectionView(linear, start, width))
             start += linear.out_features
         self.slices = tuple(slices)  # in a tuple: they are modules of the model elsewhere
         self._show([_meta(part, weight.format.codes) for part in self.slices])
@@ -146,7 +146,7 @@ class Run(PackedLinear):
             part.show(views, meta)
             row += n
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Run:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MergedLinear:
         super()._apply(fn, recurse)
         self._show([None] * len(self.slices))
         return self
@@ -162,11 +162,11 @@ class Run(PackedLinear):
         self._bind()  # settles what was loaded into the slices
 
 
-class Joint(torch.nn.Module):
+class FusedProjections(torch.nn.Module):
     """Linears that read one input, which is quantised once; all columns of all of them in one tensor.
 
     Attributes:
-        runs: a `Run` for each GEMM.
+        runs: a `MergedLinear` for each GEMM.
         in_features, width: columns of input and output.
     """
 
@@ -182,12 +182,12 @@ class Joint(torch.nn.Module):
                 runs.append([linear])
         made, start = [], 0
         for run in runs:
-            made.append(Run(run, start, self.width))
+            made.append(MergedLinear(run, start, self.width))
             start += made[-1].out_features
         self.runs = torch.nn.ModuleList(made)
 
     @property
-    def slices(self) -> list[Slice]:
+    def slices(self) -> list[ProjectionView]:
         return [part for run in self.runs for part in run.slices]
 
     def forward(self, x: torch.Tensor, **norm: Any) -> torch.Tensor:
@@ -217,7 +217,7 @@ class FusedNorm(torch.nn.Module):
         super().__init__()
         self.weight, self.eps, self.one_plus = norm.weight, eps, one_plus
         self.register_buffer("gain", None, persistent=False)
-        self.joint = Joint(linears)
+        self.joint = FusedProjections(linears)
         for run in self.joint.runs:
             run.fronts = ({"rms_norm": True},)
         self.replaced = (norm,)  # in a tuple: its weight is this module's
@@ -275,7 +275,7 @@ class FusedMLP(torch.nn.Module):
         super().__init__()
         self._modules.update(mlp._modules)
         self.down_name = down
-        self._modules["joint"] = Joint(linears) if linears else None
+        self._modules["joint"] = FusedProjections(linears) if linears else None
         self.front = gate
         self._down.fronts = (gate,)
         self.replaced = (mlp,)
@@ -311,7 +311,7 @@ class FusedMLP(torch.nn.Module):
         return mlp
 
 
-FUSED = (FusedNorm, FusedMLP, Slice)
+FUSED = (FusedNorm, FusedMLP, ProjectionView)
 
 
 def quantised_alike(linears: Sequence[PackedLinear]) -> str | None:
@@ -359,7 +359,7 @@ def _stacked(weights: Sequence[Weight]) -> Weight:
         return type(first)(blocks, channel_scale, *sizes, row_sum=row_sum, permutation=first.permutation)
 
 
-def _meta(part: Slice, codes: str) -> torch.Tensor:
+def _meta(part: ProjectionView, codes: str) -> torch.Tensor:
     """`meta` of the slice's weight with its codes in this order."""
     weight = part.weight
     other = object.__new__(type(weight))
