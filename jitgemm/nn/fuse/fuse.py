@@ -2,7 +2,7 @@
 
 How forward changes, and why so. A block's attention calls q_proj, k_proj and v_proj one by one on what its norm
 returned. Here the norm runs them all: a `FusedNorm` takes the norm's input, quantises it once and returns the outputs
-of all projections side by side, and each projection becomes a view of its columns (`Slice`). So plain tensors go from
+of all projections side by side, and each projection becomes a view of its columns (`ProjectionView`). So plain tensors go from
 module to module; no forward is patched, nothing is kept between calls, and torch.compile, CUDA graphs, deepcopy and
 pickle see ordinary modules. What else reads the norm's output would get the wrong tensor, so such a norm stays as it
 is. An MLP's forward cannot stay, as its product is no module: a `FusedMLP` with the same children replaces it.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.nn.quantize.choose import check_model
-from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, Slice, quantised_alike
+from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView, quantised_alike
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason
 from jitgemm.nn.fuse.trial import Call, calls_of, gate_of, lists, norm_of, run, said
@@ -145,12 +145,12 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
     check_model(model)
     names = [(name, m) for name, m in model.named_modules() if isinstance(m, FUSED)]
     with torch.inference_mode(False), torch.no_grad():
-        for kind in (Slice, FusedMLP, FusedNorm):  # a norm's joint goes last: slices are views of it
+        for kind in (ProjectionView, FusedMLP, FusedNorm):  # a norm's joint goes last: slices are views of it
             for name, found in names:
                 if isinstance(found, kind):
                     module: Any = model.get_submodule(name)
                     _put(model, name, module.original())
-    return [name for name, found in names if not isinstance(found, Slice)]
+    return [name for name, found in names if not isinstance(found, ProjectionView)]
 
 
 def _put(model: torch.nn.Module, name: str, module: torch.nn.Module, replaced: list[Any] | None = None) -> None:
@@ -312,7 +312,7 @@ def _layers(module: torch.nn.Module, names: Iterable[str]) -> list[Any]:
 
 
 def _gemms(linears: Sequence[str], joint: Any) -> str:
-    """The GEMMs of a `Joint`: "q_proj + k_proj, v_proj"."""
+    """The GEMMs of a `FusedProjections`: "q_proj + k_proj, v_proj"."""
     names = iter(map(_last, linears))
     return ", ".join(" + ".join(next(names) for _ in gemm.slices) for gemm in joint.runs)
 
