@@ -14,7 +14,7 @@ from jitgemm.activations.arguments import Inputs
 from jitgemm.gemm import grouped_plan
 from jitgemm.gemm import plan as gemms
 from jitgemm.gemm.arguments import Operands
-from jitgemm.runtime import driver, prepared
+from jitgemm.runtime import driver, launch as launching
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
 
@@ -45,8 +45,8 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
     monkeypatch.setattr(driver.TileMap, "encode", lambda self, address: address.to_bytes(128, "little"))
     monkeypatch.setattr(KernelFamily, "load", load)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(prepared, "current_device", lambda: -1)
-    monkeypatch.setattr(prepared, "current_stream", lambda device: 7)
+    monkeypatch.setattr(launching, "current_device", lambda: -1)
+    monkeypatch.setattr(launching, "current_stream", lambda device: 7)
     for module in (gemms, grouped_plan, quantizers):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES["h200"])
     return launches

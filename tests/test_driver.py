@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.kernel import MAX_PERMUTED_K, Gate, quantize_spec
+from jitgemm.activations.kernel import MAX_PERMUTED_K, quantize_spec
+from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError
 from jitgemm.jit.source import headers
@@ -28,7 +29,7 @@ gemm_call = pytest.importorskip("jitgemm.gemm.call")
 gemms = pytest.importorskip("jitgemm.gemm.plan")
 loaded = pytest.importorskip("jitgemm.runtime.loaded")
 quantizers = pytest.importorskip("jitgemm.activations.plan")
-prepared = pytest.importorskip("jitgemm.runtime.prepared")
+launching = pytest.importorskip("jitgemm.runtime.launch")
 experts = pytest.importorskip("jitgemm.moe.plan")
 from prepared_calls import gemm_operands, quantizer_inputs, without_driver  # noqa: E402
 
@@ -375,7 +376,7 @@ def test_addresses_that_come_again_are_neither_checked_nor_prepared_again(monkey
         calls = [tuple(operands._replace(out=torch.empty_like(operands.out))) for _ in range(3)]
         plan = gemms.Plan(operands)
     checked = []
-    monkeypatch.setattr(prepared, "check_addresses", lambda pointers, tensors: checked.append(tensors))
+    monkeypatch.setattr(launching, "check_addresses", lambda pointers, tensors: checked.append(tensors))
     for call in calls * 2:
         plan.launch(*call)
     assert len(checked) == len(calls)

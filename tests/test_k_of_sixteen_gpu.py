@@ -27,7 +27,7 @@ import jitgemm
 from jitgemm import deep_gemm
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.gemm.arguments import Operands
 from jitgemm.gemm.plan import Plan
 from jitgemm.kernel.tactics import for_k

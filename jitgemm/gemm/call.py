@@ -1,6 +1,6 @@
 """The public calls: check arguments, then straight down to a plan; under a tracer through the `torch.library` op.
 
-The hot path is `gemm` down to `PreparedLaunch.run`: one look-up by everything that decides legality and kernel,
+The hot path is `gemm` down to `Launch.run`: one look-up by everything that decides legality and kernel,
 one by addresses. Only a miss imports the layers below, so that importing jitgemm touches neither the CUDA bindings nor
 the disk.
 """

@@ -11,7 +11,7 @@ from jitgemm.kernel.formats import Problem
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, smem_bytes
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.driver import TileMap
-from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
+from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.select.shapes import most_units
 from jitgemm.tensors import TYPE_NAMES
 
@@ -32,7 +32,7 @@ ARGUMENTS = ArgumentBlock(
 """`GroupedArgs` in include/jitgemm/gemm/types.cuh."""
 
 
-class GroupedPlan(PreparedLaunch):
+class GroupedPlan(Launch):
     """A prepared grouped call, for operands and groups of the shapes, strides, dtypes and device it was made for.
 
     Args:
@@ -98,7 +98,7 @@ class GroupedPlan(PreparedLaunch):
         )
 
     def launch(self, operands: Operands, groups: Groups) -> None:
-        """Runs on the device of the operands, on its current stream. Raises as `PreparedLaunch.run`.
+        """Runs on the device of the operands, on its current stream. Raises as `Launch.run`.
 
         The kernel may start before the kernel before it ends: it reads nothing of the device's memory until that has.
         """

@@ -1,7 +1,7 @@
 """From checked operands to a launch.
 
 A plan is everything about a call that its shapes decide: kernel, grid, argument block, tensor maps. Making one goes
-down the layers: choose, render, cache or compile, load. Using one takes the operands' addresses, which `PreparedLaunch`
+down the layers: choose, render, cache or compile, load. Using one takes the operands' addresses, which `Launch`
 checks when it first meets them; everything else `arguments.py` has checked.
 """
 
@@ -21,7 +21,7 @@ from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.driver import TileMap
 from jitgemm.runtime.loaded import KernelFamily
-from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
+from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.shapes import launched_clusters, units_of_work
@@ -38,7 +38,7 @@ ARGUMENTS = ArgumentBlock(POINTERS, **VALUES)
 KERNELS = KernelFamily(KERNEL_NAME, kernel_source, smem_bytes, call="the GEMM once with these shapes")
 
 
-class Plan(PreparedLaunch):
+class Plan(Launch):
     """A prepared call, for operands of the shapes, strides, dtypes and device that it was made for.
 
     Args:
@@ -94,7 +94,7 @@ class Plan(PreparedLaunch):
     ) -> None:  # fmt: skip
         """Runs on the device of the operands (the fields of `Operands`), on its current stream.
 
-        If the weight is settled, the kernel may start before the kernel before it ends. Raises as `PreparedLaunch.run`.
+        If the weight is settled, the kernel may start before the kernel before it ends. Raises as `Launch.run`.
         """
         blocks, channel_scale = weight.blocks, weight.channel_scale
         records = blocks.data_ptr()

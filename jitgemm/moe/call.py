@@ -15,7 +15,7 @@ import torch
 
 from jitgemm.activations.arguments import Inputs, Outputs
 from jitgemm.activations.call import quantize
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm.arguments import Lhs, split_lhs
 from jitgemm.gemm.grouped import contiguous

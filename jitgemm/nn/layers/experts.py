@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from jitgemm.activations.kernel import SILU_MUL, Gate
+from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.arguments import Lhs
 from jitgemm.moe.arguments import Layer
