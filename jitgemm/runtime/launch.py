@@ -161,7 +161,7 @@ class Launch:
         self.number = next(_numbers)
         self._launch = driver.Launch(kernel, grid=grid, block=threads, smem_bytes=smem_bytes)
         self._device, self._block, self._values, self._maps = kernel.device, block, values, maps
-        self._bound, self._remembered = driver.bound, this_thread.cache.values
+        self._bound, self._remembered = driver.bound, this_thread.cache.parameters.values
 
     def run(self, addresses: tuple[int, ...], dependent: bool, tensors: Operands | None = None) -> bool:
         """Launches on the current stream of the kernel's device; says whether it did.
@@ -196,12 +196,12 @@ class Launch:
             encoded = {tile_map: tile_map.encode(addresses[i]) for i, tile_map in self._maps}
             maps = [encoded[tile_map] for _, tile_map in self._maps]
             parameters = driver.Parameters(self._block.pack(addresses, self._values), maps)
-            this_thread.cache.add(addresses, parameters)
+            this_thread.cache.parameters.add(addresses, parameters)
         self._launch.run(parameters, current_stream(device), dependent)
         return True
 
     def run_tensors(self, *tensors: torch.Tensor | None) -> None:
         """Launches with the tensors' addresses, in the block's order; it may start before the kernel before it ends."""
-        addresses = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), self.number)
+        addresses = (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], self.number)
         if not self.run(addresses, True):
             self.run(addresses, True, tensors)
