@@ -145,7 +145,7 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
     check_model(model)
     names = [(name, m) for name, m in model.named_modules() if isinstance(m, FUSED)]
     with torch.inference_mode(False), torch.no_grad():
-        for kind in (ProjectionView, FusedMLP, FusedNorm):  # a norm's joint goes last: slices are views of it
+        for kind in (ProjectionView, FusedMLP, FusedNorm):  # a norm's merged weights go last: views are of them
             for name, found in names:
                 if isinstance(found, kind):
                     module: Any = model.get_submodule(name)
@@ -153,13 +153,9 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
     return [name for name, found in names if not isinstance(found, ProjectionView)]
 
 
-def _put(model: torch.nn.Module, name: str, module: torch.nn.Module, replaced: list[Any] | None = None) -> None:
-    """Puts the module there; replaced: takes (parent, child, what was there) first."""
+def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
     parent, _, child = name.rpartition(".")
-    children = model.get_submodule(parent)._modules
-    if replaced is not None:
-        replaced.append((children, child, children[child]))
-    children[child] = module
+    model.get_submodule(parent)._modules[child] = module
 
 
 # ---- one block -------------------------------------------------------------------------------------------------------
@@ -197,28 +193,28 @@ def _fuse_block(name: str, block: torch.nn.Module, call: Call, report: FusionRep
         skipped[""] = "no recipe fits: no norm of a known name stands ahead of packed Linears of known names"
     report.skipped.update({f"{name}.{each}" if each else name: why for each, why in skipped.items()})
 
-    replaced: list[Any] = []
+    downs = _layers(block, [mlp.down for mlp in mlps.values()])
+    replaced: dict[str, torch.nn.Module] = {}
 
-    def put_in(child: str, new: torch.nn.Module, joint: Any, linears: Sequence[str], what: str) -> None:
-        _put(block, child, new, replaced)
+    def put(child: str, fused: Any, linears: Sequence[str], what: str) -> None:
+        for each, new in ((child, fused), *zip(linears, fused.joint.slices if linears else ())):
+            replaced[each] = block.get_submodule(each)
+            _put(block, each, new)
         report.append(f"{name}.{child}")
         report.fused[report[-1]] = what
-        for each, part in zip(linears, joint.slices if joint is not None else ()):
-            _put(block, each, part, replaced)
 
-    downs = _layers(block, [mlp.down for mlp in mlps.values()])
     try:
         for child, (eps, one_plus, linears) in norms.items():
-            fused = FusedNorm(block.get_submodule(child), eps, one_plus, _layers(block, linears))
-            put_in(child, fused, fused.joint, linears, f"RMSNorm, quantiser and {_gemms(linears, fused.joint)}")
+            norm = FusedNorm(block.get_submodule(child), eps, one_plus, _layers(block, linears))
+            put(child, norm, linears, f"RMSNorm, quantiser and {_gemms(linears, norm.joint)}")
         for child, (linears, down, gate) in mlps.items():
-            own = [] if linears in joined else _layers(block, linears)
-            new = FusedMLP(block.get_submodule(child), _last(down), FRONTS[gate], own)
-            what = f"quantiser and {_gemms(linears, new.joint)}; " if own else ""
-            put_in(child, new, new.joint, linears, f"{what}{gate} * mul, quantiser and {_last(down)}")
+            own = [] if linears in joined else linears
+            new = FusedMLP(block.get_submodule(child), _last(down), FRONTS[gate], _layers(block, own))
+            what = f"quantiser and {_gemms(own, new.joint)}; " if own else ""
+            put(child, new, own, f"{what}{gate} * mul, quantiser and {_last(down)}")
     except BaseException:  # Ctrl-C too: half of a block computes nothing
-        for children, child, old in reversed(replaced):
-            children[child] = old
+        for child, old in reversed(replaced.items()):
+            _put(block, child, old)
         for layer in downs:
             vars(layer).pop("fronts", None)
         raise

@@ -164,18 +164,17 @@ class FusedProjections(torch.nn.Module):
     def __init__(self, linears: Sequence[PackedLinear]):
         super().__init__()
         self.in_features, self.width = linears[0].in_features, sum(linear.out_features for linear in linears)
-        runs: list[list[PackedLinear]] = []
-        for linear in linears:
+        groups, start = [[linears[0]]], 0
+        for linear in linears[1:]:
             # A weight's rows come in strips: another's can only stand below a whole one.
-            if runs and _kind(runs[-1][0]) == _kind(linear) and runs[-1][-1].out_features % STRIP_ROWS == 0:
-                runs[-1].append(linear)
+            if _kind(groups[-1][0]) == _kind(linear) and groups[-1][-1].out_features % STRIP_ROWS == 0:
+                groups[-1].append(linear)
             else:
-                runs.append([linear])
-        made, start = [], 0
-        for run in runs:
-            made.append(MergedLinear(run, start, self.width))
-            start += made[-1].out_features
-        self.runs = torch.nn.ModuleList(made)
+                groups.append([linear])
+        self.runs = torch.nn.ModuleList()
+        for group in groups:
+            self.runs.append(MergedLinear(group, start, self.width))
+            start += self.runs[-1].out_features
 
     @property
     def slices(self) -> list[ProjectionView]:
@@ -256,13 +255,7 @@ class FusedMLP(torch.nn.Module):
     front: gate and up. `gate`: the argument of `quantize_activations` for act.
     """
 
-    def __init__(
-        self,
-        mlp: torch.nn.Module,
-        down: str,
-        gate: Mapping[str, Any],
-        linears: Sequence[PackedLinear] = (),
-    ):
+    def __init__(self, mlp: torch.nn.Module, down: str, gate: Mapping[str, Any], linears: Sequence[PackedLinear] = ()):
         super().__init__()
         self._modules.update(mlp._modules)
         self.down_name = down
