@@ -16,7 +16,7 @@ import torch
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import describe, dtype_name
+from jitgemm.tensors import describe, dtype_name, one_of
 
 FLOATS = tuple(torch_dtype(name) for name in REAL_TYPES)
 """What a scale may be."""
@@ -83,10 +83,20 @@ class TensorLayout:
         """Which dimension is one of "n", "k", "G", ...; None for none."""
         return next((i for i, dim in enumerate(self.dims) if isinstance(dim, Dim) and dim.of in letters), None)
 
+    @property
+    def known(self) -> bool:
+        """Whether rows, columns and groups are all that it extends along."""
+        return all(isinstance(dim, int) or dim.of in ("n", "k", "G", "parts") for dim in self.dims)
+
     def per(self, axis: int) -> int:
         """How many rows, columns or groups share an element along a dimension."""
         dim = self.dims[axis]
         return dim.per if isinstance(dim, Dim) else 1
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether it is in the type of the layer's scales, which files choose."""
+        return self.dtypes[: len(FLOATS)] == FLOATS
 
     @property
     def packed(self) -> tuple[int, int] | None:
@@ -156,6 +166,12 @@ def check_single(name: str, tensor: torch.Tensor | TensorInfo) -> None:
         raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
 
 
+def check_scale(name: str, tensor: torch.Tensor | TensorInfo) -> None:
+    """Raises ValueError for a type that scales do not have."""
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"{name}: expected {one_of(REAL_TYPES)}, got {dtype_name(tensor.dtype)}")
+
+
 def check_known(tensors: Iterable[str], known: Sequence[str]) -> None:
     """Raises ValueError for a tensor that is not among `known`: what it means for the weight is not known either."""
     unknown = sorted(set(tensors) - set(known) - {"bias"} - KV_CACHE_SCALES)
@@ -204,7 +220,6 @@ class Scheme:
         group_size: columns that share a scale; -1 for a whole row; None where only shapes tell.
         strategy: what a scale belongs to: "group", "channel", "tensor" or "block".
         block: (rows, columns) that share a scale, with strategy "block".
-        scale_dtype: of the scales; None for any.
         zero_points: whether codes may have zero points.
         ordered: whether columns may be in activation order.
         inputs: how the input is quantised; None where nothing says.
@@ -218,7 +233,6 @@ class Scheme:
     group_size: int | None = None
     strategy: str = "group"
     block: tuple[int, int] | None = None
-    scale_dtype: torch.dtype | None = None
     zero_points: bool = False
     ordered: bool = False
     inputs: Inputs | None = None
@@ -227,9 +241,20 @@ class Scheme:
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def scales(self) -> tuple[torch.dtype, ...]:
-        """The dtypes that scales may have."""
-        return FLOATS if self.scale_dtype is None else (self.scale_dtype,)
+    def static(self) -> dict[str, TensorLayout]:
+        """The static scale of the input, where there is one."""
+        given = self.inputs is not None and not self.inputs.dynamic
+        return {"input_scale": stored(torch.float32, PARTS, optional=True)} if given else {}
+
+    def rows_of(self, name: str, n: int) -> int:
+        """How many of n rows share an element of a tensor of `found`."""
+        layout = self.found[name]
+        return n if layout.dims == (PARTS,) else layout.per(0)
+
+    def columns_of(self, name: str, k: int) -> int:
+        """How many of k columns share an element of it."""
+        layout = self.found[name]
+        return k if (axis := layout.axis("k")) is None else layout.per(axis)
 
     @property
     def unpackable(self) -> bool:
@@ -309,7 +334,7 @@ class Format:
                 that cannot succeed.
         """
         layout = self.tensors(scheme)
-        check_known(headers, (*layout, *self.also))
+        check_known(headers, tuple(dict.fromkeys((*layout, *self.also))))
         size = measure(headers, layout)
         for name in INPUT_SCALES:
             if name in headers:
@@ -339,6 +364,11 @@ class Format:
     def described(self, metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
         """Settings that the metadata of the layer's file adds to a config that lacks them."""
         return {}
+
+
+def static_scale(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The static scale of a layer's input, fp32 [1]."""
+    return next((tensors[name].reshape(1).float() for name in INPUT_SCALES if name in tensors), None)
 
 
 def inputs_of(
