@@ -23,7 +23,7 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.gemm.names import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse_, load_, unfuse_
 from jitgemm.nn.fuse import fuse
-from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm, Run, Slice
+from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm, MergedLinear, ProjectionView
 from jitgemm.nn.load.read import CODES
 from jitgemm.nn.warm.warm import kernels
 
@@ -410,7 +410,7 @@ def test_activations_that_differ_leave_the_norm():
     before = logits(model)
     report = fuse_(model)
     assert report.skipped == {"model.layers.0.input_layernorm": "activations differ: int8 and e4m3"}
-    assert not isinstance(model.model.layers[0].self_attn.q_proj, Slice)
+    assert not isinstance(model.model.layers[0].self_attn.q_proj, ProjectionView)
     unfuse_(model)
     assert builders.same_bits(logits(model), before)
 
@@ -863,7 +863,7 @@ def test_warmup_knows_the_merged_kernels():
     specs = [spec for spec, *_ in kernels(model, 4, [torch.bfloat16], "h200")]
     quantisers = {(spec.rms_norm, spec.residual, spec.gate) for spec in specs if hasattr(spec, "rms_norm")}
     assert quantisers == {(True, False, ""), (False, False, "silu"), (False, False, "")}
-    runs = [module for module in model.modules() if isinstance(module, Run)]
+    runs = [module for module in model.modules() if isinstance(module, MergedLinear)]
     assert [run.out_features for run in runs] == [256, 384]
 
 

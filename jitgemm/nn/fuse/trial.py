@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.activations.reference import gated
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.layers.experts import PackedExperts

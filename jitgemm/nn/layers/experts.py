@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from jitgemm.activations.kernel import SILU_MUL, Gate
+from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.arguments import Lhs
+from jitgemm.gemm.problem import Lhs
 from jitgemm.moe.arguments import Layer
 from jitgemm.moe.call import fused_experts
 from jitgemm.moe.masked import fused_experts_masked
@@ -25,7 +25,7 @@ from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 
 if TYPE_CHECKING:
-    from jitgemm.nn.layers.exchange import ExpertSplit
+    from jitgemm.nn.layers.sharding import ExpertSharding
 
 
 class PackedExperts(torch.nn.Module):
@@ -52,7 +52,7 @@ class PackedExperts(torch.nn.Module):
 
     batch_invariant = False
     batched = False
-    split: ExpertSplit | None = None
+    split: ExpertSharding | None = None
     kind: ClassVar[type[Weight]] = Weight
     """The class of its weights."""
 
@@ -160,7 +160,9 @@ class PackedExperts(torch.nn.Module):
             split.sum(out)
             return out
         weight13, weight2, by_block = self.w13.weight, self.w2.weight, self.activation.endswith(BLOCK)
-        return split.exchange(
+        from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
+
+        return exchange(
             Layer(
                 rows.contiguous(),
                 weight13,
@@ -176,7 +178,8 @@ class PackedExperts(torch.nn.Module):
                 None,
                 self.batch_invariant,
                 by_block,
-            )  # fmt: skip
+            ),  # fmt: skip
+            split,
         )
 
     def run_batched(self, x: torch.Tensor | Lhs, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float) -> None:

@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.activations.reference import gated
 
 _KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")

@@ -28,7 +28,7 @@ from jitgemm.weight.parts import format_group
 from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
 
 if TYPE_CHECKING:
-    from jitgemm.nn.layers.split import Split
+    from jitgemm.nn.layers.sharding import LinearSharding
 
 
 class PackedLinear(Packed):
@@ -63,7 +63,7 @@ class PackedLinear(Packed):
     """
 
     batch_invariant = False
-    split: Split | None = None
+    split: LinearSharding | None = None
     fronts: Sequence[Mapping[str, Any]] = ({},)
     """What the layer's quantiser may compute first, as `quantize_spec` has it; none where the layer runs no kernels."""
 
@@ -425,7 +425,7 @@ def is_dtensor(x: torch.Tensor) -> bool:
     return isinstance(x, DTensor)
 
 
-def on_parts(forward: Callable[..., torch.Tensor], x: Any, split: Split | None = None) -> torch.Tensor:
+def on_parts(forward: Callable[..., torch.Tensor], x: Any, split: LinearSharding | None = None) -> torch.Tensor:
     """`jitgemm.nn.layers.dtensor.on_parts`, imported with the first DTensor."""
     from jitgemm.nn.layers import dtensor
 

@@ -15,7 +15,7 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.format import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_SCALES, Inputs
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
-from jitgemm.nn.layers.cut import Cut, part_of_bias, part_of_weight
+from jitgemm.nn.layers.shard_weight import Cut, part_of_bias, part_of_weight
 from jitgemm.weight.packed import Weight
 
 ACTIVATIONS = ("e4m3", "int8", "int8_affine", "e4m3_block", "int8_block")

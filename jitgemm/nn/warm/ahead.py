@@ -25,7 +25,7 @@ from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn.quantize.choose import PACKED, Replaceable
-from jitgemm.nn.layers.cut import Cut, part_of_weight
+from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.fuse.fuse import fuse_
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
@@ -364,9 +364,9 @@ class _Cuts:
         self.division: Any = None
         self.kv_heads = getattr(model.config.get_text_config(), "num_key_value_heads", None) or tp.world
         if tp.world > 1 and use != "vllm":
-            from jitgemm.nn.parallel.styles import Division, plan_of  # half a second of torch.distributed
+            from jitgemm.nn.parallel.plan import ShardingPlan, plan_of  # half a second of torch.distributed
 
-            self.division = Division(None, plan_of(model))
+            self.division = ShardingPlan(None, plan_of(model))
 
     def dim(self, name: str) -> str | None:
         """Along what a Linear is cut."""

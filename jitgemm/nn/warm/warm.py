@@ -14,7 +14,7 @@ from jitgemm import settings
 from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
-from jitgemm.gemm import plan as gemms
+from jitgemm.gemm import launch as gemms
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
