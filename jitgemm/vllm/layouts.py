@@ -185,7 +185,10 @@ def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str,
         method = "fp8"
     if method not in _METHODS:
         raise Unsupported(f"quant_method: expected one of {', '.join(_METHODS)}, got {method!r}")
-    layout = _METHODS[method](config, k, scale)
+    try:
+        layout = _METHODS[method](config, k, scale)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
     if layout.format != "w8a8":
         return layout
     return replace(

@@ -284,9 +284,7 @@ def activations(inputs: Inputs | None, wanted: str | None, own: str | None = Non
     Raises:
         ValueError: a layer has no such activations, and `wanted` does not replace them.
     """
-    if inputs is None:
-        return own or "e4m3", False
-    if inputs.bits == 16:
+    if inputs is None or inputs.bits == 16:
         return None, False
     grouped = inputs.dynamic and inputs.strategy == "group" and inputs.group_size == LHS_GROUP
     block = BLOCK if grouped and inputs.symmetric else ""
