@@ -30,7 +30,7 @@ import torch
 from jitgemm.checkpoint.affine import integer_zero
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import FLOATS, INT32, Dim, Format, K, N, Scheme, Sizes, TensorLayout
+from jitgemm.checkpoint.format import Config, Headers, FLOATS, INT32, Dim, Format, K, N, Scheme, Sizes, TensorLayout
 from jitgemm.checkpoint.format import check_setting, fits, flag, group_size_of, setting, stored
 from jitgemm.checkpoint.gptq import overridden, skipped
 from jitgemm.kernel.formats import ceil_div
@@ -42,18 +42,16 @@ _W = Dim("W")
 class _Awq(Format):
     name, methods, cuts = "awq", ("awq",), True
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         method, version = setting(config, "quant_method"), _version(config)
         if "qweight" not in names or version == "bitblas" or method not in (None, "awq"):
             return False
         return method == "awq" or fits(names, self.tensors(Scheme(self.name, form=version)))
 
-    def left_out(self, config: Mapping[str, Any] | None, prefix: str) -> str | None:
+    def left_out(self, config: Config, prefix: str) -> str | None:
         return skipped(config, prefix)
 
-    def scheme(
-        self, config: Mapping[str, Any] | None, prefix: str = "", headers: Mapping[str, Any] | None = None
-    ) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
         config = overridden(config or {}, prefix)
         if config is None:
             return None
@@ -114,7 +112,7 @@ class _Awq(Format):
         return integer_zero(q.contiguous(), scale.contiguous(), zero, sizes.group_size, name="qzeros")
 
 
-def _version(config: Mapping[str, Any] | None) -> str:
+def _version(config: Config) -> str:
     return str(setting(config, "version", "checkpoint_format", "format", default="gemm")).lower()
 
 

@@ -41,7 +41,7 @@ import torch
 from jitgemm.checkpoint.affine import float_zero, integer_zero, scaled_zero
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import FLOATS, INT8, Format, G, K, N, Scheme, Sizes, TensorLayout
+from jitgemm.checkpoint.format import Config, Headers, FLOATS, INT8, Format, G, K, N, Scheme, Sizes, TensorLayout
 from jitgemm.checkpoint.format import check_setting, setting, stored
 from jitgemm.tensors import describe, dtype_name
 from jitgemm.weight.pack import MAX_ZERO
@@ -54,7 +54,7 @@ _EXACT_BITS = 2.0**20  # q - zero is exact in fp32 where zero is a multiple of i
 class _BitBlas(Format):
     name, methods, also = "bitblas", ("bitblas",), _ZEROS
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         qweight, scales = names.get("qweight"), names.get("scales")
         if qweight is None or scales is None or qweight.dtype != torch.int8:
             return False
@@ -64,9 +64,7 @@ class _BitBlas(Format):
             return False
         return len(qweight.shape) == 2 and len(scales.shape) == 2 and qweight.shape[0] == scales.shape[0]
 
-    def scheme(
-        self, config: Mapping[str, Any] | None, prefix: str = "", headers: Mapping[str, Any] | None = None
-    ) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
         check_setting(config, 4, "bits", "weight_bits")
         headers, mode = headers or {}, setting(config, "zeros_mode")
         qweight, name = headers.get("qweight"), _zeros_name(headers)
@@ -132,7 +130,7 @@ def _zeros_name(tensors: Mapping[str, Any]) -> str | None:
     return next((name for name in _ZEROS if name in tensors and math.prod(tensors[name].shape)), None)
 
 
-def _order(config: Mapping[str, Any] | None, scale_dtype: torch.dtype) -> tuple[int, ...] | None:
+def _order(config: Config, scale_dtype: torch.dtype) -> tuple[int, ...] | None:
     """Order of a word's nibbles, None for plain."""
     activations = setting(config, "A_dtype", default=dtype_name(scale_dtype))
     fast = setting(config, "fast_decoding")
@@ -151,7 +149,7 @@ def _order(config: Mapping[str, Any] | None, scale_dtype: torch.dtype) -> tuple[
     return orders[activations]
 
 
-def _implied_zero(config: Mapping[str, Any] | None) -> int:
+def _implied_zero(config: Config) -> int:
     """The zero point of files without zeros."""
     kind, symmetric = setting(config, "W_dtype"), setting(config, "sym", "is_sym")
     if kind is None and symmetric is True:
@@ -163,7 +161,7 @@ def _implied_zero(config: Mapping[str, Any] | None) -> int:
     return 8 if kind == "int4" else 0
 
 
-def _is_bitblas(config: Mapping[str, Any] | None) -> bool:
+def _is_bitblas(config: Config) -> bool:
     return "bitblas" in (
         str(setting(config, key, default="")).lower() for key in ("quant_method", "checkpoint_format", "format")
     )

@@ -375,11 +375,6 @@ def check_values(weight: CanonicalWeight) -> None:
             raise ValueError(f"{name}: expected {wanted}, got {float(values[tuple(at)])} at {at}")
 
 
-def by_block(scale: torch.Tensor, rows: int, n: int) -> torch.Tensor:
-    """A scale for each block of so many rows as one for each of n rows: [ceil(n / rows), G] -> [n, G]."""
-    return scale.repeat_interleave(rows, 0)[:n]
-
-
 def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:
     """The permutation of k that makes the groups of an activation order contiguous, None where they are already.
 

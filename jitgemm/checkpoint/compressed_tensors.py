@@ -35,11 +35,26 @@ import torch
 
 from jitgemm.checkpoint.affine import check_codes
 from jitgemm.checkpoint.bits import minus_8, minus_128, unpack_bytes, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order, by_block
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order
 from jitgemm.checkpoint.compressed_tensors_config import CODES, METHOD, block_of, for_layer, left_out, weights_of
-from jitgemm.checkpoint.format import CODE_TYPES, E8M0, FLOATS, INT8, INT32, PARTS, Dim, Format, G, Inputs, K, N
+from jitgemm.checkpoint.format import (
+    Config,
+    Headers,
+    CODE_TYPES,
+    E8M0,
+    FLOATS,
+    INT8,
+    INT32,
+    PARTS,
+    Dim,
+    Format,
+    G,
+    Inputs,
+    K,
+    N,
+)
 from jitgemm.checkpoint.format import Scheme, Sizes, TensorLayout
-from jitgemm.checkpoint.format import check_known, check_shape, check_single, inputs_of, measure, static_scale, stored
+from jitgemm.checkpoint.format import check_known, check_shape, check_single, inputs_of, measure, stored
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe, dtype_name, one_of
@@ -52,7 +67,7 @@ class _CompressedTensors(Format):
     also = ("weight_zero_point", "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
             "output_zero_point")  # fmt: skip
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         if config is not None and config.get("quant_method") not in (None, METHOD):
             return False
         if "weight_packed" in names:
@@ -65,12 +80,10 @@ class _CompressedTensors(Format):
             and not {"weight_scale_2", "qweight"} & set(names)
         )
 
-    def left_out(self, config: Mapping[str, Any] | None, prefix: str) -> str | None:
+    def left_out(self, config: Config, prefix: str) -> str | None:
         return left_out(config, prefix)
 
-    def scheme(
-        self, config: Mapping[str, Any] | None, prefix: str = "", headers: Mapping[str, Any] | None = None
-    ) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
         config = for_layer(config, prefix)
         weights = weights_of(config)
         code = CODES[weights.get("num_bits", 8), weights.get("type", "int")] if weights else "int4"
@@ -95,7 +108,7 @@ class _CompressedTensors(Format):
         )
 
     def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
-        word, groups = 8 if scheme.code == "int4" else 4, scheme.groups(k)
+        word, groups = 8 if not scheme.eight_bits else 4, scheme.groups(k)
         if scheme.form == "packed":
             codes = {"weight_packed": stored(INT32, N, K / word), "weight_shape": stored(torch.int64, 2, optional=True)}
             zero = stored(INT32, N / word, groups)
@@ -154,26 +167,22 @@ class _CompressedTensors(Format):
             permutation = activation_order(tensors["weight_g_idx"], sizes.group_size)
         if permutation is not None:
             q = q[:, permutation.long()]
-        scale = tensors["weight_scale"]
-        if scale.dtype in E8M0:
-            scale = scale.view(torch.float8_e8m0fnu).float()
         if "input_scale" in tensors and bool(tensors.get("input_zero_point", torch.zeros(1)).float().any()):
             raise ValueError(
                 "input_zero_point: expected 0, as only symmetric static activations are supported; got another"
             )
         return CanonicalWeight(
-            q=q if zero is None else q.view(torch.uint8) + (8 if scheme.code == "int4" else 128),  # which wraps
-            scale=_by_row(scale, sizes.n) if scheme.block is None else by_block(scale, scheme.block[0], sizes.n),
+            q=q if zero is None else q.view(torch.uint8) + (8 if not scheme.eight_bits else 128),  # which wraps
+            scale=scheme.by_row("weight_scale", tensors["weight_scale"], sizes.n),
             zero=zero,
             group_size=sizes.group_size,
             permutation=permutation,
-            input_scale=static_scale(tensors),
-            bits=4 if scheme.code == "int4" else 8,
+            bits=4 if not scheme.eight_bits else 8,
         )
 
 
 def _per_word(scheme: Scheme) -> int:
-    return 8 if scheme.code == "int4" else 4
+    return 8 if not scheme.eight_bits else 4
 
 
 def _found(headers: Mapping[str, Any], code: str, block: tuple[int, int] | None) -> dict[str, TensorLayout]:
@@ -228,9 +237,9 @@ def _codes(tensors: Mapping[str, torch.Tensor], scheme: Scheme, sizes: Sizes) ->
     """[n, k]: int8 of -8..7, or 8-bit codes."""
     if scheme.form == "packed":
         packed = tensors["weight_packed"]
-        q = minus_8(unpack_nibbles(packed, 1)) if scheme.code == "int4" else minus_128(unpack_bytes(packed, 1))
+        q = minus_8(unpack_nibbles(packed, 1)) if not scheme.eight_bits else minus_128(unpack_bytes(packed, 1))
         return q[:, : sizes.k]
-    if scheme.code == "int4":
+    if not scheme.eight_bits:
         check_codes(
             "weight",
             tensors["weight"],
@@ -251,11 +260,6 @@ def _groups(name: str, values: torch.Tensor | TensorInfo, n: int) -> int:
     return shape[1]
 
 
-def _by_row(values: torch.Tensor, n: int) -> torch.Tensor:
-    """[n, G]; a value for the whole tensor becomes one for each row."""
-    return values.reshape(1, 1).expand(n, 1) if values.numel() == 1 else values.reshape(n, -1)
-
-
 def _group_size(scheme: Scheme, k: int, groups: int) -> int:
     size = k if scheme.strategy in ("channel", "tensor") else scheme.group_size
     if size is None or size <= 0:
@@ -271,11 +275,11 @@ def _zero_point(tensors: Mapping[str, torch.Tensor], scheme: Scheme, n: int) -> 
     """[n, G] on the scale of codes from 0, or None."""
     if "weight_zero_point" not in tensors:
         return None
-    zero, nibbles = tensors["weight_zero_point"], scheme.code == "int4"
+    zero, nibbles = tensors["weight_zero_point"], not scheme.eight_bits
     if zero.dtype == torch.int32:
         zero = (minus_8(unpack_nibbles(zero, 0)) if nibbles else minus_128(unpack_bytes(zero, 0)))[:n]
     else:
-        zero = _by_row(zero, n)
+        zero = scheme.by_row("weight_zero_point", zero, n)
     if not bool(zero.float().any()):
         return None
     if not scheme.zero_points:

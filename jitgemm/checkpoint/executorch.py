@@ -30,14 +30,13 @@ than read in the wrong order. Knows no files: tensors come from the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from jitgemm.checkpoint.affine import integer_zero
 from jitgemm.checkpoint.bits import HIGH_FIRST, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import FLOATS, INT8, Format, G, K, N, Scheme, TensorLayout, measure, setting, stored
+from jitgemm.checkpoint.format import Config, Headers, FLOATS, INT8, Format, G, K, N, Scheme, measure, setting, stored
 from jitgemm.checkpoint.torchao import SCALES_AND_ZEROS, read_tinygemm, read_unpacked
 from jitgemm.tensors import describe
 
@@ -49,7 +48,7 @@ _INTEGERS = (torch.int32, torch.int8, torch.int16, torch.int64)
 class _ExecuTorch(Format):
     name = "executorch"
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         if any(name in names for name in _OPERATOR_NAMES):
             return any(name in names for name in (*_BOTH, "weight_scales"))
         weight, scales = names.get("weight"), names.get("scales")
@@ -60,9 +59,7 @@ class _ExecuTorch(Format):
         rows = weight.shape[0]
         return weight.dtype == torch.int8 and scales is not None and len(scales.shape) == 2 and scales.shape[0] == rows
 
-    def scheme(
-        self, config: Mapping[str, Any] | None, prefix: str = "", headers: Mapping[str, Any] | None = None
-    ) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
         headers, given = headers or {}, setting(config, "group_size")
         name = next((each for each in ("weight", *_OPERATOR_NAMES) if each in headers), "weight")
         both = next((each for each in _BOTH if each in headers), "")
@@ -87,9 +84,6 @@ class _ExecuTorch(Format):
         dims = (N, G) if scale.shape[:1] == (n,) else (G, N)
         found = packed | {"weight_scales": stored(FLOATS, *dims), "weight_zeros": stored(_INTEGERS, *dims)}
         return Scheme(self.name, group_size=given, zero_points=True, form="operator", found=found)
-
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
-        return dict(scheme.found)
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         sizes, name = self.sizes(tensors, scheme), next(iter(scheme.found))

@@ -36,7 +36,7 @@ import torch
 from jitgemm.checkpoint.affine import integer_zero
 from jitgemm.checkpoint.bits import unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order
-from jitgemm.checkpoint.format import FLOATS, INT32, Format, K, N, Scheme, Sizes, TensorLayout
+from jitgemm.checkpoint.format import Config, Headers, FLOATS, INT32, Format, K, N, Scheme, Sizes, TensorLayout
 from jitgemm.checkpoint.format import check_setting, fits, flag, setting, stored
 
 _VERSIONS = ("gptq", "gptq_v2")
@@ -47,18 +47,16 @@ _ONE_IN_EACH = {"int4": 0x11111111, "int8": 0x01010101}
 class _Gptq(Format):
     name, methods, cuts = "gptq", ("gptq",), True
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         method = setting(config, "quant_method")
         if "qweight" not in names or _checkpoint_format(config) == "bitblas" or method not in (None, "gptq"):
             return False
         return method == "gptq" or any(fits(names, self.tensors(Scheme(self.name, code))) for code in _CODES.values())
 
-    def left_out(self, config: Mapping[str, Any] | None, prefix: str) -> str | None:
+    def left_out(self, config: Config, prefix: str) -> str | None:
         return skipped(config, prefix)
 
-    def scheme(
-        self, config: Mapping[str, Any] | None, prefix: str = "", headers: Mapping[str, Any] | None = None
-    ) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
         if config is None:
             raise ValueError(
                 "quantization_config: expected one, as its checkpoint_format says whether qzeros hold zero - 1 (gptq) "
@@ -82,7 +80,7 @@ class _Gptq(Format):
         )
 
     def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
-        word, groups = 8 if scheme.code == "int4" else 4, scheme.groups(k)
+        word, groups = 8 if not scheme.eight_bits else 4, scheme.groups(k)
         return {
             "qweight": stored(INT32, K / word, N),
             "scales": stored(FLOATS, groups, N),
@@ -121,7 +119,7 @@ class _Gptq(Format):
         return replace(weight, note=note)
 
 
-def _checkpoint_format(config: Mapping[str, Any] | None) -> str:
+def _checkpoint_format(config: Config) -> str:
     return str(setting(config, "checkpoint_format", "format", default="gptq")).lower()
 
 
@@ -130,7 +128,7 @@ def _written_by_gptqmodel(config: Mapping[str, Any]) -> bool:
     return any(q.lower().startswith("gptqmodel:") for q in ([quantizer] if isinstance(quantizer, str) else quantizer))
 
 
-def skipped(config: Mapping[str, Any] | None, prefix: str) -> str | None:
+def skipped(config: Config, prefix: str) -> str | None:
     """The expression of GPTQModel's `dynamic` that leaves a layer in floats, as a message; None for none."""
     pattern, _ = _dynamic(config or {}, prefix)
     if not pattern.startswith("-:"):

@@ -36,7 +36,7 @@ import torch
 from jitgemm.checkpoint.affine import integer_zero, scaled_zero
 from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import BYTES, INT8, Format, G, K, N, Scheme, Sizes, TensorLayout
+from jitgemm.checkpoint.format import Config, Headers, BYTES, INT8, Format, G, K, N, Scheme, Sizes, TensorLayout
 from jitgemm.checkpoint.format import check_setting, group_size_of, measure, setting, stored
 from jitgemm.tensors import describe
 
@@ -48,12 +48,10 @@ class _QServe(Format):
     name = "qserve"
     also = ("s2_scales", "s2_zeros", "s1_szeros")
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         return {"qweight", "s1_scales"} <= set(names)
 
-    def scheme(
-        self, config: Mapping[str, Any] | None, prefix: str = "", headers: Mapping[str, Any] | None = None
-    ) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
         check_setting(config, 4, "bits", "wbits", "w_bit")
         form = "group" if headers is None or "s2_scales" in headers else "channel"
         return Scheme(self.name, group_size=setting(config, "group_size"), strategy=form, zero_points=True)

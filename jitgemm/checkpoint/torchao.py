@@ -59,10 +59,25 @@ import torch
 
 from jitgemm.checkpoint.affine import check_codes, float_zero, integer_zero
 from jitgemm.checkpoint.bits import HIGH_FIRST, minus_8, twos_complement, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, by_block
-from jitgemm.checkpoint.format import CODE_TYPES, FLOATS, INT8, INT32, PARTS, Format, G, Inputs, K, N, Scheme, Sizes
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import (
+    Config,
+    Headers,
+    CODE_TYPES,
+    FLOATS,
+    INT8,
+    INT32,
+    PARTS,
+    Format,
+    G,
+    Inputs,
+    K,
+    N,
+    Scheme,
+    Sizes,
+)
 from jitgemm.checkpoint.format import Layout, TensorLayout, check_known, check_shape, check_single, fits, group_size_of
-from jitgemm.checkpoint.format import inputs_of, measure, setting, static_scale, stored
+from jitgemm.checkpoint.format import inputs_of, measure, setting, stored
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
@@ -91,7 +106,7 @@ _NAMES = ("qdata", "scale", "zero_point", "scale_and_zero", "act_quant_scale", "
 class _TorchAo(Format):
     name, methods, also = "torchao", ("torchao",), tuple(_FLAT + name for name in _NAMES)
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         if setting(config, "quant_method", default="torchao") != "torchao":
             return False
         if "scales_and_zeros" in names:
@@ -100,9 +115,7 @@ class _TorchAo(Format):
             return True
         return "weight" in names and (bool(names["weight"].kind) or setting(config, "quant_method") == "torchao")
 
-    def scheme(
-        self, config: Mapping[str, Any] | None, prefix: str = "", headers: Mapping[str, Any] | None = None
-    ) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
         headers, size = headers or {}, setting(config, "group_size", "groupsize")
         said = Inputs.of(config["input_activations"]) if "input_activations" in (config or {}) else None
 
@@ -128,9 +141,6 @@ class _TorchAo(Format):
         code = _EIGHT[kind]
         return scheme(kind, code, _blocks(headers, code))
 
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
-        return dict(scheme.found)
-
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         size, shape = measure(headers, scheme.found), setting(scheme.settings, "shape")
         if scheme.form == "tinygemm":
@@ -143,7 +153,7 @@ class _TorchAo(Format):
         if scheme.form == _TILES:
             qdata = headers[_FLAT + "qdata"]
             return Sizes(*(shape or (8 * qdata.shape[0], _tiled_k(qdata))))
-        if scheme.code == "int4":
+        if not scheme.eight_bits:
             return Sizes(*(shape or (size["n"], size["k"])))
         return Sizes(size["n"], size["k"], scheme.columns_of(_FLAT + "scale", size["k"]))
 
@@ -163,7 +173,7 @@ class _TorchAo(Format):
             tiled = read_tinygemm(_FLAT + "qdata", qdata, tensors[_FLAT + "scale_and_zero"], None)
             return _without_padding(tiled, shape)
         scale, zero = tensors[_FLAT + "scale"], tensors.get(_FLAT + "zero_point")
-        if scheme.code != "int4":
+        if scheme.eight_bits:
             return _read_eight(tensors, scheme, sizes)
         if scheme.form == "IntxUnpackedToInt8Tensor":
             return read_unpacked(_FLAT + "qdata", qdata, scale, zero)
@@ -174,7 +184,7 @@ class _TorchAo(Format):
         return integer_zero(q, scale, zero, group_size, name=_FLAT + "zero_point")
 
 
-def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> str:
+def _kind(tensors: Mapping[str, Any], config: Config) -> str:
     """The class of a flattened subclass. Raises ValueError, before data is read, for one that is not read."""
     said, qdata = (config or {}).get("class"), tensors[_FLAT + "qdata"]
     for name, why in (("act_pre_scale", "none, as it scales the activations first; got one"),
@@ -241,10 +251,8 @@ def _read_eight(tensors: Mapping[str, torch.Tensor], scheme: Scheme, sizes: Size
     for name in ("zero_point", "act_quant_zero_point"):
         if _FLAT + name in tensors and bool(tensors[_FLAT + name].float().any()):
             raise ValueError(f"{_FLAT}{name}: expected zeros with 8 bits, got others")
-    scale = tensors[_FLAT + "scale"].reshape(-1, sizes.k // sizes.group_size)
-    scale = by_block(scale, scheme.rows_of(_FLAT + "scale", sizes.n), sizes.n)
-    static = static_scale(tensors)
-    return CanonicalWeight(tensors[_FLAT + "qdata"], scale, group_size=sizes.group_size, input_scale=static, bits=8)
+    scale = scheme.by_row(_FLAT + "scale", tensors[_FLAT + "scale"], sizes.n)
+    return CanonicalWeight(tensors[_FLAT + "qdata"], scale, group_size=sizes.group_size, bits=8)
 
 
 def read_tinygemm(

@@ -25,8 +25,23 @@ import torch
 
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import BYTES, E8M0, FLOATS, PARTS, Format, G, Inputs, K, N, Scheme, Sizes, TensorLayout
-from jitgemm.checkpoint.format import check_scale, inputs_of, setting, static_scale, stored
+from jitgemm.checkpoint.format import (
+    Config,
+    Headers,
+    BYTES,
+    E8M0,
+    FLOATS,
+    PARTS,
+    Format,
+    G,
+    Inputs,
+    K,
+    N,
+    Scheme,
+    Sizes,
+    TensorLayout,
+)
+from jitgemm.checkpoint.format import check_scale, inputs_of, setting, stored
 from jitgemm.checkpoint.w8a8 import INT8_METHODS
 from jitgemm.tensors import describe
 
@@ -37,7 +52,7 @@ _GROUP = 128  # which the engines take where a config is silent
 class _W4AFp8(Format):
     name, methods, cuts = "w4afp8", ("w4afp8",), True
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         weight = names.get("weight")
         if weight is None or weight.dtype not in BYTES or len(weight.shape) != 2:
             return False
@@ -50,9 +65,7 @@ class _W4AFp8(Format):
         modelopt, rows = names.get("weight_scale"), 2 * weight.shape[0]
         return {"weight_scale_2", "pre_quant_scale", "weight_scale"} <= set(names) and modelopt.shape[:1] == (rows,)
 
-    def scheme(
-        self, config: Mapping[str, Any] | None, prefix: str = "", headers: Mapping[str, Any] | None = None
-    ) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
         size = (config or {}).get("group_size")
         if headers is None:
             return Scheme(
@@ -90,7 +103,7 @@ class _W4AFp8(Format):
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         group_size = self.sizes(tensors, scheme).group_size
         q = twos_complement(unpack_nibbles(tensors["weight"], 1))
-        return CanonicalWeight(q, tensors["weight_scale_inv"], group_size=group_size, input_scale=static_scale(tensors))
+        return CanonicalWeight(q, tensors["weight_scale_inv"], group_size=group_size)
 
     def elsewhere(self, prefix: str) -> Mapping[str, str]:
         match = re.fullmatch(r"(.*\.experts\.\d+\.)(gate_proj|down_proj|up_proj)", prefix)

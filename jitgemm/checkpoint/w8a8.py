@@ -29,9 +29,22 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, by_block
-from jitgemm.checkpoint.format import CODE_TYPES, E8M0, FLOATS, INPUT_SCALES, PARTS, Dim, Format, K, N, Scheme
-from jitgemm.checkpoint.format import TensorLayout, check_one_of, inputs_of, setting, static_scale, stored
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import (
+    Config,
+    Headers,
+    CODE_TYPES,
+    E8M0,
+    FLOATS,
+    INPUT_SCALES,
+    PARTS,
+    Dim,
+    Format,
+    K,
+    N,
+    Scheme,
+)
+from jitgemm.checkpoint.format import TensorLayout, check_one_of, inputs_of, setting, stored
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
@@ -56,7 +69,7 @@ class _W8A8(Format):
     name, cuts, also = "w8a8", True, INPUT_SCALES[:3]
     methods = ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8", "fbgemm_fp8", "modelopt")
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         name = _scale_name(names)
         weight, scale = names.get("weight"), names.get(name)
         method = setting(config, "quant_method", default="")
@@ -70,9 +83,7 @@ class _W8A8(Format):
             return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1] or method in INT8_METHODS
         return "weight_scale" in names and (weight.dtype != torch.int8 or method == "w8a8_int8" or of_modelopt)
 
-    def scheme(
-        self, config: Mapping[str, Any] | None, prefix: str = "", headers: Mapping[str, Any] | None = None
-    ) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
         for key, known in _SETTINGS.items():
             check_one_of(config, key, known)
         return _by_config(config or {}) if headers is None else _by_headers(config, headers)
@@ -83,13 +94,8 @@ class _W8A8(Format):
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
         sizes = self.sizes(tensors, scheme)
         name = _scale_name(tensors)
-        scale = tensors[name]
-        if scale.dtype in E8M0:
-            scale = scale.view(torch.float8_e8m0fnu).float()
-        rows = scheme.rows_of(name, sizes.n)
-        scale = by_block(scale.reshape(-1, ceil_div(sizes.k, sizes.group_size)), rows, sizes.n)
-        static = static_scale(tensors)
-        return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, input_scale=static, bits=8)
+        scale = scheme.by_row(name, tensors[name], sizes.n)
+        return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, bits=8)
 
 
 def _scale_name(tensors: Mapping[str, Any]) -> str:
@@ -117,7 +123,7 @@ def _by_config(config: Mapping[str, Any]) -> Scheme:
     )
 
 
-def _by_headers(config: Mapping[str, Any] | None, headers: Mapping[str, Any]) -> Scheme:
+def _by_headers(config: Config, headers: Mapping[str, Any]) -> Scheme:
     """What the shape of the scale says, among those that the config allows."""
     name, weight = _scale_name(headers), headers["weight"]
     shape = tuple(headers[name].shape)

@@ -284,13 +284,13 @@ def activations(inputs: Inputs | None, wanted: str | None, own: str | None = Non
     Raises:
         ValueError: a layer has no such activations, and `wanted` does not replace them.
     """
-    if inputs is None or inputs.bits == 16:
+    if inputs is None or inputs.floats:
         return None, False
     grouped = inputs.dynamic and inputs.strategy == "group" and inputs.group_size == LHS_GROUP
     block = BLOCK if grouped and inputs.symmetric else ""
     problem = None
-    if inputs.bits != 8:
-        problem = f"num_bits 8, got {inputs.bits}"
+    if inputs.num_bits != 8:
+        problem = f"num_bits 8, got {inputs.num_bits}"
     elif inputs.type not in ("int", "float"):
         problem = f"type int or float (e4m3), got {inputs.type}"
     elif inputs.strategy != ("token" if inputs.dynamic else "tensor") and not block:
