@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.files import Checkpoint, config_beside
 from jitgemm.checkpoint.reader import errors_that_name, read_header
@@ -238,9 +237,8 @@ class _OfPlan:
         if format.strip_scales and any("scale" in suffix and layer.n in each.shape for suffix, each in headers.items()):
             return False
         zeros = [each.dtype for suffix, each in headers.items() if "zero" in suffix]
-        symmetric = setting(layer.header.config, "sym") is True
         integers = format.zero_point and not any(dtype.is_floating_point for dtype in zeros)
-        return not zeros or symmetric or format.offset or integers
+        return not zeros or not layer.header.scheme.zero_points or format.offset or integers
 
     def _number(self, name: str, what: str, value: torch.Tensor | None) -> int | None:
         """Which of the values this is that the layers of a block have; None for none."""
