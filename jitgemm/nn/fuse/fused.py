@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from jitgemm.activations.scheme import MUL_KEYWORDS, NORM, Gate, Prologue
 from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat
 from jitgemm.nn.layers.linear import PackedLinear, as_rows, is_dtensor, on_parts, result_type
 from jitgemm.nn.load.read import Parts
@@ -209,7 +210,7 @@ class FusedNorm(torch.nn.Module):
         self.register_buffer("gain", None, persistent=False)
         self.joint = FusedProjections(linears)
         for run in self.joint.runs:
-            run.fronts = ({"rms_norm": True},)
+            run.fronts = (NORM,)
         self.replaced = (norm,)  # in a tuple: its weight is this module's
         self.train(norm.training)
         self._set_gain()
@@ -252,16 +253,16 @@ class FusedMLP(torch.nn.Module):
     """down(act(gate(x)) * up(x)), product and quantiser in one kernel; gate and up in one GEMM.
 
     Has the children of the module that it replaces. Without a joint of its own, x is the output of the fused norm in
-    front: gate and up. `gate`: the argument of `quantize_activations` for act.
+    front: gate and up. `gate`: with act.
     """
 
-    def __init__(self, mlp: torch.nn.Module, down: str, gate: Mapping[str, Any], linears: Sequence[PackedLinear] = ()):
+    def __init__(self, mlp: torch.nn.Module, down: str, gate: Gate, linears: Sequence[PackedLinear] = ()):
         super().__init__()
         self._modules.update(mlp._modules)
         self.down_name = down
         self._modules["joint"] = FusedProjections(linears) if linears else None
-        self.front = gate
-        self._down.fronts = (gate,)
+        self.gate = gate
+        self._down.fronts = (Prologue(gate=gate),)
         self.replaced = (mlp,)
         self.training = mlp.training
 
@@ -283,7 +284,7 @@ class FusedMLP(torch.nn.Module):
             raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {ADVICE}")
         rows = as_rows(y, width)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)
-        down.multiply(down.quantise(rows, **self.front), out)
+        down.multiply(down.quantise(rows, **MUL_KEYWORDS[self.gate]), out)
         return out.view(*y.shape[:-1], down.out_features)
 
     def original(self) -> torch.nn.Module:

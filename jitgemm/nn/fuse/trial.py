@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.activations.scheme import Gate
+from jitgemm.activations.scheme import MUL_KEYWORDS, Gate
 from jitgemm.activations.reference import gated
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.layers.experts import PackedExperts
@@ -244,8 +244,8 @@ def run(
     return {name for name, stub in stubs.items() if stub.calls}
 
 
-def gate_of(mlp: torch.nn.Module, linears: Sequence[str], down: str) -> str | None:
-    """The gate, of silu, gelu and gelu_tanh, where the MLP computes down(act(gate(x)) * up(x)), else None.
+def gate_of(mlp: torch.nn.Module, linears: Sequence[str], down: str) -> Gate | None:
+    """The gate, of those that quantisers have, where the MLP computes down(act(gate(x)) * up(x)), else None.
 
     Args:
         linears: the children gate and up, or one for both, gate first.
@@ -261,10 +261,10 @@ def gate_of(mlp: torch.nn.Module, linears: Sequence[str], down: str) -> str | No
     if others or output is not result or any(len(calls) != 1 or calls[0][0] is not x for calls in read):
         return None
     halves = torch.cat([calls[0][1] for calls in read], -1)
-    for kind in ("silu", "gelu", "gelu_tanh"):
-        expected = gated(halves, Gate(kind, "gate_up", math.inf, 1.0))
+    for gate in MUL_KEYWORDS:
+        expected = gated(halves, gate)
         if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
-            return kind
+            return gate
     return None
 
 

@@ -20,7 +20,7 @@ from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.layers.gate import decoded, encoded
 from jitgemm.nn.layers.linear import is_dtensor
 from jitgemm.nn.layers.packed import Packed
-from jitgemm.nn.load.read import BLOCK, CODES, state_dict_parts
+from jitgemm.nn.load.read import state_dict_parts
 from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 
@@ -149,60 +149,35 @@ class PackedExperts(torch.nn.Module):
 
     def run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
         """The call itself, of rows [tokens, hidden]; options: of `fused_experts`, such as expert_map and out."""
-        if self.split is not None:
-            return self._run_divided(rows, ids, weights, **options)
-        return self._run(rows, ids, weights, **options)
-
-    def _run_divided(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        split, gate = self.split, self.gate
+        split, given = self.split, (rows.contiguous(), self.w13.weight, self.w2.weight)
+        if split is None:
+            return fused_experts(*given, ids.contiguous(), weights.contiguous(), **self._options(), **options)
         if not split.exchanges:
-            out = self._run(rows, ids, weights, expert_map=split.expert_map(rows.device))
+            options = {"expert_map": split.expert_map(rows.device), **self._options()}
+            out = fused_experts(*given, ids.contiguous(), weights.contiguous(), **options)
             split.sum(out)
             return out
-        weight13, weight2, by_block = self.w13.weight, self.w2.weight, self.activation.endswith(BLOCK)
         from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
 
-        return exchange(
-            Layer(
-                rows.contiguous(),
-                weight13,
-                weight2,
-                ids,
-                weights,
-                gate,
-                CODES[self.activation],
-                self.activation == "int8_affine",
-                None,
-                self.w13.bias,
-                self.w2.bias,
-                None,
-                self.batch_invariant,
-                by_block,
-            ),  # fmt: skip
-            split,
-        )
+        scheme, biases = self.w13.scheme, (self.w13.bias, self.w2.bias)
+        lhs = self.w13.lhs_dtype, scheme.affine
+        layer = Layer(*given, ids, weights, self.gate, *lhs, None, *biases, None, self.batch_invariant, scheme.block)
+        return exchange(layer, split)
 
     def run_batched(self, x: torch.Tensor | Lhs, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float) -> None:
         """`fused_experts_masked`: of tokens sorted by expert, neither weighed nor summed, into out."""
         fused_experts_masked(x, self.w13.weight, self.w2.weight, out, masked_m, expected_m, **self._options())
 
-    def _run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
-        parts = rows.contiguous(), self.w13.weight, self.w2.weight, ids.contiguous(), weights.contiguous()
-        return fused_experts(*parts, **self._options(), **options)
-
     def _options(self) -> dict[str, Any]:
-        gate = self.gate
-        return dict(
-            activation=gate.kind,
-            order=gate.order,
-            alpha=gate.alpha,
-            limit=None if gate.limit == math.inf else gate.limit,
-            bias13=self.w13.bias,
-            bias2=self.w2.bias,
-            lhs_dtype=CODES[self.activation],
-            affine=self.activation == "int8_affine",
-            scheme="block" if self.activation.endswith(BLOCK) else "token",
-            batch_invariant=self.batch_invariant,
+        return (
+            self.gate.keywords
+            | self.w13.scheme.keywords
+            | {
+                "bias13": self.w13.bias,
+                "bias2": self.w2.bias,
+                "lhs_dtype": self.w13.lhs_dtype,
+                "batch_invariant": self.batch_invariant,
+            }
         )
 
     def extra_repr(self) -> str:

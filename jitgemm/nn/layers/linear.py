@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.scheme import NO_PROLOGUE, Prologue, activation_named
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.call import gemm
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.layers.packed import Packed
-from jitgemm.nn.load.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
+from jitgemm.nn.load.read import Parts, layer_of, read, state_dict_parts
 from jitgemm.runtime.checks import ALIGNMENT
-from jitgemm.tensors import TYPE_NAMES, check_dtype, check_no_grad
+from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.pack import check_group_size
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed
 from jitgemm.weight.parts import format_group
@@ -64,8 +65,8 @@ class PackedLinear(Packed):
 
     batch_invariant = False
     split: LinearSharding | None = None
-    fronts: Sequence[Mapping[str, Any]] = ({},)
-    """What the layer's quantiser may compute first, as `quantize_spec` has it; none where the layer runs no kernels."""
+    fronts: Sequence[Prologue] = (NO_PROLOGUE,)
+    """What the layer's quantiser may compute first; empty where the layer runs no kernels."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class PackedLinear(Packed):
         """A layer whose weight is quantise(linear.weight, lhs_dtype=...)."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-        check_activation(activation)
+        lhs_dtype = torch_dtype(activation_named(activation).dtype)
         with torch.no_grad():
             w = linear.weight.detach()
             if w.is_meta:
@@ -126,7 +127,7 @@ class PackedLinear(Packed):
             if device is not None:
                 device = target_device(device)
                 w, bias = w.to(device), None if bias is None else bias.to(device)
-            weight = quantise(w, lhs_dtype=CODES[activation])
+            weight = quantise(w, lhs_dtype=lhs_dtype)
             return cls(weight, None if bias is None else bias.clone(), activation=activation)
 
     @classmethod
@@ -156,7 +157,7 @@ class PackedLinear(Packed):
                 that the layer does not have, such as scales per group of k.
         """
         if activation is not None:
-            check_activation(activation)
+            activation_named(activation)
         checkpoint = opened(source, config)
         layer = layer_of(checkpoint, prefix, activation, format)
         if cls.kind.bits not in (0, layer.bits):
@@ -231,18 +232,13 @@ class PackedLinear(Packed):
 
     def quantise(self, rows: torch.Tensor, **front: Any) -> tuple[torch.Tensor, ...]:
         """rows [m, in_features] as the GEMM takes them; front: what `quantize_activations` computes of them first."""
-        input_scale = self._buffers["input_scale"]
+        permutation = self._buffers["permutation"]
         if self.split is not None and self.split.agreed:
-            return self.split.quantise(rows, CODES[self.activation], self._buffers["permutation"], **front)
+            return self.split.quantise(rows, self.lhs_dtype, permutation, **front)
+        scheme, scale = self.scheme, self._buffers["input_scale"]
         return quantize_activations(
-            rows,
-            CODES[self.activation],
-            scheme="block" if self.activation.endswith(BLOCK) else "token" if input_scale is None else "tensor",
-            affine=self.activation == "int8_affine",
-            scale=input_scale,
-            permutation=self._buffers["permutation"],
-            **front,
-        )
+            rows, self.lhs_dtype, scheme=scheme.scheme, affine=scheme.affine, scale=scale, permutation=permutation, **front
+        )  # fmt: skip
 
     def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """out [m, out_features] from what `quantise` gave; bias: bf16 or fp32, instead of the layer's.
@@ -380,8 +376,8 @@ class W8A8Linear(PackedLinear):
     ) -> W8A8Linear:
         """As `W4A8Linear.empty`; group_size None is per channel."""
         group_size = check_group_size("channel" if group_size is None else group_size, in_features)
-        scale_type, codes = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), CODES[check_activation(activation)]
-        fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, TYPE_NAMES[codes], bits=8)
+        scale_type, code = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), activation_named(activation).dtype
+        fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, code, bits=8)
         sizes = in_features, out_features, group_size, fmt
         return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
 

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from jitgemm.activations.scheme import activation_named
 from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.files import Checkpoint, config_beside
 from jitgemm.checkpoint.reader import errors_that_name, read_header
-from jitgemm.dtypes import REAL_TYPES
+from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn.quantize.choose import PACKED, Replaceable
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
@@ -33,7 +34,7 @@ from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
 from jitgemm.nn.load.load import planned
 from jitgemm.nn.load.plan import Plan
 from jitgemm.nn.quantize.quantize import choose, quantised
-from jitgemm.nn.load.read import CODES, Layer, packed_parts, read
+from jitgemm.nn.load.read import Layer, packed_parts, read
 from jitgemm.nn.load.read_experts import Experts
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.fuse.trial import lists
@@ -210,7 +211,7 @@ class _OfPlan:
             formats: list[WeightFormat] = []
             for parts in layers:
                 joined = concat([self._rows(layer, expert, cut, whole) for layer, expert in parts])
-                weight = joined.pack(CODES[parts[0][0].activation])
+                weight = joined.pack(torch_dtype(activation_named(parts[0][0].activation).dtype))
                 if not whole and all(self._tells(layer, weight.format) for layer, _ in parts):
                     return weight.format, weight, joined
                 formats.append(weight.format)
@@ -271,7 +272,7 @@ class _OfFloats:
     def _look(self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None) -> Look:
         fast = {"clip_steps": 0} if self.bits == 4 else {}
         few = quantised(torch.nn.Linear(k, 8, bias=False), None, self.bits, **fast, **self.options)
-        weight, lhs = few.weight, CODES[few.activation]
+        weight, lhs = few.weight, few.lhs_dtype
         if cut is not None and cut.dim == "k":
             weight = part_of_weight(weight, *cut, lhs)
         elif cut is not None:
