@@ -253,7 +253,7 @@ class FusedMLP(torch.nn.Module):
     """down(act(gate(x)) * up(x)), product and quantiser in one kernel; gate and up in one GEMM.
 
     Has the children of the module that it replaces. Without a joint of its own, x is the output of the fused norm in
-    front: gate and up. `gate`: with act.
+    front: gate and up.
     """
 
     def __init__(self, mlp: torch.nn.Module, down: str, gate: Gate, linears: Sequence[PackedLinear] = ()):
@@ -261,7 +261,7 @@ class FusedMLP(torch.nn.Module):
         self._modules.update(mlp._modules)
         self.down_name = down
         self._modules["joint"] = FusedProjections(linears) if linears else None
-        self.gate = gate
+        self.front = MUL_KEYWORDS[gate]
         self._down.fronts = (Prologue(gate=gate),)
         self.replaced = (mlp,)
         self.training = mlp.training
@@ -284,7 +284,7 @@ class FusedMLP(torch.nn.Module):
             raise ValueError(f"{expected}, got {list(y.shape)}; to call the MLP by itself, {ADVICE}")
         rows = as_rows(y, width)
         out = torch.empty((rows.shape[0], down.out_features), dtype=y.dtype, device=y.device)
-        down.multiply(down.quantise(rows, **MUL_KEYWORDS[self.gate]), out)
+        down.multiply(down.quantise(rows, **self.front), out)
         return out.view(*y.shape[:-1], down.out_features)
 
     def original(self) -> torch.nn.Module:

@@ -57,16 +57,9 @@ class PackedExperts(torch.nn.Module):
     """The class of its weights."""
 
     def __init__(
-        self,
-        w13: Weight,
-        w2: Weight,
-        bias13: torch.Tensor | None = None,
-        bias2: torch.Tensor | None = None,
-        *,
-        gate: Gate = SILU_MUL,
-        activation: str = "e4m3",
-        top_k: int | None = None,
-    ):
+        self, w13: Weight, w2: Weight, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None, *,
+        gate: Gate = SILU_MUL, activation: str = "e4m3", top_k: int | None = None,
+    ):  # fmt: skip
         """A layer over packed weights; no tensor is copied.
 
         Args:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from jitgemm.nn.layers.sharding import LinearSharding
 
 
+Device = torch.device | str | int | None
+
+
 class PackedLinear(Packed):
     """A linear layer with a packed weight and activations quantised to 8 bits, for inference; see its subclasses.
 
@@ -69,13 +72,9 @@ class PackedLinear(Packed):
     """What the layer's quantiser may compute first; empty where the layer runs no kernels."""
 
     def __init__(
-        self,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str = "e4m3",
+        self, weight: Weight, bias: torch.Tensor | None = None, *, activation: str = "e4m3",
         input_scale: torch.Tensor | None = None,
-    ):
+    ):  # fmt: skip
         """A layer over a packed weight; no tensor is copied.
 
         Args:
@@ -97,23 +96,15 @@ class PackedLinear(Packed):
 
     @classmethod
     def from_weight(
-        cls,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str = "e4m3",
+        cls, weight: Weight, bias: torch.Tensor | None = None, *, activation: str = "e4m3",
         input_scale: torch.Tensor | None = None,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """A layer over a packed weight; arguments and errors are the constructor's."""
         return cls(weight, bias, activation=activation, input_scale=input_scale)
 
     @classmethod
     def _from_linear(
-        cls,
-        linear: torch.nn.Linear,
-        activation: str,
-        device: torch.device | str | int | None,
-        quantise: Callable[..., Weight],
+        cls, linear: torch.nn.Linear, activation: str, device: Device, quantise: Callable[..., Weight]
     ) -> Self:
         """A layer whose weight is quantise(linear.weight, lhs_dtype=...)."""
         if not isinstance(linear, torch.nn.Linear):
@@ -132,15 +123,9 @@ class PackedLinear(Packed):
 
     @classmethod
     def from_checkpoint(
-        cls,
-        source: Source,
-        prefix: str,
-        *,
-        activation: str | None = None,
-        device: torch.device | str | int | None = None,
-        format: str | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> Self:
+        cls, source: Source, prefix: str, *, activation: str | None = None, device: Device = None,
+        format: str | None = None, config: Mapping[str, Any] | None = None,
+    ) -> Self:  # fmt: skip
         """A layer read from a quantised checkpoint, bit-exact; only its own tensors are read.
 
         Args:
@@ -184,29 +169,15 @@ class PackedLinear(Packed):
 
     @classmethod
     def _empty(
-        cls,
-        k: int,
-        n: int,
-        group_size: int,
-        fmt: WeightFormat,
-        bias: bool | torch.dtype,
-        activation: str,
-        permutation: bool,
-        input_scale: bool,
-        device: torch.device | str | int | None,
+        cls, weight: Weight, bias: bool | torch.dtype, activation: str, input_scale: bool, device: Device
     ) -> Self:
-        """A layer without values, of this format."""
+        """A layer over a weight without values."""
         bias_dtype = torch.bfloat16 if bias is True else bias
         if bias_dtype not in (False, torch.bfloat16, torch.float32):
             raise TypeError(f"bias: expected a bool, torch.bfloat16 or torch.float32, got {bias!r}")
-        empty = partial(torch.empty, device=device)
-        weight = empty_weight(k, n, group_size, fmt, permutation, device)
-        return cls(
-            weight,
-            empty(n, dtype=bias_dtype) if bias_dtype else None,
-            activation=activation,
-            input_scale=torch.ones(1, device=device, dtype=torch.float32) if input_scale else None,
-        )
+        made = torch.empty(weight.n, dtype=bias_dtype, device=device) if bias_dtype else None
+        scale = torch.ones(1, device=device, dtype=torch.float32) if input_scale else None
+        return cls(weight, made, activation=activation, input_scale=scale)
 
     # ---- the call ----------------------------------------------------------------------------------------------------
 
@@ -271,17 +242,10 @@ class W4A8Linear(PackedLinear):
 
     @classmethod
     def from_linear(
-        cls,
-        linear: torch.nn.Linear,
-        *,
-        activation: str = "e4m3",
-        group_size: int | str = 128,
-        symmetric: bool = True,
-        scale_dtype: torch.dtype = torch.bfloat16,
-        full_range: bool = True,
-        clip_steps: int = CLIP_STEPS,
-        device: torch.device | str | int | None = None,
-    ) -> W4A8Linear:
+        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", group_size: int | str = 128, symmetric: bool = True,
+        scale_dtype: torch.dtype = torch.bfloat16, full_range: bool = True, clip_steps: int = CLIP_STEPS,
+        device: Device = None,
+    ) -> W4A8Linear:  # fmt: skip
         """A layer whose weight is `linear`'s, quantised by `quantize_w4`.
 
         Args:
@@ -291,7 +255,7 @@ class W4A8Linear(PackedLinear):
             device: where to quantise and keep the weight; None for where it is.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or the weight has no 4-bit form; see `quantize_w4`.
+            TypeError, ValueError: an argument is wrong, or the weight has no such form; see `quantize_w4`.
         """
         quantise = partial(
             quantize_w4, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
@@ -301,20 +265,10 @@ class W4A8Linear(PackedLinear):
 
     @classmethod
     def empty(
-        cls,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool | torch.dtype = False,
-        activation: str = "e4m3",
-        group_size: int | str = 128,
-        symmetric: bool = True,
-        scale_dtype: torch.dtype = torch.bfloat16,
-        offset: bool = False,
-        permutation: bool = False,
-        input_scale: bool = False,
-        device: torch.device | str | int | None = None,
-    ) -> W4A8Linear:
+        cls, in_features: int, out_features: int, *, bias: bool | torch.dtype = False, activation: str = "e4m3",
+        group_size: int | str = 128, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16,
+        offset: bool = False, permutation: bool = False, input_scale: bool = False, device: Device = None,
+    ) -> W4A8Linear:  # fmt: skip
         """A layer without values, to load a state dict into; the arguments say which tensors that one has.
 
         Args:
@@ -326,8 +280,8 @@ class W4A8Linear(PackedLinear):
         scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
         group_size = check_group_size(group_size, in_features)
         fmt = WeightFormat(format_group(in_features, group_size), not symmetric, scale_type, offset=offset)
-        sizes = in_features, out_features, group_size, fmt
-        return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
+        weight = empty_weight(in_features, out_features, group_size, fmt, permutation, device)
+        return cls._empty(weight, bias, activation, input_scale, device)
 
 
 class W8A8Linear(PackedLinear):
@@ -340,57 +294,33 @@ class W8A8Linear(PackedLinear):
 
     @classmethod
     def from_linear(
-        cls,
-        linear: torch.nn.Linear,
-        *,
-        activation: str = "e4m3",
-        block: int | None = None,
-        device: torch.device | str | int | None = None,
+        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", block: int | None = None, device: Device = None
     ) -> W8A8Linear:
-        """A layer whose weight is `linear`'s, quantised by `quantize_w8`.
+        """As `W4A8Linear.from_linear`, by `quantize_w8`; the weight is of the activations' type.
 
         Args:
-            linear: out_features a multiple of 8, in_features a multiple of 16; left as it is.
-            activation: one of ACTIVATIONS; the weight is of its type.
             block: None for a scale per row, 128 for one per block of 128 x 128.
-            device: where to quantise and keep the weight; None for where it is.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or the weight has no 8-bit form; see `quantize_w8`.
         """
         return cls._from_linear(linear, activation, device, partial(quantize_w8, block=block))
 
     @classmethod
     def empty(
-        cls,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool | torch.dtype = False,
-        activation: str = "e4m3",
-        group_size: int | str | None = None,
-        scale_dtype: torch.dtype = torch.float32,
-        permutation: bool = False,
-        input_scale: bool = False,
-        device: torch.device | str | int | None = None,
-    ) -> W8A8Linear:
+        cls, in_features: int, out_features: int, *, bias: bool | torch.dtype = False, activation: str = "e4m3",
+        group_size: int | str | None = None, scale_dtype: torch.dtype = torch.float32, permutation: bool = False,
+        input_scale: bool = False, device: Device = None,
+    ) -> W8A8Linear:  # fmt: skip
         """As `W4A8Linear.empty`; group_size None is per channel."""
         group_size = check_group_size("channel" if group_size is None else group_size, in_features)
         scale_type, code = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), activation_named(activation).dtype
         fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, code, bits=8)
-        sizes = in_features, out_features, group_size, fmt
-        return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
+        weight = empty_weight(in_features, out_features, group_size, fmt, permutation, device)
+        return cls._empty(weight, bias, activation, input_scale, device)
 
 
 def empty_weight(
-    k: int,
-    n: int,
-    group_size: int,
-    fmt: WeightFormat,
-    permutation: bool = False,
-    device: torch.device | str | int | None = None,
+    k: int, n: int, group_size: int, fmt: WeightFormat, permutation: bool = False, device: Device = None,
     experts: int | None = None,
-) -> Weight:
+) -> Weight:  # fmt: skip
     """A weight without values, of this format."""
     lead, strips = () if experts is None else (experts,), ceil_div(n, STRIP_ROWS)
     empty = partial(torch.empty, device=device)

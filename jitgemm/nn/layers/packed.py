@@ -35,13 +35,9 @@ class Packed(torch.nn.Module):
     """The class of its weight."""
 
     def __init__(
-        self,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str = "e4m3",
+        self, weight: Weight, bias: torch.Tensor | None = None, *, activation: str = "e4m3",
         input_scale: torch.Tensor | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         if not isinstance(weight, self.kind):
             raise TypeError(f"weight: expected a {self.kind.__name__}, got {type(weight).__name__}")
