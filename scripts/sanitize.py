@@ -19,10 +19,9 @@ from moe_cases import Case  # noqa: E402
 
 from jitgemm import fused_experts, fused_experts_reference  # noqa: E402
 from jitgemm.gemm.bound import gemm_w4a8_bound  # noqa: E402
-from jitgemm.gemm.arguments import Operands  # noqa: E402
-from jitgemm.gemm.grouped_plan import GroupedPlan  # noqa: E402
-from jitgemm.gemm.groups import Groups  # noqa: E402
-from jitgemm.gemm.plan import Plan  # noqa: E402
+from jitgemm.gemm.problem import Gemm  # noqa: E402
+from jitgemm.gemm.launch import GemmLaunch  # noqa: E402
+from jitgemm.gemm.problem import Groups  # noqa: E402
 from jitgemm.kernel.formats import WeightFormat  # noqa: E402
 from jitgemm.kernel.spec import KernelSpec  # noqa: E402
 from jitgemm.runtime.device import device_of  # noqa: E402
@@ -128,11 +127,12 @@ def grouped(  # type: ignore[no-untyped-def]
     whole = torch.full((rows, n + 8), 3.0, dtype=torch.bfloat16, device="cuda")
     out, rhs = whole[:, 8:], weight.to("cuda")
     spec = first(wanted, lhs_type, weight.format, experts=64)
-    operands = Operands(lhs[0].cuda(), lhs[1].cuda(), None, rhs, out, bias.cuda())
+    operands = Gemm(lhs[0].cuda(), lhs[1].cuda(), None, rhs, out, bias.cuda())
     groups = Groups(offsets.cuda(), None if index is None else index.cuda(), 0, rows)
-    plan = GroupedPlan(operands, groups, spec)
+    operands = operands._replace(groups=groups)
+    plan = GemmLaunch(operands, spec)
     for _ in range(3):
-        plan.launch(operands, groups)
+        plan.launch(operands)
     good = bool((whole[:, :8] == 3).all() and (out[:2] == 3).all() and (out[-2:] == 3).all())
     for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
         part = range(begin, end) if index is None else index[begin:end].tolist()
@@ -151,12 +151,12 @@ def main() -> int:
         ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
         x, x_scale, rhs, bias = lhs[0].cuda(), lhs[1].cuda(), weight.to("cuda"), bias.cuda()
         out = torch.empty(m, n + 8, dtype=torch.bfloat16, device="cuda")[:, 8:]
-        operands = Operands(x, x_scale, None, rhs, out, bias)
-        plan = Plan(operands, spec)
+        operands = Gemm(x, x_scale, None, rhs, out, bias)
+        plan = GemmLaunch(operands, spec)
         for _ in range(3):
             unsettled = rhs.packed._replace(blocks=rhs.blocks.clone())  # no tensor that a weight settled
-            plan.launch(*operands._replace(weight=unsettled))
-            plan.launch(*operands)
+            plan.launch(operands._replace(weight=unsettled))
+            plan.launch(operands)
         torch.cuda.synchronize()
         good = bool(((out.cpu().double() - ref).abs() <= bound).all())
         wrong += not good

@@ -36,7 +36,7 @@ from jitgemm.select.shapes import illegal
 if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
 
-    from jitgemm.gemm.arguments import Operands
+    from jitgemm.gemm.problem import Gemm
     from jitgemm.weight.packed import W4Weight
 
 # ---- problems --------------------------------------------------------------------------------------------------------
@@ -325,13 +325,13 @@ class Bench:
 
     def _dense(self, m: int) -> Callable[[KernelSpec], list[Callable[[], None]]]:
         """Calls of a kernel."""
-        from jitgemm.gemm.plan import Plan
+        from jitgemm.gemm.launch import GemmLaunch
 
         operands = self._operands(m, self.weights if m <= 512 else self.weights[:4])
 
         def calls(kernel: KernelSpec) -> list[Callable[[], None]]:
-            plan = Plan(operands[0], kernel)
-            return [partial(plan.launch, *each) for each in operands]
+            plan = GemmLaunch(operands[0], kernel)
+            return [partial(plan.launch, each) for each in operands]
 
         return calls
 
@@ -339,30 +339,31 @@ class Bench:
         """Calls of a kernel, one a routing."""
         from benchmark_lib.data import offsets_of
 
-        from jitgemm.gemm.grouped import Groups
-        from jitgemm.gemm.grouped_plan import GroupedPlan
+        from jitgemm.gemm.problem import Groups
+        from jitgemm.gemm.launch import GemmLaunch
 
         cell = GroupedCell(self.n, self.k, tokens, "", experts)
         (operands,) = self._operands(cell.most_rows, self.weights)
         groups = [Groups(offsets, None, 0, cell.expected_rows) for offsets in offsets_of(cell, "cuda")]
+        gemms = [operands._replace(groups=each) for each in groups]
 
         def calls(kernel: KernelSpec) -> list[Callable[[], None]]:
-            plan = GroupedPlan(operands, groups[0], kernel)
-            return [partial(plan.launch, operands, each) for each in groups]
+            plan = GemmLaunch(gemms[0], kernel)
+            return [partial(plan.launch, each) for each in gemms]
 
         return calls
 
-    def _operands(self, m: int, weights: Sequence[W4Weight]) -> list[Operands]:
+    def _operands(self, m: int, weights: Sequence[W4Weight]) -> list[Gemm]:
         import torch
 
-        from jitgemm.gemm.arguments import Operands
+        from jitgemm.gemm.problem import Gemm
 
         x = torch.randn(m, self.k, device="cuda")
         x = x.to(torch.float8_e4m3fn) if self.lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
         groups = -(-self.k // self.lhs_group) if self.lhs_group else 0
         x_scale = torch.rand(groups, m, device="cuda").T if groups else torch.rand(m, device="cuda")
         out = torch.empty(m, self.n, device="cuda", dtype=torch.bfloat16)
-        return [Operands(x, x_scale, None, weight, out, None) for weight in weights]
+        return [Gemm(x, x_scale, None, weight, out, None) for weight in weights]
 
 
 # ---- regret ----------------------------------------------------------------------------------------------------------

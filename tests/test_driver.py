@@ -26,7 +26,7 @@ from jitgemm.weight import ready
 
 driver = pytest.importorskip("jitgemm.runtime.driver", reason="needs cuda.bindings")
 gemm_call = pytest.importorskip("jitgemm.gemm.call")
-gemms = pytest.importorskip("jitgemm.gemm.plan")
+gemms = pytest.importorskip("jitgemm.gemm.launch")
 loaded = pytest.importorskip("jitgemm.runtime.loaded")
 quantizers = pytest.importorskip("jitgemm.activations.plan")
 launching = pytest.importorskip("jitgemm.runtime.launch")
@@ -188,11 +188,11 @@ def fields_in(packed: bytes, fields: dict[str, tuple[str, int]]) -> dict[str, fl
 def test_a_gemm_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
-    plan = gemms.Plan(operands)
-    plan.launch(*operands)
+    plan = gemms.GemmLaunch(operands)
+    plan.launch(operands)
     [(dependent, (x_map, last_x_map, out_map, block))] = launches
     assert dependent  # the weight is settled
-    x, x_scale, x_zero, weight, out, bias = operands
+    x, x_scale, x_zero, weight, out, bias = operands[:6]
     fields = fields_in(block, struct_of("jitgemm/gemm/types.cuh", "Args"))
     assert fields == {
         "lhs": x.data_ptr(),
@@ -214,14 +214,14 @@ def test_a_gemm_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch)
     }
     mapped = [int.from_bytes(each, "little") for each in (x_map, last_x_map, out_map)]
     assert mapped == [x.data_ptr(), x.data_ptr(), out.data_ptr()]
-    # `tensors`, which the checks of addresses read, is in the same order.
-    assert [tensor.data_ptr() for tensor in operands.tensors[:-1]] == list(fields.values())[:7]
+    # `operands`, which the checks of addresses read, is in the same order.
+    assert [tensor.data_ptr() for tensor in operands.operands()[:-1]] == list(fields.values())[:7]
 
 
 def test_what_a_gemm_does_without_is_null(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands(group_size=32, affine=False)._replace(bias=None)
-    gemms.Plan(operands).launch(*operands)
+    gemms.GemmLaunch(operands).launch(operands)
     fields = fields_in(launches[0][1][-1], struct_of("jitgemm/gemm/types.cuh", "Args"))
     assert [name for name, value in fields.items() if not value] == [
         "channel_scale", "bias", "lhs_zero", "row_sum", "lhs_zero_stride", "bias_type",
@@ -231,11 +231,11 @@ def test_what_a_gemm_does_without_is_null(monkeypatch):
 def test_a_weight_that_is_not_settled_is_read_after_the_kernel_before(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
-    plan = gemms.Plan(operands)
+    plan = gemms.GemmLaunch(operands)
     operands.weight.blocks.add_(0)
-    plan.launch(*operands)
+    plan.launch(operands)
     operands.weight.settle()
-    plan.launch(*operands)
+    plan.launch(operands)
     assert [dependent for dependent, _ in launches] == [False, True]
 
 
@@ -246,16 +246,16 @@ def test_records_in_an_inference_tensor_are_read_after_the_kernel_before(monkeyp
     with torch.inference_mode():
         weight = operands.weight.with_tensors(tensors[0].clone(), *tensors[1:])
     for each in (weight, weight.packed):
-        gemms.Plan(operands).launch(*operands._replace(weight=each))
+        gemms.GemmLaunch(operands).launch(operands._replace(weight=each))
     assert [dependent for dependent, _ in launches] == [False, False]
 
 
 def launched_by_op(launches, operands) -> bool:
     """Whether the op's GEMM is launched dependently."""
-    x, x_scale, x_zero, weight, out, bias = operands
+    x, x_scale, x_zero, weight, out, bias = operands[:6]
     parts = weight.blocks, weight.channel_scale, weight.row_sum
-    of_op = gemm_call._operands(x, x_scale, x_zero, *parts, out, bias, weight.n, weight.k, weight.format.name)
-    gemms.Plan(of_op).launch(*of_op)
+    of_op = gemm_call.gemm_of_op(x, x_scale, x_zero, *parts, out, bias, weight.n, weight.k, weight.format.name, False)
+    gemms.GemmLaunch(of_op).launch(of_op)
     return launches[-1][0]
 
 
@@ -373,8 +373,8 @@ def test_addresses_that_come_again_are_neither_checked_nor_prepared_again(monkey
         plan = quantizers.QuantizePlan(*calls[0])
     else:
         operands = gemm_operands()
-        calls = [tuple(operands._replace(out=torch.empty_like(operands.out))) for _ in range(3)]
-        plan = gemms.Plan(operands)
+        calls = [(operands._replace(out=torch.empty_like(operands.out)),) for _ in range(3)]
+        plan = gemms.GemmLaunch(operands)
     checked = []
     monkeypatch.setattr(launching, "check_addresses", lambda pointers, tensors: checked.append(tensors))
     for call in calls * 2:
@@ -385,10 +385,10 @@ def test_addresses_that_come_again_are_neither_checked_nor_prepared_again(monkey
 def test_an_overlap_is_refused_at_new_addresses(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
-    plan = gemms.Plan(operands)
+    plan = gemms.GemmLaunch(operands)
     inside = operands.weight.blocks.view(-1)[: operands.out.nbytes].view(torch.bfloat16).view_as(operands.out)
     with pytest.raises(ValueError, match="out: expected memory of its own, got a tensor that overlaps rhs.blocks"):
-        plan.launch(*operands._replace(out=inside))
+        plan.launch(operands._replace(out=inside))
     assert launches == []
 
 

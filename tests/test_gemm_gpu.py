@@ -26,7 +26,7 @@ from builders import PER_CHANNEL
 
 import jitgemm
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
-from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.formats import GROUP_SIZES, MAX_CHANNEL_K_S8, Problem, WeightFormat
@@ -598,7 +598,7 @@ def name_of(drawn: tuple[str, WeightFormat, str, int]) -> str:
 @pytest.mark.parametrize("drawn", drawn_kernels(), ids=name_of)
 def test_kernels_that_the_selector_might_choose(drawn):
     """Drawn from all legal kernels, each on a problem with tails on every side, several tiles a CTA row, twice."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
     lhs_name, format, out, number = drawn
     spec = kernel_of(*drawn)
@@ -617,8 +617,8 @@ def test_kernels_that_the_selector_might_choose(drawn):
     outputs = []
     for _ in range(2):
         guarded = Guarded(m, n, dtype=OUTPUTS[out])
-        operands = Operands(lhs[0], lhs[1], x_zero, rhs, guarded.out, bias)
-        Plan(operands, spec).launch(*operands)
+        operands = Gemm(lhs[0], lhs[1], x_zero, rhs, guarded.out, bias)
+        GemmLaunch(operands, spec).launch(operands)
         guarded.check()
         outputs.append(guarded.out.contiguous())
     assert_right(outputs[0], lhs, rhs, bias)
@@ -628,7 +628,7 @@ def test_kernels_that_the_selector_might_choose(drawn):
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
 def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_type(lhs_name):
     """All of them right, and those that sum k in the same order the same to the bit."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
     problem = small_problem(lhs_name)
     rhs = weight(problem.n, problem.k, GROUP_128, codes=lhs_name, seed=6)
@@ -639,8 +639,8 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
     assert len(kernels) > 20
     for spec in kernels:
         guarded = Guarded(problem.m, problem.n)
-        operands = Operands(x, x_scale, None, rhs, guarded.out, None)
-        Plan(operands, spec).launch(*operands)
+        operands = Gemm(x, x_scale, None, rhs, guarded.out, None)
+        GemmLaunch(operands, spec).launch(operands)
         guarded.check()
         assert_right(guarded.out, (x, x_scale), rhs)
         outputs.setdefault((spec.split_k, spec.warpgroups_k), []).append(guarded.out.contiguous())
@@ -650,7 +650,7 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
 
 def with_both_hints(spec, m, rhs, lhs, monkeypatch):
     """The kernel's outputs by jitgemm's yield hints and by ptxas's own."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
     from jitgemm.kernel import render
     from jitgemm.runtime import loaded
 
@@ -659,8 +659,8 @@ def with_both_hints(spec, m, rhs, lhs, monkeypatch):
         for _ in range(2):
             patch.setattr(loaded, "kernels", {})
             guarded = Guarded(m, rhs.n)
-            operands = Operands(*lhs, None, rhs, guarded.out, None)
-            Plan(operands, spec).launch(*operands)
+            operands = Gemm(*lhs, None, rhs, guarded.out, None)
+            GemmLaunch(operands, spec).launch(operands)
             guarded.check()
             outputs.append(guarded.out.contiguous())
             patch.setattr(render, "yields", lambda _: None)
@@ -684,7 +684,7 @@ def test_yield_hints_change_no_bit(m, format, lhs_name, monkeypatch):
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
     """So many rounds of tiles and a rest: splits that scatter give the bits of those that do not."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
     m, k = 40, 1184
     n = 128 * (rounds * device_figures().num_sms + 21) - 24
@@ -694,10 +694,10 @@ def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
     outputs = []
     for spec in (plain, replace(plain, scatter=True)):
         guarded = Guarded(m, n)
-        operands = Operands(x, x_scale, None, rhs, guarded.out, None)
-        plan = Plan(operands, spec)
+        operands = Gemm(x, x_scale, None, rhs, guarded.out, None)
+        plan = GemmLaunch(operands, spec)
         for _ in range(2):
-            plan.launch(*operands)
+            plan.launch(operands)
         guarded.check()
         outputs.append(guarded.out.contiguous())
         assert_right(outputs[-1], (x, x_scale), rhs)
@@ -711,7 +711,7 @@ def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
 def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
     """By (warpgroups along k, CTAs, tokens, rows), several tiles for each cluster, whose CTAs have runs of k of
     different length: the one with less to do may not send the next tile's sums before the other has read these."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
     warpgroups_k, split_k, block_m, block_n = shape
     m, k = block_m - 3, 17 * 128 - 32
@@ -728,8 +728,8 @@ def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
     for spec in kernels:
         for _ in range(10):
             guarded = Guarded(m, n)
-            operands = Operands(x, x_scale, None, rhs, guarded.out, None)
-            Plan(operands, spec).launch(*operands)
+            operands = Gemm(x, x_scale, None, rhs, guarded.out, None)
+            GemmLaunch(operands, spec).launch(operands)
             guarded.check()
             outputs.append(guarded.out.contiguous())
         assert_right(outputs[-1], (x, x_scale), rhs)
@@ -741,7 +741,7 @@ def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
 def test_multicast_hands_its_stages_back(operand, lhs_name):
     """Several tiles for each cluster that shares an operand: a stage is handed back across CTAs, which may not refill
     it before it was read (include/jitgemm/ptx/barrier.cuh). The same bits every time, and those of a kernel without."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
     m, n, k = 6 * 64 - 3, 128 * (device_figures().num_sms // 2 + 1) - 24, 33 * 128 - 32
     rhs = weight(n, k, GROUP_128, codes=lhs_name, seed=12)
@@ -750,8 +750,8 @@ def test_multicast_hands_its_stages_back(operand, lhs_name):
     outputs = []
     for spec in (plain, *[replace(plain, **{operand: 2})] * 10):
         guarded = Guarded(m, n)
-        operands = Operands(x, x_scale, None, rhs, guarded.out, None)
-        Plan(operands, spec).launch(*operands)
+        operands = Gemm(x, x_scale, None, rhs, guarded.out, None)
+        GemmLaunch(operands, spec).launch(operands)
         guarded.check()
         outputs.append(guarded.out.contiguous())
     assert_right(outputs[-1], (x, x_scale), rhs)

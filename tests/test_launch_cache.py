@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prepared_calls import gemm_operands, without_driver
 
-from jitgemm.gemm.plan import Plan
+from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.runtime import launch_cache
 from jitgemm.runtime.launch_cache import LaunchCache, same_layout_check
 
@@ -184,11 +184,11 @@ def held_by(make, count: int) -> float:
 def test_parameters_hold_the_bytes_that_they_count(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
-    cache, plan = LaunchCache(), Plan(operands)
+    cache, plan = LaunchCache(), GemmLaunch(operands)
     monkeypatch.setattr(launch_cache.this_thread, "cache", cache)
 
     def launch_at(i: int) -> None:
-        plan.run(tuple(range(i << 40, (i << 40) + 9)), True, operands.tensors)
+        plan.run(tuple(range(i << 40, (i << 40) + 9)), True, operands.operands())
         launches.clear()
 
     measured = held_by(launch_at, 2000)
@@ -203,7 +203,7 @@ def test_plans_hold_the_bytes_that_they_count(monkeypatch):
 
     def remember(i: int) -> None:
         tensors = (operands.x, operands.x_scale, operands.out)
-        cache.add_plan((i,), tensors, Plan(operands))
+        cache.add_plan((i,), tensors, GemmLaunch(operands))
 
     measured = held_by(remember, 200)
     assert 0.5 * launch_cache.PLAN_BYTES <= measured <= launch_cache.PLAN_BYTES, measured

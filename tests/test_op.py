@@ -397,7 +397,7 @@ def test_import_adds_no_package_that_only_some_calls_need(imported, package):
 
 
 def test_import_loads_no_layer_below_the_call(imported):
-    below = "gemm.plan activations.plan runtime.driver runtime.prepared jit kernel.render select cli".split()
+    below = "gemm.launch activations.plan runtime.driver jit kernel.render select cli".split()
     assert {f"jitgemm.{name}" for name in below}.isdisjoint(imported["modules"])
 
 

@@ -30,8 +30,7 @@ import jitgemm.nn
 from jitgemm.activations.scheme import GELU_MULS, SILU_MUL
 from jitgemm.cli import main
 from jitgemm.errors import CacheMissError
-from jitgemm.gemm import grouped_plan
-from jitgemm.gemm import plan as gemms
+from jitgemm.gemm import launch as gemms
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import source_of
@@ -129,7 +128,6 @@ def recorded():
         emulate(patch)
         patch.setattr(KernelFamily, "load", load)
         patch.setattr(gemms, "chosen", chosen)
-        patch.setattr(grouped_plan, "chosen", chosen)
         patch.setattr(driver.cu, "cuLaunchKernelEx", lambda *_: (driver.cu.CUresult.CUDA_SUCCESS,))
         yield labels
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jitgemm import gemm_w4a8_bf16_nt, gemm_w4a8_int8_nt, gemm_w4a8_reference
-from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.call import call_op
 from jitgemm.kernel.formats import CODES, WeightFormat
 from jitgemm.nn import W4A8Linear
@@ -477,7 +477,7 @@ def test_a_dense_gemm_refuses_experts_and_names_the_call_that_takes_them():
         lambda: gemm_w4a8_bf16_nt((x, x_scale), weight, out),
         lambda: gemm_w4a8_reference((x, x_scale), weight),
         lambda: gemm_w4a8_int8_nt((x, x_scale), weight),
-        lambda: call_op(Operands(x, x_scale, None, weight, out, None), False, None),
+        lambda: call_op(Gemm(x, x_scale, None, weight, out)),
     ):
         with pytest.raises(ValueError, match=message):
             call()

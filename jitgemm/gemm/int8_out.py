@@ -11,7 +11,7 @@ import torch
 
 from jitgemm.activations.arguments import check_out
 from jitgemm.activations.call import Pair, Triple, quantize_activations
-from jitgemm.gemm.arguments import POINTERS, X, X_SCALE, X_ZERO, Lhs, Operands, check_weight, split_lhs
+from jitgemm.gemm.problem import POINTERS, X, X_SCALE, X_ZERO, Lhs, Gemm, check_weight, split_lhs
 from jitgemm.gemm.names import gemm_w4a8_nt
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.runtime.checks import Pointer
@@ -25,7 +25,7 @@ _POINTERS = (
     Pointer(None, "out[1]", written=True, in_place=(X_SCALE,)),
     Pointer(None, "out[2]", written=True, in_place=(X_ZERO,)),
 )
-"""Operands of the call, which reads the GEMM's before it writes; those of the quantiser are its own."""
+"""Gemm of the call, which reads the GEMM's before it writes; those of the quantiser are its own."""
 
 
 @overload
@@ -91,8 +91,8 @@ def gemm_w4a8_int8_nt(
     result = torch.empty((x.shape[0], rhs.n), dtype=torch.float32, device=x.device)
     if out is not None:
         rows = check_out(out, result, torch.int8, affine, False)
-        operands = Operands(x, x_scale, x_zero, rhs, result, None if bias is None else check_tensor("bias", bias))
-        check_addresses_once("gemm_w4a8_int8_nt", _POINTERS, (*operands.tensors[:-1], *rows))
+        gemm = Gemm(x, x_scale, x_zero, rhs, result, None if bias is None else check_tensor("bias", bias))
+        check_addresses_once("gemm_w4a8_int8_nt", _POINTERS, (*gemm.operands()[:-1], *rows))
     gemm_w4a8_nt(lhs, rhs, result, bias=bias, batch_invariant=batch_invariant)
     scheme = "token" if scale is None else "tensor"
     return quantize_activations(result, torch.int8, scheme=scheme, affine=affine, scale=scale, zero=zero, out=out)

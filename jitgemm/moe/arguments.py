@@ -13,8 +13,8 @@ import torch
 
 from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.arguments import X_SCALE, X_ZERO
-from jitgemm.gemm.groups import as_rows
+from jitgemm.gemm.problem import X_SCALE, X_ZERO
+from jitgemm.gemm.problem import as_rows
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector

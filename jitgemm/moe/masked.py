@@ -10,8 +10,8 @@ from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
 from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.arguments import Lhs, split_lhs
-from jitgemm.gemm.grouped import expected_rows_of, masked
+from jitgemm.gemm.problem import Lhs, split_lhs
+from jitgemm.gemm.call import expected_rows_of, masked
 from jitgemm.moe.arguments import MASKED_POINTERS, check_experts, check_masked, make_gate, parts_of
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, by_block, lhs_dtype_of, op_gate, op_weights, weights_of_op
 from jitgemm.runtime.launch import check_addresses_once

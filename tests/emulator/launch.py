@@ -19,8 +19,7 @@ import torch
 
 from emulator import ptx
 from jitgemm.activations import plan as quantizers
-from jitgemm.gemm import grouped_plan
-from jitgemm.gemm import plan as gemms
+from jitgemm.gemm import launch as gemms
 from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import device as devices
@@ -168,7 +167,7 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
     monkeypatch.setattr(launch, "current_device", lambda: -1)
     monkeypatch.setattr(launch, "current_stream", lambda device: 7)
     monkeypatch.setattr(launch.Launch, "run", run)
-    for module in (devices, gemms, grouped_plan, quantizers, moe):
+    for module in (devices, gemms, quantizers, moe):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES[device])
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)  # hides the base class' own
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

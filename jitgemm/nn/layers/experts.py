@@ -13,7 +13,7 @@ import torch
 
 from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.arguments import Lhs
+from jitgemm.gemm.problem import Lhs
 from jitgemm.moe.arguments import Layer
 from jitgemm.moe.call import fused_experts
 from jitgemm.moe.masked import fused_experts_masked

@@ -15,7 +15,7 @@ from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
 from jitgemm.activations.scheme import ADDED_NORM, GATES, NO_PROLOGUE, NORM, Activation, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
-from jitgemm.gemm import plan as gemms
+from jitgemm.gemm import launch as gemms
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry

@@ -1,4 +1,5 @@
-"""A GEMM call's arguments, and their checks: one message names the argument, what was expected and what came.
+"""A GEMM call's arguments, dense or grouped, and their checks: one message names the argument, what was expected and
+what came.
 
 Works on real and fake tensors alike; looks at dtypes, shapes, strides and devices, never at values. Addresses are
 `runtime/checks.py`'s.
@@ -6,6 +7,7 @@ Works on real and fake tensors alike; looks at dtypes, shapes, strides and devic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, known
 from jitgemm.weight.packed import AnyWeight, W4Weight, W8Weight, Weight, check_packed
+from jitgemm.weight.parts import PackedWeight, count_experts
 
 Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -30,18 +33,44 @@ POINTERS = (
     Pointer("row_sum", "rhs.row_sum"),
     Pointer(None, "out", ALIGNMENT, written=True),
 )
-"""What a launch has addresses of, in the order of `Args` in include/jitgemm/gemm/types.cuh. out has no field there."""
+GROUPED_POINTERS = (Pointer("sizes", "offsets or masked_m"), Pointer("row_index", "row_index"), *POINTERS)
+"""What a launch has addresses of, in the order of `Args` and of `GroupedArgs` in include/jitgemm/gemm/types.cuh. out has
+no field there."""
 
 
-class Operands(NamedTuple):
-    """The tensors of a call, and the weight; None for what it does without."""
+class Groups(NamedTuple):
+    """Which rows are which expert's.
+
+    Attributes:
+        sizes: [E + 1], first rows and the last one's end; [E, 2], first row and end of each; or [E], rows of each.
+        row_index: which row of x each row is, or None for the same.
+        rows_of_expert: rows from one expert's first to the next one's where `sizes` are numbers of rows; else 0.
+        expected_rows: of all experts together, a hint.
+    """
+
+    sizes: torch.Tensor
+    row_index: torch.Tensor | None
+    rows_of_expert: int
+    expected_rows: int
+
+    @property
+    def masked(self) -> bool:
+        """Whether `sizes` are numbers of rows. A tracer may not know more of `rows_of_expert` than that it is not 0."""
+        return not known(self.rows_of_expert == 0)
+
+
+class Gemm(NamedTuple):
+    """A call's arguments. None for tensors that it does without, and for groups where it is dense."""
 
     x: torch.Tensor
     x_scale: torch.Tensor
     x_zero: torch.Tensor | None
     weight: AnyWeight
     out: torch.Tensor
-    bias: torch.Tensor | None
+    bias: torch.Tensor | None = None
+    groups: Groups | None = None
+    batch_invariant: bool = False
+    kernel: str | None = None
 
     @property
     def lhs(self) -> Lhs:
@@ -49,20 +78,60 @@ class Operands(NamedTuple):
         return (self.x, self.x_scale) if self.x_zero is None else (self.x, self.x_scale, self.x_zero)
 
     @property
-    def lhs_group(self) -> int:
-        """`Problem.lhs_group`, for checked operands."""
-        return lhs_group_of(self.x_scale)
+    def expected_rows(self) -> int:
+        """Rows of all experts, as far as the kernel's choice goes."""
+        return 0 if self.groups is None else max(1, min(self.groups.expected_rows, self.out.shape[0]))
 
     @property
-    def lhs_e8m0(self) -> bool:
-        """`Problem.lhs_e8m0`, for checked operands."""
-        return self.x_scale.dtype == torch.int32
+    def packs_scales(self) -> bool:
+        """Whether x_scale is an exponent for each 128 k that is to be packed. Others than these the checks raise for."""
+        scale, k = self.x_scale, self.weight.k
+        if scale.dtype is not torch.float8_e8m0fnu:
+            return False
+        blocks = -(-k // LHS_GROUP)
+        return scale.shape[-1:] == (blocks,) and scale.numel() * k == self.x.numel() * blocks
 
     @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of POINTERS."""
-        x, x_scale, x_zero, weight, out, bias = self
-        return x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, weight.row_sum, out
+    def pointers(self) -> Sequence[Pointer]:
+        return POINTERS if self.groups is None else GROUPED_POINTERS
+
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        x, x_scale, x_zero, weight, out, bias, groups = self[:7]
+        dense = x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, weight.row_sum, out
+        return dense if groups is None else (groups.sizes, groups.row_index, *dense)
+
+    @property
+    def empty(self) -> bool:
+        return self.out.shape[0] == 0 or self.x.shape[0] == 0
+
+    def check_types(self) -> None:
+        """Raises TypeError unless everything is of the class that it should be."""
+        x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = (
+            self  # torch 2.8 compiles no properties here
+        )
+        for name, tensor in ((X, x), (X_SCALE, x_scale), (X_ZERO, x_zero), ("out", out), ("bias", bias)):
+            if tensor is not None or name in (X, X_SCALE, "out"):
+                check_tensor(name, tensor)
+        if not isinstance(weight, PackedWeight):
+            check_weight(weight)
+        check_flag("batch_invariant", batch_invariant)
+        if kernel is not None and not isinstance(kernel, str):
+            raise TypeError(
+                f"kernel: expected a label as `jitgemm explain` prints it, or None, got {type(kernel).__name__}"
+            )
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
+        self.check_types()
+        if self.kernel is not None:
+            from jitgemm.kernel.spec import KernelSpec
+
+            KernelSpec.from_label(self.kernel)
+        groups = self.groups
+        _check_arguments(self)
+        if groups is not None:
+            rows = self.out.shape[0] if self.out.dim() == 2 else -1
+            check_groups(groups, experts_of(self.weight), rows, self.x.device)
 
 
 def split_lhs(lhs: object, name: str = "lhs") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -92,46 +161,37 @@ def check_weight(rhs: object, kind: type[Weight] = Weight) -> Weight:
     return rhs
 
 
-def check_switches(batch_invariant: bool, kernel: str | None) -> None:
-    """Raises TypeError unless the one is a bool and the other a label or None."""
-    check_flag("batch_invariant", batch_invariant)
-    if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(
-            f"kernel: expected a label as `jitgemm explain` prints it, or None, got {type(kernel).__name__}"
+def experts_of(rhs: object, kind: type[Weight] = Weight) -> int:
+    if not isinstance(rhs, PackedWeight):
+        check_weight(rhs, kind)
+    count = count_experts(rhs.blocks)
+    if count is None:
+        raise ValueError(
+            f"rhs: expected a weight of experts, got a dense one, which gemm_w{rhs.format.bits}a8_nt takes"
         )
+    return count
 
 
-def check_label(kernel: str | None) -> None:
-    """Raises ValueError unless the text, if any, is a kernel's label, on the CPU too."""
-    if kernel is not None:
-        from jitgemm.kernel.spec import KernelSpec
-
-        KernelSpec.from_label(kernel)
-
-
-def check_types(operands: Operands, batch_invariant: bool, kernel: str | None) -> None:
-    """Raises TypeError unless everything is of the class that it should be."""
-    x, x_scale, x_zero, weight, out, bias = operands  # compilers up to torch 2.8 follow no property of a NamedTuple
-    check_tensor(X, x)
-    check_tensor(X_SCALE, x_scale)
-    if x_zero is not None:
-        check_tensor(X_ZERO, x_zero)
-    check_weight(weight)
-    check_tensor("out", out)
-    if bias is not None:
-        check_tensor("bias", bias)
-    check_switches(batch_invariant, kernel)
+def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: str) -> torch.Tensor:
+    """[E, max_m, columns] as [E * max_m, columns], or [E, max_m] as [E * max_m], without a copy."""
+    if not columns and (tensor.dim() == 3 or (known(tensor.numel() == 1) and tensor.dim() <= 2)):
+        return tensor  # scales per token and group keep the dimension of the experts: their strides are free
+    if tensor.dim() != 2 + bool(columns) or differ(tensor.shape[:2], (experts, max_m)):
+        shape = f"[{experts}, {max_m}{', ' + columns if columns else ''}]"  # here, as a compiler fixes what it prints
+        raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
+    try:
+        return tensor.view(tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: expected strides of a view of all rows, one expert {max_m} row strides behind the other, got "
+            f"{tuple(tensor.stride())}"
+        ) from None
 
 
-def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool = False, masked: bool = False) -> None:
-    """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together.
-
-    grouped: the weight is one of experts, and the bias has a row for each. gathers: out has rows of its own number.
-    masked: scales per token and group have a dimension for the experts.
-    """
-    x, x_scale, x_zero, weight, out, bias = operands
-    experts = weight.experts if grouped else None
-    check_packed(weight, "rhs.", experts=grouped)
+def _check_arguments(gemm: Gemm) -> None:
+    """All but the groups themselves."""
+    x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
+    experts = check_packed(weight, "rhs.", experts=groups is not None)
     n, k = weight.n, weight.k
     if n > MAX_ROWS:
         raise ValueError(f"rhs: expected at most {MAX_ROWS} rows, got {n}")
@@ -149,20 +209,22 @@ def check_arguments(operands: Operands, *, grouped: bool = False, gathers: bool 
         why = "for which rhs was packed (lhs_dtype of pack_w4)" if weight.format.bits == 4 else "as rhs is"
         raise TypeError(f"{X}: expected {packed_for}, {why}, got {dtype_name(x.dtype)}")
 
-    check_scales(x, x_scale, x_zero, (experts, m // experts) if masked and experts is not None else (m,), k)
+    masked = groups is not None and groups.masked  # then scales per token and 128 k have a dimension for the experts
+    check_scales(x, x_scale, x_zero, (experts, m // experts) if masked and experts else (m,), k)
     if x_zero is not None and weight.row_sum is None:
         raise ValueError(f"rhs: expected a weight with row_sum, which {X_ZERO} needs, got one without")
 
     check_plain("out", out)
     check_dtype("out", out.dtype, REAL_TYPES)
     _check_matrix("out", out, "[m, n]", n)
+    gathers = groups is not None and groups.row_index is not None
     if not gathers and known(out.shape[0] != m):
         raise ValueError(f"out: expected shape [{m}, {n}], got {list(out.shape)}")
     if out.requires_grad:
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
     if bias is not None:
         if experts is not None:
-            if differ(check_tensor("bias", bias).shape, (experts, n)) or not bias.is_contiguous():
+            if differ(bias.shape, (experts, n)) or not bias.is_contiguous():
                 raise ValueError(f"bias: expected a contiguous tensor [{experts}, {n}], got {list(bias.shape)}")
             bias = bias.view(-1)
         check_vector("bias", bias, ("bf16", "fp32"), (experts or 1) * n)
@@ -221,3 +283,23 @@ def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> No
         raise ValueError(
             f"{X_SCALE}: expected shape {per_token}{expected} for {of} {LHS_GROUP} k, got {list(x_scale.shape)}"
         )
+
+
+def check_groups(groups: Groups, experts: int, rows: int, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless the groups are of this many experts and rows, on x's device."""
+    sizes, row_index, masked = groups.sizes, groups.row_index, groups.masked
+    name = "masked_m" if masked else "offsets"
+    check_plain(name, sizes)
+    if sizes.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {dtype_name(sizes.dtype)}")
+    shapes = ((experts,),) if masked else ((experts + 1,), (experts, 2))
+    if all(differ(sizes.shape, shape) for shape in shapes) or not sizes.is_contiguous():
+        expected = f"[{experts}]" if masked else f"[{experts + 1}] or [{experts}, 2]"
+        raise ValueError(f"{name}: expected a contiguous tensor of shape {expected}, got {list(sizes.shape)}")
+    check_device(name, sizes, "lhs[0] (x)", device)
+    if row_index is not None:
+        check_plain("row_index", check_tensor("row_index", row_index))
+        check_dtype("row_index", row_index.dtype, ("s32",))
+        if differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
+            raise ValueError(f"row_index: expected a contiguous tensor of shape [{rows}], got {list(row_index.shape)}")
+        check_device("row_index", row_index, "lhs[0] (x)", device)
