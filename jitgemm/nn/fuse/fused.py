@@ -110,9 +110,7 @@ class MergedLinear(PackedLinear):
 
     def __init__(self, linears: Sequence[PackedLinear], start: int, width: int):
         first = linears[0]
-        formats = [linear.weight.format for linear in linears]
-        order = formats[0].codes if len({each.codes for each in formats}) == 1 else "any"
-        format = replace(formats[0], codes=order, strip_scales=all(each.strip_scales for each in formats))
+        format = in_common([linear.weight.format for linear in linears])
         slices = []
         for linear in linears:
             slices.append(ProjectionView(linear, format, start, width))
@@ -319,6 +317,15 @@ def _kind(linear: PackedLinear) -> tuple[Any, ...]:
     weight, bias = linear.weight, linear.bias
     bias_dtype = None if bias is None else bias.dtype
     return weight.format.common, weight.row_sum is None, bias_dtype, linear.batch_invariant
+
+
+def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
+    """The format of one weight that holds all of these."""
+    first = formats[0]
+    zero_point, codes = any(each.zero_point for each in formats), {each.codes for each in formats}
+    order = first.codes if len(codes) == 1 and not zero_point else "any"
+    strips = all(each.strip_scales for each in formats)
+    return replace(first, zero_point=zero_point, codes=order, strip_scales=strips)
 
 
 def _in_order(weight: Weight, order: str) -> Weight:

@@ -92,6 +92,8 @@ class PackedExperts(torch.nn.Module):
         self.gate, self.activation, self.top_k = gate, activation, top_k
         self.w13 = Packed(w13, bias13, activation=activation)
         self.w2 = Packed(w2, bias2, activation=activation)
+        # Of `fused_experts`, made once: it is called with few tokens, too.
+        self._keywords = {**gate.keywords, **self.w13.scheme.keywords, "lhs_dtype": self.w13.lhs_dtype}
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> PackedExperts:
@@ -142,36 +144,29 @@ class PackedExperts(torch.nn.Module):
 
     def run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
         """The call itself, of rows [tokens, hidden]; options: of `fused_experts`, such as expert_map and out."""
-        split, given = self.split, (rows.contiguous(), self.w13.weight, self.w2.weight)
-        if split is None:
-            return fused_experts(*given, ids.contiguous(), weights.contiguous(), **self._options(), **options)
-        if not split.exchanges:
-            options = {"expert_map": split.expert_map(rows.device), **self._options()}
-            out = fused_experts(*given, ids.contiguous(), weights.contiguous(), **options)
-            split.sum(out)
-            return out
-        from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
+        split, w13, w2 = self.split, self.w13, self.w2
+        given = rows.contiguous(), w13.weight, w2.weight
+        if split is not None and split.exchanges:
+            from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
 
-        scheme, biases = self.w13.scheme, (self.w13.bias, self.w2.bias)
-        lhs = self.w13.lhs_dtype, scheme.affine
-        layer = Layer(*given, ids, weights, self.gate, *lhs, None, *biases, None, self.batch_invariant, scheme.block)
-        return exchange(layer, split)
+            lhs, block = (w13.lhs_dtype, w13.scheme.affine), w13.scheme.block
+            more = self.gate, *lhs, None, w13.bias, w2.bias, None, self.batch_invariant, block
+            return exchange(Layer(*given, ids, weights, *more), split)
+        if split is not None:
+            options["expert_map"] = split.expert_map(rows.device)
+        out = fused_experts(*given, ids.contiguous(), weights.contiguous(), **self._options(w13, w2), **options)
+        if split is not None:
+            split.sum(out)
+        return out
 
     def run_batched(self, x: torch.Tensor | Lhs, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float) -> None:
         """`fused_experts_masked`: of tokens sorted by expert, neither weighed nor summed, into out."""
-        fused_experts_masked(x, self.w13.weight, self.w2.weight, out, masked_m, expected_m, **self._options())
+        w13, w2 = self.w13, self.w2
+        fused_experts_masked(x, w13.weight, w2.weight, out, masked_m, expected_m, **self._options(w13, w2))
 
-    def _options(self) -> dict[str, Any]:
-        return (
-            self.gate.keywords
-            | self.w13.scheme.keywords
-            | {
-                "bias13": self.w13.bias,
-                "bias2": self.w2.bias,
-                "lhs_dtype": self.w13.lhs_dtype,
-                "batch_invariant": self.batch_invariant,
-            }
-        )
+    def _options(self, w13: Packed, w2: Packed) -> dict[str, Any]:
+        biases = {"bias13": w13._buffers["bias"], "bias2": w2._buffers["bias"]}
+        return {**self._keywords, **biases, "batch_invariant": self.batch_invariant}
 
     def extra_repr(self) -> str:
         gate = self.gate

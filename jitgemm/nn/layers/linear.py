@@ -325,14 +325,14 @@ def empty_weight(
     lead, strips = () if experts is None else (experts,), ceil_div(n, STRIP_ROWS)
     empty = partial(torch.empty, device=device)
     rows = (*lead, STRIP_ROWS * strips)
-    return (W4Weight if fmt.bits == 4 else W8Weight)(
+    return LINEARS[fmt.bits].kind(
         empty((*lead, strips, ceil_div(k, BLOCK_K), fmt.record_bytes), dtype=torch.uint8),
         None if fmt.group_size else empty(rows, dtype=torch_dtype(fmt.scale_type)),
         n,
         k,
         group_size,
         fmt,
-        row_sum=empty(rows, dtype=torch.float32) if fmt.bits == 4 or fmt.codes == "s8" else None,
+        row_sum=empty(rows, dtype=torch.float32) if "s8" in fmt.common.lhs_types else None,
         # A permutation even before it is loaded: what reads it never reaches beyond the input.
         permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
     )

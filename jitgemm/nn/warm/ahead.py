@@ -22,12 +22,13 @@ from torch.overrides import TorchFunctionMode
 from jitgemm.checkpoint.files import Checkpoint, config_beside
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.fuse.fuse import fuse_
+from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.fuse.trial import lists
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.load.load import planned
 from jitgemm.nn.quantize.choose import PACKED
 from jitgemm.nn.report import by_reason
-from jitgemm.nn.warm.formats import LayersOfFloats, LayersOfPlan, experts_of, in_common
+from jitgemm.nn.warm.formats import LayersOfFloats, LayersOfPlan, experts_of
 from jitgemm.nn.warm.warm import fronts_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES
 

@@ -15,6 +15,7 @@ from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.formats import WeightFormat
+from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
@@ -203,12 +204,3 @@ def experts_of(layers: Any, name: str, which: range, cut: Cut | None) -> PackedE
     weights = [empty_weight(x.k, x.n, x.group_size, x.format, experts=len(which)) for x in looks]
     form = layers.forms[name]
     return packed_experts(*weights, gate=form.gate, activation=looks[0].activation, top_k=form.top_k)
-
-
-def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
-    """The format of one weight that holds all of these."""
-    first = formats[0]
-    zero_point, codes = any(each.zero_point for each in formats), {each.codes for each in formats}
-    order = first.codes if len(codes) == 1 and not zero_point else "any"
-    strips = all(each.strip_scales for each in formats)
-    return replace(first, zero_point=zero_point, codes=order, strip_scales=strips)
