@@ -29,7 +29,8 @@ from jitgemm.checkpoint.bits import (
     twos_complement,
     unpack_nibbles,
 )
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo, activation_order, concat
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order, concat
+from jitgemm.checkpoint.format import Format
 
 # --- nibbles ---
 
@@ -380,8 +381,8 @@ def test_a_layer_of_no_known_format_is_named_with_its_tensors():
 
 
 def test_a_layer_that_fits_two_formats_asks_which(monkeypatch):
-    same = {"detect": lambda names, config: True, "sizes": None, "read": None}
-    twins = tuple(Format(name=name, **same) for name in ("one", "two"))
+    same = {"detect": lambda self, names, config: True}
+    twins = tuple(type(name, (Format,), {"name": name, **same})() for name in ("one", "two"))
     monkeypatch.setattr(formats, "FORMATS", twins)
     with pytest.raises(ValueError, match=r"fits one and two: say which with format="):
         formats.find({}, None)

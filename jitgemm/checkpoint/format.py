@@ -16,7 +16,7 @@ import torch
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import ceil_div
-from jitgemm.tensors import describe, dtype_name
+from jitgemm.tensors import describe, dtype_name, one_of
 
 FLOATS = tuple(torch_dtype(name) for name in REAL_TYPES)
 """What a scale may be."""
@@ -27,6 +27,11 @@ E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 """Scales that are powers of two, as such or as bytes."""
 CODE_TYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 """The dtypes of the 8-bit codes."""
+
+Config = Mapping[str, Any] | None
+"""A quantization_config."""
+Headers = Mapping[str, Any] | None
+"""A layer's tensors, or their headers, by suffix."""
 
 INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "_weight_act_quant_scale")
 """What formats call a layer's static activation scale."""
@@ -83,10 +88,20 @@ class TensorLayout:
         """Which dimension is one of "n", "k", "G", ...; None for none."""
         return next((i for i, dim in enumerate(self.dims) if isinstance(dim, Dim) and dim.of in letters), None)
 
+    @property
+    def known(self) -> bool:
+        """Whether rows, columns and groups are all that it extends along."""
+        return all(isinstance(dim, int) or dim.of in ("n", "k", "G", "parts") for dim in self.dims)
+
     def per(self, axis: int) -> int:
         """How many rows, columns or groups share an element along a dimension."""
         dim = self.dims[axis]
         return dim.per if isinstance(dim, Dim) else 1
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether it is in the type of the layer's scales, which files choose."""
+        return self.dtypes[: len(FLOATS)] == FLOATS
 
     @property
     def packed(self) -> tuple[int, int] | None:
@@ -156,6 +171,12 @@ def check_single(name: str, tensor: torch.Tensor | TensorInfo) -> None:
         raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
 
 
+def check_scale(name: str, tensor: torch.Tensor | TensorInfo) -> None:
+    """Raises ValueError for a type that scales do not have."""
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"{name}: expected {one_of(REAL_TYPES)}, got {dtype_name(tensor.dtype)}")
+
+
 def check_known(tensors: Iterable[str], known: Sequence[str]) -> None:
     """Raises ValueError for a tensor that is not among `known`: what it means for the weight is not known either."""
     unknown = sorted(set(tensors) - set(known) - {"bias"} - KV_CACHE_SCALES)
@@ -172,23 +193,28 @@ class Inputs:
 
     Attributes:
         type: "int" or "float" (e4m3).
-        bits: 8, or 16 for an input that stays in floats.
+        num_bits: 8, or 16 for an input that stays in floats.
         strategy: what a scale belongs to: "token", "tensor", or "group" of group_size values.
         dynamic: False for a static scale, which the checkpoint has.
     """
 
     type: Any = "int"
-    bits: int = 8
+    num_bits: int = 8
     strategy: Any = "token"
     group_size: int | None = None
     symmetric: bool = True
     dynamic: bool = True
 
+    @property
+    def floats(self) -> bool:
+        """Whether the input is not quantised."""
+        return self.num_bits == 16
+
     @classmethod
     def of(cls, said: Mapping[str, Any] | None) -> Inputs:
         """From compressed-tensors' `input_activations`; nothing there means that the input stays in floats."""
         if not said:
-            return cls(bits=16)
+            return cls(num_bits=16)
         bits, type, symmetric = said.get("num_bits", 8), said.get("type", "int"), said.get("symmetric", True)
         dynamic = bool(said.get("dynamic", False))
         return cls(type, bits, said.get("strategy"), said.get("group_size"), symmetric, dynamic)
@@ -204,7 +230,6 @@ class Scheme:
         group_size: columns that share a scale; -1 for a whole row; None where only shapes tell.
         strategy: what a scale belongs to: "group", "channel", "tensor" or "block".
         block: (rows, columns) that share a scale, with strategy "block".
-        scale_dtype: of the scales; None for any.
         zero_points: whether codes may have zero points.
         ordered: whether columns may be in activation order.
         inputs: how the input is quantised; None where nothing says.
@@ -218,7 +243,6 @@ class Scheme:
     group_size: int | None = None
     strategy: str = "group"
     block: tuple[int, int] | None = None
-    scale_dtype: torch.dtype | None = None
     zero_points: bool = False
     ordered: bool = False
     inputs: Inputs | None = None
@@ -227,14 +251,32 @@ class Scheme:
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
-    def scales(self) -> tuple[torch.dtype, ...]:
-        """The dtypes that scales may have."""
-        return FLOATS if self.scale_dtype is None else (self.scale_dtype,)
+    def static(self) -> dict[str, TensorLayout]:
+        """The static scale of the input, where there is one."""
+        given = self.inputs is not None and not self.inputs.dynamic
+        return {"input_scale": stored(torch.float32, PARTS, optional=True)} if given else {}
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether its codes are bytes."""
+        return self.code in CODE_TYPES
+
+    def by_row(self, name: str, scale: torch.Tensor, n: int) -> torch.Tensor:
+        """[n, G] from a scale of `found`, which rows, a block's or all, may share; of e8m0 the same numbers in fp32."""
+        scale, layout = scale.view(torch.float8_e8m0fnu).float() if scale.dtype in E8M0 else scale, self.found[name]
+        if layout.dims == (PARTS,):
+            return scale.reshape(1, 1).expand(n, 1)
+        return scale.reshape(len(scale), -1).repeat_interleave(layout.per(0), 0)[:n]
+
+    def columns_of(self, name: str, k: int) -> int:
+        """How many of k columns share an element of it."""
+        layout = self.found[name]
+        return k if (axis := layout.axis("k")) is None else layout.per(axis)
 
     @property
     def unpackable(self) -> bool:
         """Whether 8-bit codes may have zero points, which no packed weight holds: the layer is dequantised."""
-        return self.zero_points and self.code != "int4"
+        return self.zero_points and self.eight_bits
 
     def groups(self, k: int | None) -> Dim | int:
         """G, or 1 where k is known to be one group."""
@@ -265,7 +307,7 @@ class Format:
     also: tuple[str, ...] = ()
     cuts: bool = False
 
-    def detect(self, names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         """Whether a layer's tensors are of this format. Raises nothing. No two formats may detect the same layer.
 
         Args:
@@ -274,13 +316,11 @@ class Format:
         """
         raise NotImplementedError
 
-    def left_out(self, config: Mapping[str, Any] | None, prefix: str) -> str | None:
+    def left_out(self, config: Config, prefix: str) -> str | None:
         """The setting that leaves a layer in floats, as a message; None for a quantised layer."""
         return None
 
-    def scheme(
-        self, config: Mapping[str, Any] | None, prefix: str = "", headers: Mapping[str, Any] | None = None
-    ) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
         """What config and headers say of one layer; None where the config leaves it out.
 
         Args:
@@ -299,7 +339,7 @@ class Format:
         Args:
             k: columns of the layer, if known: a dimension of groups is then 1 where a row is one group.
         """
-        raise NotImplementedError
+        return dict(scheme.found)
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
         """Sizes of a layer, from tensors or their headers.
@@ -309,7 +349,7 @@ class Format:
                 that cannot succeed.
         """
         layout = self.tensors(scheme)
-        check_known(headers, (*layout, *self.also))
+        check_known(headers, tuple(dict.fromkeys((*layout, *self.also))))
         size = measure(headers, layout)
         for name in INPUT_SCALES:
             if name in headers:
@@ -341,9 +381,12 @@ class Format:
         return {}
 
 
-def inputs_of(
-    config: Mapping[str, Any] | None, code: str, headers: Mapping[str, Any] | None, blocks: bool = False
-) -> Inputs | None:
+def static_scale(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The static scale of a layer's input, fp32 [1]."""
+    return next((tensors[name].reshape(1).float() for name in INPUT_SCALES if name in tensors), None)
+
+
+def inputs_of(config: Config, code: str, headers: Headers, blocks: bool = False) -> Inputs | None:
     """The inputs that a format tells which says little: `activation_scheme` for 8 bits, or a static scale's presence.
 
     Args:
@@ -359,7 +402,7 @@ def inputs_of(
 # ---- settings of a config --------------------------------------------------------------------------------------------
 
 
-def setting(config: Mapping[str, Any] | None, *names: str, default: Any = None) -> Any:
+def setting(config: Config, *names: str, default: Any = None) -> Any:
     """The first of several names that a config has, other than null."""
     for name in names:
         value = (config or {}).get(name)
@@ -368,21 +411,21 @@ def setting(config: Mapping[str, Any] | None, *names: str, default: Any = None) 
     return default
 
 
-def check_setting(config: Mapping[str, Any] | None, expected: Any, *names: str) -> None:
+def check_setting(config: Config, expected: Any, *names: str) -> None:
     """Raises ValueError for a config that has another value under one of the names."""
     found = setting(config, *names, default=expected)
     if found != expected:
         raise ValueError(f"{names[0]}: expected {expected}, got {found!r}")
 
 
-def check_one_of(config: Mapping[str, Any] | None, name: str, known: Sequence[str]) -> None:
+def check_one_of(config: Config, name: str, known: Sequence[str]) -> None:
     """Raises ValueError for a setting that is given, not null and none of `known`, in whatever case."""
     found = (config or {}).get(name)
     if found is not None and str(found).lower() not in [each.lower() for each in known]:
         raise ValueError(f"{name}: expected {' or '.join(known)}, got {found!r}")
 
 
-def flag(config: Mapping[str, Any] | None, name: str) -> bool | None:
+def flag(config: Config, name: str) -> bool | None:
     """A setting that is true or false, None where the config has none. Raises ValueError for another value."""
     value = setting(config, name)
     if value is not None and not isinstance(value, bool):

@@ -206,8 +206,8 @@ def _check_arguments(gemm: Gemm) -> int | None:
             f"{X}: expected k of at most {most} for int8 with scales per channel, whose sums are 32-bit, got {k}"
         )
     if lhs_type not in weight.format.lhs_types:
-        packed_for = DTYPES[weight.format.codes].torch_name
-        why = "for which rhs was packed (lhs_dtype of pack_w4)" if weight.format.bits == 4 else "as rhs is"
+        packed_for = DTYPES[weight.format.lhs_types[0]].torch_name
+        why = "as rhs is" if weight.format.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
         raise TypeError(f"{X}: expected {packed_for}, {why}, got {dtype_name(x.dtype)}")
 
     masked = groups is not None and groups.masked  # then scales per token and 128 k have a dimension for the experts

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.files import Checkpoint, config_beside
 from jitgemm.checkpoint.reader import errors_that_name, read_header
@@ -232,15 +231,14 @@ class _OfPlan:
 
     def _tells(self, layer: Layer, format: WeightFormat) -> bool:
         """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8."""
-        if format.bits == 4 and format.codes == "e4m3":
+        if not format.complete:
             return False
         headers = {suffix: self.checkpoint.info(name) for suffix, name in layer.names.items()}
         if format.strip_scales and any("scale" in suffix and layer.n in each.shape for suffix, each in headers.items()):
             return False
         zeros = [each.dtype for suffix, each in headers.items() if "zero" in suffix]
-        symmetric = setting(layer.header.config, "sym") is True
         integers = format.zero_point and not any(dtype.is_floating_point for dtype in zeros)
-        return not zeros or symmetric or format.offset or integers
+        return not zeros or not layer.header.scheme.zero_points or format.offset or integers
 
     def _number(self, name: str, what: str, value: torch.Tensor | None) -> int | None:
         """Which of the values this is that the layers of a block have; None for none."""
@@ -277,7 +275,7 @@ class _OfFloats:
         elif cut is not None:
             n //= cut.world
         open = self.bits == 4 and not weight.format.zero_point and lhs is torch.float8_e4m3fn
-        format = replace(weight.format, codes=self.order) if open else weight.format
+        format = replace(weight.format, order=self.order) if open else weight.format
         return Look(n, weight.k, weight.group_size, format, few.activation, bias)
 
 
@@ -293,10 +291,10 @@ def experts_of(layers: Any, name: str, which: range, cut: Cut | None) -> PackedE
 def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
     """The format of one weight that holds all of these."""
     first = formats[0]
-    zero_point, codes = any(each.zero_point for each in formats), {each.codes for each in formats}
-    order = first.codes if len(codes) == 1 and not zero_point else "any"
+    zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
+    order = first.order if len(orders) == 1 and not zero_point else first.common.order
     strips = all(each.strip_scales for each in formats)
-    return replace(first, zero_point=zero_point, codes=order, strip_scales=strips)
+    return replace(first, zero_point=zero_point, order=order, strip_scales=strips)
 
 
 # ---- the model with them ---------------------------------------------------------------------------------------------
