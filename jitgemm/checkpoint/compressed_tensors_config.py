@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jitgemm.checkpoint.format import setting
+from jitgemm.checkpoint.settings import setting
 
 METHOD = "compressed-tensors"
 CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3"}

@@ -36,8 +36,9 @@ import torch
 from jitgemm.checkpoint.affine import integer_zero
 from jitgemm.checkpoint.bits import unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order
-from jitgemm.checkpoint.format import Config, Headers, FLOATS, INT32, Format, K, N, Scheme, Sizes, TensorLayout
-from jitgemm.checkpoint.format import check_setting, fits, flag, setting, stored
+from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.layouts import FLOATS, INT32, K, N, TensorLayout, fits, stored
+from jitgemm.checkpoint.settings import Config, check_setting, flag, setting
 
 _VERSIONS = ("gptq", "gptq_v2")
 _CODES = {4: "int4", 8: "int8"}

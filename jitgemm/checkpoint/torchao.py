@@ -60,24 +60,10 @@ import torch
 from jitgemm.checkpoint.affine import check_codes, float_zero, integer_zero
 from jitgemm.checkpoint.bits import HIGH_FIRST, minus_8, twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import (
-    Config,
-    Headers,
-    CODE_TYPES,
-    FLOATS,
-    INT8,
-    INT32,
-    PARTS,
-    Format,
-    G,
-    Inputs,
-    K,
-    N,
-    Scheme,
-    Sizes,
-)
-from jitgemm.checkpoint.format import Layout, TensorLayout, check_known, check_shape, check_single, fits, group_size_of
-from jitgemm.checkpoint.format import inputs_of, measure, setting, stored
+from jitgemm.checkpoint.format import Format, Headers, Inputs, Scheme, Sizes, check_known, inputs_of
+from jitgemm.checkpoint.layouts import CODE_TYPES, FLOATS, INT32, INT8, PARTS, G, K, Layout, N, TensorLayout
+from jitgemm.checkpoint.layouts import check_shape, check_single, fits, measure, stored
+from jitgemm.checkpoint.settings import Config, group_size_of, setting
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
