@@ -46,7 +46,7 @@ ROUTINGS = {
 def experts_on_gpu(count, n, k, lhs, options):
     weight = weight_of_experts(count, n, k, device="cuda", **options)
     if options.get("codes") == "e4m3":
-        assert weight.format.codes in ("any", "e4m3")
+        assert weight.format.order in ("any", "e4m3")
     return weight
 
 

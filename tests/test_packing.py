@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 import jitgemm
 from jitgemm.dtypes import DTYPES, REAL_TYPES
-from jitgemm.kernel.formats import CODES, WeightFormat, ceil_div
+from jitgemm.kernel.codes import CODES
+from jitgemm.kernel.formats import WeightFormat, ceil_div
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 
 U32 = 0xFFFFFFFF
+ORDERS = tuple(order.name for order in CODES["int4"].orders)
 CODE_BYTES = 4096
 E4M3_BYTES = {d: int(torch.tensor(d * 2.0**-9).to(torch.float8_e4m3fn).view(torch.uint8)) for d in range(-16, 16)}
 """The byte of torch.float8_e4m3fn for d * 2^-9."""
@@ -75,8 +77,8 @@ def expected_record(parts: builders.WeightParts, strip: int, block: int, format:
                 for byte in range(4):
                     if format.zero_point:
                         value = a[byte] | b_[byte] << 4
-                    elif format.codes != "any":
-                        value = one_type_byte(a[byte], b_[byte], b_[(byte - 1) % 4], format.codes)
+                    elif format.order != "any":
+                        value = one_type_byte(a[byte], b_[byte], b_[(byte - 1) % 4], format.order)
                     else:
                         value = signed_byte(a[byte], b_[byte])
                     record[half * 2048 + thread * 16 + word * 4 + byte] = value
@@ -201,7 +203,7 @@ def test_records_with_offsets_follow_the_definition(group_size, zero_point, scal
 def test_records_for_one_type_of_activations_follow_the_definition(group_size, codes):
     parts = builders.weight_parts(2, 72, 416, group_size, codes=codes)
     weight = parts.packed
-    assert weight.format.codes == codes
+    assert weight.format.order == codes
     for strip, block in ((0, 0), (0, 3), (1, 1)):
         got = weight.blocks[strip, block].numpy().tobytes()
         assert got == expected_record(parts, strip, block, weight.format), (strip, block)
@@ -271,7 +273,7 @@ def test_decoded_words_for_one_type_are_the_a_fragment_for_all_codes(codes):
     parts = builders.weight_parts(3, 64, 128, 64, codes=codes, offset=True)
     least = -7 if codes == "e4m3" else -8
     parts.q[:16, :16] = torch.arange(-8, 8, dtype=torch.int8).clamp(min=least)[:, None].expand(16, 16)
-    assert parts.packed.format.codes == codes
+    assert parts.packed.format.order == codes
     check_fragments(parts, codes)
 
 
@@ -298,7 +300,7 @@ def check_fragments(parts: builders.WeightParts, lhs: str) -> None:
                 for p in range(2):
                     z = None if zero is None else record[zeros_at + 64 * line + lane_row + 8 * p]
                     word = words[k_step // 2][2 * (k_step % 2) + p]
-                    registers[p], registers[2 + p] = decode(word, z, lhs, format.codes)
+                    registers[p], registers[2 + p] = decode(word, z, lhs, format.order)
                 for register in range(4):
                     for byte in range(4):
                         row, k = fragment_place(thread, register, byte)
@@ -310,7 +312,7 @@ def check_fragments(parts: builders.WeightParts, lhs: str) -> None:
                             padded_zero = record[zeros_at + 64 * line + row % 64] if zero is not None else 0
                             d = 0 - padded_zero
                         got = registers[register] >> 8 * byte & 0xFF
-                        assert got == operand_byte(d, lhs, None if format.zero_point else format.codes), (row, k, d)
+                        assert got == operand_byte(d, lhs, None if format.zero_point else format.order), (row, k, d)
 
 
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
@@ -389,7 +391,7 @@ def test_unpacking_gives_back_what_was_packed(seed, n, k, format):
     group_size=st.sampled_from([32, 64, 128, 256]),
     zero_point=st.booleans(),
     scale_type=st.sampled_from(REAL_TYPES),
-    codes=st.sampled_from(CODES),
+    codes=st.sampled_from(ORDERS),
 )
 @settings(max_examples=60, deadline=None)
 def test_unpacking_gives_back_what_was_packed_with_offsets_in_every_order(
@@ -402,13 +404,13 @@ def test_unpacking_gives_back_what_was_packed_with_offsets_in_every_order(
         codes=codes,
     )  # fmt: skip
     weight = parts.packed
-    assert weight.format.codes == ("any" if zero_point else codes)
+    assert weight.format.order == ("any" if zero_point else codes)
     unpacked = (*weight.unpack(), weight.unpack_offset())
     for got, given_ in zip(unpacked, (parts.q, parts.scale, parts.zero, parts.offset), strict=True):
         assert got is None if given_ is None else builders.same_bits(got, given_)
 
 
-@given(seed=st.integers(0, 2**31), order=st.sampled_from(CODES), strips=st.integers(1, 3), kblocks=st.integers(1, 3))
+@given(seed=st.integers(0, 2**31), order=st.sampled_from(ORDERS), strips=st.integers(1, 3), kblocks=st.integers(1, 3))
 @settings(max_examples=30, deadline=None)
 def test_codes_survive_both_directions_in_every_order(seed, order, strips, kblocks):
     codes = builders.weight_parts(seed, 64 * strips, 128 * kblocks, codes=order).q
@@ -419,7 +421,7 @@ def test_codes_survive_both_directions_in_every_order(seed, order, strips, kbloc
 
 def test_orders_of_codes_pack_to_different_words():
     codes = builders.weight_parts(4, 64, 128, codes="e4m3").q
-    words = [layout.encode_codes(codes, False, order) for order in CODES]
+    words = [layout.encode_codes(codes, False, order) for order in ORDERS]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(words, 2))
 
 
@@ -475,7 +477,7 @@ def test_padding_is_zero(group_size, zero_point):
         assert not padded_field(weight, "zeros_at", "record_bytes", 256, torch.uint8)[8:].any()
 
 
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("codes", ORDERS)
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256])
 def test_padding_is_zero_in_every_order_and_for_offsets(group_size, codes):
     """Offsets meet the activations of a padded k, which are zero; rows past n are never stored."""
@@ -489,7 +491,7 @@ def test_padding_is_zero_in_every_order_and_for_offsets(group_size, codes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("codes", ORDERS)
 @pytest.mark.parametrize("group_size, zero_point", [(32, False), (64, True), (128, False), (256, False)])
 def test_a_gpu_packs_the_same_bytes_with_offsets_in_every_order(group_size, zero_point, codes):
     def packed(device: str):

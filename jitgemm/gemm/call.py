@@ -59,14 +59,9 @@ class _Call(Gemm):
 
 
 def gemm(
-    kind: type[Weight],
-    lhs: tuple[torch.Tensor, ...],
-    rhs: Weight,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
+    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: Weight, out: torch.Tensor,
+    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+) -> None:  # fmt: skip
     """`gemm_w4a8_nt` for a weight of this class; `Weight` for both."""
     if type(rhs) is not kind:
         check_weight(rhs, kind)
@@ -86,15 +81,9 @@ def gemm(
 
 
 def _run(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    x_zero: torch.Tensor | None,
-    weight: AnyWeight,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    batch_invariant: bool,
-    kernel: str | None,
-) -> None:
+    x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight, out: torch.Tensor,
+    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None,
+) -> None:  # fmt: skip
     """`run_prepared`, unrolled: making a `Gemm` and asking it would take a tenth of a call's time."""
     # What decides legality and kernel; `LaunchCache.find_plan` compares the rest of the tensors.
     key = (weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None)
@@ -117,17 +106,10 @@ def _run(
 
 
 def contiguous(
-    kind: type[Weight],
-    lhs: tuple[torch.Tensor, ...],
-    rhs: AnyWeight,
-    out: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    row_index: torch.Tensor | None = None,
-    expected_m: float | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
+    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
+    bias: torch.Tensor | None = None, row_index: torch.Tensor | None = None, expected_m: float | None = None,
+    batch_invariant: bool = False, kernel: str | None = None,
+) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_contiguous` for a weight of this class; `Weight` for both."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, kind)
@@ -139,16 +121,9 @@ def contiguous(
 
 
 def masked(
-    kind: type[Weight],
-    lhs: tuple[torch.Tensor, ...],
-    rhs: AnyWeight,
-    out: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: float,
-    bias: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
+    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
+    expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_masked` for a weight of this class; `Weight` for both."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, kind)
@@ -183,20 +158,16 @@ def expected_rows_of(experts: int, expected_m: Any) -> int:
 
 
 def _call_grouped(gemm: _Call) -> None:
-    if traced(gemm.x, gemm.out):
-        call_op(gemm)
-    else:
-        _run_grouped(gemm)
+    call_op(gemm) if traced(gemm.x, gemm.out) else _run_grouped(gemm)
 
 
 def _run_grouped(gemm: _Call) -> None:
     x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
-    sizes, row_index, rows_of_expert, expected_rows = groups  # type: ignore[misc]
-    # A tracer may not know out's rows, so that this waits until here; as `Gemm.expected_rows`.
-    expected_rows = max(1, min(expected_rows, out.shape[0])) if out.dim() else 1
+    sizes, row_index, rows_of_expert, _ = groups  # type: ignore[misc]
+    # A tracer may not know out's rows: what depends on their number waits until here.
     key = (
         weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None, row_index is None,
-        rows_of_expert, expected_rows,
+        rows_of_expert, gemm.expected_rows,
     )  # fmt: skip
     tensors = [x, x_scale, out, sizes]
     tensors += [each for each in (x_zero, bias, row_index) if each is not None]

@@ -210,8 +210,8 @@ class Parameters:
         self.nbytes = len(self._buffer) + _PARAMETERS_OVERHEAD
 
 
-class Launch:
-    """A prepared launch: grid and attributes are built once.
+class LaunchConfig:
+    """A kernel with its grid and attributes, which are built once.
 
     Not thread-safe: each thread has its own.
 

@@ -80,7 +80,7 @@ def encode_codes(codes: torch.Tensor, zero_point: bool, order: str = "any") -> t
     Args:
         codes: contiguous int8 or uint8 [64 * strips, 128 * kblocks], one value each: -8..7 (two's complement), or 0..15
             with zero_point.
-        order: `WeightFormat.codes`.
+        order: `WeightFormat.order`.
 
     Returns:
         int32 [strips, kblocks, 1024], the words of each record.
@@ -129,7 +129,7 @@ def swizzle(rows: torch.Tensor) -> torch.Tensor:
 def _encode(codes: torch.Tensor, format: WeightFormat) -> torch.Tensor:
     """Whole strips of codes -> int32 [strips, kblocks, words of a record]."""
     if format.bits == 4:
-        return encode_codes(codes, format.zero_point, format.codes)
+        return encode_codes(codes, format.zero_point, format.order)
     rows = codes.view(torch.int8).unflatten(1, (-1, BLOCK_K)).unflatten(0, (-1, STRIP_ROWS)).transpose(1, 2)
     return swizzle(rows).flatten(2).view(torch.int32)
 
@@ -232,12 +232,12 @@ def pack_records(
 
 
 def reorder_codes(blocks: torch.Tensor, old: str, new: str) -> None:
-    """Puts the signed codes of experts' blocks from one `WeightFormat.codes` into another, in place.
+    """Puts the signed codes of experts' blocks from one `WeightFormat.order` into another, in place.
 
     Args:
         blocks: uint8 [experts, strips, kblocks, record_bytes].
     """
-    for expert in blocks.flatten(1, 2):
+    for expert in blocks.flatten(1, 2) if old != new else ():
         for part in expert.split(CHUNK_CODES // (STRIP_ROWS * BLOCK_K)):
             words = part.view(torch.int32)[:, None, :_CODE_WORDS]
             words.copy_(encode_codes(decode_codes(words, False, old), False, new))
@@ -248,8 +248,8 @@ def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> 
     format is of these 8 bits. Not chunked."""
     if format.bits == 8:
         rows = swizzle(blocks[:, :, : format.scales_at].unflatten(2, (STRIP_ROWS, BLOCK_K))).transpose(1, 2)
-        return rows.flatten(2).flatten(0, 1)[:n, :k].contiguous().view(torch_dtype(format.codes))
-    return decode_codes(blocks.view(torch.int32)[:, :, :_CODE_WORDS], format.zero_point, format.codes)[:n, :k]
+        return rows.flatten(2).flatten(0, 1)[:n, :k].contiguous().view(torch_dtype(format.order))
+    return decode_codes(blocks.view(torch.int32)[:, :, :_CODE_WORDS], format.zero_point, format.order)[:n, :k]
 
 
 def pack_channel_scale(scale: torch.Tensor) -> torch.Tensor:

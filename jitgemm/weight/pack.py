@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, tuned_order
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
 from jitgemm.weight.packed import W4Weight
@@ -121,9 +121,9 @@ def pack_w4(
 
     with torch.inference_mode(False), torch.no_grad():
         experts = lead[0] if lead else None
-        codes = "any" if lhs is None else tuned_codes(lhs, format.group_size, format.zero_point, k)
+        order = "any" if lhs is None else tuned_order(lhs, format.group_size, format.zero_point, k)
         if q.is_cuda and capturing(q.device):  # a value cannot be looked at during capture
-            codes = codes if codes == "s8" else "any"
+            order = order if order == "s8" else "any"
         else:
             for e in expert_indices(experts):
                 at = "" if experts is None else f"[{e}]"
@@ -131,9 +131,9 @@ def pack_w4(
                     _check_range(f"q{at}", q[e], *((0, 15) if zero is not None else (-8, 7)))
                 if zero is not None:
                     _check_range(f"zero{at}", zero[e].to(torch.int64), 0, MAX_ZERO)
-                if codes == "e4m3" and _least_code(q[e], canonical) == -8:  # which e4m3's order does not hold
-                    codes = "any"
-        format = replace(format, codes=codes, offset=offset is not None)
+                if order == "e4m3" and _least_code(q[e], canonical) == -8:  # which e4m3's order does not hold
+                    order = "any"
+        format = replace(format, order=order, offset=offset is not None)
         shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
         blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
         channel_scale = None if format.group_size else layout.pack_channel_scale(scale)

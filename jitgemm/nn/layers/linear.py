@@ -17,6 +17,7 @@ from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.call import gemm
+from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.load.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
@@ -264,7 +265,7 @@ class PackedLinear(Packed):
         parts += ["permutation"] if self.permutation is not None else []
         parts += ["static input scale"] if self.input_scale is not None else []
         parts += [f"1 of {self.split.mesh.size()} parts along {self.split.dim}"] if self.split is not None else []
-        parts += [f"scale_dtype={fmt.scale_type}", f"codes={fmt.codes}"]
+        parts += [f"scale_dtype={fmt.scale_type}", f"codes={fmt.order}"]
         return ", ".join(parts)
 
 
@@ -381,7 +382,8 @@ class W8A8Linear(PackedLinear):
         """As `W4A8Linear.empty`; group_size None is per channel."""
         group_size = check_group_size("channel" if group_size is None else group_size, in_features)
         scale_type, codes = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), CODES[check_activation(activation)]
-        fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, TYPE_NAMES[codes], bits=8)
+        lhs = TYPE_NAMES[codes]
+        fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, lhs, code=typed_code(lhs))
         sizes = in_features, out_features, group_size, fmt
         return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
 
@@ -399,14 +401,14 @@ def empty_weight(
     lead, strips = () if experts is None else (experts,), ceil_div(n, STRIP_ROWS)
     empty = partial(torch.empty, device=device)
     rows = (*lead, STRIP_ROWS * strips)
-    return (W4Weight if fmt.bits == 4 else W8Weight)(
+    return (W8Weight if fmt.typed else W4Weight)(
         empty((*lead, strips, ceil_div(k, BLOCK_K), fmt.record_bytes), dtype=torch.uint8),
         None if fmt.group_size else empty(rows, dtype=torch_dtype(fmt.scale_type)),
         n,
         k,
         group_size,
         fmt,
-        row_sum=empty(rows, dtype=torch.float32) if fmt.bits == 4 or fmt.codes == "s8" else None,
+        row_sum=empty(rows, dtype=torch.float32) if fmt.row_sums else None,
         # A permutation even before it is loaded: what reads it never reaches beyond the input.
         permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
     )

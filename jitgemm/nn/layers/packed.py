@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from jitgemm.kernel.codes import typed_code
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.load.read import ACTIVATIONS, CODES, check_activation
 from jitgemm.runtime.dispatch import traced
@@ -196,8 +197,8 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 def _check_codes(weight: Weight, activation: str) -> None:
     if TYPE_NAMES[CODES[activation]] not in weight.format.lhs_types:
-        other = "e4m3" if weight.format.codes == "e4m3" else "int8"
-        either = " or for any activations" if weight.bits == 4 else ""
+        other = typed_code(weight.format.lhs_types[0])
+        either = "" if weight.format.typed else " or for any activations"
         raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {other}")
     if activation == "int8_affine" and weight.row_sum is None:
         raise ValueError("weight: expected row sums, which int8_affine needs, got a weight without; pack it again")

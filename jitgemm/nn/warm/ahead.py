@@ -231,7 +231,7 @@ class _OfPlan:
 
     def _tells(self, layer: Layer, format: WeightFormat) -> bool:
         """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8."""
-        if format.bits == 4 and format.codes == "e4m3":
+        if not format.complete:
             return False
         headers = {suffix: self.checkpoint.info(name) for suffix, name in layer.names.items()}
         if format.strip_scales and any("scale" in suffix and layer.n in each.shape for suffix, each in headers.items()):
@@ -275,7 +275,7 @@ class _OfFloats:
         elif cut is not None:
             n //= cut.world
         open = self.bits == 4 and not weight.format.zero_point and lhs is torch.float8_e4m3fn
-        format = replace(weight.format, codes=self.order) if open else weight.format
+        format = replace(weight.format, order=self.order) if open else weight.format
         return Look(n, weight.k, weight.group_size, format, few.activation, bias)
 
 
@@ -291,10 +291,10 @@ def experts_of(layers: Any, name: str, which: range, cut: Cut | None) -> PackedE
 def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
     """The format of one weight that holds all of these."""
     first = formats[0]
-    zero_point, codes = any(each.zero_point for each in formats), {each.codes for each in formats}
-    order = first.codes if len(codes) == 1 and not zero_point else "any"
+    zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
+    order = first.order if len(orders) == 1 and not zero_point else first.common.order
     strips = all(each.strip_scales for each in formats)
-    return replace(first, zero_point=zero_point, codes=order, strip_scales=strips)
+    return replace(first, zero_point=zero_point, order=order, strip_scales=strips)
 
 
 # ---- the model with them ---------------------------------------------------------------------------------------------
