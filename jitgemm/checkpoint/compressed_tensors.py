@@ -163,7 +163,7 @@ class _CompressedTensors(Format):
             zero=zero,
             group_size=sizes.group_size,
             permutation=permutation,
-            bits=4 if not scheme.eight_bits else 8,
+            code=scheme.code,
         )
 
 

@@ -238,7 +238,7 @@ def _read_eight(tensors: Mapping[str, torch.Tensor], scheme: Scheme, sizes: Size
         if _FLAT + name in tensors and bool(tensors[_FLAT + name].float().any()):
             raise ValueError(f"{_FLAT}{name}: expected zeros with 8 bits, got others")
     scale = scheme.by_row(_FLAT + "scale", tensors[_FLAT + "scale"], sizes.n)
-    return CanonicalWeight(tensors[_FLAT + "qdata"], scale, group_size=sizes.group_size, bits=8)
+    return CanonicalWeight(tensors[_FLAT + "qdata"], scale, group_size=sizes.group_size, code=scheme.code)
 
 
 def read_tinygemm(

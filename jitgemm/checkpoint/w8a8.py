@@ -83,7 +83,7 @@ class _W8A8(Format):
         sizes = self.sizes(tensors, scheme)
         name = _scale_name(tensors)
         scale = scheme.by_row(name, tensors[name], sizes.n)
-        return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, bits=8)
+        return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, code=scheme.code)
 
 
 def _scale_name(tensors: Mapping[str, Any]) -> str:
