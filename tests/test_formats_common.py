@@ -210,7 +210,7 @@ def test_a_cut_through_groups_repeats_their_scales(k, world, groups, offset, zer
     """The parts side by side are the layer; a group size that the kernel has, and a warning that says which."""
     w = canonical(14, k=k, group_size=128, offset=offset, zero_point=zero_point)
     if bits == 8:
-        w = dataclasses.replace(w, bits=8)
+        w = dataclasses.replace(w, code="int8")
     parts = []
     for rank in range(world):
         with warnings.catch_warnings(record=True) as said:
