@@ -27,6 +27,7 @@ from test_vllm import (
 )
 
 import jitgemm.nn
+from jitgemm.activations.scheme import GELU_MULS, SILU_MUL
 from jitgemm.cli import main
 from jitgemm.errors import CacheMissError
 from jitgemm.gemm import launch as gemms
@@ -404,6 +405,6 @@ def test_the_error_for_a_missing_kernel_has_the_command_that_makes_it(tmp_path, 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu2", None])
 def test_gates_are_those_that_the_config_names(name):
     config = None if name is None else SimpleNamespace(to_dict=lambda: {"a": {"hidden_act": name}})
-    silu, gelu, tanh = {"silu_mul": True}, {"gelu_mul": "none"}, {"gelu_mul": "tanh"}
+    silu, gelu, tanh = SILU_MUL, GELU_MULS["none"], GELU_MULS["tanh"]
     expected = {"silu": (silu,), "gelu": (gelu,), "gelu_pytorch_tanh": (tanh,), "relu2": (), None: (silu, gelu, tanh)}
     assert gates_of(config) == expected[name]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jitgemm.activations.scheme import Gate
 from jitgemm.nn.quantize.choose import check_model
 from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView, quantised_alike
 from jitgemm.nn.layers.linear import PackedLinear
@@ -68,13 +69,6 @@ MLPS = (
     ("w1", "w3", "w2"),
 )
 """Children of modules that compute down(act(gate(x)) * up(x)), down last: MLPs and shared experts."""
-
-FRONTS: dict[str, dict[str, Any]] = {
-    "silu": {"silu_mul": True},
-    "gelu_tanh": {"gelu_mul": "tanh"},
-    "gelu": {"gelu_mul": "none"},
-}
-"""Gates by name, and what `quantize_activations` calls them."""
 
 
 def fuse_(model: torch.nn.Module) -> FusionReport:
@@ -170,7 +164,7 @@ class _Norm(NamedTuple):
 class _MLP(NamedTuple):
     linears: list[str]
     down: str
-    gate: str  # a key of FRONTS
+    gate: Gate
 
 
 def _fuse_block(name: str, block: torch.nn.Module, call: Call, report: FusionReport) -> None:
@@ -209,9 +203,9 @@ def _fuse_block(name: str, block: torch.nn.Module, call: Call, report: FusionRep
             put(child, norm, linears, f"RMSNorm, quantiser and {_gemms(linears, norm.joint)}")
         for child, (linears, down, gate) in mlps.items():
             own = [] if linears in joined else linears
-            new = FusedMLP(block.get_submodule(child), _last(down), FRONTS[gate], _layers(block, own))
+            new = FusedMLP(block.get_submodule(child), _last(down), gate, _layers(block, own))
             what = f"quantiser and {_gemms(own, new.joint)}; " if own else ""
-            put(child, new, own, f"{what}{gate} * mul, quantiser and {_last(down)}")
+            put(child, new, own, f"{what}{gate.kind} * mul, quantiser and {_last(down)}")
     except BaseException:  # Ctrl-C too: half of a block computes nothing
         for child, old in reversed(replaced.items()):
             _put(block, child, old)
@@ -237,10 +231,10 @@ def _mlps(block: torch.nn.Module, call: Call, called: set[str], skipped: dict[st
             else:
                 width = block.get_submodule(down).out_features
                 reason = _untouchable(block, child, down, *linears) or _runs(block, call, mlps={child: width})
-            if reason is None:
-                found[child] = _MLP(linears, down, gate or "")
-            else:
+            if reason is not None:
                 skipped[child] = reason
+            elif gate is not None:
+                found[child] = _MLP(linears, down, gate)
     return found
 
 

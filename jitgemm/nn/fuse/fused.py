@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from jitgemm.activations.scheme import MUL_KEYWORDS, NORM, Gate, Prologue
 from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat
 from jitgemm.nn.layers.linear import PackedLinear, as_rows, is_dtensor, on_parts, result_type
 from jitgemm.nn.load.read import Parts
@@ -109,9 +110,7 @@ class MergedLinear(PackedLinear):
 
     def __init__(self, linears: Sequence[PackedLinear], start: int, width: int):
         first = linears[0]
-        formats = [linear.weight.format for linear in linears]
-        order = formats[0].order if len({each.order for each in formats}) == 1 else "any"
-        format = replace(formats[0], order=order, strip_scales=all(each.strip_scales for each in formats))
+        format = in_common([linear.weight.format for linear in linears])
         slices = []
         for linear in linears:
             slices.append(ProjectionView(linear, format, start, width))
@@ -209,7 +208,7 @@ class FusedNorm(torch.nn.Module):
         self.register_buffer("gain", None, persistent=False)
         self.joint = FusedProjections(linears)
         for run in self.joint.runs:
-            run.fronts = ({"rms_norm": True},)
+            run.fronts = (NORM,)
         self.replaced = (norm,)  # in a tuple: its weight is this module's
         self.train(norm.training)
         self._set_gain()
@@ -252,16 +251,16 @@ class FusedMLP(torch.nn.Module):
     """down(act(gate(x)) * up(x)), product and quantiser in one kernel; gate and up in one GEMM.
 
     Has the children of the module that it replaces. Without a joint of its own, x is the output of the fused norm in
-    front: gate and up. `gate`: the argument of `quantize_activations` for act.
+    front: gate and up.
     """
 
-    def __init__(self, mlp: torch.nn.Module, down: str, gate: Mapping[str, Any], linears: Sequence[PackedLinear] = ()):
+    def __init__(self, mlp: torch.nn.Module, down: str, gate: Gate, linears: Sequence[PackedLinear] = ()):
         super().__init__()
         self._modules.update(mlp._modules)
         self.down_name = down
         self._modules["joint"] = FusedProjections(linears) if linears else None
-        self.front = gate
-        self._down.fronts = (gate,)
+        self.front = MUL_KEYWORDS[gate]
+        self._down.fronts = (Prologue(gate=gate),)
         self.replaced = (mlp,)
         self.training = mlp.training
 
@@ -318,6 +317,15 @@ def _kind(linear: PackedLinear) -> tuple[Any, ...]:
     weight, bias = linear.weight, linear.bias
     bias_dtype = None if bias is None else bias.dtype
     return weight.format.common, weight.row_sum is None, bias_dtype, linear.batch_invariant
+
+
+def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
+    """The format of one weight that holds all of these."""
+    first = formats[0]
+    zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
+    order = first.order if len(orders) == 1 and not zero_point else first.common.order
+    strips = all(each.strip_scales for each in formats)
+    return replace(first, zero_point=zero_point, order=order, strip_scales=strips)
 
 
 def _in_order(weight: Weight, order: str) -> Weight:

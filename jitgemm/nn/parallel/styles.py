@@ -22,7 +22,6 @@ from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.fuse.fused import ADVICE, MergedLinear, ProjectionView
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.packed import Packed
-from jitgemm.nn.load.read import BLOCK, CODES
 from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
 
 
@@ -153,7 +152,7 @@ def _divide(layer: PackedLinear, style: Style, mesh: DeviceMesh) -> PackedLinear
         raise ValueError(f"{name}: expected a whole layer, got one that is divided along {layer.split.dim} already")
     try:
         cut = Cut(style.dim, *rank_of(mesh))
-        weight = part_of_weight(layer.weight, *cut, CODES[layer.activation])
+        weight = part_of_weight(layer.weight, *cut, layer.lhs_dtype)
         split = sharding_of(layer, weight.k, style, mesh)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
@@ -165,9 +164,11 @@ def _divide(layer: PackedLinear, style: Style, mesh: DeviceMesh) -> PackedLinear
 
 def sharding_of(layer: PackedLinear, k: int, style: Style, mesh: DeviceMesh) -> LinearSharding:
     """What divides a layer as the style says; k: columns of a rank. Raises ValueError for scales that cannot agree."""
-    by_block = layer.activation.endswith(BLOCK)
-    if style.agree_scales and layer.activation == "int8_affine":
-        raise ValueError("agree_scales: expected symmetric activations, got int8_affine, whose zero points differ too")
+    by_block = layer.scheme.block
+    if style.agree_scales and layer.scheme.affine:
+        raise ValueError(
+            f"agree_scales: expected symmetric activations, got {layer.activation}, whose zero points differ too"
+        )
     if style.agree_scales and by_block and k % LHS_GROUP:
         raise ValueError(
             f"agree_scales: expected a multiple of {LHS_GROUP} columns a rank for {layer.activation}, got {k}"
