@@ -40,7 +40,7 @@ def unpack_nibbles(words: torch.Tensor, dim: int = -1, *, order: Sequence[int] |
     last = _dense(words.movedim(dim, -1))
     pairs = last.view(torch.uint8)  # words are little endian
     nibbles = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
-    if order is not None:
+    if order:
         nibbles = nibbles.unflatten(-1, (last.shape[-1], per_word))[..., _inverse(order, per_word)].flatten(-2)
     return nibbles.movedim(-1, dim)
 
