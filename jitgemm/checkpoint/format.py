@@ -111,10 +111,13 @@ class Scheme:
 
     def by_row(self, name: str, scale: torch.Tensor, n: int) -> torch.Tensor:
         """[n, G] from a scale of `found`, which rows, a block's or all, may share; of e8m0 the same numbers in fp32."""
-        scale, layout = scale.view(torch.float8_e8m0fnu).float() if scale.dtype in E8M0 else scale, self.found[name]
+        layout = self.found[name]
+        if layout.is_scale and scale.dtype in E8M0:
+            scale = scale.view(torch.float8_e8m0fnu).float()
         if layout.dims == (PARTS,):
             return scale.reshape(1, 1).expand(n, 1)
-        return scale.reshape(len(scale), -1).repeat_interleave(layout.per(0), 0)[:n]
+        rows = scale.reshape(len(scale), -1)
+        return rows if layout.per(0) == 1 else rows.repeat_interleave(layout.per(0), 0)[:n]
 
     def columns_of(self, name: str, k: int) -> int:
         """How many of k columns share an element of it."""
@@ -128,7 +131,12 @@ class Scheme:
 
     def groups(self, k: int | None) -> Dim | int:
         """G, or 1 where k is known to be one group."""
-        return 1 if k is not None and not 0 < (self.group_size or 0) < k else G
+        return 1 if k is not None and not self.columns(k) else G
+
+    def columns(self, k: int) -> int:
+        """How many of k columns share a scale; 0 for all of them."""
+        size = self.group_size or 0
+        return self.block[1] if self.block is not None else size if 0 < size < k else 0
 
 
 @dataclass(frozen=True)
