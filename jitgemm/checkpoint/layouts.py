@@ -69,8 +69,9 @@ class TensorLayout:
         return self.dtypes[0]
 
     def axis(self, *letters: str) -> int | None:
-        """Which dimension is one of "n", "k", "G", ...; None for none."""
-        return next((i for i, dim in enumerate(self.dims) if isinstance(dim, Dim) and dim.of in letters), None)
+        """Which dimension is one of "n", "k", "G", ..., or the number "1"; None for none."""
+        found = (dim.of if isinstance(dim, Dim) else str(dim) for dim in self.dims)
+        return next((i for i, letter in enumerate(found) if letter in letters), None)
 
     @property
     def known(self) -> bool:
