@@ -234,7 +234,7 @@ def test_a_record_is_little_endian():
     scale = torch.full((64, 1), 1.0, dtype=torch.float32)
     q = torch.zeros((64, 128), dtype=torch.int8)
     record = pack_w4(q, torch.cat([scale] * 4, 1), group_size=32).blocks[0, 0].numpy().tobytes()
-    assert record[BYTES_OF_CODES : CODE_BYTES + 4] == struct.pack("<f", 1.0)
+    assert record[BYTES_OF_CODES : BYTES_OF_CODES + 4] == struct.pack("<f", 1.0)
 
 
 def test_every_place_of_a_record_is_used_once():
