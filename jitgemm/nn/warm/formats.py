@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from jitgemm.activations.scheme import activation_named
-from jitgemm.checkpoint.affine import setting
+from jitgemm.checkpoint.settings import setting
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.dtypes import torch_dtype
