@@ -30,6 +30,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import pack_experts
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.layouts import PARTS
 from jitgemm.checkpoint.reader import layer_header, read_header
 from jitgemm.kernel.formats import STRIP_ROWS
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
@@ -311,7 +312,7 @@ def _together(tensors: dict[str, torch.Tensor], layout: Layout, n: int) -> int:
 
 def _rows(tensor: torch.Tensor, layout: Layout, suffix: str) -> torch.Tensor:
     """Tensors [experts, ...] as one of all their rows; as the first where rows do not count."""
-    if layout.tensors[suffix].dims == ("parts",):
+    if layout.tensors[suffix].dims == (PARTS,):
         return tensor.flatten()
     axis = layout.tensors[suffix].axis("n")
     return tensor[0] if axis is None else tensor.movedim(0, axis).flatten(axis, axis + 1)
@@ -498,5 +499,5 @@ def _weighted(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor
 
 def _of_expert(name: str, layout: TensorLayout, part: str) -> TensorLayout:
     """vLLM loads one number of an expert's input scale, and one of w2's scale of the whole weight."""
-    single = layout.dims == ("parts",) and (name == "input_scale" or part == "w2")
-    return TensorLayout(layout.dtype, ()) if single else layout
+    single = layout.dims == (PARTS,) and (name == "input_scale" or part == "w2")
+    return TensorLayout(layout.dtypes, ()) if single else layout

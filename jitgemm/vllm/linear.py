@@ -21,6 +21,7 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, as_rows
 from jitgemm.nn.load.read import CODES, layer_of, read
+from jitgemm.checkpoint.layouts import PARTS, G
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Touched, floats
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
@@ -108,11 +109,11 @@ def cut(
     def loads(param: Any, loaded_weight: torch.Tensor, *where: Any, **named: Any) -> Any:
         stacked = loaded_weight.dim() - len(layout.dims)  # experts in front
         if layout.repeated > 1:
-            n = stacked + layout.dims.index("n")
+            n = stacked + (layout.axis("n") or 0)
             loaded_weight = loaded_weight.repeat_interleave(layout.repeated, n)
             loaded_weight = loaded_weight.narrow(n, 0, rows or loaded_weight.shape[n])
         if axis is not None:
-            each = group_size if layout.dims[axis] == "G" else layout.per(axis)
+            each = group_size if layout.dims[axis] == G else layout.per(axis)
             start, stop = touched.start // each, ceil_div(touched.stop, each)
             mine = loaded_weight.narrow(stacked + axis, start, stop - start)
             shares = mine.unsqueeze(stacked + axis).expand(
@@ -137,12 +138,12 @@ def parameter(name: str, layout: TensorLayout, sizes: Mapping[str, int], loader:
         kind = parameters.PackedvLLMParameter if "input_dim" in given else parameters.PackedColumnParameter
     elif len(given) == 2:
         block, group = parameters.BlockQuantScaleParameter, parameters.GroupQuantScaleParameter
-        scale = block if " / " in layout.dims[0] else group if "G" in layout.dims else None
+        scale = block if layout.per(0) > 1 else group if layout.axis("G") is not None else None
         kind = scale or parameters.ModelWeightParameter
     elif given:
         kind = parameters.ChannelQuantScaleParameter
     else:
-        kind = parameters.PerTensorScaleParameter if "parts" in layout.dims else parameters.BasevLLMParameter
+        kind = parameters.PerTensorScaleParameter if PARTS in layout.dims else parameters.BasevLLMParameter
     return kind(data=unloaded(name, layout, sizes), weight_loader=noted(loader, part_of), **given)
 
 
@@ -189,7 +190,7 @@ def fill_missing(params: Mapping[str, Any], layout: Layout, widths: Sequence[int
     """
     for suffix, param in params.items():
         found, tensor = written(param), layout.tensors[suffix]
-        if tensor.dims == ("parts",) and found == {None}:  # one number for all
+        if tensor.dims == (PARTS,) and found == {None}:  # one number for all
             param.data.fill_(param.data[0].item())
         elif suffix == "input_scale":
             param.data[sorted({*range(len(param))} - found)] = torch.nan
@@ -218,7 +219,7 @@ def read_parts(tensors: dict[str, torch.Tensor], layout: Layout, widths: Sequenc
             del found[suffix]
             if len(given := tensor[~tensor.isnan()]):
                 found[suffix] = given.max().reshape(1)
-        elif layout.tensors[suffix].dims == ("parts",):
+        elif layout.tensors[suffix].dims == (PARTS,):
             rows = torch.tensor(widths, device=tensor.device)
             found[suffix] = tensor.reshape(-1).repeat_interleave(rows)[:, None]
     return found
