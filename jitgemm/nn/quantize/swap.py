@@ -56,9 +56,25 @@ def put_layers(
         for hooks in HOOKS:
             setattr(layer, hooks, getattr(old, hooks))  # the same dict, so that handles still remove from it
         for place in places[name]:
-            parent, _, child = place.rpartition(".")
-            model.get_submodule(parent)._modules[child] = layer
+            put_module(model, place, layer)
         del old
+
+
+def put_module(model: torch.nn.Module, place: str, module: torch.nn.Module) -> None:
+    """Puts a module where another stands."""
+    parent, _, child = place.rpartition(".")
+    model.get_submodule(parent)._modules[child] = module
+
+
+def put_tensor(model: torch.nn.Module, names: Iterable[str], old: torch.Tensor, value: torch.Tensor) -> None:
+    """Makes value the parameter or buffer of all these names, as old was."""
+    is_parameter = isinstance(old, torch.nn.Parameter)
+    new = torch.nn.Parameter(value, requires_grad=old.requires_grad) if is_parameter else value
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        module = model.get_submodule(parent)
+        held: dict[str, Any] = module._parameters if is_parameter else module._buffers
+        held[child] = new
 
 
 def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
