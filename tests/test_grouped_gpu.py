@@ -14,7 +14,7 @@ from test_grouped import weight_of_experts
 import jitgemm
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.rows import rows_of_m_indices
+from jitgemm.gemm.grouped import rows_of_m_indices
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Groups
 from jitgemm.kernel.spec import KernelSpec

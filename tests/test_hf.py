@@ -22,7 +22,8 @@ from test_formats_8bit import DEEPSEEK, inputs, scheme
 
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.canonical import CanonicalWeight
-from jitgemm.checkpoint.format import FLOATS, Format, G, K, N, Scheme, TensorLayout
+from jitgemm.checkpoint.format import Format, Scheme
+from jitgemm.checkpoint.layouts import FLOATS, G, K, N, TensorLayout
 from jitgemm.nn import PackedExperts, W4A8Linear, W8A8Linear, load_, quantize_
 
 transformers = pytest.importorskip("transformers")

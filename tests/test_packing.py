@@ -19,10 +19,12 @@ import jitgemm
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import WeightFormat, ceil_div
+from jitgemm.weight.codes import CODE_BYTES, UNSIGNED
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 
 U32 = 0xFFFFFFFF
+INT4 = CODE_BYTES["int4"]
 ORDERS = tuple(order.name for order in CODES["int4"].orders)
 CODE_BYTES = 4096
 E4M3_BYTES = {d: int(torch.tensor(d * 2.0**-9).to(torch.float8_e4m3fn).view(torch.uint8)) for d in range(-16, 16)}
@@ -253,12 +255,12 @@ def test_each_nibble_goes_to_its_place_and_comes_back():
     for row, k in [(r, c) for r in range(0, 64, 7) for c in range(0, 128, 5)]:
         q = torch.zeros((64, 128), dtype=torch.uint8)
         q[row, k] = 15
-        words = layout.encode_codes(q, zero_point=True)
+        words = layout.encode_codes(q, UNSIGNED)
         data = words.view(torch.uint8).flatten().to(torch.int32)
         assert sorted(data[data != 0].tolist()) in ([0x0F], [0xF0])
         assert not bool((seen & data).any())
         seen |= data
-        assert torch.equal(layout.decode_codes(words, zero_point=True), q)
+        assert torch.equal(layout.decode_codes(words, UNSIGNED), q)
 
 
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
@@ -415,13 +417,13 @@ def test_unpacking_gives_back_what_was_packed_with_offsets_in_every_order(
 def test_codes_survive_both_directions_in_every_order(seed, order, strips, kblocks):
     codes = builders.weight_parts(seed, 64 * strips, 128 * kblocks, codes=order).q
     codes[:16, 0] = torch.arange(-8, 8, dtype=torch.int8).clamp(min=-7 if order == "e4m3" else -8)
-    words = layout.encode_codes(codes, False, order)
-    assert torch.equal(layout.decode_codes(words, False, order), codes)
+    words = layout.encode_codes(codes, INT4.orders[order])
+    assert torch.equal(layout.decode_codes(words, INT4.orders[order]), codes)
 
 
 def test_orders_of_codes_pack_to_different_words():
     codes = builders.weight_parts(4, 64, 128, codes="e4m3").q
-    words = [layout.encode_codes(codes, False, order) for order in ORDERS]
+    words = [layout.encode_codes(codes, INT4.orders[order]) for order in ORDERS]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(words, 2))
 
 
@@ -431,10 +433,15 @@ def test_codes_survive_both_directions(seed, zero_point, strips, kblocks):
     low, high, dtype = (0, 16, torch.uint8) if zero_point else (-8, 8, torch.int8)
     g = builders.generator(seed)
     codes = torch.randint(low, high, (64 * strips, 128 * kblocks), generator=g, dtype=dtype)
-    words = layout.encode_codes(codes, zero_point)
-    assert torch.equal(layout.decode_codes(words, zero_point), codes)
+    words = layout.encode_codes(codes, INT4.nibbles("any", zero_point))
+    assert torch.equal(layout.decode_codes(words, INT4.nibbles("any", zero_point)), codes)
     any_words = torch.randint(-(2**31), 2**31, (strips, kblocks, 1024), generator=g, dtype=torch.int64).to(torch.int32)
-    assert torch.equal(layout.encode_codes(layout.decode_codes(any_words, zero_point), zero_point), any_words)
+    assert torch.equal(
+        layout.encode_codes(
+            layout.decode_codes(any_words, INT4.nibbles("any", zero_point)), INT4.nibbles("any", zero_point)
+        ),
+        any_words,
+    )
 
 
 def test_chunking_does_not_change_the_bytes(monkeypatch):
@@ -466,7 +473,7 @@ def padded_field(weight, start: str, stop: str, k: int, dtype: torch.dtype) -> t
 def test_padding_is_zero(group_size, zero_point):
     parts = builders.weight_parts(6, 8, 160, group_size, zero_point=zero_point, scale_type="fp32")
     weight = parts.packed
-    codes = layout.decode_codes(weight.blocks.view(torch.int32)[:, :, :1024], zero_point)
+    codes = layout.decode_codes(weight.blocks.view(torch.int32)[:, :, :1024], INT4.nibbles("any", zero_point))
     assert not codes[8:].any() and not codes[:, 160:].any()
     if group_size:
         scales = padded_field(weight, "scales_at", "offsets_at", 256, torch.float32)
@@ -484,7 +491,7 @@ def test_padding_is_zero_in_every_order_and_for_offsets(group_size, codes):
     parts = builders.weight_parts(6, 8, 288, group_size, scale_type="fp32", offset=True, codes=codes)
     weight = parts.packed
     words = weight.blocks.view(torch.int32)[:, :, :1024]
-    padded = layout.decode_codes(words, False, codes)
+    padded = layout.decode_codes(words, INT4.orders[codes])
     assert not padded[8:].any() and not padded[:, 288:].any()
     offsets = padded_field(weight, "offsets_at", "zeros_at", 384, torch.float32)
     assert not offsets[8:].any() and not offsets[:, parts.offset.shape[1] :].any()

@@ -488,7 +488,7 @@ def test_a_type_that_activations_never_have_is_refused(dtype):
 def test_a_format_of_impossible_codes_is_refused():
     with pytest.raises(ValueError, match="order: expected 'any' with zero points, got 's8'"):
         WeightFormat(64, True, "bf16", "s8")
-    with pytest.raises(ValueError, match=r"codes: expected one of \('any', 'e4m3', 's8'\), got 'int8'"):
+    with pytest.raises(ValueError, match=r"order: expected one of \('any', 'e4m3', 's8'\), got 'int8'"):
         WeightFormat(64, False, "bf16", "int8")
     with pytest.raises(ValueError, match="offset: expected none per channel"):
         WeightFormat(0, False, "bf16", offset=True)

@@ -13,6 +13,7 @@ import torch
 
 from jitgemm.checkpoint.bits import minus_8, minus_128
 from jitgemm.checkpoint.canonical import CanonicalWeight
+from jitgemm.kernel.codes import CODES
 from jitgemm.weight.pack import MAX_ZERO
 
 
@@ -44,19 +45,18 @@ def integer_zero(
     Raises:
         ValueError: a zero is not in 0..16, or of 8 bits in 0..256.
     """
-    bits = 4 if code == "int4" else 8
-    most_zero = 1 << bits
+    most_zero = 1 << CODES[code].bits
     if zero is None or bool((zero == most_zero // 2).all()):
-        signed = minus_8(q) if bits == 4 else minus_128(q)
-        return CanonicalWeight(signed, scale, group_size=group_size, permutation=permutation, bits=bits)
+        signed = minus_8(q) if code == "int4" else minus_128(q)
+        return CanonicalWeight(signed, scale, group_size=group_size, permutation=permutation, code=code)
     least, most = (int(x) for x in zero.aminmax())
     if least < 0 or most > most_zero:
         raise ValueError(
             f"{name}: expected zero points 0..{most_zero} on the scale of the codes 0..{most_zero - 1}, got "
             f"{least}..{most}"
         )
-    zero = zero.to(torch.uint8 if bits == 4 else torch.int16)
-    return CanonicalWeight(q, scale, zero, group_size=group_size, permutation=permutation, bits=bits)
+    zero = zero.to(torch.uint8 if code == "int4" else torch.int16)
+    return CanonicalWeight(q, scale, zero, group_size=group_size, permutation=permutation, code=code)
 
 
 def float_zero(q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, group_size: int) -> CanonicalWeight:

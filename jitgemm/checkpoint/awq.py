@@ -30,8 +30,9 @@ import torch
 from jitgemm.checkpoint.affine import integer_zero
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Headers, FLOATS, INT32, Dim, Format, K, N, Scheme, Sizes, TensorLayout
-from jitgemm.checkpoint.format import check_setting, fits, flag, group_size_of, setting, stored
+from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.layouts import FLOATS, INT32, Dim, K, N, TensorLayout, fits, stored
+from jitgemm.checkpoint.settings import Config, check_setting, flag, group_size_of, setting
 from jitgemm.checkpoint.gptq import overridden, skipped
 from jitgemm.kernel.formats import ceil_div
 

@@ -41,8 +41,9 @@ import torch
 from jitgemm.checkpoint.affine import float_zero, integer_zero, scaled_zero
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Headers, FLOATS, INT8, Format, G, K, N, Scheme, Sizes, TensorLayout
-from jitgemm.checkpoint.format import check_setting, setting, stored
+from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.layouts import FLOATS, INT8, G, K, N, TensorLayout, stored
+from jitgemm.checkpoint.settings import Config, check_setting, setting
 from jitgemm.tensors import describe, dtype_name
 from jitgemm.weight.pack import MAX_ZERO
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
+from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.pack import pack_w4
@@ -51,7 +52,7 @@ class CanonicalWeight:
         permutation: int32 [k] or None. Column j of q is column permutation[j] of the layer's input (activation order).
         input_scale: the checkpoint's static activation scale for the whole tensor, fp32 [1], or None.
         bias: float [n] or None.
-        bits: 4 or 8.
+        code: name of the `Code`: "int4", "int8" or "e4m3".
         note: what the checkpoint contradicts itself in, for a warning; None for nothing.
     """
 
@@ -63,18 +64,16 @@ class CanonicalWeight:
     permutation: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    bits: int = 4
+    code: str = "int4"
     note: str | None = None
 
     def __post_init__(self) -> None:
-        expected = (torch.int8,) if self.zero is None else (torch.uint8,)
-        if self.bits == 8:
-            expected = (torch.int8, torch.float8_e4m3fn) if self.zero is None else (torch.uint8,)
-            if self.offset is not None:
-                raise ValueError("offset: expected none with 8 bits, got one")
-        if self.q.dim() != 2 or self.q.dtype not in expected:
-            names = " or ".join(map(dtype_name, expected))
-            raise ValueError(f"q: expected {names} [n, k], got {describe(self.q)}")
+        signed = torch.float8_e4m3fn if self.code == "e4m3" else torch.int8
+        expected = signed if self.zero is None else torch.uint8
+        if self.offset is not None and not CODES[self.code].offsets:
+            raise ValueError(f"offset: expected none with {self.bits} bits, got one")
+        if self.q.dim() != 2 or self.q.dtype != expected:
+            raise ValueError(f"q: expected {dtype_name(expected)} [n, k], got {describe(self.q)}")
         if self.group_size < 1:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
         groups = 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size)
@@ -103,6 +102,10 @@ class CanonicalWeight:
             raise ValueError(f"input_scale: expected float32, got {dtype_name(self.input_scale.dtype)}")
         if self.bias is not None and not self.bias.is_floating_point():
             raise ValueError(f"bias: expected floats, got {dtype_name(self.bias.dtype)}")
+
+    @property
+    def bits(self) -> int:
+        return CODES[self.code].bits
 
     @property
     def n(self) -> int:
@@ -222,7 +225,8 @@ class CanonicalWeight:
         Raises:
             ValueError: sizes that the kernel cannot have, codes or zero points out of range, or zero points of 8 bits.
         """
-        if self.bits == 8 and self.zero is not None:
+        eight = self.code != "int4"
+        if eight and self.zero is not None:
             raise ValueError(
                 "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
                 "dequantize()` gives such a weight in floats, and `jitgemm.nn.load_` does so"
@@ -242,7 +246,7 @@ class CanonicalWeight:
                 raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {self.k}")
             size = max(smaller)
         parameters = self._repeated(size)
-        if self.bits == 8:
+        if eight:
             if lhs_dtype not in (None, self.q.dtype):
                 expected, got = dtype_name(self.q.dtype), dtype_name(lhs_dtype)
                 raise ValueError(f"lhs_dtype: expected None or {expected}, the type of the 8-bit weight, got {got}")
@@ -337,7 +341,7 @@ def pack_experts(
             raise _Mixed
         return weight.pack(lhs_dtype)
 
-    kind: type[Weight] = W4Weight if bits == 4 else W8Weight
+    kind: type[Weight] = {4: W4Weight, 8: W8Weight}[bits]
     for unsigned in (False, True):
         kinds: set[bool] = set()
         try:

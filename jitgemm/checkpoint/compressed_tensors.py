@@ -37,24 +37,10 @@ from jitgemm.checkpoint.affine import check_codes
 from jitgemm.checkpoint.bits import minus_8, minus_128, unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order
 from jitgemm.checkpoint.compressed_tensors_config import CODES, METHOD, block_of, for_layer, left_out, weights_of
-from jitgemm.checkpoint.format import (
-    Config,
-    Headers,
-    CODE_TYPES,
-    E8M0,
-    FLOATS,
-    INT8,
-    INT32,
-    PARTS,
-    Dim,
-    Format,
-    G,
-    Inputs,
-    K,
-    N,
-)
-from jitgemm.checkpoint.format import Scheme, Sizes, TensorLayout
-from jitgemm.checkpoint.format import check_known, check_shape, check_single, inputs_of, measure, stored
+from jitgemm.checkpoint.format import Format, Headers, Inputs, Scheme, Sizes, check_known, inputs_of
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, INT32, INT8, PARTS, Dim, G, K, N, TensorLayout
+from jitgemm.checkpoint.layouts import check_shape, check_single, measure, stored
+from jitgemm.checkpoint.settings import Config
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe, dtype_name, one_of
@@ -177,7 +163,7 @@ class _CompressedTensors(Format):
             zero=zero,
             group_size=sizes.group_size,
             permutation=permutation,
-            bits=4 if not scheme.eight_bits else 8,
+            code=scheme.code,
         )
 
 

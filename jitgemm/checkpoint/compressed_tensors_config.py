@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jitgemm.checkpoint.format import setting
+from jitgemm.checkpoint.settings import setting
 
 METHOD = "compressed-tensors"
 CODES = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "e4m3"}
@@ -102,7 +102,7 @@ def _spelt_out(name: str, group: Any) -> Mapping[str, Any]:
     elif of_integers and int(of_integers[1]) <= int(of_integers[2]):
         bits = int(of_integers[2])
         weights = _args(int(of_integers[1]), "int", "group", group_size=128)
-        inputs = None if bits == 16 else _args(bits, "int", "token", dynamic=True)
+        inputs = None if of_integers[2] == "16" else _args(bits, "int", "token", dynamic=True)
     else:
         raise ValueError(
             f"config_groups: expected a scheme, or one of the presets W2A4 to W8A16, {', '.join(_PRESETS)}, got {name!r}"
@@ -211,7 +211,7 @@ def weights_of(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
         raise ValueError(
             f"weights: expected num_bits 4 or 8 and type 'int', or 8 and 'float', got {bits} and {type_!r}"
         )
-    known = ("group", "channel", "tensor", *(("block",) if bits == 8 else ()))
+    known = ("group", "channel", "tensor", *(("block",) if CODES.get((bits, type_)) != "int4" else ()))
     if weights.get("strategy") not in (None, *known):
         raise ValueError(f"weights: expected strategy {', '.join(known)}, got {weights['strategy']!r}")
     return weights

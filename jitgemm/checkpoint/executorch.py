@@ -36,7 +36,9 @@ import torch
 from jitgemm.checkpoint.affine import integer_zero
 from jitgemm.checkpoint.bits import HIGH_FIRST, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Headers, FLOATS, INT8, Format, G, K, N, Scheme, measure, setting, stored
+from jitgemm.checkpoint.format import Format, Headers, Scheme
+from jitgemm.checkpoint.layouts import FLOATS, INT8, G, K, N, measure, stored
+from jitgemm.checkpoint.settings import Config, setting
 from jitgemm.checkpoint.torchao import SCALES_AND_ZEROS, read_tinygemm, read_unpacked
 from jitgemm.tensors import describe
 

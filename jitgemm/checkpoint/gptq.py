@@ -36,8 +36,9 @@ import torch
 from jitgemm.checkpoint.affine import integer_zero
 from jitgemm.checkpoint.bits import unpack_bytes, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order
-from jitgemm.checkpoint.format import Config, Headers, FLOATS, INT32, Format, K, N, Scheme, Sizes, TensorLayout
-from jitgemm.checkpoint.format import check_setting, fits, flag, setting, stored
+from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.layouts import FLOATS, INT32, K, N, TensorLayout, fits, stored
+from jitgemm.checkpoint.settings import Config, check_setting, flag, setting
 
 _VERSIONS = ("gptq", "gptq_v2")
 _CODES = {4: "int4", 8: "int8"}
@@ -69,15 +70,14 @@ class _Gptq(Format):
         if version not in _VERSIONS:
             raise ValueError(f"checkpoint_format: expected {' or '.join(_VERSIONS)}, got {version!r}")
         bits = setting(config, "bits", "wbits", default=4)
-        if bits not in _CODES:
+        code = _CODES.get(bits)
+        if code is None:
             raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
         symmetric = flag(config, "sym")
         check_setting(config, "int32", "pack_dtype")
         check_setting(config, False, "is_marlin_format")
         size, ordered = setting(config, "group_size"), setting(config, "desc_act") is True
-        return Scheme(
-            self.name, _CODES[bits], size, zero_points=not symmetric, ordered=ordered, form=version, settings=config
-        )
+        return Scheme(self.name, code, size, zero_points=not symmetric, ordered=ordered, form=version, settings=config)
 
     def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
         word, groups = 8 if not scheme.eight_bits else 4, scheme.groups(k)

@@ -36,8 +36,9 @@ import torch
 from jitgemm.checkpoint.affine import integer_zero, scaled_zero
 from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Config, Headers, BYTES, INT8, Format, G, K, N, Scheme, Sizes, TensorLayout
-from jitgemm.checkpoint.format import check_setting, group_size_of, measure, setting, stored
+from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.layouts import BYTES, INT8, G, K, N, TensorLayout, measure, stored
+from jitgemm.checkpoint.settings import Config, check_setting, group_size_of, setting
 from jitgemm.tensors import describe
 
 _TILE = 32

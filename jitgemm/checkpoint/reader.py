@@ -15,7 +15,8 @@ from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import PART_MULTIPLES, CanonicalWeight, TensorInfo, check_values, concat
 from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
-from jitgemm.checkpoint.format import Dim, Format, N, Scheme, Sizes, static_scale
+from jitgemm.checkpoint.format import Format, Scheme, Sizes, static_scale
+from jitgemm.checkpoint.layouts import Dim, N
 from jitgemm.weight.packed import W4Weight, W8Weight
 
 

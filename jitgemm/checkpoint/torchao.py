@@ -60,24 +60,10 @@ import torch
 from jitgemm.checkpoint.affine import check_codes, float_zero, integer_zero
 from jitgemm.checkpoint.bits import HIGH_FIRST, minus_8, twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import (
-    Config,
-    Headers,
-    CODE_TYPES,
-    FLOATS,
-    INT8,
-    INT32,
-    PARTS,
-    Format,
-    G,
-    Inputs,
-    K,
-    N,
-    Scheme,
-    Sizes,
-)
-from jitgemm.checkpoint.format import Layout, TensorLayout, check_known, check_shape, check_single, fits, group_size_of
-from jitgemm.checkpoint.format import inputs_of, measure, setting, stored
+from jitgemm.checkpoint.format import Format, Headers, Inputs, Scheme, Sizes, check_known, inputs_of
+from jitgemm.checkpoint.layouts import CODE_TYPES, FLOATS, INT32, INT8, PARTS, G, K, Layout, N, TensorLayout
+from jitgemm.checkpoint.layouts import check_shape, check_single, fits, measure, stored
+from jitgemm.checkpoint.settings import Config, group_size_of, setting
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
@@ -252,7 +238,7 @@ def _read_eight(tensors: Mapping[str, torch.Tensor], scheme: Scheme, sizes: Size
         if _FLAT + name in tensors and bool(tensors[_FLAT + name].float().any()):
             raise ValueError(f"{_FLAT}{name}: expected zeros with 8 bits, got others")
     scale = scheme.by_row(_FLAT + "scale", tensors[_FLAT + "scale"], sizes.n)
-    return CanonicalWeight(tensors[_FLAT + "qdata"], scale, group_size=sizes.group_size, bits=8)
+    return CanonicalWeight(tensors[_FLAT + "qdata"], scale, group_size=sizes.group_size, code=scheme.code)
 
 
 def read_tinygemm(

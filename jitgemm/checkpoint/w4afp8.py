@@ -25,23 +25,9 @@ import torch
 
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import (
-    Config,
-    Headers,
-    BYTES,
-    E8M0,
-    FLOATS,
-    PARTS,
-    Format,
-    G,
-    Inputs,
-    K,
-    N,
-    Scheme,
-    Sizes,
-    TensorLayout,
-)
-from jitgemm.checkpoint.format import check_scale, inputs_of, setting, stored
+from jitgemm.checkpoint.format import Format, Headers, Inputs, Scheme, Sizes, inputs_of
+from jitgemm.checkpoint.layouts import BYTES, E8M0, FLOATS, PARTS, G, K, N, TensorLayout, check_scale, stored
+from jitgemm.checkpoint.settings import Config, setting
 from jitgemm.checkpoint.w8a8 import INT8_METHODS
 from jitgemm.tensors import describe
 

@@ -30,21 +30,9 @@ from typing import Any
 import torch
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import (
-    Config,
-    Headers,
-    CODE_TYPES,
-    E8M0,
-    FLOATS,
-    INPUT_SCALES,
-    PARTS,
-    Dim,
-    Format,
-    K,
-    N,
-    Scheme,
-)
-from jitgemm.checkpoint.format import TensorLayout, check_one_of, inputs_of, setting, stored
+from jitgemm.checkpoint.format import INPUT_SCALES, Format, Headers, Scheme, inputs_of
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Dim, K, N, TensorLayout, stored
+from jitgemm.checkpoint.settings import Config, check_one_of, setting
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
@@ -95,7 +83,7 @@ class _W8A8(Format):
         sizes = self.sizes(tensors, scheme)
         name = _scale_name(tensors)
         scale = scheme.by_row(name, tensors[name], sizes.n)
-        return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, bits=8)
+        return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, code=scheme.code)
 
 
 def _scale_name(tensors: Mapping[str, Any]) -> str:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jitgemm.gemm.e8m0 import pack_e8m0
-from jitgemm.gemm.problem import X, X_SCALE, X_ZERO, Gemm, Groups, as_rows, check_weight, experts_of, split_lhs
+from jitgemm.gemm.problem import X, X_SCALE, X_ZERO, Gemm, Groups
+from jitgemm.gemm.problem import as_rows, check_types, check_weight, experts_of, split_lhs
 from jitgemm.kernel.formats import MAX_ROWS, format_named
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.launch import prepare, run_prepared
@@ -76,7 +77,7 @@ def gemm(
     try:
         _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel)
     except (AttributeError, TypeError):
-        Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel).check_types()
+        check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
         raise
 
 
@@ -117,7 +118,7 @@ def contiguous(
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
     groups = Groups(check_tensor("offsets", offsets), row_index, 0, expected_rows)
-    _call_grouped(_Call(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel))
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
 
 
 def masked(
@@ -139,7 +140,7 @@ def masked(
     # 0 would stand for offsets; where no expert has room for a row, any other number serves.
     rows_of_expert = max(max_m, 1) if type(max_m) is int else torch.sym_max(max_m, 1)
     groups = Groups(check_tensor("masked_m", masked_m), None, rows_of_expert, expected_rows)
-    _call_grouped(_Call(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel))
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
 
 
 def expected_rows_of(experts: int, expected_m: Any) -> int:
@@ -157,8 +158,9 @@ def expected_rows_of(experts: int, expected_m: Any) -> int:
     return math.trunc(rows + 0.5)  # torch.export saves no `round`
 
 
-def _call_grouped(gemm: _Call) -> None:
-    call_op(gemm) if traced(gemm.x, gemm.out) else _run_grouped(gemm)
+def _call_grouped(*arguments: Any) -> None:
+    """The call of a `Gemm`'s fields."""
+    call_op(Gemm(*arguments)) if traced(arguments[0], arguments[4]) else _run_grouped(_Call(*arguments))
 
 
 def _run_grouped(gemm: _Call) -> None:
@@ -182,7 +184,7 @@ def _run_grouped(gemm: _Call) -> None:
 def call_op(gemm: Gemm) -> None:
     """The call by its op, which a tracer can follow."""
     x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
-    gemm.check_types()
+    check_types(gemm)
     tensors = x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias
     rest = weight.n, weight.k, weight.format.name, batch_invariant, kernel
     if groups is None:

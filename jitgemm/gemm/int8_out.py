@@ -11,7 +11,7 @@ import torch
 
 from jitgemm.activations.arguments import check_out
 from jitgemm.activations.call import Pair, Triple, quantize_activations
-from jitgemm.gemm.problem import POINTERS, X, X_SCALE, X_ZERO, Lhs, Gemm, check_weight, split_lhs
+from jitgemm.gemm.problem import POINTERS, X, X_SCALE, X_ZERO, Lhs, Gemm, check_types, check_weight, split_lhs
 from jitgemm.gemm.names import gemm_w4a8_nt
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.runtime.checks import Pointer
@@ -85,7 +85,7 @@ def gemm_w4a8_int8_nt(
     if out is not None:
         rows = check_out(out, result, torch.int8, affine, False)
         gemm = Gemm(x, x_scale, x_zero, rhs, result, bias, None, batch_invariant)
-        gemm.check_types()
+        check_types(gemm)
         check_addresses_once("gemm_w4a8_int8_nt", _POINTERS, (*gemm.operands()[:-1], *rows))
     gemm_w4a8_nt(lhs, rhs, result, bias=bias, batch_invariant=batch_invariant)
     scheme = "token" if scale is None else "tensor"

@@ -89,7 +89,7 @@ class Gemm(NamedTuple):
         if scale.dtype is not torch.float8_e8m0fnu:
             return False
         blocks = -(-k // LHS_GROUP)
-        return scale.shape[-1:] == (blocks,) and scale.numel() * k == self.x.numel() * blocks
+        return scale.dim() > 1 and scale.size(-1) == blocks and scale.numel() * k == self.x.numel() * blocks
 
     @property
     def pointers(self) -> Sequence[Pointer]:
@@ -104,25 +104,9 @@ class Gemm(NamedTuple):
     def empty(self) -> bool:
         return self.out.shape[0] == 0 or self.x.shape[0] == 0
 
-    def check_types(self) -> None:
-        """Raises TypeError unless everything is of the class that it should be."""
-        x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = self
-        for name, tensor in ((X, x), (X_SCALE, x_scale), ("out", out)):
-            check_tensor(name, tensor)
-        for name, given in ((X_ZERO, x_zero), ("bias", bias)):
-            if given is not None:
-                check_tensor(name, given)
-        if not isinstance(weight, PackedWeight):
-            check_weight(weight)
-        check_flag("batch_invariant", batch_invariant)
-        if kernel is not None and not isinstance(kernel, str):
-            raise TypeError(
-                f"kernel: expected a label as `jitgemm explain` prints it, or None, got {type(kernel).__name__}"
-            )
-
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
-        self.check_types()
+        check_types(self)
         if self.kernel is not None:
             from jitgemm.kernel.spec import KernelSpec
 
@@ -130,6 +114,25 @@ class Gemm(NamedTuple):
         experts = _check_arguments(self)
         if self.groups is not None and experts is not None:
             check_groups(self.groups, experts, self.out.shape[0], self.x.device)
+
+
+def check_types(gemm: Gemm) -> None:
+    """Raises TypeError unless everything is of the class that it should be."""
+    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = (
+        gemm  # compilers up to torch 2.8 follow no method
+    )
+    for name, tensor in ((X, x), (X_SCALE, x_scale), ("out", out)):
+        check_tensor(name, tensor)
+    for name, given in ((X_ZERO, x_zero), ("bias", bias)):
+        if given is not None:
+            check_tensor(name, given)
+    if not isinstance(weight, PackedWeight):
+        check_weight(weight)
+    check_flag("batch_invariant", batch_invariant)
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(
+            f"kernel: expected a label as `jitgemm explain` prints it, or None, got {type(kernel).__name__}"
+        )
 
 
 def split_lhs(lhs: object, name: str = "lhs") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -21,7 +21,8 @@ import torch
 
 from jitgemm.checkpoint import awq, formats, gptq
 from jitgemm.checkpoint.canonical import TensorInfo
-from jitgemm.checkpoint.format import Scheme, setting
+from jitgemm.checkpoint.format import Scheme
+from jitgemm.checkpoint.settings import setting
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 E4M3 = torch.float8_e4m3fn

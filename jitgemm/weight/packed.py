@@ -126,9 +126,10 @@ class Weight:
         check_sizes(self.n, self.k)
         fmt, group = self.format, format_group(self.k, self.group_size)
         strips = fmt.strip_scales and group == BLOCK_K
-        code = fmt.code if fmt.bits == self.bits else "int4"
-        if fmt != (expected := replace(fmt, group_size=group, code=code, strip_scales=strips)):
-            raise ValueError(f"format: expected {expected} for group_size {self.group_size}, got {fmt}")
+        if fmt != (expected := replace(fmt, group_size=group, strip_scales=strips)) or type(self) is not kind_of(fmt):
+            raise ValueError(
+                f"format: expected {expected} of {self.bits} bits for group_size {self.group_size}, got {fmt}"
+            )
         check_packed(self)
         if self.permutation is not None:
             if self.experts is not None:
@@ -421,12 +422,17 @@ AnyWeight = Weight | PackedWeight
 _KINDS: dict[int, type[Weight]] = {4: W4Weight, 8: W8Weight}
 
 
+def kind_of(format: WeightFormat) -> type[Weight]:
+    """The class of weights of this format."""
+    return _KINDS[format.bits]
+
+
 def as_weight(weight: AnyWeight) -> Weight:
     """A weight as it is; checked, of the tensors that an op was given."""
     if isinstance(weight, Weight):
         return weight
     blocks, channel_scale, row_sum, n, k, format = weight
-    return _KINDS[format.bits](blocks, channel_scale, n, k, format.group_size or k, format, row_sum=row_sum)
+    return kind_of(format)(blocks, channel_scale, n, k, format.group_size or k, format, row_sum=row_sum)
 
 
 def _of_tensors(name: str) -> property:

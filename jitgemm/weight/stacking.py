@@ -38,8 +38,8 @@ def stack(count: int, make: Callable[[int], tuple[PackedWeight, int]], together:
                 whole[name][e : e + together] = part.unflatten(0, (together, -1))
             if each.format != format:
                 common = format.common.order
-                layout.reorder_codes(whole["blocks"][:e], format.order, common)
-                layout.reorder_codes(whole["blocks"][e : e + together], each.format.order, common)
+                layout.reorder_codes(whole["blocks"][:e], format.code, format.order, common)
+                layout.reorder_codes(whole["blocks"][e : e + together], format.code, each.format.order, common)
                 format = format.common
             del each, tensors, part  # before the next is made
     parts = whole["blocks"], whole.get("channel_scale"), whole.get("row_sum")

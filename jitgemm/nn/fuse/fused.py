@@ -333,7 +333,7 @@ def _in_order(weight: Weight, order: str) -> Weight:
     if weight.format.order == order:
         return weight
     blocks = weight.blocks.clone()
-    layout.reorder_codes(blocks[None], weight.format.order, order)
+    layout.reorder_codes(blocks[None], weight.format.code, weight.format.order, order)
     found = replace(weight, blocks=blocks, format=replace(weight.format, order=order))
     found.named(weight.layer)
     return found
