@@ -32,7 +32,7 @@ from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.load.load import fill_tensors, make_layer, plan_for, read_tensor, warn_of
 from jitgemm.nn.load.plan import Plan, never_saved
 from jitgemm.nn.quantize.quantize import check_options, choose, quantised, warn_of_experts
-from jitgemm.nn.quantize.swap import HOOKS, SAVED, describe_to_transformers, put_layers, put_module
+from jitgemm.nn.quantize.swap import SAVED, Placeholder, describe_to_transformers, put_layers, put_module
 from jitgemm.nn.report import Report
 from jitgemm.tensors import check_flag
 from jitgemm.weight.pack import check_group_size
@@ -183,48 +183,6 @@ class JitGemmConfig(QuantizationConfigMixin):
             "symmetric": self.symmetric,
             "scale_dtype": getattr(torch, self.scale_dtype),
         }
-
-
-class Placeholder(torch.nn.Module):
-    """Stands for a module that transformers is not to load, and takes about the room that its layer will take.
-
-    transformers counts the buffer for `device_map="auto"` and puts it where the module belongs. It is not persistent:
-    no tensor of a file has its name, and no key is missing.
-    """
-
-    room: torch.Tensor
-
-    def __init__(self, module: torch.nn.Module, size: int, device: torch.device):
-        super().__init__()
-        self.module = (module,)  # in a tuple, where PyTorch does not see its parameters
-        self._is_hf_initialized = True
-        self.register_buffer("room", torch.empty(size, dtype=torch.uint8, device=device), persistent=False)
-        for hooks in HOOKS:
-            setattr(self, hooks, getattr(module, hooks))
-        self.train(module.training)
-
-    def __getattr__(self, name: str) -> Any:
-        """What others ask of the module, such as its sizes."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["module"][0], name)
-
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Nothing: models that tie weights assign them, and ties are made anew afterwards."""
-
-    def vacate(self) -> tuple[torch.nn.Module, torch.device]:
-        """The module, and the device on which its layer goes, whose room is free from now on."""
-        device = self.room.device
-        del self.room
-        hook = vars(self).get("_hf_hook")
-        if hook is not None:  # accelerate's, where a device_map names the layer itself: it moves the input
-            self.module[0].register_forward_pre_hook(_moving_to(device))
-        return self.module[0], device
-
-
-def _moving_to(device: torch.device) -> Any:
-    return lambda module, args: tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in args)
 
 
 @register_quantizer(NAME)

@@ -3,5 +3,5 @@
 quantize     the call
 replaceable  which modules can be replaced, which should not be, and why
 stacked      experts that a model stacks in two parameters
-swap         a layer in a module's place
+swap         a layer, or for a while a placeholder, in a module's place
 """

@@ -77,6 +77,48 @@ def put_tensor(model: torch.nn.Module, names: Iterable[str], old: torch.Tensor, 
         held[child] = new
 
 
+class Placeholder(torch.nn.Module):
+    """Stands for a module that transformers is not to load, see `jitgemm.hf`, and takes about its layer's room.
+
+    transformers counts the buffer for `device_map="auto"` and puts it where the module belongs. It is not persistent:
+    no tensor of a file has its name, and no key is missing.
+    """
+
+    room: torch.Tensor
+
+    def __init__(self, module: torch.nn.Module, size: int, device: torch.device):
+        super().__init__()
+        self.module = (module,)  # in a tuple, where PyTorch does not see its parameters
+        self._is_hf_initialized = True
+        self.register_buffer("room", torch.empty(size, dtype=torch.uint8, device=device), persistent=False)
+        for hooks in HOOKS:
+            setattr(self, hooks, getattr(module, hooks))
+        self.train(module.training)
+
+    def __getattr__(self, name: str) -> Any:
+        """What others ask of the module, such as its sizes."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["module"][0], name)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Nothing: models that tie weights assign them, and `tie_weights` runs again after loading."""
+
+    def vacate(self) -> tuple[torch.nn.Module, torch.device]:
+        """The module, and the device on which its layer goes, whose room is free from now on."""
+        device = self.room.device
+        del self.room
+        hook = vars(self).get("_hf_hook")
+        if hook is not None:  # accelerate's, where a device_map names the layer itself: it moves the input
+            self.module[0].register_forward_pre_hook(_moving_to(device))
+        return self.module[0], device
+
+
+def _moving_to(device: torch.device) -> Any:
+    return lambda module, args: tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in args)
+
+
 def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:
     """Says in a transformers model's config whether weights are packed, and whether embeddings are no longer tied.
 
