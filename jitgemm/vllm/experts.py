@@ -34,7 +34,7 @@ from jitgemm.checkpoint.layouts import PARTS
 from jitgemm.checkpoint.reader import layer_header, read_header
 from jitgemm.kernel.formats import STRIP_ROWS
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
-from jitgemm.nn.load.read import CODES, layer_of
+from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Touched, Unsupported
 from jitgemm.vllm.linear import (
     CHILD,
@@ -214,8 +214,8 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
             weight = read_header(opened, layer_header(opened, name, format=self.layout.format), first.device)
             return weight if part == "w13" or self.touched is None else weight.columns(*self.touched.own)
 
-        layer = layer_of(checkpoint(0), name, activation, self.layout.format)
-        given = first.shape[0], read, CODES[layer.activation], layer.bits, together
+        layer = LayerSource.find(checkpoint(0), name, activation, self.layout.format)
+        given = first.shape[0], read, layer.lhs_dtype, layer.bits, together
         return pack_experts(*given), layer.activation
 
     def _gate(self, layer: torch.nn.Module) -> Gate:

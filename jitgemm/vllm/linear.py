@@ -20,8 +20,9 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, as_rows
-from jitgemm.nn.load.read import CODES, layer_of, read
 from jitgemm.checkpoint.layouts import PARTS, G
+from jitgemm.nn.layers.parts import LHS_DTYPES
+from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Touched, floats
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
@@ -312,9 +313,9 @@ class JitGemmLinearMethod(LinearMethodBase):
         found = read_parts(tensors, self.layout, widths)
         named = {f"{self.names[0]}.{suffix}": tensor for suffix, tensor in found.items()}
         checkpoint = Checkpoint(named, self.layout.config_of(self.config.checkpoint))
-        layer = layer_of(checkpoint, self.names[0], activation, self.layout.format)
+        layer = LayerSource.find(checkpoint, self.names[0], activation, self.layout.format)
         columns = None if self.touched is None else self.touched.own
-        parts = read(checkpoint, layer, next(iter(found.values())).device, columns=columns)
+        parts = layer.read(next(iter(found.values())).device, columns=columns)
         return LINEARS[layer.bits](**parts._replace(input_scale=self.static(parts.input_scale))._asdict())
 
     def static(self, input_scale: torch.Tensor | None) -> torch.Tensor | None:
@@ -340,7 +341,7 @@ class JitGemmHeadMethod(JitGemmLinearMethod):
 
     def _packed(self, tensors: dict[str, torch.Tensor], widths: Sequence[int]) -> PackedLinear:
         activation = self.config.options["lm_head"]
-        return LINEARS[8](quantize_w8(tensors["weight"], CODES[activation]), activation=activation)
+        return LINEARS[8](quantize_w8(tensors["weight"], LHS_DTYPES[activation]), activation=activation)
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         layer.weight = embed_tokens.weight
@@ -350,10 +351,10 @@ class JitGemmHeadMethod(JitGemmLinearMethod):
 def quantised(weight: torch.Tensor, activation: str, options: Mapping[str, Any]) -> Any:
     """A weight in floats, packed as the user's options say."""
     if options["bits"] == 8:
-        return quantize_w8(weight, CODES[activation])
+        return quantize_w8(weight, LHS_DTYPES[activation])
     k = weight.shape[-1]
     group_size = options["group_size"] if 0 < options["group_size"] < k else k
-    symmetric, codes = options["symmetric"], CODES[activation]
+    symmetric, codes = options["symmetric"], LHS_DTYPES[activation]
     return quantize_w4(weight, group_size, symmetric=symmetric, lhs_dtype=codes)
 
 

@@ -26,7 +26,7 @@ from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
-from jitgemm.nn.quantize.choose import check_model
+from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.fuse.fused import FUSED
 from jitgemm.nn.layers.linear import PackedLinear
