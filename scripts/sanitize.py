@@ -7,7 +7,7 @@ kernels. Exits 1 on a wrong result. Needs a Hopper GPU.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +117,7 @@ def grouped(  # type: ignore[no-untyped-def]
 ) -> bool:
     """Whether a grouped GEMM of these sizes is right, and leaves the rows before and behind alone."""
     (n, k), rows = sizes, sum(counts) + 4
-    fields = asdict(format)
+    fields = format.to_dict()
     group = fields.pop("group_size")
     weights = [builders.weight_parts(e, n, k, group, **fields).packed for e in range(len(counts))]
     weight = type(weights[0]).stacked(len(weights), weights.__getitem__)
@@ -145,7 +145,7 @@ def main() -> int:
     wrong = 0
     for name, wanted, format, lhs_type, (m, n, k) in CASES:
         spec = first(wanted, lhs_type, WeightFormat(*format))
-        fields = asdict(WeightFormat(*format))
+        fields = WeightFormat(*format).to_dict()
         weight = builders.weight_parts(1, n, k, fields.pop("group_size"), **fields).packed
         lhs, bias = activations(wanted, m, k, lhs_type), builders.bias(3, n, torch.float32)
         ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)

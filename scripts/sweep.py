@@ -65,12 +65,14 @@ FORMATS = {
     "int8_g128z": Numbers("s8", WeightFormat(128, True, "bf16")),
     "e4m3_g64": Numbers("e4m3", WeightFormat(64, False, "bf16")),
     "int8_g64": Numbers("s8", WeightFormat(64, False, "bf16", "s8")),
-    "w8_e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "fp32", "e4m3", bits=8)),
-    "w8_int8_ch": Numbers("s8", WeightFormat(0, False, "fp32", "s8", bits=8)),
+    "w8_e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "fp32", "e4m3", code="e4m3")),
+    "w8_int8_ch": Numbers("s8", WeightFormat(0, False, "fp32", "s8", code="int8")),
     "e4m3_g128_b128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 128),
     "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),
-    "w8_e4m3_block_b128": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8, strip_scales=True), 128),
-    "w8_e4m3_block": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8)),
+    "w8_e4m3_block_b128": Numbers(
+        "e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3", strip_scales=True), 128
+    ),
+    "w8_e4m3_block": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3")),
 }
 SHAPES = (
     (4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4608, 4096), (2112, 7168), (2048, 7168), (7168, 512),
@@ -302,7 +304,7 @@ class Bench:
         import jitgemm
 
         fmt, n, k = FORMATS[name].format, self.n, self.k
-        if fmt.bits == 8:
+        if fmt.typed:
             dtype = torch.int8 if self.lhs == "s8" else torch.float8_e4m3fn
             return jitgemm.quantize_w8(torch.randn(n, k, device="cuda"), dtype, block=fmt.group_size or None)
         low, high = (0, 16) if fmt.zero_point else (-7, 8)
@@ -310,7 +312,7 @@ class Bench:
         groups = -(-k // fmt.group_size) if fmt.group_size else 1
         scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
         zero = torch.randint(0, 16, (n, groups), device="cuda", dtype=torch.uint8) if fmt.zero_point else None
-        lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[fmt.codes]
+        lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[fmt.order]
         return jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k, lhs_dtype=lhs_dtype)
 
     def times(

@@ -116,7 +116,7 @@ def test_a_launch_passes_its_maps_and_then_its_argument_block(monkeypatch, maps)
 
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", launch)
     kernel = driver.LoadedKernel("function", None, 0)
-    prepared = driver.Launch(kernel, grid=7, block=(32, 8), smem_bytes=4096)
+    prepared = driver.LaunchConfig(kernel, grid=7, block=(32, 8), smem_bytes=4096)
     for arguments, stream, dependent in ((b"\1\0\0\0\2", 11, True), (b"\3\4\5\6\7", 12, False)):
         prepared.run(driver.Parameters(arguments, maps), stream, dependent)
     assert launches == [

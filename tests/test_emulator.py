@@ -64,7 +64,7 @@ def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
     f = spec.format
     weight = builders.weight_parts(
         seed, n, k, f.group_size, zero_point=f.zero_point, scale_type=f.scale_type, offset=f.offset,
-        codes=f.codes, bits=f.bits, strip_scales=spec.token_rows,
+        codes=f.order, bits=f.bits, strip_scales=spec.token_rows,
     ).packed  # fmt: skip
     zero = None
     if spec.lhs_group:
@@ -79,7 +79,7 @@ def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
 
 
 def assert_within_the_bound(operands: Gemm) -> None:
-    x, scale, zero, weight, out, bias = operands
+    x, scale, zero, weight, out, bias = operands[:6]
     lhs = (x, scale) if zero is None else (x, scale, zero)
     ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias, out_dtype=out.dtype)
     assert bool(((out.double() - ref).abs() <= bound).all()), "outside of the bound"
@@ -134,13 +134,13 @@ def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool) -> tupl
     f, n, k = spec.format, 136, 416
     rows, tokens = sum(counts), sum(counts) // 3 if gathered else sum(counts)
     if f.bits == 8:
-        parts = [builders.weight_parts(e, n, k, f.group_size, codes=f.codes, bits=8) for e in range(len(counts))]
+        parts = [builders.weight_parts(e, n, k, f.group_size, codes=f.order, bits=8) for e in range(len(counts))]
         stacks = (torch.stack([getattr(each, name) for each in parts]) for name in ("q", "scale"))
         q, scale = stacks
         scale = scale[:, ::128].contiguous() if spec.token_rows else scale
         weight = jitgemm.pack_w8(q, scale, group_size=None if spec.token_rows else f.group_size)
     else:
-        weight = weight_of_experts(len(counts), n, k, f.group_size, codes=f.codes, scale_type=f.scale_type)
+        weight = weight_of_experts(len(counts), n, k, f.group_size, codes=f.order, scale_type=f.scale_type)
     offsets = torch.tensor([0, *(sum(counts[: i + 1]) for i in range(len(counts)))], dtype=torch.int32)
     index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32)
     lhs = (builders.block_lhs if spec.lhs_group else builders.lhs)(3, tokens, k, spec.lhs)

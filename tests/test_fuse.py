@@ -284,11 +284,11 @@ def test_orders_of_codes_that_differ_merge_and_come_back():
     jitgemm.nn.quantize_(model, activation="e4m3", group_size=32, clip_steps=0, full_range=False)
     with_minus_8(model)
     attention = model.model.layers[0].self_attn
-    assert [getattr(attention, f"{n}_proj").weight.format.codes for n in "qkv"] == ["e4m3", "any", "e4m3"]
+    assert [getattr(attention, f"{n}_proj").weight.format.order for n in "qkv"] == ["e4m3", "any", "e4m3"]
     before = copy.deepcopy(model)
     fuse_(model)
     (run,) = model.model.layers[0].input_layernorm.joint.runs
-    assert run.weight.format.codes == "any"
+    assert run.weight.format.order == "any"
     assert_by_hand(model, before)
     # A state dict is right either way, of the fused model and into it.
     other = copy.deepcopy(before)

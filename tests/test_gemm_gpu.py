@@ -29,7 +29,8 @@ from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
-from jitgemm.kernel.formats import GROUP_SIZES, MAX_CHANNEL_K_S8, Problem, WeightFormat
+from jitgemm.kernel.codes import CODES
+from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
@@ -592,7 +593,7 @@ def test_codes_packed_for_one_type_of_activations(case):
 def name_of(drawn: tuple[str, WeightFormat, str, int]) -> str:
     lhs, format, out, _ = drawn
     name = f"{lhs}-g{format.group_size}{'z' if format.zero_point else ''}{'o' if format.offset else ''}"
-    return f"{name}-{format.scale_type}-codes {format.codes}-to {out}"
+    return f"{name}-{format.scale_type}-codes {format.order}-to {out}"
 
 
 @pytest.mark.parametrize("drawn", drawn_kernels(), ids=name_of)
@@ -606,7 +607,7 @@ def test_kernels_that_the_selector_might_choose(drawn):
     m = draw.randrange(1, 3 * spec.block_m + 1)
     n, k = 2 * spec.block_n + 72, DRAWN_K
     rhs = weight(
-        n, k, (format.group_size, format.zero_point, format.scale_type), "plain", 3, format.offset, format.codes
+        n, k, (format.group_size, format.zero_point, format.scale_type), "plain", 3, format.offset, format.order
     )
     assert rhs.format == format
     # Every int8 kernel takes zero points of activations: whether there are any is a run-time argument.
@@ -809,7 +810,7 @@ def test_all_codes_and_offsets_exactly(group_size, zero_point, codes):
         lhs_dtype=None if codes == "any" else builders.LHS_DTYPES[codes],
     )  # fmt: skip
     rhs, exact = parts.packed, parts.dequantize_fp64().T
-    assert rhs.format.codes == codes
+    assert rhs.format.order == codes
     one = torch.ones(1, device="cuda")
     identity = torch.eye(k, device="cuda")
     for lhs_name in LHS_TYPES if codes == "any" else (codes,):
@@ -861,11 +862,12 @@ def test_the_ends_of_the_activations_range(lhs_name):
 @pytest.mark.parametrize("m", [1, 40])
 def test_the_largest_sums_of_codes_packed_for_int8_per_channel(m):
     """The longest row that is packed for int8 alone, and one beyond it: 128 * 8 * 16 a product in int32."""
-    for k, codes in ((MAX_CHANNEL_K_S8, "s8"), (MAX_CHANNEL_K_S8 + 32, "any")):
+    longest = CODES["int4"].order("s8").max_channel_k
+    for k, codes in ((longest, "s8"), (longest + 32, "any")):
         q = torch.full((8, k), -8, dtype=torch.int8, device="cuda")
         q[1] = 7
         rhs = pack_w4(q, torch.ones(8, 1, device="cuda"), group_size=k, lhs_dtype=torch.int8)
-        assert rhs.format.codes == codes
+        assert rhs.format.order == codes
         x = torch.full((m, k), -128, dtype=torch.int8, device="cuda")
         x[1::2] = 127
         lhs = (x, torch.ones(1, device="cuda"))

@@ -14,7 +14,7 @@ from test_driver import CODES, struct_of
 import jitgemm
 from jitgemm.gemm import launch as gemms
 from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.rows import rows_of_m_indices, rows_of_problem_sizes
+from jitgemm.gemm.grouped import rows_of_m_indices, rows_of_problem_sizes
 from jitgemm.gemm.problem import Groups
 from jitgemm.jit.nvrtc import compile_cubin
 from jitgemm.kernel.formats import WeightFormat

@@ -14,7 +14,7 @@ from test_grouped import weight_of_experts
 import jitgemm
 from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.rows import rows_of_m_indices
+from jitgemm.gemm.grouped import rows_of_m_indices
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Groups
 from jitgemm.kernel.spec import KernelSpec
@@ -46,7 +46,7 @@ ROUTINGS = {
 def experts_on_gpu(count, n, k, lhs, options):
     weight = weight_of_experts(count, n, k, device="cuda", **options)
     if options.get("codes") == "e4m3":
-        assert weight.format.codes in ("any", "e4m3")
+        assert weight.format.order in ("any", "e4m3")
     return weight
 
 

@@ -289,7 +289,7 @@ def test_lhs_dtype_is_what_the_weights_were_packed_for():
         )
         for parts in (case.parts13, case.parts2)
     )
-    assert w13.format.codes == "s8"
+    assert w13.format.order == "s8"
     arguments = case.replaced(w13=w13, w2=w2)
     expected = fused_experts(*case.arguments, lhs_dtype=torch.int8)
     assert builders.same_bits(fused_experts(*arguments), expected)

@@ -269,7 +269,7 @@ def test_from_linear_quantises_with_quantize_w4():
 @pytest.mark.parametrize("activation, order", [("e4m3", "e4m3"), ("int8", "s8"), ("int8_affine", "s8")])
 def test_from_linear_packs_for_its_activations(activation, order):
     layer = W4A8Linear.from_linear(linear(), activation=activation, full_range=False)
-    assert layer.weight.format.codes == order
+    assert layer.weight.format.order == order
 
 
 @pytest.mark.parametrize(
@@ -520,9 +520,9 @@ def test_the_order_of_codes_comes_from_the_state_dict():
     """It depends on whether any code is -8, which an empty layer cannot know."""
     layer = W4A8Linear.from_linear(linear(), full_range=False)
     other = emptied(layer)
-    assert (layer.weight.format.codes, other.weight.format.codes) == ("e4m3", "any")
+    assert (layer.weight.format.order, other.weight.format.order) == ("e4m3", "any")
     other.load_state_dict(layer.state_dict())
-    assert other.weight.format.codes == "e4m3" and same_layer(layer, other)
+    assert other.weight.format.order == "e4m3" and same_layer(layer, other)
 
 
 def test_misaligned_tensors_of_a_file_are_copied():

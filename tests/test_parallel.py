@@ -95,7 +95,7 @@ def apart(layer: PackedLinear, rank: int) -> PackedLinear:
     weight = layer.weight
     q, scale, zero = weight.unpack()
     whole = CanonicalWeight(
-        q, scale, zero, weight.unpack_offset(), weight.group_size, weight.permutation, bits=weight.bits
+        q, scale, zero, weight.unpack_offset(), weight.group_size, weight.permutation, code=weight.format.code
     )
     weight = whole.shard("k", rank, ranks.WORLD).pack(CODES[layer.activation])
     bias = layer.bias if rank == 0 else None

@@ -24,7 +24,7 @@ from torch.nn.functional import silu
 
 import jitgemm
 import jitgemm.nn
-from jitgemm.gemm.rows import rows_of_m_indices
+from jitgemm.gemm.grouped import rows_of_m_indices
 from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
 from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm

@@ -24,6 +24,7 @@ from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Groups
 from jitgemm.gemm.reference import gemm_w4a8_reference
+from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
@@ -63,7 +64,7 @@ class Case:
         group = 128 if self.group == BLOCK else self.group
         group = group if group < self.k else 0
         strips = self.group == BLOCK and group > 0
-        format = WeightFormat(group, False, self.scale, self.lhs, bits=8, strip_scales=strips)
+        format = WeightFormat(group, False, self.scale, self.lhs, code=typed_code(self.lhs), strip_scales=strips)
         return Problem(self.m, self.n, self.k, self.lhs, format, self.out)
 
     def operands(self) -> tuple[tuple, jitgemm.W8Weight, torch.Tensor | None]:
@@ -151,7 +152,7 @@ def sampled(problem: Problem, count: int = 12) -> list[KernelSpec]:
 
 
 SAMPLED = [
-    Problem(m, 328, 4128, lhs, WeightFormat(group, False, "fp32", lhs, bits=8))
+    Problem(m, 328, 4128, lhs, WeightFormat(group, False, "fp32", lhs, code=typed_code(lhs)))
     for lhs, group, m in itertools.product(LHS_TYPES, (PER_CHANNEL, 32, 128, 256), (8, 60, 300))
 ]
 

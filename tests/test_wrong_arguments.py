@@ -19,7 +19,7 @@ from moe_cases import Case
 
 import jitgemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.rows import rows_of_m_indices, rows_of_problem_sizes
+from jitgemm.gemm.grouped import rows_of_m_indices, rows_of_problem_sizes
 from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.moe.route import combine, route
 

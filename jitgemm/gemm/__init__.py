@@ -6,7 +6,7 @@ Files::
     call          what they have in common, and their ops
     problem       a GEMM's arguments, dense or grouped, and their checks
     launch        from a checked GEMM to a launch
-    rows          others' ways to say which rows are which expert's
+    grouped       others' ways to say which rows are which expert's
     int8_out      a GEMM whose result is 8-bit again
     e8m0          scales of activations that are powers of two
     reference     the exact GEMM, which CPU tensors run

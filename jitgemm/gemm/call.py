@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jitgemm.gemm.e8m0 import pack_e8m0
-from jitgemm.gemm.problem import X, X_SCALE, X_ZERO, Gemm, Groups, as_rows, check_weight, experts_of, split_lhs
+from jitgemm.gemm.problem import X, X_SCALE, X_ZERO, Gemm, Groups
+from jitgemm.gemm.problem import as_rows, check_types, check_weight, experts_of, split_lhs
 from jitgemm.kernel.formats import MAX_ROWS, format_named
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.launch import prepare, run_prepared
@@ -59,14 +60,9 @@ class _Call(Gemm):
 
 
 def gemm(
-    kind: type[Weight],
-    lhs: tuple[torch.Tensor, ...],
-    rhs: Weight,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
+    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: Weight, out: torch.Tensor,
+    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+) -> None:  # fmt: skip
     """`gemm_w4a8_nt` for a weight of this class; `Weight` for both."""
     if type(rhs) is not kind:
         check_weight(rhs, kind)
@@ -81,20 +77,14 @@ def gemm(
     try:
         _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel)
     except (AttributeError, TypeError):
-        Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel).check_types()
+        check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
         raise
 
 
 def _run(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    x_zero: torch.Tensor | None,
-    weight: AnyWeight,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    batch_invariant: bool,
-    kernel: str | None,
-) -> None:
+    x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight, out: torch.Tensor,
+    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None,
+) -> None:  # fmt: skip
     """`run_prepared`, unrolled: making a `Gemm` and asking it would take a tenth of a call's time."""
     # What decides legality and kernel; `LaunchCache.find_plan` compares the rest of the tensors.
     key = (weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None)
@@ -117,17 +107,10 @@ def _run(
 
 
 def contiguous(
-    kind: type[Weight],
-    lhs: tuple[torch.Tensor, ...],
-    rhs: AnyWeight,
-    out: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    row_index: torch.Tensor | None = None,
-    expected_m: float | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
+    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
+    bias: torch.Tensor | None = None, row_index: torch.Tensor | None = None, expected_m: float | None = None,
+    batch_invariant: bool = False, kernel: str | None = None,
+) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_contiguous` for a weight of this class; `Weight` for both."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, kind)
@@ -135,20 +118,13 @@ def contiguous(
     rows = out.shape[0] if out.dim() else 0
     expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
     groups = Groups(check_tensor("offsets", offsets), row_index, 0, expected_rows)
-    _call_grouped(_Call(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel))
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
 
 
 def masked(
-    kind: type[Weight],
-    lhs: tuple[torch.Tensor, ...],
-    rhs: AnyWeight,
-    out: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: float,
-    bias: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
+    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
+    expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+) -> None:  # fmt: skip
     """`m_grouped_gemm_w4a8_nt_masked` for a weight of this class; `Weight` for both."""
     x, x_scale, x_zero = split_lhs(lhs)
     experts = experts_of(rhs, kind)
@@ -164,7 +140,7 @@ def masked(
     # 0 would stand for offsets; where no expert has room for a row, any other number serves.
     rows_of_expert = max(max_m, 1) if type(max_m) is int else torch.sym_max(max_m, 1)
     groups = Groups(check_tensor("masked_m", masked_m), None, rows_of_expert, expected_rows)
-    _call_grouped(_Call(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel))
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
 
 
 def expected_rows_of(experts: int, expected_m: Any) -> int:
@@ -182,21 +158,18 @@ def expected_rows_of(experts: int, expected_m: Any) -> int:
     return math.trunc(rows + 0.5)  # torch.export saves no `round`
 
 
-def _call_grouped(gemm: _Call) -> None:
-    if traced(gemm.x, gemm.out):
-        call_op(gemm)
-    else:
-        _run_grouped(gemm)
+def _call_grouped(*arguments: Any) -> None:
+    """The call of a `Gemm`'s fields."""
+    call_op(Gemm(*arguments)) if traced(arguments[0], arguments[4]) else _run_grouped(_Call(*arguments))
 
 
 def _run_grouped(gemm: _Call) -> None:
     x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
-    sizes, row_index, rows_of_expert, expected_rows = groups  # type: ignore[misc]
-    # A tracer may not know out's rows, so that this waits until here; as `Gemm.expected_rows`.
-    expected_rows = max(1, min(expected_rows, out.shape[0])) if out.dim() else 1
+    sizes, row_index, rows_of_expert, _ = groups  # type: ignore[misc]
+    # A tracer may not know out's rows: what depends on their number waits until here.
     key = (
         weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None, row_index is None,
-        rows_of_expert, expected_rows,
+        rows_of_expert, gemm.expected_rows,
     )  # fmt: skip
     tensors = [x, x_scale, out, sizes]
     tensors += [each for each in (x_zero, bias, row_index) if each is not None]
@@ -211,7 +184,7 @@ def _run_grouped(gemm: _Call) -> None:
 def call_op(gemm: Gemm) -> None:
     """The call by its op, which a tracer can follow."""
     x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
-    gemm.check_types()
+    check_types(gemm)
     tensors = x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias
     rest = weight.n, weight.k, weight.format.name, batch_invariant, kernel
     if groups is None:

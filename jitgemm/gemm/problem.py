@@ -80,7 +80,7 @@ class Gemm(NamedTuple):
     @property
     def expected_rows(self) -> int:
         """Rows of all experts, as far as the kernel's choice goes."""
-        return 0 if self.groups is None else max(1, min(self.groups.expected_rows, self.out.shape[0]))
+        return 0 if self.groups is None or not self.out.dim() else max(1, min(self.groups[3], self.out.shape[0]))
 
     @property
     def packs_scales(self) -> bool:
@@ -89,7 +89,7 @@ class Gemm(NamedTuple):
         if scale.dtype is not torch.float8_e8m0fnu:
             return False
         blocks = -(-k // LHS_GROUP)
-        return scale.shape[-1:] == (blocks,) and scale.numel() * k == self.x.numel() * blocks
+        return scale.dim() > 1 and scale.size(-1) == blocks and scale.numel() * k == self.x.numel() * blocks
 
     @property
     def pointers(self) -> Sequence[Pointer]:
@@ -104,34 +104,35 @@ class Gemm(NamedTuple):
     def empty(self) -> bool:
         return self.out.shape[0] == 0 or self.x.shape[0] == 0
 
-    def check_types(self) -> None:
-        """Raises TypeError unless everything is of the class that it should be."""
-        x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = (
-            self  # torch 2.8 compiles no properties here
-        )
-        for name, tensor in ((X, x), (X_SCALE, x_scale), (X_ZERO, x_zero), ("out", out), ("bias", bias)):
-            if tensor is not None or name in (X, X_SCALE, "out"):
-                check_tensor(name, tensor)
-        if not isinstance(weight, PackedWeight):
-            check_weight(weight)
-        check_flag("batch_invariant", batch_invariant)
-        if kernel is not None and not isinstance(kernel, str):
-            raise TypeError(
-                f"kernel: expected a label as `jitgemm explain` prints it, or None, got {type(kernel).__name__}"
-            )
-
     def check(self) -> None:
         """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
-        self.check_types()
+        check_types(self)
         if self.kernel is not None:
             from jitgemm.kernel.spec import KernelSpec
 
             KernelSpec.from_label(self.kernel)
-        groups = self.groups
-        _check_arguments(self)
-        if groups is not None:
-            rows = self.out.shape[0] if self.out.dim() == 2 else -1
-            check_groups(groups, experts_of(self.weight), rows, self.x.device)
+        experts = _check_arguments(self)
+        if self.groups is not None and experts is not None:
+            check_groups(self.groups, experts, self.out.shape[0], self.x.device)
+
+
+def check_types(gemm: Gemm) -> None:
+    """Raises TypeError unless everything is of the class that it should be."""
+    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = (
+        gemm  # compilers up to torch 2.8 follow no method
+    )
+    for name, tensor in ((X, x), (X_SCALE, x_scale), ("out", out)):
+        check_tensor(name, tensor)
+    for name, given in ((X_ZERO, x_zero), ("bias", bias)):
+        if given is not None:
+            check_tensor(name, given)
+    if not isinstance(weight, PackedWeight):
+        check_weight(weight)
+    check_flag("batch_invariant", batch_invariant)
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(
+            f"kernel: expected a label as `jitgemm explain` prints it, or None, got {type(kernel).__name__}"
+        )
 
 
 def split_lhs(lhs: object, name: str = "lhs") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -188,8 +189,8 @@ def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: 
         ) from None
 
 
-def _check_arguments(gemm: Gemm) -> None:
-    """All but the groups themselves."""
+def _check_arguments(gemm: Gemm) -> int | None:
+    """The weight's experts, if all but the groups fits together."""
     x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
     experts = check_packed(weight, "rhs.", experts=groups is not None)
     n, k = weight.n, weight.k
@@ -205,8 +206,8 @@ def _check_arguments(gemm: Gemm) -> None:
             f"{X}: expected k of at most {most} for int8 with scales per channel, whose sums are 32-bit, got {k}"
         )
     if lhs_type not in weight.format.lhs_types:
-        packed_for = DTYPES[weight.format.codes].torch_name
-        why = "for which rhs was packed (lhs_dtype of pack_w4)" if weight.format.bits == 4 else "as rhs is"
+        packed_for = DTYPES[weight.format.lhs_types[0]].torch_name
+        why = "as rhs is" if weight.format.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
         raise TypeError(f"{X}: expected {packed_for}, {why}, got {dtype_name(x.dtype)}")
 
     masked = groups is not None and groups.masked  # then scales per token and 128 k have a dimension for the experts
@@ -234,6 +235,7 @@ def _check_arguments(gemm: Gemm) -> None:
     for name, tensor in ((X_SCALE, x_scale), (X_ZERO, x_zero), ("rhs", weight.blocks), ("out", out), ("bias", bias)):
         if tensor is not None:
             check_device(name, tensor, X, x.device)
+    return experts
 
 
 def _check_matrix(name: str, tensor: torch.Tensor, shape: str, columns: int) -> None:

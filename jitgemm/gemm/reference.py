@@ -154,7 +154,7 @@ def _check(
 ) -> int:
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
-    check_dtype(X, x.dtype, LHS_TYPES if rhs.format.bits == 4 else (rhs.format.codes,))
+    check_dtype(X, x.dtype, rhs.format.lhs_types if rhs.format.typed else LHS_TYPES)
     if x.dim() != 2 or x.shape[1] != rhs.k:
         raise ValueError(f"{X}: expected shape [m, {rhs.k}], got {list(x.shape)}")
     check_scales(x, x_scale, x_zero, (x.shape[0],), rhs.k)

@@ -297,7 +297,7 @@ def check_experts(w13: Any, w2: Any, lhs_dtype: torch.dtype, affine: bool, block
         if lhs_type not in weight.format.lhs_types:
             raise TypeError(
                 f"{name}: expected a weight packed for lhs_dtype {dtype_name(lhs_dtype)}, got one for "
-                f"{weight.format.codes}"
+                f"{weight.format.order}"
             )
         if affine and weight.row_sum is None:
             raise ValueError(f"{name}: expected a weight with row_sum, which affine needs, got one without")

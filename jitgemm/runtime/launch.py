@@ -136,14 +136,14 @@ class Launch:
     Args:
         kernel: what is launched, on the device it is loaded on.
         block, values: its argument block, and what that holds beside addresses.
-        grid, threads, smem_bytes: as for `driver.Launch`.
+        grid, threads, smem_bytes: as for `driver.LaunchConfig`.
         maps: (number of a pointer, map over what it points to): tensor maps, the kernel's parameters before the block.
 
     Attributes:
         number: tells this launch's addresses from others' in the launch cache; the last of a call's `addresses`.
     """
 
-    __slots__ = ("number", "_block", "_bound", "_device", "_launch", "_maps", "_remembered", "_values")
+    __slots__ = ("number", "_block", "_bound", "_device", "_driver", "_launch", "_maps", "_remembered", "_values")
 
     def __init__(
         self,
@@ -159,9 +159,9 @@ class Launch:
         from jitgemm.runtime import driver
 
         self.number = next(_numbers)
-        self._launch = driver.Launch(kernel, grid=grid, block=threads, smem_bytes=smem_bytes)
+        self._launch = driver.LaunchConfig(kernel, grid=grid, block=threads, smem_bytes=smem_bytes)
         self._device, self._block, self._values, self._maps = kernel.device, block, values, maps
-        self._bound, self._remembered = driver.bound, this_thread.cache.values
+        self._driver, self._bound, self._remembered = driver, driver.bound, this_thread.cache.parameters.values
 
     def run(self, addresses: tuple[int, ...], dependent: bool, tensors: Operands | None = None) -> bool:
         """Launches on the current stream of the kernel's device; says whether it did.
@@ -174,34 +174,28 @@ class Launch:
         """
         device = self._device
         if current_device() != device:
-            from jitgemm.runtime import driver
-
             with torch.cuda.device(device):
-                driver.use_context(device)
+                self._driver.use_context(device)
                 return self.run(addresses, dependent, tensors)
         if self._bound.device != device:
-            from jitgemm.runtime import driver
-
-            driver.bind(device)
+            self._driver.bind(device)
         parameters = self._remembered.get(addresses)
         if parameters is not None:
             self._remembered.move_to_end(addresses)
         elif tensors is None:
             return False
         else:
-            from jitgemm.runtime import driver
-
             check_addresses(self._block.pointers, tensors)
             # The device's context is current: tensor maps need it.
             encoded = {tile_map: tile_map.encode(addresses[i]) for i, tile_map in self._maps}
             maps = [encoded[tile_map] for _, tile_map in self._maps]
-            parameters = driver.Parameters(self._block.pack(addresses, self._values), maps)
-            this_thread.cache.add(addresses, parameters)
+            parameters = self._driver.Parameters(self._block.pack(addresses, self._values), maps)
+            this_thread.cache.parameters.add(addresses, parameters)
         self._launch.run(parameters, current_stream(device), dependent)
         return True
 
     def run_tensors(self, *tensors: torch.Tensor | None) -> None:
         """Launches with the tensors' addresses, in the block's order; it may start before the kernel before it ends."""
-        addresses = (*(0 if tensor is None else tensor.data_ptr() for tensor in tensors), self.number)
+        addresses = (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], self.number)
         if not self.run(addresses, True):
             self.run(addresses, True, tensors)

@@ -39,9 +39,9 @@ class ProjectionView(PackedLinear):
     fronts = ()
 
     def __init__(self, linear: PackedLinear, merged: WeightFormat, start: int, width: int):
-        weight = _in_order(linear.weight, merged.codes)
+        weight = _in_order(linear.weight, merged.order)
         super().__init__(weight, linear.bias, activation=linear.activation, input_scale=linear.input_scale)
-        self.start, self.width, self.order, self.merged = start, width, linear.weight.format.codes, merged
+        self.start, self.width, self.order, self.merged = start, width, linear.weight.format.order, merged
         _like(self, linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,16 +86,16 @@ class ProjectionView(PackedLinear):
             error_msgs.append(f"{prefix}blocks: expected assign=False for a fused layer, got True; or {ADVICE}")
             return
         if prefix + "blocks" in state_dict and self._what_is_wrong(state_dict, prefix) is None:
-            weight, order = Weight.from_state_dict(state_dict, prefix), self.merged.codes
+            weight, order = Weight.from_state_dict(state_dict, prefix), self.merged.order
             found, problem = weight.format, None
-            if found.codes != order != "any":
-                problem = f"expected codes in the order {order!r}, got {found.codes!r}"
+            if found.order != order != "any":
+                problem = f"expected codes in the order {order!r}, got {found.order!r}"
             elif self.merged.strip_scales and not found.strip_scales:
                 problem = "expected one scale for every 64 rows, as the merged weight has, got several"
             if problem is not None:
                 error_msgs.append(f"{prefix}meta: {problem}; {ADVICE}")
                 return
-            self.order, weight = found.codes, _in_order(weight, order)
+            self.order, weight = found.order, _in_order(weight, order)
             meta = weight.state_dict()["meta"]
             state_dict = {**state_dict, prefix + "blocks": weight.blocks, prefix + "meta": meta}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
@@ -322,19 +322,19 @@ def _kind(linear: PackedLinear) -> tuple[Any, ...]:
 def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
     """The format of one weight that holds all of these."""
     first = formats[0]
-    zero_point, codes = any(each.zero_point for each in formats), {each.codes for each in formats}
-    order = first.codes if len(codes) == 1 and not zero_point else "any"
+    zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
+    order = first.order if len(orders) == 1 and not zero_point else first.common.order
     strips = all(each.strip_scales for each in formats)
-    return replace(first, zero_point=zero_point, codes=order, strip_scales=strips)
+    return replace(first, zero_point=zero_point, order=order, strip_scales=strips)
 
 
 def _in_order(weight: Weight, order: str) -> Weight:
     """The weight with its codes in this order, copied unless they are."""
-    if weight.format.codes == order:
+    if weight.format.order == order:
         return weight
     blocks = weight.blocks.clone()
-    layout.reorder_codes(blocks[None], weight.format.codes, order)
-    found = replace(weight, blocks=blocks, format=replace(weight.format, codes=order))
+    layout.reorder_codes(blocks[None], weight.format.code, weight.format.order, order)
+    found = replace(weight, blocks=blocks, format=replace(weight.format, order=order))
     found.named(weight.layer)
     return found
 

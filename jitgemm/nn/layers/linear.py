@@ -18,6 +18,7 @@ from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.call import gemm
+from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.load.read import Parts, layer_of, read, state_dict_parts
@@ -231,7 +232,7 @@ class PackedLinear(Packed):
         parts += ["permutation"] if self.permutation is not None else []
         parts += ["static input scale"] if self.input_scale is not None else []
         parts += [f"1 of {self.split.mesh.size()} parts along {self.split.dim}"] if self.split is not None else []
-        parts += [f"scale_dtype={fmt.scale_type}", f"codes={fmt.codes}"]
+        parts += [f"scale_dtype={fmt.scale_type}", f"codes={fmt.order}"]
         return ", ".join(parts)
 
 
@@ -311,8 +312,8 @@ class W8A8Linear(PackedLinear):
     ) -> W8A8Linear:  # fmt: skip
         """As `W4A8Linear.empty`; group_size None is per channel."""
         group_size = check_group_size("channel" if group_size is None else group_size, in_features)
-        scale_type, code = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), activation_named(activation).dtype
-        fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, code, bits=8)
+        scale_type, lhs = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), activation_named(activation).dtype
+        fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, lhs, code=typed_code(lhs))
         weight = empty_weight(in_features, out_features, group_size, fmt, permutation, device)
         return cls._empty(weight, bias, activation, input_scale, device)
 
@@ -332,7 +333,7 @@ def empty_weight(
         k,
         group_size,
         fmt,
-        row_sum=empty(rows, dtype=torch.float32) if "s8" in fmt.common.lhs_types else None,
+        row_sum=empty(rows, dtype=torch.float32) if fmt.row_sums else None,
         # A permutation even before it is loaded: what reads it never reaches beyond the input.
         permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
     )

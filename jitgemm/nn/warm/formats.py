@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from jitgemm.activations.scheme import activation_named
-from jitgemm.checkpoint.affine import setting
+from jitgemm.checkpoint.settings import setting
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.dtypes import torch_dtype
@@ -148,7 +148,7 @@ class LayersOfPlan:
 
     def _tells(self, layer: Layer, format: WeightFormat) -> bool:
         """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8."""
-        if format.bits == 4 and format.codes == "e4m3":
+        if not format.complete:
             return False
         headers = {suffix: self.checkpoint.info(name) for suffix, name in layer.names.items()}
         if format.strip_scales and any("scale" in suffix and layer.n in each.shape for suffix, each in headers.items()):
@@ -193,7 +193,7 @@ class LayersOfFloats:
         elif cut is not None:
             n //= cut.world
         open = self.bits == 4 and not weight.format.zero_point and lhs is torch.float8_e4m3fn
-        format = replace(weight.format, codes=self.order) if open else weight.format
+        format = replace(weight.format, order=self.order) if open else weight.format
         return Look(n, weight.k, weight.group_size, format, few.activation, bias)
 
 
