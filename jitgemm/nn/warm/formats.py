@@ -154,7 +154,7 @@ class LayersOfPlan:
         if format.strip_scales and any("scale" in suffix and layer.n in each.shape for suffix, each in headers.items()):
             return False
         zeros = [each.dtype for suffix, each in headers.items() if "zero" in suffix]
-        symmetric = setting(layer.header.config, "sym") is True
+        symmetric = setting(layer.header.scheme.settings, "sym") is True
         integers = format.zero_point and not any(dtype.is_floating_point for dtype in zeros)
         return not zeros or symmetric or format.offset or integers
 
