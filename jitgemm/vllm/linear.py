@@ -58,7 +58,7 @@ def part_of(loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> frozense
     return frozenset(part if isinstance(part, (tuple, list)) else [part if isinstance(part, int) else None])
 
 
-def one_order(load: Callable[..., Any]) -> Callable[..., Any]:
+def require_same_order(load: Callable[..., Any]) -> Callable[..., Any]:
     """A loader of the group of each column, which layers that are joined must have in common."""
 
     @wraps(load)
@@ -75,7 +75,7 @@ def one_order(load: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def exact(load: Callable[..., Any]) -> Callable[..., Any]:
+def require_exact(load: Callable[..., Any]) -> Callable[..., Any]:
     """A loader of scales that rather fails than rounds them."""
 
     @wraps(load)
@@ -131,9 +131,9 @@ def parameter(name: str, layout: TensorLayout, sizes: Mapping[str, int], loader:
     axes = {"output_dim": layout.axis("n"), "input_dim": layout.axis("k", "G")}
     kind: Any
     given: dict[str, Any] = {axis: dim for axis, dim in axes.items() if dim is not None}
-    loader = exact(loader) if "scale" in name else loader
+    loader = require_exact(loader) if "scale" in name else loader
     if name.endswith("g_idx"):
-        kind, loader = parameters.RowvLLMParameter, one_order(loader)
+        kind, loader = parameters.RowvLLMParameter, require_same_order(loader)
     elif layout.packed is not None:
         given["packed_dim"], given["packed_factor"] = layout.packed
         kind = parameters.PackedvLLMParameter if "input_dim" in given else parameters.PackedColumnParameter
