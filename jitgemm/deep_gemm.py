@@ -26,8 +26,9 @@ import torch
 
 from jitgemm.gemm.call import gemm
 from jitgemm.gemm.e8m0 import fp32_scales
-from jitgemm.gemm.grouped import contiguous, masked, rows_of_m_indices
-from jitgemm.gemm.groups import experts_of
+from jitgemm.gemm.call import contiguous, masked
+from jitgemm.gemm.grouped import rows_of_m_indices
+from jitgemm.gemm.problem import experts_of
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.device import device_of
 from jitgemm.tensors import check_dtype, check_int, check_tensor, describe

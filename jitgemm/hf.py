@@ -48,7 +48,7 @@ except ImportError as error:
     raise ImportError(f"jitgemm.hf needs transformers 4.57 or newer: pip install transformers ({error})") from error
 
 if TYPE_CHECKING:
-    from jitgemm.nn.parallel.styles import Division
+    from jitgemm.nn.parallel.plan import ShardingPlan
 
 __all__ = ["JitGemmConfig", "config"]
 
@@ -417,11 +417,11 @@ def _check_parallel(model: PreTrainedModel) -> None:
             raise ValueError(f"distributed_config: expected {name} = 1, as jitgemm.nn knows tp_size only, got {size}")
 
 
-def _division(model: Any, plan: Plan) -> Division | None:
+def _division(model: Any, plan: Plan) -> ShardingPlan | None:
     """How transformers divides the model among ranks; None for a whole one."""
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return None
-    from jitgemm.nn.parallel.styles import Division  # half a second of torch.distributed
+    from jitgemm.nn.parallel.plan import ShardingPlan  # half a second of torch.distributed
 
     experts = next((name for name, layer in plan.layers.items() if isinstance(layer, Experts)), None)
     summed = {"all_reduce", "moe_identity_expert"} & set(model.tp_plan.values())
@@ -430,7 +430,7 @@ def _division(model: Any, plan: Plan) -> Division | None:
             f"tp_plan: expected no sum over the ranks around {experts}, whose packed experts are whole on each, got "
             f"{', '.join(sorted(summed))}; leave the experts out with modules_to_not_convert"
         )
-    division = Division(model._mesh_manager.get_mesh("tp"), model.tp_plan)
+    division = ShardingPlan(model._mesh_manager.get_mesh("tp"), model.tp_plan)
     division.check(model, plan.layers)
     return division
 

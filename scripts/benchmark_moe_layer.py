@@ -66,7 +66,7 @@ def calls_of(
     import jitgemm.moe.call
     from jitgemm.activations.arguments import Inputs
     from jitgemm.activations.call import quantize
-    from jitgemm.activations.kernel import SILU_MUL
+    from jitgemm.activations.scheme import SILU_MUL
     from jitgemm.moe.route import combine, route
 
     w13, w2 = weights

@@ -256,13 +256,15 @@ class Bench:
         """A graph of one call per copy of the weight."""
         from benchmark_lib.timing import Timed
 
-        from jitgemm.gemm.arguments import Operands
-        from jitgemm.gemm.plan import Plan
+        from jitgemm.gemm.problem import Gemm
+        from jitgemm.gemm.launch import GemmLaunch
 
         x, x_scale, out = self.lhs[0][:m], self.lhs[1][:m], self.out[:m]
-        operands = [Operands(x, x_scale, None, weight, out, None) for weight in self.weights]
-        plan = Plan(operands[0], batch_invariant=self.fmt.batch_invariant)
-        return Timed([partial(plan.launch, *each) for each in operands])
+        operands = [
+            Gemm(x, x_scale, None, weight, out, batch_invariant=self.fmt.batch_invariant) for weight in self.weights
+        ]
+        plan = GemmLaunch(operands[0])
+        return Timed([partial(plan.launch, each) for each in operands])
 
     def once(self, m: int) -> float:
         timed = self.timed(m)

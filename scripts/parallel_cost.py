@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import typer
 
 from jitgemm.cli import common
-from jitgemm.kernel.formats import Problem, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import Problem, WeightFormat, tuned_order
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
 from jitgemm.select.model import predict
@@ -187,7 +187,7 @@ def gemm_us(m: int, n: int, k: int, experts: int = 0) -> float:
     """The selector's prediction: e4m3, groups of 128, bf16 out; with experts of m rows together, evenly routed."""
     group = GROUP_SIZE if k > GROUP_SIZE else 0
     problem = Problem(
-        m, n, k, "e4m3", WeightFormat(group, False, "bf16", tuned_codes("e4m3", group, False, k)), experts=experts
+        m, n, k, "e4m3", WeightFormat(group, False, "bf16", tuned_order("e4m3", group, False, k)), experts=experts
     )
     return predict(choose(problem, DEVICE), problem, DEVICE).predicted_us
 

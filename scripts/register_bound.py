@@ -22,7 +22,7 @@ from jitgemm.cli import common
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.jit.entry import MAX_SPILL_BYTES
-from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_order
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
 from jitgemm.select.devices import DeviceSpec, device_spec
@@ -65,7 +65,7 @@ def sample(
     fmt: Format, scale_type: str, out: str, device: DeviceSpec, within: int, count: int, seed: int
 ) -> dict[KernelSpec, bool]:
     """Kernels with at most `within` registers to spare or too few, and whether they are legal; half of them direct."""
-    codes = "any" if fmt.any_codes else tuned_codes(fmt.lhs, fmt.group_size, fmt.zero_point, BLOCK_K)
+    codes = "any" if fmt.any_codes else tuned_order(fmt.lhs, fmt.group_size, fmt.zero_point, BLOCK_K)
     weight = WeightFormat(fmt.group_size, fmt.zero_point, scale_type, codes)
     rng, found = random.Random(seed), {}
     for legal, kernels in ((True, legal_kernels), (False, refused_kernels)):

@@ -7,7 +7,7 @@ kernels. Exits 1 on a wrong result. Needs a Hopper GPU.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,10 +19,9 @@ from moe_cases import Case  # noqa: E402
 
 from jitgemm import fused_experts, fused_experts_reference  # noqa: E402
 from jitgemm.gemm.bound import gemm_w4a8_bound  # noqa: E402
-from jitgemm.gemm.arguments import Operands  # noqa: E402
-from jitgemm.gemm.grouped_plan import GroupedPlan  # noqa: E402
-from jitgemm.gemm.groups import Groups  # noqa: E402
-from jitgemm.gemm.plan import Plan  # noqa: E402
+from jitgemm.gemm.problem import Gemm  # noqa: E402
+from jitgemm.gemm.launch import GemmLaunch  # noqa: E402
+from jitgemm.gemm.problem import Groups  # noqa: E402
 from jitgemm.kernel.formats import WeightFormat  # noqa: E402
 from jitgemm.kernel.spec import KernelSpec  # noqa: E402
 from jitgemm.runtime.device import device_of  # noqa: E402
@@ -118,7 +117,7 @@ def grouped(  # type: ignore[no-untyped-def]
 ) -> bool:
     """Whether a grouped GEMM of these sizes is right, and leaves the rows before and behind alone."""
     (n, k), rows = sizes, sum(counts) + 4
-    fields = asdict(format)
+    fields = format.to_dict()
     group = fields.pop("group_size")
     weights = [builders.weight_parts(e, n, k, group, **fields).packed for e in range(len(counts))]
     weight = type(weights[0]).stacked(len(weights), weights.__getitem__)
@@ -128,11 +127,12 @@ def grouped(  # type: ignore[no-untyped-def]
     whole = torch.full((rows, n + 8), 3.0, dtype=torch.bfloat16, device="cuda")
     out, rhs = whole[:, 8:], weight.to("cuda")
     spec = first(wanted, lhs_type, weight.format, experts=64)
-    operands = Operands(lhs[0].cuda(), lhs[1].cuda(), None, rhs, out, bias.cuda())
+    operands = Gemm(lhs[0].cuda(), lhs[1].cuda(), None, rhs, out, bias.cuda())
     groups = Groups(offsets.cuda(), None if index is None else index.cuda(), 0, rows)
-    plan = GroupedPlan(operands, groups, spec)
+    operands = operands._replace(groups=groups)
+    plan = GemmLaunch(operands, spec)
     for _ in range(3):
-        plan.launch(operands, groups)
+        plan.launch(operands)
     good = bool((whole[:, :8] == 3).all() and (out[:2] == 3).all() and (out[-2:] == 3).all())
     for e, (begin, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist())):
         part = range(begin, end) if index is None else index[begin:end].tolist()
@@ -145,18 +145,18 @@ def main() -> int:
     wrong = 0
     for name, wanted, format, lhs_type, (m, n, k) in CASES:
         spec = first(wanted, lhs_type, WeightFormat(*format))
-        fields = asdict(WeightFormat(*format))
+        fields = WeightFormat(*format).to_dict()
         weight = builders.weight_parts(1, n, k, fields.pop("group_size"), **fields).packed
         lhs, bias = activations(wanted, m, k, lhs_type), builders.bias(3, n, torch.float32)
         ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias)
         x, x_scale, rhs, bias = lhs[0].cuda(), lhs[1].cuda(), weight.to("cuda"), bias.cuda()
         out = torch.empty(m, n + 8, dtype=torch.bfloat16, device="cuda")[:, 8:]
-        operands = Operands(x, x_scale, None, rhs, out, bias)
-        plan = Plan(operands, spec)
+        operands = Gemm(x, x_scale, None, rhs, out, bias)
+        plan = GemmLaunch(operands, spec)
         for _ in range(3):
             unsettled = rhs.packed._replace(blocks=rhs.blocks.clone())  # no tensor that a weight settled
-            plan.launch(*operands._replace(weight=unsettled))
-            plan.launch(*operands)
+            plan.launch(operands._replace(weight=unsettled))
+            plan.launch(operands)
         torch.cuda.synchronize()
         good = bool(((out.cpu().double() - ref).abs() <= bound).all())
         wrong += not good

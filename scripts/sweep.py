@@ -36,7 +36,7 @@ from jitgemm.select.shapes import illegal
 if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
 
-    from jitgemm.gemm.arguments import Operands
+    from jitgemm.gemm.problem import Gemm
     from jitgemm.weight.packed import W4Weight
 
 # ---- problems --------------------------------------------------------------------------------------------------------
@@ -65,12 +65,14 @@ FORMATS = {
     "int8_g128z": Numbers("s8", WeightFormat(128, True, "bf16")),
     "e4m3_g64": Numbers("e4m3", WeightFormat(64, False, "bf16")),
     "int8_g64": Numbers("s8", WeightFormat(64, False, "bf16", "s8")),
-    "w8_e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "fp32", "e4m3", bits=8)),
-    "w8_int8_ch": Numbers("s8", WeightFormat(0, False, "fp32", "s8", bits=8)),
+    "w8_e4m3_ch": Numbers("e4m3", WeightFormat(0, False, "fp32", "e4m3", code="e4m3")),
+    "w8_int8_ch": Numbers("s8", WeightFormat(0, False, "fp32", "s8", code="int8")),
     "e4m3_g128_b128": Numbers("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 128),
     "int8_g128_b128": Numbers("s8", WeightFormat(128, False, "bf16", "s8"), 128),
-    "w8_e4m3_block_b128": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8, strip_scales=True), 128),
-    "w8_e4m3_block": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8)),
+    "w8_e4m3_block_b128": Numbers(
+        "e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3", strip_scales=True), 128
+    ),
+    "w8_e4m3_block": Numbers("e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3")),
 }
 SHAPES = (
     (4096, 4096), (28672, 4096), (4096, 14336), (6144, 4096), (4608, 4096), (2112, 7168), (2048, 7168), (7168, 512),
@@ -302,7 +304,7 @@ class Bench:
         import jitgemm
 
         fmt, n, k = FORMATS[name].format, self.n, self.k
-        if fmt.bits == 8:
+        if fmt.typed:
             dtype = torch.int8 if self.lhs == "s8" else torch.float8_e4m3fn
             return jitgemm.quantize_w8(torch.randn(n, k, device="cuda"), dtype, block=fmt.group_size or None)
         low, high = (0, 16) if fmt.zero_point else (-7, 8)
@@ -310,7 +312,7 @@ class Bench:
         groups = -(-k // fmt.group_size) if fmt.group_size else 1
         scale = (torch.rand(n, groups, device="cuda") * 0.02 + 0.001).bfloat16()
         zero = torch.randint(0, 16, (n, groups), device="cuda", dtype=torch.uint8) if fmt.zero_point else None
-        lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[fmt.codes]
+        lhs_dtype = {"any": None, "e4m3": torch.float8_e4m3fn, "s8": torch.int8}[fmt.order]
         return jitgemm.pack_w4(q, scale, zero, group_size=fmt.group_size or k, lhs_dtype=lhs_dtype)
 
     def times(
@@ -325,13 +327,13 @@ class Bench:
 
     def _dense(self, m: int) -> Callable[[KernelSpec], list[Callable[[], None]]]:
         """Calls of a kernel."""
-        from jitgemm.gemm.plan import Plan
+        from jitgemm.gemm.launch import GemmLaunch
 
         operands = self._operands(m, self.weights if m <= 512 else self.weights[:4])
 
         def calls(kernel: KernelSpec) -> list[Callable[[], None]]:
-            plan = Plan(operands[0], kernel)
-            return [partial(plan.launch, *each) for each in operands]
+            plan = GemmLaunch(operands[0], kernel)
+            return [partial(plan.launch, each) for each in operands]
 
         return calls
 
@@ -339,30 +341,31 @@ class Bench:
         """Calls of a kernel, one a routing."""
         from benchmark_lib.data import offsets_of
 
-        from jitgemm.gemm.grouped import Groups
-        from jitgemm.gemm.grouped_plan import GroupedPlan
+        from jitgemm.gemm.problem import Groups
+        from jitgemm.gemm.launch import GemmLaunch
 
         cell = GroupedCell(self.n, self.k, tokens, "", experts)
         (operands,) = self._operands(cell.most_rows, self.weights)
         groups = [Groups(offsets, None, 0, cell.expected_rows) for offsets in offsets_of(cell, "cuda")]
+        gemms = [operands._replace(groups=each) for each in groups]
 
         def calls(kernel: KernelSpec) -> list[Callable[[], None]]:
-            plan = GroupedPlan(operands, groups[0], kernel)
-            return [partial(plan.launch, operands, each) for each in groups]
+            plan = GemmLaunch(gemms[0], kernel)
+            return [partial(plan.launch, each) for each in gemms]
 
         return calls
 
-    def _operands(self, m: int, weights: Sequence[W4Weight]) -> list[Operands]:
+    def _operands(self, m: int, weights: Sequence[W4Weight]) -> list[Gemm]:
         import torch
 
-        from jitgemm.gemm.arguments import Operands
+        from jitgemm.gemm.problem import Gemm
 
         x = torch.randn(m, self.k, device="cuda")
         x = x.to(torch.float8_e4m3fn) if self.lhs == "e4m3" else (x * 30).round().clamp(-128, 127).to(torch.int8)
         groups = -(-self.k // self.lhs_group) if self.lhs_group else 0
         x_scale = torch.rand(groups, m, device="cuda").T if groups else torch.rand(m, device="cuda")
         out = torch.empty(m, self.n, device="cuda", dtype=torch.bfloat16)
-        return [Operands(x, x_scale, None, weight, out, None) for weight in weights]
+        return [Gemm(x, x_scale, None, weight, out, None) for weight in weights]
 
 
 # ---- regret ----------------------------------------------------------------------------------------------------------

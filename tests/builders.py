@@ -102,7 +102,7 @@ def weight_parts(
         bits: 8 for all bytes of the type `codes` but NaN.
         strip_scales: the rows of a strip share scales.
         offset: with offsets of both signs, as large as the scaled codes.
-        codes: the order to pack for, as `WeightFormat.codes`; "e4m3" has no code -8.
+        codes: the order to pack for, as `WeightFormat.order`; "e4m3" has no code -8.
         scales: "plain" near 0.01, "negative" of both signs, "tiny" and "huge" near the ends of the scale type (but far
             enough for a result to stay finite), "mixed" all of them.
     """

@@ -13,7 +13,9 @@ import torch
 
 from jitgemm.checkpoint import reader as checkpoint
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import Format
 from jitgemm.checkpoint.formats import FORMATS
+from jitgemm.checkpoint.reader import scheme_of
 from jitgemm.kernel.formats import ceil_div
 
 PREFIX = "model.layers.0.mlp.up_proj"
@@ -76,7 +78,12 @@ def load(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str,
 def detecting(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None) -> list[str]:
     """Names of all formats that detect a layer of such tensors."""
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    return [f.name for f in FORMATS if f.detect(infos, f.for_layer(config, PREFIX))]
+    return [f.name for f in FORMATS if f.detect(infos, config)]
+
+
+def read(format: Format, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
+    """The layer of such tensors."""
+    return format.read(tensors, scheme_of(format, config, PREFIX, tensors))
 
 
 def assert_exactly(weight: CanonicalWeight, expected: torch.Tensor) -> None:

@@ -11,10 +11,9 @@ import torch
 
 from jitgemm.activations import plan as quantizers
 from jitgemm.activations.arguments import Inputs
-from jitgemm.gemm import grouped_plan
-from jitgemm.gemm import plan as gemms
-from jitgemm.gemm.arguments import Operands
-from jitgemm.runtime import driver, prepared
+from jitgemm.gemm import launch as gemms
+from jitgemm.gemm.problem import Gemm
+from jitgemm.runtime import driver, launch as launching
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
 
@@ -35,7 +34,7 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
     def load(family, spec, device):
         block, maps = quantizers.ARGUMENTS, 0
         if family is gemms.KERNELS:
-            block, maps = (grouped_plan.ARGUMENTS, 5) if spec.experts else (gemms.ARGUMENTS, 3)
+            block, maps = (gemms.GROUPED_ARGUMENTS, 5) if spec.experts else (gemms.ARGUMENTS, 3)
         return driver.LoadedKernel([128] * maps + [struct.calcsize("<" + "".join(block.fields.values()))], None, device)
 
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", launch)
@@ -45,19 +44,19 @@ def without_driver(monkeypatch) -> list[tuple[bool, list[bytes]]]:
     monkeypatch.setattr(driver.TileMap, "encode", lambda self, address: address.to_bytes(128, "little"))
     monkeypatch.setattr(KernelFamily, "load", load)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(prepared, "current_device", lambda: -1)
-    monkeypatch.setattr(prepared, "current_stream", lambda device: 7)
-    for module in (gemms, grouped_plan, quantizers):
+    monkeypatch.setattr(launching, "current_device", lambda: -1)
+    monkeypatch.setattr(launching, "current_stream", lambda device: 7)
+    for module in (gemms, quantizers):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES["h200"])
     return launches
 
 
-def gemm_operands(*, group_size: int = builders.PER_CHANNEL, affine: bool = True, m: int = 5) -> Operands:
+def gemm_operands(*, group_size: int = builders.PER_CHANNEL, affine: bool = True, m: int = 5) -> Gemm:
     """Operands that have all the tensors that there are."""
     x, x_scale, x_zero = builders.affine_lhs(1, m, K)
     weight = builders.weight_parts(2, N, K, group_size, scale_type="fp16").packed
     out = torch.empty(m, N, dtype=torch.bfloat16)
-    return Operands(x, x_scale, x_zero if affine else None, weight, out, builders.bias(3, N))
+    return Gemm(x, x_scale, x_zero if affine else None, weight, out, builders.bias(3, N))
 
 
 def quantizer_inputs(m: int = 5) -> Inputs:

@@ -47,17 +47,17 @@ def test_a_gemm_file_reads_as_what_the_definition_packed(tmp_path, group_size, d
 @pytest.mark.parametrize("config", [None, {"w_bit": 4, "q_group_size": 64, "version": "GEMM", "zero_point": True}])
 def test_a_gemm_layer_needs_no_config_and_understands_autoawqs_own(config):
     layer = layers.layer(1)
-    layers.assert_exactly(FORMAT.read(gemm(layer), config), layer.weight)
+    layers.assert_exactly(layers.read(FORMAT, gemm(layer), config), layer.weight)
 
 
 def test_one_group_a_row():
     layer = layers.layer(2, k=256, group_size=256)
-    layers.assert_exactly(FORMAT.read(gemm(layer), GEMM | {"group_size": -1}), layer.weight)
+    layers.assert_exactly(layers.read(FORMAT, gemm(layer), GEMM | {"group_size": -1}), layer.weight)
 
 
 def test_constant_zero_8_becomes_signed_codes():
     layer = layers.layer(3, zeros=(8, 8))
-    weight = FORMAT.read(gemm(layer), GEMM)
+    weight = layers.read(FORMAT, gemm(layer), GEMM)
     assert weight.zero is None
     layers.assert_exactly(weight, layer.weight)
 
@@ -72,10 +72,10 @@ def test_a_gemv_file_reads_as_what_the_definition_packed(tmp_path, group_size, w
 @pytest.mark.parametrize("said", [{"zero_point": False}, {"zero_point": None, "sym": True}])
 def test_a_symmetric_file_has_zeros_of_8_and_any_other_is_an_error(said):
     layer, other = layers.layer(6, zeros=(8, 8)), layers.layer(7)
-    layers.assert_exactly(FORMAT.read(gemm(layer), GEMM | said), layer.weight)
+    layers.assert_exactly(layers.read(FORMAT, gemm(layer), GEMM | said), layer.weight)
     with pytest.raises(ValueError, match=r"qzeros: expected 8 in every group, as the config says zero_point: false"):
-        FORMAT.read(gemm(other), GEMM | said)
-    layers.assert_exactly(FORMAT.read(gemm(other), GEMM | {"sym": False}), other.weight)
+        layers.read(FORMAT, gemm(other), GEMM | said)
+    layers.assert_exactly(layers.read(FORMAT, gemm(other), GEMM | {"sym": False}), other.weight)
 
 
 def test_dynamic_overrides_the_config_of_the_layers_it_matches():
@@ -95,12 +95,12 @@ def test_dynamic_overrides_the_config_of_the_layers_it_matches():
 )
 def test_a_setting_that_cannot_be_read_is_named(said, message):
     with pytest.raises(ValueError, match=message):
-        FORMAT.read(gemm(layers.layer(0)), GEMM | said)
+        layers.read(FORMAT, gemm(layers.layer(0)), GEMM | said)
 
 
 def test_packing_keeps_the_matrix():
     layer = layers.layer(5)
-    assert torch.equal(FORMAT.read(gemm(layer), GEMM).pack().dequantize().double(), layer.weight)
+    assert torch.equal(layers.read(FORMAT, gemm(layer), GEMM).pack().dequantize().double(), layer.weight)
 
 
 @pytest.mark.parametrize("config", [None, GEMM, {"w_bit": 4, "version": "GEMM"}])
@@ -118,12 +118,12 @@ def test_other_versions_are_refused(version):
     config = GEMM | {"version": version}
     assert layers.detecting(gemm(layers.layer(0)), config) == ["awq"]
     with pytest.raises(ValueError, match=f"version: expected gemm or gemv, got '{version}'"):
-        FORMAT.read(gemm(layers.layer(0)), config)
+        layers.read(FORMAT, gemm(layers.layer(0)), config)
 
 
 def test_gemv_without_a_group_size_is_refused():
     with pytest.raises(ValueError, match="group_size: expected it in the config"):
-        FORMAT.read(gemv(layers.layer(0), 1), GEMV)
+        layers.read(FORMAT, gemv(layers.layer(0), 1), GEMV)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_gemv_without_a_group_size_is_refused():
 def test_a_tensor_of_another_form_is_refused(change, message):
     tensors = {name: t for name, t in (gemm(layers.layer(0)) | change).items() if t is not None}
     with pytest.raises(ValueError, match=message):
-        FORMAT.read(tensors, GEMM)
+        layers.read(FORMAT, tensors, GEMM)
 
 
 # ---- AutoAWQ ---------------------------------------------------------------------------------------------------------

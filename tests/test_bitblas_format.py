@@ -54,7 +54,7 @@ def test_rescaled_zeros_are_subtracted_as_they_are(tmp_path):
 
 def test_rescaled_zeros_that_were_not_rounded_are_integers_again():
     layer = layers.layer(2, zeros=(8, 8))
-    weight = FORMAT.read(packed(layer, "rescale"), PLAIN | {"zeros_mode": "rescale"})
+    weight = layers.read(FORMAT, packed(layer, "rescale"), PLAIN | {"zeros_mode": "rescale"})
     assert weight.zero is None and weight.offset is None
     layers.assert_exactly(weight, layer.weight)
 
@@ -82,19 +82,19 @@ def test_a_saved_bitblas_checkpoint_is_interleaved_for_fp16_only(dtype, order):
     layer = layers.layer(5, dtype=dtype)
     tensors = packed(layer, "quantized", order)
     tensors["qzeros"] = tensors.pop("zeros")
-    layers.assert_exactly(FORMAT.read(tensors, SAVED), layer.weight)
+    layers.assert_exactly(layers.read(FORMAT, tensors, SAVED), layer.weight)
 
 
 @pytest.mark.parametrize(("config", "zero"), [({"W_dtype": "int4"}, 8), ({"sym": True}, 8), ({"W_dtype": "uint4"}, 0)])
 def test_without_zeros_the_type_of_the_codes_says_what_they_mean(config, zero):
     layer = layers.layer(6, zeros=(zero, zero))
     tensors = {"qweight": qweight(layer.q), "scales": layer.scale, "qzeros": torch.empty(0, dtype=torch.int8)}
-    layers.assert_exactly(FORMAT.read(tensors, PLAIN | config), layer.weight)
+    layers.assert_exactly(layers.read(FORMAT, tensors, PLAIN | config), layer.weight)
 
 
 def test_packing_keeps_the_matrix():
     layer = layers.layer(7)
-    weight = FORMAT.read(packed(layer, "quantized"), PLAIN)
+    weight = layers.read(FORMAT, packed(layer, "quantized"), PLAIN)
     assert torch.equal(weight.pack().dequantize().double(), layer.weight)
 
 
@@ -142,7 +142,7 @@ def test_detected_and_taken_for_nothing_else(config):
 def test_a_layer_that_cannot_be_read_is_refused(mode, change, config, message):
     tensors = packed(layers.layer(0), mode) | change
     with pytest.raises(ValueError, match=message):
-        FORMAT.read({name: t for name, t in tensors.items() if t is not None}, config)
+        layers.read(FORMAT, {name: t for name, t in tensors.items() if t is not None}, config)
 
 
 # ---- BitBLAS itself --------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from quantize_cases import X_DTYPES, activations, assert_same_bits, parameters
 
 import jitgemm
 from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.kernel import Gate, block_dims, quantize_source, quantize_spec, smem_bytes
+from jitgemm.activations.kernel import block_dims, quantize_source, quantize_spec, smem_bytes
 from jitgemm.activations.reference import LARGEST
+from jitgemm.activations.scheme import Gate
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.kernel import front_spec, layer_specs, source_of
 

@@ -20,11 +20,10 @@ from test_grouped_gpu import guarded, offsets_of
 import jitgemm
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
-from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.e8m0 import fp32_scales
-from jitgemm.gemm.grouped_plan import GroupedPlan
-from jitgemm.gemm.groups import Groups
-from jitgemm.gemm.plan import Plan
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Groups
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.route import route_and_quantize
@@ -60,7 +59,7 @@ def run(plan_of, operands) -> torch.Tensor:
     results = []
     for _ in range(3):
         operands.out.fill_(float("nan"))
-        plan_of.launch(*operands)
+        plan_of.launch(operands)
         results.append(operands.out.clone())
     assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
     return results[0]
@@ -114,8 +113,8 @@ def test_every_way_through_the_kernel(lhs_type, name, way):
     lhs = builders.block_lhs(2, m, k, lhs_type, column_major=True, device="cuda")
     for spec in random.Random(1).sample(found, min(3, len(found))):
         out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-        operands = Operands(*lhs, None, weight, out, None)
-        assert_right(run(Plan(operands, spec), operands), lhs, weight, has_rms=False)
+        operands = Gemm(*lhs, None, weight, out, None)
+        assert_right(run(GemmLaunch(operands, spec), operands), lhs, weight, has_rms=False)
 
 
 @pytest.mark.parametrize("k", [1056, 8192])
@@ -127,8 +126,8 @@ def test_consumers_copy_the_first_scales(m, k):
     direct = [c.kernel for c in candidates(problem, device_spec("h200")) if c.kernel.direct or c.kernel.block_m <= 16]
     lhs = builders.block_lhs(2, m, k, device="cuda")
     for spec in [*direct[:2], *[spec for spec in direct if spec.warpgroups_n > 1][:1]]:
-        operands = Operands(*lhs, None, weight, torch.empty(m, n, dtype=torch.bfloat16, device="cuda"), None)
-        assert_right(run(Plan(operands, spec), operands), lhs, weight, has_rms=False)
+        operands = Gemm(*lhs, None, weight, torch.empty(m, n, dtype=torch.bfloat16, device="cuda"), None)
+        assert_right(run(GemmLaunch(operands, spec), operands), lhs, weight, has_rms=False)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +143,9 @@ def test_powers_of_two_give_the_bits_of_the_per_token_kernel(lhs_type, name):
         spec = choose(Problem(m, n, k, lhs_type, weight.format, lhs_group=128), device_spec("h200"))
         results = []
         for scale, kernel in ((x_scale[:, None].expand(m, 17), spec), (x_scale, replace(spec, lhs_group=0))):
-            operands = Operands(x, scale, None, weight, torch.empty(m, n, device="cuda"), None)
+            operands = Gemm(x, scale, None, weight, torch.empty(m, n, device="cuda"), None)
             operands = operands._replace(out=operands.out.bfloat16())
-            results.append(run(Plan(operands, kernel), operands))
+            results.append(run(GemmLaunch(operands, kernel), operands))
         assert same_bits(*results), spec.label
 
 
@@ -240,8 +239,8 @@ def test_packed_exponents_give_the_bits_of_fp32_scales(name, way):
         results = []
         for x_scale, kernel in ((fp32_scales(words, k), spec), (words, replace(spec, lhs_e8m0=True))):
             out = torch.empty(m, n, device="cuda").bfloat16()
-            operands = Operands(x, x_scale, None, weight, out, None)
-            results.append(run(Plan(operands, kernel), operands))
+            operands = Gemm(x, x_scale, None, weight, out, None)
+            results.append(run(GemmLaunch(operands, kernel), operands))
         assert same_bits(*(result[:-1] for result in results)), spec.label
         assert bool(results[1][-1].isnan().all() and results[1][:-1].isfinite().all())
 
@@ -287,8 +286,8 @@ def test_tokens_as_rows_give_the_bits_of_weights_as_rows(lhs_type, scales, out, 
         replace(spec, block_m=64, block_n=64, halves=1, multicast_lhs=1, multicast_rhs=1, token_rows=False),
     ):
         guarded = Guarded(m, n, dtype=out)
-        operands = Operands(x, x_scale, None, weight, guarded.out, bias)
-        results.append(run(Plan(operands, kernel), operands))
+        operands = Gemm(x, x_scale, None, weight, guarded.out, bias)
+        results.append(run(GemmLaunch(operands, kernel), operands))
         guarded.check()
     assert same_bits(*(result[:-1] for result in results)) if e8m0 else same_bits(*results)
     if e8m0:
@@ -327,8 +326,8 @@ def launch_groups_of_token_rows(lhs_type, gathered, shape, n, k, counts, launche
     results = []
     for _ in range(launches):
         results.append(before.clone())
-        operands = Operands(*lhs, None, weight, results[-1], bias)
-        GroupedPlan(operands, groups, spec).launch(operands, groups)
+        operands = Gemm(*lhs, None, weight, results[-1], bias)
+        GemmLaunch(operands._replace(groups=groups), spec).launch(operands._replace(groups=groups))
     assert all(same_bits(results[0], each) for each in results)
     assert_groups_right(lhs, weight, results[0], before, counts, first, bias, index if gathered else None)
 
@@ -480,15 +479,15 @@ def test_groups_have_the_bits_of_the_dense_kernel(lhs_type, shape):
     lhs = builders.block_lhs(2, rows, k, lhs_type, device="cuda")
     spec = KernelSpec(lhs_type, weight.format, lhs_group=128, **shape)
     out = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")
-    operands, groups = Operands(*lhs, None, weight, out, None), Groups(offsets_of(counts), None, 0, rows)
-    GroupedPlan(operands, groups, replace(spec, experts=64)).launch(operands, groups)
+    operands, groups = Gemm(*lhs, None, weight, out, None), Groups(offsets_of(counts), None, 0, rows)
+    GemmLaunch(operands._replace(groups=groups), replace(spec, experts=64)).launch(operands._replace(groups=groups))
     end = 0
     for e, count in enumerate(counts):
         begin, end = end, end + count
         if count:
             right = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
-            part = Operands(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, None)
-            Plan(part, spec).launch(*part)
+            part = Gemm(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, None)
+            GemmLaunch(part, spec).launch(part)
             assert same_bits(out[begin:end], right), (e, count)
 
 

@@ -338,7 +338,7 @@ def test_the_sample_holds_every_output_order_of_codes_and_offsets_of_every_group
     for lhs in LHS_TYPES:
         kernels = [spec for spec in SAMPLE if spec.lhs == lhs]
         assert {spec.out for spec in kernels} == set(REAL_TYPES)
-        assert {spec.format.codes for spec in kernels} == {"any", lhs}
+        assert {spec.format.order for spec in kernels} == {"any", lhs}
         assert {spec.format.group_size for spec in kernels if spec.format.offset} == set(GROUP_SIZES)
 
 
@@ -369,12 +369,12 @@ def test_every_field_of_a_kernel_reaches_its_source():
         "scatter": True, "multicast_lhs": 2, "multicast_rhs": 2, "ctas_per_sm": 2, "direct": True, "out": "fp16",
         "debug": True, "experts": 64, "lhs_group": 128, "token_rows": True,
     }  # fmt: skip
-    formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "codes": "e4m3", "offset": True}
+    formats = {"group_size": 64, "zero_point": True, "scale_type": "fp16", "order": "e4m3", "offset": True}
     assert other.keys() == {field.name for field in fields(KernelSpec)} - {"format", "lhs_e8m0"}
-    assert formats.keys() == {field.name for field in fields(WeightFormat)} - {"bits", "strip_scales"}
+    assert formats.keys() == {field.name for field in fields(WeightFormat)} - {"code", "strip_scales"}
     changed = [replace(base, **{name: value}) for name, value in other.items() if name != "token_rows"]
     changed += [replace(base, format=replace(fmt, **{name: value})) for name, value in formats.items()]
-    changed.append(replace(base, format=replace(fmt, bits=8, codes="e4m3")))
+    changed.append(replace(base, format=replace(fmt, code="e4m3", order="e4m3")))
     rows = replace(changed[-1], block_m=128, block_n=128, warpgroups_k=1, lhs_group=128)
     changed += [rows, replace(rows, token_rows=True)]
     changed.append(replace(base, lhs_group=128, lhs_e8m0=True))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.kernel import MAX_PERMUTED_K, Gate, quantize_spec
+from jitgemm.activations.kernel import MAX_PERMUTED_K, quantize_spec
+from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import DTYPES, REAL_TYPES
 from jitgemm.errors import CacheMissError, UnsupportedDeviceError
 from jitgemm.jit.source import headers
@@ -25,10 +26,10 @@ from jitgemm.weight import ready
 
 driver = pytest.importorskip("jitgemm.runtime.driver", reason="needs cuda.bindings")
 gemm_call = pytest.importorskip("jitgemm.gemm.call")
-gemms = pytest.importorskip("jitgemm.gemm.plan")
+gemms = pytest.importorskip("jitgemm.gemm.launch")
 loaded = pytest.importorskip("jitgemm.runtime.loaded")
 quantizers = pytest.importorskip("jitgemm.activations.plan")
-prepared = pytest.importorskip("jitgemm.runtime.prepared")
+launching = pytest.importorskip("jitgemm.runtime.launch")
 experts = pytest.importorskip("jitgemm.moe.plan")
 from prepared_calls import gemm_operands, quantizer_inputs, without_driver  # noqa: E402
 
@@ -115,7 +116,7 @@ def test_a_launch_passes_its_maps_and_then_its_argument_block(monkeypatch, maps)
 
     monkeypatch.setattr(driver.cu, "cuLaunchKernelEx", launch)
     kernel = driver.LoadedKernel("function", None, 0)
-    prepared = driver.Launch(kernel, grid=7, block=(32, 8), smem_bytes=4096)
+    prepared = driver.LaunchConfig(kernel, grid=7, block=(32, 8), smem_bytes=4096)
     for arguments, stream, dependent in ((b"\1\0\0\0\2", 11, True), (b"\3\4\5\6\7", 12, False)):
         prepared.run(driver.Parameters(arguments, maps), stream, dependent)
     assert launches == [
@@ -187,11 +188,11 @@ def fields_in(packed: bytes, fields: dict[str, tuple[str, int]]) -> dict[str, fl
 def test_a_gemm_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
-    plan = gemms.Plan(operands)
-    plan.launch(*operands)
+    plan = gemms.GemmLaunch(operands)
+    plan.launch(operands)
     [(dependent, (x_map, last_x_map, out_map, block))] = launches
     assert dependent  # the weight is settled
-    x, x_scale, x_zero, weight, out, bias = operands
+    x, x_scale, x_zero, weight, out, bias = operands[:6]
     fields = fields_in(block, struct_of("jitgemm/gemm/types.cuh", "Args"))
     assert fields == {
         "lhs": x.data_ptr(),
@@ -213,14 +214,14 @@ def test_a_gemm_s_tensors_and_sizes_reach_the_fields_of_their_names(monkeypatch)
     }
     mapped = [int.from_bytes(each, "little") for each in (x_map, last_x_map, out_map)]
     assert mapped == [x.data_ptr(), x.data_ptr(), out.data_ptr()]
-    # `tensors`, which the checks of addresses read, is in the same order.
-    assert [tensor.data_ptr() for tensor in operands.tensors[:-1]] == list(fields.values())[:7]
+    # `operands`, which the checks of addresses read, is in the same order.
+    assert [tensor.data_ptr() for tensor in operands.operands()[:-1]] == list(fields.values())[:7]
 
 
 def test_what_a_gemm_does_without_is_null(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands(group_size=32, affine=False)._replace(bias=None)
-    gemms.Plan(operands).launch(*operands)
+    gemms.GemmLaunch(operands).launch(operands)
     fields = fields_in(launches[0][1][-1], struct_of("jitgemm/gemm/types.cuh", "Args"))
     assert [name for name, value in fields.items() if not value] == [
         "channel_scale", "bias", "lhs_zero", "row_sum", "lhs_zero_stride", "bias_type",
@@ -230,11 +231,11 @@ def test_what_a_gemm_does_without_is_null(monkeypatch):
 def test_a_weight_that_is_not_settled_is_read_after_the_kernel_before(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
-    plan = gemms.Plan(operands)
+    plan = gemms.GemmLaunch(operands)
     operands.weight.blocks.add_(0)
-    plan.launch(*operands)
+    plan.launch(operands)
     operands.weight.settle()
-    plan.launch(*operands)
+    plan.launch(operands)
     assert [dependent for dependent, _ in launches] == [False, True]
 
 
@@ -245,16 +246,16 @@ def test_records_in_an_inference_tensor_are_read_after_the_kernel_before(monkeyp
     with torch.inference_mode():
         weight = operands.weight.with_tensors(tensors[0].clone(), *tensors[1:])
     for each in (weight, weight.packed):
-        gemms.Plan(operands).launch(*operands._replace(weight=each))
+        gemms.GemmLaunch(operands).launch(operands._replace(weight=each))
     assert [dependent for dependent, _ in launches] == [False, False]
 
 
 def launched_by_op(launches, operands) -> bool:
     """Whether the op's GEMM is launched dependently."""
-    x, x_scale, x_zero, weight, out, bias = operands
+    x, x_scale, x_zero, weight, out, bias = operands[:6]
     parts = weight.blocks, weight.channel_scale, weight.row_sum
-    of_op = gemm_call._operands(x, x_scale, x_zero, *parts, out, bias, weight.n, weight.k, weight.format.name)
-    gemms.Plan(of_op).launch(*of_op)
+    of_op = gemm_call.gemm_of_op(x, x_scale, x_zero, *parts, out, bias, weight.n, weight.k, weight.format.name, False)
+    gemms.GemmLaunch(of_op).launch(of_op)
     return launches[-1][0]
 
 
@@ -372,10 +373,10 @@ def test_addresses_that_come_again_are_neither_checked_nor_prepared_again(monkey
         plan = quantizers.QuantizePlan(*calls[0])
     else:
         operands = gemm_operands()
-        calls = [tuple(operands._replace(out=torch.empty_like(operands.out))) for _ in range(3)]
-        plan = gemms.Plan(operands)
+        calls = [(operands._replace(out=torch.empty_like(operands.out)),) for _ in range(3)]
+        plan = gemms.GemmLaunch(operands)
     checked = []
-    monkeypatch.setattr(prepared, "check_addresses", lambda pointers, tensors: checked.append(tensors))
+    monkeypatch.setattr(launching, "check_addresses", lambda pointers, tensors: checked.append(tensors))
     for call in calls * 2:
         plan.launch(*call)
     assert len(checked) == len(calls)
@@ -384,10 +385,10 @@ def test_addresses_that_come_again_are_neither_checked_nor_prepared_again(monkey
 def test_an_overlap_is_refused_at_new_addresses(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
-    plan = gemms.Plan(operands)
+    plan = gemms.GemmLaunch(operands)
     inside = operands.weight.blocks.view(-1)[: operands.out.nbytes].view(torch.bfloat16).view_as(operands.out)
     with pytest.raises(ValueError, match="out: expected memory of its own, got a tensor that overlaps rhs.blocks"):
-        plan.launch(*operands._replace(out=inside))
+        plan.launch(operands._replace(out=inside))
     assert launches == []
 
 

@@ -19,11 +19,10 @@ from test_grouped import weight_of_experts
 import jitgemm
 from jitgemm.activations import plan as quantizers
 from jitgemm.activations.call import quantize_activations
-from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
-from jitgemm.gemm.grouped_plan import GroupedPlan
-from jitgemm.gemm.groups import Groups
-from jitgemm.gemm.plan import Plan
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Groups
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.runtime import driver
@@ -60,12 +59,12 @@ DENSE = {
 """Kernels, and tokens for them: no multiple of the tile."""
 
 
-def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Operands:
+def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Gemm:
     """Operands of a kernel, out between rows and columns of other tensors."""
     f = spec.format
     weight = builders.weight_parts(
         seed, n, k, f.group_size, zero_point=f.zero_point, scale_type=f.scale_type, offset=f.offset,
-        codes=f.codes, bits=f.bits, strip_scales=spec.token_rows,
+        codes=f.order, bits=f.bits, strip_scales=spec.token_rows,
     ).packed  # fmt: skip
     zero = None
     if spec.lhs_group:
@@ -76,11 +75,11 @@ def problem(spec: KernelSpec, m: int, n: int, k: int, seed: int = 1) -> Operands
         x, scale = builders.lhs(seed, m, k, spec.lhs)
     out_type = {name: dtype for dtype, name in TYPE_NAMES.items()}[spec.out]
     out = torch.full((m + 2, n + 32), 3.0, dtype=out_type)[1 : m + 1, 16 : n + 16]
-    return Operands(x, scale, zero, weight, out, builders.bias(seed, n))
+    return Gemm(x, scale, zero, weight, out, builders.bias(seed, n))
 
 
-def assert_within_the_bound(operands: Operands) -> None:
-    x, scale, zero, weight, out, bias = operands
+def assert_within_the_bound(operands: Gemm) -> None:
+    x, scale, zero, weight, out, bias = operands[:6]
     lhs = (x, scale) if zero is None else (x, scale, zero)
     ref, bound = gemm_w4a8_bound(lhs, weight, bias=bias, out_dtype=out.dtype)
     assert bool(((out.double() - ref).abs() <= bound).all()), "outside of the bound"
@@ -93,7 +92,7 @@ def assert_within_the_bound(operands: Operands) -> None:
 def test_a_gemm_is_within_its_bound(emulator, label):
     spec = KernelSpec.from_label(label)
     operands = problem(spec, DENSE[label], 200, 544)
-    Plan(operands, spec).launch(*operands)
+    GemmLaunch(operands, spec).launch(operands)
     assert emulator.launched == [label]
     assert_within_the_bound(operands)
 
@@ -104,7 +103,7 @@ def test_tokens_as_rows_give_the_bits_of_weights_as_rows(emulator, label):
     results = []
     for kernel in (spec, replace(spec, token_rows=False, block_n=64, block_m=64, halves=1, multicast_lhs=1)):
         operands = problem(spec, DENSE[label], 200, 544)
-        Plan(operands, kernel).launch(*operands)
+        GemmLaunch(operands, kernel).launch(operands)
         results.append(operands.out)
     assert builders.same_bits(*results)
 
@@ -117,7 +116,7 @@ def test_the_order_in_which_warps_run_changes_nothing(monkeypatch, label, seed):
     for each in (1, seed):
         emulate(monkeypatch, seed=each)
         operands = problem(spec, 60, 136, 1056)
-        Plan(operands, spec).launch(*operands)
+        GemmLaunch(operands, spec).launch(operands)
         results.append(operands.out)
     assert builders.same_bits(*results)
 
@@ -131,21 +130,21 @@ GROUPED = {
 }
 
 
-def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool) -> tuple[Operands, Groups]:
+def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool) -> tuple[Gemm, Groups]:
     f, n, k = spec.format, 136, 416
     rows, tokens = sum(counts), sum(counts) // 3 if gathered else sum(counts)
     if f.bits == 8:
-        parts = [builders.weight_parts(e, n, k, f.group_size, codes=f.codes, bits=8) for e in range(len(counts))]
+        parts = [builders.weight_parts(e, n, k, f.group_size, codes=f.order, bits=8) for e in range(len(counts))]
         stacks = (torch.stack([getattr(each, name) for each in parts]) for name in ("q", "scale"))
         q, scale = stacks
         scale = scale[:, ::128].contiguous() if spec.token_rows else scale
         weight = jitgemm.pack_w8(q, scale, group_size=None if spec.token_rows else f.group_size)
     else:
-        weight = weight_of_experts(len(counts), n, k, f.group_size, codes=f.codes, scale_type=f.scale_type)
+        weight = weight_of_experts(len(counts), n, k, f.group_size, codes=f.order, scale_type=f.scale_type)
     offsets = torch.tensor([0, *(sum(counts[: i + 1]) for i in range(len(counts)))], dtype=torch.int32)
     index = torch.randint(0, tokens, (rows,), generator=builders.generator(4), dtype=torch.int32)
     lhs = (builders.block_lhs if spec.lhs_group else builders.lhs)(3, tokens, k, spec.lhs)
-    operands = Operands(*lhs, None, weight, torch.empty(rows, n).bfloat16(), None)
+    operands = Gemm(*lhs, None, weight, torch.empty(rows, n).bfloat16(), None)
     return operands, Groups(offsets, index if gathered else None, 0, rows)
 
 
@@ -154,7 +153,7 @@ def grouped_problem(spec: KernelSpec, counts: list[int], gathered: bool) -> tupl
 def test_a_grouped_gemm_is_within_its_bound(emulator, label, gathered):
     spec = KernelSpec.from_label(label)
     operands, groups = grouped_problem(spec, GROUPED[label], gathered)
-    GroupedPlan(operands, groups, spec).launch(operands, groups)
+    GemmLaunch(operands._replace(groups=groups), spec).launch(operands._replace(groups=groups))
     assert emulator.launched == [label]
     end = 0
     for e, count in enumerate(GROUPED[label]):
@@ -324,7 +323,7 @@ def test_a_planted_fault_is_seen(emulator, monkeypatch, fault):
     monkeypatch.setitem(launch.kernels, spec, Kernel(replace(source, headers=wrong)))
     operands = problem(spec, 20, 200, 1056)
     with pytest.raises(AssertionError, match=expected):
-        Plan(operands, spec).launch(*operands)
+        GemmLaunch(operands, spec).launch(operands)
         assert_within_the_bound(operands)
 
 

@@ -48,7 +48,7 @@ def test_linear_qga4w_equals_pytorchs_cpu_op(tmp_path, group_size, names):
 def test_linear_qga4w_rounds_the_product_and_the_sum_to_fp32():
     g = builders.generator(0)
     q, parameters = torch.randint(0, 16, (16, 256), generator=g), torch.randn((4, 16, 2), generator=g)
-    weight = FORMAT.read({"weight": high_first(q), "scales_and_zeros": parameters}, None)
+    weight = layers.read(FORMAT, {"weight": high_first(q), "scales_and_zeros": parameters}, None)
     scale, zero = (layers.over_k(parameters[..., i].T, 256) for i in (0, 1))
     assert torch.equal(weight.dequantize(), (q - 8).float() * scale + zero)
 
@@ -85,12 +85,12 @@ def test_8da4w_equals_torchaos_dequantisation():
     exact = primitives.dequantize_affine(
         tensors["weight"], (1, 64), tensors["scales"], tensors["zeros"], torch.int8, -8, 7, output_dtype=torch.float32
     )
-    layers.assert_exactly(FORMAT.read(tensors, None), exact)
+    layers.assert_exactly(layers.read(FORMAT, tensors, None), exact)
 
 
 def test_packing_keeps_the_matrix():
     layer = layers.layer(4, dtype=torch.float32)
-    assert torch.equal(FORMAT.read(qta8a_qga4w(layer), None).pack().dequantize(), exactly(layer))
+    assert torch.equal(layers.read(FORMAT, qta8a_qga4w(layer), None).pack().dequantize(), exactly(layer))
 
 
 @pytest.mark.parametrize(
@@ -116,16 +116,16 @@ def test_packing_keeps_the_matrix():
 def test_a_layer_that_cannot_be_read_is_refused(change, config, message):
     tensors = qta8a_qga4w(layers.layer(0, dtype=torch.float32)) | change
     with pytest.raises(ValueError, match=message):
-        FORMAT.read({name: t for name, t in tensors.items() if t is not None}, config)
+        layers.read(FORMAT, {name: t for name, t in tensors.items() if t is not None}, config)
 
 
 def test_parameters_whose_layout_cannot_be_told_are_refused():
     layer = layers.layer(5, n=8, k=256, group_size=32, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"weight_scales: expected \[G, n\] or \[n, G\], got .*which fits both"):
-        FORMAT.read(qta8a_qga4w(layer), None)
+        layers.read(FORMAT, qta8a_qga4w(layer), None)
 
 
 def test_an_8_bit_layer_beside_the_4_bit_ones_is_refused():
     tensors = {"weight": torch.full((32, 256), 100, dtype=torch.int8), "scales": torch.ones(32, 1)}
     with pytest.raises(ValueError, match="weight: expected 4-bit values -8..7, got 100..100"):
-        FORMAT.read(tensors, None)
+        layers.read(FORMAT, tensors, None)

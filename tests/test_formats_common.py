@@ -21,17 +21,34 @@ from hypothesis import strategies as st
 
 from jitgemm.checkpoint import Checkpoint, formats, read_layer
 from jitgemm.checkpoint.bits import (
+    _dense,
+    _inverse,
+    _nibbles_of,
     AWQ_ORDER,
     HIGH_FIRST,
     WORD_DTYPES,
     minus_8,
-    pack_nibbles,
     twos_complement,
     unpack_nibbles,
 )
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, TensorInfo, activation_order, concat
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order, concat
+from jitgemm.checkpoint.format import Format
 
 # --- nibbles ---
+
+
+def pack_nibbles(
+    values: torch.Tensor, dim: int = -1, *, dtype: torch.dtype = torch.int32, order: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """The inverse of `unpack_nibbles`: the low four bits of integers into words; a last word is filled with 0."""
+    per_word = _nibbles_of(dtype)
+    last = (values.movedim(dim, -1) & 0xF).to(torch.uint8)
+    last = torch.nn.functional.pad(last, (0, -last.shape[-1] % per_word))
+    if order is not None:
+        _inverse(order, per_word)
+        last = last.unflatten(-1, (-1, per_word))[..., list(order)].flatten(-2)
+    pairs = last[..., 0::2] | last[..., 1::2] << 4
+    return _dense(pairs).view(dtype).movedim(-1, dim)
 
 
 @given(
@@ -209,7 +226,7 @@ def test_a_cut_through_groups_repeats_their_scales(k, world, groups, offset, zer
     """The parts side by side are the layer; a group size that the kernel has, and a warning that says which."""
     w = canonical(14, k=k, group_size=128, offset=offset, zero_point=zero_point)
     if bits == 8:
-        w = dataclasses.replace(w, bits=8)
+        w = dataclasses.replace(w, code="int8")
     parts = []
     for rank in range(world):
         with warnings.catch_warnings(record=True) as said:
@@ -380,11 +397,20 @@ def test_a_layer_of_no_known_format_is_named_with_its_tensors():
 
 
 def test_a_layer_that_fits_two_formats_asks_which(monkeypatch):
-    same = {"detect": lambda names, config: True, "sizes": None, "read": None}
-    twins = tuple(Format(name=name, **same) for name in ("one", "two"))
+    same = {"detect": lambda self, names, config: True}
+    twins = tuple(type(name, (Format,), {"name": name, **same})() for name in ("one", "two"))
     monkeypatch.setattr(formats, "FORMATS", twins)
     with pytest.raises(ValueError, match=r"fits one and two: say which with format="):
         formats.find({}, None)
+
+
+def test_a_format_is_registered_under_a_name_of_its_own(monkeypatch):
+    monkeypatch.setattr(formats, "FORMATS", [*formats.FORMATS])
+    later = type("Later", (Format,), {"name": "later", "methods": ("later-method",)})()
+    formats.register(later)
+    assert formats.by_name("later") is formats.by_method("later-method") is later
+    with pytest.raises(ValueError, match="name: expected one that no format has, got 'later'"):
+        formats.register(later)
 
 
 # --- settings of quantization_config ---

@@ -23,7 +23,7 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.gemm.names import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse_, load_, unfuse_
 from jitgemm.nn.fuse import fuse
-from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm, Run, Slice
+from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm, MergedLinear, ProjectionView
 from jitgemm.nn.load.read import CODES
 from jitgemm.nn.warm.warm import kernels
 
@@ -284,11 +284,11 @@ def test_orders_of_codes_that_differ_merge_and_come_back():
     jitgemm.nn.quantize_(model, activation="e4m3", group_size=32, clip_steps=0, full_range=False)
     with_minus_8(model)
     attention = model.model.layers[0].self_attn
-    assert [getattr(attention, f"{n}_proj").weight.format.codes for n in "qkv"] == ["e4m3", "any", "e4m3"]
+    assert [getattr(attention, f"{n}_proj").weight.format.order for n in "qkv"] == ["e4m3", "any", "e4m3"]
     before = copy.deepcopy(model)
     fuse_(model)
     (run,) = model.model.layers[0].input_layernorm.joint.runs
-    assert run.weight.format.codes == "any"
+    assert run.weight.format.order == "any"
     assert_by_hand(model, before)
     # A state dict is right either way, of the fused model and into it.
     other = copy.deepcopy(before)
@@ -410,7 +410,7 @@ def test_activations_that_differ_leave_the_norm():
     before = logits(model)
     report = fuse_(model)
     assert report.skipped == {"model.layers.0.input_layernorm": "activations differ: int8 and e4m3"}
-    assert not isinstance(model.model.layers[0].self_attn.q_proj, Slice)
+    assert not isinstance(model.model.layers[0].self_attn.q_proj, ProjectionView)
     unfuse_(model)
     assert builders.same_bits(logits(model), before)
 
@@ -863,7 +863,7 @@ def test_warmup_knows_the_merged_kernels():
     specs = [spec for spec, *_ in kernels(model, 4, [torch.bfloat16], "h200")]
     quantisers = {(spec.rms_norm, spec.residual, spec.gate) for spec in specs if hasattr(spec, "rms_norm")}
     assert quantisers == {(True, False, ""), (False, False, "silu"), (False, False, "")}
-    runs = [module for module in model.modules() if isinstance(module, Run)]
+    runs = [module for module in model.modules() if isinstance(module, MergedLinear)]
     assert [run.out_features for run in runs] == [256, 384]
 
 

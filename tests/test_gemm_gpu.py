@@ -26,10 +26,11 @@ from builders import PER_CHANNEL
 
 import jitgemm
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
-from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
-from jitgemm.kernel.formats import GROUP_SIZES, MAX_CHANNEL_K_S8, Problem, WeightFormat
+from jitgemm.kernel.codes import CODES
+from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
@@ -592,13 +593,13 @@ def test_codes_packed_for_one_type_of_activations(case):
 def name_of(drawn: tuple[str, WeightFormat, str, int]) -> str:
     lhs, format, out, _ = drawn
     name = f"{lhs}-g{format.group_size}{'z' if format.zero_point else ''}{'o' if format.offset else ''}"
-    return f"{name}-{format.scale_type}-codes {format.codes}-to {out}"
+    return f"{name}-{format.scale_type}-codes {format.order}-to {out}"
 
 
 @pytest.mark.parametrize("drawn", drawn_kernels(), ids=name_of)
 def test_kernels_that_the_selector_might_choose(drawn):
     """Drawn from all legal kernels, each on a problem with tails on every side, several tiles a CTA row, twice."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
     lhs_name, format, out, number = drawn
     spec = kernel_of(*drawn)
@@ -606,7 +607,7 @@ def test_kernels_that_the_selector_might_choose(drawn):
     m = draw.randrange(1, 3 * spec.block_m + 1)
     n, k = 2 * spec.block_n + 72, DRAWN_K
     rhs = weight(
-        n, k, (format.group_size, format.zero_point, format.scale_type), "plain", 3, format.offset, format.codes
+        n, k, (format.group_size, format.zero_point, format.scale_type), "plain", 3, format.offset, format.order
     )
     assert rhs.format == format
     # Every int8 kernel takes zero points of activations: whether there are any is a run-time argument.
@@ -617,8 +618,8 @@ def test_kernels_that_the_selector_might_choose(drawn):
     outputs = []
     for _ in range(2):
         guarded = Guarded(m, n, dtype=OUTPUTS[out])
-        operands = Operands(lhs[0], lhs[1], x_zero, rhs, guarded.out, bias)
-        Plan(operands, spec).launch(*operands)
+        operands = Gemm(lhs[0], lhs[1], x_zero, rhs, guarded.out, bias)
+        GemmLaunch(operands, spec).launch(operands)
         guarded.check()
         outputs.append(guarded.out.contiguous())
     assert_right(outputs[0], lhs, rhs, bias)
@@ -628,7 +629,7 @@ def test_kernels_that_the_selector_might_choose(drawn):
 @pytest.mark.parametrize("lhs_name", LHS_TYPES)
 def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_type(lhs_name):
     """All of them right, and those that sum k in the same order the same to the bit."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
     problem = small_problem(lhs_name)
     rhs = weight(problem.n, problem.k, GROUP_128, codes=lhs_name, seed=6)
@@ -639,8 +640,8 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
     assert len(kernels) > 20
     for spec in kernels:
         guarded = Guarded(problem.m, problem.n)
-        operands = Operands(x, x_scale, None, rhs, guarded.out, None)
-        Plan(operands, spec).launch(*operands)
+        operands = Gemm(x, x_scale, None, rhs, guarded.out, None)
+        GemmLaunch(operands, spec).launch(operands)
         guarded.check()
         assert_right(guarded.out, (x, x_scale), rhs)
         outputs.setdefault((spec.split_k, spec.warpgroups_k), []).append(guarded.out.contiguous())
@@ -650,7 +651,7 @@ def test_every_legal_kernel_of_a_small_problem_decodes_the_codes_packed_for_its_
 
 def with_both_hints(spec, m, rhs, lhs, monkeypatch):
     """The kernel's outputs by jitgemm's yield hints and by ptxas's own."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
     from jitgemm.kernel import render
     from jitgemm.runtime import loaded
 
@@ -659,8 +660,8 @@ def with_both_hints(spec, m, rhs, lhs, monkeypatch):
         for _ in range(2):
             patch.setattr(loaded, "kernels", {})
             guarded = Guarded(m, rhs.n)
-            operands = Operands(*lhs, None, rhs, guarded.out, None)
-            Plan(operands, spec).launch(*operands)
+            operands = Gemm(*lhs, None, rhs, guarded.out, None)
+            GemmLaunch(operands, spec).launch(operands)
             guarded.check()
             outputs.append(guarded.out.contiguous())
             patch.setattr(render, "yields", lambda _: None)
@@ -684,7 +685,7 @@ def test_yield_hints_change_no_bit(m, format, lhs_name, monkeypatch):
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
     """So many rounds of tiles and a rest: splits that scatter give the bits of those that do not."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
     m, k = 40, 1184
     n = 128 * (rounds * device_figures().num_sms + 21) - 24
@@ -694,10 +695,10 @@ def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
     outputs = []
     for spec in (plain, replace(plain, scatter=True)):
         guarded = Guarded(m, n)
-        operands = Operands(x, x_scale, None, rhs, guarded.out, None)
-        plan = Plan(operands, spec)
+        operands = Gemm(x, x_scale, None, rhs, guarded.out, None)
+        plan = GemmLaunch(operands, spec)
         for _ in range(2):
-            plan.launch(*operands)
+            plan.launch(operands)
         guarded.check()
         outputs.append(guarded.out.contiguous())
         assert_right(outputs[-1], (x, x_scale), rhs)
@@ -711,7 +712,7 @@ def test_splits_sum_alike_whoever_sums(rounds, lhs_name):
 def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
     """By (warpgroups along k, CTAs, tokens, rows), several tiles for each cluster, whose CTAs have runs of k of
     different length: the one with less to do may not send the next tile's sums before the other has read these."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
     warpgroups_k, split_k, block_m, block_n = shape
     m, k = block_m - 3, 17 * 128 - 32
@@ -728,8 +729,8 @@ def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
     for spec in kernels:
         for _ in range(10):
             guarded = Guarded(m, n)
-            operands = Operands(x, x_scale, None, rhs, guarded.out, None)
-            Plan(operands, spec).launch(*operands)
+            operands = Gemm(x, x_scale, None, rhs, guarded.out, None)
+            GemmLaunch(operands, spec).launch(operands)
             guarded.check()
             outputs.append(guarded.out.contiguous())
         assert_right(outputs[-1], (x, x_scale), rhs)
@@ -741,7 +742,7 @@ def test_splits_over_warpgroups_and_ctas_sum_alike(shape, lhs_name):
 def test_multicast_hands_its_stages_back(operand, lhs_name):
     """Several tiles for each cluster that shares an operand: a stage is handed back across CTAs, which may not refill
     it before it was read (include/jitgemm/ptx/barrier.cuh). The same bits every time, and those of a kernel without."""
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
     m, n, k = 6 * 64 - 3, 128 * (device_figures().num_sms // 2 + 1) - 24, 33 * 128 - 32
     rhs = weight(n, k, GROUP_128, codes=lhs_name, seed=12)
@@ -750,8 +751,8 @@ def test_multicast_hands_its_stages_back(operand, lhs_name):
     outputs = []
     for spec in (plain, *[replace(plain, **{operand: 2})] * 10):
         guarded = Guarded(m, n)
-        operands = Operands(x, x_scale, None, rhs, guarded.out, None)
-        Plan(operands, spec).launch(*operands)
+        operands = Gemm(x, x_scale, None, rhs, guarded.out, None)
+        GemmLaunch(operands, spec).launch(operands)
         guarded.check()
         outputs.append(guarded.out.contiguous())
     assert_right(outputs[-1], (x, x_scale), rhs)
@@ -809,7 +810,7 @@ def test_all_codes_and_offsets_exactly(group_size, zero_point, codes):
         lhs_dtype=None if codes == "any" else builders.LHS_DTYPES[codes],
     )  # fmt: skip
     rhs, exact = parts.packed, parts.dequantize_fp64().T
-    assert rhs.format.codes == codes
+    assert rhs.format.order == codes
     one = torch.ones(1, device="cuda")
     identity = torch.eye(k, device="cuda")
     for lhs_name in LHS_TYPES if codes == "any" else (codes,):
@@ -861,11 +862,12 @@ def test_the_ends_of_the_activations_range(lhs_name):
 @pytest.mark.parametrize("m", [1, 40])
 def test_the_largest_sums_of_codes_packed_for_int8_per_channel(m):
     """The longest row that is packed for int8 alone, and one beyond it: 128 * 8 * 16 a product in int32."""
-    for k, codes in ((MAX_CHANNEL_K_S8, "s8"), (MAX_CHANNEL_K_S8 + 32, "any")):
+    longest = CODES["int4"].order("s8").max_channel_k
+    for k, codes in ((longest, "s8"), (longest + 32, "any")):
         q = torch.full((8, k), -8, dtype=torch.int8, device="cuda")
         q[1] = 7
         rhs = pack_w4(q, torch.ones(8, 1, device="cuda"), group_size=k, lhs_dtype=torch.int8)
-        assert rhs.format.codes == codes
+        assert rhs.format.order == codes
         x = torch.full((m, k), -128, dtype=torch.int8, device="cuda")
         x[1::2] = 127
         lhs = (x, torch.ones(1, device="cuda"))

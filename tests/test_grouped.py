@@ -12,10 +12,10 @@ from prepared_calls import without_driver
 from test_driver import CODES, struct_of
 
 import jitgemm
-from jitgemm.gemm import grouped_plan
-from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm import launch as gemms
+from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.grouped import rows_of_m_indices, rows_of_problem_sizes
-from jitgemm.gemm.groups import Groups
+from jitgemm.gemm.problem import Groups
 from jitgemm.jit.nvrtc import compile_cubin
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.render import kernel_source
@@ -216,8 +216,8 @@ def test_the_argument_block_has_the_fields_of_the_header():
     for name in ("GroupPointers", "Args", "GroupedArgs"):
         fields = struct_of_part(header, name)
         expected_fields += [(field, CODES[kind]) for field, (kind, _) in fields.items()]
-    assert list(grouped_plan.ARGUMENTS.fields.items()) == expected_fields
-    assert grouped_plan.ARGUMENTS._struct.size == 152
+    assert list(gemms.GROUPED_ARGUMENTS.fields.items()) == expected_fields
+    assert gemms.GROUPED_ARGUMENTS._struct.size == 152
 
 
 @pytest.mark.parametrize("gathers", [False, True])
@@ -227,13 +227,13 @@ def test_a_grouped_call_s_tensors_and_sizes_reach_its_parameters(gathers, monkey
     out, bias = torch.empty(9 if gathers else 12, N), torch.zeros(E, N)
     offsets = torch.zeros(E + 1, dtype=torch.int64)
     index = torch.zeros(9, dtype=torch.int32) if gathers else None
-    operands, groups = Operands(x, x_scale, x_zero, weight, out, bias), Groups(offsets, index, 0, 7)
-    grouped_plan.GroupedPlan(operands, groups).launch(operands, groups)
+    operands, groups = Gemm(x, x_scale, x_zero, weight, out, bias), Groups(offsets, index, 0, 7)
+    gemms.GemmLaunch(operands._replace(groups=groups)).launch(operands._replace(groups=groups))
     [(dependent, (*maps, block))] = launches
     assert dependent
     at = [x, x, out, out, out]
     assert [int.from_bytes(each, "little") for each in maps] == [tensor.data_ptr() for tensor in at]
-    fields = grouped_plan.ARGUMENTS.fields
+    fields = gemms.GROUPED_ARGUMENTS.fields
     values = dict(zip(fields, struct.unpack("<" + "".join(fields.values()), block)))
     assert values == {
         "sizes": offsets.data_ptr(), "row_index": index.data_ptr() if gathers else 0, "lhs": x.data_ptr(),

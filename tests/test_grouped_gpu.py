@@ -12,12 +12,11 @@ from builders import PER_CHANNEL, same_bits
 from test_grouped import weight_of_experts
 
 import jitgemm
-from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.grouped import rows_of_m_indices
-from jitgemm.gemm.grouped_plan import GroupedPlan
-from jitgemm.gemm.groups import Groups
-from jitgemm.gemm.plan import Plan
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Groups
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.formats import Problem
 from jitgemm.select.choose import choose, kernels_for
@@ -47,7 +46,7 @@ ROUTINGS = {
 def experts_on_gpu(count, n, k, lhs, options):
     weight = weight_of_experts(count, n, k, device="cuda", **options)
     if options.get("codes") == "e4m3":
-        assert weight.format.codes in ("any", "e4m3")
+        assert weight.format.order in ("any", "e4m3")
     return weight
 
 
@@ -135,16 +134,16 @@ def test_the_same_bits_as_the_dense_kernel(gathered, name, shape):
     out, bias = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda"), torch.randn(experts, n, device="cuda")
     order = torch.randperm(rows, device="cuda") if gathered else torch.arange(rows, device="cuda")
     row_index = torch.argsort(order).int() if gathered else None
-    operands = Operands(*(each[order] for each in lhs), None, weight, out, bias)
+    operands = Gemm(*(each[order] for each in lhs), None, weight, out, bias)
     groups = Groups(offsets_of(counts), row_index, 0, rows)
-    GroupedPlan(operands, groups, replace(spec, experts=64)).launch(operands, groups)
+    GemmLaunch(operands._replace(groups=groups), replace(spec, experts=64)).launch(operands._replace(groups=groups))
     end = 0
     for e, count in enumerate(counts):
         begin, end = end, end + count
         if count:
             right = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
-            part = Operands(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, bias[e])
-            Plan(part, spec).launch(*part)
+            part = Gemm(lhs[0][begin:end], lhs[1][begin:end], None, weight[e], right, bias[e])
+            GemmLaunch(part, spec).launch(part)
             assert same_bits(out[begin:end], right), (e, count)
 
 
@@ -295,8 +294,10 @@ def test_a_kernel_may_be_asked_for_by_name():
         asked = label.format(splits)
         jitgemm.m_grouped_gemm_w4a8_bf16_nt_contiguous(lhs, weight, out, offsets, kernel=asked)
         groups, again = Groups(offsets, None, 0, 90), torch.empty_like(out)
-        operands = Operands(*lhs, None, weight, again, None)
-        GroupedPlan(operands, groups, KernelSpec.from_label(asked)).launch(operands, groups)
+        operands = Gemm(*lhs, None, weight, again, None)
+        GemmLaunch(operands._replace(groups=groups), KernelSpec.from_label(asked)).launch(
+            operands._replace(groups=groups)
+        )
         assert same_bits(out, again)
         results.append(out)
     with pytest.raises(ValueError, match="kernel: expected one that an .* can run, got .*-s40-e64: .* shared memory"):

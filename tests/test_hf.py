@@ -21,7 +21,9 @@ from small_models import quantised_names, same_state, stored
 from test_formats_8bit import DEEPSEEK, inputs, scheme
 
 from jitgemm.checkpoint import formats
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes
+from jitgemm.checkpoint.canonical import CanonicalWeight
+from jitgemm.checkpoint.format import Format, Scheme
+from jitgemm.checkpoint.layouts import FLOATS, G, K, N, TensorLayout
 from jitgemm.nn import PackedExperts, W4A8Linear, W8A8Linear, load_, quantize_
 
 transformers = pytest.importorskip("transformers")
@@ -296,19 +298,27 @@ def test_a_format_that_comes_later_needs_no_change_in_hf(tmp_path, monkeypatch, 
         q, scale = integers(weight)
         return {"later_codes": q.to(torch.int16), "later_scale": scale}
 
-    later = Format(
-        "later",
-        detect=lambda names, config: "later_codes" in names,
-        sizes=lambda tensors, config: Sizes(*tensors["later_codes"].shape, 32),
-        read=lambda tensors, config: CanonicalWeight(
-            tensors["later_codes"].to(torch.int8), tensors["later_scale"], group_size=32
-        ),
-    )
+    class Later(Format):
+        name = "later"
+
+        def detect(self, names, config):
+            return "later_codes" in names
+
+        def scheme(self, config, prefix="", headers=None):
+            return Scheme(self.name, group_size=32)
+
+        def tensors(self, scheme, k=None):
+            return {"later_codes": TensorLayout((torch.int16,), (N, K)), "later_scale": TensorLayout(FLOATS, (N, G))}
+
+        def read(self, tensors, scheme):
+            q, scale = tensors["later_codes"].to(torch.int8), tensors["later_scale"]
+            return CanonicalWeight(q, scale, group_size=scheme.group_size)
+
     monkeypatch.setitem(FORMATS, "later", (pack, {"quant_method": "later"}))
     file(tmp_path, name, "later")
     with pytest.raises(ValueError, match="is of no format known here"):
         loaded(tmp_path)
-    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, later))
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, Later()))
     model = loaded(tmp_path)
     assert_same(model, by_load_(tmp_path))
     up = "model.layers.1.mlp.up_proj" if name == "llama" else "model.layers.1.self_attn.k_proj"

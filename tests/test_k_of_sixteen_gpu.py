@@ -27,9 +27,9 @@ import jitgemm
 from jitgemm import deep_gemm
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
-from jitgemm.activations.kernel import Gate
-from jitgemm.gemm.arguments import Operands
-from jitgemm.gemm.plan import Plan
+from jitgemm.activations.scheme import Gate
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Gemm
 from jitgemm.kernel.tactics import for_k
 from jitgemm.moe.route import route_and_quantize
 from jitgemm.nn import W4A8Linear, W8A8Linear
@@ -137,8 +137,8 @@ def test_every_way_through_the_kernel(bits, lhs_type, way):
     lhs = lhs_of(m, k, lhs_type, "block" if group else "token")
     for spec in random.Random(1).sample(found, 2):
         out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
-        operands = Operands(*lhs, None, rhs, out, None)
-        Plan(operands, for_k(spec, k)).launch(*operands)
+        operands = Gemm(*lhs, None, rhs, out, None)
+        GemmLaunch(operands, for_k(spec, k)).launch(operands)
         assert_right(out, lhs, rhs, has_rms=False)
 
 

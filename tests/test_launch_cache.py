@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prepared_calls import gemm_operands, without_driver
 
-from jitgemm.gemm.plan import Plan
+from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.runtime import launch_cache
-from jitgemm.runtime.launch_cache import LaunchCache, same_layout_check
+from jitgemm.runtime.launch_cache import LaunchCache, Recent, same_layout_check
 
 
 class RefusingGuards:
@@ -125,7 +125,7 @@ class Block:
 
 
 def test_what_was_found_least_lately_goes_first(monkeypatch):
-    monkeypatch.setattr(launch_cache, "MAX_BYTES", 3 * launch_cache.PLAN_BYTES)
+    monkeypatch.setattr(launch_cache, "MAX_PLAN_BYTES", 3 * launch_cache.PLAN_BYTES)
     cache = LaunchCache()
     for key in "abc":
         cache.add_plan(key, (matrix(),), key)
@@ -137,15 +137,11 @@ def test_what_was_found_least_lately_goes_first(monkeypatch):
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=60))
 def test_there_are_never_more_bytes_than_allowed(entries):
-    cache, before = LaunchCache(), launch_cache.MAX_BYTES
-    try:
-        launch_cache.MAX_BYTES = 100
-        for key, nbytes in entries:
-            cache.add(key, Block(nbytes))
-            assert cache.values[key].nbytes == nbytes
-            assert cache.nbytes == sum(block.nbytes for block in cache.values.values()) <= 100
-    finally:
-        launch_cache.MAX_BYTES = before
+    cache = Recent(100)
+    for key, nbytes in entries:
+        cache.add(key, Block(nbytes))
+        assert cache.values[key].nbytes == nbytes
+        assert cache.nbytes == sum(block.nbytes for block in cache.values.values()) <= 100
 
 
 def test_threads_share_no_plans():
@@ -184,15 +180,15 @@ def held_by(make, count: int) -> float:
 def test_parameters_hold_the_bytes_that_they_count(monkeypatch):
     launches = without_driver(monkeypatch)
     operands = gemm_operands()
-    cache, plan = LaunchCache(), Plan(operands)
+    cache, plan = LaunchCache(), GemmLaunch(operands)
     monkeypatch.setattr(launch_cache.this_thread, "cache", cache)
 
     def launch_at(i: int) -> None:
-        plan.run(tuple(range(i << 40, (i << 40) + 9)), True, operands.tensors)
+        plan.run(tuple(range(i << 40, (i << 40) + 9)), True, operands.operands())
         launches.clear()
 
     measured = held_by(launch_at, 2000)
-    counted = cache.nbytes / len(cache.values)
+    counted = cache.parameters.nbytes / len(cache.parameters.values)
     assert 0.8 * counted <= measured <= 1.1 * counted, (measured, counted)
 
 
@@ -203,7 +199,7 @@ def test_plans_hold_the_bytes_that_they_count(monkeypatch):
 
     def remember(i: int) -> None:
         tensors = (operands.x, operands.x_scale, operands.out)
-        cache.add_plan((i,), tensors, Plan(operands))
+        cache.add_plan((i,), tensors, GemmLaunch(operands))
 
     measured = held_by(remember, 200)
     assert 0.5 * launch_cache.PLAN_BYTES <= measured <= launch_cache.PLAN_BYTES, measured

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from jitgemm.checkpoint import Checkpoint, files, formats, read_layer
-from jitgemm.checkpoint.canonical import Sizes
+from jitgemm.checkpoint.format import Sizes
 from jitgemm.checkpoint.reader import layer_header, load
 
 CONFIG = {"quant_method": "w4afp8", "group_size": 128}

@@ -18,8 +18,9 @@ import jitgemm
 from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
-from jitgemm.activations.kernel import GATES, SILU_MUL, Gate, quantize_source, quantize_spec
+from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.activations.reference import gated
+from jitgemm.activations.scheme import GATE_KINDS, SILU_MUL, Gate
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.arguments import Layer, check_combining
 from jitgemm.moe.call import _launch
@@ -288,7 +289,7 @@ def test_lhs_dtype_is_what_the_weights_were_packed_for():
         )
         for parts in (case.parts13, case.parts2)
     )
-    assert w13.format.codes == "s8"
+    assert w13.format.order == "s8"
     arguments = case.replaced(w13=w13, w2=w2)
     expected = fused_experts(*case.arguments, lhs_dtype=torch.int8)
     assert builders.same_bits(fused_experts(*arguments), expected)
@@ -487,7 +488,7 @@ GATE_SPECS = dict.fromkeys(
     quantize_spec(k, x, "s8", affine=affine, gate=Gate(kind, order, limit))
     for k, x in ((768, "bf16"), (2048, "bf16"), (16384, "bf16"), (32768, "bf16"), (1024, "fp32"), (16384, "fp32"))
     for affine in (True,)
-    for kind in GATES
+    for kind in GATE_KINDS
     for order, limit in (("gate_up", float("inf")), ("up_gate", 7.0), ("interleaved", 7.0))
 )
 FRONTS = ((2048, "bf16", "e4m3", False), (16384, "fp32", "s8", True), (7168, "fp16", "s8", False))

@@ -13,7 +13,7 @@ from quantize_cases import X_DTYPES, activations, assert_close, assert_same_bits
 from jitgemm import fused_experts, fused_experts_reference, fused_experts_workspace_bytes
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.names import m_grouped_gemm_w4a8_nt_contiguous
 from jitgemm.moe.arguments import Routing

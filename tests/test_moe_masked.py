@@ -10,7 +10,8 @@ from moe_cases import MODES, Case, by_definition
 import jitgemm
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
-from jitgemm.activations.kernel import SILU_MUL, QuantizeSpec, quantize_source, quantize_spec
+from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_spec
+from jitgemm.activations.scheme import SILU_MUL
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.kernel import layer_specs
 from jitgemm.moe.masked import fused_experts_masked

@@ -21,7 +21,7 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.activations.kernel import quantize_specs
 from jitgemm.errors import CompileError
 from jitgemm.nn import ACTIVATIONS, PackedLinear, W4A8Linear, W8A8Linear
-from jitgemm.nn.fuse.fused import Joint
+from jitgemm.nn.fuse.fused import FusedProjections
 from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import device_spec
@@ -269,7 +269,7 @@ def test_from_linear_quantises_with_quantize_w4():
 @pytest.mark.parametrize("activation, order", [("e4m3", "e4m3"), ("int8", "s8"), ("int8_affine", "s8")])
 def test_from_linear_packs_for_its_activations(activation, order):
     layer = W4A8Linear.from_linear(linear(), activation=activation, full_range=False)
-    assert layer.weight.format.codes == order
+    assert layer.weight.format.order == order
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ INFERENCE = {
     "empty": lambda layer, path: emptied(layer),
     "assign": lambda layer, path: _assigned(layer),
     "file": lambda layer, path: PackedLinear.from_checkpoint(path, "a"),
-    "fused": lambda layer, path: Joint([copy.deepcopy(layer), copy.deepcopy(layer)]).runs[0],
+    "fused": lambda layer, path: FusedProjections([copy.deepcopy(layer), copy.deepcopy(layer)]).runs[0],
 }
 
 
@@ -520,9 +520,9 @@ def test_the_order_of_codes_comes_from_the_state_dict():
     """It depends on whether any code is -8, which an empty layer cannot know."""
     layer = W4A8Linear.from_linear(linear(), full_range=False)
     other = emptied(layer)
-    assert (layer.weight.format.codes, other.weight.format.codes) == ("e4m3", "any")
+    assert (layer.weight.format.order, other.weight.format.order) == ("e4m3", "any")
     other.load_state_dict(layer.state_dict())
-    assert other.weight.format.codes == "e4m3" and same_layer(layer, other)
+    assert other.weight.format.order == "e4m3" and same_layer(layer, other)
 
 
 def test_misaligned_tensors_of_a_file_are_copied():

@@ -338,8 +338,8 @@ def test_codes_decode_in_the_faster_order_where_all_experts_allow_it(least, code
         tensors[one][0, 0] &= ~0xF
     model = build("qwen3", seed=1)
     load_(model, tensors, config=COMPRESSED)
-    assert model.model.layers[0].mlp.experts.w13.weight.format.codes == codes
-    assert model.model.layers[1].mlp.experts.w13.weight.format.codes == "e4m3"
+    assert model.model.layers[0].mlp.experts.w13.weight.format.order == codes
+    assert model.model.layers[1].mlp.experts.w13.weight.format.order == "e4m3"
 
 
 def test_experts_with_zero_points_beside_some_without():

@@ -32,6 +32,7 @@ from small_models import (
 
 import jitgemm.nn
 from jitgemm.checkpoint import Checkpoint
+from jitgemm.checkpoint.format import Inputs
 from jitgemm.nn import W4A8Linear, W8A8Linear, load_
 from jitgemm.nn.load.read import activations
 
@@ -482,15 +483,16 @@ def test_a_static_scale_comes_from_the_checkpoint_unless_the_activations_are_oth
 )
 def test_activations_that_the_layer_lacks_are_refused_unless_replaced(inputs, text):
     scheme = config(**inputs)["config_groups"]["group_0"]
+    given = Inputs.of(scheme["input_activations"])
     with pytest.raises(ValueError, match=f"input_activations: .*{text}"):
-        activations(scheme, None)
-    assert activations(scheme, "int8") == ("int8", False)
+        activations(given, None)
+    assert activations(given, "int8") == ("int8", False)
 
 
 def test_a_checkpoint_for_16_bit_activations_is_read_as_e4m3():
-    assert activations({}, None) == (None, False)
-    assert activations({"input_activations": None}, None) == (None, False)
-    assert activations({"input_activations": {"num_bits": 16, "type": "float"}}, None) == (None, False)
+    assert activations(None, None) == (None, False)
+    assert activations(Inputs.of(None), None) == (None, False)
+    assert activations(Inputs.of({"num_bits": 16, "type": "float"}), None) == (None, False)
     tensors, _ = checkpoint_tensors(Model())
     assert W4A8Linear.from_checkpoint(tensors, "blocks.0.up", device="cpu").activation == "e4m3"
 

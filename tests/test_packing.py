@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 
 import jitgemm
 from jitgemm.dtypes import DTYPES, REAL_TYPES
-from jitgemm.kernel.formats import CODES, WeightFormat, ceil_div
+from jitgemm.kernel.codes import CODES
+from jitgemm.kernel.formats import WeightFormat, ceil_div
+from jitgemm.weight.codes import CODE_BYTES, UNSIGNED
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 
 U32 = 0xFFFFFFFF
+INT4 = CODE_BYTES["int4"]
+ORDERS = tuple(order.name for order in CODES["int4"].orders)
 CODE_BYTES = 4096
 E4M3_BYTES = {d: int(torch.tensor(d * 2.0**-9).to(torch.float8_e4m3fn).view(torch.uint8)) for d in range(-16, 16)}
 """The byte of torch.float8_e4m3fn for d * 2^-9."""
@@ -75,8 +79,8 @@ def expected_record(parts: builders.WeightParts, strip: int, block: int, format:
                 for byte in range(4):
                     if format.zero_point:
                         value = a[byte] | b_[byte] << 4
-                    elif format.codes != "any":
-                        value = one_type_byte(a[byte], b_[byte], b_[(byte - 1) % 4], format.codes)
+                    elif format.order != "any":
+                        value = one_type_byte(a[byte], b_[byte], b_[(byte - 1) % 4], format.order)
                     else:
                         value = signed_byte(a[byte], b_[byte])
                     record[half * 2048 + thread * 16 + word * 4 + byte] = value
@@ -201,7 +205,7 @@ def test_records_with_offsets_follow_the_definition(group_size, zero_point, scal
 def test_records_for_one_type_of_activations_follow_the_definition(group_size, codes):
     parts = builders.weight_parts(2, 72, 416, group_size, codes=codes)
     weight = parts.packed
-    assert weight.format.codes == codes
+    assert weight.format.order == codes
     for strip, block in ((0, 0), (0, 3), (1, 1)):
         got = weight.blocks[strip, block].numpy().tobytes()
         assert got == expected_record(parts, strip, block, weight.format), (strip, block)
@@ -251,12 +255,12 @@ def test_each_nibble_goes_to_its_place_and_comes_back():
     for row, k in [(r, c) for r in range(0, 64, 7) for c in range(0, 128, 5)]:
         q = torch.zeros((64, 128), dtype=torch.uint8)
         q[row, k] = 15
-        words = layout.encode_codes(q, zero_point=True)
+        words = layout.encode_codes(q, UNSIGNED)
         data = words.view(torch.uint8).flatten().to(torch.int32)
         assert sorted(data[data != 0].tolist()) in ([0x0F], [0xF0])
         assert not bool((seen & data).any())
         seen |= data
-        assert torch.equal(layout.decode_codes(words, zero_point=True), q)
+        assert torch.equal(layout.decode_codes(words, UNSIGNED), q)
 
 
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
@@ -271,7 +275,7 @@ def test_decoded_words_for_one_type_are_the_a_fragment_for_all_codes(codes):
     parts = builders.weight_parts(3, 64, 128, 64, codes=codes, offset=True)
     least = -7 if codes == "e4m3" else -8
     parts.q[:16, :16] = torch.arange(-8, 8, dtype=torch.int8).clamp(min=least)[:, None].expand(16, 16)
-    assert parts.packed.format.codes == codes
+    assert parts.packed.format.order == codes
     check_fragments(parts, codes)
 
 
@@ -298,7 +302,7 @@ def check_fragments(parts: builders.WeightParts, lhs: str) -> None:
                 for p in range(2):
                     z = None if zero is None else record[zeros_at + 64 * line + lane_row + 8 * p]
                     word = words[k_step // 2][2 * (k_step % 2) + p]
-                    registers[p], registers[2 + p] = decode(word, z, lhs, format.codes)
+                    registers[p], registers[2 + p] = decode(word, z, lhs, format.order)
                 for register in range(4):
                     for byte in range(4):
                         row, k = fragment_place(thread, register, byte)
@@ -310,7 +314,7 @@ def check_fragments(parts: builders.WeightParts, lhs: str) -> None:
                             padded_zero = record[zeros_at + 64 * line + row % 64] if zero is not None else 0
                             d = 0 - padded_zero
                         got = registers[register] >> 8 * byte & 0xFF
-                        assert got == operand_byte(d, lhs, None if format.zero_point else format.codes), (row, k, d)
+                        assert got == operand_byte(d, lhs, None if format.zero_point else format.order), (row, k, d)
 
 
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
@@ -389,7 +393,7 @@ def test_unpacking_gives_back_what_was_packed(seed, n, k, format):
     group_size=st.sampled_from([32, 64, 128, 256]),
     zero_point=st.booleans(),
     scale_type=st.sampled_from(REAL_TYPES),
-    codes=st.sampled_from(CODES),
+    codes=st.sampled_from(ORDERS),
 )
 @settings(max_examples=60, deadline=None)
 def test_unpacking_gives_back_what_was_packed_with_offsets_in_every_order(
@@ -402,24 +406,24 @@ def test_unpacking_gives_back_what_was_packed_with_offsets_in_every_order(
         codes=codes,
     )  # fmt: skip
     weight = parts.packed
-    assert weight.format.codes == ("any" if zero_point else codes)
+    assert weight.format.order == ("any" if zero_point else codes)
     unpacked = (*weight.unpack(), weight.unpack_offset())
     for got, given_ in zip(unpacked, (parts.q, parts.scale, parts.zero, parts.offset), strict=True):
         assert got is None if given_ is None else builders.same_bits(got, given_)
 
 
-@given(seed=st.integers(0, 2**31), order=st.sampled_from(CODES), strips=st.integers(1, 3), kblocks=st.integers(1, 3))
+@given(seed=st.integers(0, 2**31), order=st.sampled_from(ORDERS), strips=st.integers(1, 3), kblocks=st.integers(1, 3))
 @settings(max_examples=30, deadline=None)
 def test_codes_survive_both_directions_in_every_order(seed, order, strips, kblocks):
     codes = builders.weight_parts(seed, 64 * strips, 128 * kblocks, codes=order).q
     codes[:16, 0] = torch.arange(-8, 8, dtype=torch.int8).clamp(min=-7 if order == "e4m3" else -8)
-    words = layout.encode_codes(codes, False, order)
-    assert torch.equal(layout.decode_codes(words, False, order), codes)
+    words = layout.encode_codes(codes, INT4.orders[order])
+    assert torch.equal(layout.decode_codes(words, INT4.orders[order]), codes)
 
 
 def test_orders_of_codes_pack_to_different_words():
     codes = builders.weight_parts(4, 64, 128, codes="e4m3").q
-    words = [layout.encode_codes(codes, False, order) for order in CODES]
+    words = [layout.encode_codes(codes, INT4.orders[order]) for order in ORDERS]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(words, 2))
 
 
@@ -429,10 +433,15 @@ def test_codes_survive_both_directions(seed, zero_point, strips, kblocks):
     low, high, dtype = (0, 16, torch.uint8) if zero_point else (-8, 8, torch.int8)
     g = builders.generator(seed)
     codes = torch.randint(low, high, (64 * strips, 128 * kblocks), generator=g, dtype=dtype)
-    words = layout.encode_codes(codes, zero_point)
-    assert torch.equal(layout.decode_codes(words, zero_point), codes)
+    words = layout.encode_codes(codes, INT4.nibbles("any", zero_point))
+    assert torch.equal(layout.decode_codes(words, INT4.nibbles("any", zero_point)), codes)
     any_words = torch.randint(-(2**31), 2**31, (strips, kblocks, 1024), generator=g, dtype=torch.int64).to(torch.int32)
-    assert torch.equal(layout.encode_codes(layout.decode_codes(any_words, zero_point), zero_point), any_words)
+    assert torch.equal(
+        layout.encode_codes(
+            layout.decode_codes(any_words, INT4.nibbles("any", zero_point)), INT4.nibbles("any", zero_point)
+        ),
+        any_words,
+    )
 
 
 def test_chunking_does_not_change_the_bytes(monkeypatch):
@@ -464,7 +473,7 @@ def padded_field(weight, start: str, stop: str, k: int, dtype: torch.dtype) -> t
 def test_padding_is_zero(group_size, zero_point):
     parts = builders.weight_parts(6, 8, 160, group_size, zero_point=zero_point, scale_type="fp32")
     weight = parts.packed
-    codes = layout.decode_codes(weight.blocks.view(torch.int32)[:, :, :1024], zero_point)
+    codes = layout.decode_codes(weight.blocks.view(torch.int32)[:, :, :1024], INT4.nibbles("any", zero_point))
     assert not codes[8:].any() and not codes[:, 160:].any()
     if group_size:
         scales = padded_field(weight, "scales_at", "offsets_at", 256, torch.float32)
@@ -475,21 +484,21 @@ def test_padding_is_zero(group_size, zero_point):
         assert not padded_field(weight, "zeros_at", "record_bytes", 256, torch.uint8)[8:].any()
 
 
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("codes", ORDERS)
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256])
 def test_padding_is_zero_in_every_order_and_for_offsets(group_size, codes):
     """Offsets meet the activations of a padded k, which are zero; rows past n are never stored."""
     parts = builders.weight_parts(6, 8, 288, group_size, scale_type="fp32", offset=True, codes=codes)
     weight = parts.packed
     words = weight.blocks.view(torch.int32)[:, :, :1024]
-    padded = layout.decode_codes(words, False, codes)
+    padded = layout.decode_codes(words, INT4.orders[codes])
     assert not padded[8:].any() and not padded[:, 288:].any()
     offsets = padded_field(weight, "offsets_at", "zeros_at", 384, torch.float32)
     assert not offsets[8:].any() and not offsets[:, parts.offset.shape[1] :].any()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("codes", ORDERS)
 @pytest.mark.parametrize("group_size, zero_point", [(32, False), (64, True), (128, False), (256, False)])
 def test_a_gpu_packs_the_same_bytes_with_offsets_in_every_order(group_size, zero_point, codes):
     def packed(device: str):

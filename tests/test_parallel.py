@@ -24,7 +24,7 @@ import jitgemm.nn
 from jitgemm.checkpoint.canonical import CanonicalWeight
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn import ACTIVATIONS, PackedExperts, PackedLinear, W4A8Linear, W8A8Experts, W8A8Linear
-from jitgemm.nn.layers.cut import part_of_weight
+from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
 from jitgemm.nn.load.read import CODES
 from jitgemm.weight.pack import pack_w4
@@ -95,7 +95,7 @@ def apart(layer: PackedLinear, rank: int) -> PackedLinear:
     weight = layer.weight
     q, scale, zero = weight.unpack()
     whole = CanonicalWeight(
-        q, scale, zero, weight.unpack_offset(), weight.group_size, weight.permutation, bits=weight.bits
+        q, scale, zero, weight.unpack_offset(), weight.group_size, weight.permutation, code=weight.format.code
     )
     weight = whole.shard("k", rank, ranks.WORLD).pack(CODES[layer.activation])
     bias = layer.bias if rank == 0 else None

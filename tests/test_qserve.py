@@ -89,28 +89,28 @@ def test_per_channel_reads_as_the_definition(tmp_path):
 def test_per_channel_packs_as_groups():
     zero = torch.randint(0, 16, (64,), generator=builders.generator(2))
     tensors, expected = per_channel(2, zero)
-    packed = FORMAT.read(tensors, None).pack()
+    packed = layers.read(FORMAT, tensors, None).pack()
     assert torch.equal(packed.dequantize().double(), expected)
 
 
 def test_per_channel_zeros_that_were_not_rounded_are_integers_again():
     zero = torch.tensor([0, 1, 2, 4, 8] * 13)[:64]  # powers of two round nothing
     tensors, expected = per_channel(3, zero)
-    weight = FORMAT.read(tensors, None)
+    weight = layers.read(FORMAT, tensors, None)
     assert weight.offset is None and torch.equal(weight.zero[:, 0].long(), zero)
     layers.assert_exactly(weight, expected)
 
 
 def test_per_channel_with_zeros_8_becomes_signed_codes():
     tensors, expected = per_channel(4, torch.full((64,), 8))
-    weight = FORMAT.read(tensors, None)
+    weight = layers.read(FORMAT, tensors, None)
     assert weight.offset is None and weight.zero is None
     layers.assert_exactly(weight, expected)
 
 
 def test_packing_keeps_the_matrix():
     tensors, by_kernel = per_group(5)
-    packed = FORMAT.read(tensors, None).pack()
+    packed = layers.read(FORMAT, tensors, None).pack()
     assert torch.equal(packed.dequantize().double(), by_kernel.double() * tensors["s1_scales"].double()[:, None])
 
 
@@ -143,7 +143,7 @@ def test_detected_and_taken_for_nothing_else(config):
 )
 def test_a_layer_that_cannot_be_read_is_refused(change, config, message):
     with pytest.raises(ValueError, match=message):
-        FORMAT.read(per_group(0)[0] | change, config)
+        layers.read(FORMAT, per_group(0)[0] | change, config)
 
 
 def same_everywhere(q: int, s2: int, s2_zero: int) -> dict[str, torch.Tensor]:
@@ -164,4 +164,4 @@ def same_everywhere(q: int, s2: int, s2_zero: int) -> dict[str, torch.Tensor]:
 )
 def test_bytes_that_the_kernel_cannot_hold_are_refused(layer, message):
     with pytest.raises(ValueError, match=message):
-        FORMAT.read(layer, None)
+        layers.read(FORMAT, layer, None)

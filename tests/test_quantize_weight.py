@@ -120,7 +120,7 @@ def test_without_the_full_range_no_code_is_minus_eight(group_size, dtype):
     w = weight(14, 32, 1024)
     narrow = quantize_w4(w, group_size, scale_dtype=dtype, full_range=False, lhs_dtype=torch.float8_e4m3fn)
     assert int(narrow.unpack()[0].min()) == -7
-    assert narrow.format.codes == "e4m3"
+    assert narrow.format.order == "e4m3"
     plain = (plain_signed(w, group_size, dtype, 7.0) - by_group(w, group_size)).square().sum(-1)
     assert bool((errors(narrow.dequantize(), w, group_size) <= plain * MARGIN).all())
     assert (errors(narrow.dequantize(), w, group_size) - plain).sum() < 0

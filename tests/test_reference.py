@@ -183,7 +183,7 @@ def test_the_order_of_codes_does_not_change_the_result():
         parts = builders.weight_parts(6, 72, 544, 64, codes=dtype, offset=True)
         lhs = builders.lhs(7, 5, 544, dtype)
         both = replace(parts, lhs_dtype=None).packed
-        assert (parts.packed.format.codes, both.format.codes) == (dtype, "any")
+        assert (parts.packed.format.order, both.format.order) == (dtype, "any")
         assert torch.equal(exact(lhs, parts.packed), exact(lhs, both))
 
 

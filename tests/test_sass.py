@@ -146,7 +146,7 @@ KERNELS = [
     KernelSpec("e4m3", WeightFormat(128, False, "bf16", "e4m3"), 176, 128, 4),
     KernelSpec("e4m3", WeightFormat(64, False, "bf16"), 128, 128, 4, halves=2),
     KernelSpec("e4m3", WeightFormat(32, False, "bf16"), 96, 128, 4),
-    KernelSpec("e4m3", WeightFormat(128, False, "fp32", "e4m3", bits=8), 128, 128, 4),
+    KernelSpec("e4m3", WeightFormat(128, False, "fp32", "e4m3", code="e4m3"), 128, 128, 4),
 ]
 
 

@@ -59,9 +59,9 @@ def formats_of(lhs: str) -> list[WeightFormat]:
         if format.group_size:
             found.append(replace(format, offset=True))
         if not format.zero_point:
-            found.append(replace(format, codes=lhs))
+            found.append(replace(format, order=lhs))
             if format.group_size:
-                found.append(replace(format, codes=lhs, offset=True))
+                found.append(replace(format, order=lhs, offset=True))
     return found
 
 
@@ -148,7 +148,7 @@ def test_every_candidate_for_every_order_offset_and_output_is_legal(device, lhs,
         assert len(kernels) > 20
         for spec in kernels:
             assert_legal(spec, device)
-            assert (spec.format.codes, spec.format.offset, spec.out) == (format.codes, format.offset, out)
+            assert (spec.format.order, spec.format.offset, spec.out) == (format.order, format.offset, out)
 
 
 def test_fp32_outputs_take_twice_the_shared_memory():
@@ -428,7 +428,7 @@ def test_more_sms_are_never_predicted_slower():
 
 def test_8_bit_weights_make_no_room_for_wider_tiles():
     """Those of 3 warpgroups and 144 tokens, and of 224 tokens, spilled up to 500 bytes."""
-    device, fmt = DEVICES["h200"], WeightFormat(128, False, "fp32", "e4m3", bits=8)
+    device, fmt = DEVICES["h200"], WeightFormat(128, False, "fp32", "e4m3", code="e4m3")
     wide = KernelSpec("e4m3", fmt, 144, 192, 3)
     for spec in (wide, replace(wide, block_m=224, block_n=128, halves=2)):
         assert "registers" in illegal(spec, device)

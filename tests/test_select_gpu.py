@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jitgemm.gemm.plan import KERNELS
+from jitgemm.gemm.launch import KERNELS
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime import driver

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_select import ALL_DEVICES, FORMATS_OF, assert_legal, lhs_and_format, order_of
 
 from jitgemm.dtypes import LHS_TYPES
-from jitgemm.kernel.formats import TABLE_SIZES, Problem, WeightFormat, ceil_div, tuned_codes
+from jitgemm.kernel.formats import TABLE_SIZES, Problem, WeightFormat, ceil_div, tuned_order
 from jitgemm.kernel.spec import KernelSpec, smem_bytes
 from jitgemm.kernel.tactics import direct_lhs, multiply_widths, prefetch_stages
 from jitgemm.select import loads, shapes
@@ -256,7 +256,7 @@ def test_candidates_are_sorted_and_none_beats_memory_or_tensor_cores(problem, de
 
 def test_experts_with_few_rows_take_low_tiles_and_those_with_many_high_ones():
     for lhs in LHS_TYPES:
-        format = WeightFormat(128, False, "bf16", tuned_codes(lhs, 128, False, 2048))
+        format = WeightFormat(128, False, "bf16", tuned_order(lhs, 128, False, 2048))
         per_expert = {
             mean: choose(qwen(128 * mean, lhs=lhs, format=format), H200).block_m for mean in (1, 4, 16, 64, 256)
         }

@@ -49,7 +49,7 @@ def test_a_legal_call_compiles_whatever_spills(tmp_path, spec, sizes):
 @pytest.mark.gpu
 @cases
 def test_a_kernel_that_spills_computes_what_it_should(monkeypatch, spec, sizes):
-    monkeypatch.setattr("jitgemm.gemm.plan.choose", lambda problem, device: spec)
+    monkeypatch.setattr("jitgemm.gemm.launch.choose", lambda problem, device: spec)
     m, n, k = sizes
     fmt = spec.format
     parts = builders.weight_parts(7, n, k, fmt.group_size or k, zero_point=True, scale_type="fp32", device="cuda")

@@ -81,7 +81,7 @@ def test_groups_of_every_size_equal_pytorchs_cpu_op(group_size, dtype):
     q, parameters = codes(2, n, k), scales_and_zeros(2, n, k // group_size, dtype)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
     by_op = torch.ops.aten._weight_int4pack_mm_for_cpu(torch.eye(k, dtype=dtype), packed, group_size, parameters)
-    weight = FORMAT.read({"weight": high_first(q), "scales_and_zeros": parameters}, None)
+    weight = layers.read(FORMAT, {"weight": high_first(q), "scales_and_zeros": parameters}, None)
     assert torch.equal(weight.dequantize().to(dtype), by_op.T)  # the op rounds its result to dtype
     assert weight.group_size == group_size
 
@@ -106,7 +106,7 @@ def test_tiles_that_the_gpu_packed_unpack(inner_k_tiles):
 def test_zeros_that_are_all_0_leave_no_offset():
     q, parameters = codes(5, 16, 256), scales_and_zeros(5, 16, 4, torch.bfloat16)
     parameters[..., 1] = 0
-    weight = FORMAT.read({"weight": q, "scales_and_zeros": parameters}, None)
+    weight = layers.read(FORMAT, {"weight": q, "scales_and_zeros": parameters}, None)
     assert weight.offset is None and weight.zero is None
     layers.assert_exactly(weight, tinygemm(q, parameters))
 
@@ -117,7 +117,7 @@ def test_one_group_a_row_leaves_open_what_bytes_are_and_they_or_the_size_decide(
     q, parameters = codes(7, 16, k), scales_and_zeros(7, 16, 1, torch.bfloat16)
     for stored in (q.to(torch.uint8), high_first(q)):
         tensors = {"weight": stored, "scales_and_zeros": parameters}
-        layers.assert_exactly(FORMAT.read(tensors, {"group_size": group_size}), tinygemm(q, parameters))
+        layers.assert_exactly(layers.read(FORMAT, tensors, {"group_size": group_size}), tinygemm(q, parameters))
 
 
 @pytest.mark.parametrize("form", ["bytes, even k high", "uint8, one code each"])
@@ -135,22 +135,22 @@ def test_bytes_that_are_all_the_same_need_the_size_that_a_models_layer_has(form)
 
 def test_a_shape_drops_the_padding_of_plain_tiles():
     q, parameters = codes(9, 16, 256), scales_and_zeros(9, 16, 4, torch.bfloat16)
-    weight = FORMAT.read({"weight": tiles(q, 8), "scales_and_zeros": parameters}, {"shape": [16, 192]})
+    weight = layers.read(FORMAT, {"weight": tiles(q, 8), "scales_and_zeros": parameters}, {"shape": [16, 192]})
     layers.assert_exactly(weight, tinygemm(q, parameters)[:, :192])
 
 
 def test_codes_of_another_size_than_was_said_are_an_error():
     tensors = {"weight": torch.zeros((16, 32), dtype=torch.uint8), "scales_and_zeros": torch.ones(1, 16, 2)}
     with pytest.raises(ValueError, match=r"weight: expected codes for k = 256, got uint8 \[16, 32\]"):
-        FORMAT.read(tensors, {"shape": [16, 256]})
+        layers.read(FORMAT, tensors, {"shape": [16, 256]})
 
 
 def test_group_size_tells_small_bytes_from_codes():
     q, parameters = codes(6, 16, 256), scales_and_zeros(6, 16, 4, torch.bfloat16)
     q[:, 0::2] = 0  # no byte is above 15
     tensors = {"weight": high_first(q), "scales_and_zeros": parameters}
-    layers.assert_exactly(FORMAT.read(tensors, {"group_size": 64}), tinygemm(q, parameters))
-    assert FORMAT.read(tensors, {"group_size": 32}).k == 128
+    layers.assert_exactly(layers.read(FORMAT, tensors, {"group_size": 64}), tinygemm(q, parameters))
+    assert layers.read(FORMAT, tensors, {"group_size": 32}).k == 128
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -161,7 +161,7 @@ def test_a_tinygemm_weight_is_detected_and_taken_for_nothing_else(form):
 
 def test_packing_keeps_the_matrix():
     q, parameters = codes(7, 16, 256), scales_and_zeros(7, 16, 4, torch.bfloat16)
-    packed = FORMAT.read({"weight": q, "scales_and_zeros": parameters}, None).pack()
+    packed = layers.read(FORMAT, {"weight": q, "scales_and_zeros": parameters}, None).pack()
     assert torch.equal(packed.dequantize().double(), tinygemm(q, parameters))
 
 
@@ -185,7 +185,7 @@ def test_packing_keeps_the_matrix():
 )
 def test_a_weight_of_another_form_is_refused(weight, config, message):
     with pytest.raises(ValueError, match=message):
-        FORMAT.read({"weight": weight, "scales_and_zeros": scales_and_zeros(0, 16, 4, torch.bfloat16)}, config)
+        layers.read(FORMAT, {"weight": weight, "scales_and_zeros": scales_and_zeros(0, 16, 4, torch.bfloat16)}, config)
 
 
 # ---- tensor subclasses, flattened as torchao's safetensors code does -------------------------------------------------
@@ -257,12 +257,12 @@ def test_a_subclass_that_cannot_be_read_is_refused(change, message):
         "zero_point": torch.ones(16, 4),
     }
     with pytest.raises(ValueError, match=message):
-        FORMAT.read({f"_weight_{name}": t for name, t in (flat | change).items()}, None)
+        layers.read(FORMAT, {f"_weight_{name}": t for name, t in (flat | change).items()}, None)
 
 
 def test_a_plain_weight_of_a_torchao_model_is_refused():
     with pytest.raises(ValueError, match=r"weight: expected one of torchao's .*, got a plain bfloat16 \[8, 32\]"):
-        FORMAT.read({"weight": torch.zeros((8, 32), dtype=torch.bfloat16)}, TORCHAO)
+        layers.read(FORMAT, {"weight": torch.zeros((8, 32), dtype=torch.bfloat16)}, TORCHAO)
 
 
 # ---- torchao itself --------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_torchaos_8da4w_tensor_equals_its_own_dequantisation(torchao, tmp_path, 
         high_precision(32, 256, dtype), (1, 64), torch.int4, mapping_type=getattr(MappingType, mapping)
     )
     exact = dequantize_affine(weight.qdata, (1, 64), weight.scale, weight.zero_point, torch.int8, -8, 7)
-    for read in (FORMAT.read(flattened(tmp_path, weight), None), in_memory(weight)):
+    for read in (layers.read(FORMAT, flattened(tmp_path, weight), None), in_memory(weight)):
         layers.assert_exactly(read, exact)
         assert torch.equal(read.dequantize().to(dtype), weight.dequantize())  # which rounds to dtype, once
         assert (read.zero is None) == (mapping == "SYMMETRIC")
@@ -338,7 +338,7 @@ def tile_packed(n: int, k: int, group_size: int):
 
 def test_torchaos_tile_packed_tensor_equals_its_own_dequantisation(torchao, tmp_path):
     weight, exact = tile_packed(16, 1024, 128)
-    layers.assert_exactly(FORMAT.read(flattened(tmp_path, weight), None), exact)
+    layers.assert_exactly(layers.read(FORMAT, flattened(tmp_path, weight), None), exact)
     layers.assert_exactly(in_memory(weight), exact)
 
 
@@ -346,7 +346,7 @@ def test_the_padding_of_a_tile_packed_tensor_is_dropped(torchao, tmp_path):
     weight, exact = tile_packed(16, 320, 128)
     for read in (
         in_memory(weight),
-        FORMAT.read(flattened(tmp_path, weight), TORCHAO | {"shape": [16, 320]}),
+        layers.read(FORMAT, flattened(tmp_path, weight), TORCHAO | {"shape": [16, 320]}),
         checkpoint.read_layer(tmp_path, "layer", device="cpu"),  # the size stands in the file's metadata
     ):
         layers.assert_exactly(read, exact[:, :320])
@@ -362,7 +362,7 @@ def test_torchaos_int4_tensor_through_a_state_dict(torchao, tmp_path):
     torch.save({"weight": weight}, tmp_path / "model.pt")
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     loaded = checkpoint.read_layer({"layer.weight": state["weight"]}, "layer", device="cpu", config=TORCHAO)
-    for read in (loaded, FORMAT.read(flattened(tmp_path, weight), None)):
+    for read in (loaded, layers.read(FORMAT, flattened(tmp_path, weight), None)):
         layers.assert_exactly(read, tinygemm(q, parameters))
 
 
@@ -526,11 +526,11 @@ def float8_of(weight: torch.Tensor) -> torch.Tensor:
 def test_an_8_bit_subclass_that_cannot_be_read_is_named_by_its_headers(tensors, message):
     infos = {f"_weight_{name}": TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     with pytest.raises(ValueError, match=message):
-        FORMAT.sizes(infos, None)
+        FORMAT.scheme(None, headers=infos)
 
 
 def test_an_int8_tensor_with_zero_points_is_refused():
     tensors = {"qdata": torch.zeros(16, 256, dtype=torch.int8), "scale": torch.ones(16, 1)}
     tensors |= {"zero_point": torch.ones(16, 1, dtype=torch.int8)}
     with pytest.raises(ValueError, match="_weight_zero_point: expected zeros with 8 bits"):
-        FORMAT.read({f"_weight_{name}": t for name, t in tensors.items()}, {"class": "Int8Tensor"})
+        layers.read(FORMAT, {f"_weight_{name}": t for name, t in tensors.items()}, {"class": "Int8Tensor"})

@@ -23,7 +23,7 @@ from vllm_layers import REAL, experts, hide, rank, show
 
 import jitgemm
 import jitgemm.vllm
-from jitgemm.activations.kernel import SILU_MUL, Gate
+from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.errors import CacheMissError, CompileError
 from jitgemm.nn import W4A8Linear, W8A8Linear, load_, warmup
 from jitgemm.nn.layers.experts import packed_experts

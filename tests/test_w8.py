@@ -22,6 +22,7 @@ from jitgemm.gemm.bound import gemm_w4a8_bound
 from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.jit.nvrtc import SERIALISED, compile_cubin
 from jitgemm.jit.sass import MULTIPLY, code_sections, instructions
+from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat, format_named
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
@@ -59,7 +60,7 @@ def test_what_was_packed_comes_back_bit_for_bit(seed, n, k, codes, group_size, s
     weight = parts.packed
     q, scale, zero = weight.unpack()
     assert builders.same_bits(q, parts.q) and builders.same_bits(scale, parts.scale) and zero is None
-    assert weight.format.bits == 8 and weight.format.codes == codes and weight.groups == scale.shape[1]
+    assert weight.format.bits == 8 and weight.format.order == codes and weight.groups == scale.shape[1]
     expected = parts.dequantize_fp64()
     assert torch.equal(weight.dequantize(), expected.float())
     if codes == "s8":
@@ -104,7 +105,7 @@ def test_every_form_of_a_scale_is_the_same_weight():
     forms = [one, one.view(1), one.view(1, 1), rows, rows[:, 0], rows.contiguous()]
     assert len({bytes(pack_w8(q, scale).state_dict()["channel_scale"].numpy().tobytes()) for scale in forms}) == 1
     for scale in forms:
-        assert pack_w8(q, scale).format == WeightFormat(0, False, "fp32", "e4m3", bits=8)
+        assert pack_w8(q, scale).format == WeightFormat(0, False, "fp32", "e4m3", code="e4m3")
     block = torch.rand(2, 3)
     by_group = block.repeat_interleave(128, 0)[:n]
     assert torch.equal(pack_w8(q, block).blocks, pack_w8(q, by_group, group_size=128).blocks)
@@ -174,7 +175,7 @@ def test_the_format_says_where_rows_of_a_strip_share_scales():
     both = torch.stack((scale, other))
     assert not pack_w8(torch.stack((q, q)), both).format.strip_scales
     with pytest.raises(ValueError, match="strip_scales: expected 8 bits in groups of 128"):
-        WeightFormat(256, False, "fp32", "e4m3", bits=8, strip_scales=True)
+        WeightFormat(256, False, "fp32", "e4m3", code="e4m3", strip_scales=True)
 
 
 def test_weights_keep_what_the_format_says_of_strips():
@@ -195,7 +196,9 @@ def test_weights_keep_what_the_format_says_of_strips():
 
 def test_no_two_formats_share_a_plan():
     formats = [
-        WeightFormat(group_size, zero_point, scale_type, codes, offset, bits, strip_scales)
+        WeightFormat(
+            group_size, zero_point, scale_type, codes, offset, typed_code(codes) if bits == 8 else "int4", strip_scales
+        )
         for group_size, zero_point, scale_type, codes, offset, bits, strip_scales in itertools.product(
             (0, *GROUP_SIZES), (False, True), REAL_TYPES, ("any", *LHS_TYPES), (False, True), (4, 8), (False, True)
         )
@@ -210,7 +213,7 @@ def test_no_two_formats_share_a_plan():
 
 @pytest.mark.parametrize("lhs", LHS_TYPES)
 def test_only_kernels_for_block_scales_have_tokens_as_rows(lhs):
-    rows = WeightFormat(128, False, "fp32", lhs, bits=8)
+    rows = WeightFormat(128, False, "fp32", lhs, code=typed_code(lhs))
     strips = replace(rows, strip_scales=True)
     for experts, group in itertools.product((0, 64), (0, 128)):
         make = functools.partial(legal_kernels, lhs, device=DEVICES["h200"], experts=experts, lhs_group=group)
@@ -276,22 +279,22 @@ def test_wrong_arguments_of_pack_w8(q, scale, error, message):
 def test_names_of_formats():
     for group_size in (0, *GROUP_SIZES):
         for codes in LHS_TYPES:
-            format = WeightFormat(group_size, False, "bf16", codes, bits=8)
+            format = WeightFormat(group_size, False, "bf16", codes, code=typed_code(codes))
             assert format_named(format.name) == format and format.name.startswith("w8-")
             assert format_named(format.name.removeprefix("w8-")).bits == 4
-    for wrong in (dict(zero_point=True, codes="any"), dict(codes="any"), dict(offset=True, group_size=32)):
-        with pytest.raises(ValueError, match="bits: expected 4 with"):
-            WeightFormat(**(dict(group_size=0, zero_point=False, scale_type="bf16", codes="s8", bits=8) | wrong))
-    with pytest.raises(ValueError, match="bits: expected 4 or 8, got 2"):
-        WeightFormat(0, False, "bf16", bits=2)
+    for wrong in (dict(zero_point=True, order="any"), dict(order="any"), dict(offset=True, group_size=32)):
+        with pytest.raises(ValueError, match="(zero_point|order|offset): expected "):
+            WeightFormat(**(dict(group_size=0, zero_point=False, scale_type="bf16", order="s8", code="int8") | wrong))
+    with pytest.raises(ValueError, match="code: expected one of .*int4.*, got 'int2'"):
+        WeightFormat(0, False, "bf16", code="int2")
 
 
 def test_int8_per_channel_stops_where_int32_may_overflow():
-    format = WeightFormat(0, False, "bf16", "s8", bits=8)
+    format = WeightFormat(0, False, "bf16", "s8", code="int8")
     assert Problem(1, 8, 131056, "s8", format)
     with pytest.raises(ValueError, match="k: expected at most 131056 for int8 with scales per channel, got 131072"):
         Problem(1, 8, 131072, "s8", format)
-    assert Problem(1, 8, 131072, "s8", WeightFormat(128, False, "bf16", "s8", bits=8))
+    assert Problem(1, 8, 131072, "s8", WeightFormat(128, False, "bf16", "s8", code="int8"))
 
 
 # ---- quantising ------------------------------------------------------------------------------------------------------
@@ -313,7 +316,7 @@ def test_quantize_w8_is_the_nearest_of_its_type_for_the_largest_of_a_row_or_bloc
     w[0] = 0
     largest = 448.0 if dtype.is_floating_point else 127.0
     weight = quantize_w8(w, dtype, block=block)
-    assert isinstance(weight, W8Weight) and weight.format.codes == ("e4m3" if dtype.is_floating_point else "s8")
+    assert isinstance(weight, W8Weight) and weight.format.order == ("e4m3" if dtype.is_floating_point else "s8")
     q, scale, _ = weight.unpack()
     size = block or k
     for row in range(0, n, block or 1):
@@ -477,7 +480,7 @@ H200 = DEVICES["h200"]
 
 
 def format_of(lhs: str, group_size: int, scale_type: str = "fp32") -> WeightFormat:
-    return WeightFormat(group_size, False, scale_type, lhs, bits=8)
+    return WeightFormat(group_size, False, scale_type, lhs, code=typed_code(lhs))
 
 
 @pytest.mark.parametrize("lhs", LHS_TYPES)

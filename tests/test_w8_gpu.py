@@ -20,10 +20,11 @@ from test_grouped_gpu import assert_right as assert_grouped
 
 import jitgemm
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.arguments import Operands
-from jitgemm.gemm.grouped_plan import GroupedPlan
-from jitgemm.gemm.groups import Groups
+from jitgemm.gemm.problem import Gemm
+from jitgemm.gemm.launch import GemmLaunch
+from jitgemm.gemm.problem import Groups
 from jitgemm.gemm.reference import gemm_w4a8_reference
+from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
@@ -63,7 +64,7 @@ class Case:
         group = 128 if self.group == BLOCK else self.group
         group = group if group < self.k else 0
         strips = self.group == BLOCK and group > 0
-        format = WeightFormat(group, False, self.scale, self.lhs, bits=8, strip_scales=strips)
+        format = WeightFormat(group, False, self.scale, self.lhs, code=typed_code(self.lhs), strip_scales=strips)
         return Problem(self.m, self.n, self.k, self.lhs, format, self.out)
 
     def operands(self) -> tuple[tuple, jitgemm.W8Weight, torch.Tensor | None]:
@@ -151,7 +152,7 @@ def sampled(problem: Problem, count: int = 12) -> list[KernelSpec]:
 
 
 SAMPLED = [
-    Problem(m, 328, 4128, lhs, WeightFormat(group, False, "fp32", lhs, bits=8))
+    Problem(m, 328, 4128, lhs, WeightFormat(group, False, "fp32", lhs, code=typed_code(lhs)))
     for lhs, group, m in itertools.product(LHS_TYPES, (PER_CHANNEL, 32, 128, 256), (8, 60, 300))
 ]
 
@@ -217,7 +218,6 @@ def test_the_largest_sums_of_int8_per_channel(k, m):
 @pytest.mark.parametrize("problem", SAMPLED, ids=lambda p: f"{p.m}-{p.format.name}")
 def test_kernels_of_one_order_of_summation_give_the_same_bits(problem):
     """All right, and those that sum k in one order alike to the bit."""
-    from jitgemm.gemm.plan import Plan
 
     rhs = weight(problem.n, problem.k, problem.lhs, problem.format.group_size, seed=6)
     lhs = builders.lhs(7, problem.m, problem.k, problem.lhs, device="cuda")
@@ -225,8 +225,8 @@ def test_kernels_of_one_order_of_summation_give_the_same_bits(problem):
     for spec in sampled(problem):
         for _ in range(3):
             out = Guarded(problem.m, problem.n)
-            operands = Operands(*lhs, None, rhs, out.out, None)
-            Plan(operands, spec).launch(*operands)
+            operands = Gemm(*lhs, None, rhs, out.out, None)
+            GemmLaunch(operands, spec).launch(operands)
             out.check()
             outputs.setdefault((spec.split_k, spec.warpgroups_k), []).append(out.out.contiguous())
         assert_right(out.out, lhs, rhs)
@@ -239,7 +239,6 @@ def test_kernels_of_one_order_of_summation_give_the_same_bits(problem):
 @pytest.mark.parametrize("operand", ["multicast_lhs", "multicast_rhs"])
 @pytest.mark.parametrize("group", [PER_CHANNEL, 128])
 def test_multicast_hands_its_stages_back(group, operand, lhs_name):
-    from jitgemm.gemm.plan import Plan
 
     m, n, k = 6 * 64 - 3, 128 * (device_figures().num_sms // 2 + 1) - 24, 33 * 128 - 32
     rhs = weight(n, k, lhs_name, group)
@@ -248,8 +247,8 @@ def test_multicast_hands_its_stages_back(group, operand, lhs_name):
     outputs = []
     for spec in (plain, *[replace(plain, **{operand: 2})] * 6):
         out = Guarded(m, n)
-        operands = Operands(*lhs, None, rhs, out.out, None)
-        Plan(operands, spec).launch(*operands)
+        operands = Gemm(*lhs, None, rhs, out.out, None)
+        GemmLaunch(operands, spec).launch(operands)
         out.check()
         outputs.append(out.out.contiguous())
     assert_right(outputs[-1], lhs, rhs)
@@ -372,7 +371,6 @@ def test_blocks_of_rows_with_masks(max_m, lhs_name):
     ids=lambda shape: "-".join(f"{k}{v}" for k, v in shape.items()),
 )
 def test_grouped_kernels_give_the_dense_kernel_s_bits(shape, lhs_name):
-    from jitgemm.gemm.plan import Plan
 
     experts, n, k = 20, 200, 1056
     rhs = experts_of(experts, n, k, lhs_name, 128)
@@ -380,15 +378,15 @@ def test_grouped_kernels_give_the_dense_kernel_s_bits(shape, lhs_name):
     lhs = grouped_activations(lhs_name, sum(counts), k)
     spec = KernelSpec(lhs_name, rhs.format, **shape)
     out = torch.empty(sum(counts), n, dtype=torch.bfloat16, device="cuda")
-    operands, groups = Operands(*lhs, None, rhs, out, None), Groups(offsets_of(counts), None, 0, sum(counts))
-    GroupedPlan(operands, groups, replace(spec, experts=64)).launch(operands, groups)
+    operands, groups = Gemm(*lhs, None, rhs, out, None), Groups(offsets_of(counts), None, 0, sum(counts))
+    GemmLaunch(operands._replace(groups=groups), replace(spec, experts=64)).launch(operands._replace(groups=groups))
     end = 0
     for e, count in enumerate(counts):
         begin, end = end, end + count
         if count:
             right = torch.empty(count, n, dtype=torch.bfloat16, device="cuda")
-            part = Operands(lhs[0][begin:end], lhs[1][begin:end], None, rhs[e], right, None)
-            Plan(part, spec).launch(*part)
+            part = Gemm(lhs[0][begin:end], lhs[1][begin:end], None, rhs[e], right, None)
+            GemmLaunch(part, spec).launch(part)
             assert same_bits(out[begin:end], right), (e, count)
 
 

@@ -27,10 +27,10 @@ from test_vllm import (
 )
 
 import jitgemm.nn
+from jitgemm.activations.scheme import GELU_MULS, SILU_MUL
 from jitgemm.cli import main
 from jitgemm.errors import CacheMissError
-from jitgemm.gemm import grouped_plan
-from jitgemm.gemm import plan as gemms
+from jitgemm.gemm import launch as gemms
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import source_of
@@ -128,7 +128,6 @@ def recorded():
         emulate(patch)
         patch.setattr(KernelFamily, "load", load)
         patch.setattr(gemms, "chosen", chosen)
-        patch.setattr(grouped_plan, "chosen", chosen)
         patch.setattr(driver.cu, "cuLaunchKernelEx", lambda *_: (driver.cu.CUresult.CUDA_SUCCESS,))
         yield labels
 
@@ -406,6 +405,6 @@ def test_the_error_for_a_missing_kernel_has_the_command_that_makes_it(tmp_path, 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu2", None])
 def test_gates_are_those_that_the_config_names(name):
     config = None if name is None else SimpleNamespace(to_dict=lambda: {"a": {"hidden_act": name}})
-    silu, gelu, tanh = {"silu_mul": True}, {"gelu_mul": "none"}, {"gelu_mul": "tanh"}
+    silu, gelu, tanh = SILU_MUL, GELU_MULS["none"], GELU_MULS["tanh"]
     expected = {"silu": (silu,), "gelu": (gelu,), "gelu_pytorch_tanh": (tanh,), "relu2": (), None: (silu, gelu, tanh)}
     assert gates_of(config) == expected[name]

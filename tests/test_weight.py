@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.formats import MAX_CHANNEL_K_S8, WeightFormat
+from jitgemm.kernel.codes import CODES
+from jitgemm.kernel.formats import WeightFormat
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.packed import W4Weight
@@ -394,7 +395,7 @@ def test_a_state_dict_without_values_gives_a_weight_without_values():
         (changed_meta(6, 7), f"{KNOWN}, got [1, 7, 0, 0]"),
         (changed_meta(7, 3), f"{KNOWN}, got [1, 1, 3, 0]"),
         (changed_meta(8, -1), f"{KNOWN}, got [1, 1, 0, -1]"),
-        (changed_meta(7, 1), "state dict: p.codes: expected 'any' with zero points, got 'e4m3'"),
+        (changed_meta(7, 1), "state dict: p.order: expected 'any' with zero points, got 'e4m3'"),
         (changed_meta(8, 1), "state dict: p.offset: expected none per channel"),
         (changed_meta(6, 0), "state dict: p.channel_scale: expected float32 [64], got bfloat16 [64]"),
         (
@@ -435,8 +436,8 @@ def test_signed_codes_pack_for_one_type_of_activations_where_they_can(lhs, group
     """Whatever the order: the codes, scales and row sums that come back are those that went in."""
     parts = builders.weight_parts(15, 72, 416, group_size, codes=lhs)
     weight, both = parts.packed, replace(parts, lhs_dtype=None).packed
-    assert both.format.codes == "any"
-    assert weight.format.codes == lhs
+    assert both.format.order == "any"
+    assert weight.format.order == lhs
     assert builders.same_bits(weight.unpack()[0], parts.q) and builders.same_bits(weight.unpack()[1], parts.scale)
     assert builders.same_bits(weight.row_sum, both.row_sum)
     assert builders.same_bits(weight.dequantize(), both.dequantize())
@@ -451,29 +452,29 @@ def test_one_code_of_minus_8_keeps_e4m3_weights_in_the_order_that_holds_it(as_ca
         q = builders.canonical(parts.q) if as_canonical else parts.q
         return pack_w4(q, parts.scale, group_size=64, k=416, lhs_dtype=torch.float8_e4m3fn)
 
-    assert packed().format.codes == "e4m3"
+    assert packed().format.order == "e4m3"
     parts.q[71, 415] = -8
-    assert packed().format.codes == "any"
+    assert packed().format.order == "any"
     assert builders.same_bits(packed().unpack()[0], parts.q)
 
 
 def test_int8_codes_of_a_row_too_long_for_int32_sums_keep_the_order_for_both_types():
     """Per channel a whole row is summed up: k products of up to 128 * 8 * 16."""
-    longest = MAX_CHANNEL_K_S8
+    longest = CODES["int4"].order("s8").max_channel_k
     assert longest * 128 * 8 * 16 < 2**31
     for k, codes in ((longest, "s8"), (longest + 32, "any")):
         q, scale = torch.full((8, k), -8, dtype=torch.int8), torch.ones(8, 1)
         weight = pack_w4(q, scale, group_size=k, lhs_dtype=torch.int8)
-        assert weight.format.codes == codes and torch.equal(weight.unpack()[0], q)
+        assert weight.format.order == codes and torch.equal(weight.unpack()[0], q)
     q, scale = torch.full((8, longest + 32), -8, dtype=torch.int8), torch.ones(8, (longest + 32) // 32)
-    assert pack_w4(q, scale, group_size=32, lhs_dtype=torch.int8).format.codes == "s8"
+    assert pack_w4(q, scale, group_size=32, lhs_dtype=torch.int8).format.order == "s8"
 
 
 @pytest.mark.parametrize("lhs", builders.LHS_DTYPES)
 def test_zero_points_keep_the_order_for_both_types(lhs):
     parts = builders.weight_parts(16, 72, 416, 64, zero_point=True)
     weight = replace(parts, lhs_dtype=builders.LHS_DTYPES[lhs]).packed
-    assert weight.format.codes == "any" and same_weight(weight, parts.packed)
+    assert weight.format.order == "any" and same_weight(weight, parts.packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float8_e5m2, "int8"])
@@ -485,9 +486,9 @@ def test_a_type_that_activations_never_have_is_refused(dtype):
 
 
 def test_a_format_of_impossible_codes_is_refused():
-    with pytest.raises(ValueError, match="codes: expected 'any' with zero points, got 's8'"):
+    with pytest.raises(ValueError, match="order: expected 'any' with zero points, got 's8'"):
         WeightFormat(64, True, "bf16", "s8")
-    with pytest.raises(ValueError, match=r"codes: expected one of \('any', 'e4m3', 's8'\), got 'int8'"):
+    with pytest.raises(ValueError, match=r"order: expected one of \('any', 'e4m3', 's8'\), got 'int8'"):
         WeightFormat(64, False, "bf16", "int8")
     with pytest.raises(ValueError, match="offset: expected none per channel"):
         WeightFormat(0, False, "bf16", offset=True)
@@ -931,7 +932,7 @@ def test_packing_during_capture_is_not_settled():
 @pytest.mark.gpu
 def test_packing_during_capture_looks_at_no_code_and_keeps_the_order_that_holds_any():
     parts = builders.weight_parts(14, 64, 256, codes="e4m3", device="cuda")
-    assert parts.packed.format.codes == "e4m3"
+    assert parts.packed.format.order == "e4m3"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = parts.packed

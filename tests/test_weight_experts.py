@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from jitgemm import gemm_w4a8_bf16_nt, gemm_w4a8_int8_nt, gemm_w4a8_reference
-from jitgemm.gemm.arguments import Operands
+from jitgemm.gemm.problem import Gemm
 from jitgemm.gemm.call import call_op
-from jitgemm.kernel.formats import CODES, WeightFormat
+from jitgemm.kernel.codes import CODES
+from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn import W4A8Linear
 from jitgemm.weight import layout
 from jitgemm.weight.pack import pack_w4
@@ -74,7 +75,9 @@ def test_experts_pack_to_the_same_bytes_as_each_on_its_own(group_size, zero_poin
     assert builders.same_bits(weight.dequantize(), torch.stack([each.packed.dequantize() for each in parts]))
 
 
-ORDERS = [(g, z, c) for g in (32, 64, 128, 256) for z, c in ((True, "any"), *((False, c) for c in CODES))]
+ORDERS = [
+    (g, z, c) for g in (32, 64, 128, 256) for z, c in ((True, "any"), *((False, c.name) for c in CODES["int4"].orders))
+]
 
 
 @pytest.mark.parametrize("group_size, zero_point, codes", ORDERS)
@@ -91,7 +94,7 @@ def test_experts_with_offsets_in_every_order(group_size, zero_point, codes):
 @pytest.mark.parametrize("holder", [0, 1, 2])
 def test_one_order_for_all_e4m3s_only_where_no_expert_holds_minus_8(holder, canonical):
     parts = expert_parts(3, 16, 96, 32, codes="e4m3")
-    assert pack_experts(parts, canonical).format.codes == "e4m3"
+    assert pack_experts(parts, canonical).format.order == "e4m3"
     parts[holder].q[15, 95] = -8
     any_order = [replace(each, lhs_dtype=None).packed for each in parts]
     assert same_experts(pack_experts(parts, canonical), any_order)
@@ -477,7 +480,7 @@ def test_a_dense_gemm_refuses_experts_and_names_the_call_that_takes_them():
         lambda: gemm_w4a8_bf16_nt((x, x_scale), weight, out),
         lambda: gemm_w4a8_reference((x, x_scale), weight),
         lambda: gemm_w4a8_int8_nt((x, x_scale), weight),
-        lambda: call_op(Operands(x, x_scale, None, weight, out, None), False, None),
+        lambda: call_op(Gemm(x, x_scale, None, weight, out)),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -507,7 +510,7 @@ def test_dense_weights_of_several_experts_rows_are_stacked_as_the_experts(holder
             return replace(parts[e], **rows).packed
 
         weight = W4Weight.stacked(4, two, 2)
-        assert weight.n == 128 and weight.format.codes == ("any" if holders else "e4m3")
+        assert weight.n == 128 and weight.format.order == ("any" if holders else "e4m3")
         assert same_weight(weight, pack_experts(parts))
 
 
@@ -530,7 +533,7 @@ def test_stacked_weights_of_different_orders_come_into_the_one_that_holds_any(ho
     for e in holders:
         parts[e].q[7, 9] = -8
     weight = W4Weight.stacked(4, lambda e: parts[e].packed)
-    assert weight.format.codes == "any"
+    assert weight.format.order == "any"
     assert same_experts(weight, [replace(each, lhs_dtype=None).packed for each in parts])
 
 
@@ -616,7 +619,7 @@ def test_quantised_experts_have_one_order_of_codes(full_range, codes):
     w[0].clamp_(min=-7)
     weight = quantize_w4(w, 64, full_range=full_range, lhs_dtype=torch.float8_e4m3fn)
     dense = [quantize_w4(each, 64, full_range=full_range, lhs_dtype=torch.float8_e4m3fn) for each in w]
-    assert [each.format.codes for each in dense] == ["e4m3", codes] and weight.format.codes == codes
+    assert [each.format.order for each in dense] == ["e4m3", codes] and weight.format.order == codes
     assert builders.same_bits(weight.dequantize(), torch.stack([each.dequantize() for each in dense]))
 
 
@@ -662,7 +665,7 @@ def test_a_gpu_packs_experts_with_offsets_in_every_order_to_the_same_bytes(codes
     assert gpu.format == cpu.format and builders.same_bits(gpu.blocks.cpu(), cpu.blocks)
     parts[1].q[3, 4] = -8
     mixed = W4Weight.stacked(3, lambda e: parts[e].packed)
-    assert same_weight(mixed, pack_experts(parts)) and mixed.format.codes == ("any" if codes == "e4m3" else "s8")
+    assert same_weight(mixed, pack_experts(parts)) and mixed.format.order == ("any" if codes == "e4m3" else "s8")
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 Files::
 
+    scheme     how activations become codes and what is computed first, by name
     call       the public call and its ops
     arguments  their checks
     plan       from checked arguments to a launch

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from jitgemm.activations.kernel import GELU_MULS, SILU_MUL, Gate, most_k
+from jitgemm.activations.kernel import most_k
+from jitgemm.activations.scheme import GELU_MULS, SILU_MUL, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector

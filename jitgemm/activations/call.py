@@ -20,15 +20,13 @@ from jitgemm.activations.arguments import (
     gate_of,
     rows_like,
 )
-from jitgemm.activations.kernel import SILU_MUL
 from jitgemm.activations.reference import quantize_reference
+from jitgemm.activations.scheme import SCHEMES, SILU_MUL
 from jitgemm.dtypes import LHS_TYPES
 from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_dtype, check_flag, check_tensor
-
-SCHEMES = ("token", "tensor", "block")
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, GELU_MULS, SILU_MUL, Gate
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
 
 KERNEL_NAME = "jitgemm_quantize"
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {name: True} for name in ("affine", "static")},
+    "silu_mul": {"gate": SILU_MUL},
+    **{f"gelu_mul={name}": {"gate": gate} for name, gate in GELU_MULS.items()},
+    **{name: {name: True} for name in ("rms_norm", "residual", "permuted", "block")},
+}
+"""Keywords of `quantize_spec` by what commands call them."""
 
 VECTOR = 8
 """Values that a thread reads, and codes that it writes, at a time."""
@@ -27,45 +36,12 @@ MAX_K = 2**20
 MAX_PERMUTED_K = 2**17
 """With a permutation, a row of codes lies in shared memory."""
 
-GATES = {"silu": "kSilu", "gelu": "kGelu", "gelu_tanh": "kGeluTanh", "swiglu_oai": "kSwigluOai"}
-"""`GateKind` in include/jitgemm/quantize.cuh by name."""
-ORDERS = {"gate_up": "kGateUp", "up_gate": "kUpGate", "interleaved": "kInterleaved"}
-"""`GateOrder` there by name."""
-
 ROW_CTAS = 4
 """CTAs, a cluster, that share a row where rows are few and long (docs/notes/quantiser.md)."""
 SHARED_WARPS = 12
 """Warps that a row has at least where they share it."""
 _ROW_REGISTERS = 32
 """Of the 64 that each of 1024 threads has: what a row, the next one and the permutation may take."""
-
-
-class Gate(NamedTuple):
-    """y out of gates g and ups u; a row of x holds 2k values.
-
-    ::
-
-        silu        g * sigmoid(g) * u
-        gelu        g * Phi(g) * u, Phi the normal distribution's
-        gelu_tanh   g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3))) / 2 * u
-        swiglu_oai  g * sigmoid(alpha * g) * (u + 1)
-
-    Attributes:
-        kind: a key of GATES.
-        order: a key of ORDERS: all gates before all ups, after them, or gate, up, gate, up, ...
-        limit: g becomes min(g, limit) and u min(max(u, -limit), limit) first; infinity for neither.
-        alpha: of swiglu_oai.
-    """
-
-    kind: str = "silu"
-    order: str = "gate_up"
-    limit: float = math.inf
-    alpha: float = 1.0
-
-
-SILU_MUL = Gate()
-GELU_MULS = {"none": Gate("gelu"), "tanh": Gate("gelu_tanh")}
-"""By the approximation, in PyTorch's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +148,8 @@ def quantize_spec(
         raise ValueError("gate: expected no rms_norm beside it")
     if residual and not rms_norm:
         raise ValueError("residual: expected rms_norm beside it")
-    if gate and (gate.kind not in GATES or gate.order not in ORDERS):
-        raise ValueError(f"gate: expected a kind of {tuple(GATES)} and an order of {tuple(ORDERS)}, got {gate}")
+    if gate and (gate.kind not in GATE_KINDS or gate.order not in GATE_ORDERS):
+        raise ValueError(f"gate: expected a kind of {GATE_KINDS} and an order of {GATE_ORDERS}, got {gate}")
     if block and (static or affine):
         raise ValueError("block: expected neither a static scale nor a zero point beside it")
     limit = most_k(permuted, block)
@@ -256,8 +232,8 @@ def render_config(spec: QuantizeSpec) -> str:
         "bool kE4m3": spec.q == "e4m3",
         "bool kAffine": spec.affine,
         "bool kStatic": spec.static,
-        "GateKind kGate": GATES.get(spec.gate, "kUngated"),
-        "GateOrder kOrder": ORDERS[spec.order],
+        "GateKind kGate": _enumerator(spec.gate or "ungated"),
+        "GateOrder kOrder": _enumerator(spec.order),
         "bool kLimited": spec.limited,
         "bool kRmsNorm": spec.rms_norm,
         "bool kPermuted": spec.permuted,
@@ -273,6 +249,11 @@ def render_config(spec: QuantizeSpec) -> str:
     texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in constants.items()}
     lines = "\n".join(f"    static constexpr {name} = {text};" for name, text in texts.items())
     return f"struct Config {{\n{lines}\n}};"
+
+
+def _enumerator(name: str) -> str:
+    """Of `GateKind` and `GateOrder` in include/jitgemm/quantize.cuh."""
+    return f"k{name.title().replace('_', '')}"
 
 
 def render_quantize(spec: QuantizeSpec) -> str:
@@ -301,7 +282,7 @@ def quantize_source(spec: QuantizeSpec) -> KernelSource:
 
     names = ("affine", "static", "rms_norm", "residual", "permuted", "block")
     variants = [name for name in names if getattr(spec, name)]
-    gates = {"silu": "silu_mul"} | {gate.kind: f"gelu_mul={name}" for name, gate in GELU_MULS.items()}
+    gates = {flags["gate"].kind: name for name, flags in VARIANTS.items() if "gate" in flags}
     variants += [gates[spec.gate]] if spec.gate in gates else []
     command = f"--lhs {'int8' if spec.q == 's8' else 'fp8'} --quantizer {'+'.join([spec.x, *variants])}"
     common = spec.gate in ("", *gates) and (spec.order, spec.limited) == ("gate_up", False)

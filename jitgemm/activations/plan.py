@@ -8,7 +8,6 @@ from jitgemm.activations.arguments import POINTERS, Inputs, Outputs
 from jitgemm.activations.kernel import (
     KERNEL_NAME,
     MAX_PERMUTED_K,
-    SILU_MUL,
     QuantizeSpec,
     block_dims,
     quantize_source,
@@ -16,12 +15,13 @@ from jitgemm.activations.kernel import (
     smem_bytes,
     spec_for_rows,
 )
+from jitgemm.activations.scheme import SILU_MUL
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.loaded import KernelFamily
-from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
+from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.tensors import TYPE_NAMES
 
 ARGUMENTS = ArgumentBlock(
@@ -40,7 +40,7 @@ KERNELS: KernelFamily[QuantizeSpec] = KernelFamily(
 )
 
 
-class QuantizePlan(PreparedLaunch):
+class QuantizePlan(Launch):
     """A prepared call, for tensors of the shapes, strides, dtypes and device that it was made for.
 
     The kernel may start while the kernel before it still runs: it reads and writes nothing before that has ended.
@@ -96,7 +96,7 @@ class QuantizePlan(PreparedLaunch):
         )
 
     def launch(self, inputs: Inputs, outputs: Outputs) -> None:
-        """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
+        """Runs on the tensors' device and its current stream. Raises as `Launch.run`."""
         x, _, _, _, given_scale, given_zero, _, rms_norm, _, permutation, row_count, _, row_index, *sums = inputs
         residual, total = sums
         q, scale, zero = outputs

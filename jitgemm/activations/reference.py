@@ -11,7 +11,7 @@ import math
 import torch
 
 from jitgemm.activations.arguments import Inputs, Outputs
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 
 MIN_SCALE = 2.0**-126

@@ -39,37 +39,41 @@ _OF_EXPRESSIONS = frozenset("*+?^$()[]{}|\\")
 
 
 def translated(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
-    """The config of the layer called prefix, if AutoRound wrote it; any other config as it is. Raises nothing."""
+    """The config of the layer called prefix, if AutoRound wrote it; any other config as it is.
+
+    Raises:
+        ValueError: a setting is of another kind, or means weights or activations that are not read here.
+    """
     method = str((config or {}).get("quant_method")).lower().replace("_", "-")
     if config is None or not method.endswith("auto-round"):
         return config
     packing = str(config.get("packing_format") or config.get("backend") or "auto")
     extra = config.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(each, Mapping) for each in extra.values()):
-        return {**config, "refusal": f"extra_config: expected settings by names of layers, got {extra!r}"}
+        raise ValueError(f"extra_config: expected settings by names of layers, got {extra!r}")
     settings = {key: config.get(key) for key in _SETTINGS}
     settings |= next((extra[name] for name in (prefix, *extra) if name in extra and _names(name, prefix)), {})
     floats = str(settings["data_type"]).startswith("fp")
-    names = _fp8(settings) if floats else _METHODS.get(_family(packing))
-    if names is None:
-        refusal = f"packing_format: expected auto_round with {', '.join(_METHODS)}, got {packing!r}"
-    elif settings["data_type"] not in (_FP8 if floats else (None, "int")):
-        refusal = f"data_type: expected int, got {settings['data_type']!r} (or fp of 8 bits, in e4m3)"
-    elif floats and settings["bits"] != 8:
-        refusal = f"bits: expected 8 with data_type {settings['data_type']!r}, got {settings['bits']!r}"
-    elif floats and settings["fmt"] not in _FP8:
-        refusal = f"fmt: expected e4m3, got {settings['fmt']!r}"
-    elif floats and settings["act_data_type"] not in _FP8 and (settings["act_bits"] or 16) < 16:
-        refusal = f"act_data_type: expected fp, as data_type is, got {settings['act_data_type']!r}"
-    elif not floats and (settings["act_bits"] or 16) < 16:
-        refusal = (
+    activations = (settings["act_bits"] or 16) < 16
+    if not floats and _family(packing) not in _METHODS:
+        raise ValueError(f"packing_format: expected auto_round with {', '.join(_METHODS)}, got {packing!r}")
+    if settings["data_type"] not in (_FP8 if floats else (None, "int")):
+        raise ValueError(f"data_type: expected int, got {settings['data_type']!r} (or fp of 8 bits, in e4m3)")
+    if floats and settings["bits"] != 8:
+        raise ValueError(f"bits: expected 8 with data_type {settings['data_type']!r}, got {settings['bits']!r}")
+    if floats and settings["fmt"] not in _FP8:
+        raise ValueError(f"fmt: expected e4m3, got {settings['fmt']!r}")
+    if floats and settings["act_data_type"] not in _FP8 and activations:
+        raise ValueError(f"act_data_type: expected fp, as data_type is, got {settings['act_data_type']!r}")
+    if not floats and activations:
+        raise ValueError(
             f"act_bits: expected 16, got {settings['act_bits']}; give a config without it, and choose activation=..."
         )
-    elif config.get("rotation_config"):
-        refusal = "rotation_config: expected none, as activations would have to be transformed at run time, got one"
-    else:
-        return settings | names
-    return (names or {}) | settings | {"refusal": refusal}
+    if config.get("rotation_config"):
+        raise ValueError(
+            "rotation_config: expected none, as activations would have to be transformed at run time, got one"
+        )
+    return settings | (_fp8(settings) if floats else _METHODS[_family(packing)])
 
 
 def _family(packing: str) -> str:

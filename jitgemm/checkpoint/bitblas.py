@@ -38,99 +38,100 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import (
-    FLOATS,
-    INT8,
-    check_setting,
-    float_zero,
-    group_size_of,
-    integer_zero,
-    measure,
-    scaled_zero,
-    setting,
-)
+from jitgemm.checkpoint.affine import float_zero, integer_zero, scaled_zero
 from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.layouts import FLOATS, INT8, G, K, N, TensorLayout, stored
+from jitgemm.checkpoint.settings import Config, check_setting, setting
 from jitgemm.tensors import describe, dtype_name
 from jitgemm.weight.pack import MAX_ZERO
 
-_LAYOUT = {"qweight": (INT8, "n", "k / 2"), "scales": (FLOATS, "n", "G")}
+_ZEROS = ("zeros", "qzeros")
 _INT8_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _EXACT_BITS = 2.0**20  # q - zero is exact in fp32 where zero is a multiple of its inverse
 
 
-def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
-    qweight, scales = names.get("qweight"), names.get("scales")
-    if qweight is None or scales is None or qweight.dtype != torch.int8:
-        return False
-    if _is_bitblas(config):
-        return True
-    if setting(config, "quant_method") is not None or "s1_scales" in names:
-        return False
-    return len(qweight.shape) == 2 and len(scales.shape) == 2 and qweight.shape[0] == scales.shape[0]
+class _BitBlas(Format):
+    name, methods, also = "bitblas", ("bitblas",), _ZEROS
 
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
+        qweight, scales = names.get("qweight"), names.get("scales")
+        if qweight is None or scales is None or qweight.dtype != torch.int8:
+            return False
+        if _is_bitblas(config):
+            return True
+        if setting(config, "quant_method") is not None or "s1_scales" in names:
+            return False
+        return len(qweight.shape) == 2 and len(scales.shape) == 2 and qweight.shape[0] == scales.shape[0]
 
-def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    check_setting(config, 4, "bits", "weight_bits")
-    check_known(tensors, (*_LAYOUT, "zeros", "qzeros"))
-    if "qweight" in tensors and tensors["qweight"].dim() == 4:
-        raise ValueError(
-            f"qweight: expected int8 [n, k / 2], got {describe(tensors['qweight'])}: tiles of propagate_b, which are "
-            "not read here"
-        )
-    name, mode = _zeros_name(tensors), setting(config, "zeros_mode")
-    layout = dict(_LAYOUT)
-    if name is not None:
-        packed = tensors[name].dtype == torch.int8
-        layout[name] = (INT8, "G", "n / 2") if packed else (FLOATS, "n", "G")
-        if packed and mode not in (None, "quantized"):
-            raise ValueError(f"{name}: expected floats [n, G] for zeros_mode {mode!r}, got {describe(tensors[name])}")
-        if not packed and mode not in ("rescale", "original"):
-            raise ValueError(f"zeros_mode: expected original or rescale for float zeros, got {mode!r}")
-    size = measure(tensors, layout)
-    n, k = size["n"], size["k"]
-    if _order(config, tensors["scales"].dtype) is not None and k % 8:
-        raise ValueError(
-            f"qweight: expected k to be a multiple of 8 for fast_decoding, got {describe(tensors['qweight'])}"
-        )
-    if name is None:
-        _implied_zero(config)
-    if size["G"] > 1:
-        check_setting(config, False, "desc_act")
-    return Sizes(n, k, group_size_of(k, size["G"], setting(config, "group_size"), "scales"))
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+        check_setting(config, 4, "bits", "weight_bits")
+        headers, mode = headers or {}, setting(config, "zeros_mode")
+        qweight, name = headers.get("qweight"), _zeros_name(headers)
+        if qweight is not None and qweight.dim() == 4:
+            raise ValueError(
+                f"qweight: expected int8 [n, k / 2], got {describe(qweight)}: tiles of propagate_b, which are not read "
+                "here"
+            )
+        found = {}
+        if name is None:
+            _implied_zero(config)
+        else:
+            packed = headers[name].dtype == torch.int8
+            found[name] = stored(INT8, G, N / 2) if packed else stored(FLOATS, N, G)
+            if packed and mode not in (None, "quantized"):
+                got = describe(headers[name])
+                raise ValueError(f"{name}: expected floats [n, G] for zeros_mode {mode!r}, got {got}")
+            if not packed and mode not in ("rescale", "original"):
+                raise ValueError(f"zeros_mode: expected original or rescale for float zeros, got {mode!r}")
+        size, settings = setting(config, "group_size"), config or {}
+        return Scheme(self.name, group_size=size, zero_points=True, form=mode or "", found=found, settings=settings)
+
+    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+        return {"qweight": stored(INT8, N, K / 2), "scales": stored(FLOATS, N, G), **scheme.found}
+
+    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
+        sizes = super().sizes(headers, scheme)
+        if _order(scheme.settings, headers["scales"].dtype) is not None and sizes.k % 8:
+            raise ValueError(
+                f"qweight: expected k to be a multiple of 8 for fast_decoding, got {describe(headers['qweight'])}"
+            )
+        if sizes.group_size != sizes.k:
+            check_setting(scheme.settings, False, "desc_act")
+        return sizes
+
+    def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
+        group_size = self.sizes(tensors, scheme).group_size
+        scales, name = tensors["scales"], _zeros_name(tensors)
+        order = _order(scheme.settings, scales.dtype)
+        q = unpack_nibbles(tensors["qweight"].contiguous().view(torch.int32 if order else torch.int8), 1, order=order)
+        if name is None:
+            implied = torch.full_like(scales, _implied_zero(scheme.settings), dtype=torch.uint8)
+            return integer_zero(q, scales, implied, group_size, name="W_dtype")
+        zeros = tensors[name]
+        if zeros.dtype == torch.int8:
+            return integer_zero(q, scales, unpack_nibbles(zeros, 1).T, group_size, name=name)
+        if scheme.form == "rescale":
+            return scaled_zero(q, scales, zeros, group_size)
+        wide = zeros.float()
+        if bool(((wide == wide.round()) & (wide >= 0) & (wide <= MAX_ZERO)).all()):
+            return integer_zero(q, scales, wide.to(torch.uint8), group_size, name=name)
+        steps = wide * _EXACT_BITS
+        exact = (steps == steps.round()) & (wide.abs() <= 16)
+        if torch.float32 in (scales.dtype, zeros.dtype) or not bool(exact.all()):
+            raise ValueError(
+                f"{name}: expected zeros_mode original to have integers 0..{MAX_ZERO}, or fp16 or bf16 multiples of 2**-20 "
+                "within -16..16, got others"
+            )
+        return float_zero(q, scales.float(), -(wide * scales.float()), group_size)
 
 
 def _zeros_name(tensors: Mapping[str, Any]) -> str | None:
-    return next((name for name in ("zeros", "qzeros") if name in tensors and math.prod(tensors[name].shape)), None)
+    return next((name for name in _ZEROS if name in tensors and math.prod(tensors[name].shape)), None)
 
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    group_size = _sizes(tensors, config).group_size
-    scales, name = tensors["scales"], _zeros_name(tensors)
-    order = _order(config, scales.dtype)
-    q = unpack_nibbles(tensors["qweight"].contiguous().view(torch.int32 if order else torch.int8), 1, order=order)
-    if name is None:
-        implied = torch.full_like(scales, _implied_zero(config), dtype=torch.uint8)
-        return integer_zero(q, scales, implied, group_size, name="W_dtype")
-    zeros = tensors[name]
-    if zeros.dtype == torch.int8:
-        return integer_zero(q, scales, unpack_nibbles(zeros, 1).T, group_size, name=name)
-    if setting(config, "zeros_mode") == "rescale":
-        return scaled_zero(q, scales, zeros, group_size)
-    wide = zeros.float()
-    if bool(((wide == wide.round()) & (wide >= 0) & (wide <= MAX_ZERO)).all()):
-        return integer_zero(q, scales, wide.to(torch.uint8), group_size, name=name)
-    steps = wide * _EXACT_BITS
-    exact = (steps == steps.round()) & (wide.abs() <= 16)
-    if torch.float32 in (scales.dtype, zeros.dtype) or not bool(exact.all()):
-        raise ValueError(
-            f"{name}: expected zeros_mode original to have integers 0..{MAX_ZERO}, or fp16 or bf16 multiples of 2**-20 "
-            "within -16..16, got others"
-        )
-    return float_zero(q, scales.float(), -(wide * scales.float()), group_size)
-
-
-def _order(config: Mapping[str, Any] | None, scale_dtype: torch.dtype) -> tuple[int, ...] | None:
+def _order(config: Config, scale_dtype: torch.dtype) -> tuple[int, ...] | None:
     """Order of a word's nibbles, None for plain."""
     activations = setting(config, "A_dtype", default=dtype_name(scale_dtype))
     fast = setting(config, "fast_decoding")
@@ -149,7 +150,7 @@ def _order(config: Mapping[str, Any] | None, scale_dtype: torch.dtype) -> tuple[
     return orders[activations]
 
 
-def _implied_zero(config: Mapping[str, Any] | None) -> int:
+def _implied_zero(config: Config) -> int:
     """The zero point of files without zeros."""
     kind, symmetric = setting(config, "W_dtype"), setting(config, "sym", "is_sym")
     if kind is None and symmetric is True:
@@ -161,10 +162,10 @@ def _implied_zero(config: Mapping[str, Any] | None) -> int:
     return 8 if kind == "int4" else 0
 
 
-def _is_bitblas(config: Mapping[str, Any] | None) -> bool:
+def _is_bitblas(config: Config) -> bool:
     return "bitblas" in (
         str(setting(config, key, default="")).lower() for key in ("quant_method", "checkpoint_format", "format")
     )
 
 
-FORMAT = Format(name="bitblas", detect=_detect, sizes=_sizes, read=_read)
+FORMAT = _BitBlas()

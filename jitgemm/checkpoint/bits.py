@@ -40,7 +40,7 @@ def unpack_nibbles(words: torch.Tensor, dim: int = -1, *, order: Sequence[int] |
     last = _dense(words.movedim(dim, -1))
     pairs = last.view(torch.uint8)  # words are little endian
     nibbles = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
-    if order is not None:
+    if order:
         nibbles = nibbles.unflatten(-1, (last.shape[-1], per_word))[..., _inverse(order, per_word)].flatten(-2)
     return nibbles.movedim(-1, dim)
 
@@ -48,24 +48,6 @@ def unpack_nibbles(words: torch.Tensor, dim: int = -1, *, order: Sequence[int] |
 def unpack_bytes(words: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """uint8 bytes of words, the low one first: the size along `dim` grows by the bytes of a word."""
     return _dense(words.movedim(dim, -1)).view(torch.uint8).movedim(-1, dim)  # words are little endian
-
-
-def pack_nibbles(
-    values: torch.Tensor, dim: int = -1, *, dtype: torch.dtype = torch.int32, order: Sequence[int] | None = None
-) -> torch.Tensor:
-    """The inverse of `unpack_nibbles`: the low four bits of integers into words of dtype; a last word is filled with 0.
-
-    Raises:
-        TypeError, ValueError: dtype is not one of `WORD_DTYPES`; order is no permutation of a word's nibbles.
-    """
-    per_word = _nibbles_of(dtype)
-    last = (values.movedim(dim, -1) & 0xF).to(torch.uint8)
-    last = torch.nn.functional.pad(last, (0, -last.shape[-1] % per_word))
-    if order is not None:
-        _inverse(order, per_word)
-        last = last.unflatten(-1, (-1, per_word))[..., list(order)].flatten(-2)
-    pairs = last[..., 0::2] | last[..., 1::2] << 4
-    return _dense(pairs).view(dtype).movedim(-1, dim)
 
 
 def twos_complement(nibbles: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What every importer makes of a layer, and what a format is. Knows no format, no file and no kernel.
+"""What every importer makes of a layer. Knows no format, no file and no kernel.
 
 A format's module reads its tensors into a `CanonicalWeight`, exactly. Cutting, joining and packing are shared.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
+from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.pack import pack_w4
@@ -37,63 +38,6 @@ class TensorInfo:
         return len(self.shape)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a layer, as far as headers tell: n, k, and the columns of a group. None where only values tell.
-
-    codes: the type of 8-bit codes, torch.int8 or torch.float8_e4m3fn; None for 4 bits.
-    blocks: whether engines quantise the input of such a layer per token and 128 values, as DeepSeek's do with blocks.
-    zeros: 8-bit codes may have zero points, which no packed weight can hold: the layer can be dequantised alone.
-    """
-
-    n: int
-    k: int | None
-    group_size: int | None = None
-    codes: torch.dtype | None = None
-    blocks: bool = False
-    zeros: bool = False
-
-
-Dims = Mapping[str, tuple[str, ...]]
-"""{name: ("k / 8", "n")}; see `Format.dims`."""
-
-
-@dataclass(frozen=True)
-class Format:
-    """A checkpoint format; one module each.
-
-    Attributes:
-        name: as `load(format=...)` takes it.
-        detect: (names, config) -> whether a layer's tensors are of this format. `names` maps what stands behind the
-            layer's prefix ("qweight") to a `TensorInfo`; `config` is the layer's, see `for_layer`, or None. Reads no
-            data and raises nothing. No two formats may detect the same layer.
-        sizes: (tensors or their headers, config) -> `Sizes`. Raises ValueError for all that config, shapes and dtypes
-            show to be wrong, so that a model is not changed by a load that cannot succeed.
-        read: (tensors, config) -> the layer. `tensors` maps the same names to tensors on the device asked for; each is
-            read from its file when it is looked up. Raises ValueError, naming tensor or setting, for what cannot be
-            read exactly. Leaves `bias` None: the caller reads the layer's "bias".
-        for_layer: (config, prefix) -> what the model's quantization_config says of one layer, for formats whose
-            config differs between layers; `detect`, `sizes` and `read` get its result. config may be None. Raises
-            nothing: a `refusal` in the result says why the layer cannot be read.
-        elsewhere: prefix -> {"input_scale": "full.name"}: tensors of the layer that may stand under another prefix;
-            `read` gets those that exist.
-        described: (metadata of the layer's file, prefix) -> settings that it adds to the layer's config, where that
-            does not have them.
-        dims: (headers, config) -> {name: ("k / 8", "n")}: along what the tensors of a layer that `sizes` takes extend,
-            so that a part of it can be read alone: n, k, or G, its groups of columns, or one of them over how many
-            share an element. What is not named has no such dimension. None where a part is not a part of each tensor.
-    """
-
-    name: str
-    detect: Callable[[Mapping[str, TensorInfo], Mapping[str, Any] | None], bool]
-    sizes: Callable[[Mapping[str, Any], Mapping[str, Any] | None], Sizes]
-    read: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any] | None], CanonicalWeight]
-    for_layer: Callable[[Mapping[str, Any] | None, str], Mapping[str, Any] | None] = lambda config, prefix: config
-    elsewhere: Callable[[str], Mapping[str, str]] = lambda prefix: {}
-    described: Callable[[Mapping[str, str], str], Mapping[str, Any]] = lambda metadata, prefix: {}
-    dims: Callable[[Mapping[str, TensorInfo], Mapping[str, Any] | None], Dims | None] = lambda headers, config: None
-
-
 @dataclass(frozen=True, eq=False)
 class CanonicalWeight:
     """A linear layer's weight before packing: weight(row, col) = (q - zero) * scale + offset, by group.
@@ -108,7 +52,7 @@ class CanonicalWeight:
         permutation: int32 [k] or None. Column j of q is column permutation[j] of the layer's input (activation order).
         input_scale: the checkpoint's static activation scale for the whole tensor, fp32 [1], or None.
         bias: float [n] or None.
-        bits: 4 or 8.
+        code: name of the `Code`: "int4", "int8" or "e4m3".
         note: what the checkpoint contradicts itself in, for a warning; None for nothing.
     """
 
@@ -120,18 +64,16 @@ class CanonicalWeight:
     permutation: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
-    bits: int = 4
+    code: str = "int4"
     note: str | None = None
 
     def __post_init__(self) -> None:
-        expected = (torch.int8,) if self.zero is None else (torch.uint8,)
-        if self.bits == 8:
-            expected = (torch.int8, torch.float8_e4m3fn) if self.zero is None else (torch.uint8,)
-            if self.offset is not None:
-                raise ValueError("offset: expected none with 8 bits, got one")
-        if self.q.dim() != 2 or self.q.dtype not in expected:
-            names = " or ".join(map(dtype_name, expected))
-            raise ValueError(f"q: expected {names} [n, k], got {describe(self.q)}")
+        signed = torch.float8_e4m3fn if self.code == "e4m3" else torch.int8
+        expected = signed if self.zero is None else torch.uint8
+        if self.offset is not None and not CODES[self.code].offsets:
+            raise ValueError(f"offset: expected none with {self.bits} bits, got one")
+        if self.q.dim() != 2 or self.q.dtype != expected:
+            raise ValueError(f"q: expected {dtype_name(expected)} [n, k], got {describe(self.q)}")
         if self.group_size < 1:
             raise ValueError(f"group_size: expected a positive number of columns, got {self.group_size}")
         groups = 1 if self.group_size >= self.k else ceil_div(self.k, self.group_size)
@@ -160,6 +102,10 @@ class CanonicalWeight:
             raise ValueError(f"input_scale: expected float32, got {dtype_name(self.input_scale.dtype)}")
         if self.bias is not None and not self.bias.is_floating_point():
             raise ValueError(f"bias: expected floats, got {dtype_name(self.bias.dtype)}")
+
+    @property
+    def bits(self) -> int:
+        return CODES[self.code].bits
 
     @property
     def n(self) -> int:
@@ -279,7 +225,8 @@ class CanonicalWeight:
         Raises:
             ValueError: sizes that the kernel cannot have, codes or zero points out of range, or zero points of 8 bits.
         """
-        if self.bits == 8 and self.zero is not None:
+        eight = self.code != "int4"
+        if eight and self.zero is not None:
             raise ValueError(
                 "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
                 "dequantize()` gives such a weight in floats, and `jitgemm.nn.load_` does so"
@@ -299,7 +246,7 @@ class CanonicalWeight:
                 raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {self.k}")
             size = max(smaller)
         parameters = self._repeated(size)
-        if self.bits == 8:
+        if eight:
             if lhs_dtype not in (None, self.q.dtype):
                 expected, got = dtype_name(self.q.dtype), dtype_name(lhs_dtype)
                 raise ValueError(f"lhs_dtype: expected None or {expected}, the type of the 8-bit weight, got {got}")
@@ -394,7 +341,7 @@ def pack_experts(
             raise _Mixed
         return weight.pack(lhs_dtype)
 
-    kind: type[Weight] = W4Weight if bits == 4 else W8Weight
+    kind: type[Weight] = {4: W4Weight, 8: W8Weight}[bits]
     for unsigned in (False, True):
         kinds: set[bool] = set()
         try:
@@ -411,22 +358,6 @@ def check_order(weight: CanonicalWeight, expert: int) -> None:
             f"expert {expert}: expected columns in the input's order, got an activation order (g_idx): experts that "
             "are packed in one weight share their quantised input"
         )
-
-
-INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "_weight_act_quant_scale")
-"""What formats call a layer's static activation scale."""
-INPUT_ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
-"""What they call its zero point."""
-
-KV_CACHE_SCALES = frozenset({"k_scale", "v_scale"})
-"""What ModelOpt puts beside k_proj and v_proj; says nothing of their weights."""
-
-
-def check_known(tensors: Mapping[str, torch.Tensor], known: Sequence[str]) -> None:
-    """Raises ValueError for a tensor that is not among `known`: what it means for the weight is not known either."""
-    unknown = sorted(set(tensors) - set(known) - {"bias"} - KV_CACHE_SCALES)
-    if unknown:
-        raise ValueError(f"{unknown[0]}: expected only {', '.join(known)} and bias, got also {', '.join(unknown)}")
 
 
 def check_values(weight: CanonicalWeight) -> None:
@@ -446,11 +377,6 @@ def check_values(weight: CanonicalWeight) -> None:
             at = wrong.nonzero()[0].tolist()
             wanted = "a positive, finite number" if name == "input_scale" else "finite numbers"
             raise ValueError(f"{name}: expected {wanted}, got {float(values[tuple(at)])} at {at}")
-
-
-def by_block(scale: torch.Tensor, rows: int, n: int) -> torch.Tensor:
-    """A scale for each block of so many rows as one for each of n rows: [ceil(n / rows), G] -> [n, G]."""
-    return scale.repeat_interleave(rows, 0)[:n]
 
 
 def activation_order(g_idx: torch.Tensor, group_size: int) -> torch.Tensor | None:

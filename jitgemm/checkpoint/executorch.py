@@ -30,13 +30,15 @@ than read in the wrong order. Knows no files: tensors come from the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import FLOATS, INT8, group_size_of, integer_zero, measure, setting
+from jitgemm.checkpoint.affine import integer_zero
 from jitgemm.checkpoint.bits import HIGH_FIRST, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import Format, Headers, Scheme
+from jitgemm.checkpoint.layouts import FLOATS, INT8, G, K, N, measure, stored
+from jitgemm.checkpoint.settings import Config, setting
 from jitgemm.checkpoint.torchao import SCALES_AND_ZEROS, read_tinygemm, read_unpacked
 from jitgemm.tensors import describe
 
@@ -45,63 +47,57 @@ _BOTH = ("scales_and_zeros", "weight_scales_and_zeros")
 _INTEGERS = (torch.int32, torch.int8, torch.int16, torch.int64)
 
 
-def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
-    if any(name in names for name in _OPERATOR_NAMES):
-        return any(name in names for name in (*_BOTH, "weight_scales"))
-    weight, scales = names.get("weight"), names.get("scales")
-    if weight is None or len(weight.shape) != 2:
-        return False
-    if weight.dtype == torch.uint8:
-        return "weight_scales" in names or "weight_scales_and_zeros" in names
-    rows = weight.shape[0]
-    return weight.dtype == torch.int8 and scales is not None and len(scales.shape) == 2 and scales.shape[0] == rows
+class _ExecuTorch(Format):
+    name = "executorch"
 
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
+        if any(name in names for name in _OPERATOR_NAMES):
+            return any(name in names for name in (*_BOTH, "weight_scales"))
+        weight, scales = names.get("weight"), names.get("scales")
+        if weight is None or len(weight.shape) != 2:
+            return False
+        if weight.dtype == torch.uint8:
+            return "weight_scales" in names or "weight_scales_and_zeros" in names
+        rows = weight.shape[0]
+        return weight.dtype == torch.int8 and scales is not None and len(scales.shape) == 2 and scales.shape[0] == rows
 
-def _codes_name(tensors: Mapping[str, Any]) -> str:
-    return next((name for name in ("weight", *_OPERATOR_NAMES) if name in tensors), "weight")
-
-
-def _both_name(tensors: Mapping[str, Any]) -> str | None:
-    return next((name for name in _BOTH if name in tensors), None)
-
-
-def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    name, both = _codes_name(tensors), _both_name(tensors)
-    given, packed = setting(config, "group_size"), {name: ((torch.uint8,), "n", "k / 2")}
-    if "scales" in tensors:
-        given, parameters = None, "scales"
-        layout = {name: (INT8, "n", "k"), "scales": (FLOATS, "n", "G")}
-        if "zeros" in tensors:
-            layout["zeros"] = ((*FLOATS, *_INTEGERS), "n", "G")
-    elif both is not None:
-        parameters, layout = both, packed | {both: SCALES_AND_ZEROS}
-    else:
-        parameters, n, scale = "weight_scales", measure(tensors, packed)["n"], tensors["weight_scales"]
-        if "weight_zeros" not in tensors:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+        headers, given = headers or {}, setting(config, "group_size")
+        name = next((each for each in ("weight", *_OPERATOR_NAMES) if each in headers), "weight")
+        both = next((each for each in _BOTH if each in headers), "")
+        packed = {name: stored(torch.uint8, N, K / 2)}
+        if "scales" in headers:
+            found = {name: stored(INT8, N, K), "scales": stored(FLOATS, N, G)}
+            if "zeros" in headers:
+                found["zeros"] = stored((*FLOATS, *_INTEGERS), N, G)
+            return Scheme(self.name, zero_points=True, form="unpacked", found=found)
+        if both:
+            return Scheme(
+                self.name, group_size=given, zero_points=True, form=both, found=packed | {both: SCALES_AND_ZEROS}
+            )
+        n, scale = measure(headers, packed)["n"], headers["weight_scales"]
+        if "weight_zeros" not in headers:
             raise ValueError(
-                "weight_zeros: expected integers beside weight_scales, as linear_qta8a_qga4w has them; found none "
+                "weight_zeros: expected integers with weight_scales, as linear_qta8a_qga4w has them; found none "
                 "(linear_q4gsw, without them, has its nibbles in another order)"
             )
         if scale.shape == (n, n):
             raise ValueError(f"weight_scales: expected [G, n] or [n, G], got {describe(scale)}, which fits both")
-        dims = ("n", "G") if scale.shape[:1] == (n,) else ("G", "n")
-        layout = packed | {"weight_scales": (FLOATS, *dims), "weight_zeros": (_INTEGERS, *dims)}
-    check_known(tensors, tuple(layout))
-    size = measure(tensors, layout)
-    return Sizes(size["n"], size["k"], group_size_of(size["k"], size["G"], given, parameters))
+        dims = (N, G) if scale.shape[:1] == (n,) else (G, N)
+        found = packed | {"weight_scales": stored(FLOATS, *dims), "weight_zeros": stored(_INTEGERS, *dims)}
+        return Scheme(self.name, group_size=given, zero_points=True, form="operator", found=found)
+
+    def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
+        sizes, name = self.sizes(tensors, scheme), next(iter(scheme.found))
+        if scheme.form == "unpacked":
+            return read_unpacked(name, tensors[name], tensors["scales"], tensors.get("zeros"))
+        if scheme.form in _BOTH:
+            return read_tinygemm(name, tensors[name], tensors[scheme.form], sizes.group_size, sizes.k)
+        scale, zero = tensors["weight_scales"], tensors["weight_zeros"]
+        if scheme.found["weight_scales"].axis("n") == 1:
+            scale, zero = scale.T.contiguous(), zero.T.contiguous()
+        q = unpack_nibbles(tensors[name], 1, order=HIGH_FIRST)
+        return integer_zero(q, scale, zero.to(torch.int32) + 8, sizes.group_size, name="weight_zeros + 8")
 
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    sizes, name, both = _sizes(tensors, config), _codes_name(tensors), _both_name(tensors)
-    if "scales" in tensors:
-        return read_unpacked(name, tensors[name], tensors["scales"], tensors.get("zeros"))
-    if both is not None:
-        return read_tinygemm(name, tensors[name], tensors[both], sizes.group_size, sizes.k)
-    scale, zero = tensors["weight_scales"], tensors["weight_zeros"]
-    if scale.shape[0] != sizes.n:
-        scale, zero = scale.T.contiguous(), zero.T.contiguous()
-    q = unpack_nibbles(tensors[name], 1, order=HIGH_FIRST)
-    return integer_zero(q, scale, zero.to(torch.int32) + 8, sizes.group_size, name="weight_zeros + 8")
-
-
-FORMAT = Format(name="executorch", detect=_detect, sizes=_sizes, read=_read)
+FORMAT = _ExecuTorch()

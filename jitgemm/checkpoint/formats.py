@@ -1,22 +1,26 @@
-"""The checkpoint formats that can be read, in one registry.
-
-One module a format; what they share is canonical.py (the result), bits.py (nibbles) and affine.py (scales and zeros).
-autoround.py translates another tool's config.
-"""
+"""The checkpoint formats that can be read, in one registry."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from jitgemm.checkpoint import autoround, awq, bitblas, compressed_tensors, executorch, gptq, qserve, torchao
-from jitgemm.checkpoint import w4afp8, w8a8
-from jitgemm.checkpoint.canonical import Format, TensorInfo
+from jitgemm.checkpoint import awq, bitblas, compressed_tensors, executorch, gptq, qserve, torchao, w4afp8, w8a8
+from jitgemm.checkpoint.canonical import TensorInfo
+from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
+from jitgemm.checkpoint.format import Format
 from jitgemm.tensors import describe
 
-FORMATS: tuple[Format, ...] = tuple(
+FORMATS: list[Format] = [
     module.FORMAT for module in (compressed_tensors, w4afp8, w8a8, gptq, awq, torchao, qserve, executorch, bitblas)
-)
+]
+
+
+def register(format: Format) -> None:
+    """Adds a format. Raises ValueError where one of its name is there."""
+    if any(each.name == format.name for each in FORMATS):
+        raise ValueError(f"name: expected one that no format has, got {format.name!r}")
+    FORMATS.append(format)
 
 
 def by_name(name: str) -> Format:
@@ -27,9 +31,9 @@ def by_name(name: str) -> Format:
     raise ValueError(f"format: expected one of {', '.join(f.name for f in FORMATS)}, got {name!r}")
 
 
-def config_of_layer(format: Format, config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
-    """What the model's quantization_config says of one layer, as the format has it."""
-    return format.for_layer(autoround.translated(config, prefix), prefix)
+def by_method(method: Any) -> Format | None:
+    """The format that a quant_method means; None for none of ours."""
+    return next((format for format in FORMATS if method in format.methods), None)
 
 
 def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, prefix: str = "") -> Format:
@@ -37,29 +41,26 @@ def find(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None, pref
 
     Args:
         names: what stands behind the layer's prefix, with shapes and dtypes.
-        config: the model's quantization_config, or None.
-        prefix: the layer's name, for configs that differ between layers and for messages.
+        config: the model's quantization_config, or None; AutoRound's translated.
+        prefix: the layer's name, for messages.
 
     Raises:
         ValueError: no format, or more than one, has such tensors; the message lists them.
     """
-    found = [format for format in FORMATS if format.detect(names, config_of_layer(format, config, prefix))]
+    found = [format for format in FORMATS if format.detect(names, config)]
     if len(found) == 1:
         return found[0]
     listed = ", ".join(f"{name} {t.kind or describe(t)}" for name, t in names.items())
     layer = f"layer {prefix!r}" if prefix else "the layer"
-    if not found:
-        otherwise = compressed_tensors.stored_otherwise(config, names)
-        if otherwise is not None:
-            raise ValueError(f"format: {otherwise}; {layer} has {listed}")
-        refusal = (autoround.translated(config, prefix) or {}).get("refusal")
-        if refusal is not None:
-            raise ValueError(refusal)
-        methods = [f"{key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if (config or {}).get(key)]
+    if found:
         raise ValueError(
-            f"format: {layer} is of no format known here ({', '.join(f.name for f in FORMATS)}); it has "
-            f"{listed or 'no tensors'}" + "".join(f", and {method}" for method in methods)
+            f"format: {layer} fits {' and '.join(f.name for f in found)}: say which with format=...; it has {listed}"
         )
+    otherwise = stored_otherwise(config, names)
+    if otherwise is not None:
+        raise ValueError(f"format: {otherwise}; {layer} has {listed}")
+    methods = [f"{key} is {config[key]!r}" for key in ("quant_method", "quant_algo") if (config or {}).get(key)]
     raise ValueError(
-        f"format: {layer} fits {' and '.join(f.name for f in found)}: say which with format=...; it has {listed}"
+        f"format: {layer} is of no format known here ({', '.join(f.name for f in FORMATS)}); it has "
+        f"{listed or 'no tensors'}" + "".join(f", and {method}" for method in methods)
     )

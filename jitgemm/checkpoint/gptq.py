@@ -33,136 +33,133 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import (
-    FLOATS,
-    INT32,
-    Layout,
-    check_setting,
-    check_shape,
-    dims_of,
-    fits,
-    flag,
-    group_size_of,
-    integer_zero,
-    measure,
-    setting,
-)
+from jitgemm.checkpoint.affine import integer_zero
 from jitgemm.checkpoint.bits import unpack_bytes, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, activation_order, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo, activation_order
+from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.layouts import FLOATS, INT32, K, N, TensorLayout, fits, stored
+from jitgemm.checkpoint.settings import Config, check_setting, flag, setting
 
 _VERSIONS = ("gptq", "gptq_v2")
-_ONE_IN_EACH = {4: 0x11111111, 8: 0x01010101}
+_CODES = {4: "int4", 8: "int8"}
+_ONE_IN_EACH = {"int4": 0x11111111, "int8": 0x01010101}
 
 
-def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
-    method = setting(config, "quant_method")
-    if "qweight" not in names or _checkpoint_format(config) == "bitblas" or method not in (None, "gptq"):
-        return False
-    return method == "gptq" or fits(names, layout(config))
+class _Gptq(Format):
+    name, methods, cuts = "gptq", ("gptq",), True
 
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
+        method = setting(config, "quant_method")
+        if "qweight" not in names or _checkpoint_format(config) == "bitblas" or method not in (None, "gptq"):
+            return False
+        return method == "gptq" or any(fits(names, self.tensors(Scheme(self.name, code))) for code in _CODES.values())
 
-def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    check_config(config)
-    check_known(tensors, (*layout(config), "g_idx"))
-    size = measure(tensors, layout(config))
-    if "g_idx" in tensors:
-        check_shape("g_idx", tensors["g_idx"], size["k"])
-    elif size["G"] > 1 and setting(config, "desc_act") is True:
-        raise ValueError("g_idx: expected the columns' groups, as the config says desc_act, found none")
-    group_size = group_size_of(size["k"], size["G"], setting(config, "group_size"), "scales")
-    codes = None if _bits(config) == 4 else torch.int8
-    return Sizes(size["n"], size["k"], group_size, codes, zeros=codes is not None and not flag(config, "sym"))
+    def left_out(self, config: Config, prefix: str) -> str | None:
+        return skipped(config, prefix)
 
-
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    version, group_size = check_config(config), _sizes(tensors, config).group_size
-    bits, qzeros, scale = _bits(config), tensors["qzeros"], tensors["scales"].T.contiguous()
-    unpack = unpack_nibbles if bits == 4 else unpack_bytes
-    q = unpack(tensors["qweight"], 0).T
-    permutation = activation_order(tensors["g_idx"], group_size) if "g_idx" in tensors else None
-    if permutation is not None:
-        q = q[:, permutation.long()]
-    zero, note = None, None
-    if flag(config, "sym"):
-        least, most = (int(each) for each in unpack(qzeros, 1).aminmax())
-        middle = 1 << bits - 1
-        if least != most or most not in (middle - 1, middle):
-            note = (
-                f"qzeros: expected {middle - 1} or {middle} in every group, as sym is true in the config, got others: "
-                f"they are not used, and weights are (q - {middle}) * scale"
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+        if config is None:
+            raise ValueError(
+                "quantization_config: expected one, as its checkpoint_format says whether qzeros hold zero - 1 (gptq) "
+                "or zero (gptq_v2); found none"
             )
-    else:
-        in_words = version == "gptq" and _written_by_gptqmodel(config)
-        zero = unpack(qzeros + _ONE_IN_EACH[bits] if in_words else qzeros, 1).T.to(torch.int16)  # int32 wraps
-        if version == "gptq" and not in_words:
-            zero = zero + 1
-    weight = integer_zero(q.contiguous(), scale, zero, group_size, permutation, name="qzeros", bits=bits)
-    return replace(weight, note=note)
+        config = overridden(config, prefix)
+        if config is None:
+            return None
+        version = _checkpoint_format(config)
+        if version not in _VERSIONS:
+            raise ValueError(f"checkpoint_format: expected {' or '.join(_VERSIONS)}, got {version!r}")
+        bits = setting(config, "bits", "wbits", default=4)
+        code = _CODES.get(bits)
+        if code is None:
+            raise ValueError(f"bits: expected 4 or 8, got {bits!r}")
+        symmetric = flag(config, "sym")
+        check_setting(config, "int32", "pack_dtype")
+        check_setting(config, False, "is_marlin_format")
+        size, ordered = setting(config, "group_size"), setting(config, "desc_act") is True
+        return Scheme(self.name, code, size, zero_points=not symmetric, ordered=ordered, form=version, settings=config)
+
+    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+        word, groups = 8 if not scheme.eight_bits else 4, scheme.groups(k)
+        return {
+            "qweight": stored(INT32, K / word, N),
+            "scales": stored(FLOATS, groups, N),
+            "qzeros": stored(INT32, groups, N / word),
+            "g_idx": stored((torch.int32, torch.int64), K, optional=True),
+        }
+
+    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
+        sizes = super().sizes(headers, scheme)
+        if scheme.ordered and "g_idx" not in headers and sizes.group_size != sizes.k:
+            raise ValueError("g_idx: expected the columns' groups, as the config says desc_act, found none")
+        return sizes
+
+    def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
+        group_size = self.sizes(tensors, scheme).group_size
+        code, qzeros, scale = scheme.code, tensors["qzeros"], tensors["scales"].T.contiguous()
+        unpack, middle = (unpack_nibbles, 8) if code == "int4" else (unpack_bytes, 128)
+        q = unpack(tensors["qweight"], 0).T
+        permutation = activation_order(tensors["g_idx"], group_size) if "g_idx" in tensors else None
+        if permutation is not None:
+            q = q[:, permutation.long()]
+        zero, note = None, None
+        if not scheme.zero_points:
+            least, most = (int(each) for each in unpack(qzeros, 1).aminmax())
+            if least != most or most not in (middle - 1, middle):
+                note = (
+                    f"qzeros: expected {middle - 1} or {middle} in every group, as sym is true in the config, got "
+                    f"others: they are not used, and weights are (q - {middle}) * scale"
+                )
+        else:
+            in_words = scheme.form == "gptq" and _written_by_gptqmodel(scheme.settings)
+            zero = unpack(qzeros + _ONE_IN_EACH[code] if in_words else qzeros, 1).T.to(torch.int16)  # int32 wraps
+            if scheme.form == "gptq" and not in_words:
+                zero = zero + 1
+        weight = integer_zero(q.contiguous(), scale, zero, group_size, permutation, name="qzeros", code=code)
+        return replace(weight, note=note)
 
 
-def _bits(config: Mapping[str, Any] | None) -> Any:
-    return setting(config, "bits", "wbits", default=4)
-
-
-def layout(config: Mapping[str, Any] | None) -> Layout:
-    """The tensors, of 4 bits or 8 as the config says."""
-    word = 4 if _bits(config) == 8 else 8
-    return {
-        "qweight": (INT32, f"k / {word}", "n"),
-        "scales": (FLOATS, "G", "n"),
-        "qzeros": (INT32, "G", f"n / {word}"),
-    }
-
-
-def _checkpoint_format(config: Mapping[str, Any] | None) -> str:
+def _checkpoint_format(config: Config) -> str:
     return str(setting(config, "checkpoint_format", "format", default="gptq")).lower()
 
 
-def _written_by_gptqmodel(config: Mapping[str, Any] | None) -> bool:
+def _written_by_gptqmodel(config: Mapping[str, Any]) -> bool:
     quantizer = (setting(config, "meta") or {}).get("quantizer") or []
     return any(q.lower().startswith("gptqmodel:") for q in ([quantizer] if isinstance(quantizer, str) else quantizer))
 
 
-def check_config(config: Mapping[str, Any] | None) -> str:
-    """The version, gptq or gptq_v2. Raises ValueError for settings of tensors that cannot be read."""
-    if config is None:
-        raise ValueError(
-            "quantization_config: expected one, as its checkpoint_format says whether qzeros hold zero - 1 (gptq) or "
-            "zero (gptq_v2); found none"
-        )
-    version = _checkpoint_format(config)
-    if version not in _VERSIONS:
-        raise ValueError(f"checkpoint_format: expected {' or '.join(_VERSIONS)}, got {version!r}")
-    if _bits(config) not in (4, 8):
-        raise ValueError(f"bits: expected 4 or 8, got {_bits(config)!r}")
-    flag(config, "sym")
-    check_setting(config, "int32", "pack_dtype")
-    check_setting(config, False, "is_marlin_format")
-    return version
+def skipped(config: Config, prefix: str) -> str | None:
+    """The expression of GPTQModel's `dynamic` that leaves a layer in floats, as a message; None for none."""
+    pattern, _ = _dynamic(config or {}, prefix)
+    if not pattern.startswith("-:"):
+        return None
+    return f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it"
 
 
-def for_layer(config: Mapping[str, Any] | None, prefix: str) -> Mapping[str, Any] | None:
-    """GPTQModel's `dynamic`: the first expression that matches the layer's name overrides the config, or skips it."""
-    if config is None or setting(config, "quant_method", default="gptq") not in ("gptq", "awq"):
-        return config
+def overridden(config: Mapping[str, Any], prefix: str) -> Mapping[str, Any] | None:
+    """The layer's config: the first expression of `dynamic` that matches its name overrides the model's, or skips it.
+
+    Raises:
+        ValueError: `dynamic` holds no settings by expressions, or the layer's input is to be rotated.
+    """
     if config.get("rotation") and prefix.endswith("mlp.down_proj"):
-        return {**config, "refusal": f"rotation: expected none for {prefix!r}, whose input it transforms at run time"}
+        raise ValueError(f"rotation: expected none for {prefix!r}, whose input it transforms at run time")
+    pattern, overrides = _dynamic(config, prefix)
+    return None if pattern.startswith("-:") else {**config, **overrides} if overrides else config
+
+
+def _dynamic(config: Mapping[str, Any], prefix: str) -> tuple[str, Mapping[str, Any]]:
+    """The first expression that matches, and what it overrides."""
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
-        return {**config, "refusal": f"dynamic: expected settings by expressions, got {dynamic!r}"}
+        raise ValueError(f"dynamic: expected settings by expressions, got {dynamic!r}")
     for pattern, overrides in dynamic.items():
         try:
-            found = re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix)
+            if re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix):
+                return pattern, overrides
         except re.error as error:
-            return {**config, "refusal": f"dynamic: expected regular expressions, got {pattern!r} ({error})"}
-        if found and pattern.startswith("-:"):
-            return {**config, "refusal": f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it"}
-        if found:
-            return {**config, **overrides}
-    return config
+            raise ValueError(f"dynamic: expected regular expressions, got {pattern!r} ({error})") from None
+    return "", {}
 
 
-FORMAT = Format(
-    name="gptq", detect=_detect, sizes=_sizes, read=_read, for_layer=for_layer,
-    dims=lambda headers, config: dims_of(layout(config)),
-)  # fmt: skip
+FORMAT = _Gptq()

@@ -33,57 +33,57 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import (
-    BYTES,
-    INT8,
-    check_setting,
-    group_size_of,
-    integer_zero,
-    measure,
-    scaled_zero,
-    setting,
-)
+from jitgemm.checkpoint.affine import integer_zero, scaled_zero
 from jitgemm.checkpoint.bits import unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.layouts import BYTES, INT8, G, K, N, TensorLayout, measure, stored
+from jitgemm.checkpoint.settings import Config, check_setting, group_size_of, setting
 from jitgemm.tensors import describe
 
 _TILE = 32
-_FP16 = (torch.float16,)
-_CODES = {"qweight": (BYTES, "n", "k / 2")}
-_PER_GROUP = _CODES | {"s1_scales": (_FP16, "n"), "s2_scales": (INT8, "G", "n"), "s2_zeros": (INT8, "G", "n")}
-_PER_CHANNEL = _CODES | {"s1_scales": (_FP16, "n"), "s1_szeros": (_FP16, "n")}
+_CODES = stored(BYTES, N, K / 2)
 
 
-def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
-    return {"qweight", "s1_scales"} <= set(names)
+class _QServe(Format):
+    name = "qserve"
+    also = ("s2_scales", "s2_zeros", "s1_szeros")
 
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
+        return {"qweight", "s1_scales"} <= set(names)
 
-def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    check_setting(config, 4, "bits", "wbits", "w_bit")
-    check_known(tensors, (*_PER_GROUP, "s1_szeros"))
-    codes = measure(tensors, _CODES)
-    n, k = codes["n"], codes["k"]
-    if n % _TILE or k % _TILE or not n * k:
-        raise ValueError(f"qweight: expected n and k to be multiples of {_TILE}, got {describe(tensors['qweight'])}")
-    if "s2_scales" in tensors:
-        name, groups = "s2_scales", measure(tensors, _PER_GROUP)["G"]
-    else:
-        measure(tensors, _PER_CHANNEL)
-        name, groups = "s1_scales", 1
-    group_size = group_size_of(k, groups, setting(config, "group_size"), name)
-    if k % group_size:
-        raise ValueError(f"group_size: expected a divisor of k = {k}, got {group_size}")
-    return Sizes(n, k, group_size)
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+        check_setting(config, 4, "bits", "wbits", "w_bit")
+        form = "group" if headers is None or "s2_scales" in headers else "channel"
+        return Scheme(self.name, group_size=setting(config, "group_size"), strategy=form, zero_points=True)
 
+    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+        layout = {"qweight": _CODES, "s1_scales": stored(torch.float16, N)}
+        if scheme.strategy == "channel":
+            return layout | {"s1_szeros": stored(torch.float16, N)}
+        return layout | {"s2_scales": stored(INT8, G, N), "s2_zeros": stored(INT8, G, N)}
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    sizes = _sizes(tensors, config)
-    q, s1, group_size = _codes(tensors["qweight"]), tensors["s1_scales"], sizes.group_size
-    if "s2_scales" not in tensors:
-        return scaled_zero(q, s1[:, None], tensors["s1_szeros"][:, None], sizes.k)
-    s2, s2_zero = (_channels_in_order(tensors[name]).T.to(torch.int32) for name in ("s2_scales", "s2_zeros"))
-    zero = _zero_points(q, s2, s2_zero, group_size)
-    return integer_zero(q, s2.float() * s1.float()[:, None], zero, group_size, name="-s2_zeros / s2_scales")
+    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
+        n, k = measure(headers, {"qweight": _CODES}).values()
+        if n % _TILE or k % _TILE or not n * k:
+            raise ValueError(
+                f"qweight: expected n and k to be multiples of {_TILE}, got {describe(headers['qweight'])}"
+            )
+        sizes = super().sizes(headers, scheme)
+        if scheme.strategy == "channel":
+            group_size_of(k, 1, scheme.group_size, "s1_scales")
+        if k % sizes.group_size:
+            raise ValueError(f"group_size: expected a divisor of k = {k}, got {sizes.group_size}")
+        return sizes
+
+    def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
+        group_size = self.sizes(tensors, scheme).group_size
+        q, s1 = _codes(tensors["qweight"]), tensors["s1_scales"]
+        if scheme.strategy == "channel":
+            return scaled_zero(q, s1[:, None], tensors["s1_szeros"][:, None], group_size)
+        s2, s2_zero = (_channels_in_order(tensors[name]).T.to(torch.int32) for name in ("s2_scales", "s2_zeros"))
+        zero = _zero_points(q, s2, s2_zero, group_size)
+        return integer_zero(q, s2.float() * s1.float()[:, None], zero, group_size, name="-s2_zeros / s2_scales")
 
 
 def _codes(qweight: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _channels_in_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def _zero_points(q: torch.Tensor, s2: torch.Tensor, s2_zero: torch.Tensor, group_size: int) -> torch.Tensor:
-    """int32 [n, G]: the zero points that the stored products stand for. Refuses what the kernel's bytes cannot hold."""
+    """int32 [n, G]: the zero points that the stored products stand for. Raises for what the kernel's bytes cannot hold."""
     if bool((s2 <= 0).any()):
         raise ValueError(f"s2_scales: expected 1..127, got {int(s2.min())}")
     product = -s2_zero & 0xFF  # zero * s2
@@ -118,4 +118,4 @@ def _zero_points(q: torch.Tensor, s2: torch.Tensor, s2_zero: torch.Tensor, group
     return zero
 
 
-FORMAT = Format(name="qserve", detect=_detect, sizes=_sizes, read=_read)
+FORMAT = _QServe()

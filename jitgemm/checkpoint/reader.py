@@ -10,17 +10,13 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint import compressed_tensors, formats
-from jitgemm.checkpoint.canonical import (
-    PART_MULTIPLES,
-    CanonicalWeight,
-    Format,
-    Sizes,
-    TensorInfo,
-    check_values,
-    concat,
-)
+from jitgemm.checkpoint import formats
+from jitgemm.checkpoint.autoround import translated
+from jitgemm.checkpoint.canonical import PART_MULTIPLES, CanonicalWeight, TensorInfo, check_values, concat
+from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
+from jitgemm.checkpoint.format import Format, Scheme, Sizes, static_scale
+from jitgemm.checkpoint.layouts import Dim, N
 from jitgemm.weight.packed import W4Weight, W8Weight
 
 
@@ -42,14 +38,14 @@ class LayerHeader:
     Attributes:
         prefix: the layer's name.
         names: {what stands behind the prefix: full name} of its tensors, those under other prefixes included.
-        format, config: the format that reads it, and the layer's config, which its file's metadata may add to.
+        format, scheme: the format that reads it, and what config, headers and its file's metadata say.
         sizes: see `Sizes`.
     """
 
     prefix: str
     names: Mapping[str, str]
     format: Format
-    config: Mapping[str, Any] | None
+    scheme: Scheme
     sizes: Sizes
 
 
@@ -172,9 +168,7 @@ def layer_header(
     """
     names = checkpoint.layer(prefix)
     if not names:
-        otherwise = compressed_tensors.stored_otherwise(
-            checkpoint.config, checkpoint.layer(f"{prefix}.weight").values()
-        )
+        otherwise = stored_otherwise(checkpoint.config, checkpoint.layer(f"{prefix}.weight").values())
         if otherwise is not None:
             raise ValueError(otherwise)
         raise ValueError(f"prefix: expected a layer's name, found no tensor {prefix + '.*' if prefix else '*'}")
@@ -186,29 +180,38 @@ def layer_header(
         if shape is not None:  # of all experts: [E, n, k] or [n, k]
             del infos["weight_shape"], names["weight_shape"]
         infos, shape = _of_expert(infos, expert), None if shape is None else shape[-2:]
-    layer, prefix_in_file, *others = (each.rstrip("._") for each in (prefix, *checkpoint.in_file(prefix)))
-    found = formats.find(infos, checkpoint.config, prefix_in_file) if format is None else formats.by_name(format)
+    layer, first, *others = (each.rstrip("._") for each in (prefix, *checkpoint.in_file(prefix)))
+    config = translated(checkpoint.config, first)
+    found = formats.find(infos, config, first) if format is None else formats.by_name(format)
     for suffix, name in found.elsewhere(layer).items():
         if suffix not in names and name in checkpoint:
             names[suffix], infos[suffix] = name, checkpoint.info(name)
-    config = formats.config_of_layer(found, checkpoint.config, prefix_in_file)
-    for other in others:
-        if (its := formats.config_of_layer(found, checkpoint.config, other)) != config:
-            raise ValueError(
-                f"quantization_config: expected one scheme of {prefix_in_file!r} and {other!r}, whose rows are joined, "
-                f"got {config} and {its}"
-            )
-    described = found.described(checkpoint.metadata(next(iter(names.values()))), prefix_in_file)
-    config = {**described, **(config or {})} if described else config
-    if config is not None and "refusal" in config:
-        raise ValueError(config["refusal"])
     headers = _Found(found, infos)
     if shape is not None:
         headers["weight_shape"] = shape
-    sizes = found.sizes(headers, config)
+    described = found.described(checkpoint.metadata(next(iter(names.values()))), first)
+    scheme = scheme_of(found, {**described, **(config or {})} if described else config, first, headers)
+    for other in others:
+        if (its := scheme_of(found, translated(checkpoint.config, other), other, headers)) != scheme:
+            raise ValueError(
+                f"quantization_config: expected one scheme of {first!r} and {other!r}, whose rows are joined, got "
+                f"{scheme} and {its}"
+            )
+    sizes = found.sizes(headers, scheme)
     if sizes.k is None and k is not None:
-        config = {"in_features": k, **(config or {})}
-    return LayerHeader(prefix, names, found, config, sizes)
+        scheme = replace(scheme, settings={"in_features": k, **scheme.settings})
+    return LayerHeader(prefix, names, found, scheme, sizes)
+
+
+def scheme_of(
+    format: Format, config: Mapping[str, Any] | None, prefix: str, headers: Mapping[str, Any] | None = None
+) -> Scheme:
+    """`Format.scheme` of a layer that is quantised. Raises ValueError, naming the setting, where the config has it not."""
+    if (reason := format.left_out(config, prefix)) is not None:
+        raise ValueError(reason)
+    scheme = format.scheme(config, prefix, headers)
+    assert scheme is not None
+    return scheme
 
 
 def read_header(
@@ -237,11 +240,11 @@ def read_header(
     if part is not None and "weight_shape" in read:
         n, k = read["weight_shape"].tolist()
         read["weight_shape"] = read["weight_shape"].new_tensor([n // world, k] if dim == "n" else [n, k // world])
-    weight = header.format.read(_Found(header.format, read), header.config)
+    weight = header.format.read(_Found(header.format, read), header.scheme)
+    weight = replace(weight, bias=read.get("bias"), input_scale=static_scale(read))
     check_values(weight)
     if weight.note:
         checkpoint.warn(weight.note)
-    weight = replace(weight, bias=read.get("bias"))
     return weight.shard(dim, rank, world) if part is None else weight
 
 
@@ -254,9 +257,9 @@ def parts_of_rank(
     """
     if world == 1 or not 0 <= rank < world:
         return None
-    dims = header.format.dims({suffix: checkpoint.info(name) for suffix, name in header.names.items()}, header.config)
+    layout = header.format.tensors(header.scheme) if header.format.cuts else {}
     whole, size = {"n": header.sizes.n, "k": header.sizes.k}.get(dim), header.sizes.group_size
-    if dims is None or whole is None or size is None:
+    if whole is None or size is None or not layout or not all(each.known for each in layout.values()):
         return None
     if dim == "k" and any("g_idx" in suffix for suffix in header.names):
         return None
@@ -265,14 +268,10 @@ def parts_of_rank(
         return None
     count, parts = whole // world, {}
     for suffix in header.names:
-        for axis, each in enumerate(("n",) if suffix == "bias" else dims.get(suffix, ())):
-            letter, _, per = each.partition(" / ")
-            if letter == dim:
-                elements = int(per or 1)
-            elif letter == "G" and per_group > 1:
-                elements = per_group
-            else:
+        for axis, each in enumerate((N,) if suffix == "bias" else layout[suffix].dims if suffix in layout else ()):
+            if not isinstance(each, Dim) or each.of not in (dim, "G" if per_group > 1 else dim):
                 continue
+            elements = each.per * (per_group if each.of == "G" else 1)
             if count % elements:
                 return None
             parts[suffix] = Part(axis, rank * count // elements, count // elements)

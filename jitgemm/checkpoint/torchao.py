@@ -57,74 +57,120 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import (
-    FLOATS,
-    INT8,
-    INT32,
-    check_codes,
-    Layout,
-    check_shape,
-    check_single,
-    fits,
-    float_zero,
-    group_size_of,
-    integer_zero,
-    measure,
-    setting,
-)
+from jitgemm.checkpoint.affine import check_codes, float_zero, integer_zero
 from jitgemm.checkpoint.bits import HIGH_FIRST, minus_8, twos_complement, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, by_block, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import Format, Headers, Inputs, Scheme, Sizes, check_known, inputs_of
+from jitgemm.checkpoint.layouts import CODE_TYPES, FLOATS, INT32, INT8, PARTS, G, K, Layout, N, TensorLayout
+from jitgemm.checkpoint.layouts import check_shape, check_single, fits, measure, stored
+from jitgemm.checkpoint.settings import Config, group_size_of, setting
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
 _FLAT = "_weight_"
-SCALES_AND_ZEROS = (FLOATS, "G", "n", "2")
+SCALES_AND_ZEROS = stored(FLOATS, G, N, 2)
+
+
+def _subclass(qdata: TensorLayout, scale: TensorLayout, zero: TensorLayout) -> Layout:
+    return {_FLAT + "qdata": qdata, _FLAT + "scale": scale, _FLAT + "zero_point": zero}
+
+
 _LAYOUTS = {
-    "Int4Tensor": ((INT8, "n", "k / 2"), (FLOATS, "G", "n"), (FLOATS, "G", "n")),
-    "Int4PlainInt32Tensor": ((INT32, "n", "k / 8"), (FLOATS, "G", "n"), (INT8, "G", "n")),
-    "IntxUnpackedToInt8Tensor": ((INT8, "n", "k"), (FLOATS, "n", "G"), ((*FLOATS, torch.int8), "n", "G")),
+    "Int4Tensor": _subclass(stored(INT8, N, K / 2), stored(FLOATS, G, N), stored(FLOATS, G, N)),
+    "Int4PlainInt32Tensor": _subclass(stored(INT32, N, K / 8), stored(FLOATS, G, N), stored(INT8, G, N)),
+    "IntxUnpackedToInt8Tensor": _subclass(
+        stored(INT8, N, K), stored(FLOATS, N, G), stored((*FLOATS, torch.int8), N, G)
+    ),
 }
-"""Of qdata, scale and zero_point."""
 _TILES = "Int4TilePackedTo4dTensor"
-_EIGHT = {"Int8Tensor": torch.int8, "Float8Tensor": torch.float8_e4m3fn}
+_EIGHT = {"Int8Tensor": "int8", "Float8Tensor": "e4m3"}
 """Classes of 8 bits and their codes."""
 _KNOWN = (_TILES, *_LAYOUTS, *_EIGHT)
 _NAMES = ("qdata", "scale", "zero_point", "scale_and_zero", "act_quant_scale", "act_quant_zero_point")
 
 
-def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
-    if setting(config, "quant_method", default="torchao") != "torchao":
-        return False
-    if "scales_and_zeros" in names:
-        return _codes_name(names) in names
-    if _FLAT + "qdata" in names:
-        return True
-    return "weight" in names and (bool(names["weight"].kind) or setting(config, "quant_method") == "torchao")
+class _TorchAo(Format):
+    name, methods, also = "torchao", ("torchao",), tuple(_FLAT + name for name in _NAMES)
+
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
+        if setting(config, "quant_method", default="torchao") != "torchao":
+            return False
+        if "scales_and_zeros" in names:
+            return _codes_name(names) in names
+        if _FLAT + "qdata" in names:
+            return True
+        return "weight" in names and (bool(names["weight"].kind) or setting(config, "quant_method") == "torchao")
+
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+        headers, size = headers or {}, setting(config, "group_size", "groupsize")
+        said = Inputs.of(config["input_activations"]) if "input_activations" in (config or {}) else None
+
+        def scheme(form: str, code: str = "int4", found: Layout | None = None) -> Scheme:
+            inputs = said or inputs_of(config, code, headers)
+            return Scheme(
+                self.name, code, size, zero_points=code == "int4", inputs=inputs, form=form, found=found or {},
+                settings=config or {},
+            )  # fmt: skip
+
+        if "scales_and_zeros" in headers:
+            return scheme("tinygemm", found={"scales_and_zeros": SCALES_AND_ZEROS})
+        if _FLAT + "qdata" not in headers:
+            weight = headers["weight"]
+            got = f"a plain {describe(weight)}" if isinstance(weight, torch.Tensor) or not weight.kind else weight.kind
+            raise ValueError(f"weight: expected one of torchao's {', '.join(_KNOWN)}, got {got}")
+        kind = _kind(headers, config)
+        check_known(headers, self.also)
+        if kind == _TILES:
+            return scheme(kind, found={_FLAT + "scale_and_zero": SCALES_AND_ZEROS})
+        if kind in _LAYOUTS:
+            return scheme(kind, found=_LAYOUTS[kind])
+        code = _EIGHT[kind]
+        return scheme(kind, code, _blocks(headers, code))
+
+    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
+        size, shape = measure(headers, scheme.found), setting(scheme.settings, "shape")
+        if scheme.form == "tinygemm":
+            codes, several = (
+                headers[_codes_name(headers)],
+                scheme.group_size and size["G"] > 1,
+            )  # one may be of any size
+            k = _tiled_k(codes) if codes.dim() == 4 else size["G"] * scheme.group_size if several else None
+            return Sizes(size["n"], k)
+        if scheme.form == _TILES:
+            qdata = headers[_FLAT + "qdata"]
+            return Sizes(*(shape or (8 * qdata.shape[0], _tiled_k(qdata))))
+        if not scheme.eight_bits:
+            return Sizes(*(shape or (size["n"], size["k"])))
+        return Sizes(size["n"], size["k"], scheme.columns_of(_FLAT + "scale", size["k"]))
+
+    def described(self, metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
+        return _described(metadata, prefix)
+
+    def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
+        sizes, settings = self.sizes(tensors, scheme), scheme.settings
+        shape = setting(settings, "shape")
+        if scheme.form == "tinygemm":
+            name = _codes_name(tensors)
+            k = shape[1] if shape else setting(settings, "in_features")
+            tiled = read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], scheme.group_size, k)
+            return _without_padding(tiled, shape)
+        qdata = tensors[_FLAT + "qdata"]
+        if scheme.form == _TILES:
+            tiled = read_tinygemm(_FLAT + "qdata", qdata, tensors[_FLAT + "scale_and_zero"], None)
+            return _without_padding(tiled, shape)
+        scale, zero = tensors[_FLAT + "scale"], tensors.get(_FLAT + "zero_point")
+        if scheme.eight_bits:
+            return _read_eight(tensors, scheme, sizes)
+        if scheme.form == "IntxUnpackedToInt8Tensor":
+            return read_unpacked(_FLAT + "qdata", qdata, scale, zero)
+        q, scale, zero = unpack_nibbles(qdata, 1), scale.T.contiguous(), zero.T.contiguous()
+        group_size = group_size_of(q.shape[1], scale.shape[1], None, _FLAT + "scale")
+        if scheme.form == "Int4Tensor":
+            return float_zero(twos_complement(q), scale, zero, group_size)
+        return integer_zero(q, scale, zero, group_size, name=_FLAT + "zero_point")
 
 
-def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    group_size = setting(config, "group_size", "groupsize")
-    if "scales_and_zeros" in tensors:
-        size, codes = measure(tensors, {"scales_and_zeros": SCALES_AND_ZEROS}), tensors[_codes_name(tensors)]
-        several = group_size and size["G"] > 1  # one group may be of any size
-        return Sizes(size["n"], _tiled_k(codes) if codes.dim() == 4 else size["G"] * group_size if several else None)
-    if _FLAT + "qdata" not in tensors:
-        weight = tensors["weight"]
-        got = f"a plain {describe(weight)}" if isinstance(weight, torch.Tensor) or not weight.kind else weight.kind
-        raise ValueError(f"weight: expected one of torchao's {', '.join(_KNOWN)}, got {got}")
-    kind, qdata = _kind(tensors, config), tensors[_FLAT + "qdata"]
-    check_known(tensors, [_FLAT + name for name in _NAMES])
-    if kind == _TILES:
-        padded: tuple[int, int | None] = (8 * qdata.shape[0], _tiled_k(qdata))
-        return Sizes(*setting(config, "shape", default=padded))
-    if kind in _EIGHT:
-        rows, columns = _blocks(tensors, _EIGHT[kind])
-        return Sizes(*qdata.shape, columns, _EIGHT[kind])
-    size = measure(tensors, _layout(kind))
-    return Sizes(*setting(config, "shape", default=(size["n"], size["k"])))
-
-
-def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> str:
+def _kind(tensors: Mapping[str, Any], config: Config) -> str:
     """The class of a flattened subclass. Raises ValueError, before data is read, for one that is not read."""
     said, qdata = (config or {}).get("class"), tensors[_FLAT + "qdata"]
     for name, why in (("act_pre_scale", "none, as it scales the activations first; got one"),
@@ -152,7 +198,7 @@ def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> str:
         return said
     if _FLAT + "zero_point" not in tensors:
         return "Float8Tensor" if qdata.dtype.is_floating_point else "Int8Tensor"
-    fitting = [each for each in _LAYOUTS if fits(tensors, _layout(each))]
+    fitting = [each for each in _LAYOUTS if fits(tensors, _LAYOUTS[each])]
     if len(fitting) != 1:
         names = (_FLAT + name for name in _NAMES if _FLAT + name in tensors)
         got = ", ".join(f"{name} {describe(tensors[name])}" for name in names)
@@ -163,13 +209,10 @@ def _kind(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> str:
     return fitting[0]
 
 
-def _layout(kind: str) -> Layout:
-    return dict(zip((_FLAT + name for name in ("qdata", "scale", "zero_point")), _LAYOUTS[kind]))
-
-
-def _blocks(tensors: Mapping[str, Any], codes: torch.dtype) -> tuple[int, int]:
-    """Rows and columns of 8-bit codes that share a scale."""
-    size = measure(tensors, {_FLAT + "qdata": ((codes,), "n", "k")})
+def _blocks(tensors: Mapping[str, Any], code: str) -> Layout:
+    """The layout of 8-bit codes, whose scale may be one for a row, a block or the whole tensor."""
+    codes = {_FLAT + "qdata": stored(CODE_TYPES[code], N, K)}
+    size = measure(tensors, codes)
     n, k, scale = size["n"], size["k"], tensors[_FLAT + "scale"]
     count = (n, 1) if tuple(scale.shape) == (n,) else (1, 1) if math.prod(scale.shape) == 1 else tuple(scale.shape)
     if scale.dtype not in FLOATS or len(count) != 2 or 0 in count or n % count[0] or k % count[1]:
@@ -178,7 +221,8 @@ def _blocks(tensors: Mapping[str, Any], codes: torch.dtype) -> tuple[int, int]:
         )
     if _FLAT + "act_quant_scale" in tensors:
         check_single(_FLAT + "act_quant_scale", tensors[_FLAT + "act_quant_scale"])
-    return n // count[0], k // count[1]
+    dims = (PARTS,) if math.prod(scale.shape) == 1 else (N / (n // count[0]), K / (k // count[1]))[: scale.dim()]
+    return codes | {_FLAT + "scale": stored(FLOATS, *dims)}
 
 
 def _tiled_k(words: torch.Tensor | TensorInfo) -> int:
@@ -189,37 +233,12 @@ def _codes_name(tensors: Mapping[str, Any]) -> str:
     return "weight" if "weight" in tensors else "weight_int4pack"
 
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    sizes = _sizes(tensors, config)
-    if "scales_and_zeros" in tensors:
-        name, group_size = _codes_name(tensors), setting(config, "group_size", "groupsize")
-        k = setting(config, "shape", default=(None, setting(config, "in_features")))[1]
-        tiled = read_tinygemm(name, tensors[name], tensors["scales_and_zeros"], group_size, k)
-        return _without_padding(tiled, setting(config, "shape"))
-    kind, qdata = _kind(tensors, config), tensors[_FLAT + "qdata"]
-    if kind in _EIGHT:
-        return _read_eight(tensors, sizes)
-    if kind == _TILES:
-        tiled = read_tinygemm(_FLAT + "qdata", qdata, tensors[_FLAT + "scale_and_zero"], None)
-        return _without_padding(tiled, setting(config, "shape"))
-    scale, zero = tensors[_FLAT + "scale"], tensors[_FLAT + "zero_point"]
-    if kind == "IntxUnpackedToInt8Tensor":
-        return read_unpacked(_FLAT + "qdata", qdata, scale, zero)
-    q, scale, zero = unpack_nibbles(qdata, 1), scale.T.contiguous(), zero.T.contiguous()
-    group_size = group_size_of(q.shape[1], scale.shape[1], None, _FLAT + "scale")
-    if kind == "Int4Tensor":
-        return float_zero(twos_complement(q), scale, zero, group_size)
-    return integer_zero(q, scale, zero, group_size, name=_FLAT + "zero_point")
-
-
-def _read_eight(tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> CanonicalWeight:
+def _read_eight(tensors: Mapping[str, torch.Tensor], scheme: Scheme, sizes: Sizes) -> CanonicalWeight:
     for name in ("zero_point", "act_quant_zero_point"):
         if _FLAT + name in tensors and bool(tensors[_FLAT + name].float().any()):
             raise ValueError(f"{_FLAT}{name}: expected zeros with 8 bits, got others")
-    q, scale, static = (tensors.get(_FLAT + name) for name in ("qdata", "scale", "act_quant_scale"))
-    scale = by_block(scale.reshape(-1, sizes.k // sizes.group_size), _blocks(tensors, q.dtype)[0], sizes.n)
-    static = None if static is None else static.reshape(1).float()
-    return CanonicalWeight(q, scale, group_size=sizes.group_size, input_scale=static, bits=8)
+    scale = scheme.by_row(_FLAT + "scale", tensors[_FLAT + "scale"], sizes.n)
+    return CanonicalWeight(tensors[_FLAT + "qdata"], scale, group_size=sizes.group_size, code=scheme.code)
 
 
 def read_tinygemm(
@@ -377,4 +396,4 @@ def _plain(value: Any) -> Any:
     return value["_data"] if isinstance(value, Mapping) else value
 
 
-FORMAT = Format(name="torchao", detect=_detect, sizes=_sizes, read=_read, described=_described)
+FORMAT = _TorchAo()

@@ -23,77 +23,77 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import BYTES, check_single, setting
 from jitgemm.checkpoint.bits import twos_complement, unpack_nibbles
-from jitgemm.checkpoint.canonical import CanonicalWeight, Format, Sizes, TensorInfo, check_known
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import Format, Headers, Inputs, Scheme, Sizes, inputs_of
+from jitgemm.checkpoint.layouts import BYTES, E8M0, FLOATS, PARTS, G, K, N, TensorLayout, check_scale, stored
+from jitgemm.checkpoint.settings import Config, setting
 from jitgemm.checkpoint.w8a8 import INT8_METHODS
 from jitgemm.tensors import describe
 
 _EXPERT_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_GROUP = 128  # which the engines take where a config is silent
 
 
-def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
-    weight = names.get("weight")
-    if weight is None or weight.dtype not in BYTES or len(weight.shape) != 2:
-        return False
-    scale = names.get("weight_scale_inv")
-    if scale is not None:  # int8 in blocks of n and k has such a scale too, with fewer rows, or a config that says so
-        int8 = (config or {}).get("quant_method") in INT8_METHODS
-        return not int8 and len(scale.shape) == 2 and scale.shape[0] == weight.shape[0]
-    return _is_modelopt(names)
+class _W4AFp8(Format):
+    name, methods, cuts = "w4afp8", ("w4afp8",), True
+
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
+        weight = names.get("weight")
+        if weight is None or weight.dtype not in BYTES or len(weight.shape) != 2:
+            return False
+        scale = names.get("weight_scale_inv")
+        if (
+            scale is not None
+        ):  # int8 in blocks of n and k has such a scale too, with fewer rows, or a config that says so
+            int8 = (config or {}).get("quant_method") in INT8_METHODS
+            return not int8 and len(scale.shape) == 2 and scale.shape[0] == weight.shape[0]
+        modelopt, rows = names.get("weight_scale"), 2 * weight.shape[0]
+        return {"weight_scale_2", "pre_quant_scale", "weight_scale"} <= set(names) and modelopt.shape[:1] == (rows,)
+
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+        size = (config or {}).get("group_size")
+        if headers is None:
+            return Scheme(
+                self.name, group_size=size or _GROUP, inputs=Inputs("float", strategy="tensor", dynamic=False)
+            )
+        if "weight_scale_inv" not in headers:
+            raise ValueError(
+                "weight: expected int8 [n, k / 2] with weight_scale_inv, got ModelOpt's W4A8_AWQ (two rows to a byte, "
+                "pre_quant_scale on the activations, weight_scale_2), which is not supported"
+            )
+        method, scale = setting(config, "quant_method"), headers["weight_scale_inv"]
+        if method == "fp8" or scale.dtype in E8M0:  # DeepSeek-V4's experts have these names and shapes
+            raise ValueError(
+                f"weight: expected int4 codes with floats for scales, got int8 with {describe(scale)} in a file of "
+                f"quant_method {method!r}, which are FP4 (expert_dtype), not read here"
+            )
+        return Scheme(self.name, group_size=size, inputs=inputs_of(config, "int4", headers), settings=config or {})
+
+    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+        return {
+            "weight": stored(BYTES, N, K / 2),
+            "weight_scale_inv": stored(FLOATS, N, G),
+            "input_scale": stored(torch.float32, PARTS, optional=True),
+        }
+
+    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
+        check_scale("scale", headers["weight_scale_inv"])
+        given, k, groups = scheme.group_size, 2 * headers["weight"].shape[1], headers["weight_scale_inv"].shape[1]
+        if given is not None and given * groups != k:
+            raise ValueError(f"group_size: expected k / columns of weight_scale_inv = {k} / {groups}, got {given}")
+        if groups < 1 or k % groups:
+            raise ValueError(f"weight_scale_inv: expected columns that divide k = {k}, got {groups}")
+        return super().sizes(headers, scheme)
+
+    def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
+        group_size = self.sizes(tensors, scheme).group_size
+        q = twos_complement(unpack_nibbles(tensors["weight"], 1))
+        return CanonicalWeight(q, tensors["weight_scale_inv"], group_size=group_size)
+
+    def elsewhere(self, prefix: str) -> Mapping[str, str]:
+        match = re.fullmatch(r"(.*\.experts\.\d+\.)(gate_proj|down_proj|up_proj)", prefix)
+        return {"input_scale": f"{match[1]}{_EXPERT_NAMES[match[2]]}.input_scale"} if match else {}
 
 
-def _is_modelopt(names: Mapping[str, TensorInfo]) -> bool:
-    scale = names.get("weight_scale")
-    return (
-        {"weight_scale_2", "pre_quant_scale"} <= set(names)
-        and scale is not None
-        and scale.shape[:1] == (2 * names["weight"].shape[0],)
-    )
-
-
-def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    if "weight_scale_inv" not in tensors:
-        raise ValueError(
-            "weight: expected int8 [n, k / 2] beside weight_scale_inv, got ModelOpt's W4A8_AWQ (two rows to a byte, "
-            "pre_quant_scale on the activations, weight_scale_2), which is not supported"
-        )
-    check_known(tensors, ("weight", "weight_scale_inv", "input_scale"))
-    weight, scale = tensors["weight"], tensors["weight_scale_inv"]
-    method = setting(config, "quant_method")
-    if method == "fp8" or scale.dtype in (
-        torch.float8_e8m0fnu,
-        torch.uint8,
-    ):  # DeepSeek-V4's experts have these names and shapes
-        raise ValueError(
-            f"weight: expected int4 codes with floats for scales, got int8 with {describe(scale)} in a file of "
-            f"quant_method {method!r}, which are FP4 (expert_dtype), not read here"
-        )
-    k, groups = 2 * weight.shape[1], scale.shape[1]
-    if groups < 1 or k % groups:
-        raise ValueError(f"weight_scale_inv: expected columns that divide k = {k}, got {groups}")
-    group_size = k // groups
-    given = (config or {}).get("group_size")
-    if given is not None and given != group_size:
-        raise ValueError(f"group_size: expected k / columns of weight_scale_inv = {k} / {groups}, got {given}")
-    if "input_scale" in tensors:
-        check_single("input_scale", tensors["input_scale"])
-    return Sizes(weight.shape[0], k, group_size)
-
-
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    group_size = _sizes(tensors, config).group_size
-    q = twos_complement(unpack_nibbles(tensors["weight"], 1))
-    static = tensors["input_scale"].reshape(1).float() if "input_scale" in tensors else None
-    return CanonicalWeight(q, tensors["weight_scale_inv"], group_size=group_size, input_scale=static)
-
-
-def _elsewhere(prefix: str) -> Mapping[str, str]:
-    match = re.fullmatch(r"(.*\.experts\.\d+\.)(gate_proj|down_proj|up_proj)", prefix)
-    return {"input_scale": f"{match[1]}{_EXPERT_NAMES[match[2]]}.input_scale"} if match else {}
-
-
-FORMAT = Format(
-    name="w4afp8", detect=_detect, sizes=_sizes, read=_read, elsewhere=_elsewhere,
-    dims=lambda *_: {"weight": ("n", "k / 2"), "weight_scale_inv": ("n", "G")},
-)  # fmt: skip
+FORMAT = _W4AFp8()

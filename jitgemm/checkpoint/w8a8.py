@@ -29,121 +29,130 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import check_one_of, check_single, setting
-from jitgemm.checkpoint.canonical import (
-    INPUT_SCALES,
-    CanonicalWeight,
-    Dims,
-    Format,
-    Sizes,
-    TensorInfo,
-    by_block,
-    check_known,
-)
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.format import INPUT_SCALES, Format, Headers, Scheme, inputs_of
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, FLOATS, PARTS, Dim, K, N, TensorLayout, stored
+from jitgemm.checkpoint.settings import Config, check_one_of, setting
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe
 
-CODES = (torch.float8_e4m3fn, torch.int8)
 INT8_METHODS = ("blockwise_int8", "w8a8_int8")
 _BLOCK = (128, 128)
-_STATIC = INPUT_SCALES[:3]
 _BLOCKED = ("weight_scale_inv", "scale", "qscale_weight")
+_PER_CHANNEL = "FP8_PER_CHANNEL_PER_TOKEN"
 _SETTINGS = {
     "activation_scheme": ("static", "dynamic"),
     "fmt": ("e4m3",),
     "scale_fmt": ("float", "ue8m0"),
     "quant_algo": (
-        "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "W8A16", "W8A8_SQ_PER_CHANNEL",
-        "MIXED_PRECISION", "W4A8_CUSTOM",
+        "FP8", _PER_CHANNEL, "FP8_PB_WO", "FP8_BLOCK_SCALES", "W8A16", "W8A8_SQ_PER_CHANNEL", "MIXED_PRECISION",
+        "W4A8_CUSTOM",
     ),
 }  # fmt: skip
 """What settings may be."""
+_SCALES = (*FLOATS, *E8M0)
 
 
-def _detect(names: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> bool:
-    weight, scale = names.get("weight"), names.get(_scale_name(names))
-    method = setting(config, "quant_method", default="")
-    if weight is None or weight.dtype not in CODES or len(weight.shape) != 2:
-        return False
-    of_modelopt = "quant_algo" in (config or {})
-    if method == "compressed-tensors" or (not method and "config_groups" in (config or {}) and not of_modelopt):
-        return False
-    if scale is not None and _scale_name(names) in _BLOCKED:
-        # beside int8 with its own number of rows it is w4afp8's, unless the config says otherwise
-        return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1] or method in INT8_METHODS
-    return "weight_scale" in names and (weight.dtype != torch.int8 or method == "w8a8_int8" or of_modelopt)
+class _W8A8(Format):
+    name, cuts, also = "w8a8", True, INPUT_SCALES[:3]
+    methods = ("fp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8", "fbgemm_fp8", "modelopt")
 
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
+        name = _scale_name(names)
+        weight, scale = names.get("weight"), names.get(name)
+        method = setting(config, "quant_method", default="")
+        if weight is None or weight.dtype not in CODE_TYPES.values() or len(weight.shape) != 2:
+            return False
+        of_modelopt = "quant_algo" in (config or {})
+        if method == "compressed-tensors" or (not method and "config_groups" in (config or {}) and not of_modelopt):
+            return False
+        if scale is not None and name in _BLOCKED:
+            # beside int8 with its own number of rows it is w4afp8's, unless the config says otherwise
+            return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1] or method in INT8_METHODS
+        return "weight_scale" in names and (weight.dtype != torch.int8 or method == "w8a8_int8" or of_modelopt)
 
-def _sizes(tensors: Mapping[str, Any], config: Mapping[str, Any] | None) -> Sizes:
-    name = _scale_name(tensors)
-    for key, known in _SETTINGS.items():
-        check_one_of(config, key, known)
-    check_known(tensors, ("weight", name, *_STATIC))
-    weight = tensors["weight"]
-    if weight.dtype not in CODES or weight.dim() != 2:
-        raise ValueError(f"weight: expected float8_e4m3fn or int8 [n, k], got {describe(weight)}")
-    for static in _STATIC:
-        if static in tensors:
-            check_single(static, tensors[static])
-    n, k = weight.shape
-    _, columns, blocks = _block(name, tuple(tensors[name].shape), n, k, config)
-    return Sizes(n, k, columns, weight.dtype, blocks)
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+        for key, known in _SETTINGS.items():
+            check_one_of(config, key, known)
+        return _by_config(config or {}) if headers is None else _by_headers(config, headers)
 
+    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+        return {"weight": stored(CODE_TYPES[scheme.code], N, K), **scheme.found, **scheme.static}
 
-def _read(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None) -> CanonicalWeight:
-    sizes = _sizes(tensors, config)
-    name = _scale_name(tensors)
-    scale = tensors[name]
-    rows, columns, _ = _block(name, tuple(scale.shape), sizes.n, sizes.k, config)
-    if scale.dtype in (torch.float8_e8m0fnu, torch.uint8):
-        scale = scale.view(torch.float8_e8m0fnu).float()
-    scale = by_block(scale.reshape(-1, ceil_div(sizes.k, columns)), rows, sizes.n)
-    static = next((tensors[each].reshape(1).float() for each in _STATIC if each in tensors), None)
-    return CanonicalWeight(tensors["weight"], scale, group_size=columns, input_scale=static, bits=8)
+    def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
+        sizes = self.sizes(tensors, scheme)
+        name = _scale_name(tensors)
+        scale = scheme.by_row(name, tensors[name], sizes.n)
+        return CanonicalWeight(tensors["weight"], scale, group_size=sizes.group_size, code=scheme.code)
 
 
 def _scale_name(tensors: Mapping[str, Any]) -> str:
     return next((name for name in _BLOCKED if name in tensors), "weight_scale")
 
 
-def _block(
+def _by_config(config: Mapping[str, Any]) -> Scheme:
+    """What engines expect of such a config."""
+    method, block, strategy = config.get("quant_method"), config.get("weight_block_size"), config.get("strategy")
+    code = "int8" if "int8" in str(method) else "e4m3"
+    algorithm = str(config.get("quant_algo")).upper() if method == "modelopt" else ""
+    if method in ("blockwise_int8", "w4afp8"):
+        block = block or _BLOCK
+    name, vector = "weight_scale", strategy or algorithm == _PER_CHANNEL  # AutoRound's strategy
+    if block:
+        name, strategy, dims = "weight_scale_inv", "block", (N / block[0], K / block[1])
+    elif strategy == "tensor" or (not strategy and (method == "fp8" or algorithm == "FP8")):
+        strategy, dims = "tensor", (PARTS,)
+    else:
+        strategy, dims = "channel", (N,) if vector else (N, 1)
+    inputs = inputs_of(config, code, {"input_scale": None} if algorithm == "FP8" else None, bool(block))
+    block = tuple(block) if block else None
+    return Scheme(
+        "w8a8", code, -1, strategy, block, inputs=inputs, found={name: stored(_SCALES, *dims)}, settings=config
+    )
+
+
+def _by_headers(config: Config, headers: Mapping[str, Any]) -> Scheme:
+    """What the shape of the scale says, among those that the config allows."""
+    name, weight = _scale_name(headers), headers["weight"]
+    shape = tuple(headers[name].shape)
+    if weight.dtype not in CODE_TYPES.values() or weight.dim() != 2:
+        raise ValueError(f"weight: expected float8_e4m3fn or int8 [n, k], got {describe(weight)}")
+    code = "int8" if weight.dtype == torch.int8 else "e4m3"
+    n, k = weight.shape
+    strategy, dims = _scale_dims(name, shape, n, k, config)
+    block = (dims[0].per, next(d.per for d in dims[1:] if isinstance(d, Dim))) if strategy == "block" else None
+    inputs = inputs_of(config, code, headers, block is not None)
+    found = {name: stored(_SCALES, *dims)}
+    return Scheme("w8a8", code, -1, strategy, block, inputs=inputs, found=found, settings=config or {})
+
+
+def _scale_dims(
     name: str, shape: tuple[int, ...], n: int, k: int, config: Mapping[str, Any] | None
-) -> tuple[int, int, bool]:
-    """Rows and columns that share a scale, and whether engines quantise the layer's input in blocks, too."""
-    rows, columns = block = _BLOCK
+) -> tuple[str, tuple[Dim | int, ...]]:
+    """(strategy, dimensions) of a scale."""
+    block = _BLOCK
     if name in _BLOCKED:
         block = setting(config, "weight_block_size", default=_BLOCK)
         if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(b) is int and b > 0 for b in block):
             raise ValueError(f"weight_block_size: expected two positive integers, got {block!r}")
-        rows, columns = block
-    grid = ceil_div(n, rows), ceil_div(k, columns)
-    per_tensor = (config or {}).get("weight_block_size", block) is None
+    rows, columns = N / block[0], K / block[1]
+    grid = ceil_div(n, rows.per), ceil_div(k, columns.per)
+    single, per_tensor = math.prod(shape) == 1, (config or {}).get("weight_block_size", block) is None
     if name in _BLOCKED:
         if shape == (2, 1) and per_tensor and n % 2 == 0:  # a gate's rows, and those that it gates
-            return n // 2, k, False
-        if shape == grid and not (per_tensor and math.prod(shape) == 1):
-            return rows, columns, True
+            return "tensor", (N / (n // 2), 1)
+        if shape == grid and not (per_tensor and single):
+            return "block", (rows, columns)
         expected = f"shape {list(grid)}, or one element"
     elif shape == (grid[0], 1, grid[1], 1):
-        return rows, columns, True
+        return "block", (rows, 1, columns, 1)
     elif shape in ((n,), (n, 1)):
-        return 1, k, False
+        return "channel", (N, 1)[: len(shape)]
     else:
         expected = f"one element, shape [{n}] or [{n}, 1]"
-    if math.prod(shape) != 1:
+    if not single:
         raise ValueError(f"{name}: expected {expected}, got shape {list(shape)}")
-    return n, k, False
+    return "tensor", (PARTS,)
 
 
-def _dims(headers: Mapping[str, TensorInfo], config: Mapping[str, Any] | None) -> Dims:
-    name = _scale_name(headers)
-    (n, k), shape = headers["weight"].shape, headers[name].shape
-    rows, columns, _ = _block(name, shape, n, k, config)
-    dims: dict[str, tuple[str, ...]] = {"weight": ("n", "k")}
-    if math.prod(shape) != 1:
-        by = f"n / {rows}", "G" if columns < k else "1"
-        dims[name] = (by[0], "1", by[1], "1") if len(shape) == 4 else by[: len(shape)]
-    return dims
-
-
-FORMAT = Format(name="w8a8", detect=_detect, sizes=_sizes, read=_read, dims=_dims)
+FORMAT = _W8A8()

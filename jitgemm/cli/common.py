@@ -20,7 +20,8 @@ from rich.text import Text
 
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
-from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, WeightFormat, tuned_codes
+from jitgemm.kernel.codes import typed_code
+from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, WeightFormat, tuned_order
 from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
@@ -180,8 +181,10 @@ def weight_format(
         raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUP_SIZES))}, or k = {k}, got {group}")
     if offset and not group:
         raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
-    order = lhs if bits == 8 else "any" if codes is Codes.any else tuned_codes(lhs, group, zero_point, k)
-    return WeightFormat(group, zero_point, scale_type, order, offset, bits, bits == 8 and group == BLOCK_K)
+    if bits == 8:
+        return WeightFormat(group, False, scale_type, lhs, code=typed_code(lhs), strip_scales=group == BLOCK_K)
+    order = "any" if codes is Codes.any else tuned_order(lhs, group, zero_point, k)
+    return WeightFormat(group, zero_point, scale_type, order, offset)
 
 
 def parse_group_size(text: str) -> int:

@@ -81,7 +81,7 @@ def explain(
     found = [_facts(candidate, rank) for rank, candidate in enumerate(ranked[:top])]
     if as_json:
         report = {
-            "problem": {name: value for name, value in asdict(problem).items() if name != "format"} | asdict(format),
+            "problem": {name: value for name, value in asdict(problem).items() if name != "format"} | format.to_dict(),
             "band": [first, last],
             "device": asdict(target),
             "chosen": ranked[0].kernel.label,

@@ -21,7 +21,8 @@ from typing import Annotated, Any, Optional
 import typer
 
 from jitgemm import settings
-from jitgemm.activations.kernel import GELU_MULS, QuantizeSpec, quantize_specs
+from jitgemm.activations.kernel import VARIANTS as QUANTIZER_VARIANTS
+from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
 from jitgemm.cli import common
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
@@ -37,12 +38,6 @@ from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, source_of
 from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
-
-QUANTIZER_VARIANTS: dict[str, dict[str, Any]] = {name: {name: True} for name in ("affine", "static", "silu_mul")}
-QUANTIZER_VARIANTS |= {f"gelu_mul={name}": {"gelu_mul": name} for name in GELU_MULS}
-QUANTIZER_VARIANTS |= {name: {name: True} for name in ("rms_norm", "residual", "permuted", "block")}
-"""What a quantiser may do besides, as arguments of `quantize_spec`. For "block", GEMMs take such scales, too."""
-
 
 Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
 

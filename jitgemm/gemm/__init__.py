@@ -3,12 +3,10 @@
 Files::
 
     names         the public calls
-    call          what they have in common, and its op
-    arguments     their checks
-    plan          from checked operands to a launch
-    grouped       the grouped calls and their op
-    groups        which rows are which expert's, and its checks
-    grouped_plan  from checked operands of a grouped call to a launch
+    call          what they have in common, and their ops
+    problem       a GEMM's arguments, dense or grouped, and their checks
+    launch        from a checked GEMM to a launch
+    grouped       others' ways to say which rows are which expert's
     int8_out      a GEMM whose result is 8-bit again
     e8m0          scales of activations that are powers of two
     reference     the exact GEMM, which CPU tensors run

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.arguments import Lhs, lhs_group_of, split_lhs
+from jitgemm.gemm.problem import Lhs, lhs_group_of, split_lhs
 from jitgemm.gemm.e8m0 import with_fp32_scales
 from jitgemm.gemm.reference import gemm_w4a8_reference, integers
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div

@@ -1,36 +1,68 @@
-"""The public calls: check arguments, then straight down to a plan; under a tracer through the `torch.library` op.
+"""The GEMM calls: check arguments, then straight down to a launch; under a tracer through a `torch.library` op.
 
-The hot path is `gemm` down to `PreparedLaunch.run`: one look-up by everything that decides legality and kernel,
-one by addresses. Only a miss imports the layers below, so that importing jitgemm touches neither the CUDA bindings nor
-the disk.
+The hot path is `gemm` down to `Launch.run`: one look-up by everything that decides legality and kernel, one by
+addresses. Only a miss imports the layers below, so that importing jitgemm touches neither the CUDA bindings nor the
+disk.
+
+Grouped calls take rows of activations sorted by expert, or a block of rows for each. How many rows an expert has is on
+the device, and stays there: the host knows sizes of tensors and a hint, so a call never waits, and a CUDA graph of it may
+be replayed with other routings.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jitgemm.gemm.arguments import POINTERS, Operands, check_arguments, check_label, check_switches, check_types
-from jitgemm.gemm.arguments import check_weight, split_lhs
-from jitgemm.gemm.e8m0 import PackingPlan, pack_e8m0
-from jitgemm.kernel.formats import format_named
-from jitgemm.runtime.checks import check_addresses
+from jitgemm.gemm.e8m0 import pack_e8m0
+from jitgemm.gemm.problem import X, X_SCALE, X_ZERO, Gemm, Groups
+from jitgemm.gemm.problem import as_rows, check_types, check_weight, experts_of, split_lhs
+from jitgemm.kernel.formats import MAX_ROWS, format_named
 from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.launch import prepare, run_prepared
 from jitgemm.runtime.launch_cache import this_thread
+from jitgemm.tensors import check_tensor
 from jitgemm.weight.packed import AnyWeight, Weight, as_weight
 from jitgemm.weight.parts import PackedWeight
 
+if TYPE_CHECKING:
+    from jitgemm.gemm.launch import GemmLaunch
+
+
+class _Call(Gemm):
+    """As `run_prepared` takes it."""
+
+    __slots__ = ()
+
+    def run_reference(self, operands: Sequence[torch.Tensor | None]) -> None:
+        from jitgemm.gemm.reference import gemm_w4a8_reference, write_grouped_reference
+
+        out, groups = self.out, self.groups
+        if groups is None:
+            weight = as_weight(self.weight)
+            out.copy_(gemm_w4a8_reference(self.lhs, weight, bias=self.bias, out_dtype=out.dtype))
+            return
+        first = torch.arange(len(groups.sizes)) * groups.rows_of_expert if groups.rows_of_expert else None
+        rows = self._replace(x_scale=self.x_scale.flatten(0, 1)) if self.x_scale.dim() == 3 else self
+        write_grouped_reference(
+            rows.lhs, self.weight, out, groups.sizes, first=first, row_index=groups.row_index, bias=self.bias,
+            most=groups.rows_of_expert or out.shape[0],
+        )  # fmt: skip
+
+    def prepare(self, operands: Sequence[torch.Tensor | None]) -> GemmLaunch:
+        from jitgemm.gemm.launch import GemmLaunch
+
+        return GemmLaunch(self)
+
 
 def gemm(
-    kind: type[Weight],
-    lhs: tuple[torch.Tensor, ...],
-    rhs: Weight,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    kernel: str | None = None,
-) -> None:
+    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: Weight, out: torch.Tensor,
+    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+) -> None:  # fmt: skip
     """`gemm_w4a8_nt` for a weight of this class; `Weight` for both."""
     if type(rhs) is not kind:
         check_weight(rhs, kind)
@@ -40,116 +72,163 @@ def gemm(
     else:
         x, x_scale, x_zero = split_lhs(lhs)
     if traced(x, out):
-        call_op(Operands(x, x_scale, x_zero, rhs, out, bias), batch_invariant, kernel)
+        call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
         return
     try:
         _run(x, x_scale, x_zero, rhs, out, bias, batch_invariant, kernel)
     except (AttributeError, TypeError):
-        check_types(Operands(x, x_scale, x_zero, rhs, out, bias), batch_invariant, kernel)
+        check_types(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
         raise
 
 
 def _run(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    x_zero: torch.Tensor | None,
-    weight: AnyWeight,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    batch_invariant: bool,
-    kernel: str | None,
-) -> None:
-    """The call, directly or by its op: one look-up, then a launch.
-
-    Takes the fields of `Operands` in their order: making one would take a tenth of a call's time.
-    """
+    x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight, out: torch.Tensor,
+    bias: torch.Tensor | None, batch_invariant: bool, kernel: str | None,
+) -> None:  # fmt: skip
+    """`run_prepared`, unrolled: making a `Gemm` and asking it would take a tenth of a call's time."""
     # What decides legality and kernel; `LaunchCache.find_plan` compares the rest of the tensors.
     key = (weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None)
     tensors: tuple[torch.Tensor, ...] = (x, x_scale, out) if x_zero is None else (x, x_scale, out, x_zero)
     if bias is not None:
         tensors += (bias,)
-    plan = this_thread.cache.find_plan(key, tensors)
-    if plan is None:
-        check_switches(batch_invariant, kernel)
-        check_label(kernel)
-        operands = Operands(x, x_scale, x_zero, weight, out, bias)
-        check_arguments(operands)
-        if x.shape[0] == 0:
+    launch = this_thread.cache.find_plan(key, tensors)
+    if launch is None:
+        call = _Call(x, x_scale, x_zero, weight, out, bias, None, batch_invariant, kernel)
+        if call.packs_scales:
+            return _run(x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel)
+        call.check()
+        launch = prepare(key, tensors, call, call.operands())
+        if launch is None:
             return
-        if x_scale.dtype is torch.float8_e8m0fnu:
-            plan = PackingPlan(
-                lambda x, x_scale, x_zero, weight, out, bias: _run(
-                    x, pack_e8m0(x_scale), x_zero, weight, out, bias, batch_invariant, kernel
-                )
-            )
-        else:
-            check_addresses(POINTERS, operands.tensors)
-            if not x.is_cuda:
-                _run_reference(operands)
-                return
-            from jitgemm.gemm.plan import Plan
-
-            with torch.cuda.device(x.device):
-                plan = Plan(operands, batch_invariant=batch_invariant, kernel=kernel)
-        this_thread.cache.add_plan(key, tensors, plan)
-    plan.launch(x, x_scale, x_zero, weight, out, bias)
+    launch.launch_dense(x, x_scale, x_zero, weight, out, bias)
 
 
-@torch.no_grad()  # as the kernels, whose results go to out
-def _run_reference(operands: Operands) -> None:
-    from jitgemm.gemm.reference import gemm_w4a8_reference
+# ---- grouped ---------------------------------------------------------------------------------------------------------
 
-    weight, out = as_weight(operands.weight), operands.out
-    out.copy_(gemm_w4a8_reference(operands.lhs, weight, bias=operands.bias, out_dtype=out.dtype))
+
+def contiguous(
+    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, offsets: torch.Tensor,
+    bias: torch.Tensor | None = None, row_index: torch.Tensor | None = None, expected_m: float | None = None,
+    batch_invariant: bool = False, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """`m_grouped_gemm_w4a8_nt_contiguous` for a weight of this class; `Weight` for both."""
+    x, x_scale, x_zero = split_lhs(lhs)
+    experts = experts_of(rhs, kind)
+    check_tensor("out", out)
+    rows = out.shape[0] if out.dim() else 0
+    expected_rows = rows if expected_m is None else expected_rows_of(experts, expected_m)
+    groups = Groups(check_tensor("offsets", offsets), row_index, 0, expected_rows)
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
+
+
+def masked(
+    kind: type[Weight], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, masked_m: torch.Tensor,
+    expected_m: float, bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """`m_grouped_gemm_w4a8_nt_masked` for a weight of this class; `Weight` for both."""
+    x, x_scale, x_zero = split_lhs(lhs)
+    experts = experts_of(rhs, kind)
+    check_tensor("out", out)
+    if x.dim() != 3:
+        raise ValueError(f"{X}: expected shape [{experts}, max_m, k], got {list(x.shape)}")
+    max_m = x.shape[1]
+    x, x_scale, x_zero, out = (  # type: ignore[assignment]  # None only for x_zero
+        None if each is None else as_rows(name, each, experts, max_m, columns)
+        for name, each, columns in ((X, x, "k"), (X_SCALE, x_scale, ""), (X_ZERO, x_zero, ""), ("out", out, "n"))
+    )
+    expected_rows = expected_rows_of(experts, expected_m)
+    # 0 would stand for offsets; where no expert has room for a row, any other number serves.
+    rows_of_expert = max(max_m, 1) if type(max_m) is int else torch.sym_max(max_m, 1)
+    groups = Groups(check_tensor("masked_m", masked_m), None, rows_of_expert, expected_rows)
+    _call_grouped(x, x_scale, x_zero, rhs, out, bias, groups, batch_invariant, kernel)
+
+
+def expected_rows_of(experts: int, expected_m: Any) -> int:
+    """Rows of all experts, of a call's hint; TypeError for what is no number."""
+    numbers = int, float, torch.SymInt, torch.SymFloat
+    if not isinstance(expected_m, numbers):
+        try:
+            expected_m = operator.index(expected_m)
+        except TypeError:
+            pass
+    if isinstance(expected_m, bool) or not isinstance(expected_m, numbers) or not 0 <= expected_m < math.inf:
+        raise TypeError(f"expected_m: expected a number of rows, got {expected_m!r}")
+    rows: Any = experts * expected_m  # type: ignore[operator]
+    rows = min(rows, MAX_ROWS) if isinstance(rows, (int, float)) else rows
+    return math.trunc(rows + 0.5)  # torch.export saves no `round`
+
+
+def _call_grouped(*arguments: Any) -> None:
+    """The call of a `Gemm`'s fields."""
+    call_op(Gemm(*arguments)) if traced(arguments[0], arguments[4]) else _run_grouped(_Call(*arguments))
+
+
+def _run_grouped(gemm: _Call) -> None:
+    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
+    sizes, row_index, rows_of_expert, _ = groups  # type: ignore[misc]
+    # A tracer may not know out's rows: what depends on their number waits until here.
+    key = (
+        weight.plan_key, x.numel(), batch_invariant, kernel, bias is None, x_zero is None, row_index is None,
+        rows_of_expert, gemm.expected_rows,
+    )  # fmt: skip
+    tensors = [x, x_scale, out, sizes]
+    tensors += [each for each in (x_zero, bias, row_index) if each is not None]
+    if x_scale.dtype is torch.float8_e8m0fnu and gemm.packs_scales:
+        return _run_grouped(gemm._replace(x_scale=pack_e8m0(x_scale)))
+    run_prepared(key, tensors, gemm)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def call_op(operands: Operands, batch_invariant: bool, kernel: str | None) -> None:
+def call_op(gemm: Gemm) -> None:
     """The call by its op, which a tracer can follow."""
-    check_types(operands, batch_invariant, kernel)
-    x, x_scale, x_zero, weight, out, bias = operands
-    torch.ops.jitgemm.gemm_w4a8_nt(
-        x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias,
-        weight.n, weight.k, weight.format.name, batch_invariant, kernel,
-    )  # fmt: skip
+    x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel = gemm
+    check_types(gemm)
+    tensors = x, x_scale, x_zero, weight.blocks, weight.channel_scale, weight.row_sum, out, bias
+    rest = weight.n, weight.k, weight.format.name, batch_invariant, kernel
+    if groups is None:
+        torch.ops.jitgemm.gemm_w4a8_nt(*tensors, *rest)
+    else:
+        torch.ops.jitgemm.m_grouped_gemm_w4a8_nt(*tensors, *groups, *rest)
 
 
-def _operands(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    x_zero: torch.Tensor | None,
-    blocks: torch.Tensor,
-    channel_scale: torch.Tensor | None,
-    row_sum: torch.Tensor | None,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    n: int,
-    k: int,
-    format: str,
-) -> Operands:
+def gemm_of_op(*arguments: Any) -> _Call:
+    """The GEMM of an op's arguments; those of the grouped one have the fields of `Groups` behind the bias.
+
+    A dense one may leave the kernel's label out. The schema calls it `label`: Inductor has a `kernel=` of its own beside
+    an op's arguments.
+    """
+    x, x_scale, x_zero, blocks, channel_scale, row_sum, out, bias, *rest = arguments
+    groups = None if len(rest) < 6 else Groups(*rest[:4])
+    n, k, format, batch_invariant, kernel = (*(rest if groups is None else rest[4:]), None)[:5]
     weight = PackedWeight(blocks, channel_scale, row_sum, n, k, format_named(format))
-    return Operands(x, x_scale, x_zero, weight, out, bias)
-
-
-_OPERANDS = 11
-"""Arguments of the op that are `_operands`'; batch_invariant and the kernel's label follow, the latter only where it is
-given. The schema calls it `label`: Inductor has a `kernel=` of its own beside an op's arguments."""
+    return _Call(x, x_scale, x_zero, weight, out, bias, groups, batch_invariant, kernel)
 
 
 def _op(*arguments: Any) -> None:
-    batch_invariant, kernel = (*arguments[_OPERANDS:], None)[:2]
-    _run(*_operands(*arguments[:_OPERANDS]), batch_invariant, kernel)
+    gemm = gemm_of_op(*arguments)
+    _run(*gemm[:6], *gemm[7:])
+
+
+def _grouped_op(*arguments: Any) -> None:
+    _run_grouped(gemm_of_op(*arguments))
 
 
 def _fake_op(*arguments: Any) -> None:
-    check_arguments(_operands(*arguments[:_OPERANDS]))
+    gemm_of_op(*arguments).check()
 
 
 define_op(
     "gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, Tensor? row_sum, "
     "Tensor(a!) out, Tensor? bias, int n, int k, str format, bool batch_invariant, str? label=None) -> ()",
     _op,
+    _fake_op,
+)
+define_op(
+    "m_grouped_gemm_w4a8_nt(Tensor x, Tensor x_scale, Tensor? x_zero, Tensor blocks, Tensor? channel_scale, "
+    "Tensor? row_sum, Tensor(a!) out, Tensor? bias, Tensor sizes, Tensor? row_index, SymInt rows_of_expert, "
+    "SymInt expected_rows, int n, int k, str format, bool batch_invariant, str? label) -> ()",
+    _grouped_op,
     _fake_op,
 )

@@ -7,19 +7,10 @@ they hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 
-from jitgemm.gemm.arguments import Lhs, split_lhs
+from jitgemm.gemm.problem import Lhs, split_lhs
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
-
-
-class PackingPlan(NamedTuple):
-    """The plan of a call whose scales come unpacked, so that such calls are checked once: it packs them, and calls."""
-
-    launch: Callable[..., None]
 
 
 def pack_e8m0(x_scale: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,11 @@ import torch
 
 from jitgemm.activations.arguments import check_out
 from jitgemm.activations.call import Pair, Triple, quantize_activations
-from jitgemm.gemm.arguments import POINTERS, X, X_SCALE, X_ZERO, Lhs, Operands, check_weight, split_lhs
+from jitgemm.gemm.problem import POINTERS, X, X_SCALE, X_ZERO, Lhs, Gemm, check_types, check_weight, split_lhs
 from jitgemm.gemm.names import gemm_w4a8_nt
 from jitgemm.kernel.formats import K_ALIGNMENT
-from jitgemm.runtime.checks import Pointer, check_call
-from jitgemm.tensors import check_tensor
+from jitgemm.runtime.checks import Pointer
+from jitgemm.runtime.launch import check_addresses_once
 from jitgemm.weight.packed import W4Weight
 
 _POINTERS = (
@@ -24,7 +24,7 @@ _POINTERS = (
     Pointer(None, "out[1]", written=True, in_place=(X_SCALE,)),
     Pointer(None, "out[2]", written=True, in_place=(X_ZERO,)),
 )
-"""Operands of the call, which reads the GEMM's before it writes; those of the quantiser are its own."""
+"""Gemm of the call, which reads the GEMM's before it writes; those of the quantiser are its own."""
 
 
 @overload
@@ -52,16 +52,10 @@ def gemm_w4a8_int8_nt(
 
 
 def gemm_w4a8_int8_nt(
-    lhs: Lhs,
-    rhs: W4Weight,
-    *,
-    bias: torch.Tensor | None = None,
-    affine: bool = True,
-    scale: torch.Tensor | None = None,
-    zero: torch.Tensor | None = None,
-    out: tuple[torch.Tensor, ...] | None = None,
+    lhs: Lhs, rhs: W4Weight, *, bias: torch.Tensor | None = None, affine: bool = True,
+    scale: torch.Tensor | None = None, zero: torch.Tensor | None = None, out: tuple[torch.Tensor, ...] | None = None,
     batch_invariant: bool = False,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """lhs · rhsᵀ + bias in int8, quantised from the fp32 result: ExecuTorch's `linear_qta8a_qga4w_qta8o`.
 
     The fp32 result [m, n] is a temporary of 4 * m * n bytes, 940 MB for m = 8192 and n = 28672: for so many tokens
@@ -90,8 +84,9 @@ def gemm_w4a8_int8_nt(
     result = torch.empty((x.shape[0], rhs.n), dtype=torch.float32, device=x.device)
     if out is not None:
         rows = check_out(out, result, torch.int8, affine, False)
-        operands = Operands(x, x_scale, x_zero, rhs, result, None if bias is None else check_tensor("bias", bias))
-        check_call("gemm_w4a8_int8_nt", _POINTERS, (*operands.tensors[:-1], *rows))
+        gemm = Gemm(x, x_scale, x_zero, rhs, result, bias, None, batch_invariant)
+        check_types(gemm)
+        check_addresses_once("gemm_w4a8_int8_nt", _POINTERS, (*gemm.operands()[:-1], *rows))
     gemm_w4a8_nt(lhs, rhs, result, bias=bias, batch_invariant=batch_invariant)
     scheme = "token" if scale is None else "tensor"
     return quantize_activations(result, torch.int8, scheme=scheme, affine=affine, scale=scale, zero=zero, out=out)

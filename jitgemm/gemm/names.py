@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.gemm.arguments import Lhs
+from jitgemm.gemm.problem import Lhs
 from jitgemm.gemm.call import gemm
-from jitgemm.gemm.grouped import contiguous, masked
+from jitgemm.gemm.call import contiguous, masked
 from jitgemm.tensors import check_tensor, dtype_name
 from jitgemm.weight.packed import W4Weight, W8Weight
 

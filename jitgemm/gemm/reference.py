@@ -16,10 +16,9 @@ from collections.abc import Iterator
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.arguments import X, X_SCALE, X_ZERO, Lhs, Operands
-from jitgemm.gemm.arguments import check_scales, check_weight, lhs_group_of, split_lhs
 from jitgemm.gemm.e8m0 import with_fp32_scales
-from jitgemm.gemm.groups import GROUPED_POINTERS, Groups, check_groups, experts_of
+from jitgemm.gemm.problem import GROUPED_POINTERS, X, X_SCALE, X_ZERO, Gemm, Groups, Lhs
+from jitgemm.gemm.problem import check_groups, check_scales, check_weight, experts_of, lhs_group_of, split_lhs
 from jitgemm.kernel.formats import LHS_GROUP, STRIP_ROWS, ceil_div
 from jitgemm.runtime.checks import check_addresses, check_device
 from jitgemm.tensors import check_dtype, check_no_grad, check_plain, check_tensor, describe, dtype_name, take_rows
@@ -89,14 +88,15 @@ def m_grouped_gemm_w4a8_reference(
     rows = _check(lhs, rhs, bias, (experts, rhs.n), out_dtype)
     if row_index is not None:
         rows = check_tensor("row_index", row_index).numel()
-    check_groups(Groups(check_tensor("offsets", offsets), row_index, 0, 1), experts, rows, x.device)
+    groups = Groups(check_tensor("offsets", offsets), row_index, 0, 1)
+    check_groups(groups, experts, rows, x.device)
     if out is None:
         out = torch.zeros((rows, rhs.n), dtype=out_dtype, device=rhs.device)
     check_plain("out", check_tensor("out", out))
     if tuple(out.shape) != (rows, rhs.n) or not out.is_floating_point():
         raise ValueError(f"out: expected a float type and shape {[rows, rhs.n]}, got {describe(out)}")
     check_device("out", out, "rhs", rhs.device)
-    check_addresses(GROUPED_POINTERS, (offsets, row_index, *Operands(*split_lhs(lhs), rhs, out, bias).tensors))
+    check_addresses(GROUPED_POINTERS, Gemm(*split_lhs(lhs), rhs, out, bias, groups).operands())
     write_grouped_reference(lhs, rhs, out, offsets, row_index=row_index, bias=bias, most=out.shape[0])
     return out
 
@@ -154,7 +154,7 @@ def _check(
 ) -> int:
     """m of arguments that fit together."""
     x, x_scale, x_zero = split_lhs(lhs)
-    check_dtype(X, x.dtype, LHS_TYPES if rhs.format.bits == 4 else (rhs.format.codes,))
+    check_dtype(X, x.dtype, rhs.format.lhs_types if rhs.format.typed else LHS_TYPES)
     if x.dim() != 2 or x.shape[1] != rhs.k:
         raise ValueError(f"{X}: expected shape [m, {rhs.k}], got {list(x.shape)}")
     check_scales(x, x_scale, x_zero, (x.shape[0],), rhs.k)

@@ -2,6 +2,7 @@
 
 Files::
 
+    codes    what codes there are
     formats  the packed weight's format, and the problem
     spec     a kernel's constants, and what follows from them
     tactics  the rules that measurements set

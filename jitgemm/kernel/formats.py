@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.codes import CODES, GROUP_SIZES, Decoder, Order, every_order
 
 BLOCK_K = 128
 """k per weight record and per swizzled activation row: 128 bytes of 8-bit activations."""
@@ -15,9 +17,6 @@ STRIP_ROWS = 64
 K_ALIGNMENT = 16
 """What k is a multiple of: copies of a tile of activations ask for rows that start at 16 bytes. A record holds zeros
 behind k, and copies fill activations up with zeros."""
-GROUP_SIZES = (32, 64, 128, 256)
-"""Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
-CODES = ("any", *LHS_TYPES)
 _GROUP_NAMES = {0: "channel", **{size: f"g{size}" for size in GROUP_SIZES}}
 LHS_GROUP = BLOCK_K
 """k that share a scale of activations where they have one per token and group: a record's."""
@@ -25,9 +24,6 @@ MAX_ROWS = 2**31 - 1
 """Largest m and n: tile coordinates are 32-bit."""
 TABLE_SIZES = (64, 256, 1024)
 """Experts that a grouped kernel's table holds, one size a kernel."""
-MAX_INT8_CHANNEL_K = 2**20 - K_ALIGNMENT
-"""Largest k of int8 per channel with 4-bit weights: its sums stay in int32, where k products of up to 128 * 16 must
-fit; codes in the order for int8 have a limit of their own (`MAX_CHANNEL_K_S8`)."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -42,11 +38,11 @@ class WeightFormat:
         group_size: 32, 64, 128 or 256 values of k share a scale; 0 means one scale per row of n (per channel).
         zero_point: False for signed codes -8..7, True for codes 0..15 minus an integer zero point per group.
         scale_type: "fp32", "bf16" or "fp16", as given by the checkpoint; never converted.
-        codes: order of signed codes: "any" decodes for both types of activations and holds all sixteen codes; "e4m3"
-            (which has no code for -8) and "s8" decode for that one only, in half the instructions. Of 8-bit weights:
-            "e4m3" or "s8", their type, which is the activations' too.
+        order: the codes' order. Of int4 "any" decodes for both types of activations and holds all sixteen codes; "e4m3"
+            (which has no code for -8) and "s8" decode for that one only, in half the instructions. 8-bit codes have one
+            order each, "e4m3" or "s8".
         offset: a value of the scale's type per group is added to its scaled weights.
-        bits: of a code, 4 or 8; with 8 there are no zero points and no offsets.
+        code: name of the `Code`; "e4m3" and "int8" have no zero points and no offsets.
         strip_scales: the 64 rows of every strip have the same scales, as those of a block of 128 x 128 have; of 8 bits
             in groups of 128 only. The record is the same.
     """
@@ -54,29 +50,35 @@ class WeightFormat:
     group_size: int
     zero_point: bool
     scale_type: str
-    codes: str = "any"
+    order: str = "any"
     offset: bool = False
-    bits: int = 4
+    code: str = "int4"
     strip_scales: bool = False
 
     def __post_init__(self) -> None:
-        if self.group_size not in (0, *GROUP_SIZES):
-            raise ValueError(f"group_size: expected 0 (per channel) or one of {GROUP_SIZES}, got {self.group_size!r}")
-        if self.scale_type not in REAL_TYPES:
-            raise ValueError(f"scale_type: expected one of {REAL_TYPES}, got {self.scale_type!r}")
-        if self.codes not in CODES:
-            raise ValueError(f"codes: expected one of {CODES}, got {self.codes!r}")
-        if self.zero_point and self.codes != "any":
-            raise ValueError(f"codes: expected 'any' with zero points, got {self.codes!r}")
+        code = CODES.get(self.code)
+        if code is None:
+            raise ValueError(f"code: expected one of {tuple(CODES)}, got {self.code!r}")
+        order = code.order(self.order)
+        if self.group_size not in code.group_sizes:
+            raise ValueError(
+                f"group_size: expected 0 (per channel) or one of {code.group_sizes[1:]}, got {self.group_size!r}"
+            )
+        if self.scale_type not in code.scale_types:
+            raise ValueError(f"scale_type: expected one of {code.scale_types}, got {self.scale_type!r}")
+        if self.zero_point and not order.zero_decoders:
+            raise ValueError(
+                f"order: expected {code.orders[0].name!r} with zero points, got {self.order!r}"
+                if code.orders[0].zero_decoders
+                else f"zero_point: expected none with code {self.code!r}"
+            )
+        if self.offset and not code.offsets:
+            raise ValueError(f"offset: expected none with code {self.code!r}")
         if self.offset and not self.group_size:
             raise ValueError("offset: expected none per channel; express it as groups that repeat it")
-        if self.bits not in (4, 8):
-            raise ValueError(f"bits: expected 4 or 8, got {self.bits!r}")
-        if self.bits == 8 and (self.zero_point or self.offset or self.codes == "any"):
-            raise ValueError(f"bits: expected 4 with zero points, offsets or codes 'any', got 8 and {self.codes!r}")
-        if self.strip_scales and (self.bits, self.group_size) != (8, BLOCK_K):
+        if self.strip_scales and not (code.strip_scales and self.group_size == BLOCK_K):
             raise ValueError(
-                f"strip_scales: expected 8 bits in groups of {BLOCK_K}, got {self.bits}, {self.group_size}"
+                f"strip_scales: expected 8 bits in groups of {BLOCK_K}, got {code.bits}, {self.group_size}"
             )
 
     @property
@@ -87,23 +89,60 @@ class WeightFormat:
         """
         # Found by comparing: a compiler that traces this may know the group size as a symbol only.
         group = [name for size, name in _GROUP_NAMES.items() if size == self.group_size][0]
-        parts = [*(["w8"] if self.bits == 8 else []), group, self.scale_type]
+        prefix = CODES[self.code].prefix
+        parts = [*([prefix] if prefix else []), group, self.scale_type]
         parts += ["z"] if self.zero_point else []
         parts += ["o"] if self.offset else []
         parts += ["b"] if self.strip_scales else []
-        return "-".join(parts if self.zero_point else [*parts, self.codes])
+        return "-".join(parts if self.zero_point else [*parts, self.order])
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return CODES[self.code].bits
+
+    @property
+    def _order(self) -> Order:
+        return CODES[self.code].order(self.order)
+
+    @property
+    def typed(self) -> bool:
+        """Whether codes are values of the activations' type, which wgmma reads from shared memory as they are."""
+        return CODES[self.code].lhs_type is not None
+
+    @property
+    def tuned(self) -> bool:
+        """Whether the order is another than `common`'s."""
+        return self.order != CODES[self.code].orders[0].name
+
+    @property
+    def decodes_slowly(self) -> bool:
+        """Whether decoding a record takes about as long as memory takes to bring it."""
+        return self._order.slow
+
+    @property
+    def complete(self) -> bool:
+        """Whether the order holds every code."""
+        return self._order.complete
+
+    @property
+    def row_sums(self) -> bool:
+        """Whether packed weights have the sums of their rows."""
+        return CODES[self.code].row_sums
+
+    def decoder(self, lhs: str) -> Decoder:
+        """How kernels decode it for activations of this type."""
+        return (self._order.zero_decoders if self.zero_point else self._order.decoders)[lhs]
 
     @property
     def lhs_types(self) -> tuple[str, ...]:
         """Types of activations that the codes meet."""
-        return LHS_TYPES if self.codes == "any" else (self.codes,)
+        return tuple(self._order.decoders)
 
     @property
     def max_int8_k(self) -> int:
-        """Largest k of int8 activations: sums per channel stay in int32, where k products up to 128 * 128 must fit."""
-        if self.group_size:
-            return MAX_ROWS
-        return MAX_INT8_CHANNEL_K if self.bits == 4 else 2**17 - K_ALIGNMENT
+        """Largest k of int8 activations: sums per channel stay in int32."""
+        return MAX_ROWS if self.group_size else self._order.max_channel_k
 
     @property
     def scales_at(self) -> int:
@@ -146,11 +185,16 @@ class WeightFormat:
         """
         return self.zeros_at + STRIP_ROWS * self.zero_rows
 
+    def to_dict(self) -> dict[str, Any]:
+        """Field -> value; order and code as "codes" and "bits", which cache entries and commands have."""
+        names = {"order": ("codes", self.order), "code": ("bits", self.bits)}
+        return dict(names.get(name, (name, value)) for name, value in asdict(self).items())
+
     @property
     def common(self) -> WeightFormat:
-        """The same apart from what depends on a weight's values: 4-bit codes in the order that holds all, and scales that
-        rows need not share."""
-        return replace(self, codes="any" if self.bits == 4 else self.codes, strip_scales=False)
+        """The same apart from what depends on a weight's values: codes in the order that holds all, and scales that rows
+        need not share."""
+        return replace(self, order=CODES[self.code].orders[0].name, strip_scales=False)
 
     @property
     def of_kernels(self) -> WeightFormat:
@@ -162,15 +206,16 @@ class WeightFormat:
 @lru_cache(maxsize=None)
 def format_named(name: str) -> WeightFormat:
     """The format whose `name` this is. ValueError for any other text."""
-    match = re.fullmatch(r"(w8-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-(any|e4m3|s8))?", name)
-    if match is None or (match[4] is None) == (match[7] is None):
+    match = re.fullmatch(r"(?:(\w+)-)?(?:g(\d+)|channel)-(\w+?)(-z)?(-o)?(-b)?(?:-(\w+))?", name)
+    prefix, group_size, scale_type, zero_point, offset, strip, order = match.groups() if match else 7 * [None]
+    code = next((c for c, o in every_order() if c.prefix == (prefix or "") and o.name == (order or "any")), None)
+    if match is None or (zero_point is None) == (order is None) or code is None:
         raise ValueError(
             f"format: expected the name of a WeightFormat, such as 'g128-bf16-any', got {name!r}; if a program was "
             "exported with it, pack the weight and export again"
         )
-    w8, group_size, scale_type, zero_point, offset, strip, codes = match.groups()
     return WeightFormat(
-        int(group_size or 0), zero_point is not None, scale_type, codes or "any", offset is not None, 8 if w8 else 4,
+        int(group_size or 0), zero_point is not None, scale_type, order or "any", offset is not None, code.name,
         strip is not None,
     )  # fmt: skip
 
@@ -213,7 +258,7 @@ class Problem:
         if self.lhs not in LHS_TYPES:
             raise ValueError(f"lhs: expected one of {LHS_TYPES}, got {self.lhs!r}")
         if self.lhs not in self.format.lhs_types:
-            raise ValueError(f"format: expected codes 'any' or {self.lhs!r}, as lhs is, got {self.format.codes!r}")
+            raise ValueError(f"format: expected order 'any' or {self.lhs!r}, as lhs is, got {self.format.order!r}")
         if self.lhs == "s8" and not self.lhs_group and self.k > (most := self.format.max_int8_k):
             raise ValueError(f"k: expected at most {most} for int8 with scales per channel, got {self.k}")
 
@@ -223,12 +268,11 @@ class Problem:
         return next(size for size in (0, *TABLE_SIZES) if self.experts <= size)
 
 
-MAX_CHANNEL_K_S8 = 2**16
-"""Largest k of a weight per channel in the order for int8: sums of 16 q x stay in int32 up to twice that."""
-
-
-def tuned_codes(lhs: str, group_size: int, zero_point: bool, k: int) -> str:
-    """`WeightFormat.codes` that decode fastest for these activations; e4m3's holds no -8, else it must be "any"."""
-    if zero_point or (lhs == "s8" and not group_size and k > MAX_CHANNEL_K_S8):
-        return "any"
-    return lhs
+def tuned_order(lhs: str, group_size: int, zero_point: bool, k: int, code: str = "int4") -> str:
+    """`WeightFormat.order` that decodes fastest for these activations, if it holds the codes (e4m3's has no -8)."""
+    common, *tuned = CODES[code].orders
+    for order in tuned:
+        fits = lhs != "s8" or group_size or k <= order.max_channel_k
+        if fits and lhs in order.decoders and (order.zero_decoders or not zero_point):
+            return order.name
+    return common.name

@@ -25,15 +25,6 @@ from jitgemm.kernel.tactics import (
 
 KERNEL_NAME = "jitgemm_w4a8"
 
-_CODES = {
-    ("e4m3", "any"): "E4m3Codes",
-    ("e4m3", "e4m3"): "E4m3SignMagnitudeCodes",
-    ("e4m3", "zero point"): "E4m3ZeroPointCodes",
-    ("s8", "any"): "S8Codes",
-    ("s8", "s8"): "S8TwosComplementCodes",
-    ("s8", "zero point"): "S8ZeroPointCodes",
-}
-
 
 def _wgmma(spec: KernelSpec, tokens: int) -> str:
     if tokens not in wgmma_shapes(spec.lhs):
@@ -105,17 +96,12 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
         "bool kDebug": str(spec.debug).lower(),
     }
     lines = [f"    static constexpr {name} = {value};" for name, value in constants.items()]
-    if fmt.bits == 4:
-        codes = _CODES[spec.lhs, "zero point" if fmt.zero_point else fmt.codes]
-        codec = f"Int4Codec<{codes}, {str(fmt.zero_point).lower()}>"
-    else:
-        codec = f"ByteCodec<{str(spec.lhs == 's8').lower()}>"
     return "\n".join(
         [
             "struct Config {",
             "    template <u32 kTokens>",
             "    using Wgmma = jitgemm::Wgmma<kTokens>;",
-            f"    using Codec = {codec};",
+            f"    using Codec = {fmt.decoder(spec.lhs).codec};",
             *lines,
             "    __device__ static constexpr u32 width(u32 index) {",
             f"        constexpr u32 widths[] = {{{', '.join(map(str, multiply_widths(spec)))}}};",
@@ -150,7 +136,7 @@ struct Wgmma;
 #include <jitgemm/gemm/kernel.cuh>
 
 namespace jitgemm {{
-{_config(spec, smem_bytes(spec))}
+{spec.format.decoder(spec.lhs).source}{_config(spec, smem_bytes(spec))}
 }}
 
 extern "C" __global__ void {cluster}__launch_bounds__({spec.threads}, {spec.ctas_per_sm})
@@ -181,10 +167,10 @@ def _warmup(spec: KernelSpec) -> str:
     # A kernel per channel reads scales of any type, and one with zero points knows one order of codes.
     if fmt.group_size and fmt.scale_type != "bf16":
         flags += ["--scale-dtype", fmt.scale_type]
-    if fmt.bits == 8:
-        flags += ["--bits", "8"]
+    if fmt.typed:
+        flags += ["--bits", str(fmt.bits)]
     elif not fmt.zero_point:
-        flags += ["--codes", "any" if fmt.codes == "any" else "tuned"]
+        flags += ["--codes", "tuned" if fmt.tuned else "any"]
     if spec.out != "bf16":
         flags += ["--out", spec.out]
     if spec.lhs_e8m0:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from jitgemm.dtypes import DTYPES
+from jitgemm.kernel.codes import CODES, every_order
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 
 REGISTERS_PER_SM = 65536
@@ -73,8 +74,8 @@ class KernelSpec:
 
     @property
     def shared_weights(self) -> bool:
-        """Whether wgmma reads the weights from shared memory: those of 8 bits, which nothing has to decode."""
-        return self.format.bits == 8
+        """Whether wgmma reads the weights from shared memory: those that nothing has to decode."""
+        return self.format.typed
 
     @property
     def strips(self) -> int:
@@ -140,8 +141,7 @@ class KernelSpec:
         fmt = self.format
         group = f"g{fmt.group_size}" if fmt.group_size else "channel"
         parts = [self.lhs, group + ("z" if fmt.zero_point else "") + ("o" if fmt.offset else "")]
-        if fmt.codes != "any":
-            parts[0] += "fast" if fmt.bits == 4 else "w8"
+        parts[0] += CODES[fmt.code].order(fmt.order).mark
         if fmt.group_size:
             parts.append(fmt.scale_type)
         if self.lhs_group:
@@ -174,7 +174,7 @@ class KernelSpec:
         """The kernel of a `label`. ValueError for any other text."""
         match = _LABEL.fullmatch(label)
         if match is None:
-            raise ValueError(f"kernel: expected a label such as e4m3-g128-bf16-m16n64-k2x2-s8-c2, got {label!r}")
+            raise ValueError(f"kernel: expected a label such as {_LABELLED}, got {label!r}")
         found = match.groupdict()
 
         def number(name: str, otherwise: int = 1) -> int:
@@ -183,13 +183,14 @@ class KernelSpec:
         def flag(name: str) -> bool:
             return found[name] is not None
 
-        codes = found["lhs"] if flag("codes") else "any"
-        scale_type = found["scale"] or "fp32"
+        lhs, mark, scale_type = found["lhs"], found["mark"] or "", found["scale"] or "fp32"
+        names = [(c.name, o.name) for c, o in every_order() if lhs in o.decoders and o.mark == mark]
+        if not names:
+            raise ValueError(f"kernel: expected a label such as {_LABELLED}, got {label!r}")
+        ((code, order),) = names
         spec = cls(
-            lhs=found["lhs"],
-            format=WeightFormat(
-                number("group", 0), flag("zero"), scale_type, codes, flag("offset"), 8 if found["codes"] == "w8" else 4
-            ),
+            lhs=lhs,
+            format=WeightFormat(number("group", 0), flag("zero"), scale_type, order, flag("offset"), code),
             block_m=number("m"), block_n=number("n"), stages=number("stages"), halves=1 + flag("halves"),
             warpgroups_k=number("warpgroups"), split_k=number("splits"), scatter=flag("scatter"),
             multicast_lhs=number("mclhs"), multicast_rhs=number("mcrhs"), ctas_per_sm=number("ctas"),
@@ -201,20 +202,26 @@ class KernelSpec:
         return spec
 
     def to_dict(self) -> dict[str, Any]:
-        """Field -> value, with the format's fields in place of `format`."""
+        """Field -> value, with the format's in place of `format`."""
         found = asdict(self)
-        return found.pop("format") | found
+        del found["format"]
+        return self.format.to_dict() | found
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> KernelSpec:
         """The inverse of `to_dict`."""
-        of_format = {field.name for field in fields(WeightFormat)}
-        fmt = WeightFormat(**{name: value for name, value in values.items() if name in of_format})
-        return cls(format=fmt, **{name: value for name, value in values.items() if name not in of_format})
+        given = dict(values)
+        order, bits = given.pop("codes"), given.pop("bits")
+        code = next(c.name for c, o in every_order() if (c.bits, o.name) == (bits, order))
+        named = {field.name: given.pop(field.name) for field in fields(WeightFormat) if field.name in given}
+        return cls(format=WeightFormat(order=order, code=code, **named), **given)
+
+
+_LABELLED = "e4m3-g128-bf16-m16n64-k2x2-s8-c2"
 
 
 _LABEL = re.compile(
-    r"(?P<lhs>e4m3|s8)(?P<codes>fast|w8)?-(?:channel|g(?P<group>\d+))(?P<zero>z)?(?P<offset>o)?"
+    r"(?P<lhs>e4m3|s8)(?P<mark>[a-z]\w*)?-(?:channel|g(?P<group>\d+))(?P<zero>z)?(?P<offset>o)?"
     r"(?:-(?P<scale>fp32|bf16|fp16))?(?:-b(?P<block>128)(?P<e8m0>e)?)?(?:-to(?P<out>fp32|fp16))?"
     r"-m(?P<m>\d+)(?P<halves>h)?n(?P<n>\d+)"
     r"(?:-k(?P<warpgroups>\d+)x(?P<splits>\d+)(?P<scatter>s)?)?(?:-mc(?P<mclhs>\d+)lhs)?(?:-mc(?P<mcrhs>\d+)rhs)?"

@@ -64,11 +64,11 @@ def fragment_sets(spec: KernelSpec) -> int:
     codes for any activations, ptxas serialises the multiplies of a single set. Those of 8-bit weights hold addresses
     and factors only.
     """
-    if spec.format.bits == 8:
+    if spec.shared_weights:
         return 2
     if spec.format.scale_rows == 4:
         return 1
-    if spec.lhs != "s8" or spec.format.codes != "s8" or spec.format.group_size == 0:
+    if spec.format.lhs_types != ("s8",) or spec.format.group_size == 0:
         return 2
     four = spec.warpgroups == 4 and spec.block_m >= 48
     crowded = spec.ctas_per_sm == 2 and spec.block_m >= 64 and spec.format.scale_rows == 1
@@ -173,6 +173,6 @@ def yields(spec: KernelSpec) -> Yields:
     rows = spec.format.scale_rows
     if spec.lhs == "s8" and rows == 4:
         return Yields(conversions=False)
-    if spec.format.codes == "s8" and rows == 1 and not spec.format.offset:
+    if spec.format.lhs_types == ("s8",) and rows == 1 and not spec.format.offset:
         return Yields(every=2 if spec.block_m <= 64 else 4, conversions=False)
     return Yields()

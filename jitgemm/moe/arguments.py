@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.activations.kernel import GATES, ORDERS, Gate
+from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.gemm.arguments import X_SCALE, X_ZERO
-from jitgemm.gemm.groups import as_rows
+from jitgemm.gemm.problem import X_SCALE, X_ZERO
+from jitgemm.gemm.problem import as_rows
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
@@ -137,9 +137,9 @@ def parts_of(weight: AnyWeight) -> tuple[torch.Tensor | None, ...]:
 
 def make_gate(activation: str, order: str, limit: float | None, alpha: float) -> Gate:
     """The gate of these arguments of a call, checked."""
-    for name, value, choices in (("activation", activation, GATES), ("order", order, ORDERS)):
+    for name, value, choices in (("activation", activation, GATE_KINDS), ("order", order, GATE_ORDERS)):
         if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"{name}: expected one of {tuple(choices)}, got {value!r}")
+            raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
     for name, number in (("limit", math.inf if limit is None else limit), ("alpha", alpha)):
         if not check_float(name, number) > 0:
             raise ValueError(f"{name}: expected a positive number, got {number}")
@@ -297,7 +297,7 @@ def check_experts(w13: Any, w2: Any, lhs_dtype: torch.dtype, affine: bool, block
         if lhs_type not in weight.format.lhs_types:
             raise TypeError(
                 f"{name}: expected a weight packed for lhs_dtype {dtype_name(lhs_dtype)}, got one for "
-                f"{weight.format.codes}"
+                f"{weight.format.order}"
             )
         if affine and weight.row_sum is None:
             raise ValueError(f"{name}: expected a weight with row_sum, which affine needs, got one without")

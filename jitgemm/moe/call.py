@@ -15,10 +15,10 @@ import torch
 
 from jitgemm.activations.arguments import Inputs, Outputs
 from jitgemm.activations.call import quantize
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
-from jitgemm.gemm.arguments import Lhs, split_lhs
-from jitgemm.gemm.grouped import contiguous
+from jitgemm.gemm.problem import Lhs, split_lhs
+from jitgemm.gemm.call import contiguous
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
 from jitgemm.moe.arguments import LAYER_POINTERS, Layer, check_arguments, check_out, check_weights, make_gate
 from jitgemm.moe.kernel import GATHER_M

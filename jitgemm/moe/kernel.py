@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from jitgemm.activations.kernel import Gate, QuantizeSpec, quantize_source, quantize_specs, render_config
+from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_specs, render_config
+from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
 

@@ -8,13 +8,13 @@ import torch
 
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.arguments import Lhs, split_lhs
-from jitgemm.gemm.grouped import expected_rows_of, masked
+from jitgemm.gemm.problem import Lhs, split_lhs
+from jitgemm.gemm.call import expected_rows_of, masked
 from jitgemm.moe.arguments import MASKED_POINTERS, check_experts, check_masked, make_gate, parts_of
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, by_block, lhs_dtype_of, op_gate, op_weights, weights_of_op
-from jitgemm.runtime.checks import check_call
+from jitgemm.runtime.launch import check_addresses_once
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.tensors import TYPE_NAMES, check_flag, check_tensor
 from jitgemm.weight.packed import Weight
@@ -83,7 +83,7 @@ def _run(*arguments: Any) -> None:
     bias13, bias2, batch_invariant, block = rest
     # As rows, of which column slices of one buffer are told apart.
     operands = x.flatten(0, 1), x_scale, x_zero, *parts_of(w13), *parts_of(w2), masked_m, bias13, bias2
-    check_call("fused_experts_masked", MASKED_POINTERS, (*operands, out.flatten(0, 1)))
+    check_addresses_once("fused_experts_masked", MASKED_POINTERS, (*operands, out.flatten(0, 1)))
     experts, max_m = out.shape[:2]
     expected_m = expected_rows / experts
 

@@ -32,7 +32,7 @@ from jitgemm.moe.kernel import (
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.loaded import KernelFamily
-from jitgemm.runtime.prepared import ArgumentBlock, PreparedLaunch
+from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.tensors import TYPE_NAMES
 
 ROUTE_ARGUMENTS = ArgumentBlock(
@@ -79,7 +79,7 @@ def _route_values(
     return values, smem
 
 
-class RoutePlan(PreparedLaunch):
+class RoutePlan(Launch):
     """A prepared routing of choices of one shape and type. Waits for the kernel before it, as does the next."""
 
     __slots__ = ("spec",)
@@ -92,11 +92,11 @@ class RoutePlan(PreparedLaunch):
         super().__init__(kernel, ROUTE_ARGUMENTS, values, grid=spec.ctas, threads=(threads, 1), smem_bytes=smem)
 
     def launch(self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, routing: Routing) -> None:
-        """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
+        """Runs on the tensors' device and its current stream. Raises as `Launch.run`."""
         self.run_tensors(topk_ids, expert_map, *routing)
 
 
-class FrontPlan(PreparedLaunch):
+class FrontPlan(Launch):
     """A prepared routing, and quantising of the tokens beside it. Waits for the kernel before it, as does the next."""
 
     __slots__ = ("spec",)
@@ -120,11 +120,11 @@ class FrontPlan(PreparedLaunch):
         routing: Routing,
         outputs: Outputs,
     ) -> None:
-        """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
+        """Runs on the tensors' device and its current stream. Raises as `Launch.run`."""
         self.run_tensors(topk_ids, expert_map, *routing, x, *outputs)
 
 
-class CombinePlan(PreparedLaunch):
+class CombinePlan(Launch):
     """A prepared combination of rows of one shape and type. Waits for the kernel before it, as does the next."""
 
     __slots__ = ("spec",)
@@ -159,5 +159,5 @@ class CombinePlan(PreparedLaunch):
         addend: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Runs on the tensors' device and its current stream. Raises as `PreparedLaunch.run`."""
+        """Runs on the tensors' device and its current stream. Raises as `Launch.run`."""
         self.run_tensors(rows, inverse, topk_weights, addend, out)

@@ -10,7 +10,7 @@ In three lines::
 
 from __future__ import annotations
 
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.nn.layers.experts import PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.fuse.fuse import fuse_, unfuse_
 from jitgemm.nn.layers.linear import PackedLinear, W4A8Linear, W8A8Linear

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 
 from jitgemm.kernel.formats import MAX_ROWS
-from jitgemm.runtime.dispatch import traced
-from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_dtype, check_plain, check_tensor, known
 
 ALIGNMENT = 16
@@ -110,21 +108,6 @@ def check_addresses(pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor 
                 raise ValueError(
                     f"{pointer.argument}: expected memory of its own, got a tensor that overlaps {other.argument}"
                 )
-
-
-def check_call(name: str, pointers: Sequence[Pointer], tensors: Sequence[torch.Tensor | None]) -> None:
-    """`check_addresses` for a call of several launches, before the first of them.
-
-    A thread remembers what it has checked: the same call on tensors of the same shapes at the same addresses costs a
-    look-up. Tensors that a tracer follows have no addresses.
-    """
-    if torch.compiler.is_compiling() or traced(tensors[0], tensors[0]):
-        return
-    given = [tensor for tensor in tensors if tensor is not None]
-    key = (name, *map(address_of, tensors))
-    if this_thread.cache.find_plan(key, given) is None:
-        check_addresses(pointers, tensors)
-        this_thread.cache.add_plan(key, given, True)
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:

@@ -116,11 +116,7 @@ def device_attribute(device: int, name: str) -> int:
 def resident_clusters(kernel: LoadedKernel, size: int, threads: int, smem_bytes: int) -> int:
     """Clusters of the kernel that its device holds at once; the kernel says of how many CTAs they are."""
     bind(kernel.device)
-    config = cu.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = smem_bytes
-    result = cu.cuOccupancyMaxActiveClusters(kernel.function, config)
+    result = cu.cuOccupancyMaxActiveClusters(kernel.function, _config(size, (threads, 1), smem_bytes))
     return int(check(result, "cuOccupancyMaxActiveClusters"))
 
 
@@ -210,8 +206,17 @@ class Parameters:
         self.nbytes = len(self._buffer) + _PARAMETERS_OVERHEAD
 
 
-class Launch:
-    """A prepared launch: grid and attributes are built once.
+def _config(grid: int, block: tuple[int, int], smem_bytes: int, *attributes: object) -> cu.CUlaunchConfig:
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = *block, 1
+    config.sharedMemBytes = smem_bytes
+    config.attrs, config.numAttrs = list(attributes), len(attributes)
+    return config
+
+
+class LaunchConfig:
+    """A kernel with its grid and attributes, which are built once.
 
     Not thread-safe: each thread has its own.
 
@@ -230,19 +235,9 @@ class Launch:
         dependent = cu.CUlaunchAttribute()
         dependent.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         dependent.value.programmaticStreamSerializationAllowed = 1
-        self._config = self._launch_config(grid, block, smem_bytes, [dependent])
-        self._plain = self._launch_config(grid, block, smem_bytes, [])
+        self._config = _config(grid, block, smem_bytes, dependent)
+        self._plain = _config(grid, block, smem_bytes)
         self._stream = -1
-
-    @staticmethod
-    def _launch_config(grid: int, block: tuple[int, int], smem_bytes: int, attributes: list) -> object:
-        config = cu.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = *block, 1
-        config.sharedMemBytes = smem_bytes
-        config.attrs = attributes
-        config.numAttrs = len(attributes)
-        return config
 
     def run(self, parameters: Parameters, stream: int, dependent: bool) -> None:
         """Launches on a stream handle. The parameters are copied: they may go or change as soon as this returns.

@@ -14,7 +14,7 @@ import torch
 
 from jitgemm.runtime.torch_private import TensorGuards
 
-MAX_BYTES = 32 << 20
+MAX_PLAN_BYTES, MAX_PARAMETER_BYTES = 12 << 20, 20 << 20
 """Host memory that a thread's calls may hold on to: 3,000 plans, for example, with 5 sets of addresses each."""
 PLAN_BYTES = 4 << 10
 """What a plan counts as; it holds 3.3 to 3.6 KiB, and the parameters of a GEMM for one set of addresses 1.3 KiB
@@ -23,30 +23,39 @@ MAX_PLANS_PER_KEY = 32
 """Plans of one key: for other strides, other output types, with and without inference mode."""
 
 
-class LaunchCache:
-    """Values by key, within MAX_BYTES: what was found least lately goes first. Belongs to one thread.
+class Recent:
+    """Values by key, within so many bytes: what was found least lately goes first.
 
     Whoever finds one of `values`, which say in `nbytes` how much they hold, moves it to the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self.values: OrderedDict[Hashable, Any] = OrderedDict()
-        self.nbytes = 0
+        self.nbytes, self.most_bytes = 0, most_bytes
 
     def add(self, key: Hashable, value: Any) -> None:
         """Remembers the value instead of the key's last one, and forgets others while there are too many bytes."""
         last = self.values.pop(key, None)
         self.nbytes += value.nbytes - (0 if last is None else last.nbytes)
         self.values[key] = value
-        while self.nbytes > MAX_BYTES:
+        while self.nbytes > self.most_bytes:
             self.nbytes -= self.values.popitem(last=False)[1].nbytes
+
+
+class LaunchCache:
+    """What a thread knows of calls: `plans` of a key, each with the check of the tensors that it is for, and launch
+    `parameters` by addresses."""
+
+    def __init__(self) -> None:
+        self.plans, self.parameters = Recent(MAX_PLAN_BYTES), Recent(MAX_PARAMETER_BYTES)
+        self._plans = self.plans.values
 
     def find_plan(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Any:
         """The plan of this key and of tensors of these layouts, or None; also for what cannot be a key."""
         try:
-            for fits, plan in self.values.get(key, ()):
+            for fits, plan in self._plans.get(key, ()):
                 if fits(*tensors):
-                    self.values.move_to_end(key)
+                    self._plans.move_to_end(key)
                     return plan
         except TypeError:  # nothing that can be hashed: the caller's checks say what
             pass
@@ -54,13 +63,11 @@ class LaunchCache:
 
     def add_plan(self, key: Hashable, tensors: Sequence[torch.Tensor], plan: Any) -> None:
         """For the next call with this key and such tensors. A key has as many tensors whenever it comes."""
-        others = self.values.get(key, ())[-MAX_PLANS_PER_KEY + 1 :]
-        self.add(key, _Plans((*others, (same_layout_check(*tensors), plan))))
+        others = self._plans.get(key, ())[-MAX_PLANS_PER_KEY + 1 :]
+        self.plans.add(key, _Plans((*others, (same_layout_check(*tensors), plan))))
 
 
 class _Plans(tuple[tuple[Callable[..., bool], Any], ...]):
-    """Plans of one key, each beside the check of the tensors that it is for."""
-
     __slots__ = ()
 
     @property

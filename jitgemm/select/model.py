@@ -49,7 +49,7 @@ HALVES_CYCLES = 127.1
 """Added to it in halves where a record's one group is promoted: nothing runs beside that. Twice where tokens are
 wgmma's rows, whose halves run one after the other."""
 DECODE_CYCLES = {"any": 229.7, "signed": 170.0, "own": 158.7, "bytes": 160.0}
-"""Issue cycles of a scheduler for a record on one warpgroup: codes for any activations, the same for e4m3 where they
+"""Issue cycles of a scheduler for a record on one warpgroup, by `Decoder.cost`: codes for any activations, the same for e4m3 where they
 have no zero points, codes for this type's activations alone, and of 8 bits. The last is fitted to
 scripts/data/sweep_w8_h200.json, and stands for what else they take longer for: nothing decodes them."""
 PROMOTE_CYCLES = {"e4m3": 1.45, "s8": 2.633}
@@ -130,7 +130,7 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     groups = max(1, fmt.scale_rows)
     ops_per_cycle = device.tensor_ops_per_us * cycle / device.num_sms
     multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.multiply_n / ops_per_cycle
-    decode = DECODE_CYCLES[_decoder(spec)]
+    decode = DECODE_CYCLES[fmt.decoder(spec.lhs).cost]
     every = promote_records(spec)
     products = spec.lhs_group and fmt.group_size and not spec.token_rows
     cycles = PROMOTE_CYCLES[spec.lhs] + (SCALE_CYCLES if products else 0.0)
@@ -192,16 +192,6 @@ class Times(NamedTuple):
         return fixed + l2 + _norm(memory, fetch, consumers)
 
 
-def _decoder(spec: KernelSpec) -> str:
-    """Which of DECODE_CYCLES is the kernel's."""
-    fmt = spec.format
-    if fmt.bits == 8:
-        return "bytes"
-    if fmt.codes != "any":
-        return "own"
-    return "any" if fmt.zero_point or spec.lhs == "s8" else "signed"
-
-
 def _norm(a: float, b: float, c: float) -> float:
     return (a**OVERLAP + b**OVERLAP + c**OVERLAP) ** (1 / OVERLAP)
 
@@ -222,7 +212,7 @@ def times(spec: KernelSpec, of: Costs, problem: Problem, device: DeviceSpec) -> 
     shared = 2 if ctas > of.sms_of_clusters else 1
     # Each weight once: an expert's tiles follow one another, and find it in the L2 (the term l2).
     reads = weights_read(problem.experts, m)
-    if problem.experts and problem.format.bits == 8 and m <= problem.experts * spec.block_m:
+    if problem.experts and spec.shared_weights and m <= problem.experts * spec.block_m:
         reads += REREAD * (sum(tiles) / len(tiles) - reads)  # Scheduler::weight_policy
     all_bytes = reads * ceil_div(n, STRIP_ROWS) * blocks * problem.format.record_bytes
     all_bytes += m * k + DTYPES[spec.out].bytes * m * n

@@ -52,6 +52,6 @@ def registers_needed(spec: KernelSpec) -> int:
     elif fmt.zero_point and (spec.halves == 1 or fmt.scale_rows > 1):
         rest += ZERO_REGISTERS
     rest += OFFSET_REGISTERS if fmt.offset else 0
-    rest += BYTE_FACTOR_REGISTERS if fmt.bits == 8 and fmt.scale_rows == 4 else 0
+    rest += BYTE_FACTOR_REGISTERS if spec.shared_weights and fmt.scale_rows == 4 else 0
     rest -= SHARED_REGISTERS if spec.shared_weights and (spec.token_rows or spec.block_m <= SHARED_TOKENS) else 0
     return round(sums + rest)

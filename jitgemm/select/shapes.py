@@ -49,7 +49,7 @@ def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
         return f"wgmma has no N of {spec.multiply_n}/{spec.halves} for {spec.lhs}"
     if spec.token_rows and (spec.block_m % (STRIP_ROWS * spec.halves) or spec.warpgroups_k * spec.split_k > 1):
         return "with tokens as wgmma's rows a warpgroup has 64 of them in each half, and all of k"
-    if spec.token_rows and not (spec.format.bits == 8 and spec.format.group_size == spec.lhs_group == LHS_GROUP):
+    if spec.token_rows and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
         return "tokens are wgmma's rows beside 8-bit weights in blocks, and have a scale per 128 k"
     if spec.block_n % STRIP_ROWS or not 1 <= spec.warpgroups <= 4:
         return f"{spec.warpgroups} warpgroups"
@@ -96,7 +96,7 @@ def _stages(spec: KernelSpec, device: DeviceSpec) -> int:
 def _decodes_slowly(spec: KernelSpec) -> bool:
     """Returns True if decoding and promoting a record takes about as long as memory takes to bring it."""
     fmt = spec.format
-    return fmt.codes == "any" or fmt.offset or fmt.scale_rows * spec.block_m >= 64
+    return fmt.decodes_slowly or fmt.offset or fmt.scale_rows * spec.block_m >= 64
 
 
 @lru_cache(maxsize=4096)

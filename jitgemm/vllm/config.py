@@ -20,9 +20,11 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from jitgemm.checkpoint import formats
-from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.autoround import translated
+from jitgemm.checkpoint.compressed_tensors_config import for_layer
 from jitgemm.checkpoint.files import Checkpoint, weights_of
+from jitgemm.checkpoint.settings import setting
+from jitgemm.checkpoint.gptq import overridden
 from jitgemm.nn.quantize.choose import ROUTERS
 from jitgemm.nn.load.read import check_activation
 from jitgemm.vllm.layouts import Layout, Unsupported, check_readable, floats, layout_of
@@ -378,12 +380,19 @@ class JitGemmConfig(QuantizationConfig):
 
     def config_of(self, name: str) -> Mapping[str, Any]:
         """What the checkpoint's config says of a layer. Raises Unsupported for a layer that it refuses."""
-        config = translated(self.checkpoint, name) or {}
-        format = next((each for each in formats.FORMATS if each.name == config.get("quant_method")), None)
-        found = config if format is None else formats.config_of_layer(format, config, name) or {}
-        if "refusal" in found:
-            raise Unsupported(found["refusal"])
-        return found
+        try:
+            config = translated(self.checkpoint, name) or {}
+            format = formats.by_method(config.get("quant_method"))
+            reason = None if format is None else format.left_out(config, name)
+            if reason is not None:
+                raise Unsupported(reason)
+            if format is not None and format.name == "compressed-tensors":
+                return for_layer(config, name)
+            if format is not None and format.name in ("gptq", "awq"):
+                return {**(overridden(config, name) or {}), "dynamic": None}
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
+        return config
 
     def _checkpoints_own(self) -> QuantizationConfig | None:
         """vLLM's config of the checkpoint, if it has one."""

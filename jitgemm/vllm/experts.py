@@ -27,7 +27,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import pack_experts
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.reader import layer_header, read_header

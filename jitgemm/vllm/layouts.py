@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.checkpoint import awq, formats, gptq
-from jitgemm.checkpoint.affine import setting
 from jitgemm.checkpoint.canonical import TensorInfo
+from jitgemm.checkpoint.format import Scheme
+from jitgemm.checkpoint.settings import setting
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
 E4M3 = torch.float8_e4m3fn
@@ -185,7 +186,10 @@ def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str,
         method = "fp8"
     if method not in _METHODS:
         raise Unsupported(f"quant_method: expected one of {', '.join(_METHODS)}, got {method!r}")
-    layout = _METHODS[method](config, k, scale)
+    try:
+        layout = _METHODS[method](config, k, scale)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
     if layout.format != "w8a8":
         return layout
     return replace(
@@ -200,10 +204,13 @@ def check_readable(layout: Layout, config: Mapping[str, Any], k: int) -> None:
         name: TensorInfo(layout.tensors[name].shape(sizes), layout.tensors[name].dtype) for name in layout.needed
     }
     try:
-        found = formats.by_name(layout.format or "").sizes(headers, layout.config_of(config))
+        format = formats.by_name(layout.format or "")
+        scheme = format.scheme(layout.config_of(config), headers=headers)
+        assert scheme is not None
+        format.sizes(headers, scheme)
     except ValueError as error:
         raise Unsupported(str(error)) from error
-    if found.zeros:
+    if scheme.unpackable:
         raise Unsupported("zero points: expected none with 8-bit integers, got some")
 
 
@@ -239,31 +246,33 @@ def _compressed_tensors(config: Mapping[str, Any], k: int, scale: torch.dtype) -
 
 
 def _gptq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
-    words = gptq.layout(config)
+    own = gptq.FORMAT.scheme({**config, "dynamic": None})
+    words = gptq.FORMAT.tensors(own)
     tensors, group_size = _words(config, k, scale, words, "group_size")
-    tensors["g_idx"] = TensorLayout(torch.int32, ("k",))
     ordered = bool(config.get("desc_act") and group_size)
-    codes = "int8" if words != gptq.layout({}) else ""
+    codes = "int8" if own.code == "int8" else ""
     return Layout("gptq", tensors, group_size, _scheme(group_size), codes, ordered)
 
 
 def _awq(config: Mapping[str, Any], k: int, scale: torch.dtype) -> Layout:
     if str(setting(config, "version", "format", default="gemm")).lower() == "gemv":
         raise Unsupported("version: expected gemm, got 'gemv'")
-    tensors, group_size = _words(config, k, scale, awq.LAYOUT_GEMM, "group_size", "q_group_size")
+    tensors, group_size = _words(config, k, scale, awq.FORMAT.tensors(Scheme("awq")), "group_size", "q_group_size")
     return Layout("awq", tensors, group_size, _scheme(group_size))
 
 
 def _words(
-    config: Mapping[str, Any], k: int, scale: torch.dtype, words: Mapping[str, tuple[Any, ...]], *names: str
+    config: Mapping[str, Any], k: int, scale: torch.dtype, words: Mapping[str, Any], *names: str
 ) -> tuple[dict[str, TensorLayout], int]:
     """What GPTQ and AWQ have in common: (tensors, group size)."""
     size = setting(config, *names, default=-1)
     group_size = size if 0 < size < k else 0
     groups = "G" if group_size else "1"
     return {
-        name: TensorLayout(scale if name == "scales" else torch.int32, tuple(groups if d == "G" else d for d in dims))
-        for name, (_, *dims) in words.items()
+        name: TensorLayout(
+            scale if name == "scales" else torch.int32, tuple(groups if str(d) == "G" else str(d) for d in each.dims)
+        )
+        for name, each in words.items()
     }, group_size
 
 

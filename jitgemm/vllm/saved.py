@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import register_weight_loader_v2_supporte
 
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.nn.layers.cut import unpacked
+from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.layers.gate import decoded
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear

@@ -32,8 +32,8 @@ from collections.abc import Iterator
 
 import torch
 
-from jitgemm.dtypes import torch_dtype
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
+from jitgemm.weight.codes import CODE_BYTES, Nibbles
 
 LAYOUT_VERSION = 3
 """Changes when the same weight packs to other bytes."""
@@ -43,10 +43,6 @@ CHUNK_CODES = 32 << 20
 
 _CODE_WORDS = STRIP_ROWS * BLOCK_K // 8
 """32-bit words of 4-bit codes in a record."""
-_SIGNS = 0x80808080 - (1 << 32)  # as an int32
-_ONES = 0x01010101
-_LOW3 = 0x07070707
-_LOW4 = 0x0F0F0F0F
 
 
 def strips_of(n: int) -> int:
@@ -68,19 +64,11 @@ def strip_chunks(n: int, k: int) -> Iterator[tuple[int, int]]:
 # --- codes ------------------------------------------------------------------------------------------------------------
 
 
-def _byte_masks(words: torch.Tensor) -> torch.Tensor:
-    """int32 words: 0xFF in every byte whose top bit is set, 0 in the others."""
-    signs = words & _SIGNS
-    return (signs - ((signs >> 7) & _ONES)) | signs
-
-
-def encode_codes(codes: torch.Tensor, zero_point: bool, order: str = "any") -> torch.Tensor:
-    """Put whole strips of codes into the order of the records.
+def encode_codes(codes: torch.Tensor, nibbles: Nibbles) -> torch.Tensor:
+    """Put whole strips of 4-bit codes into the order of the records.
 
     Args:
-        codes: contiguous int8 or uint8 [64 * strips, 128 * kblocks], one value each: -8..7 (two's complement), or 0..15
-            with zero_point.
-        order: `WeightFormat.codes`.
+        codes: contiguous, nibbles.dtype [64 * strips, 128 * kblocks], one value each.
 
     Returns:
         int32 [strips, kblocks, 1024], the words of each record.
@@ -88,35 +76,17 @@ def encode_codes(codes: torch.Tensor, zero_point: bool, order: str = "any") -> t
     strips, kblocks = codes.shape[0] // STRIP_ROWS, codes.shape[1] // BLOCK_K
     # strip, warp, row half, lane / 4, block, half h, k step in the half, A or B, lane % 4; a word is four k
     words = codes.view(torch.int32).view(strips, 4, 2, 8, kblocks, 2, 2, 2, 4)
-    if order == "e4m3":
-        magnitudes = codes.view(torch.int8).abs().view(torch.int32).view(words.shape)
-        a, b = ((magnitudes & _LOW3) | (words & _SIGNS)).unbind(7)
-        packed = a | (b << 4) | ((b >> 28) & 0xF)  # b rotated left by four
-    else:
-        if order == "any" and not zero_point:
-            words = ((words & _LOW3) << 1) ^ _byte_masks(words)
-        a, b = (words & _LOW4).unbind(7)
-        packed = (a << 4) | b if order == "s8" else a | (b << 4)
+    packed = nibbles.join(*(words[..., i, :].contiguous() for i in range(2)))
     return packed.permute(0, 4, 5, 1, 3, 7, 6, 2).reshape(strips, kblocks, _CODE_WORDS)
 
 
-def decode_codes(words: torch.Tensor, zero_point: bool, order: str = "any") -> torch.Tensor:
-    """Undo `encode_codes`: int32 [strips, kblocks, 1024] -> int8, or uint8, [64 * strips, 128 * kblocks]."""
+def decode_codes(words: torch.Tensor, nibbles: Nibbles) -> torch.Tensor:
+    """Undo `encode_codes`: int32 [strips, kblocks, 1024] -> nibbles.dtype [64 * strips, 128 * kblocks]."""
     strips, kblocks, _ = words.shape
     # strip, block, half h, warp, lane / 4, lane % 4, k step in the half, row half -> the order of the matrix
-    words = words.reshape(strips, kblocks, 2, 4, 8, 4, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5)
-    if order == "e4m3":
-        words = torch.stack((words, ((words >> 4) & 0x0FFFFFFF) | (words << 28)), dim=7)
-        masks = _byte_masks(words)  # minus the magnitude is its complement plus one
-        words = ((words & _LOW3) ^ masks).view(torch.int8) - masks.view(torch.int8)
-    else:
-        nibbles = (words & _LOW4, (words >> 4) & _LOW4)
-        words = torch.stack(nibbles[::-1] if order == "s8" else nibbles, dim=7)
-        if order == "s8":
-            words = (words.view(torch.int8) << 4) >> 4
-        elif not zero_point:
-            words = (words ^ (words & _ONES) * 0xFF).view(torch.int8) >> 1
-    return words.view(torch.uint8 if zero_point else torch.int8).reshape(strips * STRIP_ROWS, kblocks * BLOCK_K)
+    words = words.reshape(strips, kblocks, 2, 4, 8, 4, 2, 2).permute(0, 3, 7, 4, 1, 2, 6, 5).contiguous()
+    words = torch.stack(nibbles.split(words), dim=7)
+    return words.view(nibbles.dtype).reshape(strips * STRIP_ROWS, kblocks * BLOCK_K)
 
 
 def swizzle(rows: torch.Tensor) -> torch.Tensor:
@@ -128,8 +98,9 @@ def swizzle(rows: torch.Tensor) -> torch.Tensor:
 
 def _encode(codes: torch.Tensor, format: WeightFormat) -> torch.Tensor:
     """Whole strips of codes -> int32 [strips, kblocks, words of a record]."""
-    if format.bits == 4:
-        return encode_codes(codes, format.zero_point, format.codes)
+    code = CODE_BYTES[format.code]
+    if code.dtype is None:
+        return encode_codes(codes, code.nibbles(format.order, format.zero_point))
     rows = codes.view(torch.int8).unflatten(1, (-1, BLOCK_K)).unflatten(0, (-1, STRIP_ROWS)).transpose(1, 2)
     return swizzle(rows).flatten(2).view(torch.int32)
 
@@ -209,7 +180,7 @@ def pack_records(
     for first, end in strip_chunks(n, k):
         strips = end - first
         rows = slice(first * STRIP_ROWS, min(end * STRIP_ROWS, n))
-        part = q[rows].view(torch.int8) if format.bits == 8 else q[rows]
+        part = q[rows] if q.dtype == torch.uint8 else q[rows].view(torch.int8)
         # A copy even where nothing is padded: it makes the rows contiguous and aligned to words.
         codes = part.new_zeros(strips * STRIP_ROWS, kblocks * BLOCK_K)
         if canonical:
@@ -231,25 +202,28 @@ def pack_records(
                 field.copy_(_encode_rows(bits, strips, kblocks, field.shape[2], format.group_size))
 
 
-def reorder_codes(blocks: torch.Tensor, old: str, new: str) -> None:
-    """Puts the signed codes of experts' blocks from one `WeightFormat.codes` into another, in place.
+def reorder_codes(blocks: torch.Tensor, code: str, old: str, new: str) -> None:
+    """Puts the codes of experts' blocks, without zero points, from one `WeightFormat.order` into another, in place.
 
     Args:
         blocks: uint8 [experts, strips, kblocks, record_bytes].
     """
-    for expert in blocks.flatten(1, 2):
+    orders = CODE_BYTES[code].orders
+    for expert in blocks.flatten(1, 2) if old != new else ():
         for part in expert.split(CHUNK_CODES // (STRIP_ROWS * BLOCK_K)):
             words = part.view(torch.int32)[:, None, :_CODE_WORDS]
-            words.copy_(encode_codes(decode_codes(words, False, old), False, new))
+            words.copy_(encode_codes(decode_codes(words, orders[old]), orders[new]))
 
 
 def unpack_codes(blocks: torch.Tensor, n: int, k: int, format: WeightFormat) -> torch.Tensor:
     """Records of a run of strips that holds n rows -> [n, k]: int8, uint8 with zero points, or float8_e4m3fn if the
     format is of these 8 bits. Not chunked."""
-    if format.bits == 8:
+    code = CODE_BYTES[format.code]
+    if code.dtype is not None:
         rows = swizzle(blocks[:, :, : format.scales_at].unflatten(2, (STRIP_ROWS, BLOCK_K))).transpose(1, 2)
-        return rows.flatten(2).flatten(0, 1)[:n, :k].contiguous().view(torch_dtype(format.codes))
-    return decode_codes(blocks.view(torch.int32)[:, :, :_CODE_WORDS], format.zero_point, format.codes)[:n, :k]
+        return rows.flatten(2).flatten(0, 1)[:n, :k].contiguous().view(code.dtype)
+    nibbles = code.nibbles(format.order, format.zero_point)
+    return decode_codes(blocks.view(torch.int32)[:, :, :_CODE_WORDS], nibbles)[:n, :k]
 
 
 def pack_channel_scale(scale: torch.Tensor) -> torch.Tensor:

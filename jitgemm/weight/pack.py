@@ -10,9 +10,10 @@ from dataclasses import replace
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, tuned_codes
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, tuned_order
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
+from jitgemm.weight.codes import CODE_BYTES
 from jitgemm.weight.packed import W4Weight
 from jitgemm.weight.parts import INTEGERS, PackedWeight, RowParts, by_group, check_permutation, check_sizes
 from jitgemm.weight.parts import expert_indices, format_group, group_count
@@ -120,30 +121,59 @@ def pack_w4(
     permutation = None if permutation is None else check_permutation(permutation, k)
 
     with torch.inference_mode(False), torch.no_grad():
-        experts = lead[0] if lead else None
-        codes = "any" if lhs is None else tuned_codes(lhs, format.group_size, format.zero_point, k)
+        format = replace(format, offset=offset is not None)
+        tuned = format
+        if lhs is not None:
+            tuned = replace(format, order=tuned_order(lhs, format.group_size, format.zero_point, k))
+        code = CODE_BYTES[format.code]
+        held, of_tuned = (code.nibbles(each.order, each.zero_point) for each in (format, tuned))
         if q.is_cuda and capturing(q.device):  # a value cannot be looked at during capture
-            codes = codes if codes == "s8" else "any"
+            tuned = tuned if tuned.complete else format
         else:
-            for e in expert_indices(experts):
-                at = "" if experts is None else f"[{e}]"
+            for e in expert_indices(lead[0] if lead else None):
+                at = "" if not lead else f"[{e}]"
                 if not canonical:
-                    _check_range(f"q{at}", q[e], *((0, 15) if zero is not None else (-8, 7)))
+                    _check_range(f"q{at}", q[e], held.low, held.high)
                 if zero is not None:
                     _check_range(f"zero{at}", zero[e].to(torch.int64), 0, MAX_ZERO)
-                if codes == "e4m3" and _least_code(q[e], canonical) == -8:  # which e4m3's order does not hold
-                    codes = "any"
-        format = replace(format, codes=codes, offset=offset is not None)
-        shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
-        blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
-        channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
-        for e in expert_indices(experts):
-            zeros = None if zero is None else zero[e].to(torch.uint8)
-            offsets = None if offset is None else offset[e]
-            layout.pack_records(blocks[e], q[e], scale[e], offsets, zeros, k=k, canonical=canonical, format=format)
-        # From the tensors alone: making a weight waits for the stream.
-        row_sum = row_sums(PackedWeight(blocks, channel_scale, None, n, k, format))
-        return W4Weight(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum, permutation=permutation)
+                if not tuned.complete and _least_code(q[e], canonical) < of_tuned.low:
+                    tuned = format
+        format = tuned
+        packed = pack_codes(q, scale, zero, offset, k=k, canonical=canonical, format=format)
+        return W4Weight(
+            packed.blocks,
+            packed.channel_scale,
+            n,
+            k,
+            group_size,
+            format,
+            row_sum=packed.row_sum,
+            permutation=permutation,
+        )
+
+
+def pack_codes(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    *,
+    k: int,
+    canonical: bool = False,
+    format: WeightFormat,
+) -> PackedWeight:
+    """Codes that the format holds, in its order; the arguments are `layout.pack_records`', with experts or without."""
+    *lead, n, _ = q.shape
+    shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
+    blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
+    channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
+    for e in expert_indices(lead[0] if lead else None):
+        zeros = None if zero is None else zero[e].to(torch.uint8)
+        offsets = None if offset is None else offset[e]
+        layout.pack_records(blocks[e], q[e], scale[e], offsets, zeros, k=k, canonical=canonical, format=format)
+    packed = PackedWeight(blocks, channel_scale, None, n, k, format)
+    # From the tensors alone: making a weight waits for the stream.
+    return packed._replace(row_sum=row_sums(packed)) if format.row_sums else packed
 
 
 def _least_code(q: torch.Tensor, canonical: bool) -> int:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_tensor, check_values
-from jitgemm.weight import layout
-from jitgemm.weight.pack import check_group_size, row_sums
+from jitgemm.weight.pack import check_group_size, pack_codes
 from jitgemm.weight.packed import W8Weight
-from jitgemm.weight.parts import PackedWeight, check_sizes, expert_indices, format_group, group_count
+from jitgemm.weight.parts import check_sizes, format_group, group_count
 from jitgemm.weight.ready import capturing
 
 BLOCK = 128
@@ -50,7 +50,7 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | Non
     """
     check_values("q", check_tensor("q", q))
     check_values("scale", check_tensor("scale", scale))
-    codes = check_dtype("q", q.dtype, LHS_TYPES)
+    lhs = check_dtype("q", q.dtype, LHS_TYPES)
     if q.dim() not in (2, 3) or (q.dim() == 3 and not q.shape[0]):
         raise ValueError(f"q: expected shape [n, k] or [experts, n, k], got {list(q.shape)}")
     if scale.device != q.device:
@@ -64,15 +64,9 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | Non
         scale, group_size = _by_row(scale, lead, n, k, group_size)
         group = format_group(k, group_size)
         strips = group == BLOCK and _same_in_strips(scale)
-        format = WeightFormat(group, False, scale_type, codes, bits=8, strip_scales=strips)
-        shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)
-        blocks = torch.empty(shape, dtype=torch.uint8, device=q.device)
-        channel_scale = None if format.group_size else layout.pack_channel_scale(scale)
-        for e in expert_indices(lead[0] if lead else None):
-            layout.pack_records(blocks[e], q[e], scale[e], None, None, k=k, canonical=False, format=format)
-        # Zero points of activations, which need it, come with int8.
-        row_sum = row_sums(PackedWeight(blocks, channel_scale, None, n, k, format)) if codes == "s8" else None
-        return W8Weight(blocks, channel_scale, n, k, group_size, format, row_sum=row_sum)
+        format = WeightFormat(group, False, scale_type, lhs, code=typed_code(lhs), strip_scales=strips)
+        packed = pack_codes(q, scale, k=k, format=format)
+        return W8Weight(packed.blocks, packed.channel_scale, n, k, group_size, format, row_sum=packed.row_sum)
 
 
 def _same_in_strips(scale: torch.Tensor) -> bool:

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from jitgemm.dtypes import torch_dtype
-from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, tuned_codes
+from jitgemm.kernel.codes import typed_code
+from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat
 from jitgemm.tensors import PLAIN, check_int, check_tensor, describe, dtype_name
 from jitgemm.weight import layout, ready
 from jitgemm.weight.parts import PackedWeight, RowParts, check_permutation, check_sizes, count_experts
@@ -44,8 +45,8 @@ def check_packed(weight: AnyWeight, name: str = "", *, experts: bool | None = No
     lead = () if count is None else (count,)
     n, k, fmt = weight.n, weight.k, weight.format
     check_sizes(n, k, f"{name}blocks")
-    if fmt.bits == 4 and fmt.codes != "any" and fmt.codes != tuned_codes(fmt.codes, fmt.group_size, fmt.zero_point, k):
-        raise ValueError(f"{name}format: expected codes 'any' for per-channel int8 with k = {k}, got {fmt.codes!r}")
+    if not fmt.group_size and fmt.tuned and k > fmt.max_int8_k:
+        raise ValueError(f"{name}format: expected codes 'any' for per-channel int8 with k = {k}, got {fmt.order!r}")
     strips = layout.strips_of(n)
     rows = (*lead, strips * STRIP_ROWS)
     _check_part(weight, name, "blocks", (*lead, strips, layout.kblocks_of(k), fmt.record_bytes), torch.uint8)
@@ -125,8 +126,10 @@ class Weight:
         check_sizes(self.n, self.k)
         fmt, group = self.format, format_group(self.k, self.group_size)
         strips = fmt.strip_scales and group == BLOCK_K
-        if fmt != (expected := replace(fmt, group_size=group, bits=self.bits, strip_scales=strips)):
-            raise ValueError(f"format: expected {expected} for group_size {self.group_size}, got {fmt}")
+        if fmt != (expected := replace(fmt, group_size=group, strip_scales=strips)) or type(self) is not kind_of(fmt):
+            raise ValueError(
+                f"format: expected {expected} of {self.bits} bits for group_size {self.group_size}, got {fmt}"
+            )
         check_packed(self)
         if self.permutation is not None:
             if self.experts is not None:
@@ -161,9 +164,10 @@ class Weight:
 
     def __repr__(self) -> str:
         codes = "unsigned with zero points" if self.format.zero_point else "signed"
-        own = "int8" if self.format.codes == "s8" else self.format.codes
-        if self.format.codes != "any":
-            codes = own if self.bits == 8 else f"{codes} for {own}"
+        if self.format.typed:
+            codes = self.format.code
+        elif self.format.tuned:
+            codes += f" for {typed_code(*self.format.lhs_types)}"
         group = f"group_size={self.group_size}" if self.format.group_size else "per channel"
         reals = f"{self.format.scale_type} scales" + (" and offsets" if self.format.offset else "")
         permuted = ", permuted" if self.permutation is not None else ""
@@ -337,7 +341,7 @@ class Weight:
             zero: uint8 [n, groups], or None.
         """
         zero_point, device, by_group = self.format.zero_point, self.device, (*self.shape[:-1], self.groups)
-        q_dtype = torch_dtype(self.format.codes) if self.bits == 8 else torch.uint8 if zero_point else torch.int8
+        q_dtype = torch_dtype(self.format.order) if self.format.typed else torch.uint8 if zero_point else torch.int8
         q = torch.empty(self.shape, dtype=q_dtype, device=device)
         scale = torch.empty(by_group, dtype=self.scale_dtype, device=device)
         zero = torch.empty(by_group, dtype=torch.uint8, device=device) if zero_point else None
@@ -418,12 +422,17 @@ AnyWeight = Weight | PackedWeight
 _KINDS: dict[int, type[Weight]] = {4: W4Weight, 8: W8Weight}
 
 
+def kind_of(format: WeightFormat) -> type[Weight]:
+    """The class of weights of this format."""
+    return _KINDS[format.bits]
+
+
 def as_weight(weight: AnyWeight) -> Weight:
     """A weight as it is; checked, of the tensors that an op was given."""
     if isinstance(weight, Weight):
         return weight
     blocks, channel_scale, row_sum, n, k, format = weight
-    return _KINDS[format.bits](blocks, channel_scale, n, k, format.group_size or k, format, row_sum=row_sum)
+    return kind_of(format)(blocks, channel_scale, n, k, format.group_size or k, format, row_sum=row_sum)
 
 
 def _of_tensors(name: str) -> property:

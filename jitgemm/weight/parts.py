@@ -88,7 +88,7 @@ class PackedWeight(NamedTuple):
         fmt = self.format
         # Plain values: hashing a dataclass takes longer.
         values = (
-            self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.codes, fmt.offset, fmt.bits,
+            self.n, self.k, fmt.group_size, fmt.zero_point, fmt.scale_type, fmt.order, fmt.offset, fmt.code,
             fmt.strip_scales, self.blocks.device, self.row_sum is None, self.experts,
         )  # fmt: skip
         # Both are one step each, so threads agree on a number and never give one twice.

@@ -37,9 +37,9 @@ def stack(count: int, make: Callable[[int], tuple[PackedWeight, int]], together:
             for name, part in tensors.items():
                 whole[name][e : e + together] = part.unflatten(0, (together, -1))
             if each.format != format:
-                if format.bits == 4:
-                    layout.reorder_codes(whole["blocks"][:e], format.codes, "any")
-                    layout.reorder_codes(whole["blocks"][e : e + together], each.format.codes, "any")
+                common = format.common.order
+                layout.reorder_codes(whole["blocks"][:e], format.code, format.order, common)
+                layout.reorder_codes(whole["blocks"][e : e + together], format.code, each.format.order, common)
                 format = format.common
             del each, tensors, part  # before the next is made
     parts = whole["blocks"], whole.get("channel_scale"), whole.get("row_sum")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.dtypes import DTYPES, REAL_TYPES
+from jitgemm.kernel.codes import CODES, every_order
 from jitgemm.kernel.formats import BLOCK_K, WeightFormat
 from jitgemm.tensors import PLAIN, check_tensor, describe
 from jitgemm.weight import layout
@@ -15,8 +16,6 @@ from jitgemm.weight.parts import format_group
 
 TENSORS = ("blocks", "channel_scale", "row_sum", "permutation")
 """The tensors of a state dict next to `meta`. All but the first may be absent."""
-_CODES = ("any", "e4m3", "s8")
-"""`WeightFormat.codes` by their number in `meta`. Append only."""
 _SCALE_TYPES = {DTYPES[name].number: name for name in REAL_TYPES}
 
 
@@ -30,7 +29,7 @@ class Meta(NamedTuple):
     group_size: int
     zero_point: int  # 0 or 1
     scale_type: int  # `DType.number`
-    codes: int  # their place in `_CODES`
+    order: int  # `Order.number`
     offset: int  # 1 with offsets, 2 for strips' scales, which weights with offsets do not have
 
     @property
@@ -39,9 +38,14 @@ class Meta(NamedTuple):
 
     @property
     def format(self) -> WeightFormat:
-        group, names = format_group(self.k, self.group_size), (_SCALE_TYPES[self.scale_type], _CODES[self.codes])
-        strips = self.offset == 2 and group == BLOCK_K
-        return WeightFormat(group, bool(self.zero_point), *names, self.offset == 1, self.bits, strips)
+        group, (code, order) = format_group(self.k, self.group_size), _orders(self.bits)[self.order]
+        strips, scale_type = self.offset == 2 and group == BLOCK_K, _SCALE_TYPES[self.scale_type]
+        return WeightFormat(group, bool(self.zero_point), scale_type, order, self.offset == 1, code, strips)
+
+
+def _orders(bits: int) -> dict[int, tuple[str, str]]:
+    """Names of a code and its order, by the order's number in `meta`."""
+    return {order.number: (code.name, order.name) for code, order in every_order() if code.bits == bits}
 
 
 def magic_of(bits: int) -> int:
@@ -51,7 +55,8 @@ def magic_of(bits: int) -> int:
 
 def write_meta(layout_version: int, n: int, k: int, group_size: int, format: WeightFormat) -> torch.Tensor:
     """`meta` of a weight, on the CPU."""
-    numbers = DTYPES[format.scale_type].number, _CODES.index(format.codes), format.offset + 2 * format.strip_scales
+    order = CODES[format.code].order(format.order).number
+    numbers = DTYPES[format.scale_type].number, order, format.offset + 2 * format.strip_scales
     meta = magic_of(format.bits), layout_version, n, k, group_size, int(format.zero_point), *numbers
     return torch.tensor(meta, dtype=torch.int64, device="cpu")
 
@@ -84,7 +89,7 @@ def read_state(
     if len(values) != count:
         raise ValueError(f"{key}: expected {count} values, got {len(values)}")
     found = Meta(*values)
-    known = found.scale_type in _SCALE_TYPES and 0 <= found.codes < len(_CODES)
+    known = found.scale_type in _SCALE_TYPES and found.order in _orders(found.bits)
     if found.zero_point not in (0, 1) or found.offset not in (0, 1, 2) or not known:
         raise ValueError(
             f"{key}: expected zero_point 0 or 1, offset 0, 1 or 2, known scale type and codes, got {values[5:]}"

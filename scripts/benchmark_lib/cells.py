@@ -16,7 +16,8 @@ from random import Random
 from typing import Any
 
 from jitgemm.cli.common import parse_shape
-from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, Problem, WeightFormat, ceil_div, tuned_codes
+from jitgemm.kernel.codes import typed_code
+from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, Problem, WeightFormat, ceil_div, tuned_order
 from jitgemm.select.devices import DEVICES, DeviceSpec
 
 GEMM_SHARE = 1.5 / 1.8
@@ -272,9 +273,9 @@ class Format:
         """What the selector is asked for this GEMM; the benchmark's 4-bit weights have bf16 scales and no code -8."""
         group, lhs_group = self.group_size if self.group_size < k else 0, 128 if self.lhs_blocks else 0
         if self.bits == 8:
-            weight = WeightFormat(group, False, "fp32", self.lhs, bits=8, strip_scales=group > 0)
+            weight = WeightFormat(group, False, "fp32", self.lhs, code=typed_code(self.lhs), strip_scales=group > 0)
         else:
-            codes = "any" if self.any_codes else tuned_codes(self.lhs, group, self.zero_point, k)
+            codes = "any" if self.any_codes else tuned_order(self.lhs, group, self.zero_point, k)
             weight = WeightFormat(group, self.zero_point, "bf16", codes)
         return Problem(
             m, n, k, self.lhs, weight, batch_invariant=self.batch_invariant, lhs_group=lhs_group, lhs_e8m0=self.lhs_e8m0

@@ -80,7 +80,7 @@ def _row(
 
 
 def _launch(plan: Any, operands: Any) -> Callable[[], Any]:
-    return partial(plan.launch, *operands)
+    return partial(plan.launch, operands)
 
 
 def _driver(plan: Any, operands: Any) -> Callable[[], Any]:
@@ -88,7 +88,7 @@ def _driver(plan: Any, operands: Any) -> Callable[[], Any]:
     import torch
     from cuda.bindings import driver as cu
 
-    plan.launch(*operands)
+    plan.launch(operands)
     launch, parameters = plan._launch, next(reversed(plan._remembered.values()))
     launch.run(parameters, torch.cuda.current_stream().cuda_stream, True)
     call = partial(cu.cuLaunchKernelEx, launch._config, launch._kernel, parameters.address, 0)
@@ -100,12 +100,12 @@ PARTS = (("launch", "from the plan on, that is without its look-up", _launch), (
 
 
 def _layers(fmt: Format, source: Any, m: int) -> list[Any]:
-    """`Operands` of each layer, activations and outputs alternating between two."""
+    """The GEMM of each layer, activations and outputs alternating between two."""
     import copy
 
     import torch
 
-    from jitgemm.gemm.arguments import Operands
+    from jitgemm.gemm.problem import Gemm
 
     from .ours import lhs_of, weight_of
 
@@ -113,20 +113,20 @@ def _layers(fmt: Format, source: Any, m: int) -> list[Any]:
     pairs = [lhs_of(fmt, source.activations(m, i)) for i in range(2)]
     outs = [torch.empty(m, source.n, dtype=torch.bfloat16, device=source.device) for _ in range(2)]
     weights = [first] + [copy.deepcopy(first) for _ in range(LAYERS - 1)]
-    return [Operands(*pairs[i % 2], None, weight, outs[i % 2], None) for i, weight in enumerate(weights)]
+    return [Gemm(*pairs[i % 2], None, weight, outs[i % 2], None) for i, weight in enumerate(weights)]
 
 
 def _part_calls(fmt: Format, source: Any, m: int, part: Callable[..., Callable[[], Any]]) -> list[Callable[[], Any]]:
-    from jitgemm.gemm.plan import Plan
+    from jitgemm.gemm.launch import GemmLaunch
 
-    return [part(Plan(operands), operands) for operands in _layers(fmt, source, m)]
+    return [part(GemmLaunch(operands), operands) for operands in _layers(fmt, source, m)]
 
 
 def _op_calls(fmt: Format, source: Any, m: int) -> list[Callable[[], Any]]:
     """The op with the arguments that `gemm_w4a8_bf16_nt` gives it under `torch.compile`."""
     from jitgemm.gemm.call import call_op
 
-    return [partial(call_op, operands, False, None) for operands in _layers(fmt, source, m)]
+    return [partial(call_op, operands) for operands in _layers(fmt, source, m)]
 
 
 def _nothing(*_: Any) -> None:

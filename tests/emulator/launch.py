@@ -19,12 +19,11 @@ import torch
 
 from emulator import ptx
 from jitgemm.activations import plan as quantizers
-from jitgemm.gemm import grouped_plan
-from jitgemm.gemm import plan as gemms
+from jitgemm.gemm import launch as gemms
 from jitgemm.jit.source import KernelSource
 from jitgemm.moe import plan as moe
 from jitgemm.runtime import device as devices
-from jitgemm.runtime import driver, launch_cache, prepared
+from jitgemm.runtime import driver, launch, launch_cache
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.devices import DEVICES
 
@@ -148,7 +147,7 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
             kernels[spec] = Kernel(family.source(spec))
         return driver.LoadedKernel(kernels[spec], None, index)
 
-    real_run = prepared.PreparedLaunch.run
+    real_run = launch.Launch.run
 
     def run(self: Any, addresses: Any, dependent: bool, tensors: Any = None) -> bool:
         if tensors is None:  # to see every launch's tensors
@@ -165,10 +164,10 @@ def emulate(monkeypatch: Any, *, device: str = "h200", seed: int = 1) -> Emulato
     monkeypatch.setattr(driver.TileMap, "encode", _encode)
     monkeypatch.setattr(KernelFamily, "load", load)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(prepared, "current_device", lambda: -1)
-    monkeypatch.setattr(prepared, "current_stream", lambda device: 7)
-    monkeypatch.setattr(prepared.PreparedLaunch, "run", run)
-    for module in (devices, gemms, grouped_plan, quantizers, moe):
+    monkeypatch.setattr(launch, "current_device", lambda: -1)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 7)
+    monkeypatch.setattr(launch.Launch, "run", run)
+    for module in (devices, gemms, quantizers, moe):
         monkeypatch.setattr(module, "device_of", lambda index: DEVICES[device])
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)  # hides the base class' own
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

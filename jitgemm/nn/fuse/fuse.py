@@ -2,7 +2,7 @@
 
 How forward changes, and why so. A block's attention calls q_proj, k_proj and v_proj one by one on what its norm
 returned. Here the norm runs them all: a `FusedNorm` takes the norm's input, quantises it once and returns the outputs
-of all projections side by side, and each projection becomes a view of its columns (`Slice`). So plain tensors go from
+of all projections side by side, and each projection becomes a view of its columns (`ProjectionView`). So plain tensors go from
 module to module; no forward is patched, nothing is kept between calls, and torch.compile, CUDA graphs, deepcopy and
 pickle see ordinary modules. What else reads the norm's output would get the wrong tensor, so such a norm stays as it
 is. An MLP's forward cannot stay, as its product is no module: a `FusedMLP` with the same children replaces it.
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jitgemm.activations.scheme import Gate
 from jitgemm.nn.quantize.choose import check_model
-from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, Slice, quantised_alike
+from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView, quantised_alike
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason
 from jitgemm.nn.fuse.trial import Call, calls_of, gate_of, lists, norm_of, run, said
@@ -68,13 +69,6 @@ MLPS = (
     ("w1", "w3", "w2"),
 )
 """Children of modules that compute down(act(gate(x)) * up(x)), down last: MLPs and shared experts."""
-
-FRONTS: dict[str, dict[str, Any]] = {
-    "silu": {"silu_mul": True},
-    "gelu_tanh": {"gelu_mul": "tanh"},
-    "gelu": {"gelu_mul": "none"},
-}
-"""Gates by name, and what `quantize_activations` calls them."""
 
 
 def fuse_(model: torch.nn.Module) -> FusionReport:
@@ -145,21 +139,17 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
     check_model(model)
     names = [(name, m) for name, m in model.named_modules() if isinstance(m, FUSED)]
     with torch.inference_mode(False), torch.no_grad():
-        for kind in (Slice, FusedMLP, FusedNorm):  # a norm's joint goes last: slices are views of it
+        for kind in (ProjectionView, FusedMLP, FusedNorm):  # a norm's merged weights go last: views are of them
             for name, found in names:
                 if isinstance(found, kind):
                     module: Any = model.get_submodule(name)
                     _put(model, name, module.original())
-    return [name for name, found in names if not isinstance(found, Slice)]
+    return [name for name, found in names if not isinstance(found, ProjectionView)]
 
 
-def _put(model: torch.nn.Module, name: str, module: torch.nn.Module, replaced: list[Any] | None = None) -> None:
-    """Puts the module there; replaced: takes (parent, child, what was there) first."""
+def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
     parent, _, child = name.rpartition(".")
-    children = model.get_submodule(parent)._modules
-    if replaced is not None:
-        replaced.append((children, child, children[child]))
-    children[child] = module
+    model.get_submodule(parent)._modules[child] = module
 
 
 # ---- one block -------------------------------------------------------------------------------------------------------
@@ -174,7 +164,7 @@ class _Norm(NamedTuple):
 class _MLP(NamedTuple):
     linears: list[str]
     down: str
-    gate: str  # a key of FRONTS
+    gate: Gate
 
 
 def _fuse_block(name: str, block: torch.nn.Module, call: Call, report: FusionReport) -> None:
@@ -197,28 +187,28 @@ def _fuse_block(name: str, block: torch.nn.Module, call: Call, report: FusionRep
         skipped[""] = "no recipe fits: no norm of a known name stands ahead of packed Linears of known names"
     report.skipped.update({f"{name}.{each}" if each else name: why for each, why in skipped.items()})
 
-    replaced: list[Any] = []
+    downs = _layers(block, [mlp.down for mlp in mlps.values()])
+    replaced: dict[str, torch.nn.Module] = {}
 
-    def put_in(child: str, new: torch.nn.Module, joint: Any, linears: Sequence[str], what: str) -> None:
-        _put(block, child, new, replaced)
+    def put(child: str, fused: Any, linears: Sequence[str], what: str) -> None:
+        for each, new in ((child, fused), *zip(linears, fused.joint.slices if linears else ())):
+            replaced[each] = block.get_submodule(each)
+            _put(block, each, new)
         report.append(f"{name}.{child}")
         report.fused[report[-1]] = what
-        for each, part in zip(linears, joint.slices if joint is not None else ()):
-            _put(block, each, part, replaced)
 
-    downs = _layers(block, [mlp.down for mlp in mlps.values()])
     try:
         for child, (eps, one_plus, linears) in norms.items():
-            fused = FusedNorm(block.get_submodule(child), eps, one_plus, _layers(block, linears))
-            put_in(child, fused, fused.joint, linears, f"RMSNorm, quantiser and {_gemms(linears, fused.joint)}")
+            norm = FusedNorm(block.get_submodule(child), eps, one_plus, _layers(block, linears))
+            put(child, norm, linears, f"RMSNorm, quantiser and {_gemms(linears, norm.joint)}")
         for child, (linears, down, gate) in mlps.items():
-            own = [] if linears in joined else _layers(block, linears)
-            new = FusedMLP(block.get_submodule(child), _last(down), FRONTS[gate], own)
-            what = f"quantiser and {_gemms(linears, new.joint)}; " if own else ""
-            put_in(child, new, new.joint, linears, f"{what}{gate} * mul, quantiser and {_last(down)}")
+            own = [] if linears in joined else linears
+            new = FusedMLP(block.get_submodule(child), _last(down), gate, _layers(block, own))
+            what = f"quantiser and {_gemms(own, new.joint)}; " if own else ""
+            put(child, new, own, f"{what}{gate.kind} * mul, quantiser and {_last(down)}")
     except BaseException:  # Ctrl-C too: half of a block computes nothing
-        for children, child, old in reversed(replaced):
-            children[child] = old
+        for child, old in reversed(replaced.items()):
+            _put(block, child, old)
         for layer in downs:
             vars(layer).pop("fronts", None)
         raise
@@ -241,10 +231,10 @@ def _mlps(block: torch.nn.Module, call: Call, called: set[str], skipped: dict[st
             else:
                 width = block.get_submodule(down).out_features
                 reason = _untouchable(block, child, down, *linears) or _runs(block, call, mlps={child: width})
-            if reason is None:
-                found[child] = _MLP(linears, down, gate or "")
-            else:
+            if reason is not None:
                 skipped[child] = reason
+            elif gate is not None:
+                found[child] = _MLP(linears, down, gate)
     return found
 
 
@@ -312,7 +302,7 @@ def _layers(module: torch.nn.Module, names: Iterable[str]) -> list[Any]:
 
 
 def _gemms(linears: Sequence[str], joint: Any) -> str:
-    """The GEMMs of a `Joint`: "q_proj + k_proj, v_proj"."""
+    """The GEMMs of a `FusedProjections`: "q_proj + k_proj, v_proj"."""
     names = iter(map(_last, linears))
     return ", ".join(" + ".join(next(names) for _ in gemm.slices) for gemm in joint.runs)
 

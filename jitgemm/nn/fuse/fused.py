@@ -1,7 +1,7 @@
 """What `fuse_` puts into a model: a norm that runs the projections behind it, views of those, and an MLP.
 
-A joint runs Linears that read one input: that is quantised once, and those whose formats agree are one GEMM, whose
-weight is theirs one below the other. The Linears become `Slice`s, whose buffers are views of it.
+Linears that read one input are `FusedProjections`: the input is quantised once, and Linears whose formats agree are one
+GEMM, a `MergedLinear`, whose weight is theirs one below the other. Each becomes a `ProjectionView` of its columns.
 """
 
 from __future__ import annotations
@@ -12,38 +12,40 @@ from typing import Any
 
 import torch
 
-from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
-from jitgemm.nn.layers.linear import LINEARS, PackedLinear, as_rows, is_dtensor, on_parts, result_type
+from jitgemm.activations.scheme import MUL_KEYWORDS, NORM, Gate, Prologue
+from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat
+from jitgemm.nn.layers.linear import PackedLinear, as_rows, is_dtensor, on_parts, result_type
+from jitgemm.nn.load.read import Parts
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout
 from jitgemm.weight.packed import Weight
+from jitgemm.weight.state import TENSORS
 
-_VIEWS = ("blocks", "channel_scale", "row_sum", "bias", "permutation", "input_scale")
+_BY_ROW = ("blocks", "channel_scale", "row_sum", "bias")
+_SHARED = ("permutation", "input_scale")
 ADVICE = "call jitgemm.nn.unfuse_(model) first"
 
 
-class Slice(PackedLinear):
-    """A Linear whose GEMM a joint runs: forward takes what that gave, and returns this Linear's columns of it.
+class ProjectionView(PackedLinear):
+    """A Linear whose GEMM a `MergedLinear` runs: forward takes what that gave, and returns this Linear's columns of it.
 
     Attributes:
-        start, width: first column and number of columns of the joint's output.
-        codes: the order in which the weight's codes stood.
+        start, width: first column and number of columns of the `FusedProjections`' output.
+        order: in which the weight's codes stood.
+        merged: the format of the `MergedLinear`'s weight.
     """
 
     fronts = ()
 
-    def __init__(self, linear: PackedLinear, start: int, width: int):
-        input_scale = linear.input_scale
-        super().__init__(linear.weight, linear.bias, activation=linear.activation, input_scale=input_scale)
-        self.batch_invariant, self.start, self.width = linear.batch_invariant, start, width
-        self.split = linear.split
-        self.codes = linear.weight.format.codes
-        self.named(linear.weight.layer)
-        self.train(linear.training)
+    def __init__(self, linear: PackedLinear, merged: WeightFormat, start: int, width: int):
+        weight = _in_order(linear.weight, merged.order)
+        super().__init__(weight, linear.bias, activation=linear.activation, input_scale=linear.input_scale)
+        self.start, self.width, self.order, self.merged = start, width, linear.weight.format.order, merged
+        _like(self, linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., width], the joint's output -> [..., out_features], a view."""
+        """x [..., width], what `FusedProjections` gave -> [..., out_features], a view."""
         if x.shape[-1:] != (self.width,):
             raise ValueError(
                 f"x: expected shape [..., {self.width}], what the fused module in front computes, got {list(x.shape)}; "
@@ -53,141 +55,128 @@ class Slice(PackedLinear):
 
     def original(self) -> PackedLinear:
         """The Linear, with tensors of its own."""
-        weight = self.weight
-        tensors = [None if x is None else x.clone() for x in (weight.blocks, weight.channel_scale, weight.row_sum)]
-        if self.codes != weight.format.codes:
-            layout.reorder_codes(tensors[0][None], weight.format.codes, self.codes)
-        format = replace(weight.format, codes=self.codes)
-        sizes = (weight.n, weight.k, weight.group_size, format)
-        weight = type(weight)(*tensors[:2], *sizes, row_sum=tensors[2], permutation=_clone(weight.permutation))
-        kind, input_scale = LINEARS[weight.bits], _clone(self.input_scale)
-        linear = kind(weight, _clone(self.bias), activation=self.activation, input_scale=input_scale)
-        if self.batch_invariant != PackedLinear.batch_invariant:
-            linear.batch_invariant = self.batch_invariant
-        linear.split = self.split
-        linear.named(self._weight.layer)
-        return linear.train(self.training)
+        weight = _in_order(self.weight, self.order)
+        weight = weight.with_tensors(*(_clone(getattr(weight, name)) for name in TENSORS))
+        linear = PackedLinear.of_parts(Parts(weight, _clone(self.bias), self.activation, _clone(self.input_scale)))
+        return _like(linear, self)
 
-    def show(self, views: dict[str, torch.Tensor | None], meta: torch.Tensor | None) -> None:
-        """Makes views of a run's tensors the buffers; meta: what describes them, None for what described the last."""
+    def show(self, views: Mapping[str, torch.Tensor | None]) -> None:
+        """Makes views of the merged tensors the buffers."""
         self._buffers.update(views)
-        if meta is None:
-            self._bind()
+        if isinstance(self._weight, torch.Tensor):  # its description, as a copy has it
+            self._bind_described(self._weight)
         else:
-            self._bind_described(meta)
+            self._bind()
 
-    # ---- buffers: the run moves and copies them ----------------------------------------------------------------------
+    # ---- buffers: the `MergedLinear` moves and copies them -----------------------------------------------------------
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Slice:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ProjectionView:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return state | {"_buffers": state["_buffers"] | dict.fromkeys(_VIEWS)}
+        return state | {"_buffers": dict.fromkeys(state["_buffers"])}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
 
-    def _load_from_state_dict(  # type: ignore[no-untyped-def]
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        *_, error_msgs = rest
         if local_metadata.get("assign_to_params_buffers", False):
             error_msgs.append(f"{prefix}blocks: expected assign=False for a fused layer, got True; or {ADVICE}")
             return
         if prefix + "blocks" in state_dict and self._what_is_wrong(state_dict, prefix) is None:
-            codes, mine = Weight.from_state_dict(state_dict, prefix).format.codes, self.weight.format.codes
-            if codes != mine != "any":
-                error_msgs.append(f"{prefix}meta: expected codes in the order {mine!r}, got {codes!r}; {ADVICE}")
+            weight, order = Weight.from_state_dict(state_dict, prefix), self.merged.order
+            found, problem = weight.format, None
+            if found.order != order != "any":
+                problem = f"expected codes in the order {order!r}, got {found.order!r}"
+            elif self.merged.strip_scales and not found.strip_scales:
+                problem = "expected one scale for every 64 rows, as the merged weight has, got several"
+            if problem is not None:
+                error_msgs.append(f"{prefix}meta: {problem}; {ADVICE}")
                 return
-            if codes != mine:
-                blocks = state_dict[prefix + "blocks"].clone()
-                layout.reorder_codes(blocks[None], codes, mine)
-                state_dict = {**state_dict, prefix + "blocks": blocks, prefix + "meta": self._description()["meta"]}
-            self.codes = codes
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+            self.order, weight = found.order, _in_order(weight, order)
+            meta = weight.state_dict()["meta"]
+            state_dict = {**state_dict, prefix + "blocks": weight.blocks, prefix + "meta": meta}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
-class Run(PackedLinear):
+class MergedLinear(PackedLinear):
     """Linears that read one input as one GEMM. Its tensors are theirs, and in a state dict theirs alone.
 
     Attributes:
-        slices: what stands for the Linears; their buffers are views of the run's.
+        slices: what stands for the Linears; their buffers are views of this one's.
     """
 
     def __init__(self, linears: Sequence[PackedLinear], start: int, width: int):
         first = linears[0]
-        bias = None if first.bias is None else torch.cat([linear.bias for linear in linears])
-        weight = _stacked([linear.weight for linear in linears])
-        super().__init__(weight, bias, activation=first.activation, input_scale=first.input_scale)
-        self.batch_invariant = first.batch_invariant
+        format = in_common([linear.weight.format for linear in linears])
         slices = []
         for linear in linears:
-            slices.append(Slice(linear, start, width))
+            slices.append(ProjectionView(linear, format, start, width))
             start += linear.out_features
+        tensors = {name: _below(slices, name) for name in _BY_ROW}
+        bias = tensors.pop("bias")
+        n = sum(linear.out_features for linear in linears)
+        weight = replace(slices[0].weight, n=n, format=format, **tensors)
+        super().__init__(weight, bias, activation=first.activation, input_scale=first.input_scale)
+        self.batch_invariant = first.batch_invariant
         self.slices = tuple(slices)  # in a tuple: they are modules of the model elsewhere
-        self._show([_meta(part, weight.format.codes) for part in self.slices])
+        self._show()
 
-    def _show(self, metas: Sequence[torch.Tensor | None]) -> None:
-        row = 0
-        for part, meta in zip(self.slices, metas):
-            n = part.out_features
-            padded = slice(row, row + STRIP_ROWS * layout.strips_of(n))
-            blocks, channel_scale, row_sum, bias, permutation, input_scale = (self._buffers[name] for name in _VIEWS)
-            views = {
-                "blocks": blocks[padded.start // STRIP_ROWS : padded.stop // STRIP_ROWS],
-                "channel_scale": None if channel_scale is None else channel_scale[padded],
-                "row_sum": None if row_sum is None else row_sum[padded],
-                "bias": None if bias is None else bias[row : row + n],
-                "permutation": permutation,
-                "input_scale": input_scale,
-            }
-            part.show(views, meta)
-            row += n
+    def _show(self) -> None:
+        shared, row = {name: self._buffers[name] for name in _SHARED}, 0
+        for part in self.slices:
+            rows = slice(row, row + part.out_features)
+            strips = slice(row // STRIP_ROWS, row // STRIP_ROWS + layout.strips_of(part.out_features))
+            padded = slice(strips.start * STRIP_ROWS, strips.stop * STRIP_ROWS)
+            places = dict(zip(_BY_ROW, (strips, padded, padded, rows)))
+            tensors = {name: self._buffers[name] for name in _BY_ROW}
+            views = {name: None if x is None else x[places[name]] for name, x in tensors.items()}
+            part.show(views | shared)
+            row = rows.stop
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Run:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MergedLinear:
         super()._apply(fn, recurse)
-        self._show([None] * len(self.slices))
+        self._show()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._show([part._weight for part in self.slices])  # as `Packed.__getstate__` left it
+        self._show()
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:  # type: ignore[no-untyped-def]
+    def _save_to_state_dict(self, *_: Any) -> None:
         pass
 
     def _load_from_state_dict(self, *_: Any) -> None:
-        self._bind()  # settles what was loaded into the slices
+        self._bind()  # settles what was loaded into the views
 
 
-class Joint(torch.nn.Module):
+class FusedProjections(torch.nn.Module):
     """Linears that read one input, which is quantised once; all columns of all of them in one tensor.
 
     Attributes:
-        runs: a `Run` for each GEMM.
+        runs: a `MergedLinear` for each GEMM.
         in_features, width: columns of input and output.
     """
 
     def __init__(self, linears: Sequence[PackedLinear]):
         super().__init__()
         self.in_features, self.width = linears[0].in_features, sum(linear.out_features for linear in linears)
-        runs: list[list[PackedLinear]] = []
-        for linear in linears:
+        groups, start = [[linears[0]]], 0
+        for linear in linears[1:]:
             # A weight's rows come in strips: another's can only stand below a whole one.
-            if runs and _kind(runs[-1][0]) == _kind(linear) and runs[-1][-1].out_features % STRIP_ROWS == 0:
-                runs[-1].append(linear)
+            if _kind(groups[-1][0]) == _kind(linear) and groups[-1][-1].out_features % STRIP_ROWS == 0:
+                groups[-1].append(linear)
             else:
-                runs.append([linear])
-        made, start = [], 0
-        for run in runs:
-            made.append(Run(run, start, self.width))
-            start += made[-1].out_features
-        self.runs = torch.nn.ModuleList(made)
+                groups.append([linear])
+        self.runs = torch.nn.ModuleList()
+        for group in groups:
+            self.runs.append(MergedLinear(group, start, self.width))
+            start += self.runs[-1].out_features
 
     @property
-    def slices(self) -> list[Slice]:
+    def slices(self) -> list[ProjectionView]:
         return [part for run in self.runs for part in run.slices]
 
     def forward(self, x: torch.Tensor, **norm: Any) -> torch.Tensor:
@@ -217,9 +206,9 @@ class FusedNorm(torch.nn.Module):
         super().__init__()
         self.weight, self.eps, self.one_plus = norm.weight, eps, one_plus
         self.register_buffer("gain", None, persistent=False)
-        self.joint = Joint(linears)
+        self.joint = FusedProjections(linears)
         for run in self.joint.runs:
-            run.fronts = ({"rms_norm": True},)
+            run.fronts = (NORM,)
         self.replaced = (norm,)  # in a tuple: its weight is this module's
         self.train(norm.training)
         self._set_gain()
@@ -262,22 +251,16 @@ class FusedMLP(torch.nn.Module):
     """down(act(gate(x)) * up(x)), product and quantiser in one kernel; gate and up in one GEMM.
 
     Has the children of the module that it replaces. Without a joint of its own, x is the output of the fused norm in
-    front: gate and up. `gate`: the argument of `quantize_activations` for act.
+    front: gate and up.
     """
 
-    def __init__(
-        self,
-        mlp: torch.nn.Module,
-        down: str,
-        gate: Mapping[str, Any],
-        linears: Sequence[PackedLinear] = (),
-    ):
+    def __init__(self, mlp: torch.nn.Module, down: str, gate: Gate, linears: Sequence[PackedLinear] = ()):
         super().__init__()
         self._modules.update(mlp._modules)
         self.down_name = down
-        self._modules["joint"] = Joint(linears) if linears else None
-        self.front = gate
-        self._down.fronts = (gate,)
+        self._modules["joint"] = FusedProjections(linears) if linears else None
+        self.front = MUL_KEYWORDS[gate]
+        self._down.fronts = (Prologue(gate=gate),)
         self.replaced = (mlp,)
         self.training = mlp.training
 
@@ -311,7 +294,7 @@ class FusedMLP(torch.nn.Module):
         return mlp
 
 
-FUSED = (FusedNorm, FusedMLP, Slice)
+FUSED = (FusedNorm, FusedMLP, ProjectionView)
 
 
 def quantised_alike(linears: Sequence[PackedLinear]) -> str | None:
@@ -336,35 +319,37 @@ def _kind(linear: PackedLinear) -> tuple[Any, ...]:
     return weight.format.common, weight.row_sum is None, bias_dtype, linear.batch_invariant
 
 
-def _stacked(weights: Sequence[Weight]) -> Weight:
-    """The weights one below the other, in the order of codes that all have, or else in "any"."""
-    first = weights[0]
-    if len(weights) == 1:
-        return first
-    with torch.inference_mode(False), torch.no_grad():
-        orders = {weight.format.codes for weight in weights}
-        codes = first.format.codes if len(orders) == 1 else "any"
-        blocks = torch.cat([weight.blocks for weight in weights])
-        strip = 0
-        for weight in weights:
-            end = strip + ceil_div(weight.n, STRIP_ROWS)
-            if weight.format.codes != codes:
-                layout.reorder_codes(blocks[None, strip:end], weight.format.codes, codes)
-            strip = end
-        channel_scale = None if first.channel_scale is None else torch.cat([weight.channel_scale for weight in weights])
-        row_sum = None if first.row_sum is None else torch.cat([weight.row_sum for weight in weights])
-        n, strips = sum(weight.n for weight in weights), all(weight.format.strip_scales for weight in weights)
-        format = replace(first.format, codes=codes, strip_scales=strips)
-        sizes = (n, first.k, first.group_size, format)
-        return type(first)(blocks, channel_scale, *sizes, row_sum=row_sum, permutation=first.permutation)
+def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
+    """The format of one weight that holds all of these."""
+    first = formats[0]
+    zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
+    order = first.order if len(orders) == 1 and not zero_point else first.common.order
+    strips = all(each.strip_scales for each in formats)
+    return replace(first, zero_point=zero_point, order=order, strip_scales=strips)
 
 
-def _meta(part: Slice, codes: str) -> torch.Tensor:
-    """`meta` of the slice's weight with its codes in this order."""
-    weight = part.weight
-    other = object.__new__(type(weight))
-    other.__dict__.update(weight.__dict__, format=replace(weight.format, codes=codes))
-    return other.state_dict()["meta"]
+def _in_order(weight: Weight, order: str) -> Weight:
+    """The weight with its codes in this order, copied unless they are."""
+    if weight.format.order == order:
+        return weight
+    blocks = weight.blocks.clone()
+    layout.reorder_codes(blocks[None], weight.format.code, weight.format.order, order)
+    found = replace(weight, blocks=blocks, format=replace(weight.format, order=order))
+    found.named(weight.layer)
+    return found
+
+
+def _below(parts: Sequence[ProjectionView], name: str) -> torch.Tensor | None:
+    """This tensor of all of them, one below the other; None where they have none."""
+    tensors = [part._buffers[name] for part in parts]
+    return tensors[0] if len(tensors) == 1 or tensors[0] is None else torch.cat(tensors)
+
+
+def _like(linear: PackedLinear, other: PackedLinear) -> PackedLinear:
+    """The Linear, set as the other is."""
+    linear.batch_invariant, linear.split = other.batch_invariant, other.split
+    linear.named(other.weight.layer)
+    return linear.train(other.training)
 
 
 def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:

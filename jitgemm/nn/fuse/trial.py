@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import MUL_KEYWORDS, Gate
 from jitgemm.activations.reference import gated
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.layers.experts import PackedExperts
@@ -67,7 +67,6 @@ def calls_of(owner: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> d
 
     As the owner calls it in a forward that takes `inputs_embeds`, else with one tensor.
     """
-    found: dict[str, Call | str] = {}
     recorders = {number: _Recorder(block) for number, block in blocks.items()}
     try:
         _copied(owner, [*_stubs(owner).values(), *recorders.values()])(
@@ -75,15 +74,15 @@ def calls_of(owner: torch.nn.Module, blocks: Mapping[str, torch.nn.Module]) -> d
         )
     except Exception:  # noqa: BLE001 - somebody else's code, and often no such argument
         pass
+    found: dict[str, Call | str] = {}
     for number, block in blocks.items():
+        inputs, named = recorders[number].call or Call((None,), {})
         try:
             x = _tokens(block)
+            call = (x, *inputs[1:]) if inputs else (), named if inputs else named | {"hidden_states": x}
+            found[number] = Call(*_moved(call, x.device))
         except Unclear as reason:
             found[number] = f"a block with {reason}"
-            continue
-        inputs, named = recorders[number].call or Call((x,), {})
-        call = Call((x, *inputs[1:]), named) if inputs else Call((), named | {"hidden_states": x})
-        found[number] = Call(_moved(call.inputs, x.device), _moved(call.named, x.device))
     return found
 
 
@@ -244,8 +243,8 @@ def run(
     return {name for name, stub in stubs.items() if stub.calls}
 
 
-def gate_of(mlp: torch.nn.Module, linears: Sequence[str], down: str) -> str | None:
-    """The gate, of silu, gelu and gelu_tanh, where the MLP computes down(act(gate(x)) * up(x)), else None.
+def gate_of(mlp: torch.nn.Module, linears: Sequence[str], down: str) -> Gate | None:
+    """The gate, of those that quantisers have, where the MLP computes down(act(gate(x)) * up(x)), else None.
 
     Args:
         linears: the children gate and up, or one for both, gate first.
@@ -261,10 +260,10 @@ def gate_of(mlp: torch.nn.Module, linears: Sequence[str], down: str) -> str | No
     if others or output is not result or any(len(calls) != 1 or calls[0][0] is not x for calls in read):
         return None
     halves = torch.cat([calls[0][1] for calls in read], -1)
-    for kind in ("silu", "gelu", "gelu_tanh"):
-        expected = gated(halves, Gate(kind, "gate_up", math.inf, 1.0))
+    for gate in MUL_KEYWORDS:
+        expected = gated(halves, gate)
         if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
-            return kind
+            return gate
     return None
 
 
@@ -274,13 +273,12 @@ def norm_of(module: torch.nn.Module) -> tuple[float, bool] | str:
     Found by trying, in fp32, on tokens of which some are so small that eps shows.
     """
     kind = f"{type(module).__name__} is no RMSNorm with one weight and a fixed eps"
-    weight = module._parameters.get("weight")
     eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)
-    if weight is None or weight.dim() != 1 or module._modules or isinstance(module, PackedLinear) or eps is None:
+    tensors = {name: each for name, each in (module._parameters | module._buffers).items() if each is not None}
+    weight = tensors.pop("weight", None)
+    if weight is None or tensors or module._modules or eps is None:
         return kind
-    if any(each is not None for name, each in module._parameters.items() if name != "weight") or module._buffers:
-        return kind
-    if TYPE_NAMES.get(weight.dtype) not in REAL_TYPES or not weight.is_contiguous():
+    if weight.dim() != 1 or TYPE_NAMES.get(weight.dtype) not in REAL_TYPES or not weight.is_contiguous():
         return kind
     x = torch.randn(4, weight.shape[0], generator=torch.Generator().manual_seed(2), device="cpu") + 0.5
     x[2:] *= max(eps, 1e-30) ** 0.5

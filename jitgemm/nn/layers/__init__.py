@@ -1,12 +1,12 @@
 """The layers: a packed weight as a module, and the quantiser before it.
 
-linear    W4A8Linear and W8A8Linear
-experts   W4A8Experts and W8A8Experts
-packed    what both are made of: a packed weight whose tensors are a module's buffers
-gate      the gate between an expert's two GEMMs
-settle    marks a model's weights as written
-cut       a rank's part of a packed weight
-split     what a layer divided among ranks asks of its input and its output
-exchange  tokens' way to experts on other ranks and back
-dtensor   DTensors as activations
+linear             W4A8Linear and W8A8Linear
+experts            W4A8Experts and W8A8Experts
+packed             what both are made of: a packed weight whose tensors are a module's buffers
+gate               the gate between an expert's two GEMMs
+settle             marks a model's weights as written
+shard_weight       a rank's part of a packed weight
+sharding           what a layer divided among ranks asks of its input and its output
+expert_all_to_all  tokens' way to experts on other ranks and back
+dtensor            DTensors as activations
 """

@@ -14,13 +14,15 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
-    from jitgemm.nn.layers.split import Split
+    from jitgemm.nn.layers.sharding import LinearSharding
 
 ROWS = {"quantize_activations": ("x",), "gemm_w4a8_nt": ("x", "x_scale", "x_zero", "out")}
 """By op: its arguments that have a row for each token. The others are the same on all ranks."""
 
 
-def on_parts(forward: Callable[[torch.Tensor], torch.Tensor], x: DTensor, split: Split | None = None) -> torch.Tensor:
+def on_parts(
+    forward: Callable[[torch.Tensor], torch.Tensor], x: DTensor, split: LinearSharding | None = None
+) -> torch.Tensor:
     """forward, a module's, of each rank's rows of x [..., k]: a DTensor of x's layout.
 
     Partial sums are summed and columns gathered before. With `split`, of a divided module that takes and gives plain

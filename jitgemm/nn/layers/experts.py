@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from jitgemm.activations.kernel import SILU_MUL, Gate
+from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.arguments import Lhs
+from jitgemm.gemm.problem import Lhs
 from jitgemm.moe.arguments import Layer
 from jitgemm.moe.call import fused_experts
 from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.layers.gate import decoded, encoded
 from jitgemm.nn.layers.linear import is_dtensor
 from jitgemm.nn.layers.packed import Packed
-from jitgemm.nn.load.read import BLOCK, CODES, state_dict_parts
+from jitgemm.nn.load.read import state_dict_parts
 from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 
 if TYPE_CHECKING:
-    from jitgemm.nn.layers.exchange import ExpertSplit
+    from jitgemm.nn.layers.sharding import ExpertSharding
 
 
 class PackedExperts(torch.nn.Module):
@@ -52,21 +52,14 @@ class PackedExperts(torch.nn.Module):
 
     batch_invariant = False
     batched = False
-    split: ExpertSplit | None = None
+    split: ExpertSharding | None = None
     kind: ClassVar[type[Weight]] = Weight
     """The class of its weights."""
 
     def __init__(
-        self,
-        w13: Weight,
-        w2: Weight,
-        bias13: torch.Tensor | None = None,
-        bias2: torch.Tensor | None = None,
-        *,
-        gate: Gate = SILU_MUL,
-        activation: str = "e4m3",
-        top_k: int | None = None,
-    ):
+        self, w13: Weight, w2: Weight, bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None, *,
+        gate: Gate = SILU_MUL, activation: str = "e4m3", top_k: int | None = None,
+    ):  # fmt: skip
         """A layer over packed weights; no tensor is copied.
 
         Args:
@@ -99,6 +92,8 @@ class PackedExperts(torch.nn.Module):
         self.gate, self.activation, self.top_k = gate, activation, top_k
         self.w13 = Packed(w13, bias13, activation=activation)
         self.w2 = Packed(w2, bias2, activation=activation)
+        # Of `fused_experts`, made once: it is called with few tokens, too.
+        self._keywords = {**gate.keywords, **self.w13.scheme.keywords, "lhs_dtype": self.w13.lhs_dtype}
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> PackedExperts:
@@ -149,58 +144,29 @@ class PackedExperts(torch.nn.Module):
 
     def run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
         """The call itself, of rows [tokens, hidden]; options: of `fused_experts`, such as expert_map and out."""
-        if self.split is not None:
-            return self._run_divided(rows, ids, weights, **options)
-        return self._run(rows, ids, weights, **options)
+        split, w13, w2 = self.split, self.w13, self.w2
+        given = rows.contiguous(), w13.weight, w2.weight
+        if split is not None and split.exchanges:
+            from jitgemm.nn.layers.expert_all_to_all import exchange  # with torch.distributed
 
-    def _run_divided(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        split, gate = self.split, self.gate
-        if not split.exchanges:
-            out = self._run(rows, ids, weights, expert_map=split.expert_map(rows.device))
+            lhs, block = (w13.lhs_dtype, w13.scheme.affine), w13.scheme.block
+            more = self.gate, *lhs, None, w13.bias, w2.bias, None, self.batch_invariant, block
+            return exchange(Layer(*given, ids, weights, *more), split)
+        if split is not None:
+            options["expert_map"] = split.expert_map(rows.device)
+        out = fused_experts(*given, ids.contiguous(), weights.contiguous(), **self._options(w13, w2), **options)
+        if split is not None:
             split.sum(out)
-            return out
-        weight13, weight2, by_block = self.w13.weight, self.w2.weight, self.activation.endswith(BLOCK)
-        return split.exchange(
-            Layer(
-                rows.contiguous(),
-                weight13,
-                weight2,
-                ids,
-                weights,
-                gate,
-                CODES[self.activation],
-                self.activation == "int8_affine",
-                None,
-                self.w13.bias,
-                self.w2.bias,
-                None,
-                self.batch_invariant,
-                by_block,
-            )  # fmt: skip
-        )
+        return out
 
     def run_batched(self, x: torch.Tensor | Lhs, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float) -> None:
         """`fused_experts_masked`: of tokens sorted by expert, neither weighed nor summed, into out."""
-        fused_experts_masked(x, self.w13.weight, self.w2.weight, out, masked_m, expected_m, **self._options())
+        w13, w2 = self.w13, self.w2
+        fused_experts_masked(x, w13.weight, w2.weight, out, masked_m, expected_m, **self._options(w13, w2))
 
-    def _run(self, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
-        parts = rows.contiguous(), self.w13.weight, self.w2.weight, ids.contiguous(), weights.contiguous()
-        return fused_experts(*parts, **self._options(), **options)
-
-    def _options(self) -> dict[str, Any]:
-        gate = self.gate
-        return dict(
-            activation=gate.kind,
-            order=gate.order,
-            alpha=gate.alpha,
-            limit=None if gate.limit == math.inf else gate.limit,
-            bias13=self.w13.bias,
-            bias2=self.w2.bias,
-            lhs_dtype=CODES[self.activation],
-            affine=self.activation == "int8_affine",
-            scheme="block" if self.activation.endswith(BLOCK) else "token",
-            batch_invariant=self.batch_invariant,
-        )
+    def _options(self, w13: Packed, w2: Packed) -> dict[str, Any]:
+        biases = {"bias13": w13._buffers["bias"], "bias2": w2._buffers["bias"]}
+        return {**self._keywords, **biases, "batch_invariant": self.batch_invariant}
 
     def extra_repr(self) -> str:
         gate = self.gate

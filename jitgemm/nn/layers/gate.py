@@ -10,12 +10,8 @@ from itertools import product
 
 import torch
 
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, Gate
 from jitgemm.activations.reference import gated
-
-_KINDS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
-_ORDERS = ("gate_up", "up_gate", "interleaved")
-"""By their number in a state dict; append only."""
 
 _LIMITS = ("limit", "swiglu_limit")  # what experts call the attributes
 _ALPHAS = ("alpha", "swiglu_alpha")
@@ -23,16 +19,16 @@ _ALPHAS = ("alpha", "swiglu_alpha")
 
 def encoded(gate: Gate) -> torch.Tensor:
     """The gate as fp64 [4], for a state dict."""
-    numbers = (_KINDS.index(gate.kind), _ORDERS.index(gate.order), gate.limit, gate.alpha)
+    numbers = (GATE_KINDS.index(gate.kind), GATE_ORDERS.index(gate.order), gate.limit, gate.alpha)
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 def decoded(numbers: torch.Tensor) -> Gate:
     """The gate that `encoded` wrote. Raises ValueError for a tensor that is none."""
     kind, order, limit, alpha = numbers.tolist() if tuple(numbers.shape) == (4,) else (-1, -1, 0, 0)
-    if kind not in range(len(_KINDS)) or order not in range(len(_ORDERS)):
+    if kind not in range(len(GATE_KINDS)) or order not in range(len(GATE_ORDERS)):
         raise ValueError(f"gate: expected the four numbers of a gate, got {numbers.tolist()}")
-    return Gate(_KINDS[int(kind)], _ORDERS[int(order)], limit, alpha)
+    return Gate(GATE_KINDS[int(kind)], GATE_ORDERS[int(order)], limit, alpha)
 
 
 def interleaved(rows: torch.Tensor) -> torch.Tensor:
@@ -54,7 +50,7 @@ def gate_of(experts: torch.nn.Module) -> Gate | None:
             found = experts._apply_gate(probe)  # type: ignore[operator]
         except Exception:  # noqa: BLE001 - somebody else's code, given what it was not made for
             return None
-        for kind, order, bound in product(_KINDS, _ORDERS, dict.fromkeys((math.inf, limit or math.inf))):
+        for kind, order, bound in product(GATE_KINDS, GATE_ORDERS, dict.fromkeys((math.inf, limit or math.inf))):
             gate = Gate(kind, order, bound, (alpha or 1.0) if kind == "swiglu_oai" else 1.0)
             expected = gated(probe, gate)
             if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5):

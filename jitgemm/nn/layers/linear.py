@@ -13,22 +13,27 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.scheme import NO_PROLOGUE, Prologue, activation_named
 from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.call import gemm
+from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.layers.packed import Packed
-from jitgemm.nn.load.read import BLOCK, CODES, Parts, check_activation, layer_of, read, state_dict_parts
+from jitgemm.nn.load.read import Parts, layer_of, read, state_dict_parts
 from jitgemm.runtime.checks import ALIGNMENT
-from jitgemm.tensors import TYPE_NAMES, check_dtype, check_no_grad
+from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.pack import check_group_size
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed
 from jitgemm.weight.parts import format_group
 from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
 
 if TYPE_CHECKING:
-    from jitgemm.nn.layers.split import Split
+    from jitgemm.nn.layers.sharding import LinearSharding
+
+
+Device = torch.device | str | int | None
 
 
 class PackedLinear(Packed):
@@ -63,18 +68,14 @@ class PackedLinear(Packed):
     """
 
     batch_invariant = False
-    split: Split | None = None
-    fronts: Sequence[Mapping[str, Any]] = ({},)
-    """What the layer's quantiser may compute first, as `quantize_spec` has it; none where the layer runs no kernels."""
+    split: LinearSharding | None = None
+    fronts: Sequence[Prologue] = (NO_PROLOGUE,)
+    """What the layer's quantiser may compute first; empty where the layer runs no kernels."""
 
     def __init__(
-        self,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str = "e4m3",
+        self, weight: Weight, bias: torch.Tensor | None = None, *, activation: str = "e4m3",
         input_scale: torch.Tensor | None = None,
-    ):
+    ):  # fmt: skip
         """A layer over a packed weight; no tensor is copied.
 
         Args:
@@ -96,28 +97,20 @@ class PackedLinear(Packed):
 
     @classmethod
     def from_weight(
-        cls,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str = "e4m3",
+        cls, weight: Weight, bias: torch.Tensor | None = None, *, activation: str = "e4m3",
         input_scale: torch.Tensor | None = None,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """A layer over a packed weight; arguments and errors are the constructor's."""
         return cls(weight, bias, activation=activation, input_scale=input_scale)
 
     @classmethod
     def _from_linear(
-        cls,
-        linear: torch.nn.Linear,
-        activation: str,
-        device: torch.device | str | int | None,
-        quantise: Callable[..., Weight],
+        cls, linear: torch.nn.Linear, activation: str, device: Device, quantise: Callable[..., Weight]
     ) -> Self:
         """A layer whose weight is quantise(linear.weight, lhs_dtype=...)."""
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-        check_activation(activation)
+        lhs_dtype = torch_dtype(activation_named(activation).dtype)
         with torch.no_grad():
             w = linear.weight.detach()
             if w.is_meta:
@@ -126,20 +119,14 @@ class PackedLinear(Packed):
             if device is not None:
                 device = target_device(device)
                 w, bias = w.to(device), None if bias is None else bias.to(device)
-            weight = quantise(w, lhs_dtype=CODES[activation])
+            weight = quantise(w, lhs_dtype=lhs_dtype)
             return cls(weight, None if bias is None else bias.clone(), activation=activation)
 
     @classmethod
     def from_checkpoint(
-        cls,
-        source: Source,
-        prefix: str,
-        *,
-        activation: str | None = None,
-        device: torch.device | str | int | None = None,
-        format: str | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> Self:
+        cls, source: Source, prefix: str, *, activation: str | None = None, device: Device = None,
+        format: str | None = None, config: Mapping[str, Any] | None = None,
+    ) -> Self:  # fmt: skip
         """A layer read from a quantised checkpoint, bit-exact; only its own tensors are read.
 
         Args:
@@ -156,7 +143,7 @@ class PackedLinear(Packed):
                 that the layer does not have, such as scales per group of k.
         """
         if activation is not None:
-            check_activation(activation)
+            activation_named(activation)
         checkpoint = opened(source, config)
         layer = layer_of(checkpoint, prefix, activation, format)
         if cls.kind.bits not in (0, layer.bits):
@@ -183,29 +170,15 @@ class PackedLinear(Packed):
 
     @classmethod
     def _empty(
-        cls,
-        k: int,
-        n: int,
-        group_size: int,
-        fmt: WeightFormat,
-        bias: bool | torch.dtype,
-        activation: str,
-        permutation: bool,
-        input_scale: bool,
-        device: torch.device | str | int | None,
+        cls, weight: Weight, bias: bool | torch.dtype, activation: str, input_scale: bool, device: Device
     ) -> Self:
-        """A layer without values, of this format."""
+        """A layer over a weight without values."""
         bias_dtype = torch.bfloat16 if bias is True else bias
         if bias_dtype not in (False, torch.bfloat16, torch.float32):
             raise TypeError(f"bias: expected a bool, torch.bfloat16 or torch.float32, got {bias!r}")
-        empty = partial(torch.empty, device=device)
-        weight = empty_weight(k, n, group_size, fmt, permutation, device)
-        return cls(
-            weight,
-            empty(n, dtype=bias_dtype) if bias_dtype else None,
-            activation=activation,
-            input_scale=torch.ones(1, device=device, dtype=torch.float32) if input_scale else None,
-        )
+        made = torch.empty(weight.n, dtype=bias_dtype, device=device) if bias_dtype else None
+        scale = torch.ones(1, device=device, dtype=torch.float32) if input_scale else None
+        return cls(weight, made, activation=activation, input_scale=scale)
 
     # ---- the call ----------------------------------------------------------------------------------------------------
 
@@ -231,18 +204,13 @@ class PackedLinear(Packed):
 
     def quantise(self, rows: torch.Tensor, **front: Any) -> tuple[torch.Tensor, ...]:
         """rows [m, in_features] as the GEMM takes them; front: what `quantize_activations` computes of them first."""
-        input_scale = self._buffers["input_scale"]
+        permutation = self._buffers["permutation"]
         if self.split is not None and self.split.agreed:
-            return self.split.quantise(rows, CODES[self.activation], self._buffers["permutation"], **front)
+            return self.split.quantise(rows, self.lhs_dtype, permutation, **front)
+        scheme, scale = self.scheme, self._buffers["input_scale"]
         return quantize_activations(
-            rows,
-            CODES[self.activation],
-            scheme="block" if self.activation.endswith(BLOCK) else "token" if input_scale is None else "tensor",
-            affine=self.activation == "int8_affine",
-            scale=input_scale,
-            permutation=self._buffers["permutation"],
-            **front,
-        )
+            rows, self.lhs_dtype, scheme=scheme.scheme, affine=scheme.affine, scale=scale, permutation=permutation, **front
+        )  # fmt: skip
 
     def multiply(self, lhs: tuple[torch.Tensor, ...], out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """out [m, out_features] from what `quantise` gave; bias: bf16 or fp32, instead of the layer's.
@@ -264,7 +232,7 @@ class PackedLinear(Packed):
         parts += ["permutation"] if self.permutation is not None else []
         parts += ["static input scale"] if self.input_scale is not None else []
         parts += [f"1 of {self.split.mesh.size()} parts along {self.split.dim}"] if self.split is not None else []
-        parts += [f"scale_dtype={fmt.scale_type}", f"codes={fmt.codes}"]
+        parts += [f"scale_dtype={fmt.scale_type}", f"codes={fmt.order}"]
         return ", ".join(parts)
 
 
@@ -275,17 +243,10 @@ class W4A8Linear(PackedLinear):
 
     @classmethod
     def from_linear(
-        cls,
-        linear: torch.nn.Linear,
-        *,
-        activation: str = "e4m3",
-        group_size: int | str = 128,
-        symmetric: bool = True,
-        scale_dtype: torch.dtype = torch.bfloat16,
-        full_range: bool = True,
-        clip_steps: int = CLIP_STEPS,
-        device: torch.device | str | int | None = None,
-    ) -> W4A8Linear:
+        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", group_size: int | str = 128, symmetric: bool = True,
+        scale_dtype: torch.dtype = torch.bfloat16, full_range: bool = True, clip_steps: int = CLIP_STEPS,
+        device: Device = None,
+    ) -> W4A8Linear:  # fmt: skip
         """A layer whose weight is `linear`'s, quantised by `quantize_w4`.
 
         Args:
@@ -295,7 +256,7 @@ class W4A8Linear(PackedLinear):
             device: where to quantise and keep the weight; None for where it is.
 
         Raises:
-            TypeError, ValueError: an argument is wrong, or the weight has no 4-bit form; see `quantize_w4`.
+            TypeError, ValueError: an argument is wrong, or the weight has no such form; see `quantize_w4`.
         """
         quantise = partial(
             quantize_w4, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, full_range=full_range,
@@ -305,20 +266,10 @@ class W4A8Linear(PackedLinear):
 
     @classmethod
     def empty(
-        cls,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool | torch.dtype = False,
-        activation: str = "e4m3",
-        group_size: int | str = 128,
-        symmetric: bool = True,
-        scale_dtype: torch.dtype = torch.bfloat16,
-        offset: bool = False,
-        permutation: bool = False,
-        input_scale: bool = False,
-        device: torch.device | str | int | None = None,
-    ) -> W4A8Linear:
+        cls, in_features: int, out_features: int, *, bias: bool | torch.dtype = False, activation: str = "e4m3",
+        group_size: int | str = 128, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16,
+        offset: bool = False, permutation: bool = False, input_scale: bool = False, device: Device = None,
+    ) -> W4A8Linear:  # fmt: skip
         """A layer without values, to load a state dict into; the arguments say which tensors that one has.
 
         Args:
@@ -330,8 +281,8 @@ class W4A8Linear(PackedLinear):
         scale_type = check_dtype("scale_dtype", scale_dtype, REAL_TYPES)
         group_size = check_group_size(group_size, in_features)
         fmt = WeightFormat(format_group(in_features, group_size), not symmetric, scale_type, offset=offset)
-        sizes = in_features, out_features, group_size, fmt
-        return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
+        weight = empty_weight(in_features, out_features, group_size, fmt, permutation, device)
+        return cls._empty(weight, bias, activation, input_scale, device)
 
 
 class W8A8Linear(PackedLinear):
@@ -344,69 +295,45 @@ class W8A8Linear(PackedLinear):
 
     @classmethod
     def from_linear(
-        cls,
-        linear: torch.nn.Linear,
-        *,
-        activation: str = "e4m3",
-        block: int | None = None,
-        device: torch.device | str | int | None = None,
+        cls, linear: torch.nn.Linear, *, activation: str = "e4m3", block: int | None = None, device: Device = None
     ) -> W8A8Linear:
-        """A layer whose weight is `linear`'s, quantised by `quantize_w8`.
+        """As `W4A8Linear.from_linear`, by `quantize_w8`; the weight is of the activations' type.
 
         Args:
-            linear: out_features a multiple of 8, in_features a multiple of 16; left as it is.
-            activation: one of ACTIVATIONS; the weight is of its type.
             block: None for a scale per row, 128 for one per block of 128 x 128.
-            device: where to quantise and keep the weight; None for where it is.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong, or the weight has no 8-bit form; see `quantize_w8`.
         """
         return cls._from_linear(linear, activation, device, partial(quantize_w8, block=block))
 
     @classmethod
     def empty(
-        cls,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool | torch.dtype = False,
-        activation: str = "e4m3",
-        group_size: int | str | None = None,
-        scale_dtype: torch.dtype = torch.float32,
-        permutation: bool = False,
-        input_scale: bool = False,
-        device: torch.device | str | int | None = None,
-    ) -> W8A8Linear:
+        cls, in_features: int, out_features: int, *, bias: bool | torch.dtype = False, activation: str = "e4m3",
+        group_size: int | str | None = None, scale_dtype: torch.dtype = torch.float32, permutation: bool = False,
+        input_scale: bool = False, device: Device = None,
+    ) -> W8A8Linear:  # fmt: skip
         """As `W4A8Linear.empty`; group_size None is per channel."""
         group_size = check_group_size("channel" if group_size is None else group_size, in_features)
-        scale_type, codes = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), CODES[check_activation(activation)]
-        fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, TYPE_NAMES[codes], bits=8)
-        sizes = in_features, out_features, group_size, fmt
-        return cls._empty(*sizes, bias, activation, permutation, input_scale, device)
+        scale_type, lhs = check_dtype("scale_dtype", scale_dtype, REAL_TYPES), activation_named(activation).dtype
+        fmt = WeightFormat(format_group(in_features, group_size), False, scale_type, lhs, code=typed_code(lhs))
+        weight = empty_weight(in_features, out_features, group_size, fmt, permutation, device)
+        return cls._empty(weight, bias, activation, input_scale, device)
 
 
 def empty_weight(
-    k: int,
-    n: int,
-    group_size: int,
-    fmt: WeightFormat,
-    permutation: bool = False,
-    device: torch.device | str | int | None = None,
+    k: int, n: int, group_size: int, fmt: WeightFormat, permutation: bool = False, device: Device = None,
     experts: int | None = None,
-) -> Weight:
+) -> Weight:  # fmt: skip
     """A weight without values, of this format."""
     lead, strips = () if experts is None else (experts,), ceil_div(n, STRIP_ROWS)
     empty = partial(torch.empty, device=device)
     rows = (*lead, STRIP_ROWS * strips)
-    return (W4Weight if fmt.bits == 4 else W8Weight)(
+    return LINEARS[fmt.bits].kind(
         empty((*lead, strips, ceil_div(k, BLOCK_K), fmt.record_bytes), dtype=torch.uint8),
         None if fmt.group_size else empty(rows, dtype=torch_dtype(fmt.scale_type)),
         n,
         k,
         group_size,
         fmt,
-        row_sum=empty(rows, dtype=torch.float32) if fmt.bits == 4 or fmt.codes == "s8" else None,
+        row_sum=empty(rows, dtype=torch.float32) if fmt.row_sums else None,
         # A permutation even before it is loaded: what reads it never reaches beyond the input.
         permutation=torch.arange(k, dtype=torch.int32, device=device) if permutation else None,
     )
@@ -425,7 +352,7 @@ def is_dtensor(x: torch.Tensor) -> bool:
     return isinstance(x, DTensor)
 
 
-def on_parts(forward: Callable[..., torch.Tensor], x: Any, split: Split | None = None) -> torch.Tensor:
+def on_parts(forward: Callable[..., torch.Tensor], x: Any, split: LinearSharding | None = None) -> torch.Tensor:
     """`jitgemm.nn.layers.dtensor.on_parts`, imported with the first DTensor."""
     from jitgemm.nn.layers import dtensor
 

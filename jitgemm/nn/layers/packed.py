@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from jitgemm.dtypes import REAL_TYPES
-from jitgemm.nn.load.read import ACTIVATIONS, CODES, check_activation
+from jitgemm.activations.scheme import ACTIVATIONS, Activation, activation_name, activation_named
+from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.runtime.dispatch import traced
-from jitgemm.tensors import TYPE_NAMES, check_dtype, describe, dtype_name
+from jitgemm.tensors import check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.state import TENSORS
 
@@ -27,28 +27,28 @@ class Packed(torch.nn.Module):
 
     Attributes:
         activation: one of ACTIVATIONS.
+        scheme: the same as an `Activation`, with a scale that is given where there is an `input_scale`.
+        lhs_dtype: of the activations' codes.
     """
 
     kind: ClassVar[type[Weight]] = Weight
     """The class of its weight."""
 
     def __init__(
-        self,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: str = "e4m3",
+        self, weight: Weight, bias: torch.Tensor | None = None, *, activation: str = "e4m3",
         input_scale: torch.Tensor | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__()
         if not isinstance(weight, self.kind):
             raise TypeError(f"weight: expected a {self.kind.__name__}, got {type(weight).__name__}")
-        self.activation = check_activation(activation)
-        _check_codes(weight, activation)
+        self.activation, scheme = activation, activation_named(activation)
+        self.scheme = scheme if input_scale is None else scheme.given
+        self.lhs_dtype = torch_dtype(scheme.dtype)
+        _check_codes(weight, activation, scheme)
         self._weight = weight = _lasting(weight)
         tensors = weight.state_dict()
         buffers = {name: tensors.get(name) for name in TENSORS}
-        buffers["input_scale"] = _check_input_scale(input_scale, activation, weight.device)
+        buffers["input_scale"] = _check_input_scale(input_scale, activation, scheme, weight.device)
         buffers["bias"] = _check_bias(bias, weight)
         # Absent ones last: torch.export (2.13, not strict) counts on it.
         for name, tensor in sorted(buffers.items(), key=lambda item: item[1] is None):
@@ -194,28 +194,29 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _check_codes(weight: Weight, activation: str) -> None:
-    if TYPE_NAMES[CODES[activation]] not in weight.format.lhs_types:
-        other = "e4m3" if weight.format.codes == "e4m3" else "int8"
-        either = " or for any activations" if weight.bits == 4 else ""
+def _check_codes(weight: Weight, activation: str, scheme: Activation) -> None:
+    if scheme.dtype not in weight.format.lhs_types:
+        either = " or for any activations" if len(weight.format.common.lhs_types) > 1 else ""
+        other = activation_name(weight.format.lhs_types[0])
         raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {other}")
-    if activation == "int8_affine" and weight.row_sum is None:
-        raise ValueError("weight: expected row sums, which int8_affine needs, got a weight without; pack it again")
+    if scheme.affine and weight.row_sum is None:
+        raise ValueError(f"weight: expected row sums, which {activation} needs, got a weight without; pack it again")
 
 
 def _check_given(name: str, tensor: object, device: torch.device) -> None:
-    """Refuses what is no tensor beside the weight, other than None."""
-    if tensor is not None and not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor or None, got {type(tensor).__name__}")
-    if tensor is not None and tensor.device != device:
+    if tensor.device != device:
         raise ValueError(f"{name}: expected the weight's device {device}, got {tensor.device}")
 
 
-def _check_input_scale(input_scale: torch.Tensor | None, activation: str, device: torch.device) -> torch.Tensor | None:
-    _check_given("input_scale", input_scale, device)
+def _check_input_scale(
+    input_scale: torch.Tensor | None, activation: str, scheme: Activation, device: torch.device
+) -> torch.Tensor | None:
     if input_scale is None:
         return None
-    if activation not in ("e4m3", "int8"):
+    _check_given("input_scale", input_scale, device)
+    if scheme.block or scheme.affine:
         raise ValueError(f"input_scale: expected None with {activation}, whose scales are found per token")
     if input_scale.dtype != torch.float32 or input_scale.numel() != 1:
         raise ValueError(f"input_scale: expected float32 of one element, got {describe(input_scale)}")
@@ -226,9 +227,9 @@ def _check_input_scale(input_scale: torch.Tensor | None, activation: str, device
 
 def _check_bias(bias: torch.Tensor | None, weight: Weight) -> torch.Tensor | None:
     """As the GEMM takes it: fp16 widened to fp32, which is exact."""
-    _check_given("bias", bias, weight.device)
     if bias is None:
         return None
+    _check_given("bias", bias, weight.device)
     check_dtype("bias", bias.dtype, REAL_TYPES)
     shape = [*weight.shape[:-1]]
     if list(bias.shape) != shape:

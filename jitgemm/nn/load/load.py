@@ -25,7 +25,8 @@ from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from jitgemm.nn.parallel.styles import Division, Style
+    from jitgemm.nn.parallel.plan import ShardingPlan
+    from jitgemm.nn.parallel.styles import Style
 
 
 def load_(
@@ -96,9 +97,9 @@ def load_(
         raise ValueError("tp_plan: expected None without tp, a mesh, got a plan")
     division = None
     if tp is not None:
-        from jitgemm.nn.parallel.styles import division_of  # half a second of torch.distributed
+        from jitgemm.nn.parallel.plan import sharding_plan  # half a second of torch.distributed
 
-        division = division_of(model, tp, tp_plan)
+        division = sharding_plan(model, tp, tp_plan)
     plan = planned(model, opened(source, config), filter, activation, format, allow_missing, strict)
     if division is not None:
         division.check(model, plan.layers)
@@ -150,7 +151,7 @@ def warn_of(report: Report, call: str, where: str, instead: str) -> None:
         )
 
 
-def _carry_out(plan: Plan, target: torch.device | None, division: Division | None) -> None:
+def _carry_out(plan: Plan, target: torch.device | None, division: ShardingPlan | None) -> None:
     model: Any = plan.model
 
     def make(name: str, old: Any) -> PackedLinear | PackedExperts:
@@ -178,7 +179,7 @@ def _carry_out(plan: Plan, target: torch.device | None, division: Division | Non
 
 
 def made(
-    plan: Plan, name: str, old: torch.nn.Module, device: torch.device, division: Division | None = None
+    plan: Plan, name: str, old: torch.nn.Module, device: torch.device, division: ShardingPlan | None = None
 ) -> PackedLinear | PackedExperts:
     """The layer of that name, with its data, or a rank's part of it.
 

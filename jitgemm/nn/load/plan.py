@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from jitgemm.checkpoint.compressed_tensors import online_transform, stored_otherwise
+from jitgemm.checkpoint.compressed_tensors_config import online_transform, stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.quantize.choose import PACKED, Filter, Replaceable
 from jitgemm.nn.layers.linear import PackedLinear

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from jitgemm.checkpoint.canonical import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_SCALES
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.format import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_SCALES, Inputs
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
-from jitgemm.nn.layers.cut import Cut, part_of_bias, part_of_weight
+from jitgemm.nn.layers.shard_weight import Cut, part_of_bias, part_of_weight
 from jitgemm.weight.packed import Weight
 
 ACTIVATIONS = ("e4m3", "int8", "int8_affine", "e4m3_block", "int8_block")
@@ -28,8 +28,6 @@ CODES = {name: torch.float8_e4m3fn if name.startswith("e4m3") else torch.int8 fo
 BLOCK = "_block"
 """With which the kinds end that have a scale per token and 128 values."""
 
-_OWN = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
-"""The kind of activations that 8-bit codes meet where nothing else is said."""
 ZERO_BIAS = "a bias of zeros, where the model has none"
 ZEROS = "8-bit codes with zero points"
 OF_CACHE = "scale of the KV cache or attention, not quantised here"
@@ -96,7 +94,7 @@ def packable(layer: Layer) -> bool:
 
 def has_zeros(layer: Layer) -> bool:
     """Whether its 8-bit codes may have zero points."""
-    return layer.header is not None and layer.header.sizes.zeros
+    return layer.header is not None and layer.header.scheme.unpackable
 
 
 def is_quantised(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -134,19 +132,14 @@ def layer_of(
 
 
 def _layer(header: LayerHeader, activation: str | None) -> Layer:
-    scheme, names = header.config or {}, header.names
-    own = _OWN.get(header.sizes.codes)
-    said, static = activations(scheme, activation, own)
+    scheme, names = header.scheme, header.names
+    own = None if scheme.code == "int4" else scheme.code
+    said, static = activations(scheme.inputs, activation, own)
     unused = {name: OF_CACHE for suffix, name in names.items() if suffix in KV_CACHE_SCALES}
     if "output_scale" in names:
         unused[names["output_scale"]] = "scale of output activations, which are not quantised"
     scale = next((suffix for suffix in INPUT_SCALES if suffix in names), None)
     why = "where the config says none or dynamic" if activation is None else "replaced by activation=..."
-    if "input_activations" not in scheme:  # a format that says little: its static scales are those of e4m3
-        named = None if own is None else scheme.get("activation_scheme")
-        said, static = own or "e4m3", str(named).lower() == "static" or (scale is not None and named is None)
-        if own is not None and header.sizes.blocks and not static:  # as DeepSeek and its engines do
-            said += BLOCK
     if static and scale is None:
         if activation is None:
             raise ValueError(
@@ -161,7 +154,7 @@ def _layer(header: LayerHeader, activation: str | None) -> Layer:
     if static and chosen != said:
         static, why = False, f"calibrated for {said}"
     sizes = header.sizes
-    bits = 4 if sizes.codes is None else 8
+    bits = 4 if own is None else 8
     layer = Layer(header.prefix, names, sizes.n, sizes.k, sizes.group_size, chosen, static, bits, header, unused)
     return layer if static else without_input_scale(layer, f"static input scale, {why}")
 
@@ -280,39 +273,36 @@ def _packed_layer(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str],
     return Layer(prefix, names, *size, found.activation, bits=weight.bits, experts=weight.experts)
 
 
-def activations(scheme: Mapping[str, Any], wanted: str | None, own: str | None = None) -> tuple[str | None, bool]:
+def activations(inputs: Inputs | None, wanted: str | None, own: str | None = None) -> tuple[str | None, bool]:
     """(kind of activations that a layer's scheme asks for, or None; whether its scale is static).
 
     Args:
-        scheme: with compressed-tensors' `input_activations`; other formats tell theirs in the same words.
+        inputs: what the scheme says; None for nothing.
         wanted: what the caller wants instead, or None.
         own: the kind that a weight of 8 bits meets; None for one of 4.
 
     Raises:
         ValueError: a layer has no such activations, and `wanted` does not replace them.
     """
-    inputs = scheme.get("input_activations")
-    if not inputs or inputs.get("num_bits", 8) == 16:
+    if inputs is None or inputs.floats:
         return None, False
-    dynamic = bool(inputs.get("dynamic", False))
-    grouped = dynamic and inputs.get("strategy") == "group" and inputs.get("group_size") == LHS_GROUP
-    block = BLOCK if grouped and inputs.get("symmetric", True) else ""
+    grouped = inputs.dynamic and inputs.strategy == "group" and inputs.group_size == LHS_GROUP
+    block = BLOCK if grouped and inputs.symmetric else ""
     problem = None
-    if inputs.get("num_bits", 8) != 8:
-        problem = f"num_bits 8, got {inputs['num_bits']}"
-    elif inputs.get("type", "int") not in ("int", "float"):
-        problem = f"type int or float (e4m3), got {inputs['type']}"
-    elif inputs.get("strategy") != ("token" if dynamic else "tensor") and not block:
-        kind = "dynamic" if dynamic else "static"
-        found = f"{kind} ones per {inputs.get('strategy')}"
+    if inputs.num_bits != 8:
+        problem = f"num_bits 8, got {inputs.num_bits}"
+    elif inputs.type not in ("int", "float"):
+        problem = f"type int or float (e4m3), got {inputs.type}"
+    elif inputs.strategy != ("token" if inputs.dynamic else "tensor") and not block:
+        found = f"{'dynamic' if inputs.dynamic else 'static'} ones per {inputs.strategy}"
         problem = f"dynamic scales per token, or per token and 128, or a static one per tensor, got {found}"
-    elif not dynamic and not inputs.get("symmetric", True):
+    elif not inputs.dynamic and not inputs.symmetric:
         problem = "static scales to be symmetric, got symmetric: false"
     if problem is not None:
         if wanted is not None:
             return wanted, False
-        instead = own or ("int8" if inputs.get("type", "int") == "int" else "e4m3")
+        instead = own or ("int8" if inputs.type == "int" else "e4m3")
         raise ValueError(f"input_activations: expected {problem}; activation={instead!r} quantises per token instead")
-    if inputs.get("type", "int") == "float":
-        return f"e4m3{block}", not dynamic
-    return f"int8{block}" if inputs.get("symmetric", True) else "int8_affine", not dynamic
+    if inputs.type == "float":
+        return f"e4m3{block}", not inputs.dynamic
+    return f"int8{block}" if inputs.symmetric else "int8_affine", not inputs.dynamic

@@ -1,6 +1,7 @@
 """Tensor parallel styles of packed Linears and experts.
 
-styles  ColwiseParallel, RowwiseParallel, ExpertParallel, and how `load_` divides a model by them
+styles  ColwiseParallel, RowwiseParallel, ExpertParallel: how one layer is divided
+plan    which style divides which layer of a model that is being loaded
 """
 
 from __future__ import annotations

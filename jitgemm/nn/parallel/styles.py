@@ -9,30 +9,20 @@ plan serves a model with both.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DeviceMesh, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 import jitgemm.nn.layers.dtensor  # noqa: F401 - registers what the ops do with DTensors
-from jitgemm.checkpoint.canonical import PART_MULTIPLES
-from jitgemm.kernel.formats import GROUP_SIZES, LHS_GROUP
-from jitgemm.nn.layers.cut import Cut, part_of_bias, part_of_experts, part_of_weight
-from jitgemm.nn.layers.exchange import ExpertSplit
+from jitgemm.kernel.formats import LHS_GROUP
+from jitgemm.nn.layers.shard_weight import Cut, part_of_bias, part_of_experts, part_of_weight
 from jitgemm.nn.layers.experts import PackedExperts
-from jitgemm.nn.fuse.fused import ADVICE, Run, Slice
+from jitgemm.nn.fuse.fused import ADVICE, MergedLinear, ProjectionView
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.packed import Packed
-from jitgemm.nn.load.read import BLOCK, CODES, Layer
-from jitgemm.nn.layers.split import Split
+from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
 
 
 class _Divides(ParallelStyle):
@@ -121,7 +111,7 @@ class ExpertParallel(ParallelStyle):
         self.input_layouts = input_layouts or Replicate()
         self.max_tokens = max_tokens
 
-    def split_of(self, name: str, experts: int, mesh: DeviceMesh) -> ExpertSplit:
+    def sharding_of(self, name: str, experts: int, mesh: DeviceMesh) -> ExpertSharding:
         """What this rank has of so many experts. Raises ValueError for ranks or arguments that cannot be."""
         if self.input_layouts not in (Replicate(), Shard(0)):
             raise ValueError(f"input_layouts: expected Replicate() or Shard(0), got {self.input_layouts}")
@@ -133,7 +123,7 @@ class ExpertParallel(ParallelStyle):
         rank, world = rank_of(mesh)
         if experts % world:
             raise ValueError(f"{name}: expected experts that {world} ranks share alike, got {experts}")
-        return ExpertSplit(mesh.get_group(), rank, world, experts // world, self.input_layouts == Shard(0), most)
+        return ExpertSharding(mesh.get_group(), rank, world, experts // world, self.input_layouts == Shard(0), most)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedExperts):
@@ -141,16 +131,11 @@ class ExpertParallel(ParallelStyle):
         name = module.w13.weight.layer.removesuffix(".w13") or type(module).__name__
         if module.split is not None:
             raise ValueError(f"{name}: expected all experts, got {module.num_experts} of a rank")
-        split = self.split_of(name, module.num_experts, device_mesh)
+        split = self.sharding_of(name, module.num_experts, device_mesh)
         mine = slice(split.mine.start, split.mine.stop)
         for part in (module.w13, module.w2):
-            bias = part.bias
-            new = Packed(
-                part_of_experts(part.weight, mine),
-                None if bias is None else bias[mine].clone(),
-                activation=part.activation,
-            )
-            part.take(new)
+            bias = None if part.bias is None else part.bias[mine].clone()
+            part.take(Packed(part_of_experts(part.weight, mine), bias, activation=part.activation))
         module.num_experts, module.split = split.experts, split
         return module
 
@@ -161,27 +146,36 @@ Style = ColwiseParallel | RowwiseParallel
 def _divide(layer: PackedLinear, style: Style, mesh: DeviceMesh) -> PackedLinear:
     """Makes the layer this rank's part of it, in place."""
     name = layer.weight.layer or type(layer).__name__
-    if isinstance(layer, (Slice, Run)):
+    if isinstance(layer, (ProjectionView, MergedLinear)):
         raise ValueError(f"{name}: expected a layer that is not fused; {ADVICE}")
     if layer.split is not None:
         raise ValueError(f"{name}: expected a whole layer, got one that is divided along {layer.split.dim} already")
     try:
         cut = Cut(style.dim, *rank_of(mesh))
-        weight = part_of_weight(layer.weight, *cut, CODES[layer.activation])
-        split = split_of(layer, weight.k, style, mesh)
+        weight = part_of_weight(layer.weight, *cut, layer.lhs_dtype)
+        split = sharding_of(layer, weight.k, style, mesh)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     bias = part_of_bias(layer.bias, *cut)
-    part = type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale)
-    layer.take(part)
+    layer.take(type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale))
     layer.in_features, layer.out_features, layer.split = weight.k, weight.n, split
     return layer
 
 
-def split_of(layer: PackedLinear, k: int, style: Style, mesh: DeviceMesh) -> Split:
+def sharding_of(layer: PackedLinear, k: int, style: Style, mesh: DeviceMesh) -> LinearSharding:
     """What divides a layer as the style says; k: columns of a rank. Raises ValueError for scales that cannot agree."""
-    layouts = style.input_layouts[0], style.output_layouts[0], style.use_local_output
-    return Split(style.dim, mesh, mesh.get_group(), *layouts, style.agree_scales and _exchanges(layer, k))
+    by_block = layer.scheme.block
+    if style.agree_scales and layer.scheme.affine:
+        raise ValueError(
+            f"agree_scales: expected symmetric activations, got {layer.activation}, whose zero points differ too"
+        )
+    if style.agree_scales and by_block and k % LHS_GROUP:
+        raise ValueError(
+            f"agree_scales: expected a multiple of {LHS_GROUP} columns a rank for {layer.activation}, got {k}"
+        )
+    agreed = style.agree_scales and not by_block and layer.input_scale is None
+    layouts = style.input_layouts[0], style.output_layouts[0]
+    return LinearSharding(mesh.get_group(), style.dim, mesh, *layouts, style.use_local_output, agreed)
 
 
 def rank_of(mesh: DeviceMesh) -> tuple[int, int]:
@@ -189,154 +183,3 @@ def rank_of(mesh: DeviceMesh) -> tuple[int, int]:
     if mesh.ndim != 1:
         raise ValueError(f"mesh: expected one dimension, such as mesh['tp'], got {mesh.ndim}")
     return mesh.get_local_rank(), mesh.size()
-
-
-def _exchanges(layer: PackedLinear, k: int) -> bool:
-    """Whether ranks have to exchange maxima for scales of the whole row; k: of a rank."""
-    if layer.activation == "int8_affine":
-        raise ValueError("agree_scales: expected symmetric activations, got int8_affine, whose zero points differ too")
-    if layer.activation.endswith(BLOCK) and k % LHS_GROUP:
-        raise ValueError(
-            f"agree_scales: expected a multiple of {LHS_GROUP} columns a rank for {layer.activation}, got {k}"
-        )
-    return not layer.activation.endswith(BLOCK) and layer.input_scale is None
-
-
-# ---- a model's plan --------------------------------------------------------------------------------------------------
-
-STYLES: dict[str, Callable[[], Style]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-}
-"""Styles by the names that transformers' plans give them."""
-
-WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
-"""Names for a layer that is whole on every rank, as far as inference goes."""
-
-
-@dataclass(frozen=True)
-class Division:
-    """How a whole model is divided.
-
-    Attributes:
-        mesh: of one dimension.
-        rules: {pattern (`fnmatch`) of names: a style, or its name}; the first that fits a name holds.
-    """
-
-    mesh: DeviceMesh
-    rules: Mapping[str, str | Style]
-
-    def _rule(self, name: str) -> Any:
-        return next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
-
-    def style(self, name: str) -> Style | None:
-        """Of the Linear of that name; None for one that is whole on every rank."""
-        style = self._rule(name)
-        if style is None or style in WHOLE:
-            return None
-        if isinstance(style, str) and style in STYLES:
-            style = STYLES[style]()
-        if not isinstance(style, Style):
-            expected = ", ".join((*STYLES, *WHOLE))
-            raise ValueError(f"tp_plan: expected a style, or one of {expected}, got {style!r} for {name}")
-        return style
-
-    def _expert_style(self, name: str) -> ExpertParallel | None:
-        style = self._rule(name)
-        return style if isinstance(style, ExpertParallel) else None
-
-    def check(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
-        """Raises ValueError for what headers show that cannot be divided so, warns where no quantised layer is divided.
-
-        layers: of `load_`'s plan, by name.
-        """
-        _, world = rank_of(self.mesh)
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear):
-                self.style(name)
-        for name, layer in layers.items():
-            style = self.style(name) if isinstance(layer, Layer) else None
-            if style is None:
-                if not isinstance(layer, Layer):
-                    self.expert_split(name, layer.form.experts)
-                continue
-            size, multiple = (layer.n if style.dim == "n" else layer.k or 0), PART_MULTIPLES[style.dim]
-            group = layer.group_size or size
-            if style.dim == "k" and group < size and size % (world * group):
-                multiple = min(GROUP_SIZES)  # what a cut through groups leaves of them
-            if size % (world * multiple):
-                raise ValueError(
-                    f"{name}: expected {style.dim} = {size} to be a multiple of {world} ranks * {multiple}; give it "
-                    "another style in tp_plan, with those that share its heads or columns"
-                )
-        divided = (self.style(n) if isinstance(x, Layer) else self._expert_style(n) for n, x in layers.items())
-        if layers and not any(divided):
-            warnings.warn(
-                f"tp_plan: divides none of the {len(layers)} quantised layers, which every rank holds whole; give "
-                "load_(tp_plan=...) a style for them",
-                stacklevel=3,
-            )
-        heads = getattr(getattr(model, "config", None), "num_key_value_heads", None)
-        cut = [rule for pattern, rule in self.rules.items() if pattern.endswith("k_proj") and rule == "colwise"]
-        if isinstance(heads, int) and cut and heads % world:
-            raise ValueError(f"tp: expected ranks that divide num_key_value_heads = {heads}, got {world}")
-
-    def cut(self, name: str) -> Cut | None:
-        style = self.style(name)
-        return None if style is None else Cut(style.dim, *rank_of(self.mesh))
-
-    def mark(self, layer: PackedLinear, name: str) -> None:
-        """Says of a layer that was cut when it was read how it is divided."""
-        style = self.style(name)
-        if style is not None:
-            layer.split = split_of(layer, layer.in_features, style, self.mesh)
-
-    def expert_split(self, name: str, experts: int) -> ExpertSplit | None:
-        """What this rank has of a layer's experts; None for all of them."""
-        style = self._expert_style(name)
-        return None if style is None else style.split_of(name, experts, self.mesh)
-
-    def divide(self, name: str, module: torch.nn.Module) -> None:
-        """Divides a whole layer, packed or not; a Linear in floats stays whole where that gives the same output."""
-        if isinstance(module, PackedExperts):
-            if (expert_style := self._expert_style(name)) is not None:
-                parallelize_module(module, self.mesh, expert_style, src_data_rank=None)
-            return
-        style = self.style(name)
-        if style is None:
-            return
-        if not isinstance(module, PackedLinear):
-            whole = style.output_layouts if style.dim == "n" else style.input_layouts
-            if whole == (Replicate(),):
-                return
-        parallelize_module(module, self.mesh, style, src_data_rank=None)
-
-
-def division_of(model: torch.nn.Module, mesh: DeviceMesh, rules: Mapping[str, str | Style] | None) -> Division:
-    """A model's division, by its own plan where rules is None.
-
-    Raises:
-        TypeError, ValueError: no mesh, no plan, or a rule that fits nothing.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"tp: expected a DeviceMesh, got {type(mesh).__name__}")
-    rank_of(mesh)
-    if rules is None:
-        return Division(mesh, plan_of(model))
-    names = [name for name, _ in model.named_modules()]
-    for pattern in rules:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"tp_plan: expected patterns of the model's modules, got {pattern!r}, which fits none")
-    return Division(mesh, rules)
-
-
-def plan_of(model: torch.nn.Module) -> Mapping[str, str | Style]:
-    """The model's own plan. Raises ValueError where it has none."""
-    rules = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    if not rules:
-        raise ValueError("tp_plan: expected {pattern of names: style}, as the model has no plan of its own, got None")
-    return rules

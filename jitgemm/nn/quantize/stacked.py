@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.activations.kernel import Gate
+from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,31 +19,18 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jitgemm.checkpoint.affine import setting
-from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.files import Checkpoint, config_beside
-from jitgemm.checkpoint.reader import errors_that_name, read_header
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.kernel.formats import WeightFormat
-from jitgemm.nn.quantize.choose import PACKED, Replaceable
-from jitgemm.nn.layers.cut import Cut, part_of_weight
-from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.fuse.fuse import fuse_
-from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
-from jitgemm.nn.load.load import planned
-from jitgemm.nn.load.plan import Plan
-from jitgemm.nn.quantize.quantize import choose, quantised
-from jitgemm.nn.load.read import CODES, Layer, packed_parts, read
-from jitgemm.nn.load.read_experts import Experts
-from jitgemm.nn.report import by_reason
+from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.fuse.trial import lists
-from jitgemm.nn.warm.warm import block_of, fronts_in_vllm, gates_of
+from jitgemm.nn.layers.shard_weight import Cut
+from jitgemm.nn.load.load import planned
+from jitgemm.nn.quantize.choose import PACKED
+from jitgemm.nn.report import by_reason
+from jitgemm.nn.warm.formats import LayersOfFloats, LayersOfPlan, experts_of
+from jitgemm.nn.warm.warm import fronts_in_vllm, gates_of
 from jitgemm.tensors import TYPE_NAMES
-from jitgemm.weight.packed import Weight
-
-ROWS = 128
-"""Rows of a layer that are read to see its format: whole blocks with one scale, and words of packed codes."""
-_CPU = torch.device("cpu")
 
 # vLLM's models: which Linears are one layer there, and how layers are cut, by the last part of their names.
 JOINED = {
@@ -53,36 +40,6 @@ JOINED = {
 }  # fmt: skip
 ROWWISE = "o_proj down_proj out_proj w2 wo dense dense_4h_to_h c_proj fc2 linear_fc2 proj".split()
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate")
-
-
-@dataclass(frozen=True)
-class Look:
-    """A layer but for its values.
-
-    Attributes:
-        bias: its type, or None.
-        static, order: number of its input scale, and of its permutation, among those of its block; None without.
-    """
-
-    n: int
-    k: int
-    group_size: int
-    format: WeightFormat
-    activation: str
-    bias: torch.dtype | None = None
-    static: int | None = None
-    order: int | None = None
-
-    def linear(self) -> PackedLinear:
-        weight = empty_weight(self.k, self.n, self.group_size, self.format, self.order is not None)
-        if self.order:
-            weight.permutation.copy_(weight.permutation.roll(self.order))
-        bias = None if self.bias is None else torch.zeros(self.n, dtype=self.bias)
-        scale = None if self.static is None else torch.tensor([1.0 + self.static])
-        return LINEARS[self.format.bits](weight, bias, activation=self.activation, input_scale=scale)
-
-
-# ---- the model -------------------------------------------------------------------------------------------------------
 
 
 def model_of(folder: str | Path) -> torch.nn.Module:
@@ -140,168 +97,6 @@ def dtype_of(model: torch.nn.Module) -> torch.dtype:
     return next((dtype for dtype in found if TYPE_NAMES.get(dtype) in REAL_TYPES), torch.bfloat16)
 
 
-# ---- its layers ------------------------------------------------------------------------------------------------------
-
-
-class _OfPlan:
-    """A model's layers as `load_` plans them, but for their values; sizes and formats are those of a rank's cut.
-
-    Attributes:
-        places, forms: as `Replaceable` has them, of the packed layers.
-        head: the name of the output embedding.
-    """
-
-    def __init__(self, plan: Plan):
-        self.model, self.plan, self.checkpoint, self.head = plan.model, plan, plan.checkpoint, plan.replaceable.head
-        self.places = {name: plan.replaceable.places[name] for name in plan.layers}
-        self.forms = {name: layer.form for name, layer in plan.layers.items() if isinstance(layer, Experts)}
-        self._seen: dict[tuple[str, str], dict[Any, int]] = {}
-
-    def look(self, name: str, cut: Cut | None) -> Look:
-        layer: Any = self.plan.layers[name]
-        static: torch.Tensor | None
-        with errors_that_name(self.checkpoint, layer.prefix):
-            if layer.header is None:
-                parts = packed_parts(self.checkpoint, layer.names) if cut is None else None
-                weight = (parts or read(self.checkpoint, layer, _CPU, cut)).weight
-                format = weight.format
-                held = (layer.names.get(suffix) for suffix in ("input_scale", "permutation"))
-                static, order = (each and self.checkpoint.read(each, _CPU) for each in held)
-            else:
-                format, weight, canonical = self._packed([[(layer, None)]], cut)
-                static, order = canonical.input_scale if layer.static else None, canonical.permutation
-        bias = self.checkpoint.info(layer.names["bias"]).dtype if "bias" in layer.names else None
-        return Look(
-            layer.n // (cut.world if cut is not None and cut.dim == "n" else 1),
-            weight.k,
-            weight.group_size,
-            format,
-            layer.activation,
-            torch.float32 if bias == torch.float16 else bias,
-            self._number(name, "static", static),
-            self._number(name, "order", order),
-        )
-
-    def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
-        """w13 or w2 of some experts."""
-        experts: Any = self.plan.layers[name]
-        n, k = experts.form.sizes[part]
-        with errors_that_name(self.checkpoint, experts.prefix):
-            if experts.projections is None:
-                names = self.checkpoint.layer(f"{experts.prefix}.{('w13', 'w2')[part]}")
-                weight = packed_parts(self.checkpoint, names).weight
-                format, k = weight.format, k // (cut.world if cut is not None and part else 1)
-            else:
-                projection = experts.projections[part]
-                each = [
-                    [(x, e if projection.stacked else None) for x in projection.layers[e * (not projection.stacked)]]
-                    for e in which
-                ]
-                format, weight, _ = self._packed(each, cut)
-                k = weight.k
-        n //= cut.world if cut is not None and not part else 1
-        return Look(n, k, min(weight.group_size, k), format, experts.activation)
-
-    def _packed(
-        self, layers: Iterable[Sequence[tuple[Layer, int | None]]], cut: Cut | None
-    ) -> tuple[WeightFormat, Weight, CanonicalWeight]:
-        """Layers, of parts that are joined, in the format of all: by the first rows of one, or by all where none tells."""
-        for whole in (False, True):
-            formats: list[WeightFormat] = []
-            for parts in layers:
-                joined = concat([self._rows(layer, expert, cut, whole) for layer, expert in parts])
-                weight = joined.pack(CODES[parts[0][0].activation])
-                if not whole and all(self._tells(layer, weight.format) for layer, _ in parts):
-                    return weight.format, weight, joined
-                formats.append(weight.format)
-        return in_common(formats), weight, joined
-
-    def _rows(self, layer: Layer, expert: int | None, cut: Cut | None, whole: bool) -> CanonicalWeight:
-        """A layer, or its first rows, as a rank has them. Experts that stand in one tensor have gate above up there."""
-        by_rows = cut is not None and cut.dim == "n"
-        if whole and by_rows and expert is not None:
-            weight = read_header(self.checkpoint, layer.header, _CPU, expert)
-            return concat([weight.shard("n", half, 2).shard(*cut) for half in (0, 1)])
-        size = layer.n // (cut.world * (1 if expert is None else 2)) if by_rows else layer.n
-        rows = ROWS if size % ROWS == 0 else size
-        if whole or not size or layer.n % rows or (by_rows and layer.n % cut.world):
-            return read_header(self.checkpoint, layer.header, _CPU, expert, cut)
-        part = "n", cut.rank * size // rows if by_rows else 0, layer.n // rows
-        weight = read_header(self.checkpoint, layer.header, _CPU, expert, part)
-        return weight if cut is None or by_rows else weight.shard(*cut)
-
-    def _tells(self, layer: Layer, format: WeightFormat) -> bool:
-        """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8."""
-        if format.bits == 4 and format.codes == "e4m3":
-            return False
-        headers = {suffix: self.checkpoint.info(name) for suffix, name in layer.names.items()}
-        if format.strip_scales and any("scale" in suffix and layer.n in each.shape for suffix, each in headers.items()):
-            return False
-        zeros = [each.dtype for suffix, each in headers.items() if "zero" in suffix]
-        symmetric = setting(layer.header.config, "sym") is True
-        integers = format.zero_point and not any(dtype.is_floating_point for dtype in zeros)
-        return not zeros or symmetric or format.offset or integers
-
-    def _number(self, name: str, what: str, value: torch.Tensor | None) -> int | None:
-        """Which of the values this is that the layers of a block have; None for none."""
-        if value is None:
-            return None
-        seen = self._seen.setdefault((block_of(name), what), {})
-        return seen.setdefault(tuple(value.flatten().tolist()), len(seen))
-
-
-class _OfFloats:
-    """The same as `quantize_` makes them; order: of codes that may be e4m3's own, which values decide."""
-
-    head = None
-
-    def __init__(self, model: torch.nn.Module, bits: int, order: str, options: Mapping[str, Any]):
-        self.model, self.bits, self.order, self.options = model, bits, order, options
-        found = Replaceable(model)
-        self.places, _ = choose(model, found, None)
-        self.forms = {name: found.forms[name] for name in self.places if name in found.forms}
-
-    def look(self, name: str, cut: Cut | None) -> Look:
-        linear: Any = self.model.get_submodule(name)
-        return self._look(linear.out_features, linear.in_features, cut, None if linear.bias is None else torch.float32)
-
-    def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
-        return self._look(*self.forms[name].sizes[part], cut, None)
-
-    def _look(self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None) -> Look:
-        fast = {"clip_steps": 0} if self.bits == 4 else {}
-        few = quantised(torch.nn.Linear(k, 8, bias=False), None, self.bits, **fast, **self.options)
-        weight, lhs = few.weight, CODES[few.activation]
-        if cut is not None and cut.dim == "k":
-            weight = part_of_weight(weight, *cut, lhs)
-        elif cut is not None:
-            n //= cut.world
-        open = self.bits == 4 and not weight.format.zero_point and lhs is torch.float8_e4m3fn
-        format = replace(weight.format, codes=self.order) if open else weight.format
-        return Look(n, weight.k, weight.group_size, format, few.activation, bias)
-
-
-def experts_of(layers: Any, name: str, which: range, cut: Cut | None) -> PackedExperts:
-    """Some experts; cut: of their intermediate size."""
-    cuts = [None if cut is None else cut._replace(dim=dim) for dim in "nk"]
-    looks = [layers.part(name, part, which, along) for part, along in enumerate(cuts)]
-    weights = [empty_weight(x.k, x.n, x.group_size, x.format, experts=len(which)) for x in looks]
-    form = layers.forms[name]
-    return packed_experts(*weights, gate=form.gate, activation=looks[0].activation, top_k=form.top_k)
-
-
-def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
-    """The format of one weight that holds all of these."""
-    first = formats[0]
-    zero_point, codes = any(each.zero_point for each in formats), {each.codes for each in formats}
-    order = first.codes if len(codes) == 1 and not zero_point else "any"
-    strips = all(each.strip_scales for each in formats)
-    return replace(first, zero_point=zero_point, codes=order, strip_scales=strips)
-
-
-# ---- the model with them ---------------------------------------------------------------------------------------------
-
-
 def models_ahead(
     folder: str | Path,
     use: str = "linear",
@@ -350,7 +145,7 @@ def models_ahead(
             why = "no bits, group size, zero points, scale type and codes, as its files say all that"
             why = why if plan.layers else f"layers that can be packed, found none: {by_reason(plan.skipped)}"
             raise ValueError(f"{folder}: expected {why}")
-        layers: Any = _OfPlan(plan) if read else _OfFloats(model, bits, order, given)
+        layers: Any = LayersOfPlan(plan) if read else LayersOfFloats(model, bits, order, given)
         cuts = _Cuts(model, use, Cut("", rank % tp, tp), Cut("", rank % ep, ep))
         made = _as_vllm(layers, cuts) if use == "vllm" else _as_loaded(layers, cuts, use)
         for layer in filter(lambda each: isinstance(each, PACKED), made.modules()):
@@ -366,9 +161,9 @@ class _Cuts:
         self.division: Any = None
         self.kv_heads = getattr(model.config.get_text_config(), "num_key_value_heads", None) or tp.world
         if tp.world > 1 and use != "vllm":
-            from jitgemm.nn.parallel.styles import Division, plan_of  # half a second of torch.distributed
+            from jitgemm.nn.parallel.plan import ShardingPlan, plan_of  # half a second of torch.distributed
 
-            self.division = Division(None, plan_of(model))
+            self.division = ShardingPlan(None, plan_of(model))
 
     def dim(self, name: str) -> str | None:
         """Along what a Linear is cut."""

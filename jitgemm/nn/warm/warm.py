@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 
 from jitgemm import settings
 from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
+from jitgemm.activations.scheme import ADDED_NORM, GATES, NO_PROLOGUE, NORM, Activation, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
-from jitgemm.gemm import plan as gemms
+from jitgemm.gemm import launch as gemms
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
@@ -29,11 +30,11 @@ from jitgemm.nn.quantize.choose import check_model
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.fuse.fused import FUSED
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.read import BLOCK, CODES
 from jitgemm.runtime.device import device_of, pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int
+from jitgemm.weight.packed import Weight
 
 Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
 MOST_TOP_K = 16
@@ -170,31 +171,28 @@ def kernels(
                 )
 
 
-NORMS: tuple[Mapping[str, Any], ...] = ({"rms_norm": True}, {"rms_norm": True, "residual": True})
-"""What quantisers in compiled graphs compute behind a norm, as `PackedLinear.fronts` has it."""
-_GATES: dict[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("silu", "swish"), {"silu_mul": True}),
-    **dict.fromkeys(("gelu", "gelu_python"), {"gelu_mul": "none"}),
-    **dict.fromkeys(("gelu_tanh", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"), {"gelu_mul": "tanh"}),
-}
-"""And ahead of a gate's product, by what configs call the activation."""
+NORMS = (NORM, ADDED_NORM)
+"""What quantisers in compiled graphs compute behind a norm."""
 
 
-def gates_of(config: Any) -> tuple[Mapping[str, Any], ...]:
+def gates_of(config: Any) -> tuple[Gate, ...]:
     """What quantisers compute behind the gates of a model of this config; all that they can where it names none."""
     text = str(config.to_dict()) if hasattr(config, "to_dict") else ""
-    found = re.findall(r"'\w*act\w*': '(\w+)'", text) or _GATES
-    fronts = [_GATES[name] for name in found if name in _GATES]
-    return tuple(front for number, front in enumerate(fronts) if front not in fronts[:number])
+    names = re.findall(r"'\w*act\w*': '(\w+)'", text) or GATES
+    return tuple(dict.fromkeys(GATES[name] for name in names if name in GATES))
 
 
-def fronts_in_vllm(dim: str | None, gates: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+def fronts_in_vllm(dim: str | None, gates: Sequence[Gate]) -> tuple[Prologue, ...]:
     """`PackedLinear.fronts` in graphs that vLLM compiles: column-parallel layers ("n") read norms, row-parallel ones
     ("k") products of gates, and those that every rank has whole (None) may read either."""
-    return ({}, *(NORMS if dim != "k" else ()), *(gates if dim != "n" else ()))
+    return _fronts(NORMS if dim != "k" else (), gates if dim != "n" else ())
 
 
-def _fronts_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Mapping[str, Any], ...]]:
+def _fronts(norms: Sequence[Prologue], gates: Sequence[Gate]) -> tuple[Prologue, ...]:
+    return (NO_PROLOGUE, *norms, *(Prologue(gate=gate) for gate in gates))
+
+
+def _fronts_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Prologue, ...]]:
     """What quantisers may compute first in compiled graphs, by layer.
 
     A norm, where one of the model is as wide as the layer's input; a gate's product, where the Linears that stand
@@ -216,7 +214,7 @@ def _fronts_in_graphs(model: torch.nn.Module) -> dict[str, tuple[Mapping[str, An
             above = above.rpartition(".")[0]
             near = [x.out_features for other, x in linears.items() if other != name and f"{other}.".startswith(above)]
         gated = not norms or 2 * layer.in_features in near or near.count(layer.in_features) > 1
-        found[name] = (*(NORMS if not norms or layer.in_features in norms else ()), *(gates if gated else ()))
+        found[name] = _fronts(NORMS if not norms or layer.in_features in norms else (), gates if gated else ())
         if getattr(layer, "fronts", PackedLinear.fronts) != PackedLinear.fronts:  # fused
             found[name] = NORMS if NORMS[0] in layer.fronts else ()
     return found
@@ -228,28 +226,19 @@ def block_of(name: str) -> str:
     return found[0] if found else ""
 
 
-def _linear_kind(layer: PackedLinear, fronts: Sequence[Mapping[str, Any]]) -> Hashable:
+def _linear_kind(layer: PackedLinear, fronts: Sequence[Prologue]) -> Hashable:
     weight = layer.weight
-    static, permuted = layer.input_scale is not None, weight.permutation is not None
-    said = tuple(tuple(front.items()) for front in fronts)
-    return weight.shape, weight.format, layer.activation, layer.batch_invariant, static, permuted, said
+    return weight.shape, weight.format, layer.scheme, layer.batch_invariant, weight.permutation is not None, *fronts
 
 
 def _linear_specs(
-    layer: PackedLinear, fronts: Sequence[Mapping[str, Any]], x: str, figures: DeviceSpec, max_m: int
+    layer: PackedLinear, fronts: Sequence[Prologue], x: str, figures: DeviceSpec, max_m: int
 ) -> Iterator[Spec]:
-    weight, lhs, quantiser = layer.weight, TYPE_NAMES[CODES[layer.activation]], _quantiser(layer.activation)
-    static, permuted = layer.input_scale is not None, weight.permutation is not None
+    weight, scheme = layer.weight, layer.scheme
     for front in fronts:
-        yield from quantize_specs(weight.k, x, lhs, **quantiser, static=static, permuted=permuted, **front)
-    yield from kernels_for(
-        weight.n, weight.k, lhs, weight.format, figures, max_m, out=x, batch_invariant=layer.batch_invariant,
-        lhs_group=LHS_GROUP if quantiser["block"] else 0,
-    )  # fmt: skip
-
-
-def _quantiser(activation: str) -> dict[str, bool]:
-    return {"affine": activation == "int8_affine", "block": activation.endswith(BLOCK)}
+        flags = scheme.flags | front.flags | {"permuted": weight.permutation is not None}
+        yield from quantize_specs(weight.k, x, scheme.dtype, **flags)
+    yield from _gemms(weight, layer, scheme, figures, max_m, x)
 
 
 def _experts_kind(layer: PackedExperts) -> Hashable:
@@ -258,17 +247,20 @@ def _experts_kind(layer: PackedExperts) -> Hashable:
 
 
 def _experts_specs(layer: PackedExperts, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
-    lhs, quantiser = TYPE_NAMES[CODES[layer.activation]], _quantiser(layer.activation)
-    yield from layer_specs(
-        layer.hidden_dim, layer.intermediate_dim, x, lhs, layer.gate, **quantiser, masked=layer.batched
-    )
-    experts = layer.num_experts
-    rows = max_m * (layer.top_k or min(experts, MOST_TOP_K))
-    for weight in (layer.w13.weight, layer.w2.weight):
-        yield from kernels_for(
-            weight.n, weight.k, lhs, weight.format, figures, rows, out=x, batch_invariant=layer.batch_invariant,
-            experts=experts, lhs_group=LHS_GROUP if quantiser["block"] else 0,
-        )  # fmt: skip
+    scheme, sizes = layer.w13.scheme, (layer.hidden_dim, layer.intermediate_dim)
+    affine, block = scheme.affine, scheme.block
+    yield from layer_specs(*sizes, x, scheme.dtype, layer.gate, affine=affine, block=block, masked=layer.batched)
+    rows = max_m * (layer.top_k or min(layer.num_experts, MOST_TOP_K))
+    for part in (layer.w13, layer.w2):
+        yield from _gemms(part.weight, layer, scheme, figures, rows, x, experts=layer.num_experts)
+
+
+def _gemms(
+    weight: Weight, layer: Any, scheme: Activation, figures: DeviceSpec, rows: int, out: str, **more: Any
+) -> Iterator[Spec]:
+    group = LHS_GROUP if scheme.block else 0
+    sizes = weight.n, weight.k, scheme.dtype, weight.format, figures, rows
+    yield from kernels_for(*sizes, out=out, batch_invariant=layer.batch_invariant, lhs_group=group, **more)
 
 
 def _compile(sources: list[KernelSource], threads: int) -> list[tuple[Entry, bool] | JitGemmError]:

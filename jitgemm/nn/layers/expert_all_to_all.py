@@ -1,12 +1,8 @@
-"""Experts divided among ranks: whole experts on each, and the tokens' way there and back.
-
-Knows `torch.distributed` and the calls of a mixture; no layers.
-"""
+"""Tokens' way to experts on other ranks and back: `fused_experts` over several ranks. Knows no layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,67 +11,28 @@ from jitgemm.activations.call import quantize_activations
 from jitgemm.moe.arguments import Layer, check_arguments
 from jitgemm.moe.call import run_quantised
 from jitgemm.moe.route import combine
-
+from jitgemm.nn.layers.sharding import ExpertSharding
 
 # torch 2.13 has a new name, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass(frozen=True)
-class ExpertSplit:
-    """Which experts of a layer this rank has.
+def exchange(layer: Layer, split: ExpertSharding) -> torch.Tensor:
+    """`fused_experts` of this rank's tokens by the experts of all ranks; every rank calls it, also without tokens.
 
-    Attributes:
-        group: the ranks, in the order of their experts.
-        rank, world: this one, and how many.
-        experts: of a rank; rank r has experts r * experts to (r + 1) * experts - 1.
-        exchanges: whether every rank has tokens of its own, or all have the same.
-        max_tokens: of a rank in a call, where that is known; None: as many as there are.
+    Args:
+        layer: w13, w2 and biases of this rank's experts; topk_ids count those of all. No addend, no expert_map.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong. The other ranks wait for this one then, as in any collective.
     """
-
-    group: dist.ProcessGroup
-    rank: int
-    world: int
-    experts: int
-    exchanges: bool
-    max_tokens: int | None = None
-
-    @property
-    def mine(self) -> range:
-        """The experts of this rank, as all are numbered."""
-        return range(self.rank * self.experts, (self.rank + 1) * self.experts)
-
-    def expert_map(self, device: torch.device) -> torch.Tensor:
-        """int32 [all experts]: this rank's number of each, -1 for others'."""
-        numbers = torch.arange(self.world * self.experts, dtype=torch.int32, device=device) - self.rank * self.experts
-        return torch.where((numbers >= 0) & (numbers < self.experts), numbers, -1)
-
-    def sum(self, out: torch.Tensor) -> None:
-        """out = the sum of all ranks' out, rounded to its type at every addition."""
-        dist.all_reduce(out, group=self.group)
-
-    def exchange(self, layer: Layer) -> torch.Tensor:
-        """`fused_experts` of this rank's tokens by the experts of all ranks; every rank calls it, also without tokens.
-
-        Args:
-            layer: w13, w2 and biases of this rank's experts; topk_ids count those of all. No addend, no expert_map.
-
-        Raises:
-            TypeError, ValueError: an argument is wrong. The other ranks wait for this one then, as in any collective.
-        """
-        check_arguments(layer)
-        if self.max_tokens is None:
-            return _sent_where_wanted(layer, self)
-        return _sent_to_all(layer, self, self.max_tokens)
-
-    def __deepcopy__(self, memo: Any) -> ExpertSplit:
-        return self  # processes have no copies
-
-    def __reduce__(self) -> Any:
-        raise TypeError("split: expected no pickle of experts divided among ranks, as they hold a process group")
+    check_arguments(layer)
+    if split.max_tokens is None:
+        return _sent_where_wanted(layer, split)
+    return _sent_to_all(layer, split, split.max_tokens)
 
 
-def _sent_where_wanted(layer: Layer, split: ExpertSplit) -> torch.Tensor:
+def _sent_where_wanted(layer: Layer, split: ExpertSharding) -> torch.Tensor:
     """A token goes once to each rank that has experts of its choice, any number of tokens of any rank.
 
     What these experts make of it comes back summed, in x's type. The host waits once, for the numbers of rows.
@@ -105,7 +62,7 @@ def _sent_where_wanted(layer: Layer, split: ExpertSplit) -> torch.Tensor:
     return out
 
 
-def _sent_to_all(layer: Layer, split: ExpertSplit, most: int) -> torch.Tensor:
+def _sent_to_all(layer: Layer, split: ExpertSharding, most: int) -> torch.Tensor:
     """Every token goes to every rank, as `most` rows of each; nothing waits for the device.
 
     What a rank's experts make of it comes back summed, in x's type. Rows without a token choose expert -1, which costs
@@ -156,7 +113,7 @@ class _Records:
         widths = tuple(each.shape[1] for each in rows)
         return cls(torch.cat(rows, 1), tuple(p.dtype for p in parts), widths, tuple(p.dim() == 1 for p in parts))
 
-    def run(self, got: torch.Tensor, layer: Layer, split: ExpertSplit, tokens: int, y: torch.Tensor) -> None:
+    def run(self, got: torch.Tensor, layer: Layer, split: ExpertSharding, tokens: int, y: torch.Tensor) -> None:
         """y = what this rank's experts make of the tokens that it got, some `tokens` of them."""
         parts = [
             part.contiguous().view(dtype) for part, dtype in zip(got.split(self.widths, 1), self.dtypes, strict=True)

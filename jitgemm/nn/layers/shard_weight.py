@@ -55,7 +55,7 @@ def unpacked(weight: Weight) -> CanonicalWeight:
     """The layer of a dense weight before packing, bit for bit."""
     q, scale, zero = weight.unpack()
     offset, permutation = weight.unpack_offset(), weight.permutation
-    return CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, bits=weight.bits)
+    return CanonicalWeight(q, scale, zero, offset, weight.group_size, permutation, code=weight.format.code)
 
 
 def _between_records(weight: Weight, world: int) -> bool:

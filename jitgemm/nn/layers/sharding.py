@@ -1,12 +1,12 @@
-"""Split: a layer whose weight is divided among ranks, and what that asks of its input and its output.
+"""How a layer is divided among the ranks of a mesh, and what that asks of its input and its output.
 
-Knows `torch.distributed` and tensors; no layers. What divides a layer is `parallel.py`.
+Knows `torch.distributed` and tensors; no layers. What divides a layer is `jitgemm.nn.parallel`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,32 @@ from jitgemm.activations.reference import LARGEST, MIN_SCALE
 
 
 @dataclass(frozen=True)
-class Split:
-    """How one layer is divided among the ranks of a mesh.
+class Sharding:
+    """The ranks that share a layer, in the order of its parts."""
+
+    group: dist.ProcessGroup
+
+    def sum(self, out: torch.Tensor) -> None:
+        """out = the sum of all ranks' out, rounded to its type at every addition."""
+        dist.all_reduce(out, group=self.group)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # a mesh and its processes have no copies
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "split: expected no pickle of a layer divided among ranks, as it holds a process group; save state_dict()"
+        )
+
+
+@dataclass(frozen=True)
+class LinearSharding(Sharding):
+    """How one Linear is divided.
 
     Attributes:
         dim: "n", each rank has rows of the weight and gives columns of the output; or "k", each rank has columns of the
             weight, takes columns of the input and gives a part of the sum.
         mesh: of one dimension.
-        group: its process group.
         input_layout, output_layout: of plain tensors that go in, and of what comes out.
         local_output: whether a plain tensor comes out, or a DTensor.
         agreed: whether a token's scale is that of its whole row, found by an all-reduce.
@@ -32,7 +50,6 @@ class Split:
 
     dim: str
     mesh: DeviceMesh
-    group: dist.ProcessGroup
     input_layout: Placement
     output_layout: Placement
     local_output: bool = True
@@ -49,12 +66,15 @@ class Split:
         return self.dim == "k" and self.output_layout == Replicate()
 
     @property
+    def given(self) -> Placement:
+        """The layout of what the layer computes."""
+        return Shard(-1) if self.dim == "n" else Replicate() if self.sums else Partial()
+
+    @property
     def plain(self) -> bool:
         """Whether plain tensors go in and come out without a change of layout."""
-        given = Shard(-1) if self.dim == "n" else Replicate()
-        return (
-            self.input_layout == self.wanted and self.output_layout == given and self.local_output and not self.agreed
-        )
+        unchanged = self.input_layout == self.wanted and self.output_layout == self.given != Partial()
+        return unchanged and self.local_output and not self.agreed
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's input of the layer's, a plain tensor."""
@@ -68,19 +88,11 @@ class Split:
             )
         return x.redistribute(self.mesh, [self.wanted]).to_local()
 
-    def sum(self, out: torch.Tensor) -> None:
-        """out = the sum of all ranks' out, rounded to its type at every addition."""
-        dist.all_reduce(out, group=self.group)
-
     def leave(self, y: torch.Tensor) -> torch.Tensor:
         """The layer's output as its layout says."""
-        if self.sums:
-            now: Placement = Replicate()
-        else:
-            now = Shard(-1) if self.dim == "n" else Partial()
-        if self.local_output and self.output_layout == now:
+        if self.local_output and self.output_layout == self.given:
             return y
-        distributed = DTensor.from_local(y, self.mesh, [now], run_check=False)
+        distributed = DTensor.from_local(y, self.mesh, [self.given], run_check=False)
         distributed = distributed.redistribute(self.mesh, [self.output_layout])
         return distributed.to_local() if self.local_output else distributed
 
@@ -102,10 +114,30 @@ class Split:
         q, _ = quantize_activations(scaled, dtype, scheme="tensor", scale=scale.new_ones(1), permutation=permutation)
         return q, scale
 
-    def __deepcopy__(self, memo: Any) -> Split:
-        return self  # a mesh and its processes have no copies
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "split: expected no pickle of a layer divided among ranks, as it holds a process group; save state_dict()"
-        )
+@dataclass(frozen=True)
+class ExpertSharding(Sharding):
+    """Which experts of a layer this rank has: whole ones.
+
+    Attributes:
+        rank, world: this rank, and how many.
+        experts: of a rank; rank r has experts r * experts to (r + 1) * experts - 1.
+        exchanges: whether every rank has tokens of its own, or all have the same.
+        max_tokens: of a rank in a call, where that is known; None: as many as there are.
+    """
+
+    rank: int
+    world: int
+    experts: int
+    exchanges: bool
+    max_tokens: int | None = None
+
+    @property
+    def mine(self) -> range:
+        """The experts of this rank, as all are numbered."""
+        return range(self.rank * self.experts, (self.rank + 1) * self.experts)
+
+    def expert_map(self, device: torch.device) -> torch.Tensor:
+        """int32 [all experts]: this rank's number of each, -1 for others'."""
+        numbers = torch.arange(self.world * self.experts, dtype=torch.int32, device=device) - self.rank * self.experts
+        return torch.where((numbers >= 0) & (numbers < self.experts), numbers, -1)

@@ -1,0 +1,255 @@
+"""What a checkpoint format is: the scheme that a config names for a layer, and the tensors that hold such a layer.
+
+Reading, sizes, cutting for ranks, vLLM's parameters and warm-up all derive from `Format.scheme` and `Format.tensors`.
+Adding a format takes one subclass of `Format` and `formats.register`. Knows no format, no file and no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
+from jitgemm.checkpoint.layouts import CODE_TYPES, E8M0, PARTS, G, Layout, TensorLayout, Dim
+from jitgemm.checkpoint.layouts import check_single, measure, stored
+from jitgemm.checkpoint.settings import Config, group_size_of
+
+Headers = Mapping[str, Any] | None
+"""A layer's tensors, or their headers, by suffix."""
+
+INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "_weight_act_quant_scale")
+"""What formats call a layer's static activation scale."""
+INPUT_ZERO_POINTS = ("input_zero_point", "_weight_act_quant_zero_point")
+"""What they call its zero point."""
+KV_CACHE_SCALES = frozenset({"k_scale", "v_scale"})
+"""What ModelOpt puts next to k_proj and v_proj. They say nothing of the weights."""
+
+
+def check_known(tensors: Iterable[str], known: Sequence[str]) -> None:
+    """Raises ValueError for a tensor that is not among `known`: what it means for the weight is not known either."""
+    unknown = sorted(set(tensors) - set(known) - {"bias"} - KV_CACHE_SCALES)
+    if unknown:
+        raise ValueError(f"{unknown[0]}: expected only {', '.join(known)} and bias, got also {', '.join(unknown)}")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How a checkpoint has a layer's input quantised, in compressed-tensors' words.
+
+    Attributes:
+        type: "int" or "float" (e4m3).
+        num_bits: 8, or 16 for an input that stays in floats.
+        strategy: what a scale belongs to: "token", "tensor", or "group" of group_size values.
+        dynamic: False for a static scale, which the checkpoint has.
+    """
+
+    type: Any = "int"
+    num_bits: int = 8
+    strategy: Any = "token"
+    group_size: int | None = None
+    symmetric: bool = True
+    dynamic: bool = True
+
+    @property
+    def floats(self) -> bool:
+        """Whether the input is not quantised."""
+        return self.num_bits == 16
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any] | None) -> Inputs:
+        """From compressed-tensors' `input_activations`; nothing there means that the input stays in floats."""
+        if not said:
+            return cls(num_bits=16)
+        bits, type, symmetric = said.get("num_bits", 8), said.get("type", "int"), said.get("symmetric", True)
+        dynamic = bool(said.get("dynamic", False))
+        return cls(type, bits, said.get("strategy"), said.get("group_size"), symmetric, dynamic)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Everything that a quantization_config, and the headers where they are known, say of one layer.
+
+    Attributes:
+        format: name of the format.
+        code: name of the weight's code: "int4", "int8" or "e4m3".
+        group_size: columns that share a scale; -1 for a whole row; None where only shapes tell.
+        strategy: what a scale belongs to: "group", "channel", "tensor" or "block".
+        block: (rows, columns) that share a scale, with strategy "block".
+        zero_points: whether codes may have zero points.
+        ordered: whether columns may be in activation order.
+        inputs: how the input is quantised; None where nothing says.
+        form: the variant of the format's tensors, in its own words.
+        found: layouts of those tensors that files have in several forms, as headers show them.
+        settings: the layer's config, for the format's reader.
+    """
+
+    format: str
+    code: str = "int4"
+    group_size: int | None = None
+    strategy: str = "group"
+    block: tuple[int, int] | None = None
+    zero_points: bool = False
+    ordered: bool = False
+    inputs: Inputs | None = None
+    form: str = ""
+    found: Layout = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def static(self) -> dict[str, TensorLayout]:
+        """The static scale of the input, where there is one."""
+        given = self.inputs is not None and not self.inputs.dynamic
+        return {"input_scale": stored(torch.float32, PARTS, optional=True)} if given else {}
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether its codes are bytes."""
+        return self.code in CODE_TYPES
+
+    def by_row(self, name: str, scale: torch.Tensor, n: int) -> torch.Tensor:
+        """[n, G] from a scale of `found`, which rows, a block's or all, may share; of e8m0 the same numbers in fp32."""
+        layout = self.found[name]
+        if layout.is_scale and scale.dtype in E8M0:
+            scale = scale.view(torch.float8_e8m0fnu).float()
+        if layout.dims == (PARTS,):
+            return scale.reshape(1, 1).expand(n, 1)
+        rows = scale.reshape(len(scale), -1)
+        return rows if layout.per(0) == 1 else rows.repeat_interleave(layout.per(0), 0)[:n]
+
+    def columns_of(self, name: str, k: int) -> int:
+        """How many of k columns share an element of it."""
+        layout = self.found[name]
+        return k if (axis := layout.axis("k")) is None else layout.per(axis)
+
+    @property
+    def unpackable(self) -> bool:
+        """Whether 8-bit codes may have zero points, which no packed weight holds: the layer is dequantised."""
+        return self.zero_points and self.eight_bits
+
+    def groups(self, k: int | None) -> Dim | int:
+        """G, or 1 where k is known to be one group."""
+        return 1 if k is not None and not self.columns(k) else G
+
+    def columns(self, k: int) -> int:
+        """How many of k columns share a scale; 0 for all of them."""
+        size = self.group_size or 0
+        return self.block[1] if self.block is not None else size if 0 < size < k else 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a layer, as far as headers tell: n, k, and the columns of a group. None where only values tell."""
+
+    n: int
+    k: int | None
+    group_size: int | None = None
+
+
+class Format:
+    """A checkpoint format; one subclass each, and one instance in `formats.FORMATS`.
+
+    Attributes:
+        name: as `load(format=...)` takes it.
+        methods: the quant_methods of a config that mean its tensors.
+        also: names of tensors that may be there without being in `tensors`.
+        cuts: whether a rank's part of a layer is a part of each of its tensors.
+    """
+
+    name: str
+    methods: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    cuts: bool = False
+
+    def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
+        """Whether a layer's tensors are of this format. Raises nothing. No two formats may detect the same layer.
+
+        Args:
+            names: {what stands behind the layer's name: header}.
+            config: the model's quantization_config.
+        """
+        raise NotImplementedError
+
+    def left_out(self, config: Config, prefix: str) -> str | None:
+        """The setting that leaves a layer in floats, as a message; None for a quantised layer."""
+        return None
+
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+        """What config and headers say of one layer; None where the config leaves it out.
+
+        Args:
+            config: the model's quantization_config, or None.
+            prefix: the layer's name, for configs that differ between layers.
+            headers: the layer's tensors or their headers by suffix. None: what the format's engines expect by the config.
+
+        Raises:
+            ValueError: a setting is not supported; the message names it.
+        """
+        raise NotImplementedError
+
+    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+        """The tensors of a layer, by suffix.
+
+        Args:
+            k: columns of the layer, if known: a dimension of groups is then 1 where a row is one group.
+        """
+        return dict(scheme.found)
+
+    def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:
+        """Sizes of a layer, from tensors or their headers.
+
+        Raises:
+            ValueError: for all that scheme, shapes and dtypes show to be wrong, so that a model is not changed by a load
+                that cannot succeed.
+        """
+        layout = self.tensors(scheme)
+        check_known(headers, tuple(dict.fromkeys((*layout, *self.also))))
+        size = measure(headers, layout)
+        for name in INPUT_SCALES:
+            if name in headers:
+                check_single(name, headers[name])
+        grouped = next((name for name, each in layout.items() if each.axis("G") is not None), None)
+        if grouped is None:
+            columns = size["k"] if scheme.block is None else scheme.block[1]
+        else:
+            columns = group_size_of(size["k"], size["G"], scheme.group_size, grouped)
+        return Sizes(size["n"], size["k"], columns)
+
+    def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
+        """The layer, or a rank's part of it, without its bias.
+
+        Args:
+            tensors: by suffix, on the device asked for; each is read from its file when it is looked up.
+
+        Raises:
+            ValueError: what cannot be read exactly, naming tensor or setting.
+        """
+        raise NotImplementedError
+
+    def elsewhere(self, prefix: str) -> Mapping[str, str]:
+        """{suffix: full name}: tensors of the layer that may stand under another prefix."""
+        return {}
+
+    def described(self, metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
+        """Settings that the metadata of the layer's file adds to a config that lacks them."""
+        return {}
+
+
+def static_scale(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The static scale of a layer's input, fp32 [1]."""
+    return next((tensors[name].reshape(1).float() for name in INPUT_SCALES if name in tensors), None)
+
+
+def inputs_of(config: Config, code: str, headers: Headers, blocks: bool = False) -> Inputs | None:
+    """The inputs that a format tells which says little: `activation_scheme` for 8 bits, or a static scale's presence.
+
+    Args:
+        blocks: whether engines quantise the input per token and 128 values, as DeepSeek's do with blocks.
+    """
+    type = "int" if code == "int8" else "float"
+    named = None if code == "int4" else (config or {}).get("activation_scheme")
+    if str(named).lower() == "static" or (named is None and any(name in (headers or ()) for name in INPUT_SCALES)):
+        return Inputs(type, strategy="tensor", dynamic=False)
+    return Inputs(type, strategy="group", group_size=128) if blocks else None

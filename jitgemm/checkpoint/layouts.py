@@ -1,0 +1,161 @@
+"""How a format stores a tensor: its types, and a `Dim` for each dimension. Knows no format.
+
+Cutting for ranks, vLLM's parameters and the sizes of a layer are derived from these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jitgemm.checkpoint.canonical import TensorInfo
+from jitgemm.dtypes import REAL_TYPES, torch_dtype
+from jitgemm.kernel.formats import ceil_div
+from jitgemm.tensors import describe, dtype_name, one_of
+
+FLOATS = tuple(torch_dtype(name) for name in REAL_TYPES)
+"""What a scale may be."""
+INT32 = (torch.int32,)
+INT8 = (torch.int8,)
+BYTES = (torch.int8, torch.uint8)
+E8M0 = (torch.float8_e8m0fnu, torch.uint8)
+"""Scales that are powers of two, as such or as bytes."""
+CODE_TYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+"""The dtypes of the 8-bit codes."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension of a tensor: `per` rows, columns or groups of the layer share an element along it.
+
+    Attributes:
+        of: "n" rows, "k" columns, "G" groups of columns, or "parts", an element for each of the layers that vLLM joins.
+            Any other letter is a size of the format's own, along which nobody can cut.
+    """
+
+    of: str
+    per: int = 1
+
+    def __truediv__(self, per: int) -> Dim:
+        return Dim(self.of, per)
+
+    def __str__(self) -> str:
+        return self.of if self.per == 1 else f"{self.of} / {self.per}"
+
+
+N, K, G, PARTS = Dim("n"), Dim("k"), Dim("G"), Dim("parts")
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """A tensor of a layer as a format stores it.
+
+    Attributes:
+        dtypes: those that it may have, the usual one first.
+        dims: `Dim`s and numbers. (PARTS,) is a single element, in a file of any number of dimensions.
+        optional: whether files may lack it.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    dims: tuple[Dim | int, ...]
+    optional: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dtypes[0]
+
+    def axis(self, *letters: str) -> int | None:
+        """Which dimension is one of "n", "k", "G", ...; None for none."""
+        return next((i for i, dim in enumerate(self.dims) if isinstance(dim, Dim) and dim.of in letters), None)
+
+    @property
+    def known(self) -> bool:
+        """Whether rows, columns and groups are all that it extends along."""
+        return all(isinstance(dim, int) or dim.of in ("n", "k", "G", "parts") for dim in self.dims)
+
+    def per(self, axis: int) -> int:
+        """How many rows, columns or groups share an element along a dimension."""
+        dim = self.dims[axis]
+        return dim.per if isinstance(dim, Dim) else 1
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether it is in the type of the layer's scales, which files choose."""
+        return self.dtypes[: len(FLOATS)] == FLOATS
+
+    @property
+    def packed(self) -> tuple[int, int] | None:
+        """(dimension, values to a word) of packed integers."""
+        found = [(i, self.per(i)) for i in range(len(self.dims)) if self.per(i) > 1]
+        return found[0] if found and not self.dtype.is_floating_point else None
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape for {letter: size}."""
+        return tuple(dim if isinstance(dim, int) else ceil_div(sizes[dim.of], dim.per) for dim in self.dims)
+
+    def __str__(self) -> str:
+        return f"{' or '.join(map(dtype_name, self.dtypes))} [{', '.join(map(str, self.dims))}]"
+
+
+Layout = Mapping[str, TensorLayout]
+"""A layer's tensors by suffix: what stands behind the layer's name."""
+
+
+def stored(dtypes: torch.dtype | tuple[torch.dtype, ...], *dims: Dim | int, optional: bool = False) -> TensorLayout:
+    """`TensorLayout` in the words of a table: stored(INT32, K / 8, N)."""
+    return TensorLayout(dtypes if isinstance(dtypes, tuple) else (dtypes,), dims, optional)
+
+
+def measure(tensors: Mapping[str, Any], layout: Layout) -> dict[str, int]:
+    """The size that each letter of the layout stands for, from tensors or their headers.
+
+    Raises:
+        ValueError: a tensor is missing, has another dtype or number of dimensions, or contradicts one further up.
+    """
+    sizes: dict[str, int] = {}
+    for name, expected in layout.items():
+        if name not in tensors:
+            if expected.optional:
+                continue
+            raise ValueError(f"{name}: expected {expected}, found none")
+        tensor = tensors[name]
+        if expected.dims == (PARTS,):
+            check_single(name, tensor)
+            continue
+        if tensor.dtype not in expected.dtypes or tensor.dim() != len(expected.dims):
+            raise ValueError(f"{name}: expected {expected}, got {describe(tensor)}")
+        for dim, size in zip(expected.dims, tensor.shape):
+            if isinstance(dim, Dim):
+                sizes.setdefault(dim.of, size * dim.per)
+        check_shape(name, tensor, *expected.shape(sizes))
+    return sizes
+
+
+def fits(tensors: Mapping[str, Any], layout: Layout) -> bool:
+    """Whether tensors or their headers are of this layout."""
+    try:
+        return bool(measure(tensors, layout))
+    except ValueError:
+        return False
+
+
+def check_shape(name: str, tensor: torch.Tensor | TensorInfo, *shape: int) -> None:
+    """Raises ValueError for another shape."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def check_single(name: str, tensor: torch.Tensor | TensorInfo) -> None:
+    """Raises ValueError for more than one element, or none."""
+    if math.prod(tensor.shape) != 1:
+        raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
+
+
+def check_scale(name: str, tensor: torch.Tensor | TensorInfo) -> None:
+    """Raises ValueError for a type that scales do not have."""
+    if tensor.dtype not in FLOATS:
+        raise ValueError(f"{name}: expected {one_of(REAL_TYPES)}, got {dtype_name(tensor.dtype)}")

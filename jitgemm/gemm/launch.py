@@ -1,0 +1,190 @@
+"""From a checked GEMM to a launch.
+
+A launch is everything about a call that its shapes decide: kernel, grid, argument block, tensor maps. Making one goes
+down the layers: choose, render, cache or compile, load. Using one takes the operands' addresses, which `Launch.run`
+checks when it first meets them; everything else `problem.py` has checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from jitgemm import settings
+from jitgemm.dtypes import DTYPES
+from jitgemm.gemm.problem import GROUPED_POINTERS, POINTERS, Gemm, lhs_group_of
+from jitgemm.kernel.formats import Problem, ceil_div
+from jitgemm.kernel.render import KERNEL_NAME, kernel_source
+from jitgemm.kernel.spec import KernelSpec, lhs_copy_rows, slice_tokens, smem_bytes
+from jitgemm.runtime import driver
+from jitgemm.runtime.device import device_of
+from jitgemm.runtime.driver import TileMap
+from jitgemm.runtime.launch import ArgumentBlock, Launch
+from jitgemm.runtime.loaded import KernelFamily
+from jitgemm.select.choose import choose, kernel_named
+from jitgemm.select.devices import DeviceSpec
+from jitgemm.select.shapes import launched_clusters, most_units, units_of_work
+from jitgemm.tensors import TYPE_NAMES
+from jitgemm.weight.packed import AnyWeight
+
+VALUES = dict(
+    lhs_stride="Q", lhs_scale_stride="Q", lhs_zero_stride="Q", m="I", n="I", k="I", channel_scale_type="i",
+    bias_type="i", last_rows="I",
+)  # fmt: skip
+GROUP_VALUES = dict(
+    experts="I", rows_of_expert="I", expected_rows="I", tokens="I", sizes_step="I", wide_sizes="I",
+    scale_expert_step="Q",
+)  # fmt: skip
+ARGUMENTS = ArgumentBlock(POINTERS, **VALUES)
+GROUPED_ARGUMENTS = ArgumentBlock(GROUPED_POINTERS, **VALUES, **GROUP_VALUES)
+"""`Args` and `GroupedArgs` in include/jitgemm/gemm/types.cuh."""
+
+SWIZZLE_ROWS = 8
+"""Rows of the copies of an expert's tile that is not whole; after so many the swizzle repeats."""
+
+KERNELS = KernelFamily(KERNEL_NAME, kernel_source, smem_bytes, call="the GEMM once with these shapes")
+
+
+class GemmLaunch(Launch):
+    """A prepared GEMM, for tensors of the shapes, strides, dtypes and device that it was made for.
+
+    Args:
+        gemm: checked, on a GPU, with rows.
+        spec: the kernel; None for the one that is asked for, or else chosen.
+    """
+
+    __slots__ = ("spec",)
+
+    def __init__(self, gemm: Gemm, spec: KernelSpec | None = None):
+        x, x_scale, _, weight, out, _, groups, batch_invariant, label = gemm
+        (tokens, k), (rows, n), experts = x.shape, out.shape, weight.experts or 0
+        device = device_of(x.get_device())
+        if spec is None:
+            problem = Problem(
+                gemm.expected_rows or rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype],
+                batch_invariant, experts, lhs_group_of(x_scale), x_scale.dtype == torch.int32,
+            )  # fmt: skip
+            spec = chosen(problem, device, label)
+        self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
+
+        if groups is None:
+            copied, last_rows = lhs_copy_rows(spec, rows)
+            # The only tile is the last one, too.
+            x_boxes: tuple[int, ...] = (copied if rows > spec.block_m else last_rows, last_rows)
+            out_boxes: tuple[int, ...] = (slice_tokens(spec),)
+            units = units_of_work(spec, rows, n)
+        else:
+            last_rows = 0
+            x_boxes = spec.block_m // spec.multicast_lhs, SWIZZLE_ROWS if groups.row_index is None else 1
+            out_boxes = slice_tokens(spec), SWIZZLE_ROWS, 1
+            units = most_units(spec, experts, rows, n)
+        # One row's stride is never walked, and torch may report any value for it.
+        x_row_bytes = x.stride(0) if tokens > 1 else k
+        out_row_bytes = out.element_size() * (out.stride(0) if rows > 1 else n)
+        x_maps = {
+            box: TileMap("u8", columns=k, rows=tokens, row_bytes=x_row_bytes, box=(128, box)) for box in set(x_boxes)
+        }
+        out_maps = [
+            TileMap(spec.out, columns=n, rows=rows, row_bytes=out_row_bytes, box=(128 // out.element_size(), box))
+            for box in out_boxes
+        ]
+        loaded = KERNELS.load(spec, x.get_device())
+        block = ARGUMENTS if groups is None else GROUPED_ARGUMENTS
+        x_at, out_at = len(block.pointers) - len(POINTERS), len(block.pointers) - 1
+        super().__init__(
+            loaded,
+            block,
+            _values(gemm, x_row_bytes, last_rows) | _group_values(gemm),
+            grid=_grid(spec, loaded, units, device),
+            threads=(spec.threads, 1),
+            smem_bytes=smem_bytes(spec),
+            maps=(*((x_at, x_maps[box]) for box in x_boxes), *((out_at, each) for each in out_maps)),
+        )
+
+    def launch(self, gemm: Gemm) -> None:
+        """Runs on the device of the operands, on its current stream. Raises as `Launch.run`."""
+        if gemm.groups is None:
+            self.launch_dense(*gemm[:6])
+        else:
+            self.run_tensors(*gemm.operands())
+
+    def launch_dense(
+        self, x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, weight: AnyWeight,
+        out: torch.Tensor, bias: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """`launch`, unrolled for calls that come again: the addresses of `Gemm.operands`, in that order.
+
+        If the weight is settled, the kernel may start before the kernel before it ends. A grouped one always may: it
+        reads nothing of the device's memory until that has.
+        """
+        blocks, channel_scale = weight.blocks, weight.channel_scale
+        records = blocks.data_ptr()
+        addresses = (
+            x.data_ptr(),
+            records,
+            0 if channel_scale is None else channel_scale.data_ptr(),
+            x_scale.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            0 if x_zero is None else x_zero.data_ptr(),
+            0 if x_zero is None else weight.row_sum.data_ptr(),  # type: ignore[union-attr]
+            out.data_ptr(),
+            self.number,
+        )
+        settled_at = weight.settled_at
+        # In this order: inference tensors, which are never settled, have no version to ask for.
+        settled = settled_at is not None and settled_at == (records, blocks._version)
+        if not self.run(addresses, settled):
+            self.run(addresses, settled, Gemm(x, x_scale, x_zero, weight, out, bias).operands())
+
+
+def chosen(problem: Problem, device: DeviceSpec, label: str | None) -> KernelSpec:
+    """The kernel of this label, or the one that the selector takes."""
+    return choose(problem, device) if label is None else kernel_named(label, problem, device)
+
+
+def _grid(spec: KernelSpec, loaded: driver.LoadedKernel, units: int, device: DeviceSpec) -> int:
+    """CTAs of a launch for so many units of work."""
+    size, resident = spec.cluster_size, device.num_sms
+    if size > 1:
+        resident = driver.resident_clusters(loaded, size, spec.threads, smem_bytes(spec))
+    return size * launched_clusters(spec, units, device.num_sms, resident)
+
+
+def _values(gemm: Gemm, x_row_bytes: int, last_rows: int) -> dict[str, int]:
+    """What VALUES names."""
+    x_scale, weight, bias, per_block = gemm.x_scale, gemm.weight, gemm.bias, lhs_group_of(gemm.x_scale) > 0
+    return {
+        "lhs_stride": x_row_bytes,
+        "lhs_scale_stride": x_scale.stride(-2) if per_block else _per_token_stride(x_scale),
+        "lhs_zero_stride": x_scale.stride(-1) if per_block else _per_token_stride(gemm.x_zero),
+        "m": gemm.out.shape[0],
+        "n": weight.n,
+        "k": weight.k,
+        "channel_scale_type": DTYPES[weight.format.scale_type].number,
+        "bias_type": 0 if bias is None else DTYPES[TYPE_NAMES[bias.dtype]].number,
+        "last_rows": last_rows,
+    }
+
+
+def _group_values(gemm: Gemm) -> dict[str, int]:
+    """What GROUP_VALUES names; nothing for a dense GEMM."""
+    groups, x_scale, experts = gemm.groups, gemm.x_scale, gemm.weight.experts
+    if groups is None or experts is None:
+        return {}
+    # What an expert adds to the index of a scale of [E, rows, groups] beside its rows' stride, modulo 2^64.
+    step = (x_scale.stride(0) - groups.rows_of_expert * x_scale.stride(1)) % 2**64 if x_scale.dim() == 3 else 0
+    return {
+        "experts": experts,
+        "rows_of_expert": groups.rows_of_expert,
+        "expected_rows": ceil_div(gemm.expected_rows, experts),
+        "tokens": gemm.x.shape[0],
+        "sizes_step": 2 if groups.sizes.dim() == 2 else 1,
+        "wide_sizes": groups.sizes.element_size() == 8,
+        "scale_expert_step": step,
+    }
+
+
+def _per_token_stride(tensor: torch.Tensor | None) -> int:
+    """Elements between the values of consecutive tokens; 0 when one element serves all, or there is none."""
+    return 0 if tensor is None or tensor.numel() == 1 else tensor.stride(0)

@@ -1,0 +1,307 @@
+"""A GEMM call's arguments, dense or grouped, and their checks: one message names the argument, what was expected and
+what came.
+
+Works on real and fake tensors alike; looks at dtypes, shapes, strides and devices, never at values. Addresses are
+`runtime/checks.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
+from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
+from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, known
+from jitgemm.weight.packed import AnyWeight, W4Weight, W8Weight, Weight, check_packed
+from jitgemm.weight.parts import PackedWeight, count_experts
+
+Lhs = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+X, X_SCALE, X_ZERO = "lhs[0] (x)", "lhs[1] (x_scale)", "lhs[2] (x_zero)"
+
+POINTERS = (
+    Pointer("lhs", X, ALIGNMENT),
+    Pointer("records", "rhs.blocks", ALIGNMENT),
+    Pointer("channel_scale", "rhs.channel_scale", 4),  # copied so many bytes at a time
+    Pointer("lhs_scale", X_SCALE),
+    Pointer("bias", "bias"),
+    Pointer("lhs_zero", X_ZERO),
+    Pointer("row_sum", "rhs.row_sum"),
+    Pointer(None, "out", ALIGNMENT, written=True),
+)
+GROUPED_POINTERS = (Pointer("sizes", "offsets or masked_m"), Pointer("row_index", "row_index"), *POINTERS)
+"""What a launch has addresses of, in the order of `Args` and of `GroupedArgs` in include/jitgemm/gemm/types.cuh. out has
+no field there."""
+
+
+class Groups(NamedTuple):
+    """Which rows are which expert's.
+
+    Attributes:
+        sizes: [E + 1], first rows and the last one's end; [E, 2], first row and end of each; or [E], rows of each.
+        row_index: which row of x each row is, or None for the same.
+        rows_of_expert: rows from one expert's first to the next one's where `sizes` are numbers of rows; else 0.
+        expected_rows: of all experts together, a hint.
+    """
+
+    sizes: torch.Tensor
+    row_index: torch.Tensor | None
+    rows_of_expert: int
+    expected_rows: int
+
+    @property
+    def masked(self) -> bool:
+        """Whether `sizes` are numbers of rows. A tracer may not know more of `rows_of_expert` than that it is not 0."""
+        return not known(self.rows_of_expert == 0)
+
+
+class Gemm(NamedTuple):
+    """A call's arguments. None for tensors that it does without, and for groups where it is dense."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor
+    x_zero: torch.Tensor | None
+    weight: AnyWeight
+    out: torch.Tensor
+    bias: torch.Tensor | None = None
+    groups: Groups | None = None
+    batch_invariant: bool = False
+    kernel: str | None = None
+
+    @property
+    def lhs(self) -> Lhs:
+        """As the public calls take it."""
+        return (self.x, self.x_scale) if self.x_zero is None else (self.x, self.x_scale, self.x_zero)
+
+    @property
+    def expected_rows(self) -> int:
+        """Rows of all experts, as far as the kernel's choice goes."""
+        return 0 if self.groups is None or not self.out.dim() else max(1, min(self.groups[3], self.out.shape[0]))
+
+    @property
+    def packs_scales(self) -> bool:
+        """Whether x_scale is an exponent for each 128 k that is to be packed. Others than these the checks raise for."""
+        scale, k = self.x_scale, self.weight.k
+        if scale.dtype is not torch.float8_e8m0fnu:
+            return False
+        blocks = -(-k // LHS_GROUP)
+        return scale.dim() > 1 and scale.size(-1) == blocks and scale.numel() * k == self.x.numel() * blocks
+
+    @property
+    def pointers(self) -> Sequence[Pointer]:
+        return POINTERS if self.groups is None else GROUPED_POINTERS
+
+    def operands(self) -> tuple[torch.Tensor | None, ...]:
+        x, x_scale, x_zero, weight, out, bias, groups = self[:7]
+        dense = x, weight.blocks, weight.channel_scale, x_scale, bias, x_zero, weight.row_sum, out
+        return dense if groups is None else (groups.sizes, groups.row_index, *dense)
+
+    @property
+    def empty(self) -> bool:
+        return self.out.shape[0] == 0 or self.x.shape[0] == 0
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
+        check_types(self)
+        if self.kernel is not None:
+            from jitgemm.kernel.spec import KernelSpec
+
+            KernelSpec.from_label(self.kernel)
+        experts = _check_arguments(self)
+        if self.groups is not None and experts is not None:
+            check_groups(self.groups, experts, self.out.shape[0], self.x.device)
+
+
+def check_types(gemm: Gemm) -> None:
+    """Raises TypeError unless everything is of the class that it should be."""
+    x, x_scale, x_zero, weight, out, bias, _, batch_invariant, kernel = (
+        gemm  # compilers up to torch 2.8 follow no method
+    )
+    for name, tensor in ((X, x), (X_SCALE, x_scale), ("out", out)):
+        check_tensor(name, tensor)
+    for name, given in ((X_ZERO, x_zero), ("bias", bias)):
+        if given is not None:
+            check_tensor(name, given)
+    if not isinstance(weight, PackedWeight):
+        check_weight(weight)
+    check_flag("batch_invariant", batch_invariant)
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(
+            f"kernel: expected a label as `jitgemm explain` prints it, or None, got {type(kernel).__name__}"
+        )
+
+
+def split_lhs(lhs: object, name: str = "lhs") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(x, x_scale, x_zero or None) out of the call's first argument."""
+    if not isinstance(lhs, (tuple, list)) or len(lhs) not in (2, 3):
+        what = f"{type(lhs).__name__} of {len(lhs)}" if isinstance(lhs, (tuple, list)) else type(lhs).__name__
+        raise TypeError(f"{name}: expected a pair (x, x_scale), or (x, x_scale, x_zero), got {what}")
+    tensors = [check_tensor(name, tensor) for name, tensor in zip((X, X_SCALE, X_ZERO), lhs)]
+    return tensors[0], tensors[1], tensors[2] if len(tensors) == 3 else None
+
+
+def lhs_group_of(x_scale: torch.Tensor) -> int:
+    """k that share one of these scales of activations; 0 where a token has one for all its k.
+
+    A column for each `LHS_GROUP` tells them apart, a third dimension, which masked calls have, or e8m0.
+    """
+    per_block = x_scale.dim() == 3 or (x_scale.dim() == 2 and known(x_scale.shape[1] > 1))
+    per_block = per_block or x_scale.dtype in (torch.int32, torch.float8_e8m0fnu)
+    return LHS_GROUP if per_block else 0
+
+
+def check_weight(rhs: object, kind: type[Weight] = Weight) -> Weight:
+    """The call's second argument, if it is a packed weight of this kind."""
+    if not isinstance(rhs, kind):
+        names = [f"a {each.__name__} from pack_w{each.bits}" for each in (W4Weight, W8Weight) if issubclass(each, kind)]
+        raise TypeError(f"rhs: expected {' or '.join(names)}, got {type(rhs).__name__}")
+    return rhs
+
+
+def experts_of(rhs: object, kind: type[Weight] = Weight) -> int:
+    if not isinstance(rhs, PackedWeight):
+        check_weight(rhs, kind)
+    count = count_experts(rhs.blocks)
+    if count is None:
+        raise ValueError(
+            f"rhs: expected a weight of experts, got a dense one, which gemm_w{rhs.format.bits}a8_nt takes"
+        )
+    return count
+
+
+def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: str) -> torch.Tensor:
+    """[E, max_m, columns] as [E * max_m, columns], or [E, max_m] as [E * max_m], without a copy."""
+    if not columns and (tensor.dim() == 3 or (known(tensor.numel() == 1) and tensor.dim() <= 2)):
+        return tensor  # scales per token and group keep the dimension of the experts: their strides are free
+    if tensor.dim() != 2 + bool(columns) or differ(tensor.shape[:2], (experts, max_m)):
+        shape = f"[{experts}, {max_m}{', ' + columns if columns else ''}]"  # here, as a compiler fixes what it prints
+        raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
+    try:
+        return tensor.view(tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: expected strides of a view of all rows, one expert {max_m} row strides behind the other, got "
+            f"{tuple(tensor.stride())}"
+        ) from None
+
+
+def _check_arguments(gemm: Gemm) -> int | None:
+    """The weight's experts, if all but the groups fits together."""
+    x, x_scale, x_zero, weight, out, bias, groups = gemm[:7]
+    experts = check_packed(weight, "rhs.", experts=groups is not None)
+    n, k = weight.n, weight.k
+    if n > MAX_ROWS:
+        raise ValueError(f"rhs: expected at most {MAX_ROWS} rows, got {n}")
+    check_plain(X, x)
+    lhs_type = check_dtype(X, x.dtype, LHS_TYPES)
+    _check_matrix(X, x, "[m, k]", k)
+    m = x.shape[0]
+    group = lhs_group_of(x_scale)
+    if lhs_type == "s8" and not group and k > (most := weight.format.max_int8_k):
+        raise ValueError(
+            f"{X}: expected k of at most {most} for int8 with scales per channel, whose sums are 32-bit, got {k}"
+        )
+    if lhs_type not in weight.format.lhs_types:
+        packed_for = DTYPES[weight.format.lhs_types[0]].torch_name
+        why = "as rhs is" if weight.format.typed else "for which rhs was packed (lhs_dtype of pack_w4)"
+        raise TypeError(f"{X}: expected {packed_for}, {why}, got {dtype_name(x.dtype)}")
+
+    masked = groups is not None and groups.masked  # then scales per token and 128 k have a dimension for the experts
+    check_scales(x, x_scale, x_zero, (experts, m // experts) if masked and experts else (m,), k)
+    if x_zero is not None and weight.row_sum is None:
+        raise ValueError(f"rhs: expected a weight with row_sum, which {X_ZERO} needs, got one without")
+
+    check_plain("out", out)
+    check_dtype("out", out.dtype, REAL_TYPES)
+    _check_matrix("out", out, "[m, n]", n)
+    gathers = groups is not None and groups.row_index is not None
+    if not gathers and known(out.shape[0] != m):
+        raise ValueError(f"out: expected shape [{m}, {n}], got {list(out.shape)}")
+    if out.requires_grad:
+        raise ValueError("out: expected a tensor that does not require grad, got one that does")
+    if bias is not None:
+        if experts is not None:
+            if differ(bias.shape, (experts, n)) or not bias.is_contiguous():
+                raise ValueError(f"bias: expected a contiguous tensor [{experts}, {n}], got {list(bias.shape)}")
+            bias = bias.view(-1)
+        check_vector("bias", bias, ("bf16", "fp32"), (experts or 1) * n)
+
+    if x.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"{X}: expected a CUDA or CPU tensor, got one on {x.device}")
+    for name, tensor in ((X_SCALE, x_scale), (X_ZERO, x_zero), ("rhs", weight.blocks), ("out", out), ("bias", bias)):
+        if tensor is not None:
+            check_device(name, tensor, X, x.device)
+    return experts
+
+
+def _check_matrix(name: str, tensor: torch.Tensor, shape: str, columns: int) -> None:
+    if tensor.dim() != 2:
+        raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
+    if known(tensor.shape[1] != columns):
+        raise ValueError(f"{name}: expected shape {shape} with {columns} columns, got {list(tensor.shape)}")
+    check_rows(name, tensor)
+
+
+def check_scales(
+    x: torch.Tensor, x_scale: torch.Tensor, x_zero: torch.Tensor | None, rows: tuple[int, ...], k: int
+) -> None:
+    """Raises TypeError or ValueError unless these are scales and zero points of x [m, k]; rows: (m,), or the experts
+    and each one's rows, which scales per block have."""
+    m = x.shape[0]
+    if group := lhs_group_of(x_scale):
+        _check_per_block(x_scale, rows, k)
+        if x_zero is not None:
+            raise ValueError(f"{X_ZERO}: expected None beside a scale per token and {group} k, got a tensor")
+    else:
+        _check_per_token(X_SCALE, x_scale, m, "fp32")
+    if x_zero is not None:
+        if x.dtype != torch.int8:
+            raise TypeError(f"{X}: expected int8 beside {X_ZERO}, got {dtype_name(x.dtype)}")
+        _check_per_token(X_ZERO, x_zero, m, "s32")
+
+
+def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None:
+    """One value per token, or one for all."""
+    check_plain(name, tensor)
+    check_dtype(name, tensor.dtype, (type,))
+    per_token = not differ(tensor.shape, (m,)) or not differ(tensor.shape, (m, 1))
+    if not (per_token or (known(tensor.numel() == 1) and tensor.dim() <= 2)):
+        raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
+
+
+def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> None:
+    """One value per token and `LHS_GROUP` of k, or four of them in an int32, with any strides."""
+    check_plain(X_SCALE, x_scale)
+    type = check_dtype(X_SCALE, x_scale.dtype, ("fp32", "s32", "e8m0"))
+    expected = [*rows, ceil_div(k, LHS_GROUP * (4 if type == "s32" else 1))]
+    if differ(x_scale.shape, expected):
+        per_token = "" if type != "fp32" else f"{list(rows)} or one element, or "
+        per_token = per_token if len(rows) > 1 else per_token.replace(" or", f", {[*rows, 1]} or", 1)
+        of = "the exponents of a token and four times" if type == "s32" else "a scale per token and"
+        raise ValueError(
+            f"{X_SCALE}: expected shape {per_token}{expected} for {of} {LHS_GROUP} k, got {list(x_scale.shape)}"
+        )
+
+
+def check_groups(groups: Groups, experts: int, rows: int, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless the groups are of this many experts and rows, on x's device."""
+    sizes, row_index, masked = groups.sizes, groups.row_index, groups.masked
+    name = "masked_m" if masked else "offsets"
+    check_plain(name, sizes)
+    if sizes.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: expected int32 or int64, got {dtype_name(sizes.dtype)}")
+    shapes = ((experts,),) if masked else ((experts + 1,), (experts, 2))
+    if all(differ(sizes.shape, shape) for shape in shapes) or not sizes.is_contiguous():
+        expected = f"[{experts}]" if masked else f"[{experts + 1}] or [{experts}, 2]"
+        raise ValueError(f"{name}: expected a contiguous tensor of shape {expected}, got {list(sizes.shape)}")
+    check_device(name, sizes, "lhs[0] (x)", device)
+    if row_index is not None:
+        check_plain("row_index", check_tensor("row_index", row_index))
+        check_dtype("row_index", row_index.dtype, ("s32",))
+        if differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
+            raise ValueError(f"row_index: expected a contiguous tensor of shape [{rows}], got {list(row_index.shape)}")
+        check_device("row_index", row_index, "lhs[0] (x)", device)

@@ -1,0 +1,190 @@
+"""What a weight's codes are: one entry a code, which formats, kernels, the selector and the error bound ask.
+
+No torch, no CUDA. `jitgemm.weight.codes` has the bytes and numbers, under the same names. "Adding a weight format" in
+docs/architecture.md lists what else a code needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from jitgemm.dtypes import REAL_TYPES
+
+GROUP_SIZES = (32, 64, 128, 256)
+"""Group sizes with a scale per group. Anything that covers all of k is per channel, written 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoder:
+    """How a kernel turns codes into operands of wgmma.
+
+    Attributes:
+        codec: C++ type, of include/jitgemm/gemm/codec.cuh or of `source`.
+        cost: which of `jitgemm.select.model.DECODE_CYCLES` it takes.
+        source: C++ that defines the codec, where codec.cuh does not.
+    """
+
+    codec: str
+    cost: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """An order of a code's bytes.
+
+    Attributes:
+        name: in names of formats, which exported programs hold.
+        number: in state dicts. Append only; different from those of all codes of as many bits.
+        decoders: by the type of activations; those that the order meets.
+        zero_decoders: the same with zero points; empty where the order has none.
+        mark: in kernels' labels, behind the type of activations.
+        max_channel_k: largest k of int8 activations with one scale per row, whose sums stay in int32.
+        slow: decoding a record takes about as long as memory takes to bring it.
+        complete: holds every code.
+    """
+
+    name: str
+    number: int
+    decoders: Mapping[str, Decoder]
+    zero_decoders: Mapping[str, Decoder] = field(default_factory=dict)
+    mark: str = ""
+    max_channel_k: int = 2**31 - 1
+    slow: bool = False
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Code:
+    """What a weight's codes are.
+
+    Attributes:
+        name: `WeightFormat.code`.
+        bits: of a code, 4 or 8.
+        orders: the first holds every code and meets all activations that the others meet.
+        largest: largest magnitude of a code minus its zero point; None for values of a type, which span too many.
+        prefix: in names of formats.
+        lhs_type: the type of activations whose values the codes are. wgmma reads them from shared memory as they are;
+            None for codes to decode.
+        row_sums: packed weights have the sums of their rows, which zero points of int8 activations need.
+        offsets, strip_scales: formats may have them.
+        group_sizes, scale_types: what formats may have; 0 is one scale per row.
+    """
+
+    name: str
+    bits: int
+    orders: tuple[Order, ...]
+    largest: float | None
+    prefix: str = ""
+    lhs_type: str | None = None
+    row_sums: bool = True
+    offsets: bool = False
+    strip_scales: bool = False
+    group_sizes: tuple[int, ...] = (0, *GROUP_SIZES)
+    scale_types: tuple[str, ...] = REAL_TYPES
+
+    def order(self, name: str) -> Order:
+        """The order of this name. ValueError for any other."""
+        for order in self.orders:
+            if order.name == name:
+                return order
+        raise ValueError(f"order: expected one of {tuple(order.name for order in self.orders)}, got {name!r}")
+
+
+CODES: dict[str, Code] = {}
+"""By name."""
+
+
+def every_order() -> Iterator[tuple[Code, Order]]:
+    """The orders of all codes."""
+    for code in CODES.values():
+        for order in code.orders:
+            yield code, order
+
+
+def typed_code(lhs: str) -> str:
+    """The code whose values are of this type of activations: "e4m3", or "int8" for "s8"."""
+    return next(code.name for code in CODES.values() if code.lhs_type == lhs)
+
+
+def register(code: Code) -> None:
+    """Adds a code. ValueError if a name, label or number of its is taken."""
+
+    def claims(code: Code) -> set[tuple[str, str | int]]:
+        found: set[tuple[str, str | int]] = {("name", code.name)}
+        for order in code.orders:
+            found |= {(f"order {order.name} of prefix", code.prefix), (f"number of {code.bits} bits", order.number)}
+            found |= {(f"label of {lhs}", order.mark) for lhs in order.decoders}
+        return found
+
+    for other in CODES.values():
+        if taken := claims(code) & claims(other):
+            raise ValueError(f"code: expected names, labels and numbers of its own, got those of {other.name}: {taken}")
+    CODES[code.name] = code
+
+
+register(
+    Code(
+        "int4",
+        bits=4,
+        orders=(
+            Order(
+                "any",
+                0,
+                {
+                    "e4m3": Decoder("Int4Codec<E4m3Codes, false>", "signed"),
+                    "s8": Decoder("Int4Codec<S8Codes, false>", "any"),
+                },
+                {
+                    "e4m3": Decoder("Int4Codec<E4m3ZeroPointCodes, true>", "any"),
+                    "s8": Decoder("Int4Codec<S8ZeroPointCodes, true>", "any"),
+                },
+                max_channel_k=2**20 - 16,  # products of up to 128 * 16
+                slow=True,
+            ),
+            # Sign and magnitude, which has no code for -8.
+            Order(
+                "e4m3",
+                1,
+                {"e4m3": Decoder("Int4Codec<E4m3SignMagnitudeCodes, false>", "own")},
+                mark="fast",
+                complete=False,
+            ),
+            # Its sums are 16 times as large.
+            Order(
+                "s8",
+                2,
+                {"s8": Decoder("Int4Codec<S8TwosComplementCodes, false>", "own")},
+                mark="fast",
+                max_channel_k=2**16,
+            ),  # fmt: skip
+        ),
+        largest=16.0,
+        offsets=True,
+    )
+)
+register(
+    Code(
+        "e4m3",
+        bits=8,
+        orders=(Order("e4m3", 1, {"e4m3": Decoder("ByteCodec<false>", "bytes")}, mark="w8"),),
+        largest=None,
+        prefix="w8",
+        lhs_type="e4m3",
+        row_sums=False,
+        strip_scales=True,
+    )
+)
+register(
+    Code(
+        "int8",
+        bits=8,
+        # Products of up to 128 * 128.
+        orders=(Order("s8", 2, {"s8": Decoder("ByteCodec<true>", "bytes")}, mark="w8", max_channel_k=2**17 - 16),),
+        largest=None,
+        prefix="w8",
+        lhs_type="s8",
+        strip_scales=True,
+    )
+)

@@ -1,0 +1,158 @@
+"""Which style divides which layer of a model: what `load_` and `jitgemm.hf` ask for every layer that they make."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DeviceMesh, Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+
+from jitgemm.checkpoint.canonical import PART_MULTIPLES
+from jitgemm.kernel.formats import GROUP_SIZES
+from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.layers.shard_weight import Cut
+from jitgemm.nn.layers.sharding import ExpertSharding
+from jitgemm.nn.load.read import Layer
+from jitgemm.nn.parallel.styles import ColwiseParallel, ExpertParallel, RowwiseParallel, Style, rank_of, sharding_of
+
+STYLES: dict[str, Callable[[], Style]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+"""Styles by the names that transformers' plans give them."""
+
+WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""Names for a layer that is whole on every rank, as far as inference goes."""
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How a whole model is divided.
+
+    Attributes:
+        mesh: of one dimension.
+        rules: {pattern (`fnmatch`) of names: a style, or its name}; the first that fits a name holds.
+    """
+
+    mesh: DeviceMesh
+    rules: Mapping[str, str | Style]
+
+    def _rule(self, name: str) -> Any:
+        return next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
+
+    def style(self, name: str) -> Style | None:
+        """Of the Linear of that name; None for one that is whole on every rank."""
+        style = self._rule(name)
+        if style is None or style in WHOLE:
+            return None
+        if isinstance(style, str) and style in STYLES:
+            style = STYLES[style]()
+        if not isinstance(style, Style):
+            expected = ", ".join((*STYLES, *WHOLE))
+            raise ValueError(f"tp_plan: expected a style, or one of {expected}, got {style!r} for {name}")
+        return style
+
+    def check(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
+        """Raises ValueError for what headers show that cannot be divided so, warns where no quantised layer is divided.
+
+        layers: of `load_`'s plan, by name.
+        """
+        _, world = rank_of(self.mesh)
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                self.style(name)
+        divided = [
+            self._divides(name, layer, world)
+            if isinstance(layer, Layer)
+            else self.expert_split(name, layer.form.experts) is not None
+            for name, layer in layers.items()
+        ]
+        if layers and not any(divided):
+            warnings.warn(
+                f"tp_plan: divides none of the {len(layers)} quantised layers, which every rank holds whole; give "
+                "load_(tp_plan=...) a style for them",
+                stacklevel=3,
+            )
+        heads = getattr(getattr(model, "config", None), "num_key_value_heads", None)
+        cut = [rule for pattern, rule in self.rules.items() if pattern.endswith("k_proj") and rule == "colwise"]
+        if isinstance(heads, int) and cut and heads % world:
+            raise ValueError(f"tp: expected ranks that divide num_key_value_heads = {heads}, got {world}")
+
+    def _divides(self, name: str, layer: Layer, world: int) -> bool:
+        """Whether a layer is divided. Raises ValueError where so many ranks cannot."""
+        style = self.style(name)
+        if style is None:
+            return False
+        size, multiple = (layer.n if style.dim == "n" else layer.k or 0), PART_MULTIPLES[style.dim]
+        group = layer.group_size or size
+        if style.dim == "k" and group < size and size % (world * group):
+            multiple = min(GROUP_SIZES)  # what a cut through groups leaves of them
+        if size % (world * multiple):
+            raise ValueError(
+                f"{name}: expected {style.dim} = {size} to be a multiple of {world} ranks * {multiple}; give it "
+                "another style in tp_plan, with those that share its heads or columns"
+            )
+        return True
+
+    def cut(self, name: str) -> Cut | None:
+        """Which part of a Linear this rank has; None for all of it."""
+        style = self.style(name)
+        return None if style is None else Cut(style.dim, *rank_of(self.mesh))
+
+    def mark(self, layer: PackedLinear, name: str) -> None:
+        """Says of a layer that was cut when it was read how it is divided."""
+        style = self.style(name)
+        if style is not None:
+            layer.split = sharding_of(layer, layer.in_features, style, self.mesh)
+
+    def expert_split(self, name: str, experts: int) -> ExpertSharding | None:
+        """What this rank has of a layer's experts; None for all of them."""
+        style = self._rule(name)
+        return style.sharding_of(name, experts, self.mesh) if isinstance(style, ExpertParallel) else None
+
+    def divide(self, name: str, module: torch.nn.Module) -> None:
+        """Divides a whole layer, packed or not; a Linear in floats stays whole where that gives the same output."""
+        style = self._rule(name) if isinstance(module, PackedExperts) else self.style(name)
+        if isinstance(module, PackedExperts) and not isinstance(style, ExpertParallel):
+            return
+        if isinstance(module, torch.nn.Linear) and style is not None:
+            whole = style.output_layouts if style.dim == "n" else style.input_layouts
+            style = None if whole == (Replicate(),) else style
+        if style is not None:
+            parallelize_module(module, self.mesh, style, src_data_rank=None)
+
+
+def sharding_plan(model: torch.nn.Module, mesh: DeviceMesh, rules: Mapping[str, str | Style] | None) -> ShardingPlan:
+    """How a model is divided, by its own plan where rules is None.
+
+    Raises:
+        TypeError, ValueError: no mesh, no plan, or a rule that fits nothing.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"tp: expected a DeviceMesh, got {type(mesh).__name__}")
+    rank_of(mesh)
+    if rules is None:
+        return ShardingPlan(mesh, plan_of(model))
+    names = [name for name, _ in model.named_modules()]
+    for pattern in rules:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"tp_plan: expected patterns of the model's modules, got {pattern!r}, which fits none")
+    return ShardingPlan(mesh, rules)
+
+
+def plan_of(model: torch.nn.Module) -> Mapping[str, str | Style]:
+    """The model's own plan. Raises ValueError where it has none."""
+    rules = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not rules:
+        raise ValueError("tp_plan: expected {pattern of names: style}, as the model has no plan of its own, got None")
+    return rules

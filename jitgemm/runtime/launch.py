@@ -1,0 +1,201 @@
+"""A call's one way to the GPU, and a launch of which everything but the addresses is made beforehand.
+
+Knows addresses, fields and sizes; nothing of what a kernel computes. The CUDA driver is imported with the first launch
+that is made, so that importing jitgemm touches none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from jitgemm.runtime.checks import Pointer, address_of, check_addresses
+from jitgemm.runtime.dispatch import traced
+from jitgemm.runtime.launch_cache import this_thread
+from jitgemm.runtime.torch_private import current_device, current_stream
+
+if TYPE_CHECKING:
+    from jitgemm.runtime import driver
+
+Operands = Sequence[torch.Tensor | None]
+"""What a call's pointers point to, in their order; None for what it does without."""
+
+
+class Call(Protocol):
+    """A call's arguments, as `run_prepared` asks them.
+
+    Attributes:
+        pointers: what its launch has addresses of.
+        empty: there is nothing to do. Asked of checked arguments.
+    """
+
+    @property
+    def pointers(self) -> Sequence[Pointer]: ...
+
+    @property
+    def empty(self) -> bool: ...
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless the arguments fit together."""
+
+    def operands(self) -> Operands:
+        """The tensors, in the order of `pointers`, those that the call makes among them."""
+
+    def run_reference(self, operands: Operands) -> None:
+        """Does on the CPU what the kernel does."""
+
+    def prepare(self, operands: Operands) -> Launch:
+        """The launch, made while the operands' device is the current one."""
+
+
+def run_prepared(key: Hashable, layouts: Sequence[torch.Tensor], call: Call) -> Operands:
+    """Runs a call, and remembers its launch for calls like it; what it did not launch before it checks.
+
+    Args:
+        key: what decides legality and launch, but for the layouts. Other calls have other keys.
+        layouts: the tensors whose layouts decide, too; the first of them is on the call's device.
+
+    Returns:
+        The call's operands, with its results.
+    """
+    launch = this_thread.cache.find_plan(key, layouts)
+    if launch is None:
+        call.check()
+    operands = call.operands()
+    if launch is None:
+        launch = prepare(key, layouts, call, operands)
+    if launch is not None:
+        launch.run_tensors(*operands)
+    return operands
+
+
+def prepare(key: Hashable, layouts: Sequence[torch.Tensor], call: Call, operands: Operands) -> Launch | None:
+    """The launch of a checked call, remembered; None for one that needs none, which is done then."""
+    if call.empty:
+        return None
+    check_addresses(call.pointers, operands)
+    if not layouts[0].is_cuda:
+        with torch.no_grad():  # as the kernels
+            call.run_reference(operands)
+        return None
+    with torch.cuda.device(layouts[0].device):
+        launch = call.prepare(operands)
+    this_thread.cache.add_plan(key, layouts, launch)
+    return launch
+
+
+def check_once(key: Hashable, layouts: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
+    """Checks a call of several launches, unless this thread has checked one of this key and these layouts."""
+    if this_thread.cache.find_plan(key, layouts) is None:
+        check()
+        this_thread.cache.add_plan(key, layouts, check_once)  # of such a call there is nothing else to remember
+
+
+def check_addresses_once(name: str, pointers: Sequence[Pointer], tensors: Operands) -> None:
+    """`check_addresses` for a call of several launches, before the first of them.
+
+    The same call on tensors of the same layouts at the same addresses costs a look-up. Tensors that a tracer follows
+    have no addresses.
+    """
+    if torch.compiler.is_compiling() or traced(tensors[0], tensors[0]):
+        return
+    layouts = [tensor for tensor in tensors if tensor is not None]
+    check_once((name, *map(address_of, tensors)), layouts, partial(check_addresses, pointers, tensors))
+
+
+class ArgumentBlock:
+    """The struct that a kernel takes its arguments in: addresses, then values.
+
+    Args:
+        pointers: what a launch has addresses of; those with a field come first, in the order of the struct.
+        values: name -> `struct` code of the fields after them, in the order of the struct.
+    """
+
+    def __init__(self, pointers: Sequence[Pointer], **values: str):
+        self.pointers, self._names = tuple(pointers), tuple(values)
+        self.fields = {pointer.field: "Q" for pointer in pointers if pointer.field is not None} | values
+        self._struct = struct.Struct("<" + "".join(self.fields.values()))
+
+    def pack(self, addresses: Sequence[int], values: Mapping[str, float]) -> bytes:
+        """The struct; addresses in the order of `pointers`, which may be followed by others."""
+        count = len(self.fields) - len(self._names)
+        return self._struct.pack(*addresses[:count], *(values[name] for name in self._names))
+
+
+_numbers = itertools.count()
+
+
+class Launch:
+    """Everything about a launch that its shapes decide. Belongs to one thread.
+
+    Args:
+        kernel: what is launched, on the device it is loaded on.
+        block, values: its argument block, and what that holds beside addresses.
+        grid, threads, smem_bytes: as for `driver.LaunchConfig`.
+        maps: (number of a pointer, map over what it points to): tensor maps, the kernel's parameters before the block.
+
+    Attributes:
+        number: tells this launch's addresses from others' in the launch cache; the last of a call's `addresses`.
+    """
+
+    __slots__ = ("number", "_block", "_bound", "_device", "_driver", "_launch", "_maps", "_remembered", "_values")
+
+    def __init__(
+        self,
+        kernel: driver.LoadedKernel,
+        block: ArgumentBlock,
+        values: Mapping[str, float],
+        *,
+        grid: int,
+        threads: tuple[int, int],
+        smem_bytes: int,
+        maps: Sequence[tuple[int, driver.TileMap]] = (),
+    ):
+        from jitgemm.runtime import driver
+
+        self.number = next(_numbers)
+        self._launch = driver.LaunchConfig(kernel, grid=grid, block=threads, smem_bytes=smem_bytes)
+        self._device, self._block, self._values, self._maps = kernel.device, block, values, maps
+        self._driver, self._bound, self._remembered = driver, driver.bound, this_thread.cache.parameters.values
+
+    def run(self, addresses: tuple[int, ...], dependent: bool, tensors: Operands | None = None) -> bool:
+        """Launches on the current stream of the kernel's device; says whether it did.
+
+        Args:
+            addresses: of the block's pointers, in their order, 0 where the call does without; and then `number`.
+            dependent: the kernel may start before the kernel before it ends.
+            tensors: what is at the addresses, None where nothing is. New addresses are not launched without them, and
+                raise ValueError where a tensor is misaligned, or one that is written overlaps another.
+        """
+        device = self._device
+        if current_device() != device:
+            with torch.cuda.device(device):
+                self._driver.use_context(device)
+                return self.run(addresses, dependent, tensors)
+        if self._bound.device != device:
+            self._driver.bind(device)
+        parameters = self._remembered.get(addresses)
+        if parameters is not None:
+            self._remembered.move_to_end(addresses)
+        elif tensors is None:
+            return False
+        else:
+            check_addresses(self._block.pointers, tensors)
+            # The device's context is current: tensor maps need it.
+            encoded = {tile_map: tile_map.encode(addresses[i]) for i, tile_map in self._maps}
+            maps = [encoded[tile_map] for _, tile_map in self._maps]
+            parameters = self._driver.Parameters(self._block.pack(addresses, self._values), maps)
+            this_thread.cache.parameters.add(addresses, parameters)
+        self._launch.run(parameters, current_stream(device), dependent)
+        return True
+
+    def run_tensors(self, *tensors: torch.Tensor | None) -> None:
+        """Launches with the tensors' addresses, in the block's order; it may start before the kernel before it ends."""
+        addresses = (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], self.number)
+        if not self.run(addresses, True):
+            self.run(addresses, True, tensors)
