@@ -21,7 +21,7 @@ from benchmark_lib.cells import Format, parse_format
 from jitgemm.cli import common
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
-from jitgemm.jit.entry import BADLY
+from jitgemm.jit.entry import MAX_SPILL_BYTES
 from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_order
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import for_k
@@ -58,7 +58,7 @@ class Built:
 
     @property
     def badly(self) -> bool:
-        return self.spill_bytes > BADLY or self.serialised != ""
+        return self.spill_bytes > MAX_SPILL_BYTES or self.serialised != ""
 
 
 def sample(

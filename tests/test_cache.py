@@ -224,7 +224,7 @@ def test_a_kernel_that_spills_a_little_runs_without_a_word(root, monkeypatch, re
 
     entry, _ = KernelCache([root]).get_or_compile(spilling_kernel())
     little, much = (replace(entry, metadata=entry.metadata | {"spill_bytes": each}) for each in (200, 204))
-    assert (little.badly_built, much.badly_built) == (False, True) and little.slow_because
+    assert (little.slow_build, much.slow_build) == (False, True) and little.slow_because
     monkeypatch.setattr(loaded, "_warned_of_slow", False)
     monkeypatch.setattr(loaded.cache, "get_or_compile", lambda source: (little, False))
     monkeypatch.setattr(loaded, "kernels", {})

@@ -81,7 +81,7 @@ def test_a_kernel_is_loaded_once_a_device_whatever_threads_ask(monkeypatch):
         return driver.LoadedKernel(name, None, device)
 
     monkeypatch.setattr(loaded, "kernels", {})
-    entry = functools.partial(SimpleNamespace, badly_built=False)
+    entry = functools.partial(SimpleNamespace, slow_build=False)
     monkeypatch.setattr(loaded.cache, "get_or_compile", lambda source: (entry(cubin=source.label), 1))
     monkeypatch.setattr(driver, "check_nvrtc_against_driver", lambda nvrtc: None)
     monkeypatch.setattr(driver, "load_kernel", load_kernel)

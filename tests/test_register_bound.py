@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import register_bound
 from benchmark_lib.cells import parse_format
-from register_bound import BADLY, Built, app, build_all, sample
+from register_bound import MAX_SPILL_BYTES, Built, app, build_all, sample
 
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
@@ -49,7 +49,7 @@ def test_kernels_that_spill_a_little_are_built_and_none_that_is_chosen_spills_ba
     ]  # fmt: skip
     chosen = [choose(Problem(*problem), H200) for problem in problems]
     for built in build_all(dict.fromkeys([*SPILLS, *chosen], True), 2):
-        assert built.spill_bytes <= BADLY and not built.serialised, built
+        assert built.spill_bytes <= MAX_SPILL_BYTES and not built.serialised, built
 
 
 @pytest.mark.parametrize("name, scale", [("e4m3_g128", "bf16"), ("int8_g128z", "fp32"), ("e4m3_chz", "fp32")])
@@ -82,7 +82,7 @@ def test_the_command_writes_every_kernel_and_fails_for_a_legal_one_that_is_badly
 
     fine = Built("one", True, 100, 104, 0, "")
     for built, code in (
-        (fine, 0), (replace(fine, spill_bytes=BADLY), 0), (replace(fine, spill_bytes=BADLY + 4), 1),
+        (fine, 0), (replace(fine, spill_bytes=MAX_SPILL_BYTES), 0), (replace(fine, spill_bytes=MAX_SPILL_BYTES + 4), 1),
         (replace(fine, serialised="C7512"), 1), (replace(fine, legal=False, spill_bytes=999), 0),
     ):  # fmt: skip
         monkeypatch.setattr(register_bound, "build_all", lambda jobs, threads, built=built: [built])

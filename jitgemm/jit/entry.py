@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 SCHEMA = 2
 """Version of the key's fields and of the entry's layout. A change orphans every older entry."""
 
-BADLY = 200
+MAX_SPILL_BYTES = 200
 """Bytes of register spills from which a kernel counts as badly built: of those that spill less some are the fastest."""
 
 MAGIC = b"JITGEMM1"
@@ -50,9 +50,9 @@ class Entry:
         return "; ".join(filter(None, reasons))
 
     @property
-    def badly_built(self) -> bool:
+    def slow_build(self) -> bool:
         """Whether a faster kernel should have been chosen: one that ptxas spills more of, or serialises."""
-        return self.metadata.get("spill_bytes", 0) > BADLY or bool(self.metadata.get("serialised"))
+        return self.metadata.get("spill_bytes", 0) > MAX_SPILL_BYTES or bool(self.metadata.get("serialised"))
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class KernelFamily(Generic[Spec]):
         # Before anything is compiled: a cubin that the driver cannot load is of no use.
         driver.check_nvrtc_against_driver(nvrtc_info().version)
         entry, _ = cache.get_or_compile(self.source(spec))
-        if entry.badly_built and not getattr(spec, "debug", False):
+        if entry.slow_build and not getattr(spec, "debug", False):
             _warn_of_slow(entry)
         with _lock:
             kernel = kernels.get((spec, device))
