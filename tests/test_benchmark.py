@@ -630,7 +630,7 @@ def test_a_weight_has_the_codes_that_its_format_names(name, codes):
 
     fmt = parse_format(name)
     found = weight_of(fmt, Source(72, 288, device="cpu")).format
-    assert found.codes == codes
+    assert found.order == codes
     assert (found.group_size, found.zero_point) == (fmt.group_size, fmt.zero_point)
 
 

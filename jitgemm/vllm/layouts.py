@@ -142,7 +142,7 @@ def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str,
     """The layout that a layer's config describes.
 
     Args:
-        config: what the model's quantization_config says of the layer, as `formats.config_of_layer` tells it.
+        config: what the model's quantization_config says of the layer, by `Format.scheme`.
         k: columns of the whole layer, of all ranks.
         scale: type of the scales.
         codes: safetensors' type of the weight, if its header is known, for checkpoints of several formats.
