@@ -909,7 +909,7 @@ def interrupted_behind(monkeypatch, name: str, at: int):
         yield
 
 
-POINTS = [*(("_put", at) for at in range(1, 9)), ("FusedNorm", 1), ("FusedNorm", 2), ("FusedMLP", 1)]
+POINTS = [*(("put_module", at) for at in range(1, 9)), ("FusedNorm", 1), ("FusedNorm", 2), ("FusedMLP", 1)]
 
 
 def test_an_interrupted_block_is_as_it_was(monkeypatch):
@@ -932,7 +932,7 @@ def test_an_interrupted_block_is_as_it_was(monkeypatch):
 def test_fuse_after_an_interrupted_fuse_fuses_the_rest(at, monkeypatch):
     model, whole = quantised(), quantised()
     expected = fuse_(whole)
-    with interrupted_behind(monkeypatch, "_put", at):
+    with interrupted_behind(monkeypatch, "put_module", at):
         fuse_(model)
     first = [] if at < 9 else [name for name in expected if ".0" in name]
     assert fuse_(model) == [name for name in expected if name not in first]

@@ -23,6 +23,7 @@ import torch
 
 from jitgemm.activations.scheme import Gate
 from jitgemm.nn.quantize.replaceable import check_model
+from jitgemm.nn.quantize.swap import put_module
 from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView, quantised_alike
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason
@@ -143,13 +144,8 @@ def unfuse_(model: torch.nn.Module) -> list[str]:
             for name, found in names:
                 if isinstance(found, kind):
                     module: Any = model.get_submodule(name)
-                    _put(model, name, module.original())
+                    put_module(model, name, module.original())
     return [name for name, found in names if not isinstance(found, ProjectionView)]
-
-
-def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    model.get_submodule(parent)._modules[child] = module
 
 
 # ---- one block -------------------------------------------------------------------------------------------------------
@@ -193,7 +189,7 @@ def _fuse_block(name: str, block: torch.nn.Module, call: Call, report: FusionRep
     def put(child: str, fused: Any, linears: Sequence[str], what: str) -> None:
         for each, new in ((child, fused), *zip(linears, fused.joint.slices if linears else ())):
             replaced[each] = block.get_submodule(each)
-            _put(block, each, new)
+            put_module(block, each, new)
         report.append(f"{name}.{child}")
         report.fused[report[-1]] = what
 
@@ -208,7 +204,7 @@ def _fuse_block(name: str, block: torch.nn.Module, call: Call, report: FusionRep
             put(child, new, own, f"{what}{gate.kind} * mul, quantiser and {_last(down)}")
     except BaseException:  # Ctrl-C too: half of a block computes nothing
         for child, old in reversed(replaced.items()):
-            _put(block, child, old)
+            put_module(block, child, old)
         for layer in downs:
             vars(layer).pop("fronts", None)
         raise
