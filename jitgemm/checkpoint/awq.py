@@ -52,10 +52,8 @@ class _Awq(Format):
     def left_out(self, config: Config, prefix: str) -> str | None:
         return skipped(config, prefix)
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         config = overridden(config or {}, prefix)
-        if config is None:
-            return None
         version = _version(config)
         if version not in (*_GEMM, "gemv"):
             raise ValueError(

@@ -65,7 +65,7 @@ class _BitBlas(Format):
             return False
         return len(qweight.shape) == 2 and len(scales.shape) == 2 and qweight.shape[0] == scales.shape[0]
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         check_setting(config, 4, "bits", "weight_bits")
         headers, mode = headers or {}, setting(config, "zeros_mode")
         qweight, name = headers.get("qweight"), _zeros_name(headers)

@@ -69,7 +69,7 @@ class _CompressedTensors(Format):
     def left_out(self, config: Config, prefix: str) -> str | None:
         return left_out(config, prefix)
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         config = for_layer(config, prefix)
         weights = weights_of(config)
         code = CODES[weights.get("num_bits", 8), weights.get("type", "int")] if weights else "int4"

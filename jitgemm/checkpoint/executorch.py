@@ -61,7 +61,7 @@ class _ExecuTorch(Format):
         rows = weight.shape[0]
         return weight.dtype == torch.int8 and scales is not None and len(scales.shape) == 2 and scales.shape[0] == rows
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         headers, given = headers or {}, setting(config, "group_size")
         name = next((each for each in ("weight", *_OPERATOR_NAMES) if each in headers), "weight")
         both = next((each for each in _BOTH if each in headers), "")

@@ -176,8 +176,8 @@ class Format:
         """The setting that leaves a layer in floats, as a message; None for a quantised layer."""
         return None
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
-        """What config and headers say of one layer; None where the config leaves it out.
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
+        """What config and headers say of one layer, which `left_out` says is quantised.
 
         Args:
             config: the model's quantization_config, or None.

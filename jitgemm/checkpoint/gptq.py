@@ -57,15 +57,13 @@ class _Gptq(Format):
     def left_out(self, config: Config, prefix: str) -> str | None:
         return skipped(config, prefix)
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         if config is None:
             raise ValueError(
                 "quantization_config: expected one, as its checkpoint_format says whether qzeros hold zero - 1 (gptq) "
                 "or zero (gptq_v2); found none"
             )
         config = overridden(config, prefix)
-        if config is None:
-            return None
         version = _checkpoint_format(config)
         if version not in _VERSIONS:
             raise ValueError(f"checkpoint_format: expected {' or '.join(_VERSIONS)}, got {version!r}")
@@ -136,16 +134,16 @@ def skipped(config: Config, prefix: str) -> str | None:
     return f"dynamic: expected {prefix!r} to be quantised, but {pattern!r} skips it"
 
 
-def overridden(config: Mapping[str, Any], prefix: str) -> Mapping[str, Any] | None:
-    """The layer's config: the first expression of `dynamic` that matches its name overrides the model's, or skips it.
+def overridden(config: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    """The layer's config: the first expression of `dynamic` that matches its name overrides the model's.
 
     Raises:
         ValueError: `dynamic` holds no settings by expressions, or the layer's input is to be rotated.
     """
     if config.get("rotation") and prefix.endswith("mlp.down_proj"):
         raise ValueError(f"rotation: expected none for {prefix!r}, whose input it transforms at run time")
-    pattern, overrides = _dynamic(config, prefix)
-    return None if pattern.startswith("-:") else {**config, **overrides} if overrides else config
+    _, overrides = _dynamic(config, prefix)
+    return {**config, **overrides} if overrides else config
 
 
 def _dynamic(config: Mapping[str, Any], prefix: str) -> tuple[str, Mapping[str, Any]]:

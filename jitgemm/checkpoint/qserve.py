@@ -52,7 +52,7 @@ class _QServe(Format):
     def detect(self, names: Mapping[str, TensorInfo], config: Config) -> bool:
         return {"qweight", "s1_scales"} <= set(names)
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         check_setting(config, 4, "bits", "wbits", "w_bit")
         form = "group" if headers is None or "s2_scales" in headers else "channel"
         return Scheme(self.name, group_size=setting(config, "group_size"), strategy=form, zero_points=True)

@@ -209,9 +209,7 @@ def scheme_of(
     """`Format.scheme` of a layer that is quantised. Raises ValueError, naming the setting, where the config has it not."""
     if (reason := format.left_out(config, prefix)) is not None:
         raise ValueError(reason)
-    scheme = format.scheme(config, prefix, headers)
-    assert scheme is not None
-    return scheme
+    return format.scheme(config, prefix, headers)
 
 
 def read_header(

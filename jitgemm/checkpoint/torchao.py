@@ -101,7 +101,7 @@ class _TorchAo(Format):
             return True
         return "weight" in names and (bool(names["weight"].kind) or setting(config, "quant_method") == "torchao")
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         headers, size = headers or {}, setting(config, "group_size", "groupsize")
         said = Inputs.of(config["input_activations"]) if "input_activations" in (config or {}) else None
 

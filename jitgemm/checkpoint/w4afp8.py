@@ -51,7 +51,7 @@ class _W4AFp8(Format):
         modelopt, rows = names.get("weight_scale"), 2 * weight.shape[0]
         return {"weight_scale_2", "pre_quant_scale", "weight_scale"} <= set(names) and modelopt.shape[:1] == (rows,)
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         size = (config or {}).get("group_size")
         if headers is None:
             return Scheme(

@@ -71,7 +71,7 @@ class _W8A8(Format):
             return weight.dtype != torch.int8 or scale.shape[:1] != weight.shape[:1] or method in INT8_METHODS
         return "weight_scale" in names and (weight.dtype != torch.int8 or method == "w8a8_int8" or of_modelopt)
 
-    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme | None:
+    def scheme(self, config: Config, prefix: str = "", headers: Headers = None) -> Scheme:
         for key, known in _SETTINGS.items():
             check_one_of(config, key, known)
         return _by_config(config or {}) if headers is None else _by_headers(config, headers)

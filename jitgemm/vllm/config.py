@@ -389,7 +389,7 @@ class JitGemmConfig(QuantizationConfig):
             if format is not None and format.name == "compressed-tensors":
                 return for_layer(config, name)
             if format is not None and format.name in ("gptq", "awq"):
-                return {**(overridden(config, name) or {}), "dynamic": None}
+                return {**overridden(config, name), "dynamic": None}
         except ValueError as error:
             raise Unsupported(str(error)) from error
         return config

@@ -203,7 +203,6 @@ def check_readable(layout: Layout, config: Mapping[str, Any], k: int) -> None:
     try:
         format = formats.by_name(layout.format or "")
         scheme = format.scheme(layout.config_of(config), headers=headers)
-        assert scheme is not None
         format.sizes(headers, scheme)
     except ValueError as error:
         raise Unsupported(str(error)) from error
