@@ -1,4 +1,4 @@
-"""The rooms of the package: imports go downwards only, at the top of a module and inside functions alike, and so do the
+"""The layers of the package: imports go downwards only, at the top of a module and inside functions alike, and so do the
 names of ops."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "jitgemm"
-FLOORS = (
+LAYERS = (
     ("errors", "settings", "dtypes"),
     ("jit", "tensors"),
     ("kernel",),
@@ -25,8 +25,8 @@ FLOORS = (
     ("nn", "graph"),
     ("hf", "deep_gemm", "vllm", "cli"),
 )
-"""From the ground up; a room imports from lower floors and from itself, never from a neighbour."""
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+"""From the lowest; a package imports from lower layers and from itself, never from another of its layer."""
+LAYER = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 TENSOR_FREE = ("errors", "settings", "dtypes", "jit", "kernel", "select", "cli")
 
 
@@ -39,7 +39,7 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-ROOMS = {name: name.split(".")[1] for name in MODULES if name.count(".") and not name.endswith("__main__")}
+PACKAGES = {name: name.split(".")[1] for name in MODULES if name.count(".") and not name.endswith("__main__")}
 
 
 def imports(name: str) -> set[str]:
@@ -56,11 +56,13 @@ def imports(name: str) -> set[str]:
     return {each for each in found if each in MODULES and each not in ("jitgemm", name)}
 
 
-@pytest.mark.parametrize("name", sorted(ROOMS))
+@pytest.mark.parametrize("name", sorted(PACKAGES))
 def test_imports_go_downwards(name):
-    room = ROOMS[name]
-    assert room in FLOOR, f"{room} is on no floor"
-    upwards = [each for each in imports(name) if ROOMS.get(each) != room and FLOOR[ROOMS[each]] >= FLOOR[room]]
+    package = PACKAGES[name]
+    assert package in LAYER, f"{package} is in no layer"
+    upwards = [
+        each for each in imports(name) if PACKAGES.get(each) != package and LAYER[PACKAGES[each]] >= LAYER[package]
+    ]
     assert upwards == []
 
 
@@ -76,21 +78,23 @@ def ops_named(tree: ast.AST) -> set[str]:
     return {node.attr for node in nodes if ast.unparse(node.value) == "torch.ops.jitgemm"}
 
 
-def test_ops_are_named_in_the_room_that_defines_them_or_above():
-    trees = {name: ast.parse(MODULES[name].read_text(encoding="utf-8")) for name in ROOMS}
-    homes = {op: ROOMS[name] for name, tree in trees.items() for op in ops_defined(tree)}
+def test_ops_are_named_in_the_package_that_defines_them_or_above():
+    trees = {name: ast.parse(MODULES[name].read_text(encoding="utf-8")) for name in PACKAGES}
+    homes = {op: PACKAGES[name] for name, tree in trees.items() for op in ops_defined(tree)}
     named = [(name, op) for name, tree in trees.items() for op in ops_named(tree)]
     assert ("jitgemm.graph.inductor", "gemm_w4a8_nt") in named
-    upwards = [(name, op) for name, op in named if homes[op] != ROOMS[name] and FLOOR[homes[op]] >= FLOOR[ROOMS[name]]]
+    upwards = [
+        (name, op) for name, op in named if homes[op] != PACKAGES[name] and LAYER[homes[op]] >= LAYER[PACKAGES[name]]
+    ]
     assert upwards == []
 
 
-@pytest.mark.parametrize("room", sorted({name for name in ROOMS if (PACKAGE / name.split(".", 1)[1]).is_dir()}))
-def test_a_room_that_lists_its_files_lists_all(room):
+@pytest.mark.parametrize("package", sorted({name for name in PACKAGES if (PACKAGE / name.split(".", 1)[1]).is_dir()}))
+def test_a_package_that_lists_its_files_lists_all(package):
     listed = re.findall(
-        r"^    (\w+)  +\w", ast.get_docstring(ast.parse(MODULES[room].read_text(encoding="utf-8"))), re.M
+        r"^    (\w+)  +\w", ast.get_docstring(ast.parse(MODULES[package].read_text(encoding="utf-8"))), re.M
     )
-    files = {name.rpartition(".")[2] for name in ROOMS if name.startswith(f"{room}.")}
+    files = {name.rpartition(".")[2] for name in PACKAGES if name.startswith(f"{package}.")}
     assert not listed or (set(listed), len(listed)) == (files, len(files))
 
 
@@ -100,12 +104,12 @@ def test_private_functions_of_torch_that_calls_need_stand_in_one_module():
 
 
 def test_no_two_modules_import_each_other_in_a_circle():
-    graph = {name: imports(name) for name in ROOMS}
+    graph = {name: imports(name) for name in PACKAGES}
     list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a circle
 
 
 def test_choosing_rendering_compiling_and_the_commands_need_no_torch():
-    names = [name for name, room in ROOMS.items() if room in TENSOR_FREE]
+    names = [name for name, package in PACKAGES.items() if package in TENSOR_FREE]
     loaded = "print(*sorted({'torch', 'numpy'} & set(sys.modules)))"
     code = f"import sys, jitgemm_cli\nfor name in {names!r}: __import__(name)\n{loaded}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
