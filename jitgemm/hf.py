@@ -24,17 +24,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jitgemm.activations.scheme import activation_named
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import GROUP_SIZES
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.load import fill, made, planned, value_of, warn_of
+from jitgemm.nn.load.load import fill_tensors, make_layer, plan_for, read_tensor, warn_of
 from jitgemm.nn.load.plan import Plan, never_saved
 from jitgemm.nn.quantize.quantize import check_options, choose, quantised, warn_of_experts
-from jitgemm.nn.load.read import check_activation
-from jitgemm.nn.load.read_experts import Experts
+from jitgemm.nn.quantize.swap import SAVED, Placeholder, describe_to_transformers, put_layers, put_module
 from jitgemm.nn.report import Report
-from jitgemm.nn.quantize.swap import HOOKS, SAVED, describe_to_transformers, put_layers
 from jitgemm.tensors import check_flag
 from jitgemm.weight.pack import check_group_size
 
@@ -150,7 +149,7 @@ class JitGemmConfig(QuantizationConfigMixin):
         if scale_dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"scale_dtype: expected 'bfloat16', 'float16' or 'float32', got {scale_dtype!r}")
         if activation is not None:
-            check_activation(activation)
+            activation_named(activation)
         for name, patterns in (
             ("modules_to_not_convert", modules_to_not_convert),
             ("allow_missing", allow_missing),
@@ -184,48 +183,6 @@ class JitGemmConfig(QuantizationConfigMixin):
             "symmetric": self.symmetric,
             "scale_dtype": getattr(torch, self.scale_dtype),
         }
-
-
-class Placeholder(torch.nn.Module):
-    """Stands for a module that transformers is not to load, and takes about the room that its layer will take.
-
-    transformers counts the buffer for `device_map="auto"` and puts it where the module belongs. It is not persistent:
-    no tensor of a file has its name, and no key is missing.
-    """
-
-    room: torch.Tensor
-
-    def __init__(self, module: torch.nn.Module, size: int, device: torch.device):
-        super().__init__()
-        self.module = (module,)  # in a tuple, where PyTorch does not see its parameters
-        self._is_hf_initialized = True
-        self.register_buffer("room", torch.empty(size, dtype=torch.uint8, device=device), persistent=False)
-        for hooks in HOOKS:
-            setattr(self, hooks, getattr(module, hooks))
-        self.train(module.training)
-
-    def __getattr__(self, name: str) -> Any:
-        """What others ask of the module, such as its sizes."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["module"][0], name)
-
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Nothing: models that tie weights assign them, and ties are made anew afterwards."""
-
-    def vacate(self) -> tuple[torch.nn.Module, torch.device]:
-        """The module, and the device on which its layer goes, whose room is free from now on."""
-        device = self.room.device
-        del self.room
-        hook = vars(self).get("_hf_hook")
-        if hook is not None:  # accelerate's, where a device_map names the layer itself: it moves the input
-            self.module[0].register_forward_pre_hook(_moving_to(device))
-        return self.module[0], device
-
-
-def _moving_to(device: torch.device) -> Any:
-    return lambda module, args: tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in args)
 
 
 @register_quantizer(NAME)
@@ -271,7 +228,7 @@ class JitGemmQuantizer(HfQuantizer):
         with _usual_defaults():
             # What no file holds is transformers' to compute.
             computed = {name for name, _ in model.named_buffers()} - set(model.state_dict()) | never_saved(model)
-            plan = planned(
+            plan = plan_for(
                 model,
                 checkpoint,
                 (lambda name, module: not said.leaves(name)) if said.modules_to_not_convert else None,
@@ -280,8 +237,8 @@ class JitGemmQuantizer(HfQuantizer):
                 [*said.allow_missing, *computed],
                 said.strict,
             )
-            for name in computed & plan.kept.keys():
-                del plan.kept[name]
+            self._kept = {name: why for name, why in plan.kept.items() if name not in computed}
+            self._skipped = dict(plan.skipped)
             _check_patterns(model, said.modules_to_not_convert, plan)
             self._origins: dict[str, dict[str, str]] = {}  # names in the checkpoint of what is quantised
             self._head = plan.replaceable.head if said.lm_head is not None else None
@@ -292,7 +249,7 @@ class JitGemmQuantizer(HfQuantizer):
         for name, places in _to_hold(plan, self._chosen).items():
             placeholder = Placeholder(model.get_submodule(name), self._size(name), device)
             for place in places:
-                _put(model, place, placeholder)
+                put_module(model, place, placeholder)
                 self._held[place] = placeholder
         self._unexpected = model._keys_to_ignore_on_load_unexpected
         kind = list if self._unexpected is None else type(self._unexpected)  # a set in newer versions
@@ -311,14 +268,14 @@ class JitGemmQuantizer(HfQuantizer):
             elif None in found.values():
                 skipped[name] = "not in the checkpoint"
             self._origins[name] = {child: origin for child, origin in found.items() if origin is not None}
-        plan.skipped |= skipped | plan.replaceable.others()
+        self._skipped |= skipped | plan.replaceable.others()
         return {name: places for name, places in chosen.items() if name not in skipped and name not in plan.layers}
 
     def _size(self, name: str) -> int:
         """Bytes that the layer of that name takes, about."""
         plan, layer = self._plan, self._plan.layers.get(name)
         if layer is not None:
-            names = layer.names if isinstance(layer, Experts) else layer.names.values()
+            names = layer.names.values() if layer.form is None else layer.files
             infos = [plan.checkpoint.info(each) for each in names]
             return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
         tensors = _tensors(plan.model.get_submodule(name)).values()
@@ -341,11 +298,11 @@ class JitGemmQuantizer(HfQuantizer):
         def make(name: str, old: Placeholder) -> PackedLinear | PackedExperts:
             module, device = old.vacate()
             if name in plan.layers:
-                return made(plan, name, module, device, division)
+                return make_layer(plan, name, module, device, division)
             for place in layers[name]:
                 del self._held[place]  # with which the module goes
             for child, tensor in _tensors(module).items():
-                value = value_of(plan, self._origins[name][child], device, tensor.dtype).to(tensor.dtype)
+                value = read_tensor(plan, self._origins[name][child], device, tensor.dtype).to(tensor.dtype)
                 setattr(module, child, torch.nn.Parameter(value, requires_grad=False))
             form, options = replaceable.forms.get(name), self.quantization_config.quantising
             if name == self._head:
@@ -359,7 +316,7 @@ class JitGemmQuantizer(HfQuantizer):
         devices = {}
         for place in self._held.keys() - replaced:
             module, devices[place] = self._held[place].vacate()
-            _put(model, place, module)
+            put_module(model, place, module)
         put_layers(model, layers, make, "loading" if self.pre_quantized else "quantising")
         state = model.state_dict(keep_vars=True)
         # transformers marks what it has loaded; what it did not find under its own name is read like the rest.
@@ -370,7 +327,7 @@ class JitGemmQuantizer(HfQuantizer):
             and _owner(name) not in replaced
             and (not isinstance(origin, str) or name in plan.untied or not hasattr(state[name], "_is_hf_initialized"))
         ]
-        fill(plan, rest, lambda name, tensor: devices[_owner(name)])
+        fill_tensors(plan, rest, lambda name, tensor: devices[_owner(name)])
         for place in devices:
             module = model.get_submodule(place)
             if division is not None and isinstance(module, torch.nn.Linear):
@@ -384,10 +341,10 @@ class JitGemmQuantizer(HfQuantizer):
             said._loaded = True
             model.config.quantization_config = said
         names = [name for name in replaceable.places if name in layers]
-        self.report = Report(names, plan.skipped, plan.ignored, plan.kept)
+        self.report = Report(names, self._skipped, plan.ignored, self._kept)
         warn_of_experts(model, self.report, "from_pretrained")
         warn_of(self.report, "from_pretrained", f"of {plan.checkpoint.where}", "quantization_config=JitGemmConfig()")
-        del self._plan, self._held, self._chosen, self._origins
+        del self._plan, self._held, self._chosen, self._origins, self._kept, self._skipped
 
 
 def _check_patterns(model: PreTrainedModel, patterns: Iterable[str], plan: Plan) -> None:
@@ -423,7 +380,7 @@ def _division(model: Any, plan: Plan) -> ShardingPlan | None:
         return None
     from jitgemm.nn.parallel.plan import ShardingPlan  # half a second of torch.distributed
 
-    experts = next((name for name, layer in plan.layers.items() if isinstance(layer, Experts)), None)
+    experts = next((name for name, layer in plan.layers.items() if layer.form is not None), None)
     summed = {"all_reduce", "moe_identity_expert"} & set(model.tp_plan.values())
     if experts is not None and summed:
         raise ValueError(
@@ -460,11 +417,6 @@ def _named(plan: Plan, places: Iterable[str], child: str, tensor: torch.Tensor) 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-
-
-def _put(model: torch.nn.Module, place: str, module: torch.nn.Module) -> None:
-    parent, _, child = place.rpartition(".")
-    model.get_submodule(parent)._modules[child] = module
 
 
 def _owner(name: str) -> str:

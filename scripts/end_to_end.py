@@ -29,7 +29,7 @@ import jitgemm.nn
 from jitgemm.activations.call import quantize_activations
 from jitgemm.cli import common
 from jitgemm.nn import W4A8Linear
-from jitgemm.nn.load.read import CODES
+from jitgemm.nn.layers.parts import LHS_DTYPES
 
 from benchmark_lib import layer as one_layer
 from benchmark_lib.divided import DIVIDED, Cells, on_ranks, time_divided
@@ -626,7 +626,7 @@ class FakeQuantised(torch.nn.Module):
 
 def by_torch(ours: W4A8Linear, plain: torch.nn.Linear, x: torch.Tensor, exact: bool) -> torch.Tensor:
     """x quantised and dequantised, times the dequantised weight: in fp32 with one rounding if exact, else in bf16."""
-    codes, scale = quantize_activations(x.reshape(-1, x.shape[-1]), CODES[ours.activation])
+    codes, scale = quantize_activations(x.reshape(-1, x.shape[-1]), LHS_DTYPES[ours.activation])
     values = codes.float() * scale[:, None]
     if exact:
         out = (values @ ours.weight.dequantize().T).to(x.dtype)

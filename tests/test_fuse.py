@@ -24,7 +24,7 @@ from jitgemm.gemm.names import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse_, load_, unfuse_
 from jitgemm.nn.fuse import fuse
 from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm, MergedLinear, ProjectionView
-from jitgemm.nn.load.read import CODES
+from jitgemm.nn.layers.parts import LHS_DTYPES
 from jitgemm.nn.warm.warm import kernels
 
 transformers = pytest.importorskip("transformers")
@@ -93,7 +93,7 @@ def merged(layers: list[W4A8Linear]) -> W4A8Linear:
     q, bias = q.view(parts[0][0].dtype), None if first.bias is None else torch.cat([layer.bias for layer in layers])
     if first.weight.bits == 8:
         return W8A8Linear(jitgemm.pack_w8(q, scale), bias, activation=first.activation)
-    weight = jitgemm.pack_w4(q, scale, group_size=first.weight.group_size, lhs_dtype=CODES[first.activation])
+    weight = jitgemm.pack_w4(q, scale, group_size=first.weight.group_size, lhs_dtype=LHS_DTYPES[first.activation])
     return W4A8Linear(weight, bias, activation=first.activation)
 
 
@@ -114,7 +114,7 @@ def quantise(layer: W4A8Linear, x: torch.Tensor, **front) -> tuple:
     rows = x.reshape(-1, x.shape[-1])
     order = layer.weight.permutation
     return quantize_activations(
-        rows, CODES[layer.activation], scheme=scheme, affine=affine, scale=scale, permutation=order, **front
+        rows, LHS_DTYPES[layer.activation], scheme=scheme, affine=affine, scale=scale, permutation=order, **front
     )
 
 

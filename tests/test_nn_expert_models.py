@@ -585,11 +585,11 @@ def test_models_without_data_are_filled():
 
 
 def test_no_more_than_one_expert_is_in_memory_beside_the_packed_weight(monkeypatch):
-    from jitgemm.nn import read_experts
+    from jitgemm.nn.load import layer_source
 
     tensors, _ = file_of(build("qwen3"))
     alive, most = [], []
-    original = read_experts.read_header
+    original = layer_source.read_header
 
     def counted(*arguments):
         import weakref
@@ -599,7 +599,7 @@ def test_no_more_than_one_expert_is_in_memory_beside_the_packed_weight(monkeypat
         most.append(len(alive))
         return weight
 
-    monkeypatch.setattr(read_experts, "read_header", counted)
+    monkeypatch.setattr(layer_source, "read_header", counted)
     load_(build("qwen3", seed=1), tensors, config=COMPRESSED)
     assert max(most) <= 4  # gate and up, and those before them until they are replaced
 

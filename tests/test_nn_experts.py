@@ -15,7 +15,7 @@ from jitgemm.activations.reference import gated
 from jitgemm.moe.kernel import layer_specs
 from jitgemm.nn import ACTIVATIONS, Gate, PackedExperts, W4A8Experts, W8A8Experts
 from jitgemm.nn.layers.experts import packed_experts
-from jitgemm.nn.load.read import CODES
+from jitgemm.nn.layers.parts import LHS_DTYPES
 from jitgemm.nn.warm import warm
 from jitgemm.nn.warm.warm import warmup
 from jitgemm.select.choose import kernels_for
@@ -55,7 +55,7 @@ def by_definition(layer: W4A8Experts, x: torch.Tensor, ids: torch.Tensor, weight
 
     def gemm(rows: torch.Tensor, part, e: int) -> torch.Tensor:
         scheme, affine = "block" if layer.activation.endswith("_block") else "token", layer.activation == "int8_affine"
-        q, scale, *zero = quantize_activations(rows, CODES[layer.activation], scheme=scheme, affine=affine)
+        q, scale, *zero = quantize_activations(rows, LHS_DTYPES[layer.activation], scheme=scheme, affine=affine)
         codes = q.double() - (zero[0].double().view(-1, 1) if zero else 0)
         scale = (
             scale.double().repeat_interleave(128, 1)[:, : q.shape[1]] if scheme == "block" else scale.double()[:, None]
@@ -101,7 +101,7 @@ def experts_of_8_bits(activation: str, w13: int = 8, w2: int = 8, gate: Gate = S
 
     def made(bits: int, n: int, k: int):
         w = torch.randn((E, n, k), generator=g) / k**0.5
-        dtype = CODES[activation]
+        dtype = LHS_DTYPES[activation]
         return quantize_w8(w, dtype) if bits == 8 else quantize_w4(w, 32, lhs_dtype=dtype, clip_steps=0)
 
     return packed_experts(made(w13, 2 * INTER, HIDDEN), made(w2, HIDDEN, INTER), gate=gate, activation=activation)

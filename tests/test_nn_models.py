@@ -34,7 +34,7 @@ import jitgemm.nn
 from jitgemm.checkpoint import Checkpoint
 from jitgemm.checkpoint.format import Inputs
 from jitgemm.nn import W4A8Linear, W8A8Linear, load_
-from jitgemm.nn.load.read import activations
+from jitgemm.nn.load.layer_source import activations
 
 quantize = functools.partial(jitgemm.nn.quantize_, clip_steps=0)
 """Without the search for better scales, which takes most of the time."""

@@ -26,7 +26,7 @@ from jitgemm.weight.pack import pack_w4
 U32 = 0xFFFFFFFF
 INT4 = CODE_BYTES["int4"]
 ORDERS = tuple(order.name for order in CODES["int4"].orders)
-CODE_BYTES = 4096
+BYTES_OF_CODES = 4096
 E4M3_BYTES = {d: int(torch.tensor(d * 2.0**-9).to(torch.float8_e4m3fn).view(torch.uint8)) for d in range(-16, 16)}
 """The byte of torch.float8_e4m3fn for d * 2^-9."""
 
@@ -70,7 +70,7 @@ def expected_record(parts: builders.WeightParts, strip: int, block: int, format:
         row, k = 64 * strip + row, 128 * block + k
         return q[row][k] if row < n and k < k_all else 0
 
-    record = bytearray(CODE_BYTES)
+    record = bytearray(BYTES_OF_CODES)
     for half in range(2):
         for thread in range(128):
             for word in range(4):
@@ -234,7 +234,7 @@ def test_a_record_is_little_endian():
     scale = torch.full((64, 1), 1.0, dtype=torch.float32)
     q = torch.zeros((64, 128), dtype=torch.int8)
     record = pack_w4(q, torch.cat([scale] * 4, 1), group_size=32).blocks[0, 0].numpy().tobytes()
-    assert record[CODE_BYTES : CODE_BYTES + 4] == struct.pack("<f", 1.0)
+    assert record[BYTES_OF_CODES : BYTES_OF_CODES + 4] == struct.pack("<f", 1.0)
 
 
 def test_every_place_of_a_record_is_used_once():
@@ -251,7 +251,7 @@ def test_every_place_of_a_record_is_used_once():
 
 def test_each_nibble_goes_to_its_place_and_comes_back():
     """One weight that is not zero at a time moves exactly its own four bits."""
-    seen = torch.zeros(CODE_BYTES, dtype=torch.int32)
+    seen = torch.zeros(BYTES_OF_CODES, dtype=torch.int32)
     for row, k in [(r, c) for r in range(0, 64, 7) for c in range(0, 128, 5)]:
         q = torch.zeros((64, 128), dtype=torch.uint8)
         q[row, k] = 15
@@ -568,3 +568,17 @@ def test_other_group_sizes_raise(wrong):
         jitgemm.pack_w4(torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 2), group_size=wrong)
     with pytest.raises(TypeError, match="^group_size: expected an int"):
         jitgemm.pack_w4(torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 1), group_size="channels")
+
+
+def test_every_code_has_its_bytes_under_the_same_names():
+    assert CODES.keys() == CODE_BYTES.keys()
+    for name, code in CODES.items():
+        numbers, orders = CODE_BYTES[name], {order.name: order for order in code.orders}
+        assert (numbers.dtype is None) == (code.bits == 4)
+        if numbers.dtype is None:
+            assert numbers.orders.keys() == orders.keys()
+            assert numbers.zero_orders.keys() == {order for order in orders if orders[order].zero_decoders}
+            least = min(order.low for order in numbers.orders.values())
+            assert {order for order, held in numbers.orders.items() if held.low == least} == {
+                order for order in orders if orders[order].complete
+            }

@@ -26,7 +26,7 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn import ACTIVATIONS, PackedExperts, PackedLinear, W4A8Linear, W8A8Experts, W8A8Linear
 from jitgemm.nn.layers.shard_weight import part_of_weight
 from jitgemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
-from jitgemm.nn.load.read import CODES
+from jitgemm.nn.layers.parts import LHS_DTYPES
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.quantize import quantize_w8
 
@@ -97,7 +97,7 @@ def apart(layer: PackedLinear, rank: int) -> PackedLinear:
     whole = CanonicalWeight(
         q, scale, zero, weight.unpack_offset(), weight.group_size, weight.permutation, code=weight.format.code
     )
-    weight = whole.shard("k", rank, ranks.WORLD).pack(CODES[layer.activation])
+    weight = whole.shard("k", rank, ranks.WORLD).pack(LHS_DTYPES[layer.activation])
     bias = layer.bias if rank == 0 else None
     return type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale)
 
@@ -405,7 +405,7 @@ def test_a_part_is_the_same_codes_and_scales(name, dim, world):
     dense = weight.dequantize()
     size = dense.shape[0 if dim == "n" else 1] // world
     for rank in range(world):
-        part = part_of_weight(weight, dim, rank, world, CODES[layer.activation])
+        part = part_of_weight(weight, dim, rank, world, LHS_DTYPES[layer.activation])
         expected = dense.narrow(0 if dim == "n" else 1, rank * size, size)
         assert torch.equal(part.dequantize(), expected)
         assert (part.row_sum is None) == (row_sum is None)

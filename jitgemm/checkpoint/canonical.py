@@ -17,6 +17,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
+from jitgemm.weight.codes import CODE_BYTES
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.pack8 import pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
@@ -68,8 +69,7 @@ class CanonicalWeight:
     note: str | None = None
 
     def __post_init__(self) -> None:
-        signed = torch.float8_e4m3fn if self.code == "e4m3" else torch.int8
-        expected = signed if self.zero is None else torch.uint8
+        expected = CODE_BYTES[self.code].given(self.zero is not None)
         if self.offset is not None and not CODES[self.code].offsets:
             raise ValueError(f"offset: expected none with {self.bits} bits, got one")
         if self.q.dim() != 2 or self.q.dtype != expected:
@@ -225,7 +225,7 @@ class CanonicalWeight:
         Raises:
             ValueError: sizes that the kernel cannot have, codes or zero points out of range, or zero points of 8 bits.
         """
-        eight = self.code != "int4"
+        eight = CODE_BYTES[self.code].dtype is not None
         if eight and self.zero is not None:
             raise ValueError(
                 "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
@@ -255,7 +255,13 @@ class CanonicalWeight:
                 return weight
             return weight.with_tensors(weight.blocks, weight.channel_scale, weight.row_sum, self.permutation)
         return pack_w4(
-            self.q, **parameters, permutation=self.permutation, group_size=size, k=self.k, lhs_dtype=lhs_dtype
+            self.q,
+            **parameters,
+            permutation=self.permutation,
+            group_size=size,
+            k=self.k,
+            lhs_dtype=lhs_dtype,
+            code=self.code,
         )
 
 

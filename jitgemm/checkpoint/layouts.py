@@ -16,6 +16,7 @@ from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import describe, dtype_name, one_of
+from jitgemm.weight.codes import CODE_BYTES
 
 FLOATS = tuple(torch_dtype(name) for name in REAL_TYPES)
 """What a scale may be."""
@@ -24,7 +25,7 @@ INT8 = (torch.int8,)
 BYTES = (torch.int8, torch.uint8)
 E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 """Scales that are powers of two, as such or as bytes."""
-CODE_TYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
+CODE_TYPES = {name: each.dtype for name, each in CODE_BYTES.items() if each.dtype is not None}
 """The dtypes of the 8-bit codes."""
 
 
@@ -69,8 +70,9 @@ class TensorLayout:
         return self.dtypes[0]
 
     def axis(self, *letters: str) -> int | None:
-        """Which dimension is one of "n", "k", "G", ...; None for none."""
-        return next((i for i, dim in enumerate(self.dims) if isinstance(dim, Dim) and dim.of in letters), None)
+        """Which dimension is one of "n", "k", "G", ..., or the number "1"; None for none."""
+        found = (dim.of if isinstance(dim, Dim) else str(dim) for dim in self.dims)
+        return next((i for i, letter in enumerate(found) if letter in letters), None)
 
     @property
     def known(self) -> bool:

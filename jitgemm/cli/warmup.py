@@ -66,9 +66,10 @@ def pick_quantizers(texts: Sequence[str], outs: Sequence[str], block: bool) -> l
                 f"--quantizer: expected one of {', '.join(REAL_TYPES)}, followed by any of "
                 f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}, or none; got {text!r}"
             )
-        gates = [name for name in given if "gate" in QUANTIZER_VARIANTS[name]]
-        if len(set(gates)) > 1:
-            raise ValueError(f"--quantizer {text}: gelu_mul: expected one gate, got {' and '.join(gates)}")
+        gates = [name for name in dict.fromkeys(given) if "gate" in QUANTIZER_VARIANTS[name]]
+        if len(gates) > 1:
+            first, other = gates[0].partition("=")[0], gates[-1].partition("=")[0]
+            raise ValueError(f"{other}: expected one gate, got {first}, too, in {text!r}")
         found.append((x, tuple(dict.fromkeys(given))))
     more = ("block",) if block else ()
     return list(dict.fromkeys((x, tuple(dict.fromkeys((*given, *more)))) for x, given in found))

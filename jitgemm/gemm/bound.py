@@ -20,6 +20,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import Lhs, lhs_group_of, split_lhs
 from jitgemm.gemm.e8m0 import with_fp32_scales
 from jitgemm.gemm.reference import gemm_w4a8_reference, integers
+from jitgemm.kernel.codes import CODES, Code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, ceil_div
 from jitgemm.tensors import check_dtype
 from jitgemm.weight.packed import Weight
@@ -28,7 +29,6 @@ STEP_K = 32
 """k of a tensor-core step with 8-bit operands (`wgmma.mma_async.m64nNk32`)."""
 CUT = 2.0**-13
 """What a step cuts off a term at most, as a part of its largest term."""
-LARGEST_CODE = 16.0
 LEAST_NORMAL = 2.0**-6
 
 _BUDGET = 1 << 24
@@ -98,10 +98,10 @@ def gemm_w4a8_bound(
         for first in range(0, m, m_step):
             rows = slice(first, min(first + m_step, m))
             x_rows = _by_run(x[rows].to(torch.float32).to(torch.float64), runs, run)
-            kind = None if x.dtype == torch.int8 else rhs.bits
-            size, loss = _scaled(x_rows, d, scale * token[:, rows], kind)
+            code = None if x.dtype == torch.int8 else CODES[rhs.format.code]
+            size, loss = _scaled(x_rows, d, scale * token[:, rows], code)
             if offset is not None:
-                added = _scaled(x_rows, counts, offset * token[:, rows], kind)
+                added = _scaled(x_rows, counts, offset * token[:, rows], code)
                 size, loss = size + added[0], loss + added[1]
             size += loss + zero[rows] * token[0, rows] * row_sum.abs()
             promotions = runs * (1 if offset is None else 2)
@@ -116,24 +116,24 @@ def _by_run(matrix: torch.Tensor, runs: int, run: int) -> torch.Tensor:
 
 
 def _scaled(
-    x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, bits: int | None
+    x: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, code: Code | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over runs of |scaled sum| and of the scaled loss: [m, n] each, of x [runs, m, run] and d [runs, n, run].
 
-    bits: of the codes beside e4m3 activations; None for int8, which loses nothing.
+    code: of the weight, with e4m3 activations; None for int8, which loses nothing.
     """
     sums = torch.zeros(*x.shape[:2], d.shape[1], dtype=x.dtype, device=x.device)
     loss = torch.zeros_like(sums)
     for part, codes in zip(x.split(STEP_K, -1), d.split(STEP_K, -1), strict=True):
         largest = part.abs().amax(-1, keepdim=True)
-        if bits == 8:
+        if code is None or code.largest is None:
             some = largest > 0
             largest = largest.clamp(min=LEAST_NORMAL) * codes.abs().amax(-1)[:, None].clamp(min=LEAST_NORMAL) * some
         else:
-            largest = largest * LARGEST_CODE
+            largest = largest * code.largest
         before = torch.maximum(sums.abs() + loss, largest)
         sums.baddbmm_(part, codes.transpose(1, 2))
-        if bits is not None:
+        if code is not None:
             step = before.mul_(STEP_K * CUT)
             step += (sums.abs() + loss + step) * CUT
             loss += step * (largest > 0)

@@ -16,7 +16,7 @@ from jitgemm.nn.fuse.fuse import fuse_, unfuse_
 from jitgemm.nn.layers.linear import PackedLinear, W4A8Linear, W8A8Linear
 from jitgemm.nn.load.load import load_
 from jitgemm.nn.quantize.quantize import quantize_
-from jitgemm.nn.load.read import ACTIVATIONS
+from jitgemm.activations.scheme import ACTIVATIONS
 from jitgemm.nn.report import FusionReport, Report
 from jitgemm.nn.layers.settle import settle
 from jitgemm.nn.warm.warm import warmup

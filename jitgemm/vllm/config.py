@@ -25,8 +25,8 @@ from jitgemm.checkpoint.compressed_tensors_config import for_layer
 from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.checkpoint.settings import setting
 from jitgemm.checkpoint.gptq import overridden
-from jitgemm.nn.quantize.choose import ROUTERS
-from jitgemm.nn.load.read import check_activation
+from jitgemm.nn.quantize.replaceable import ROUTERS
+from jitgemm.activations.scheme import activation_named
 from jitgemm.vllm.layouts import Layout, Unsupported, check_readable, floats, layout_of
 from jitgemm.vllm.warm import Layers, Warmer
 
@@ -88,7 +88,7 @@ class JitGemmConfig(QuantizationConfig):
             raise ValueError(f"jitgemm: expected the options {', '.join(_OPTIONS)}, got {', '.join(sorted(unknown))}")
         self.options |= options
         if self.options["activation"] is not None:
-            check_activation(self.options["activation"])
+            activation_named(self.options["activation"])
         if self.options["lm_head"] not in (None, "e4m3", "int8"):
             raise ValueError(f"lm_head: expected e4m3, int8 or None, got {self.options['lm_head']!r}")
         if self.options["bits"] not in (4, 8):

@@ -30,15 +30,16 @@ from vllm.model_executor.utils import set_weight_attrs
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import pack_experts
 from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.layouts import PARTS
 from jitgemm.checkpoint.reader import layer_header, read_header
 from jitgemm.kernel.formats import STRIP_ROWS
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
-from jitgemm.nn.load.read import CODES, layer_of
+from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Touched, Unsupported
 from jitgemm.vllm.linear import (
     CHILD,
     cut,
-    exact,
+    require_exact,
     loaded,
     noted,
     of_dummies,
@@ -132,9 +133,9 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
                 said = {"is_transposed": transposed, "quant_method": self.layout.scheme}
                 load = by_name(extra_weight_attrs["weight_loader"], self.layout.called.get(name, name), name)
                 load = cut(load, each, self.layout.group_size, touched, whole // inter, rows)
-                loader = self._in_order if name.endswith("g_idx") else exact(load) if "scale" in name else load
+                loader = self._in_order if name.endswith("g_idx") else require_exact(load) if "scale" in name else load
                 shared = part == "w13" and (name == "weight_shape" or data.dim() == 1)
-                said["weight_loader"] = noted(counted_once(loader) if shared else loader, expert_of)
+                said["weight_loader"] = noted(count_shared_once(loader) if shared else loader, expert_of)
                 set_weight_attrs(param, extra_weight_attrs | said)
         self.config.warmer.expect(layer, params_dtype)
         if self.uses_meta_device:
@@ -213,8 +214,8 @@ class JitGemmMoEMethod(FusedMoEMethodBase):
             weight = read_header(opened, layer_header(opened, name, format=self.layout.format), first.device)
             return weight if part == "w13" or self.touched is None else weight.columns(*self.touched.own)
 
-        layer = layer_of(checkpoint(0), name, activation, self.layout.format)
-        given = first.shape[0], read, CODES[layer.activation], layer.bits, together
+        layer = LayerSource.find(checkpoint(0), name, activation, self.layout.format)
+        given = first.shape[0], read, layer.lhs_dtype, layer.bits, together
         return pack_experts(*given), layer.activation
 
     def _gate(self, layer: torch.nn.Module) -> Gate:
@@ -311,7 +312,7 @@ def _together(tensors: dict[str, torch.Tensor], layout: Layout, n: int) -> int:
 
 def _rows(tensor: torch.Tensor, layout: Layout, suffix: str) -> torch.Tensor:
     """Tensors [experts, ...] as one of all their rows; as the first where rows do not count."""
-    if layout.tensors[suffix].dims == ("parts",):
+    if layout.tensors[suffix].dims == (PARTS,):
         return tensor.flatten()
     axis = layout.tensors[suffix].axis("n")
     return tensor[0] if axis is None else tensor.movedim(0, axis).flatten(axis, axis + 1)
@@ -372,7 +373,9 @@ class JitGemmExperts(FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), (M, K)  # what is in between comes from PyTorch's allocator
+        batched = self.activation_format() == FusedMoEActivationFormat.BatchedExperts
+        experts = (self.module.num_experts,) if batched else ()
+        return (0,), (0,), (*experts, M, K)  # what is in between comes from PyTorch's allocator
 
     def apply(
         self,
@@ -392,6 +395,13 @@ class JitGemmExperts(FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
+        if self.activation_format() == FusedMoEActivationFormat.BatchedExperts:
+            x = hidden_states if a1q_scale is None else (hidden_states, a1q_scale)
+            live = expert_tokens_meta.expert_num_tokens[: self.module.num_experts].to(torch.int32)
+            # As many tokens of every other rank: a CUDA graph is captured for its own number alone.
+            expected = topk_ids.numel() * self.num_dispatchers / global_num_experts
+            self.module.run_batched(x, output, live, min(expected, hidden_states.shape[1]))
+            return
         if apply_router_weight_on_input:  # which vLLM has done
             topk_weights = torch.ones_like(topk_weights)
         self.module.run(hidden_states, topk_ids, topk_weights, expert_map=expert_map, out=output)
@@ -418,43 +428,6 @@ class JitGemmBatchedExperts(JitGemmExperts):
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceDelegate:
         return TopKWeightAndReduceDelegate()
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: Any,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), (self.module.num_experts, M, K)
-
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-    ) -> None:
-        x = hidden_states if a1q_scale is None else (hidden_states, a1q_scale)
-        live = expert_tokens_meta.expert_num_tokens[: self.module.num_experts].to(torch.int32)
-        # As many tokens of every other rank: a CUDA graph is captured for its own number alone.
-        expected = topk_ids.numel() * self.num_dispatchers / global_num_experts
-        self.module.run_batched(x, output, live, min(expected, hidden_states.shape[1]))
-
 
 def expert_of(
     loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
@@ -463,7 +436,7 @@ def expert_of(
     return frozenset({(shard_id, None if loaded_weight.dim() == 3 else expert_id)})
 
 
-def counted_once(load: Callable[..., Any]) -> Callable[..., Any]:
+def count_shared_once(load: Callable[..., Any]) -> Callable[..., Any]:
     """A loader of what w1 and w3 share, where vLLM counts numbers to pack the layer once it has all."""
 
     @wraps(load)
@@ -498,5 +471,5 @@ def _weighted(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor
 
 def _of_expert(name: str, layout: TensorLayout, part: str) -> TensorLayout:
     """vLLM loads one number of an expert's input scale, and one of w2's scale of the whole weight."""
-    single = layout.dims == ("parts",) and (name == "input_scale" or part == "w2")
-    return TensorLayout(layout.dtype, ()) if single else layout
+    single = layout.dims == (PARTS,) and (name == "input_scale" or part == "w2")
+    return TensorLayout(layout.dtypes, ()) if single else layout

@@ -20,7 +20,9 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, as_rows
-from jitgemm.nn.load.read import CODES, layer_of, read
+from jitgemm.checkpoint.layouts import PARTS, G
+from jitgemm.nn.layers.parts import LHS_DTYPES
+from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Touched, floats
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
 
@@ -56,7 +58,7 @@ def part_of(loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> frozense
     return frozenset(part if isinstance(part, (tuple, list)) else [part if isinstance(part, int) else None])
 
 
-def one_order(load: Callable[..., Any]) -> Callable[..., Any]:
+def require_same_order(load: Callable[..., Any]) -> Callable[..., Any]:
     """A loader of the group of each column, which layers that are joined must have in common."""
 
     @wraps(load)
@@ -73,7 +75,7 @@ def one_order(load: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def exact(load: Callable[..., Any]) -> Callable[..., Any]:
+def require_exact(load: Callable[..., Any]) -> Callable[..., Any]:
     """A loader of scales that rather fails than rounds them."""
 
     @wraps(load)
@@ -108,11 +110,11 @@ def cut(
     def loads(param: Any, loaded_weight: torch.Tensor, *where: Any, **named: Any) -> Any:
         stacked = loaded_weight.dim() - len(layout.dims)  # experts in front
         if layout.repeated > 1:
-            n = stacked + layout.dims.index("n")
+            n = stacked + (layout.axis("n") or 0)
             loaded_weight = loaded_weight.repeat_interleave(layout.repeated, n)
             loaded_weight = loaded_weight.narrow(n, 0, rows or loaded_weight.shape[n])
         if axis is not None:
-            each = group_size if layout.dims[axis] == "G" else layout.per(axis)
+            each = group_size if layout.dims[axis] == G else layout.per(axis)
             start, stop = touched.start // each, ceil_div(touched.stop, each)
             mine = loaded_weight.narrow(stacked + axis, start, stop - start)
             shares = mine.unsqueeze(stacked + axis).expand(
@@ -129,20 +131,20 @@ def parameter(name: str, layout: TensorLayout, sizes: Mapping[str, int], loader:
     axes = {"output_dim": layout.axis("n"), "input_dim": layout.axis("k", "G")}
     kind: Any
     given: dict[str, Any] = {axis: dim for axis, dim in axes.items() if dim is not None}
-    loader = exact(loader) if "scale" in name else loader
+    loader = require_exact(loader) if "scale" in name else loader
     if name.endswith("g_idx"):
-        kind, loader = parameters.RowvLLMParameter, one_order(loader)
+        kind, loader = parameters.RowvLLMParameter, require_same_order(loader)
     elif layout.packed is not None:
         given["packed_dim"], given["packed_factor"] = layout.packed
         kind = parameters.PackedvLLMParameter if "input_dim" in given else parameters.PackedColumnParameter
     elif len(given) == 2:
         block, group = parameters.BlockQuantScaleParameter, parameters.GroupQuantScaleParameter
-        scale = block if " / " in layout.dims[0] else group if "G" in layout.dims else None
+        scale = block if layout.per(0) > 1 else group if layout.axis("G") is not None else None
         kind = scale or parameters.ModelWeightParameter
     elif given:
         kind = parameters.ChannelQuantScaleParameter
     else:
-        kind = parameters.PerTensorScaleParameter if "parts" in layout.dims else parameters.BasevLLMParameter
+        kind = parameters.PerTensorScaleParameter if PARTS in layout.dims else parameters.BasevLLMParameter
     return kind(data=unloaded(name, layout, sizes), weight_loader=noted(loader, part_of), **given)
 
 
@@ -189,7 +191,7 @@ def fill_missing(params: Mapping[str, Any], layout: Layout, widths: Sequence[int
     """
     for suffix, param in params.items():
         found, tensor = written(param), layout.tensors[suffix]
-        if tensor.dims == ("parts",) and found == {None}:  # one number for all
+        if tensor.dims == (PARTS,) and found == {None}:  # one number for all
             param.data.fill_(param.data[0].item())
         elif suffix == "input_scale":
             param.data[sorted({*range(len(param))} - found)] = torch.nan
@@ -218,7 +220,7 @@ def read_parts(tensors: dict[str, torch.Tensor], layout: Layout, widths: Sequenc
             del found[suffix]
             if len(given := tensor[~tensor.isnan()]):
                 found[suffix] = given.max().reshape(1)
-        elif layout.tensors[suffix].dims == ("parts",):
+        elif layout.tensors[suffix].dims == (PARTS,):
             rows = torch.tensor(widths, device=tensor.device)
             found[suffix] = tensor.reshape(-1).repeat_interleave(rows)[:, None]
     return found
@@ -311,9 +313,9 @@ class JitGemmLinearMethod(LinearMethodBase):
         found = read_parts(tensors, self.layout, widths)
         named = {f"{self.names[0]}.{suffix}": tensor for suffix, tensor in found.items()}
         checkpoint = Checkpoint(named, self.layout.config_of(self.config.checkpoint))
-        layer = layer_of(checkpoint, self.names[0], activation, self.layout.format)
+        layer = LayerSource.find(checkpoint, self.names[0], activation, self.layout.format)
         columns = None if self.touched is None else self.touched.own
-        parts = read(checkpoint, layer, next(iter(found.values())).device, columns=columns)
+        parts = layer.read(next(iter(found.values())).device, columns=columns)
         return LINEARS[layer.bits](**parts._replace(input_scale=self.static(parts.input_scale))._asdict())
 
     def static(self, input_scale: torch.Tensor | None) -> torch.Tensor | None:
@@ -339,7 +341,7 @@ class JitGemmHeadMethod(JitGemmLinearMethod):
 
     def _packed(self, tensors: dict[str, torch.Tensor], widths: Sequence[int]) -> PackedLinear:
         activation = self.config.options["lm_head"]
-        return LINEARS[8](quantize_w8(tensors["weight"], CODES[activation]), activation=activation)
+        return LINEARS[8](quantize_w8(tensors["weight"], LHS_DTYPES[activation]), activation=activation)
 
     def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
         layer.weight = embed_tokens.weight
@@ -349,10 +351,10 @@ class JitGemmHeadMethod(JitGemmLinearMethod):
 def quantised(weight: torch.Tensor, activation: str, options: Mapping[str, Any]) -> Any:
     """A weight in floats, packed as the user's options say."""
     if options["bits"] == 8:
-        return quantize_w8(weight, CODES[activation])
+        return quantize_w8(weight, LHS_DTYPES[activation])
     k = weight.shape[-1]
     group_size = options["group_size"] if 0 < options["group_size"] < k else k
-    symmetric, codes = options["symmetric"], CODES[activation]
+    symmetric, codes = options["symmetric"], LHS_DTYPES[activation]
     return quantize_w4(weight, group_size, symmetric=symmetric, lhs_dtype=codes)
 
 

@@ -22,7 +22,7 @@ from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.layers.gate import decoded
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
-from jitgemm.nn.load.read import CODES, ON_CPU, Parts, state_dict_parts
+from jitgemm.nn.layers.parts import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
 from jitgemm.vllm.experts import JitGemmMoEMethod
 from jitgemm.vllm.layouts import Layout
 from jitgemm.vllm.linear import CHILD, JitGemmLinearMethod, loaded, part_of
@@ -114,7 +114,7 @@ class JitGemmSavedMethod(JitGemmLinearMethod):
         for parts, mine in zip(found, [rows] if whole else rows.split(list(widths))):
             weight = rows_of(unpacked(parts.weight), mine.flatten().long())
             weights.append(weight if self.columns is None else weight.columns(*self.columns))
-        packed = concat(weights).pack(CODES[activation])
+        packed = concat(weights).pack(LHS_DTYPES[activation])
         scales = [parts.input_scale for parts in found if parts.input_scale is not None]
         static = torch.cat(scales).max().reshape(1) if scales else None
         return LINEARS[packed.bits](packed, activation=activation, input_scale=self.static(static))
@@ -217,7 +217,7 @@ class JitGemmSavedMoEMethod(JitGemmMoEMethod):
                 return parts.weight
             weight = cut(replace(unpacked(parts.weight), bias=parts.bias))
             biases[i] = weight.bias
-            return weight.pack(CODES[parts.activation])
+            return weight.pack(LHS_DTYPES[parts.activation])
 
         weight = type(first.weight).stacked(len(mine), make)
         given = [bias for bias in biases.values() if bias is not None]

@@ -51,6 +51,12 @@ class CodeBytes:
     orders: Mapping[str, Nibbles] = field(default_factory=dict)
     zero_orders: Mapping[str, Nibbles] = field(default_factory=dict)
 
+    def given(self, zero_point: bool) -> torch.dtype:
+        """The dtype of codes, one value each."""
+        if zero_point:
+            return torch.uint8
+        return next((order.dtype for order in self.orders.values()), torch.uint8) if self.dtype is None else self.dtype
+
     def nibbles(self, order: str, zero_point: bool) -> Nibbles:
         return (self.zero_orders if zero_point else self.orders)[order]
 

@@ -105,12 +105,12 @@ def _encode(codes: torch.Tensor, format: WeightFormat) -> torch.Tensor:
     return swizzle(rows).flatten(2).view(torch.int32)
 
 
-def split_canonical(q: torch.Tensor, zero_point: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def split_canonical(q: torch.Tensor, unsigned: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Canonical bytes uint8 [n, k / 2] -> codes at even k (low nibble) and at odd k, each [n, k / 2].
 
-    int8 -8..7, or uint8 0..15 with zero_point.
+    int8 -8..7, or uint8 0..15 of unsigned ones.
     """
-    if zero_point:
+    if unsigned:
         return q & 0xF, q >> 4
     q = q.view(torch.int8)
     return (q << 4) >> 4, q >> 4
@@ -184,7 +184,7 @@ def pack_records(
         # A copy even where nothing is padded: it makes the rows contiguous and aligned to words.
         codes = part.new_zeros(strips * STRIP_ROWS, kblocks * BLOCK_K)
         if canonical:
-            even, odd = split_canonical(part, format.zero_point)
+            even, odd = split_canonical(part, CODE_BYTES[format.code].given(format.zero_point) == torch.uint8)
             pairs = codes.view(even.dtype).view(strips * STRIP_ROWS, -1, 2)
             pairs[: part.shape[0], : k // 2, 0] = even
             pairs[: part.shape[0], : k // 2, 1] = odd

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, MAX_ROWS, STRIP_ROWS, WeightFormat, tuned_order
 from jitgemm.tensors import check_dtype, check_int, check_plain, check_tensor, check_values, dtype_name
 from jitgemm.weight import layout
@@ -36,6 +37,7 @@ def pack_w4(
     group_size: int | str,
     k: int | None = None,
     lhs_dtype: torch.dtype | None = None,
+    code: str = "int4",
 ) -> W4Weight:
     """Pack a 4-bit weight, or one of E experts, into the kernel's order, once, on the device where it is.
 
@@ -63,6 +65,7 @@ def pack_w4(
         lhs_dtype: torch.float8_e4m3fn or torch.int8 if the weight will only ever meet these activations: its codes then
             decode in half the instructions where they can (not with zero points; e4m3: where no code is -8, of any
             expert; int8: not per channel with k above 65536). None packs for both.
+        code: what the codes are, a 4-bit one of `jitgemm.kernel.codes`. Of unsigned ones q is uint8.
 
     Returns:
         The packed weight on q's device. The CPU and the GPU give the same bytes. On a GPU the current stream is
@@ -103,10 +106,12 @@ def pack_w4(
     if group_size < 1:
         raise ValueError(f"group_size: expected one of {GROUP_SIZES}, or k for per channel, got {group_size}")
 
-    k, canonical = _read_form(q, scale.shape[-1], group_size, zero is not None, k)
+    numbers, common = CODE_BYTES[code], CODES[code].orders[0].name
+    unsigned = numbers.given(zero is not None) == torch.uint8
+    k, canonical = _read_form(q, scale.shape[-1], group_size, unsigned, k)
     check_sizes(n, k)
     group_size = k if group_size == _ALL else group_size
-    format = WeightFormat(format_group(k, group_size), zero is not None, scale_type)
+    format = WeightFormat(format_group(k, group_size), zero is not None, scale_type, common, code=code)
     if offset is not None and not format.group_size:
         raise ValueError("offset: expected none per channel; repeat scale and offset for groups of 128 instead")
     groups = group_count(k, group_size)
@@ -124,9 +129,8 @@ def pack_w4(
         format = replace(format, offset=offset is not None)
         tuned = format
         if lhs is not None:
-            tuned = replace(format, order=tuned_order(lhs, format.group_size, format.zero_point, k))
-        code = CODE_BYTES[format.code]
-        held, of_tuned = (code.nibbles(each.order, each.zero_point) for each in (format, tuned))
+            tuned = replace(format, order=tuned_order(lhs, format.group_size, format.zero_point, k, code))
+        held, of_tuned = (numbers.nibbles(each.order, each.zero_point) for each in (format, tuned))
         if q.is_cuda and capturing(q.device):  # a value cannot be looked at during capture
             tuned = tuned if tuned.complete else format
         else:
@@ -219,7 +223,7 @@ def check_group_size(group_size: object, k: int) -> int:
     return k if size == -1 else size
 
 
-def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, k: int | None) -> tuple[int, bool]:
+def _read_form(q: torch.Tensor, groups: int, group_size: int, unsigned: bool, k: int | None) -> tuple[int, bool]:
     """Tell one value each from canonical: (k, canonical)."""
     columns = q.shape[-1]
     signed_bytes = "q: expected int8 for signed codes, one value each (uint8 holds them only as canonical [n, k / 2])"
@@ -237,12 +241,12 @@ def _read_form(q: torch.Tensor, groups: int, group_size: int, zero_point: bool, 
             raise ValueError(
                 f"q: expected shape [n, k = {k}], or the canonical [n, k / 2 = {k // 2}], got {list(q.shape)}"
             )
-        if k == columns and not zero_point:
+        if k == columns and not unsigned:
             raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with k = {k}")
         return k, k != columns
     one_each, canonical = fits(columns), fits(2 * columns)
     given = -1 if group_size == _ALL else group_size
-    if not zero_point:
+    if not unsigned:
         if one_each and not canonical:
             raise TypeError(f"{signed_bytes}, got uint8 {list(q.shape)} with {groups} groups of {given}")
         return 2 * columns, True

@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 
 import jitgemm
 import jitgemm.nn
-from jitgemm.nn.load.read import CODES
+from jitgemm.nn.layers.parts import LHS_DTYPES
 
 from .llama import ModelSizes
 from .timing import REPLAYS, ROUNDS, Launched, Timed
@@ -137,7 +137,7 @@ class ByHand:
         self.x, self.zeros, self.hidden = x, torch.zeros_like(x), torch.empty_like(x)
         self.outs = tuple(x.new_empty(len(x), weight.n) for weight in self.weights[0])
         self.attended = x.new_empty(len(x), self.weights[0][1].k)
-        self.quantise = partial(jitgemm.quantize_activations, dtype=CODES[linears[0][0].activation])
+        self.quantise = partial(jitgemm.quantize_activations, dtype=LHS_DTYPES[linears[0][0].activation])
         self.inputs: list[tuple[torch.Tensor, ...]] = []
         """Of each GEMM, in a row, as the last call of `fused` that was to keep them found them."""
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from jitgemm.activations.scheme import Gate
-from jitgemm.nn.quantize.choose import check_model
+from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.nn.fuse.fused import FUSED, FusedMLP, FusedNorm, ProjectionView, quantised_alike
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.report import FusionReport, by_reason

@@ -15,7 +15,7 @@ import torch
 from jitgemm.activations.scheme import MUL_KEYWORDS, NORM, Gate, Prologue
 from jitgemm.kernel.formats import STRIP_ROWS, WeightFormat
 from jitgemm.nn.layers.linear import PackedLinear, as_rows, is_dtensor, on_parts, result_type
-from jitgemm.nn.load.read import Parts
+from jitgemm.nn.layers.parts import Parts
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import PLAIN
 from jitgemm.weight import layout

@@ -21,7 +21,8 @@ from jitgemm.gemm.call import gemm
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.layers.packed import Packed
-from jitgemm.nn.load.read import Parts, layer_of, read, state_dict_parts
+from jitgemm.nn.layers.parts import Parts, state_dict_parts
+from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.pack import check_group_size
@@ -145,11 +146,11 @@ class PackedLinear(Packed):
         if activation is not None:
             activation_named(activation)
         checkpoint = opened(source, config)
-        layer = layer_of(checkpoint, prefix, activation, format)
+        layer = LayerSource.find(checkpoint, prefix, activation, format)
         if cls.kind.bits not in (0, layer.bits):
             kind = LINEARS[layer.bits].__name__
             raise ValueError(f"prefix: expected a layer of {cls.kind.bits} bits, got {prefix!r}, which is a {kind}'s")
-        return cls.of_parts(read(checkpoint, layer, target_device(device)))
+        return cls.of_parts(layer.read(target_device(device)))
 
     @classmethod
     def from_state_dict(cls, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> Self:

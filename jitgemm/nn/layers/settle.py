@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from jitgemm.nn.quantize.choose import check_model
+from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.nn.layers.packed import Packed
 from jitgemm.weight import ready
 

@@ -1,4 +1,5 @@
-"""`load_`: a model filled from a quantised checkpoint."""
+"""`load_`: a model filled from a quantised checkpoint, and its steps, which `jitgemm.hf` and warm-up take by themselves:
+`plan_for`, `make_layer`, `read_tensor`, `fill_tensors`, `warn_of`."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ import torch
 
 from jitgemm.checkpoint.files import Checkpoint, Source, opened
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.nn.quantize.choose import Filter, Replaceable, check_model
-from jitgemm.nn.layers.experts import PackedExperts
+from jitgemm.activations.scheme import activation_named
 from jitgemm.nn.fuse.fused import ADVICE, FUSED
+from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.names import in_names_of
-from jitgemm.nn.load.plan import LEFT_OUT, Plan
-from jitgemm.nn.load.read import Layer, check_activation, read, read_dense
-from jitgemm.nn.load.read_experts import Experts, Stacked, read_experts
-from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
+from jitgemm.nn.load.plan import Plan, plan_load
+from jitgemm.nn.load.plan_layers import LEFT_OUT
+from jitgemm.nn.load.transformers_names import renamed_for
+from jitgemm.nn.quantize.replaceable import Filter, check_model
 from jitgemm.nn.quantize.stacked import PARAMETERS
-from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers
+from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers, put_tensor
+from jitgemm.nn.report import Report, by_reason, some, warn_if_nothing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -100,7 +101,7 @@ def load_(
         from jitgemm.nn.parallel.plan import sharding_plan  # half a second of torch.distributed
 
         division = sharding_plan(model, tp, tp_plan)
-    plan = planned(model, opened(source, config), filter, activation, format, allow_missing, strict)
+    plan = plan_for(model, opened(source, config), filter, activation, format, allow_missing, strict)
     if division is not None:
         division.check(model, plan.layers)
     _carry_out(plan, target, division)
@@ -109,30 +110,26 @@ def load_(
     return report
 
 
-def planned(
+def plan_for(
     model: torch.nn.Module,
     checkpoint: Checkpoint,
-    filter: Filter | None,
-    activation: str | None,
-    format: str | None,
-    allow_missing: Collection[str],
-    strict: bool,
+    filter: Filter | None = None,
+    activation: str | None = None,
+    format: str | None = None,
+    allow_missing: Collection[str] = (),
+    strict: bool = True,
 ) -> Plan:
     """What to do to the model. Arguments and errors are `load_`'s; nothing is changed but for weights that get tied."""
     if activation is not None:
-        check_activation(activation)
+        activation_named(activation)
     fused = next((name for name, module in model.named_modules() if isinstance(module, FUSED)), None)
     if fused is not None:
         raise ValueError(f"model: expected no fused modules, got {fused}; {ADVICE}")
-    checkpoint, heads = in_names_of(model, checkpoint)
+    checkpoint, heads = renamed_for(model, checkpoint)
     tie = getattr(model, "tie_weights", None)
     if tie is not None and any(p.is_meta for p in model.parameters()):
         tie()  # what was made without data may not be tied yet
-    plan = Plan(model, checkpoint, Replaceable(model), ignored=heads)
-    plan.find_layers(filter, activation, format)
-    plan.find_tensors(tuple(allow_missing))
-    plan.find_unused(strict)
-    return plan
+    return plan_load(model, checkpoint, filter, activation, format, allow_missing, strict, heads)
 
 
 def warn_of(report: Report, call: str, where: str, instead: str) -> None:
@@ -155,18 +152,15 @@ def _carry_out(plan: Plan, target: torch.device | None, division: ShardingPlan |
     model: Any = plan.model
 
     def make(name: str, old: Any) -> PackedLinear | PackedExperts:
-        tensor: Any
-        if isinstance(plan.layers[name], Experts):
-            tensor = old.w13.blocks if isinstance(old, PackedExperts) else getattr(old, PARAMETERS[0])
-        else:
-            tensor = old.blocks if isinstance(old, PackedLinear) else old.weight
-        return made(plan, name, old, target or _device(tensor), division)
+        held = old.w13 if isinstance(old, PackedExperts) else old
+        tensor = next(getattr(held, each) for each in ("blocks", "weight", PARAMETERS[0]) if hasattr(held, each))
+        return make_layer(plan, name, old, target or _device(tensor), division)
 
     tied = any(plan.replaceable.shared(name) for name in plan.layers)
     put_layers(model, {name: plan.replaceable.places[name] for name in plan.layers}, make, "loading")
     for name in plan.computed:  # whatever it holds, as every other tensor
         model._init_weights(model.get_submodule(name.rpartition(".")[0]))
-    fill(plan, plan.tensors, lambda name, tensor: target or _device(tensor))
+    fill_tensors(plan, plan.tensors, lambda name, tensor: target or _device(tensor))
     describe_to_transformers(model, bool(tied or plan.untied))
     if target is not None:
         model.to(target)
@@ -178,7 +172,7 @@ def _carry_out(plan: Plan, target: torch.device | None, division: ShardingPlan |
             model._tp_size = division.mesh.size()
 
 
-def made(
+def make_layer(
     plan: Plan, name: str, old: torch.nn.Module, device: torch.device, division: ShardingPlan | None = None
 ) -> PackedLinear | PackedExperts:
     """The layer of that name, with its data, or a rank's part of it.
@@ -186,19 +180,19 @@ def made(
     Raises:
         ValueError: data that does not fit the old module, or cannot be divided.
     """
-    layer = plan.layers[name]
-    if isinstance(layer, Experts):
-        split = None if division is None else division.expert_split(name, layer.form.experts)
-        if split is None or layer.projections is None:
-            experts = read_experts(plan.checkpoint, layer, device)
-            if division is not None:
-                division.divide(name, experts)
-        else:
-            experts = read_experts(plan.checkpoint, layer, device, split.mine)
+    source: Any = plan.layers[name]
+    if source.form is not None:
+        split = None if division is None else division.expert_split(name, source.form.experts)
+        if split is not None and source.projections is not None:
+            experts = source.read(device, split.mine)
             experts.split = split
+            return experts
+        experts = source.read(device)
+        if division is not None:
+            division.divide(name, experts)
         return experts
     cut = None if division is None else division.cut(name)
-    parts = read(plan.checkpoint, layer, device, cut)
+    parts = source.read(device, cut)
     k = parts.weight.k * (cut.world if cut is not None and cut.dim == "k" else 1)
     if k != old.in_features:
         raise ValueError(f"{name}: expected k = {old.in_features}, got {k}")
@@ -208,17 +202,13 @@ def made(
     return new
 
 
-def value_of(plan: Plan, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def read_tensor(plan: Plan, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of the model as the checkpoint has it, dequantised or stacked where need be; its type may be another."""
     origin = plan.tensors[name]
-    if isinstance(origin, Stacked):
-        return origin.read(plan.checkpoint, device, dtype)
-    if isinstance(origin, Layer):
-        return read_dense(plan.checkpoint, origin, device)
-    return plan.checkpoint.read(origin, device)
+    return plan.checkpoint.read(origin, device) if isinstance(origin, str) else origin.dense(device, dtype)
 
 
-def fill(plan: Plan, names: Collection[str], device_of: Callable[[str, torch.Tensor], torch.device]) -> None:
+def fill_tensors(plan: Plan, names: Collection[str], device_of: Callable[[str, torch.Tensor], torch.device]) -> None:
     """Gives tensors of the model their data, those on the meta device on device_of(name, tensor)."""
     places: dict[int, list[str]] = {}
     state = plan.model.state_dict(keep_vars=True)
@@ -227,28 +217,17 @@ def fill(plan: Plan, names: Collection[str], device_of: Callable[[str, torch.Ten
     with torch.no_grad():
         for name in names:
             tensor = state[name]
-            value = value_of(plan, name, device_of(name, tensor) if tensor.is_meta else tensor.device, tensor.dtype)
+            value = read_tensor(plan, name, device_of(name, tensor) if tensor.is_meta else tensor.device, tensor.dtype)
             if value.shape != tensor.shape:  # of a format whose headers do not tell
                 raise ValueError(f"{name}: expected shape {list(tensor.shape)}, got {list(value.shape)}")
             if name in plan.untied:
-                _put(plan.model, [name], tensor, value.to(tensor.dtype, copy=True))
+                put_tensor(plan.model, [name], tensor, value.to(tensor.dtype, copy=True))
             elif tensor.is_meta:
-                names = [each for each in places[id(tensor)] if each not in plan.untied]
-                _put(plan.model, names, tensor, value.to(tensor.dtype))
+                tied = [each for each in places[id(tensor)] if each not in plan.untied]
+                put_tensor(plan.model, tied, tensor, value.to(tensor.dtype))
             else:
                 tensor.copy_(value)
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
     return target_device(None) if tensor.is_meta else tensor.device
-
-
-def _put(model: torch.nn.Module, names: list[str], old: torch.Tensor, value: torch.Tensor) -> None:
-    """Makes value the tensor of all names."""
-    is_parameter = isinstance(old, torch.nn.Parameter)
-    new = torch.nn.Parameter(value, requires_grad=old.requires_grad) if is_parameter else value
-    for name in names:
-        parent, _, child = name.rpartition(".")
-        module = model.get_submodule(parent)
-        held: dict[str, Any] = module._parameters if is_parameter else module._buffers
-        held[child] = new

@@ -18,7 +18,7 @@ from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.layers.sharding import ExpertSharding
-from jitgemm.nn.load.read import Layer
+from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.nn.parallel.styles import ColwiseParallel, ExpertParallel, RowwiseParallel, Style, rank_of, sharding_of
 
 STYLES: dict[str, Callable[[], Style]] = {
@@ -73,7 +73,7 @@ class ShardingPlan:
                 self.style(name)
         divided = [
             self._divides(name, layer, world)
-            if isinstance(layer, Layer)
+            if layer.form is None
             else self.expert_split(name, layer.form.experts) is not None
             for name, layer in layers.items()
         ]
@@ -88,7 +88,7 @@ class ShardingPlan:
         if isinstance(heads, int) and cut and heads % world:
             raise ValueError(f"tp: expected ranks that divide num_key_value_heads = {heads}, got {world}")
 
-    def _divides(self, name: str, layer: Layer, world: int) -> bool:
+    def _divides(self, name: str, layer: LayerSource, world: int) -> bool:
         """Whether a layer is divided. Raises ValueError where so many ranks cannot."""
         style = self.style(name)
         if style is None:

@@ -1,7 +1,7 @@
 """`quantize_`: Linears and experts, quantised where they stand.
 
-quantize  the call
-choose    which modules can be replaced, which should not be, and why
-stacked   experts that a model stacks in two parameters
-swap      a layer in a module's place
+quantize     the call
+replaceable  which modules can be replaced, which should not be, and why
+stacked      experts that a model stacks in two parameters
+swap         a layer, or for a while a placeholder, in a module's place
 """

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from jitgemm.nn.quantize.choose import PACKED, STACKED, Filter, Replaceable, check_model
+from jitgemm.nn.quantize.replaceable import PACKED, STACKED, Filter, Replaceable, check_model
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
-from jitgemm.nn.load.read import ACTIVATIONS
+from jitgemm.activations.scheme import ACTIVATIONS
 from jitgemm.nn.report import Report, by_reason, warn_if_nothing
 from jitgemm.nn.quantize.stacked import PARAMETERS, Form, quantised_experts
 from jitgemm.nn.quantize.swap import describe_to_transformers, put_layers
@@ -119,17 +119,17 @@ def choose(
     chosen, skipped = {}, {}
     for name, places in found.places.items():
         module = model.get_submodule(name)
-        reason = f"is a {type(module).__name__} already" if isinstance(module, PACKED) else found.cannot(name)
+        reason = f"is a {type(module).__name__} already" if isinstance(module, PACKED) else found.why_impossible(name)
         if lm_head is not None and name == found.head:
-            problem = reason or found.unfit(name)
+            problem = reason or found.why_unfit(name)
             if problem is not None:
                 raise ValueError(f"lm_head: {name}: {problem}")
         elif reason is None and filter is None:
-            reason = found.should_not(name)
+            reason = found.why_unwise(name)
         elif reason is None and not filter(name, module):
             reason = "left out by the filter"
         elif reason is None:
-            problem = found.unfit(name)
+            problem = found.why_unfit(name)
             if problem is not None:
                 raise ValueError(f"{name}: {problem}")
         if reason is None:

@@ -14,11 +14,11 @@ import torch
 
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.reader import target_device
-from jitgemm.dtypes import REAL_TYPES
+from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import gate_of
-from jitgemm.nn.load.read import CODES, check_activation
+from jitgemm.activations.scheme import activation_named
 from jitgemm.tensors import TYPE_NAMES
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
@@ -55,7 +55,7 @@ class Form:
         return (2 * self.inter, self.hidden), (self.hidden, self.inter)
 
     @property
-    def unfit(self) -> str | None:
+    def why_unfit(self) -> str | None:
         """Why the experts have no 4-bit form, whatever their values."""
         if self.hidden % K_ALIGNMENT or self.inter % K_ALIGNMENT:
             expected = f"expected hidden and intermediate sizes that are multiples of {K_ALIGNMENT}"
@@ -117,7 +117,7 @@ def quantised_experts(
     Raises:
         TypeError, ValueError: an argument is wrong, or a weight has no such form.
     """
-    check_activation(activation)
+    lhs_dtype = torch_dtype(activation_named(activation).dtype)
     device = None if device is None else target_device(device)
     kind: type[Weight] = W8Weight
     quantise: Any = partial(quantize_w8, **options)
@@ -130,7 +130,7 @@ def quantised_experts(
 
         def make(e: int) -> Weight:
             try:
-                return quantise(w[e] if device is None else w[e].to(device), lhs_dtype=CODES[activation])
+                return quantise(w[e] if device is None else w[e].to(device), lhs_dtype=lhs_dtype)
             except ValueError as error:
                 raise ValueError(f"{name}[{e}]: {error}") from error
 
@@ -142,7 +142,7 @@ def quantised_experts(
     return packed_experts(*weights, *biases, gate=form.gate, activation=activation, top_k=form.top_k)
 
 
-def unfit_type(module: torch.nn.Module) -> str | None:
+def why_unfit_type(module: torch.nn.Module) -> str | None:
     """Why the parameters cannot be quantised, from their types."""
     for name in PARAMETERS:
         parameter = getattr(module, name)

@@ -56,9 +56,67 @@ def put_layers(
         for hooks in HOOKS:
             setattr(layer, hooks, getattr(old, hooks))  # the same dict, so that handles still remove from it
         for place in places[name]:
-            parent, _, child = place.rpartition(".")
-            model.get_submodule(parent)._modules[child] = layer
+            put_module(model, place, layer)
         del old
+
+
+def put_module(model: torch.nn.Module, place: str, module: torch.nn.Module) -> None:
+    """Puts a module where another stands."""
+    parent, _, child = place.rpartition(".")
+    model.get_submodule(parent)._modules[child] = module
+
+
+def put_tensor(model: torch.nn.Module, names: Iterable[str], old: torch.Tensor, value: torch.Tensor) -> None:
+    """Makes value the parameter or buffer of all these names, as old was."""
+    is_parameter = isinstance(old, torch.nn.Parameter)
+    new = torch.nn.Parameter(value, requires_grad=old.requires_grad) if is_parameter else value
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        module = model.get_submodule(parent)
+        held: dict[str, Any] = module._parameters if is_parameter else module._buffers
+        held[child] = new
+
+
+class Placeholder(torch.nn.Module):
+    """Stands for a module that transformers is not to load, see `jitgemm.hf`, and takes about its layer's room.
+
+    transformers counts the buffer for `device_map="auto"` and puts it where the module belongs. It is not persistent:
+    no tensor of a file has its name, and no key is missing.
+    """
+
+    room: torch.Tensor
+
+    def __init__(self, module: torch.nn.Module, size: int, device: torch.device):
+        super().__init__()
+        self.module = (module,)  # in a tuple, where PyTorch does not see its parameters
+        self._is_hf_initialized = True
+        self.register_buffer("room", torch.empty(size, dtype=torch.uint8, device=device), persistent=False)
+        for hooks in HOOKS:
+            setattr(self, hooks, getattr(module, hooks))
+        self.train(module.training)
+
+    def __getattr__(self, name: str) -> Any:
+        """What others ask of the module, such as its sizes."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["module"][0], name)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Nothing: models that tie weights assign them, and `tie_weights` runs again after loading."""
+
+    def vacate(self) -> tuple[torch.nn.Module, torch.device]:
+        """The module, and the device on which its layer goes, whose room is free from now on."""
+        device = self.room.device
+        del self.room
+        hook = vars(self).get("_hf_hook")
+        if hook is not None:  # accelerate's, where a device_map names the layer itself: it moves the input
+            self.module[0].register_forward_pre_hook(_moving_to(device))
+        return self.module[0], device
+
+
+def _moving_to(device: torch.device) -> Any:
+    return lambda module, args: tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in args)
 
 
 def describe_to_transformers(model: torch.nn.Module, untied: bool) -> None:

@@ -25,8 +25,8 @@ from jitgemm.nn.fuse.fuse import fuse_
 from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.fuse.trial import lists
 from jitgemm.nn.layers.shard_weight import Cut
-from jitgemm.nn.load.load import planned
-from jitgemm.nn.quantize.choose import PACKED
+from jitgemm.nn.load.load import plan_for
+from jitgemm.nn.quantize.replaceable import PACKED
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.warm.formats import LayersOfFloats, LayersOfPlan, experts_of
 from jitgemm.nn.warm.warm import fronts_in_vllm, gates_of
@@ -137,7 +137,7 @@ def models_ahead(
         model = model_of(folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plan = None if checkpoint is None else planned(model, checkpoint, None, activation, None, ["*"], False)
+            plan = None if checkpoint is None else plan_for(model, checkpoint, None, activation, None, ["*"], False)
         read = plan is not None and (plan.layers or said)
         if read and order != orders[0]:
             continue

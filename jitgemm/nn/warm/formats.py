@@ -9,20 +9,17 @@ from typing import Any
 
 import torch
 
-from jitgemm.activations.scheme import activation_named
 from jitgemm.checkpoint.settings import setting
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
-from jitgemm.checkpoint.reader import errors_that_name, read_header
-from jitgemm.dtypes import torch_dtype
+from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
 from jitgemm.nn.load.plan import Plan
-from jitgemm.nn.load.read import Layer, packed_parts, read
-from jitgemm.nn.load.read_experts import Experts
-from jitgemm.nn.quantize.choose import Replaceable
+from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
+from jitgemm.nn.quantize.replaceable import Replaceable
 from jitgemm.nn.quantize.quantize import choose, quantised
 from jitgemm.nn.warm.warm import block_of
 from jitgemm.weight.packed import Weight
@@ -70,7 +67,7 @@ class LayersOfPlan:
     def __init__(self, plan: Plan):
         self.model, self.plan, self.checkpoint, self.head = plan.model, plan, plan.checkpoint, plan.replaceable.head
         self.places = {name: plan.replaceable.places[name] for name in plan.layers}
-        self.forms = {name: layer.form for name, layer in plan.layers.items() if isinstance(layer, Experts)}
+        self.forms = {name: layer.form for name, layer in plan.layers.items() if layer.form is not None}
         self._seen: dict[tuple[str, str], dict[Any, int]] = {}
 
     def look(self, name: str, cut: Cut | None) -> Look:
@@ -78,13 +75,13 @@ class LayersOfPlan:
         static: torch.Tensor | None
         with errors_that_name(self.checkpoint, layer.prefix):
             if layer.header is None:
-                parts = packed_parts(self.checkpoint, layer.names) if cut is None else None
-                weight = (parts or read(self.checkpoint, layer, _CPU, cut)).weight
+                parts = parts_without_data(self.checkpoint, layer.names) if cut is None else None
+                weight = (parts or layer.read(_CPU, cut)).weight
                 format = weight.format
                 held = (layer.names.get(suffix) for suffix in ("input_scale", "permutation"))
                 static, order = (each and self.checkpoint.read(each, _CPU) for each in held)
             else:
-                format, weight, canonical = self._packed([[(layer, None)]], cut)
+                format, weight, canonical = self._packed([[layer]], cut)
                 static, order = canonical.input_scale if layer.static else None, canonical.permutation
         bias = self.checkpoint.info(layer.names["bias"]).dtype if "bias" in layer.names else None
         return Look(
@@ -105,48 +102,43 @@ class LayersOfPlan:
         with errors_that_name(self.checkpoint, experts.prefix):
             if experts.projections is None:
                 names = self.checkpoint.layer(f"{experts.prefix}.{('w13', 'w2')[part]}")
-                weight = packed_parts(self.checkpoint, names).weight
+                weight = parts_without_data(self.checkpoint, names).weight
                 format, k = weight.format, k // (cut.world if cut is not None and part else 1)
             else:
-                projection = experts.projections[part]
-                each = [
-                    [(x, e if projection.stacked else None) for x in projection.layers[e * (not projection.stacked)]]
-                    for e in which
-                ]
-                format, weight, _ = self._packed(each, cut)
+                format, weight, _ = self._packed([experts.projections[part][e] for e in which], cut)
                 k = weight.k
         n //= cut.world if cut is not None and not part else 1
         return Look(n, k, min(weight.group_size, k), format, experts.activation)
 
     def _packed(
-        self, layers: Iterable[Sequence[tuple[Layer, int | None]]], cut: Cut | None
+        self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None
     ) -> tuple[WeightFormat, Weight, CanonicalWeight]:
         """Layers, of parts that are joined, in the format of all: by the first rows of one, or by all where none tells."""
         for whole in (False, True):
             formats: list[WeightFormat] = []
             for parts in layers:
-                joined = concat([self._rows(layer, expert, cut, whole) for layer, expert in parts])
-                weight = joined.pack(torch_dtype(activation_named(parts[0][0].activation).dtype))
-                if not whole and all(self._tells(layer, weight.format) for layer, _ in parts):
+                joined = concat([self._rows(layer, cut, whole) for layer in parts])
+                weight = joined.pack(parts[0].lhs_dtype)
+                if not whole and all(self._tells(layer, weight.format) for layer in parts):
                     return weight.format, weight, joined
                 formats.append(weight.format)
         return in_common(formats), weight, joined
 
-    def _rows(self, layer: Layer, expert: int | None, cut: Cut | None, whole: bool) -> CanonicalWeight:
+    def _rows(self, layer: LayerSource, cut: Cut | None, whole: bool) -> CanonicalWeight:
         """A layer, or its first rows, as a rank has them. Experts that stand in one tensor have gate above up there."""
-        by_rows = cut is not None and cut.dim == "n"
+        expert, by_rows = layer.expert, cut is not None and cut.dim == "n"
         if whole and by_rows and expert is not None:
-            weight = read_header(self.checkpoint, layer.header, _CPU, expert)
+            weight = layer.canonical(_CPU)
             return concat([weight.shard("n", half, 2).shard(*cut) for half in (0, 1)])
         size = layer.n // (cut.world * (1 if expert is None else 2)) if by_rows else layer.n
         rows = ROWS if size % ROWS == 0 else size
         if whole or not size or layer.n % rows or (by_rows and layer.n % cut.world):
-            return read_header(self.checkpoint, layer.header, _CPU, expert, cut)
+            return layer.canonical(_CPU, cut)
         part = "n", cut.rank * size // rows if by_rows else 0, layer.n // rows
-        weight = read_header(self.checkpoint, layer.header, _CPU, expert, part)
+        weight = layer.canonical(_CPU, part)
         return weight if cut is None or by_rows else weight.shard(*cut)
 
-    def _tells(self, layer: Layer, format: WeightFormat) -> bool:
+    def _tells(self, layer: LayerSource, format: WeightFormat) -> bool:
         """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8."""
         if not format.complete:
             return False
@@ -154,7 +146,7 @@ class LayersOfPlan:
         if format.strip_scales and any("scale" in suffix and layer.n in each.shape for suffix, each in headers.items()):
             return False
         zeros = [each.dtype for suffix, each in headers.items() if "zero" in suffix]
-        symmetric = setting(layer.header.config, "sym") is True
+        symmetric = setting(layer.header.scheme.settings, "sym") is True
         integers = format.zero_point and not any(dtype.is_floating_point for dtype in zeros)
         return not zeros or symmetric or format.offset or integers
 

@@ -26,10 +26,11 @@ from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
-from jitgemm.nn.quantize.choose import check_model
+from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.fuse.fused import FUSED
 from jitgemm.nn.layers.linear import PackedLinear
+from jitgemm.nn.layers.packed import Packed
 from jitgemm.runtime.device import device_of, pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
@@ -145,30 +146,24 @@ def kernels(
     seen = set()
     more = _fronts_in_graphs(model) if compiled else {}
     for name, layer in model.named_modules():
-        label, fronts = name, tuple(getattr(layer, "fronts", ()))
+        fronts: tuple[Prologue, ...] = tuple(getattr(layer, "fronts", ()))
+        parts: list[Any] = []
         if isinstance(layer, PackedLinear) and fronts:
-            fronts += tuple(each for each in more.get(name, ()) if each not in fronts)
-            where, parts, kind = layer.weight.device, [layer], _linear_kind(layer, fronts)
+            fronts, parts = tuple(dict.fromkeys((*fronts, *more.get(name, ())))), [layer]
         elif isinstance(layer, PackedExperts):
-            where, parts, kind = layer.w13.weight.device, [layer.w13, layer.w2], _experts_kind(layer)
-            label += f" {layer.num_experts}"
-        else:
+            parts = [layer.w13, layer.w2]
+        if not parts or (key := (_kind(layer, parts, fronts), where := parts[0].weight.device)) in seen:
             continue
-        if (kind, where) in seen:
-            continue
-        seen.add((kind, where))
-        label = " ".join([label, *(f"{part.weight.n}x{part.weight.k}" for part in parts)]).strip()
+        seen.add(key)
+        count = [] if fronts else [str(layer.num_experts)]
+        label = " ".join([name, *count, *(f"{part.weight.n}x{part.weight.k}" for part in parts)]).strip()
         index = where.index if where.type == "cuda" else None
         figures = pick_device(device) if index is None else device_of(index)
         for dtype in dtypes:
             given = TYPE_NAMES[dtype], figures, max_m
-            found = _linear_specs(layer, fronts, *given) if fronts else _experts_specs(layer, *given)
-            for spec in found:
-                yield (
-                    replace(spec, debug=True) if settings.debug() and isinstance(spec, KernelSpec) else spec,
-                    index,
-                    label,
-                )
+            for spec in _linear_specs(layer, fronts, *given) if fronts else _experts_specs(layer, *given):
+                debug = settings.debug() and isinstance(spec, KernelSpec)
+                yield replace(spec, debug=True) if debug else spec, index, label
 
 
 NORMS = (NORM, ADDED_NORM)
@@ -226,9 +221,11 @@ def block_of(name: str) -> str:
     return found[0] if found else ""
 
 
-def _linear_kind(layer: PackedLinear, fronts: Sequence[Prologue]) -> Hashable:
-    weight = layer.weight
-    return weight.shape, weight.format, layer.scheme, layer.batch_invariant, weight.permutation is not None, *fronts
+def _kind(layer: Any, parts: Sequence[Packed], fronts: Sequence[Prologue]) -> Hashable:
+    """What decides which kernels a layer needs."""
+    weights = tuple((x.weight.shape, x.weight.format, x.weight.permutation is not None, x.scheme) for x in parts)
+    more = fronts if isinstance(layer, PackedLinear) else (layer.gate, layer.top_k, layer.batched)
+    return weights, layer.batch_invariant, more
 
 
 def _linear_specs(
@@ -239,11 +236,6 @@ def _linear_specs(
         flags = scheme.flags | front.flags | {"permuted": weight.permutation is not None}
         yield from quantize_specs(weight.k, x, scheme.dtype, **flags)
     yield from _gemms(weight, layer, scheme, figures, max_m, x)
-
-
-def _experts_kind(layer: PackedExperts) -> Hashable:
-    weights = tuple((part.weight.shape, part.weight.format) for part in (layer.w13, layer.w2))
-    return weights, layer.activation, layer.batch_invariant, layer.gate, layer.top_k, layer.batched
 
 
 def _experts_specs(layer: PackedExperts, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:

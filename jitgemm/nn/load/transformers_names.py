@@ -17,7 +17,7 @@ from jitgemm.checkpoint.files import Checkpoint, Rows
 from jitgemm.kernel.formats import LHS_GROUP
 
 
-def in_names_of(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, str]]:
+def renamed_for(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, str]]:
     """The checkpoint with names that the model does not have renamed as transformers does; itself for any other.
 
     Returns:

@@ -11,7 +11,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.kernel.formats import K_ALIGNMENT
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.quantize.stacked import Form, form_of, unfit_type
+from jitgemm.nn.quantize.stacked import Form, form_of, why_unfit_type
 from jitgemm.tensors import TYPE_NAMES, dtype_name, one_of
 
 Filter = Callable[[str, torch.nn.Module], bool]
@@ -85,7 +85,7 @@ class Replaceable:
         found = [name for name in self.places if name.rpartition(".")[2] == "lm_head"]
         self.head: str | None = names[output][0] if output in names else found[0] if found else None
 
-    def cannot(self, name: str) -> str | None:
+    def why_impossible(self, name: str) -> str | None:
         """Why no packed layer can stand for a Linear: something other than torch.nn.Linear's call uses its weight."""
         linear = self._model.get_submodule(name)
         if isinstance(linear, PackedLinear) or name in self.forms:
@@ -105,11 +105,11 @@ class Replaceable:
                 return f"{kinds[0]} reads this weight itself"
         return None
 
-    def should_not(self, name: str) -> str | None:
+    def why_unwise(self, name: str) -> str | None:
         """Why quantize_ leaves this module alone unless a filter asks for it."""
         linear = self._model.get_submodule(name)
         if name in self.forms:
-            return self.unfit(name)
+            return self.why_unfit(name)
         if name.rpartition(".")[2] == "lm_head" or name == self.head:
             return "output embedding"
         if self.shared(name):
@@ -117,17 +117,17 @@ class Replaceable:
         near = name.split(".")[-2:]
         if any(part in ROUTERS for part in near) and linear.out_features < linear.in_features:
             return "router"
-        return self.unfit(name)
+        return self.why_unfit(name)
 
     def shared(self, name: str) -> bool:
         """Whether another module holds the same weight, as a tied embedding does."""
         return name not in self.forms and self._owners[id(self._model.get_submodule(name).weight)] > 1
 
-    def unfit(self, name: str) -> str | None:
+    def why_unfit(self, name: str) -> str | None:
         """Why a module has no packed form, whatever its values."""
         linear = self._model.get_submodule(name)
         if name in self.forms:
-            return self.forms[name].unfit or unfit_type(linear)
+            return self.forms[name].why_unfit or why_unfit_type(linear)
         n, k, weight = linear.out_features, linear.in_features, linear.weight
         if not n or not k or n % 8 or k % K_ALIGNMENT:
             wanted = f"expected out_features a multiple of 8 and in_features a multiple of {K_ALIGNMENT}"
