@@ -195,42 +195,35 @@ m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
 """The same functions, as in DeepGEMM. Pairs of packed FP4 codes raise TypeError."""
 
 
-_GRADIENTS = "jitgemm has no GEMM for the gradients of weights"
-_BF16 = "jitgemm multiplies 8-bit activations: torch.matmul takes bf16, jitgemm.quantize_activations makes 8 bits of it"
-_CUBLAS = "call torch.matmul, or torch._scaled_mm for FP8"
-_ATTENTION = "jitgemm has no attention kernels"
 _MISSING = {
-    "k_grouped_fp8_gemm_nt_contiguous": _GRADIENTS,
-    "k_grouped_fp8_gemm_tn_contiguous": _GRADIENTS,
-    "k_grouped_bf16_gemm_tn_contiguous": _GRADIENTS,
-    "k_grouped_wgrad_gemm_fp8_fp8_fp32_nt": _GRADIENTS,
-    "wgrad_gemm_fp8_fp8_fp32_nt": _GRADIENTS,
-    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor": _GRADIENTS,
-    "fp8_gemm_nt_skip_head_mid": "call fp8_gemm_nt with a d of its own, and copy the heads' parts out of it",
-    "bf16_gemm_nt": _BF16,
-    "bf16_gemm_nn": _BF16,
-    "bf16_gemm_tn": _BF16,
-    "bf16_gemm_tt": _BF16,
-    "m_grouped_bf16_gemm_nt_contiguous": _BF16,
-    "m_grouped_bf16_gemm_nn_contiguous": _BF16,
-    "m_grouped_bf16_gemm_nt_masked": _BF16,
-    "bf16_m_grouped_gemm_nt_masked": _BF16,
-    "cublaslt_gemm_nt": _CUBLAS,
-    "cublaslt_gemm_nn": _CUBLAS,
-    "cublaslt_gemm_tn": _CUBLAS,
-    "cublaslt_gemm_tt": _CUBLAS,
-    "einsum": "call torch.einsum",
-    "fp8_einsum": "call fp8_gemm_nt for each matrix of the batch, or m_grouped_fp8_gemm_nt_masked for all",
-    "fp8_fp4_mqa_logits": _ATTENTION,
-    "fp8_mqa_logits": _ATTENTION,
-    "fp8_fp4_paged_mqa_logits": _ATTENTION,
-    "fp8_paged_mqa_logits": _ATTENTION,
-    "get_paged_mqa_logits_metadata": _ATTENTION,
-    "tf32_hc_prenorm_gemm": "jitgemm has no TF32 kernels",
-    "fp8_fp4_mega_moe": "jitgemm.fused_experts is a layer of experts; jitgemm.nn.ExpertParallel divides it",
-    "bf16_mega_moe": _BF16,
-    "get_symm_buffer_for_mega_moe": "jitgemm.fused_experts needs no buffer of its caller's",
-    "transform_weights_for_mega_moe": "jitgemm.pack_w8 packs the weights of experts",
+    name: reason
+    for reason, names in {
+        "jitgemm has no GEMM for the gradients of weights": (
+            "k_grouped_fp8_gemm_nt_contiguous k_grouped_fp8_gemm_tn_contiguous "
+            "k_grouped_bf16_gemm_tn_contiguous k_grouped_wgrad_gemm_fp8_fp8_fp32_nt "
+            "wgrad_gemm_fp8_fp8_fp32_nt get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor"
+        ),
+        "call fp8_gemm_nt with a d of its own, and copy the heads' parts out of it": "fp8_gemm_nt_skip_head_mid",
+        "jitgemm multiplies 8-bit activations: torch.matmul takes bf16, jitgemm.quantize_activations makes 8 bits of it": (
+            "bf16_gemm_nt bf16_gemm_nn bf16_gemm_tn bf16_gemm_tt m_grouped_bf16_gemm_nt_contiguous "
+            "m_grouped_bf16_gemm_nn_contiguous m_grouped_bf16_gemm_nt_masked bf16_m_grouped_gemm_nt_masked "
+            "bf16_mega_moe"
+        ),
+        "call torch.matmul, or torch._scaled_mm for FP8": (
+            "cublaslt_gemm_nt cublaslt_gemm_nn cublaslt_gemm_tn cublaslt_gemm_tt"
+        ),
+        "call torch.einsum": "einsum",
+        "call fp8_gemm_nt for each matrix of the batch, or m_grouped_fp8_gemm_nt_masked for all": "fp8_einsum",
+        "jitgemm has no attention kernels": (
+            "fp8_fp4_mqa_logits fp8_mqa_logits fp8_fp4_paged_mqa_logits fp8_paged_mqa_logits "
+            "get_paged_mqa_logits_metadata"
+        ),
+        "jitgemm has no TF32 kernels": "tf32_hc_prenorm_gemm",
+        "jitgemm.fused_experts is a layer of experts; jitgemm.nn.ExpertParallel divides it": "fp8_fp4_mega_moe",
+        "jitgemm.fused_experts needs no buffer of its caller's": "get_symm_buffer_for_mega_moe",
+        "jitgemm.pack_w8 packs the weights of experts": "transform_weights_for_mega_moe",
+    }.items()
+    for name in names.split()
 }
 """DeepGEMM's names that jitgemm does not have -> the reason, or what to call instead."""
 

@@ -576,8 +576,8 @@ def test_a_kernel_is_described_by_tile_types_and_scales(spec, shown):
     ids=str,
 )
 def test_kernels_that_route_and_combine_are_listed_as_routing(spec, shown):
-    spec = dict(source_of(spec).spec)
-    assert kind_of(spec) == "routing" and describe_spec(spec) == shown
+    source = source_of(spec)
+    assert kind_of(source.label) == "routing" and describe_spec(dict(source.spec)) == shown
 
 
 def test_a_kernel_of_another_version_is_described_as_unknown():

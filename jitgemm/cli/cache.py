@@ -12,6 +12,7 @@ import typer
 
 from jitgemm import settings
 from jitgemm.cli import common
+from jitgemm.dtypes import LHS_TYPES
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.entry import EntryInfo
 
@@ -42,39 +43,34 @@ def entry_dict(info: EntryInfo) -> dict[str, Any]:
     facts |= {name: info.metadata.get(name, default) for name, default in _METADATA.items()}
     nvrtc = info.metadata.get("nvrtc", {}).get("build", "")
     facts["serialised"] = info.metadata.get("serialised", "")
-    return facts | {"kind": kind_of(facts["spec"]) if info.ok else None, "nvrtc": nvrtc}
+    return facts | {"kind": kind_of(facts["label"]) if info.ok else None, "nvrtc": nvrtc}
 
 
-_ROUTING = {"ctas"}, {"quantizer"}, {"row", "out"}
-"""Fields of the specs of routing, routing and quantising, and combining."""
+_KINDS = {"quantize": "quantizer", "route": "routing", "combine": "routing"}
 
 
-def kind_of(spec: Mapping[str, object]) -> str:
-    """What a kernel computes, from its spec, in `jitgemm warmup`'s words: gemm, quantizer, routing; ? for none of them."""
-    if spec.keys() in _ROUTING:
-        return "routing"
-    return "gemm" if "lhs" in spec else "quantizer" if {"x", "q"} <= spec.keys() else "?"
+def kind_of(label: str) -> str:
+    """What a kernel computes, by how its label begins: gemm, quantizer or routing, which combining belongs to; ? for
+    none of them."""
+    return _KINDS.get(label.partition("-")[0], "gemm" if label.startswith(LHS_TYPES) else "?")
 
 
 def describe_spec(spec: Mapping[str, Any]) -> tuple[str, str, str]:
     """(tile, types, scales) for people: 16 x 64, e4m3, 128 + zero of a GEMM; -, bf16 to s8, token + zero of a
     quantiser, also of one that routes, too; -, bf16 to bf16, - of combining; - alone of routing."""
-    if kind_of(spec) == "gemm":
+    if "lhs" in spec:
         scales = [str(spec.get("group_size") or "channel")]
         scales += [name for name, field in (("zero", "zero_point"), ("offset", "offset")) if spec.get(field)]
         out = spec.get("out", "bf16")
         tile = f"{spec.get('block_m', '?')} x {spec.get('block_n', '?')}"
         return tile, f"{spec['lhs']}{'' if out == 'bf16' else f' to {out}'}", " + ".join(scales)
-    if kind_of(spec) == "quantizer":
-        scales = ["tensor" if spec.get("static") else "block" if spec.get("block") else "token"] + (
-            ["zero"] if spec.get("affine") else []
-        )
-        return "-", f"{spec['x']} to {spec['q']}", " + ".join(scales)
-    if "quantizer" in spec:
-        return describe_spec(spec["quantizer"])
-    if kind_of(spec) == "routing":
-        return "-", f"{spec['row']} to {spec['out']}" if "row" in spec else "-", "-"
-    return "?", "?", "?"
+    quantizer = spec.get("quantizer", spec)
+    if {"x", "q"} <= quantizer.keys():
+        scale = "tensor" if quantizer.get("static") else "block" if quantizer.get("block") else "token"
+        return "-", f"{quantizer['x']} to {quantizer['q']}", f"{scale} + zero" if quantizer.get("affine") else scale
+    if "row" in spec:
+        return "-", f"{spec['row']} to {spec['out']}", "-"
+    return ("-", "-", "-") if "ctas" in spec else ("?", "?", "?")
 
 
 def _print_entries(entries: list[EntryInfo], as_json: bool) -> str:
@@ -134,7 +130,7 @@ def info(as_json: common.Json = False) -> None:
     roots = []
     for root in settings.cache_roots():
         inside = [entry for entry in entries if entry.root == root]
-        good = [kind_of(entry.metadata["spec"]) for entry in inside if entry.ok]
+        good = [kind_of(entry.metadata["label"]) for entry in inside if entry.ok]
         roots.append(
             {
                 "path": str(root),

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
-from jitgemm.kernel.codes import typed_code
+from jitgemm.kernel.codes import CODES, typed_code
 from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, WeightFormat, tuned_order
 from jitgemm.select.devices import DEVICES
 
@@ -174,15 +174,16 @@ def weight_format(
     Raises:
         ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits.
     """
-    if bits not in (4, 8) or (bits == 8 and (zero_point or offset)):
+    code = {code.bits: code for code in (CODES["int4"], CODES[typed_code(lhs)])}.get(bits)
+    if code is None or (zero_point and not code.orders[0].zero_decoders) or (offset and not code.offsets):
         raise ValueError(f"--bits: expected 4, or 8 without --zero-point and --offset, got {bits}")
     group = 0 if group_size >= k else group_size
     if group and group not in GROUP_SIZES:
         raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUP_SIZES))}, or k = {k}, got {group}")
     if offset and not group:
         raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
-    if bits == 8:
-        return WeightFormat(group, False, scale_type, lhs, code=typed_code(lhs), strip_scales=group == BLOCK_K)
+    if code.lhs_type:
+        return WeightFormat(group, False, scale_type, lhs, code=code.name, strip_scales=group == BLOCK_K)
     order = "any" if codes is Codes.any else tuned_order(lhs, group, zero_point, k)
     return WeightFormat(group, zero_point, scale_type, order, offset)
 

@@ -22,8 +22,9 @@ import typer
 
 from jitgemm import settings
 from jitgemm.activations.kernel import VARIANTS as QUANTIZER_VARIANTS
-from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
+from jitgemm.activations.kernel import quantize_specs
 from jitgemm.cli import common
+from jitgemm.cli.cache import kind_of
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import process_cache
@@ -34,12 +35,10 @@ from jitgemm.jit.source import KernelSource
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, source_of
+from jitgemm.moe.kernel import source_of
 from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
-
-Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
 
 CodesSet = Enum("CodesSet", {name: name for name in ("any", "tuned", "both")}, type=str)
 """`common.Codes`, or both of them."""
@@ -86,7 +85,6 @@ class Job:
         entry: its cache entry, None while it has none.
     """
 
-    kernel: Spec
     source: KernelSource
     key: str
     status: str = "missing"
@@ -94,7 +92,7 @@ class Job:
     entry: Entry | None = None
     error: str | None = None
 
-    def found(self, entry: Entry | None, how: str) -> None:
+    def record(self, entry: Entry | None, how: str) -> None:
         """Take what a look-up or a compilation gave."""
         if entry is not None:
             self.entry, self.status = entry, how if entry.path else "unstored"
@@ -102,8 +100,8 @@ class Job:
     def to_dict(self) -> dict[str, Any]:
         built = self.entry.metadata if self.entry else {}
         return {
-            "label": self.kernel.label,
-            "kind": {KernelSpec: "gemm", QuantizeSpec: "quantizer"}.get(type(self.kernel), "routing"),
+            "label": self.source.label,
+            "kind": kind_of(self.source.label),
             "key": self.key,
             "status": self.status,
             "layers": self.layers,
@@ -214,7 +212,7 @@ def warmup(
     outs = list(dict.fromkeys(choice.value for choice in out or []))
     group = 128 if group_size is None else common.parse_group_size(group_size)
     orders = list(common.Codes) if codes in (None, CodesSet.both) else [common.Codes(codes.value)]
-    found: list[tuple[Spec, str]] = []
+    found: list[tuple[Any, str]] = []
     lhs_types = list(dict.fromkeys(choice.kernel_type for choice in lhs or [common.Lhs.fp8]))
     quantizers = pick_quantizers(quantizer or (), outs or ["bf16"], block_scales)
     groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in quantizers} or {0: None}
@@ -224,7 +222,7 @@ def warmup(
         for kind, (x, variants) in product(lhs_types, quantizers):
             given = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
             found += [(spec, f"shape {n}x{k}") for spec in quantize_specs(k, x, kind, **given)]
-        wanted = product(lhs_types, [common.Codes.tuned] if bits == 8 else orders, outs or ["bf16"], groups)
+        wanted = product(lhs_types, orders, outs or ["bf16"], groups)
         for kind, order, result, lhs_group in wanted:
             format = common.weight_format(order, kind, group, zero_point, scales, offset, k, width)
             options = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
@@ -249,7 +247,7 @@ def warmup(
 
     plan = enumerate_jobs(found)
     for job in plan:
-        job.found(process_cache.lookup(job.key), "cached")
+        job.record(process_cache.lookup(job.key), "cached")
     missing = [job for job in plan if job.status != "cached"]
     started = time.perf_counter()
     if missing and not (dry_run or check):
@@ -259,7 +257,7 @@ def warmup(
     _report(plan, target, max_m, seconds, as_json)
     slow = [job for job in plan if job.entry and job.entry.slow_because]
     for job in slow:
-        said = f"{job.kernel.label} is slower than it should be: {job.entry.slow_because}"
+        said = f"{job.source.label} is slower than it should be: {job.entry.slow_because}"
         common.note(f"failed: {said}" if strict else said)
     unstored = [job for job in plan if job.status == "unstored"]
     if unstored:
@@ -270,16 +268,16 @@ def warmup(
         raise typer.Exit(common.FOUND)
 
 
-def enumerate_jobs(found: Iterable[tuple[Spec, str]]) -> list[Job]:
+def enumerate_jobs(found: Iterable[tuple[Any, str]]) -> list[Job]:
     """Every kernel once, in the order first needed, with the layers that need it."""
-    jobs: dict[Spec, Job] = {}
+    jobs: dict[Any, Job] = {}
     nvrtc, debug = nvrtc_info(), settings.debug()
     for kernel, layer in found:
         if debug and isinstance(kernel, KernelSpec):
             kernel = replace(kernel, debug=True)
         if kernel not in jobs:
             source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else source_of(kernel)
-            jobs[kernel] = Job(kernel, source, source.key(nvrtc))
+            jobs[kernel] = Job(source, source.key(nvrtc))
         if layer not in jobs[kernel].layers:
             jobs[kernel].layers.append(layer)
     return list(jobs.values())
@@ -293,9 +291,9 @@ def _compile(jobs: list[Job], threads: int) -> None:
                 job = jobs[index]
                 if isinstance(result, JitGemmError):
                     job.status, job.error = "failed", str(result)
-                    console.print(f"{job.kernel.label}: {result}", style="red", markup=False, soft_wrap=True)
+                    console.print(f"{job.source.label}: {result}", style="red", markup=False, soft_wrap=True)
                 else:
-                    job.found(result[0], "compiled" if result[1] else "cached")
+                    job.record(result[0], "compiled" if result[1] else "cached")
     except KeyboardInterrupt:
         done = sum(job.status == "compiled" for job in jobs)
         common.note(f"interrupted: {done} of {len(jobs)} compiled, which are kept")

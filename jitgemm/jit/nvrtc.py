@@ -82,9 +82,15 @@ def nvrtc_info() -> NvrtcInfo:
     """
     library = _mapped_library() or _wheel_library()
     build = _build_of(library) if library else None
-    if build is None:
-        return _loaded_info()
-    return NvrtcInfo(_major_minor(build), build, library)
+    if build is not None:
+        major, minor = map(int, build.split(".")[:2])
+        return NvrtcInfo((major, minor), build, library)
+    major, minor = _call(_load(), "Version")  # toolkits, conda and broken installations: only the library knows
+    library, build = _mapped_library(), f"{major}.{minor}"
+    if library is not None:
+        told = _build_of(library) or ""
+        build = told if told.split(".")[:2] == [str(major), str(minor)] else f"{build}+{os.path.getsize(library)}"
+    return NvrtcInfo((major, minor), build, library)
 
 
 # A fork while a thread is inside NVRTC leaves the child with NVRTC's own locks held for ever. So a fork waits a second
@@ -250,13 +256,9 @@ def _folders() -> list[str]:
 
 def _wheel_library() -> str | None:
     """The library of a wheel that the bindings find, or else that Python would import from."""
-    for folders in (_site_folders(), _folders()):
-        for relative, _ in _WHEELS:
-            for folder in folders:
-                path = os.path.join(folder, relative)
-                if os.path.exists(path):
-                    return path
-    return None
+    searches = _site_folders(), _folders()
+    paths = (os.path.join(at, relative) for folders in searches for relative, _ in _WHEELS for at in folders)
+    return next(filter(os.path.exists, paths), None)
 
 
 def _build_of(library: str) -> str | None:
@@ -271,21 +273,6 @@ def _build_of(library: str) -> str | None:
                 return builds[0]
     match = re.search(r"libnvrtc\.so\.(\d+\.\d+\.\d+)$", os.path.realpath(library))
     return match[1] if match else None
-
-
-def _loaded_info() -> NvrtcInfo:
-    """Load NVRTC and ask it; for toolkits, conda and broken installations."""
-    major, minor = _call(_load(), "Version")
-    library, build = _mapped_library(), f"{major}.{minor}"
-    if library is not None:
-        told = _build_of(library)
-        build = told if told and _major_minor(told) == (major, minor) else f"{build}+{os.path.getsize(library)}"
-    return NvrtcInfo((major, minor), build, library)
-
-
-def _major_minor(build: str) -> tuple[int, int]:
-    major, minor = build.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _read(nvrtc: Any, program: Any, what: str) -> bytes:
