@@ -88,6 +88,9 @@ def pack_w4(
     if offset is not None and offset.dtype != scale.dtype:
         raise TypeError(f"offset: expected scale's dtype {dtype_name(scale.dtype)}, got {dtype_name(offset.dtype)}")
     lhs = None if lhs_dtype is None else check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
+    four_bits = [name for name, each in CODES.items() if each.bits == 4]
+    if not isinstance(code, str) or code not in four_bits:
+        raise ValueError(f"code: expected one of {', '.join(four_bits)}, got {code!r}")
     group_size = check_group_size(group_size, _ALL)
     if k is not None and (k := check_int("k", k)) < 1:
         raise ValueError(f"k: expected at least 1, got {k}")
