@@ -12,7 +12,8 @@ from moe_cases import Case, by_definition
 from quantize_cases import X_DTYPES, activations, assert_same_bits, parameters
 
 import jitgemm
-from jitgemm.activations.arguments import Inputs
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall
 from jitgemm.activations.kernel import block_dims, quantize_source, quantize_spec, smem_bytes
 from jitgemm.activations.reference import LARGEST
 from jitgemm.activations.scheme import Gate
@@ -239,5 +240,5 @@ def test_a_layer_s_opcheck_passes():
 def test_few_tokens_are_routed_and_quantised_at_once():
     spec = front_spec(64, 7168, "bf16", "e4m3", False, True)
     assert spec in LAYER and spec.quantizer.block
-    scale = Inputs(torch.zeros(5, 416), *(torch.int8, False, False, None, None, None, None, 0.0, None), block=True)
+    scale = QuantizeCall(torch.zeros(5, 416), activation_of(torch.int8, "block", False))
     assert scale.new_outputs()[1].stride() == (1, 8)  # as FrontPlan takes it to be

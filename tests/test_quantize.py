@@ -20,8 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jitgemm import gemm_w4a8_bf16_nt
 from jitgemm.activations import call
-from jitgemm.activations.arguments import Inputs, Outputs
-from jitgemm.activations.call import quantize_activations
+from jitgemm.activations.call import QuantizeCall, quantize_activations
 from jitgemm.activations.kernel import (
     QuantizeSpec,
     block_dims,
@@ -31,7 +30,6 @@ from jitgemm.activations.kernel import (
     smem_bytes,
     spec_for_rows,
 )
-from jitgemm.activations.plan import QuantizePlan
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.jit.cache import KernelCache
 from jitgemm.runtime.launch_cache import LaunchCache, this_thread
@@ -507,13 +505,12 @@ def test_a_remembered_call_checks_a_residual_by_its_plan(monkeypatch):
     def run(residual: torch.Tensor, into: torch.Tensor | None, x: torch.Tensor = x) -> None:
         quantize_activations(x, torch.int8, rms_norm=torch.ones(K), residual=residual, residual_out=into)
 
-    def remember(inputs: Inputs, outputs: Outputs) -> Outputs:  # as of tensors on a GPU
-        this_thread.cache.add_plan(*asked[-1], QuantizePlan(inputs, outputs))
-        return outputs
+    def remember(self: QuantizeCall, operands: tuple) -> None:  # as of tensors on a GPU
+        this_thread.cache.add_plan(*asked[-1], self.prepare(operands))
 
     asked, find_plan = [], LaunchCache.find_plan
     monkeypatch.setattr(LaunchCache, "find_plan", lambda self, *which: asked.append(which) or find_plan(self, *which))
-    monkeypatch.setattr(call, "_run_reference", remember)
+    monkeypatch.setattr(QuantizeCall, "run_reference", remember)
     for place in (into, residual, x):
         run(residual, place)
     assert launches == []

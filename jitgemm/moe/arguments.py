@@ -7,17 +7,21 @@ Works on real and fake tensors alike; looks at dtypes, shapes, strides and devic
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, Gate
-from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
+from jitgemm.activations.arguments import CODES, activation_of
+from jitgemm.activations.scheme import GATE_KINDS, GATE_ORDERS, Activation, Gate
+from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
 from jitgemm.gemm.problem import X_SCALE, X_ZERO
 from jitgemm.gemm.problem import as_rows
 from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
-from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
+from jitgemm.runtime.checks import ALIGNMENT, Pointer, address_of, check_device, check_rows, check_vector
+from jitgemm.runtime.launch import Operands
 from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
 from jitgemm.tensors import describe, differ, dtype_name, known
 from jitgemm.weight.packed import AnyWeight, Weight, check_packed
@@ -92,8 +96,14 @@ class Routing(NamedTuple):
     inverse: torch.Tensor
 
 
-class Layer(NamedTuple):
-    """All of a call but where to write. `block`: tokens are quantised with a scale for every 128 k."""
+@dataclass(slots=True)
+class ExpertsCall:
+    """A call of `fused_experts`.
+
+    Attributes:
+        activation: how tokens are quantised, for both GEMMs: by token or by block.
+        out: where to write; None for a new tensor.
+    """
 
     x: torch.Tensor
     w13: AnyWeight
@@ -101,33 +111,131 @@ class Layer(NamedTuple):
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     gate: Gate
-    lhs_dtype: torch.dtype
-    affine: bool
-    expert_map: torch.Tensor | None
-    bias13: torch.Tensor | None
-    bias2: torch.Tensor | None
-    addend: torch.Tensor | None
-    batch_invariant: bool
-    block: bool = False
+    activation: Activation
+    expert_map: torch.Tensor | None = None
+    bias13: torch.Tensor | None = None
+    bias2: torch.Tensor | None = None
+    addend: torch.Tensor | None = None
+    batch_invariant: bool = False
+    out: torch.Tensor | None = None
 
     @property
     def experts(self) -> int:
         """Experts of this device."""
         return self.w13.experts  # type: ignore[return-value]
 
-    def operands(self, out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """In the order of LAYER_POINTERS."""
-        x, w13, w2, topk_ids, topk_weights, _, _, _, expert_map, bias13, bias2, addend, *_ = self
-        return x, *parts_of(w13), *parts_of(w2), topk_ids, topk_weights, expert_map, bias13, bias2, addend, out
-
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What of it is a tensor, and not a weight."""
-        return [value for value in self if isinstance(value, torch.Tensor)]
+    def expected_m(self) -> float:
+        """Rows of an expert, as far as the host knows."""
+        everywhere = self.experts if self.expert_map is None else self.expert_map.numel()
+        return self.topk_ids.numel() / everywhere
+
+    def key(self) -> tuple[Hashable, ...]:
+        """What decides legality, but for the layouts."""
+        # What is new cannot overlap: of its own launches each checks its addresses.
+        return (
+            "experts", None if self.out is None else tuple(map(address_of, self.operands())), self.w13.plan_key,
+            self.w2.plan_key, self.gate, self.activation, self.expert_map is None, self.bias13 is None,
+            self.bias2 is None, self.addend is None, self.batch_invariant, torch.is_grad_enabled(),
+        )  # fmt: skip
+
+    def layouts(self) -> list[torch.Tensor]:
+        """The tensors whose layouts decide, too; weights are told apart by the key."""
+        found = (
+            self.x,
+            self.topk_ids,
+            self.topk_weights,
+            self.expert_map,
+            self.bias13,
+            self.bias2,
+            self.addend,
+            self.out,
+        )
+        return [tensor for tensor in found if tensor is not None]
+
+    def operands(self) -> Operands:
+        """In the order of LAYER_POINTERS."""
+        return (
+            self.x, *parts_of(self.w13), *parts_of(self.w2), self.topk_ids, self.topk_weights, self.expert_map,
+            self.bias13, self.bias2, self.addend, self.out,
+        )  # fmt: skip
 
     def new_out(self) -> torch.Tensor:
         """A tensor to write to."""
         return self.x.new_empty((self.x.shape[0], self.w2.n))
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
+        x, w13, w2 = self.x, self.w13, self.w2
+        experts = check_experts(w13, w2, self.activation)
+        _check_matrix("x", x, None, w13.k, REAL_TYPES)
+        tokens = x.shape[0]
+        if x.device.type not in ("cuda", "cpu"):
+            raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
+        check_routing(self.topk_ids, experts, self.expert_map)
+        if known(self.topk_ids.shape[0] != tokens):
+            raise ValueError(f"topk_ids: expected shape [{tokens}, top_k], got {list(self.topk_ids.shape)}")
+        _check_weights(self.topk_weights, self.topk_ids)
+        check_biases(w13, w2, self.bias13, self.bias2)
+        if self.addend is not None:
+            _check_addend(self.addend, tokens, w2.n, x.dtype)
+        _check_devices(
+            x, w13=w13.blocks, w2=w2.blocks, topk_ids=self.topk_ids, topk_weights=self.topk_weights, bias13=self.bias13,
+            bias2=self.bias2, addend=self.addend,
+        )  # fmt: skip
+        for name in ("x", "topk_weights", "bias13", "bias2", "addend"):
+            check_no_grad(name, getattr(self, name))
+        if self.out is not None:
+            check_out(self.out, x, w2)
+
+
+@dataclass(slots=True)
+class MaskedCall:
+    """A call of `fused_experts_masked`; of tokens that are quantised x has the codes.
+
+    Attributes:
+        expected_rows: of all experts together, a hint.
+    """
+
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    x_zero: torch.Tensor | None
+    w13: AnyWeight
+    w2: AnyWeight
+    out: torch.Tensor
+    masked_m: torch.Tensor
+    expected_rows: int
+    gate: Gate
+    activation: Activation
+    bias13: torch.Tensor | None
+    bias2: torch.Tensor | None
+    batch_invariant: bool
+
+    def operands(self) -> Operands:
+        """In the order of MASKED_POINTERS; as rows, of which column slices of one buffer are told apart."""
+        return (
+            self.x.flatten(0, 1), self.x_scale, self.x_zero, *parts_of(self.w13), *parts_of(self.w2), self.masked_m,
+            self.bias13, self.bias2, self.out.flatten(0, 1),
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
+        x, w13, w2, out = self.x, self.w13, self.w2, self.out
+        experts = check_experts(w13, w2, self.activation)
+        types = REAL_TYPES if self.x_scale is None else (self.activation.dtype,)
+        for name, tensor, columns, names in (("x", x, w13.k, types), ("out", out, w2.n, REAL_TYPES)):
+            check_tensor(name, tensor)
+            max_m = x.shape[1] if x.dim() == 3 else 0
+            _check_matrix(name, as_rows(name, tensor, experts, max_m, str(columns)), None, columns, names)
+        if x.device.type not in ("cuda", "cpu"):
+            raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
+        check_vector("masked_m", self.masked_m, ("s32",), experts)
+        check_biases(w13, w2, self.bias13, self.bias2)
+        for name in ("x", "out", "bias13", "bias2"):
+            check_no_grad(name, getattr(self, name))
+        _check_devices(
+            x, w13=w13.blocks, w2=w2.blocks, out=out, masked_m=self.masked_m, bias13=self.bias13, bias2=self.bias2
+        )
 
 
 def parts_of(weight: AnyWeight) -> tuple[torch.Tensor | None, ...]:
@@ -147,6 +255,16 @@ def make_gate(activation: str, order: str, limit: float | None, alpha: float) ->
         activation, order, math.inf if limit is None else float(limit),
         float(alpha) if activation == "swiglu_oai" else 1.0,
     )  # fmt: skip
+
+
+def tokens_activation(w13: AnyWeight, lhs_dtype: object, scheme: object, affine: object) -> Activation:
+    """How a call quantises its tokens, checked; lhs_dtype None for what w13 is packed for."""
+    if lhs_dtype is None:
+        types = (
+            w13.format.lhs_types if isinstance(w13, (Weight, PackedWeight)) else LHS_TYPES
+        )  # the checks say what it is
+        lhs_dtype = torch_dtype(types[0])
+    return activation_of(lhs_dtype, scheme, affine, "lhs_dtype", ("token", "block"))
 
 
 def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> None:
@@ -223,61 +341,6 @@ def check_weights(w13: Any, w2: Any) -> int:
     return counts[0]
 
 
-def check_arguments(layer: Layer) -> None:
-    """Raises TypeError or ValueError unless dtypes, shapes, strides and devices fit together."""
-    x, w13, w2, topk_ids, topk_weights, _, lhs_dtype, affine, expert_map, bias13, bias2, addend, _, block = layer
-    experts = check_experts(w13, w2, lhs_dtype, affine, block)
-    _check_matrix("x", x, None, w13.k, REAL_TYPES)
-    tokens = x.shape[0]
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
-    check_routing(topk_ids, experts, expert_map)
-    if known(topk_ids.shape[0] != tokens):
-        raise ValueError(f"topk_ids: expected shape [{tokens}, top_k], got {list(topk_ids.shape)}")
-    _check_weights(topk_weights, topk_ids)
-    check_biases(w13, w2, bias13, bias2)
-    if addend is not None:
-        _check_addend(addend, tokens, w2.n, x.dtype)
-    for name, tensor in (
-        ("w13", w13.blocks), ("w2", w2.blocks), ("topk_ids", topk_ids), ("topk_weights", topk_weights),
-        ("bias13", bias13), ("bias2", bias2), ("addend", addend),
-    ):  # fmt: skip
-        if tensor is not None:
-            check_device(name, tensor, "x", x.device)
-    for name in ("x", "topk_weights", "bias13", "bias2", "addend"):
-        check_no_grad(name, getattr(layer, name))
-
-
-def check_masked(
-    x: torch.Tensor,
-    w13: Any,
-    w2: Any,
-    out: torch.Tensor,
-    masked_m: torch.Tensor,
-    types: tuple[str, ...],
-    bias13: torch.Tensor | None,
-    bias2: torch.Tensor | None,
-) -> None:
-    """Raises TypeError or ValueError unless the tensors of `fused_experts_masked` fit together; types: of x."""
-    experts = w13.experts
-    for name, tensor, columns, names in (("x", x, w13.k, types), ("out", out, w2.n, REAL_TYPES)):
-        check_tensor(name, tensor)
-        max_m = x.shape[1] if x.dim() == 3 else 0
-        _check_matrix(name, as_rows(name, tensor, experts, max_m, str(columns)), None, columns, names)
-    if x.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
-    check_vector("masked_m", masked_m, ("s32",), experts)
-    check_biases(w13, w2, bias13, bias2)
-    for name, each in (("x", x), ("out", out), ("bias13", bias13), ("bias2", bias2)):
-        check_no_grad(name, each)
-    for name, other in (
-        ("w13", w13.blocks), ("w2", w2.blocks), ("out", out), ("masked_m", masked_m), ("bias13", bias13),
-        ("bias2", bias2),
-    ):  # fmt: skip
-        if other is not None:
-            check_device(name, other, "x", x.device)
-
-
 def check_biases(w13: Any, w2: Any, bias13: torch.Tensor | None, bias2: torch.Tensor | None) -> None:
     """Raises TypeError or ValueError unless the biases fit the weights."""
     for name, bias, n in (("bias13", bias13, w13.n), ("bias2", bias2, w2.n)):
@@ -285,33 +348,34 @@ def check_biases(w13: Any, w2: Any, bias13: torch.Tensor | None, bias2: torch.Te
             _check_bias(name, bias, (w13.experts, n))
 
 
-def check_experts(w13: Any, w2: Any, lhs_dtype: torch.dtype, affine: bool, block: bool) -> int:
-    """`check_weights`, and that they multiply activations of this kind."""
+def check_experts(w13: Any, w2: Any, activation: Activation) -> int:
+    """`check_weights`, and that they multiply these activations."""
     experts = check_weights(w13, w2)
-    lhs_type = check_dtype("lhs_dtype", lhs_dtype, LHS_TYPES)
-    if affine and lhs_type != "s8":
-        raise ValueError(f"affine: expected lhs_dtype int8, got {dtype_name(lhs_dtype)}, which has no zero point")
-    if affine and block:
-        raise ValueError("affine: expected False for scheme 'block', got True")
     for name, weight in (("w13", w13), ("w2", w2)):
-        if lhs_type not in weight.format.lhs_types:
+        if activation.dtype not in weight.format.lhs_types:
             raise TypeError(
-                f"{name}: expected a weight packed for lhs_dtype {dtype_name(lhs_dtype)}, got one for "
+                f"{name}: expected a weight packed for lhs_dtype {dtype_name(CODES[activation.dtype])}, got one for "
                 f"{weight.format.order}"
             )
-        if affine and weight.row_sum is None:
+        if activation.affine and weight.row_sum is None:
             raise ValueError(f"{name}: expected a weight with row_sum, which affine needs, got one without")
     return experts
 
 
-def check_out(out: torch.Tensor, layer: Layer) -> None:
+def check_out(out: torch.Tensor, x: torch.Tensor, w2: AnyWeight) -> None:
     """Raises TypeError or ValueError unless the layer can write there."""
-    _check_matrix("out", out, layer.x.shape[0], layer.w2.n, REAL_TYPES)
-    if out.dtype != layer.x.dtype:
-        raise TypeError(f"out: expected {dtype_name(layer.x.dtype)}, as x is, got {dtype_name(out.dtype)}")
-    check_device("out", out, "x", layer.x.device)
+    _check_matrix("out", out, x.shape[0], w2.n, REAL_TYPES)
+    if out.dtype != x.dtype:
+        raise TypeError(f"out: expected {dtype_name(x.dtype)}, as x is, got {dtype_name(out.dtype)}")
+    check_device("out", out, "x", x.device)
     if out.requires_grad:
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
+
+
+def _check_devices(x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None:
+            check_device(name, tensor, "x", x.device)
 
 
 def _check_matrix(
