@@ -20,13 +20,11 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.gemm.problem import Lhs, split_lhs
 from jitgemm.gemm.call import contiguous
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
-from jitgemm.moe.arguments import LAYER_POINTERS, ExpertsCall, check_out, check_weights
+from jitgemm.moe.arguments import ExpertsCall, check_call_once, check_out, check_weights
 from jitgemm.moe.arguments import make_gate, tokens_activation
 from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
-from jitgemm.runtime.checks import check_addresses
 from jitgemm.runtime.dispatch import define_op, traced
-from jitgemm.runtime.launch import check_once
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
 from jitgemm.weight.packed import AnyWeight, Weight
 from jitgemm.weight.parts import PackedWeight
@@ -202,18 +200,7 @@ def fused_experts_workspace_bytes(
 
 def _run(call: ExpertsCall) -> torch.Tensor:
     """The call, directly or by its op."""
-    check_tensor("x", call.x)
-    try:
-        key = call.key()
-    except (AttributeError, TypeError):  # not what it should be: the checks say what
-        call.check()
-        raise
-
-    def check() -> None:
-        call.check()
-        check_addresses(LAYER_POINTERS, call.operands())
-
-    check_once(key, call.layouts(), check)
+    check_call_once(call)
     out = call.new_out() if call.out is None else call.out
     if call.x.is_cuda and call.x.shape[0]:
         launch(call, out)
@@ -233,37 +220,35 @@ def launch(call: ExpertsCall, out: torch.Tensor, sent: Lhs | None = None, expect
             results' type and as many rows.
         expected_m: rows of an expert, as far as the host knows; None for what topk_ids say.
     """
-    m = call.expected_m if expected_m is None else expected_m
-    (offsets, gather, inverse), lhs = _sorted(call, m) if sent is None else _sorted_again(call, sent, m)
+    if expected_m is None:
+        expected_m = call.topk_ids.numel() / (call.experts if call.expert_map is None else call.expert_map.numel())
+    (offsets, gather, inverse), lhs = _sorted(call, sent, expected_m)
     hidden, rows = _workspace(call)
-    contiguous(Weight, lhs, call.w13, hidden, offsets, call.bias13, gather, m, call.batch_invariant)
+    contiguous(Weight, lhs, call.w13, hidden, offsets, call.bias13, gather, expected_m, call.batch_invariant)
     codes = quantize(QuantizeCall(hidden, call.activation, Prologue(gate=call.gate), row_count=offsets[-1:]))
-    contiguous(Weight, lhs_of(codes), call.w2, rows, offsets, call.bias2, None, m, call.batch_invariant)
+    contiguous(Weight, lhs_of(codes), call.w2, rows, offsets, call.bias2, None, expected_m, call.batch_invariant)
     combine(rows, inverse, call.topk_weights, out, addend=call.addend)
 
 
-_Sorted = tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], Lhs]
-"""A `Routing`, its row_index None where rows of the tokens after it are in its order; and the tokens."""
-
-
-def _sorted(call: ExpertsCall, expected_m: float) -> _Sorted:
-    if expected_m < GATHER_M:
+def _sorted(
+    call: ExpertsCall, sent: Lhs | None, expected_m: float
+) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], Lhs]:
+    """Routing and tokens for the first GEMM: a `Routing`, its row_index None where the tokens are in the rows' order."""
+    few = expected_m < GATHER_M
+    if few and sent is None:
         tokens = QuantizeCall(call.x, call.activation)
         routing, codes = route_and_quantize(tokens, call.topk_ids, call.experts, call.expert_map)
         return routing, lhs_of(codes)
-    offsets, index, inverse = route(call.topk_ids, call.experts, expert_map=call.expert_map)
-    codes = quantize(QuantizeCall(call.x, call.activation, row_count=offsets[-1:], row_index=index))
-    return (offsets, None, inverse), lhs_of(codes)
-
-
-def _sorted_again(call: ExpertsCall, sent: Lhs, expected_m: float) -> _Sorted:
-    routing = route(call.topk_ids, call.experts)
-    if expected_m < GATHER_M:
+    offsets, index, inverse = routing = route(call.topk_ids, call.experts, expert_map=call.expert_map)
+    if sent is None:
+        codes = quantize(QuantizeCall(call.x, call.activation, row_count=offsets[-1:], row_index=index))
+    elif few:
         return routing, sent
-    rows = routing.row_index.long().clamp(0, call.x.shape[0] - 1)  # indices behind the last row say nothing
-    x, scale, zero = split_lhs(sent)
-    gathered = take_rows(x, rows), scale[rows], None if zero is None else zero[rows]
-    return (routing.offsets, None, routing.inverse), lhs_of(gathered)
+    else:
+        rows = index.long().clamp(0, call.x.shape[0] - 1)  # indices behind the last row say nothing
+        x, scale, zero = split_lhs(sent)
+        codes = take_rows(x, rows), scale[rows], None if zero is None else zero[rows]
+    return (offsets, None, inverse), lhs_of(codes)
 
 
 def _workspace(call: ExpertsCall) -> list[torch.Tensor]:

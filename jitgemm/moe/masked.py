@@ -11,9 +11,8 @@ from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
 from jitgemm.gemm.problem import Lhs, split_lhs
 from jitgemm.gemm.call import expected_rows_of, masked
-from jitgemm.moe.arguments import MASKED_POINTERS, MaskedCall, check_experts, make_gate, tokens_activation
+from jitgemm.moe.arguments import MaskedCall, check_call_once, check_weights, make_gate, tokens_activation
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, lhs_of, op_gate, op_weights, weights_of_op
-from jitgemm.runtime.launch import check_addresses_once
 from jitgemm.runtime.dispatch import define_op, traced
 from jitgemm.tensors import check_flag, check_tensor
 from jitgemm.weight.packed import Weight
@@ -60,7 +59,8 @@ def fused_experts_masked(
     """
     check_flag("batch_invariant", batch_invariant)
     gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
-    expected_rows = expected_rows_of(check_experts(w13, w2, tokens), expected_m)
+    experts = getattr(w13, "experts", None) or check_weights(w13, w2)
+    expected_rows = expected_rows_of(experts, expected_m)
     lhs = split_lhs(x, "x") if isinstance(x, (tuple, list)) else (x, None, None)
     if not traced(lhs[0], out):
         _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, gate, tokens, bias13, bias2, batch_invariant))
@@ -75,8 +75,7 @@ def fused_experts_masked(
 
 def _run(call: MaskedCall) -> None:
     """The call, directly or by its op."""
-    call.check()
-    check_addresses_once("fused_experts_masked", MASKED_POINTERS, call.operands())
+    check_call_once(call)
     out, w13, sizes, invariant = call.out, call.w13, call.masked_m, call.batch_invariant
     expected_m = call.expected_rows / out.shape[0]
     hidden = torch.empty((*out.shape[:2], w13.n), dtype=out.dtype, device=out.device)
