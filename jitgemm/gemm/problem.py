@@ -15,7 +15,7 @@ import torch
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, known
+from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, statically_true
 from jitgemm.weight.packed import AnyWeight, W4Weight, W8Weight, Weight, check_packed
 from jitgemm.weight.parts import PackedWeight, count_experts
 
@@ -56,7 +56,7 @@ class Groups(NamedTuple):
     @property
     def masked(self) -> bool:
         """Whether `sizes` are numbers of rows. A tracer may not know more of `rows_of_expert` than that it is not 0."""
-        return not known(self.rows_of_expert == 0)
+        return not statically_true(self.rows_of_expert == 0)
 
 
 class Gemm(NamedTuple):
@@ -149,7 +149,7 @@ def lhs_group_of(x_scale: torch.Tensor) -> int:
 
     A column for each `LHS_GROUP` tells them apart, a third dimension, which masked calls have, or e8m0.
     """
-    per_block = x_scale.dim() == 3 or (x_scale.dim() == 2 and known(x_scale.shape[1] > 1))
+    per_block = x_scale.dim() == 3 or (x_scale.dim() == 2 and statically_true(x_scale.shape[1] > 1))
     per_block = per_block or x_scale.dtype in (torch.int32, torch.float8_e8m0fnu)
     return LHS_GROUP if per_block else 0
 
@@ -175,7 +175,7 @@ def experts_of(rhs: object, kind: type[Weight] = Weight) -> int:
 
 def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: str) -> torch.Tensor:
     """[E, max_m, columns] as [E * max_m, columns], or [E, max_m] as [E * max_m], without a copy."""
-    if not columns and (tensor.dim() == 3 or (known(tensor.numel() == 1) and tensor.dim() <= 2)):
+    if not columns and (tensor.dim() == 3 or (statically_true(tensor.numel() == 1) and tensor.dim() <= 2)):
         return tensor  # scales per token and group keep the dimension of the experts: their strides are free
     if tensor.dim() != 2 + bool(columns) or differ(tensor.shape[:2], (experts, max_m)):
         shape = f"[{experts}, {max_m}{', ' + columns if columns else ''}]"  # here, as a compiler fixes what it prints
@@ -219,7 +219,7 @@ def _check_arguments(gemm: Gemm) -> int | None:
     check_dtype("out", out.dtype, REAL_TYPES)
     _check_matrix("out", out, "[m, n]", n)
     gathers = groups is not None and groups.row_index is not None
-    if not gathers and known(out.shape[0] != m):
+    if not gathers and statically_true(out.shape[0] != m):
         raise ValueError(f"out: expected shape [{m}, {n}], got {list(out.shape)}")
     if out.requires_grad:
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
@@ -241,7 +241,7 @@ def _check_arguments(gemm: Gemm) -> int | None:
 def _check_matrix(name: str, tensor: torch.Tensor, shape: str, columns: int) -> None:
     if tensor.dim() != 2:
         raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
-    if known(tensor.shape[1] != columns):
+    if statically_true(tensor.shape[1] != columns):
         raise ValueError(f"{name}: expected shape {shape} with {columns} columns, got {list(tensor.shape)}")
     check_rows(name, tensor)
 
@@ -269,7 +269,7 @@ def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None
     check_plain(name, tensor)
     check_dtype(name, tensor.dtype, (type,))
     per_token = not differ(tensor.shape, (m,)) or not differ(tensor.shape, (m, 1))
-    if not (per_token or (known(tensor.numel() == 1) and tensor.dim() <= 2)):
+    if not (per_token or (statically_true(tensor.numel() == 1) and tensor.dim() <= 2)):
         raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
 
 
