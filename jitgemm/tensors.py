@@ -46,7 +46,7 @@ def statically_true(condition: Any) -> bool:
     return statically_known_true(condition)
 
 
-def differ(shape: Sequence[Any], expected: Sequence[Any]) -> bool:
+def shapes_differ(shape: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Whether two shapes are known to differ."""
     return len(shape) != len(expected) or any(statically_true(a != b) for a, b in zip(shape, expected))
 

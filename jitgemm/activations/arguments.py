@@ -23,7 +23,7 @@ from jitgemm.tensors import (
     check_no_grad,
     check_plain,
     check_tensor,
-    differ,
+    shapes_differ,
     dtype_name,
     statically_true,
 )
@@ -202,7 +202,7 @@ def check_arguments(inputs: Inputs) -> None:
 def rows_like(name: str, value: object, x: torch.Tensor) -> torch.Tensor:
     """The tensor as rows, of x's shape, type and device."""
     tensor = check_tensor(name, value)
-    if differ(tensor.shape, x.shape):
+    if shapes_differ(tensor.shape, x.shape):
         raise ValueError(f"{name}: expected shape {list(x.shape)}, x's, got {list(tensor.shape)}")
     if tensor.dtype != x.dtype:
         check_dtype("x", x.dtype, REAL_TYPES)
@@ -234,14 +234,16 @@ def check_out(
             raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
     q, lead = out[0], tuple(x.shape[:-1])
     shape = (*lead, x.shape[-1] // 2 if gated else x.shape[-1])
-    if differ(q.shape, shape):
+    if shapes_differ(q.shape, shape):
         raise ValueError(f"out[0]: expected shape {list(shape)}, got {list(q.shape)}")
     rows = as_rows("out[0]", q)
     check_rows("out[0]", rows)
     if block:
         return rows, _check_block_scale(out[1], (*lead, ceil_div(shape[-1], LHS_GROUP))), None
     for i, tensor in enumerate(out[1:], 1):
-        if (differ(tensor.shape, lead) and differ(tensor.shape, (*lead, 1))) or not tensor.is_contiguous():
+        if (
+            shapes_differ(tensor.shape, lead) and shapes_differ(tensor.shape, (*lead, 1))
+        ) or not tensor.is_contiguous():
             raise ValueError(
                 f"out[{i}]: expected a contiguous tensor of shape {list(lead)} or {[*lead, 1]}, got "
                 f"{list(tensor.shape)} with strides {tuple(tensor.stride())}"
@@ -251,7 +253,7 @@ def check_out(
 
 def _check_block_scale(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The scales to write to as rows, of any strides without overlap."""
-    if differ(scale.shape, shape):
+    if shapes_differ(scale.shape, shape):
         raise ValueError(f"out[1]: expected shape {list(shape)}, got {list(scale.shape)}")
     rows = as_rows("out[1]", scale)
     (m, blocks), (down, across) = rows.shape, rows.stride()

@@ -15,7 +15,15 @@ import torch
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, statically_true
+from jitgemm.tensors import (
+    check_dtype,
+    check_flag,
+    check_plain,
+    check_tensor,
+    shapes_differ,
+    dtype_name,
+    statically_true,
+)
 from jitgemm.weight.packed import AnyWeight, W4Weight, W8Weight, Weight, check_packed
 from jitgemm.weight.parts import PackedWeight, count_experts
 
@@ -177,7 +185,7 @@ def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: 
     """[E, max_m, columns] as [E * max_m, columns], or [E, max_m] as [E * max_m], without a copy."""
     if not columns and (tensor.dim() == 3 or (statically_true(tensor.numel() == 1) and tensor.dim() <= 2)):
         return tensor  # scales per token and group keep the dimension of the experts: their strides are free
-    if tensor.dim() != 2 + bool(columns) or differ(tensor.shape[:2], (experts, max_m)):
+    if tensor.dim() != 2 + bool(columns) or shapes_differ(tensor.shape[:2], (experts, max_m)):
         shape = f"[{experts}, {max_m}{', ' + columns if columns else ''}]"  # here, as a compiler fixes what it prints
         raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
     try:
@@ -225,7 +233,7 @@ def _check_arguments(gemm: Gemm) -> int | None:
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
     if bias is not None:
         if experts is not None:
-            if differ(bias.shape, (experts, n)) or not bias.is_contiguous():
+            if shapes_differ(bias.shape, (experts, n)) or not bias.is_contiguous():
                 raise ValueError(f"bias: expected a contiguous tensor [{experts}, {n}], got {list(bias.shape)}")
             bias = bias.view(-1)
         check_vector("bias", bias, ("bf16", "fp32"), (experts or 1) * n)
@@ -268,7 +276,7 @@ def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None
     """One value per token, or one for all."""
     check_plain(name, tensor)
     check_dtype(name, tensor.dtype, (type,))
-    per_token = not differ(tensor.shape, (m,)) or not differ(tensor.shape, (m, 1))
+    per_token = not shapes_differ(tensor.shape, (m,)) or not shapes_differ(tensor.shape, (m, 1))
     if not (per_token or (statically_true(tensor.numel() == 1) and tensor.dim() <= 2)):
         raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
 
@@ -278,7 +286,7 @@ def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> No
     check_plain(X_SCALE, x_scale)
     type = check_dtype(X_SCALE, x_scale.dtype, ("fp32", "s32", "e8m0"))
     expected = [*rows, ceil_div(k, LHS_GROUP * (4 if type == "s32" else 1))]
-    if differ(x_scale.shape, expected):
+    if shapes_differ(x_scale.shape, expected):
         per_token = "" if type != "fp32" else f"{list(rows)} or one element, or "
         per_token = per_token if len(rows) > 1 else per_token.replace(" or", f", {[*rows, 1]} or", 1)
         of = "the exponents of a token and four times" if type == "s32" else "a scale per token and"
@@ -295,13 +303,13 @@ def check_groups(groups: Groups, experts: int, rows: int, device: torch.device) 
     if sizes.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {dtype_name(sizes.dtype)}")
     shapes = ((experts,),) if masked else ((experts + 1,), (experts, 2))
-    if all(differ(sizes.shape, shape) for shape in shapes) or not sizes.is_contiguous():
+    if all(shapes_differ(sizes.shape, shape) for shape in shapes) or not sizes.is_contiguous():
         expected = f"[{experts}]" if masked else f"[{experts + 1}] or [{experts}, 2]"
         raise ValueError(f"{name}: expected a contiguous tensor of shape {expected}, got {list(sizes.shape)}")
     check_device(name, sizes, "lhs[0] (x)", device)
     if row_index is not None:
         check_plain("row_index", check_tensor("row_index", row_index))
         check_dtype("row_index", row_index.dtype, ("s32",))
-        if differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
+        if shapes_differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
             raise ValueError(f"row_index: expected a contiguous tensor of shape [{rows}], got {list(row_index.shape)}")
         check_device("row_index", row_index, "lhs[0] (x)", device)

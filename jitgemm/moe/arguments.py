@@ -19,7 +19,7 @@ from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
-from jitgemm.tensors import describe, differ, dtype_name, statically_true
+from jitgemm.tensors import describe, shapes_differ, dtype_name, statically_true
 from jitgemm.weight.packed import AnyWeight, Weight, check_packed
 from jitgemm.weight.parts import PackedWeight
 
@@ -331,7 +331,7 @@ def _check_matrix(
 def _check_weights(topk_weights: torch.Tensor, choices: torch.Tensor) -> None:
     check_plain("topk_weights", check_tensor("topk_weights", topk_weights))
     check_dtype("topk_weights", topk_weights.dtype, REAL_TYPES)
-    if differ(topk_weights.shape, choices.shape) or not topk_weights.is_contiguous():
+    if shapes_differ(topk_weights.shape, choices.shape) or not topk_weights.is_contiguous():
         raise ValueError(
             f"topk_weights: expected a contiguous tensor of shape {list(choices.shape)}, got "
             f"{list(topk_weights.shape)} with strides {tuple(topk_weights.stride())}"
@@ -341,7 +341,7 @@ def _check_weights(topk_weights: torch.Tensor, choices: torch.Tensor) -> None:
 def _check_bias(name: str, bias: torch.Tensor, shape: tuple[int, int]) -> None:
     check_plain(name, check_tensor(name, bias))
     check_dtype(name, bias.dtype, ("bf16", "fp32"))
-    if differ(bias.shape, shape) or not bias.is_contiguous():
+    if shapes_differ(bias.shape, shape) or not bias.is_contiguous():
         raise ValueError(
             f"{name}: expected a contiguous tensor of shape {list(shape)}, got {list(bias.shape)} with strides "
             f"{tuple(bias.stride())}"
