@@ -12,7 +12,7 @@ import torch
 
 from jitgemm.activations.scheme import ACTIVATIONS, Activation, activation_name, activation_named
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.runtime.dispatch import traced
+from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.tensors import check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.state import TENSORS
@@ -67,7 +67,7 @@ class Packed(torch.nn.Module):
         ):
             return weight
         # Replaced without asking the module: for good, or under a tracer for as long as it traces.
-        if traced(buffers["blocks"], buffers["blocks"]):
+        if needs_dispatcher(buffers["blocks"], buffers["blocks"]):
             return weight.with_tensors(*(buffers[name] for name in TENSORS))
         return self._bind()
 
