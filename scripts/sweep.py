@@ -172,7 +172,7 @@ class Sweep:
             found: Timings = {}
             for *cell, us in document[name]:
                 lhs, fmt, lhs_group = FORMATS[cell[0]]
-                fmt = fmt.of_kernels
+                fmt = fmt.kernel_format
                 table = problem_of(tuple(cell)).table_size
                 shapes = (dict(zip(document["fields"], document["kernels"][index])) for index, _ in us)
                 kernels = (KernelSpec(lhs, fmt, experts=table, lhs_group=lhs_group, **shape) for shape in shapes)

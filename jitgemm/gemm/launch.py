@@ -65,7 +65,7 @@ class GemmLaunch(Launch):
                 gemm.expected_rows or rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype],
                 batch_invariant, experts, lhs_group_of(x_scale), x_scale.dtype == torch.int32,
             )  # fmt: skip
-            spec = chosen(problem, device, label)
+            spec = choose(problem, device) if label is None else kernel_named(label, problem, device)
         self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
 
         if groups is None:
@@ -136,11 +136,6 @@ class GemmLaunch(Launch):
         settled = settled_at is not None and settled_at == (records, blocks._version)
         if not self.run(addresses, settled):
             self.run(addresses, settled, Gemm(x, x_scale, x_zero, weight, out, bias).operands())
-
-
-def chosen(problem: Problem, device: DeviceSpec, label: str | None) -> KernelSpec:
-    """The kernel of this label, or the one that the selector takes."""
-    return choose(problem, device) if label is None else kernel_named(label, problem, device)
 
 
 def _grid(spec: KernelSpec, loaded: driver.LoadedKernel, units: int, device: DeviceSpec) -> int:

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.kernel.tactics import for_k
+from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select import loads, model, shapes
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.select.model import Candidate, Costs
@@ -73,7 +73,7 @@ def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSp
 
 def _as_asked(spec: KernelSpec, problem: Problem) -> KernelSpec:
     """The kernel with what costs nothing to choose."""
-    return replace(for_k(spec, problem.k), lhs_e8m0=problem.lhs_e8m0)
+    return replace(with_k_rules(spec, problem.k), lhs_e8m0=problem.lhs_e8m0)
 
 
 def _rank(us: float, spec: KernelSpec) -> tuple[float, int, int, str]:
@@ -117,7 +117,7 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
             it sums k in another order than batch-invariant calls, which are asked for.
     """
     spec = KernelSpec.from_label(label)
-    fmt = problem.format.of_kernels
+    fmt = problem.format.kernel_format
     operands = replace(
         spec, lhs=problem.lhs, format=fmt, out=problem.out, experts=problem.table_size, lhs_group=problem.lhs_group,
         lhs_e8m0=problem.lhs_e8m0,

@@ -129,12 +129,12 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     multiplies = 2 if fmt.offset else 1  # offsets take a multiply by ones
     groups = max(1, fmt.scale_rows)
     ops_per_cycle = device.tensor_ops_per_us * cycle / device.num_sms
-    multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.multiply_n / ops_per_cycle
+    multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.wgmma_n / ops_per_cycle
     decode = DECODE_CYCLES[fmt.decoder(spec.lhs).cost]
     every = promote_records(spec)
     products = spec.lhs_group and fmt.group_size and not spec.token_rows
     cycles = PROMOTE_CYCLES[spec.lhs] + (SCALE_CYCLES if products else 0.0)
-    promote = multiplies * groups / every * spec.multiply_n / 2 * cycles if every else 0.0
+    promote = multiplies * groups / every * spec.wgmma_n / 2 * cycles if every else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
     # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
     if groups > 1:

@@ -140,7 +140,7 @@ class Packed(torch.nn.Module):
                 return str(error)
             mine = self._weight
             # What depends on values may differ, and takes the same room.
-            formats = {weight.format.common for weight in (mine, other)}
+            formats = {weight.format.for_any_values for weight in (mine, other)}
             if mine.shape != other.shape or mine.group_size != other.group_size or len(formats) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
         number = state_dict.get(prefix + "activation_type")
@@ -196,7 +196,7 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 def _check_codes(weight: Weight, activation: str, scheme: Activation) -> None:
     if scheme.dtype not in weight.format.lhs_types:
-        either = " or for any activations" if len(weight.format.common.lhs_types) > 1 else ""
+        either = " or for any activations" if len(weight.format.for_any_values.lhs_types) > 1 else ""
         other = activation_name(weight.format.lhs_types[0])
         raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {other}")
     if scheme.affine and weight.row_sum is None:
