@@ -27,7 +27,7 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select.devices import DeviceSpec, device_spec
 from jitgemm.select.registers import registers_needed
-from jitgemm.select.shapes import legal_kernels, refused_kernels
+from jitgemm.select.legal import legal_kernels, refused_kernels
 
 FORMATS = (
     "e4m3_g128", "int8_g128", "e4m3_ch", "int8_ch", "e4m3_g128_any", "int8_g128_any", "e4m3_g128z", "int8_g128z",

@@ -29,7 +29,7 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.route import route_and_quantize
 from jitgemm.select.choose import candidates, choose
 from jitgemm.select.devices import device_spec
-from jitgemm.select.shapes import illegal, legal_kernels
+from jitgemm.select.legal import illegal, legal_kernels
 from jitgemm.tensors import TYPE_NAMES
 
 pytestmark = pytest.mark.gpu

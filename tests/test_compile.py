@@ -33,7 +33,7 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select.choose import choose, kernels_for
 from jitgemm.select.devices import DEVICES
-from jitgemm.select.shapes import legal_kernels
+from jitgemm.select.legal import legal_kernels
 
 pytestmark = pytest.mark.nvrtc
 

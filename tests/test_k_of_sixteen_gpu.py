@@ -34,7 +34,7 @@ from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.moe.route import route_and_quantize
 from jitgemm.nn import W4A8Linear, W8A8Linear
 from jitgemm.select.devices import device_spec
-from jitgemm.select.shapes import legal_kernels
+from jitgemm.select.legal import legal_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache")]
 

@@ -28,7 +28,7 @@ from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DEVICES
-from jitgemm.select.shapes import legal_kernels
+from jitgemm.select.legal import legal_kernels
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.parts import PackedWeight
 

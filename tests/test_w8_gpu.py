@@ -29,7 +29,7 @@ from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select.choose import choose
-from jitgemm.select.shapes import legal_kernels
+from jitgemm.select.legal import legal_kernels
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,7 @@ from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.shapes import launched_clusters, most_units, units_of_work
+from jitgemm.select.legal import launched_clusters, most_units, units_of_work
 from jitgemm.tensors import TYPE_NAMES
 from jitgemm.weight.packed import AnyWeight
 

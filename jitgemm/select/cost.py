@@ -19,8 +19,8 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, stage_weight_bytes
 from jitgemm.kernel.tactics import engine_stages, token_widths, prefetch_stages, promote_records, split_blocks
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.loads import filled, token_tiles, weights_read
-from jitgemm.select.shapes import launched_clusters, units_along_n
+from jitgemm.select.routings import filled, token_tiles, weights_read
+from jitgemm.select.legal import launched_clusters, units_along_n
 
 TILE_US = 0.979
 """Start of a kernel and epilogue of a tile."""
