@@ -24,11 +24,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from jitgemm.gemm.call import gemm
-from jitgemm.gemm.e8m0 import fp32_scales
-from jitgemm.gemm.call import contiguous, masked
+from jitgemm.gemm.call import contiguous, gemm, masked
 from jitgemm.gemm.grouped import rows_of_m_indices
-from jitgemm.gemm.problem import experts_of
+from jitgemm.gemm.problem import ANY, experts_of, fp32_scales
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.device import device_of
 from jitgemm.tensors import check_dtype, check_int, check_tensor, describe
@@ -70,7 +68,7 @@ def fp8_gemm_nt(
     """
     if c is not None:
         raise ValueError(f"c: expected None, as results are not added to a tensor, got a {type(c).__name__}")
-    gemm(Weight, a, _weight(b, recipe, recipe_a, recipe_b), d)
+    gemm(ANY, a, _weight(b, recipe, recipe_a, recipe_b), d)
 
 
 def gemm_fp8_fp8_bf16_nt(lhs: Pair, rhs: Pair | Weight, out: torch.Tensor) -> None:
@@ -118,7 +116,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     rows = rows_of_m_indices(indices, experts_of(weight), name)
     if indices.shape != check_tensor("d", d).shape[:1]:
         raise ValueError(f"{name}: expected shape {list(d.shape[:1])}, got {list(indices.shape)}")
-    contiguous(Weight, a, weight, d, rows)
+    contiguous(ANY, a, weight, d, rows)
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -143,7 +141,7 @@ def m_grouped_fp8_gemm_nt_masked(
     Raises:
         As `m_grouped_gemm_w8a8_nt_masked` and `pack_w8`; ValueError for another recipe.
     """
-    masked(Weight, a, _weight(b, recipe, recipe_a, recipe_b), d, masked_m, expected_m)
+    masked(ANY, a, _weight(b, recipe, recipe_a, recipe_b), d, masked_m, expected_m)
 
 
 fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
