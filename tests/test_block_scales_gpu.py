@@ -21,7 +21,7 @@ import jitgemm
 from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
 from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.e8m0 import fp32_scales
+from jitgemm.gemm.problem import fp32_scales
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Groups
 from jitgemm.kernel.formats import Problem, WeightFormat

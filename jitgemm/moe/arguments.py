@@ -20,8 +20,8 @@ from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
 from jitgemm.tensors import describe, shapes_differ, dtype_name, statically_true
-from jitgemm.weight.packed import AnyWeight, Weight, check_packed
-from jitgemm.weight.parts import PackedWeight
+from jitgemm.weight.packed import AnyWeight, Weight
+from jitgemm.weight.parts import PackedWeight, check_packed
 
 ROUTE_POINTERS = (
     Pointer("ids", "topk_ids", 4),

@@ -10,7 +10,7 @@ from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
 from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import Lhs, split_lhs
+from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.call import expected_rows_of, masked
 from jitgemm.moe.arguments import MASKED_POINTERS, check_experts, check_masked, make_gate, parts_of
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, by_block, lhs_dtype_of, op_gate, op_weights, weights_of_op
@@ -93,8 +93,8 @@ def _run(*arguments: Any) -> None:
 
     lhs = quantise(x, None) if x_scale is None else (x, x_scale) if x_zero is None else (x, x_scale, x_zero)
     hidden = torch.empty((experts, max_m, w13.n), dtype=out.dtype, device=out.device)
-    masked(Weight, lhs, w13, hidden, masked_m, expected_m, bias13, batch_invariant)
-    masked(Weight, quantise(hidden, gate), w2, out, masked_m, expected_m, bias2, batch_invariant)
+    masked(ANY, lhs, w13, hidden, masked_m, expected_m, bias13, batch_invariant)
+    masked(ANY, quantise(hidden, gate), w2, out, masked_m, expected_m, bias2, batch_invariant)
 
 
 def _check(*arguments: Any) -> None:
