@@ -191,23 +191,25 @@ def parse_shape(text: str) -> tuple[int, int]:
     return n, k
 
 
+_SIZES = {"t": 1 << 40, "g": 1 << 30, "m": 1 << 20, "k": 1 << 10, "": 1}
+_AGES = {"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
 def parse_size(text: str) -> int:
     """Bytes from "500M", "2GiB" or a plain number; units are powers of 1024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"--max-size: expected a size such as 500M or 2G, got {text!r}")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
-_AGES = {"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1}
+    return int(_amount(text, r"([kmgt]?)(?:i?b)?", _SIZES, "--max-size: expected a size such as 500M or 2G"))
 
 
 def parse_age(text: str) -> float:
     """Seconds from "30d", "12h", "90m", "2w" or "45s"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip(), re.IGNORECASE)
+    return _amount(text, r"([smhdw])", _AGES, "--older-than: expected an age such as 30d, 12h or 90m")
+
+
+def _amount(text: str, unit: str, units: Mapping[str, int], expected: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*{unit}", text.strip().lower())
     if not match:
-        raise ValueError(f"--older-than: expected an age such as 30d, 12h or 90m, got {text!r}")
-    return float(match[1]) * _AGES[match[2].lower()]
+        raise ValueError(f"{expected}, got {text!r}")
+    return float(match[1]) * units[match[2]]
 
 
 def show_spills(spill_bytes: int | None, serialised: str | None) -> int | str | None:
@@ -217,11 +219,9 @@ def show_spills(spill_bytes: int | None, serialised: str | None) -> int | str | 
 
 def show_size(size: int) -> str:
     """Bytes for people."""
-    value, units = float(size), ["GiB", "MiB", "KiB", "B"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop()
-    return f"{value:.{0 if units[-1] == 'B' or value >= 100 else 1}f} {units[-1]}"
+    unit = next((unit for unit, bytes in _SIZES.items() if size >= bytes), "")
+    value = size / _SIZES[unit]
+    return f"{value:.{0 if not unit or value >= 100 else 1}f} {unit.upper() + 'iB' if unit else 'B'}"
 
 
 def show_age(stamp: float | None, now: float | None = None) -> str:
