@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from jitgemm.activations.scheme import Gate
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.parts import Parts
-from jitgemm.vllm.layouts import BLOCK, Layout, Unsupported
+from jitgemm.vllm.layouts import BLOCK, Unsupported
 from jitgemm.vllm.matrix import CHILD, ExpertsMatrix, Packing
 from jitgemm.vllm.saved import SavedExperts, one_activation
 
@@ -39,18 +39,7 @@ _GATES = {
 
 
 class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
-    """Experts with packed weights.
-
-    Attributes:
-        config: the model's `JitGemmConfig`.
-        names: what the checkpoint calls the layers of its first expert, or w13 and w2 of all; the first speaks for all.
-        layout: how they are stored.
-    """
-
-    def __init__(self, config: Any, moe: Any, names: list[str], layout: Layout):
-        super().__init__(moe)
-        self.config, self.names, self.layout = config, names, layout
-        self.uses_meta_device = layout.in_floats
+    """Experts with packed weights."""
 
     @classmethod
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmMoEMethod:
@@ -65,7 +54,7 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
             layout.check(k)
         if moe.has_bias and layout.tensors:
             raise Unsupported("expected experts without biases, got some with")
-        return cls(config, moe, names, layout)
+        return cls(config, names, layout, moe)
 
     def create_weights(
         self, layer: torch.nn.Module, num_experts: int, hidden_size: int, intermediate_size_per_partition: int,
@@ -73,10 +62,10 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
     ) -> None:  # fmt: skip
         inter, whole = intermediate_size_per_partition, self.moe.intermediate_size
         kind = ExpertsMatrix if self.layout.tensors else SavedExperts
-        given = self.config, self.layout, self.names, num_experts, self.moe.moe_parallel_config.tp_rank
+        rank = self.moe.moe_parallel_config.tp_rank
         self.matrices = [
-            kind(*given, "w13", [inter, inter], hidden_size, hidden_size, rows=whole),
-            kind(*given, "w2", [hidden_size], inter, whole, rows=hidden_size),
+            kind(self, "w13", num_experts, [inter, inter], hidden_size, hidden_size, rank, whole),
+            kind(self, "w2", num_experts, [hidden_size], inter, whole, rank, hidden_size),
         ]
         self.create(layer, params_dtype, extra_weight_attrs)
 

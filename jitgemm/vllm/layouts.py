@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
-
 import torch
 
 from jitgemm.checkpoint import formats
@@ -31,14 +29,6 @@ _SCALES = ("weight_scale", "scales", "weight_scale_inv")
 
 class Unsupported(ValueError):
     """jitgemm has no kernel or no reader for what a layer's config describes."""
-
-
-class Touched(NamedTuple):
-    """Columns start..stop - 1 of a layer, all of the groups that a rank's own touch, which are `own` among them."""
-
-    start: int
-    stop: int
-    own: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -102,13 +92,13 @@ class Layout:
         group = self.group_size or k
         return {"n": n, "k": k, "G": ceil_div(k, group), "parts": parts, "group": group}
 
-    def touched(self, k: int, whole: int, rank: int) -> Touched | None:
-        """What a rank of k of `whole` columns has to load; None for its own columns, in whole groups."""
+    def touched(self, k: int, whole: int, rank: int) -> tuple[int, int] | None:
+        """What a rank of k of `whole` columns has to load: all of the groups that its own touch, from the first column
+        up to the second; None for its own columns, in whole groups."""
         size = self.group_size
         if k == whole or not size or k % size == 0:
             return None
-        start, stop = rank * k // size * size, min(ceil_div((rank + 1) * k, size) * size, whole)
-        return Touched(start, stop, (rank * k - start, (rank + 1) * k - start))
+        return rank * k // size * size, min(ceil_div((rank + 1) * k, size) * size, whole)
 
     def cut(self, widths: Sequence[int], n: int, k: int, whole: int) -> Layout:
         """The layout for a rank's rows and columns: with a scale for each row where a block's rows are not together.

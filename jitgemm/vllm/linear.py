@@ -16,20 +16,9 @@ from jitgemm.vllm.saved import SavedMatrix
 
 @register_weight_loader_v2_supported_method
 class JitGemmLinearMethod(Packing, LinearMethodBase):
-    """A linear with a packed weight, activations quantised to 8 bits on the way in.
+    """A linear with a packed weight, activations quantised to 8 bits on the way in."""
 
-    Attributes:
-        config: the model's `JitGemmConfig`.
-        names: what the checkpoint calls the layers that are joined; the first speaks for all.
-        layout: how they are stored.
-    """
-
-    option = "activation"
-
-    def __init__(self, config: Any, names: list[str], layout: Layout):
-        self.config, self.names, self.layout = config, names, layout
-        self.dtype = torch.bfloat16
-        self.uses_meta_device = layout.in_floats
+    dtype = torch.bfloat16
 
     @classmethod
     def of(cls, config: Any, layer: torch.nn.Module, names: list[str]) -> JitGemmLinearMethod:
@@ -47,8 +36,7 @@ class JitGemmLinearMethod(Packing, LinearMethodBase):
         self.dtype, k = params_dtype, input_size_per_partition
         rank = layer.tp_rank if k != input_size else 0
         kind = Matrix if self.layout.tensors else SavedMatrix
-        given = self.config, self.layout, self.names, output_partition_sizes, k, input_size, rank
-        self.matrices = [kind(*given, self.option)]
+        self.matrices = [kind(self, output_partition_sizes, k, input_size, rank)]
         if self.layout.strategy == "block":
             layer.weight_block_size = [BLOCK, BLOCK]  # vLLM's loaders ask
         self.create(layer, params_dtype, extra_weight_attrs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import wraps
 from itertools import product
 from typing import Any
@@ -21,7 +22,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from jitgemm.activations.scheme import Gate
 from jitgemm.checkpoint.canonical import pack_experts
 from jitgemm.checkpoint.files import Checkpoint
-from jitgemm.checkpoint.layouts import PARTS, G, TensorLayout
+from jitgemm.checkpoint.layouts import PARTS, G
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
 from jitgemm.nn.layers.parts import LHS_DTYPES, Parts
 from jitgemm.nn.load.layer_source import LayerSource
@@ -41,38 +42,25 @@ class Matrix:
     """The weight of a linear: of one layer, or of several one below the other.
 
     Attributes:
-        config: the model's `JitGemmConfig`.
-        layout: how the checkpoint stores it.
-        names: what the checkpoint calls the layers that are joined, or the one that it has joined itself.
-        widths: rows of each of them on this rank.
+        config, layout, names, option: of its `Packing`.
+        widths: this rank's rows of each of the joined layers.
         k, whole: columns of this rank, and of all.
-        option: of the config's, which says the activation.
-        parameters: {suffix in the layout: name of the layer's parameter}.
+        tensors: what the parameters hold, by suffix.
+        parameters: {suffix: name of the layer's parameter}.
     """
 
     rows: int | None = None
     """Of a layer in the file, for loaders that expect no more; None for loaders that take a rank's from the start."""
 
-    def __init__(
-        self,
-        config: Any,
-        layout: Layout,
-        names: Sequence[str],
-        widths: Sequence[int],
-        k: int,
-        whole: int,
-        rank: int = 0,
-        option: str = "activation",
-    ):
-        self.config, self.layout, self.names, self.widths, self.option = config, layout, names, widths, option
-        self.k, self.whole, self.rank = k, whole, rank
-        self.touched = layout.touched(k, whole, rank)
-        columns = k if self.touched is None else self.touched.stop - self.touched.start
-        self.sizes = layout.sizes(sum(widths), columns, len(widths))
-        self.tensors: Mapping[str, TensorLayout] = layout.tensors
-        self.parameters = {suffix: layout.called.get(suffix, suffix) for suffix in layout.tensors}
-        said = get_current_vllm_config_or_none()
-        self.made_up = said is not None and said.load_config.load_format == "dummy"  # which calls no loaders
+    def __init__(self, method: Packing, widths: Sequence[int], k: int, whole: int, rank: int = 0):
+        self.config, self.layout, self.names, self.option = method.config, method.layout, method.names, method.option
+        self.widths, self.k, self.whole, self.rank = widths, k, whole, rank
+        self.touched = self.layout.touched(k, whole, rank)
+        start, stop = self.touched or (0, k)
+        self.own = None if self.touched is None else (rank * k - start, (rank + 1) * k - start)
+        self.sizes = self.layout.sizes(sum(widths), stop - start, len(widths))
+        self.tensors = self.layout.tensors
+        self.parameters = {suffix: self.layout.called.get(suffix, suffix) for suffix in self.tensors}
 
     @property
     def wanted(self) -> str | None:
@@ -82,11 +70,10 @@ class Matrix:
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
-    def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any], on_meta: bool = False) -> None:
+    def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
         """Gives a layer the parameters; attributes: what vLLM wants them to have, its "weight_loader" among that."""
-        with torch.device("meta") if on_meta else nullcontext():
-            for suffix, name in self.parameters.items():
-                layer.register_parameter(name, self.parameter(suffix, attributes))
+        for suffix, name in self.parameters.items():
+            layer.register_parameter(name, self.parameter(suffix, attributes))
 
     def parameter(self, suffix: str, attributes: Mapping[str, Any]) -> torch.nn.Parameter:
         """An empty parameter of the class that cuts and joins such a tensor."""
@@ -167,7 +154,7 @@ class Matrix:
         if self.touched is None or axis is None:
             return tensor
         each = self.layout.group_size if layout.dims[axis] == G else layout.per(axis)
-        start, stop = self.touched.start // each, ceil_div(self.touched.stop, each)
+        start, stop = self.touched[0] // each, ceil_div(self.touched[1], each)
         mine = tensor.narrow(stacked + axis, start, stop - start)
         return torch.cat([mine] * (self.whole // self.k), stacked + axis)
 
@@ -189,8 +176,8 @@ class Matrix:
 
     def lacking(self, layer: torch.nn.Module, part: int, expert: int | None = None) -> list[str]:
         """What the reader needs of one of the joined layers, and no file holds."""
-        either = {(part, expert), (part, None), (None, expert), (None, None)}
-        return [suffix for suffix in self.layout.needed if not written(self.params(layer)[suffix]) & either]
+        params, either = self.params(layer), {(part, expert), (part, None), (None, expert), (None, None)}
+        return [suffix for suffix in self.layout.needed if not written(params[suffix]) & either]
 
     def check(self, layer: torch.nn.Module) -> None:
         """Makes joined layers zeros that no file holds, and of tensors that files may lack what the lack means.
@@ -198,42 +185,35 @@ class Matrix:
         Raises:
             ValueError: the files hold some of the tensors that a layer needs and lack others, or hold no layer.
         """
-        params = self.params(layer)
-        if self.made_up and not any(map(written, params.values())):
-            return
         names = self.names if len(self.names) == len(self.widths) else self.names[:1] * len(self.widths)
         lacking = [self.lacking(layer, part) for part in range(len(names))]
         missing = [part for part, lacks in enumerate(lacking) if len(lacks) == len(self.layout.needed)]
-        for part, name in enumerate(names):
-            if lacking[part] and (part not in missing or len(missing) == len(names)):
-                lacks = ", ".join(lacking[part])
-                raise ValueError(f"{lacks}: expected numbers, found none in the files (layer {name})")
-        self._fill(params, missing)
+        for part, lacks in enumerate(lacking):
+            if lacks and (part not in missing or len(missing) == len(names)):
+                raise ValueError(f"{', '.join(lacks)}: expected numbers, found none in the files (layer {names[part]})")
+        for suffix, param in self.params(layer).items():
+            self._fill(suffix, param, missing)
         if missing:  # as k and v of layers that share others'
             logger.warning_once("jitgemm: no file holds %s: zeros", ", ".join(names[part] for part in missing))
 
-    def _fill(self, params: Mapping[str, Any], missing: Sequence[int]) -> None:
-        """Fills what was not loaded; what vLLM loads again is of anything before.
-
-        Beside scales of zero, packed zero points are those of another layer: symmetric ones stay so.
-        """
-        for suffix, param in params.items():
-            tensor, found = self.tensors[suffix], {part for part, _ in written(param)}
-            axis = 0 if tensor.dims == (PARTS,) else tensor.axis("n")
-            if tensor.dims == (PARTS,) and found == {None}:  # one number for all
-                param.data.fill_(param.data[0].item())
-            elif suffix == "input_scale":
-                param.data[sorted({*range(len(param))} - found)] = torch.nan
-            elif suffix.endswith("g_idx") and not found:
-                param.data.copy_(self.in_order())
-            elif missing and axis is not None:
-                per = tensor.per(axis)
-                rows = [1 if tensor.dims == (PARTS,) else ceil_div(width, per) for width in self.widths]
-                parts = param.data.split(rows, axis)
-                for part in missing:
-                    parts[part].zero_()
-                    if suffix == "qzeros":
-                        parts[part].fill_(next(each for i, each in enumerate(parts) if i not in missing)[0, 0])
+    def _fill(self, suffix: str, param: Any, missing: Sequence[int]) -> None:
+        """Fills what was not loaded, which is of anything before where vLLM loads again."""
+        tensor, found = self.tensors[suffix], {part for part, _ in written(param)}
+        if suffix.endswith("g_idx") and not found:
+            param.data.copy_(self.in_order())
+        single, axis = tensor.dims == (PARTS,), tensor.axis("n", "parts")
+        if axis is None:
+            return
+        parts = param.data.split([1 if single else ceil_div(width, tensor.per(axis)) for width in self.widths], axis)
+        for part, values in enumerate(parts):
+            if single and found == {None}:  # one number for all
+                values.copy_(parts[0])
+            elif suffix == "input_scale" and part not in found:
+                values.fill_(torch.nan)
+            elif part in missing:
+                # Beside scales of zero, packed zero points are those of another layer: symmetric ones stay so.
+                other = next(each for i, each in enumerate(parts) if i not in missing)
+                values.fill_(other[0, 0] if suffix == "qzeros" else 0)
 
     # ---- the packed weight -------------------------------------------------------------------------------------------
 
@@ -242,8 +222,7 @@ class Matrix:
         tensors = {suffix: param.data for suffix, param in self.take(layer).items()}
         if self.layout.format is None:
             return self.quantised(tensors["weight"])
-        columns = None if self.touched is None else self.touched.own
-        return self.source(tensors).read(next(iter(tensors.values())).device, columns=columns)
+        return self.source(tensors).read(next(iter(tensors.values())).device, columns=self.own)
 
     def quantised(self, weight: torch.Tensor) -> Parts:
         """A weight in floats, packed as the user's options say."""
@@ -287,28 +266,15 @@ class ExpertsMatrix(Matrix):
     """
 
     def __init__(
-        self,
-        config: Any,
-        layout: Layout,
-        names: Sequence[str],
-        count: int,
-        rank: int,
-        part: str,
-        widths: Sequence[int],
-        k: int,
-        whole: int,
-        rows: int,
+        self, method: Packing, part: str, count: int, widths: Sequence[int], k: int, whole: int, rank: int, rows: int
     ):
-        super().__init__(config, layout, names, widths, k, whole, rank)
+        super().__init__(method, widths, k, whole, rank)
         self.part, self.count, self.rows = part, count, rows
         self.parameters = {suffix: f"{part}_{name}" for suffix, name in self.parameters.items()}
         # vLLM loads one number of an expert's input scale, and one of w2's scale of the whole weight.
-        single = [
-            s for s, each in layout.tensors.items() if each.dims == (PARTS,) and (s == "input_scale" or part == "w2")
-        ]
-        self.tensors = {
-            s: TensorLayout(each.dtypes, () if s in single else each.dims) for s, each in layout.tensors.items()
-        }
+        single = [each for each in self.tensors if each == "input_scale" or part == "w2"]
+        single = [each for each in single if self.tensors[each].dims == (PARTS,)]
+        self.tensors = {**self.tensors, **{each: replace(self.tensors[each], dims=()) for each in single}}
 
     def parameter(self, suffix: str, attributes: Mapping[str, Any]) -> torch.nn.Parameter:
         tensor = self.tensors[suffix]
@@ -350,8 +316,6 @@ class ExpertsMatrix(Matrix):
 
     def check(self, layer: torch.nn.Module) -> None:
         """Raises ValueError for a tensor that no file holds of one of this rank's experts."""
-        if self.made_up and not any(map(written, self.params(layer).values())):
-            return
         places = layer.expert_map
         mine = range(self.count) if places is None else [e for e, at in enumerate(places.tolist()) if at >= 0]
         projections = ("down_proj",) if self.part == "w2" else ("gate_proj", "up_proj")
@@ -386,7 +350,7 @@ class ExpertsMatrix(Matrix):
 
         def read(e: int) -> Any:
             weight = source(e).canonical(first.device)
-            return weight if self.touched is None else weight.columns(*self.touched.own)
+            return weight if self.own is None else weight.columns(*self.own)
 
         one = source(0)
         packed = pack_experts(self.count, read, one.lhs_dtype, one.bits, together)
@@ -409,31 +373,46 @@ class ExpertsMatrix(Matrix):
 
 
 class Packing:
-    """What jitgemm's methods of vLLM's layers have in common: parameters of matrices, packed into a module."""
+    """What jitgemm's methods of vLLM's layers have in common: parameters of matrices, packed into a module.
 
-    config: Any
-    matrices: Sequence[Matrix]
-    uses_meta_device: bool
+    Attributes:
+        config: the model's `JitGemmConfig`.
+        names: what the checkpoint calls the layers that vLLM joins; the first speaks for all.
+        layout: how they are stored.
+        option: of the config's, which says the activation.
+    """
+
+    option = "activation"
+
+    def __init__(self, config: Any, names: list[str], layout: Layout, *given: Any):
+        super().__init__(*given)
+        self.config, self.names, self.layout = config, names, layout
+        self.matrices: Sequence[Any] = ()
+        self.made_up = False  # by vLLM (--load-format dummy), which calls no loaders
+        self.uses_meta_device = layout.in_floats
 
     def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
         """Gives a layer its parameters."""
-        for matrix in self.matrices:
-            matrix.create(layer, attributes, self.uses_meta_device)
+        config = get_current_vllm_config_or_none()
+        self.made_up = config is not None and config.load_config.load_format == "dummy"
+        with torch.device("meta") if self.uses_meta_device else nullcontext():
+            for matrix in self.matrices:
+                matrix.create(layer, attributes)
         self.config.warmer.expect(layer, dtype)
-        if (
-            self.uses_meta_device
-        ):  # vLLM packs it as soon as it is read: a model in floats never is on the GPU as a whole
+        if self.uses_meta_device:  # vLLM packs it once it is read: a model in floats never is on the GPU as a whole
             from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
             initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        if all(matrix.ready(layer) for matrix in self.matrices):
-            for matrix in self.matrices:
+        if not all(matrix.ready(layer) for matrix in self.matrices):
+            return
+        for matrix in self.matrices:
+            if not self.made_up or any(map(written, matrix.params(layer).values())):
                 matrix.check(layer)
-            module = self.module(layer, *(matrix.parts(layer) for matrix in self.matrices))
-            module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-            self.install(layer, module)
+        module = self.module(layer, *(matrix.parts(layer) for matrix in self.matrices))
+        module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.install(layer, module)
 
     def module(self, layer: torch.nn.Module, *parts: Parts) -> Any:
         """The module of packed weights."""
@@ -444,8 +423,7 @@ class Packing:
         from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES
 
         SKIP_MODULES.update(type(each).__name__ for each in module.modules())  # else reloaded layers lose it
-        old = layer._modules.get(CHILD)
-        if old is None:
+        if (old := layer._modules.get(CHILD)) is None:
             layer.add_module(CHILD, module)
         else:
             old.load_state_dict(module.state_dict())

@@ -35,7 +35,7 @@ class SavedMatrix(Matrix):
         super().__init__(*given)
         self.parameters = {suffix: suffix for suffix in (_ROWS, *self.config.suffixes(self.names))}
 
-    def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any], on_meta: bool = False) -> None:
+    def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
         load = attributes["weight_loader"]
         numbers = torch.zeros((sum(self.widths), 1), dtype=torch.int32)
         rows = parameters.ChannelQuantScaleParameter(data=numbers, weight_loader=load, output_dim=0)
@@ -92,11 +92,11 @@ class SavedExperts(ExpertsMatrix):
     The layer has a buffer for it that says whether it is yet to be read.
     """
 
-    def __init__(self, *given: Any, **more: Any):
-        super().__init__(*given, **more)
+    def __init__(self, *given: Any):
+        super().__init__(*given)
         self.module, self.buffer = self.names[0].rpartition(".")[0], f"{self.part}_from_files"
 
-    def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any], on_meta: bool = False) -> None:
+    def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
         layer.register_buffer(self.buffer, torch.empty(1), persistent=False)
         self.config.from_files.add(layer)
 
