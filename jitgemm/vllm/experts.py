@@ -90,11 +90,7 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
             self.moe_kernel = self._modular_kernel(layer)
 
     def maybe_roundup_sizes(
-        self,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        act_dtype: torch.dtype,
-        moe_parallel_config: Any,
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
     ) -> tuple[int, int]:
         """The same sizes. Raises ValueError where the all-to-all backend would pad tokens."""
         given = hidden_size, intermediate_size_per_partition
@@ -115,8 +111,7 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         if backend in ("passthrough", "moonep"):
             raise ValueError(f"all2all_backend: expected one that exchanges tokens around the experts, got {backend}")
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        tables = layer._expert_routing_tables()
-        exchange = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, tables)
+        exchange = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, layer._expert_routing_tables())
         if exchange is None:
             return None
         given = getattr(layer, CHILD), self.moe, self.moe_quant_config
@@ -138,41 +133,24 @@ class JitGemmMoEMethod(Packing, FusedMoEMethodBase):
         return config.FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
-    ) -> torch.Tensor:
-        module = getattr(layer, CHILD)
+        self, layer: torch.nn.Module, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+        shared_experts: Any, shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        module, on_input = getattr(layer, CHILD), layer.apply_router_weight_on_input
         if self.moe_kernel is not None:
             return self.moe_kernel.apply(
-                x,
-                module.w13.blocks,
-                module.w2.blocks,
-                topk_weights,
-                topk_ids,
-                activation=layer.activation,
-                global_num_experts=layer.global_num_experts,
-                expert_map=layer.expert_map,
-                apply_router_weight_on_input=layer.apply_router_weight_on_input,
-                shared_experts=shared_experts,
+                x, module.w13.blocks, module.w2.blocks, topk_weights, topk_ids, activation=layer.activation,
+                global_num_experts=layer.global_num_experts, expert_map=layer.expert_map,
+                apply_router_weight_on_input=on_input, shared_experts=shared_experts,
                 shared_experts_input=shared_experts_input,
-            )
-        if layer.apply_router_weight_on_input:
-            x, topk_weights = _weighted(x, topk_weights)
+            )  # fmt: skip
+        if on_input:
+            if topk_weights.shape[1] != 1:
+                raise ValueError(
+                    f"topk_weights: expected one expert of a token to weigh the input, got {topk_weights.shape[1]}"
+                )
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         return module.run(x, topk_ids, topk_weights, expert_map=layer.expert_map)
-
-
-def _weighted(x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens times their weight, which then is 1. Raises ValueError for more than one expert of a token."""
-    if topk_weights.shape[1] != 1:
-        raise ValueError(
-            f"topk_weights: expected one expert of a token to weigh the input, got {topk_weights.shape[1]}"
-        )
-    return x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
 
 
 class JitGemmExperts(FusedMoEExpertsModular):
@@ -220,38 +198,20 @@ class JitGemmExperts(FusedMoEExpertsModular):
         return module.num_experts, a1.shape[-2], module.w13.weight.n, module.hidden_dim, topk_ids.shape[1]
 
     def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: Any,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
+        expert_tokens_meta: Any, activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
         batched = self.activation_format() == FusedMoEActivationFormat.BatchedExperts
         experts = (self.module.num_experts,) if batched else ()
         return (0,), (0,), (*experts, M, K)  # what is in between comes from PyTorch's allocator
 
     def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: torch.Tensor | None,
-        a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-        expert_tokens_meta: Any,
+        self, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor,
+        topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: Any, global_num_experts: int,
+        expert_map: torch.Tensor | None, a1q_scale: torch.Tensor | None, a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor, workspace2: torch.Tensor, expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if self.activation_format() == FusedMoEActivationFormat.BatchedExperts:
             x = hidden_states if a1q_scale is None else (hidden_states, a1q_scale)
             live = expert_tokens_meta.expert_num_tokens[: self.module.num_experts].to(torch.int32)

@@ -55,20 +55,11 @@ class Layout:
     config: Config = field(default=None, compare=False)
 
     @property
-    def in_floats(self) -> bool:
-        return self.format is None and bool(self.tensors)
-
-    @property
     def strategy(self) -> str:
         """What a scale belongs to, as vLLM calls it: "group", "channel", "tensor" or "block"."""
         if self.by_row:
             return "group"
         return self.scheme.strategy if self.group_size or self.scheme.strategy != "group" else "channel"
-
-    @property
-    def codes(self) -> str:
-        """What activations must be, too: "e4m3" or "int8" of a weight of 8 bits; "" of 4 bits and floats."""
-        return self.scheme.code if self.scheme.eight_bits else ""
 
     @property
     def ordered(self) -> bool:
@@ -91,14 +82,6 @@ class Layout:
         """The number behind each word, and the columns of a group."""
         group = self.group_size or k
         return {"n": n, "k": k, "G": ceil_div(k, group), "parts": parts, "group": group}
-
-    def touched(self, k: int, whole: int, rank: int) -> tuple[int, int] | None:
-        """What a rank of k of `whole` columns has to load: all of the groups that its own touch, from the first column
-        up to the second; None for its own columns, in whole groups."""
-        size = self.group_size
-        if k == whole or not size or k % size == 0:
-            return None
-        return rank * k // size * size, min(ceil_div((rank + 1) * k, size) * size, whole)
 
     def cut(self, widths: Sequence[int], n: int, k: int, whole: int) -> Layout:
         """The layout for a rank's rows and columns: with a scale for each row where a block's rows are not together.

@@ -45,6 +45,9 @@ class Matrix:
         config, layout, names, option: of its `Packing`.
         widths: this rank's rows of each of the joined layers.
         k, whole: columns of this rank, and of all.
+        touched: the first and one past the last column of the groups that its columns touch, all of which it loads;
+            None where they are whole groups.
+        own: its columns among those.
         tensors: what the parameters hold, by suffix.
         parameters: {suffix: name of the layer's parameter}.
     """
@@ -55,18 +58,20 @@ class Matrix:
     def __init__(self, method: Packing, widths: Sequence[int], k: int, whole: int, rank: int = 0):
         self.config, self.layout, self.names, self.option = method.config, method.layout, method.names, method.option
         self.widths, self.k, self.whole, self.rank = widths, k, whole, rank
-        self.touched = self.layout.touched(k, whole, rank)
-        start, stop = self.touched or (0, k)
-        self.own = None if self.touched is None else (rank * k - start, (rank + 1) * k - start)
-        self.sizes = self.layout.sizes(sum(widths), stop - start, len(widths))
+        size, self.touched, self.own = self.layout.group_size, None, None
+        if k != whole and size and k % size:
+            start, stop = rank * k // size * size, min(ceil_div((rank + 1) * k, size) * size, whole)
+            self.touched, self.own, k = (start, stop), (rank * k - start, (rank + 1) * k - start), stop - start
+        self.sizes = self.layout.sizes(sum(widths), k, len(widths))
         self.tensors = self.layout.tensors
         self.parameters = {suffix: self.layout.called.get(suffix, suffix) for suffix in self.tensors}
 
     @property
     def wanted(self) -> str | None:
         """What the user wants its input quantised to, if the weight can meet it; None: as the checkpoint says."""
-        wanted = self.config.options[self.option]
-        return wanted if wanted is None or wanted.startswith(self.layout.codes) else None
+        wanted, scheme = self.config.options[self.option], self.layout.scheme
+        codes = scheme.code if scheme.eight_bits else ""
+        return wanted if wanted is None or wanted.startswith(codes) else None
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
@@ -81,21 +86,18 @@ class Matrix:
         axes = {"output_dim": tensor.axis("n"), "input_dim": tensor.axis("k", "G")}
         given: dict[str, Any] = {axis: dim for axis, dim in axes.items() if dim is not None}
         kind: Any
-        if suffix.endswith("g_idx"):
-            kind = parameters.RowvLLMParameter
-        elif tensor.packed is not None:
+        if tensor.packed is not None:
             given["packed_dim"], given["packed_factor"] = tensor.packed
             kind = parameters.PackedvLLMParameter if "input_dim" in given else parameters.PackedColumnParameter
         elif len(given) == 2:
-            block, group = parameters.BlockQuantScaleParameter, parameters.GroupQuantScaleParameter
-            scale = block if tensor.per(0) > 1 else group if tensor.axis("G") is not None else None
-            kind = scale or parameters.ModelWeightParameter
+            kind = parameters.BlockQuantScaleParameter if tensor.per(0) > 1 else parameters.ModelWeightParameter
         elif given:
-            kind = parameters.ChannelQuantScaleParameter
+            kind = parameters.RowvLLMParameter if "input_dim" in given else parameters.ChannelQuantScaleParameter
         else:
             kind = parameters.PerTensorScaleParameter if PARTS in tensor.dims else parameters.BasevLLMParameter
-        empty = torch.empty(tensor.shape(self.sizes), dtype=tensor.dtype)
-        data = self.in_order().to(tensor.dtype) if suffix.endswith("g_idx") else empty
+        data = torch.empty(tensor.shape(self.sizes), dtype=tensor.dtype)
+        if suffix.endswith("g_idx"):
+            data.copy_(self.in_order())
         return kind(data=data, weight_loader=self.loader(suffix, attributes["weight_loader"]), **given)
 
     def in_order(self) -> torch.Tensor:
@@ -115,8 +117,11 @@ class Matrix:
             marks = self.marks(loaded_weight, *where, **named)
             if param.is_meta and shared and not {part for part, _ in marks} & {0, None}:
                 return True  # vLLM counts numbers, to pack the layer once it has all: those that are shared, once
-            if "scale" in suffix:
-                _check_exact(loaded_weight, param.dtype)
+            kind, given = param.dtype, loaded_weight.dtype
+            if "scale" in suffix and kind != given:
+                if not torch.equal(loaded_weight.to(kind).float(), loaded_weight.float()):
+                    wanted = f"numbers that {kind} holds, as no header told their type"
+                    raise ValueError(f"scale: expected {wanted}, got {given}")
             result = self.load(load, suffix, param, loaded_weight, *where, **named)
             if not param.is_meta:
                 param.written = written(param) | marks
@@ -373,7 +378,7 @@ class ExpertsMatrix(Matrix):
 
 
 class Packing:
-    """What jitgemm's methods of vLLM's layers have in common: parameters of matrices, packed into a module.
+    """What jitgemm's methods of vLLM's layers have in common: parameters of matrices, packed for `module` to join.
 
     Attributes:
         config: the model's `JitGemmConfig`.
@@ -389,7 +394,7 @@ class Packing:
         self.config, self.names, self.layout = config, names, layout
         self.matrices: Sequence[Any] = ()
         self.made_up = False  # by vLLM (--load-format dummy), which calls no loaders
-        self.uses_meta_device = layout.in_floats
+        self.uses_meta_device = layout.format is None and bool(layout.tensors)
 
     def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
         """Gives a layer its parameters."""
@@ -414,10 +419,6 @@ class Packing:
         module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.install(layer, module)
 
-    def module(self, layer: torch.nn.Module, *parts: Parts) -> Any:
-        """The module of packed weights."""
-        raise NotImplementedError
-
     def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
         """Gives a layer its packed weights; if it has some, into the same memory, which CUDA graphs hold."""
         from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES
@@ -434,9 +435,3 @@ def written(param: Any) -> Marks:
     """What the loaders have written in a parameter; all, where a model has put its own loader there."""
     replaced = not hasattr(getattr(param, "weight_loader", None), "notes")
     return frozenset({(None, None)}) if replaced else getattr(param, "written", frozenset())
-
-
-def _check_exact(scale: torch.Tensor, kind: torch.dtype) -> None:
-    """Raises ValueError for scales that would be rounded."""
-    if kind != scale.dtype and not torch.equal(scale.to(kind).float(), scale.float()):
-        raise ValueError(f"scale: expected numbers that {kind} holds, as no header told their type, got {scale.dtype}")
