@@ -30,13 +30,11 @@ def env(as_json: common.Json = False) -> None:
     if as_json:
         common.print_json(facts)
         return
-    rows: list[tuple[str, object]] = []
+    shown: dict[str, object] = {}
     for section, values in facts.items():
-        if isinstance(values, dict):
-            rows += [(f"{section}.{name}", _text(value)) for name, value in values.items()]
-        else:
-            rows.append((section, _text(values)))
-    common.print_facts(rows)
+        parts = {f".{name}": value for name, value in values.items()} if isinstance(values, dict) else {"": values}
+        shown |= {section + name: _text(value) for name, value in parts.items()}
+    common.print_facts(shown)
 
 
 def gather() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jitgemm.gemm.e8m0 import pack_e8m0
 from jitgemm.gemm.problem import X, X_SCALE, X_ZERO, Gemm, Groups
 from jitgemm.gemm.problem import as_rows, check_types, check_weight, experts_of, split_lhs
 from jitgemm.kernel.formats import MAX_ROWS, format_named
-from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch import prepare, run_prepared
 from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_tensor
@@ -71,7 +71,7 @@ def gemm(
         x_zero = None
     else:
         x, x_scale, x_zero = split_lhs(lhs)
-    if traced(x, out):
+    if needs_dispatcher(x, out):
         call_op(Gemm(x, x_scale, x_zero, rhs, out, bias, None, batch_invariant, kernel))
         return
     try:
@@ -160,7 +160,7 @@ def expected_rows_of(experts: int, expected_m: Any) -> int:
 
 def _call_grouped(*arguments: Any) -> None:
     """The call of a `Gemm`'s fields."""
-    call_op(Gemm(*arguments)) if traced(arguments[0], arguments[4]) else _run_grouped(_Call(*arguments))
+    call_op(Gemm(*arguments)) if needs_dispatcher(arguments[0], arguments[4]) else _run_grouped(_Call(*arguments))
 
 
 def _run_grouped(gemm: _Call) -> None:

@@ -24,7 +24,7 @@ from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.shapes import launched_clusters, most_units, units_of_work
+from jitgemm.select.legal import launched_clusters, most_units, units_of_work
 from jitgemm.tensors import TYPE_NAMES
 from jitgemm.weight.packed import AnyWeight
 
@@ -65,7 +65,7 @@ class GemmLaunch(Launch):
                 gemm.expected_rows or rows, n, k, TYPE_NAMES[x.dtype], weight.format, TYPE_NAMES[out.dtype],
                 batch_invariant, experts, lhs_group_of(x_scale), x_scale.dtype == torch.int32,
             )  # fmt: skip
-            spec = chosen(problem, device, label)
+            spec = choose(problem, device) if label is None else kernel_named(label, problem, device)
         self.spec = spec = replace(spec, debug=True) if settings.debug() else spec
 
         if groups is None:
@@ -136,11 +136,6 @@ class GemmLaunch(Launch):
         settled = settled_at is not None and settled_at == (records, blocks._version)
         if not self.run(addresses, settled):
             self.run(addresses, settled, Gemm(x, x_scale, x_zero, weight, out, bias).operands())
-
-
-def chosen(problem: Problem, device: DeviceSpec, label: str | None) -> KernelSpec:
-    """The kernel of this label, or the one that the selector takes."""
-    return choose(problem, device) if label is None else kernel_named(label, problem, device)
 
 
 def _grid(spec: KernelSpec, loaded: driver.LoadedKernel, units: int, device: DeviceSpec) -> int:

@@ -15,7 +15,15 @@ import torch
 from jitgemm.dtypes import DTYPES, LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
-from jitgemm.tensors import check_dtype, check_flag, check_plain, check_tensor, differ, dtype_name, known
+from jitgemm.tensors import (
+    check_dtype,
+    check_flag,
+    check_plain,
+    check_tensor,
+    shapes_differ,
+    dtype_name,
+    statically_true,
+)
 from jitgemm.weight.packed import AnyWeight, W4Weight, W8Weight, Weight, check_packed
 from jitgemm.weight.parts import PackedWeight, count_experts
 
@@ -56,7 +64,7 @@ class Groups(NamedTuple):
     @property
     def masked(self) -> bool:
         """Whether `sizes` are numbers of rows. A tracer may not know more of `rows_of_expert` than that it is not 0."""
-        return not known(self.rows_of_expert == 0)
+        return not statically_true(self.rows_of_expert == 0)
 
 
 class Gemm(NamedTuple):
@@ -149,7 +157,7 @@ def lhs_group_of(x_scale: torch.Tensor) -> int:
 
     A column for each `LHS_GROUP` tells them apart, a third dimension, which masked calls have, or e8m0.
     """
-    per_block = x_scale.dim() == 3 or (x_scale.dim() == 2 and known(x_scale.shape[1] > 1))
+    per_block = x_scale.dim() == 3 or (x_scale.dim() == 2 and statically_true(x_scale.shape[1] > 1))
     per_block = per_block or x_scale.dtype in (torch.int32, torch.float8_e8m0fnu)
     return LHS_GROUP if per_block else 0
 
@@ -175,9 +183,9 @@ def experts_of(rhs: object, kind: type[Weight] = Weight) -> int:
 
 def as_rows(name: str, tensor: torch.Tensor, experts: int, max_m: int, columns: str) -> torch.Tensor:
     """[E, max_m, columns] as [E * max_m, columns], or [E, max_m] as [E * max_m], without a copy."""
-    if not columns and (tensor.dim() == 3 or (known(tensor.numel() == 1) and tensor.dim() <= 2)):
+    if not columns and (tensor.dim() == 3 or (statically_true(tensor.numel() == 1) and tensor.dim() <= 2)):
         return tensor  # scales per token and group keep the dimension of the experts: their strides are free
-    if tensor.dim() != 2 + bool(columns) or differ(tensor.shape[:2], (experts, max_m)):
+    if tensor.dim() != 2 + bool(columns) or shapes_differ(tensor.shape[:2], (experts, max_m)):
         shape = f"[{experts}, {max_m}{', ' + columns if columns else ''}]"  # here, as a compiler fixes what it prints
         raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
     try:
@@ -219,13 +227,13 @@ def _check_arguments(gemm: Gemm) -> int | None:
     check_dtype("out", out.dtype, REAL_TYPES)
     _check_matrix("out", out, "[m, n]", n)
     gathers = groups is not None and groups.row_index is not None
-    if not gathers and known(out.shape[0] != m):
+    if not gathers and statically_true(out.shape[0] != m):
         raise ValueError(f"out: expected shape [{m}, {n}], got {list(out.shape)}")
     if out.requires_grad:
         raise ValueError("out: expected a tensor that does not require grad, got one that does")
     if bias is not None:
         if experts is not None:
-            if differ(bias.shape, (experts, n)) or not bias.is_contiguous():
+            if shapes_differ(bias.shape, (experts, n)) or not bias.is_contiguous():
                 raise ValueError(f"bias: expected a contiguous tensor [{experts}, {n}], got {list(bias.shape)}")
             bias = bias.view(-1)
         check_vector("bias", bias, ("bf16", "fp32"), (experts or 1) * n)
@@ -241,7 +249,7 @@ def _check_arguments(gemm: Gemm) -> int | None:
 def _check_matrix(name: str, tensor: torch.Tensor, shape: str, columns: int) -> None:
     if tensor.dim() != 2:
         raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
-    if known(tensor.shape[1] != columns):
+    if statically_true(tensor.shape[1] != columns):
         raise ValueError(f"{name}: expected shape {shape} with {columns} columns, got {list(tensor.shape)}")
     check_rows(name, tensor)
 
@@ -268,8 +276,8 @@ def _check_per_token(name: str, tensor: torch.Tensor, m: int, type: str) -> None
     """One value per token, or one for all."""
     check_plain(name, tensor)
     check_dtype(name, tensor.dtype, (type,))
-    per_token = not differ(tensor.shape, (m,)) or not differ(tensor.shape, (m, 1))
-    if not (per_token or (known(tensor.numel() == 1) and tensor.dim() <= 2)):
+    per_token = not shapes_differ(tensor.shape, (m,)) or not shapes_differ(tensor.shape, (m, 1))
+    if not (per_token or (statically_true(tensor.numel() == 1) and tensor.dim() <= 2)):
         raise ValueError(f"{name}: expected shape [{m}], [{m}, 1] or one element, got {list(tensor.shape)}")
 
 
@@ -278,7 +286,7 @@ def _check_per_block(x_scale: torch.Tensor, rows: tuple[int, ...], k: int) -> No
     check_plain(X_SCALE, x_scale)
     type = check_dtype(X_SCALE, x_scale.dtype, ("fp32", "s32", "e8m0"))
     expected = [*rows, ceil_div(k, LHS_GROUP * (4 if type == "s32" else 1))]
-    if differ(x_scale.shape, expected):
+    if shapes_differ(x_scale.shape, expected):
         per_token = "" if type != "fp32" else f"{list(rows)} or one element, or "
         per_token = per_token if len(rows) > 1 else per_token.replace(" or", f", {[*rows, 1]} or", 1)
         of = "the exponents of a token and four times" if type == "s32" else "a scale per token and"
@@ -295,13 +303,13 @@ def check_groups(groups: Groups, experts: int, rows: int, device: torch.device) 
     if sizes.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {dtype_name(sizes.dtype)}")
     shapes = ((experts,),) if masked else ((experts + 1,), (experts, 2))
-    if all(differ(sizes.shape, shape) for shape in shapes) or not sizes.is_contiguous():
+    if all(shapes_differ(sizes.shape, shape) for shape in shapes) or not sizes.is_contiguous():
         expected = f"[{experts}]" if masked else f"[{experts + 1}] or [{experts}, 2]"
         raise ValueError(f"{name}: expected a contiguous tensor of shape {expected}, got {list(sizes.shape)}")
     check_device(name, sizes, "lhs[0] (x)", device)
     if row_index is not None:
         check_plain("row_index", check_tensor("row_index", row_index))
         check_dtype("row_index", row_index.dtype, ("s32",))
-        if differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
+        if shapes_differ(row_index.shape, (rows,)) or not row_index.is_contiguous():
             raise ValueError(f"row_index: expected a contiguous tensor of shape [{rows}], got {list(row_index.shape)}")
         check_device("row_index", row_index, "lhs[0] (x)", device)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from jitgemm import settings
 from jitgemm.errors import CacheMissError, JitGemmError
-from jitgemm.jit.entry import SCHEMA, SUFFIX, BadEntry, Entry, EntryInfo, UntrustedEntry, describe_entry
-from jitgemm.jit.entry import encode_entry, open_entry, read_entry, set_aside, write_atomically
+from jitgemm.jit.entry import SCHEMA, SUFFIX, BadEntry, Entry, EntryInfo, UntrustedEntry
+from jitgemm.jit.entry import describe_entry, encode_entry, load_entry, write_atomically
 from jitgemm.jit.nvrtc import Compiled, nvrtc_info
 from jitgemm.jit.source import KernelSource
 
@@ -66,12 +66,7 @@ class KernelCache:
         for root in self.roots:
             path = root / (key + SUFFIX)
             try:
-                with open_entry(path) as file:
-                    try:
-                        entry = Entry(key, path, *read_entry(file, key))
-                    except BadEntry as problem:
-                        set_aside(path, os.fstat(file.fileno()), problem)
-                        continue
+                entry = load_entry(path, aside=True)
             except UntrustedEntry as problem:
                 self._warn_once("trust", root, f"kernel cache entry {path} is not trusted and not loaded: {problem}")
                 continue
@@ -198,10 +193,9 @@ class KernelCache:
         if len(paths) > 1:
             keys = ", ".join(key[:16] for key in sorted(paths)[:8])
             raise JitGemmError(f"{len(paths)} kernels have a key that starts with {key_or_prefix!r}: {keys}")
-        ((key, path),) = paths.items()
+        (path,) = paths.values()
         try:
-            with open_entry(path) as file:
-                return Entry(key, path, *read_entry(file, key))
+            return load_entry(path)
         except (BadEntry, OSError) as problem:
             raise JitGemmError(f"{path}: {problem}") from problem
 
@@ -209,12 +203,12 @@ class KernelCache:
         """Every entry with what is wrong with it, hashes compared; None for a good one. Changes nothing."""
         results: list[tuple[EntryInfo, str | None]] = []
         for info in self.entries():
+            problem = None
             try:
-                with open_entry(info.path) as file:
-                    read_entry(file, info.key)
-                results.append((info, None))
-            except (BadEntry, OSError) as problem:
-                results.append((info, str(problem)))
+                load_entry(info.path)
+            except (BadEntry, OSError) as error:
+                problem = str(error)
+            results.append((info, problem))
         return results
 
     def prune(
@@ -252,28 +246,23 @@ def _metadata(request: KernelSource, key: str, compiled: Compiled) -> dict:
     import jitgemm
 
     nvrtc = nvrtc_info()
+    built = ("log", "registers", "spill_bytes", "serialised", "stack_bytes", "smem_static")
     return {
         "schema": SCHEMA,
         "key": key,
         "label": request.label,
         "spec": dict(request.spec),
         "source": request.source,
-        "log": compiled.log,
         "options": list(request.options),
         "yields": str(request.yields),
         "arch": next((o.split("=", 1)[1] for o in request.options if o.startswith("-arch=")), ""),
         "nvrtc": {"version": list(nvrtc.version), "build": nvrtc.build},
-        "registers": compiled.registers,
-        "spill_bytes": compiled.spill_bytes,
-        "serialised": compiled.serialised,
-        "stack_bytes": compiled.stack_bytes,
-        "smem_static": compiled.smem_static,
         "seconds": round(compiled.seconds, 4),
         "created": time.time(),
         "jitgemm": getattr(jitgemm, "__version__", "unknown"),
         "cubin_bytes": len(compiled.cubin),
         "cubin_sha256": hashlib.sha256(compiled.cubin).hexdigest(),
-    }
+    } | {name: getattr(compiled, name) for name in built}
 
 
 def _dump(request: KernelSource, key: str, compiled: Compiled) -> None:

@@ -24,7 +24,7 @@ from jitgemm.moe.arguments import LAYER_POINTERS, Layer, check_arguments, check_
 from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
 from jitgemm.runtime.checks import address_of, check_addresses
-from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
 from jitgemm.weight.packed import AnyWeight, Weight, as_weight
@@ -117,7 +117,7 @@ def fused_experts(
         x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
         bias13, bias2, addend, batch_invariant, by_block(scheme),
     )  # fmt: skip
-    if traced(x, x if out is None else out):
+    if needs_dispatcher(x, x if out is None else out):
         result = _call_op(layer)
         if out is None:
             return result

@@ -15,7 +15,7 @@ from jitgemm.gemm.call import expected_rows_of, masked
 from jitgemm.moe.arguments import MASKED_POINTERS, check_experts, check_masked, make_gate, parts_of
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, by_block, lhs_dtype_of, op_gate, op_weights, weights_of_op
 from jitgemm.runtime.launch import check_addresses_once
-from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import TYPE_NAMES, check_flag, check_tensor
 from jitgemm.weight.packed import Weight
 
@@ -66,7 +66,7 @@ def fused_experts_masked(
     expected_rows = expected_rows_of(check_experts(w13, w2, dtype, affine, block), expected_m)
     lhs = split_lhs(x, "x") if isinstance(x, (tuple, list)) else (x, None, None)
     rest = dtype, affine, bias13, bias2, batch_invariant, block
-    if not traced(lhs[0], out):
+    if not needs_dispatcher(lhs[0], out):
         _run(*lhs, w13, w2, out, masked_m, expected_rows, gate, *rest)
         return
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from jitgemm.runtime.checks import Pointer, address_of, check_addresses
-from jitgemm.runtime.dispatch import traced
+from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.runtime.torch_private import current_device, current_stream
 
@@ -102,7 +102,7 @@ def check_addresses_once(name: str, pointers: Sequence[Pointer], tensors: Operan
     The same call on tensors of the same layouts at the same addresses costs a look-up. Tensors that a tracer follows
     have no addresses.
     """
-    if torch.compiler.is_compiling() or traced(tensors[0], tensors[0]):
+    if torch.compiler.is_compiling() or needs_dispatcher(tensors[0], tensors[0]):
         return
     layouts = [tensor for tensor in tensors if tensor is not None]
     check_once((name, *map(address_of, tensors)), layouts, partial(check_addresses, pointers, tensors))

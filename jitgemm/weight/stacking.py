@@ -24,7 +24,7 @@ def stack(count: int, make: Callable[[int], tuple[PackedWeight, int]], together:
                 raise ValueError(f"make({e}): expected {expected}, got n = {each.n}")
             tensors = {name: part for name, part in each._asdict().items() if isinstance(part, torch.Tensor)}
             facts: dict[str, Any] = {"n": each.n, "k": each.k, "group_size": group_size}
-            facts |= {"device": each.blocks.device, "format": each.format.common, "tensors": list(tensors)}
+            facts |= {"device": each.blocks.device, "format": each.format.for_any_values, "tensors": list(tensors)}
             if e == 0:
                 first, format = facts, each.format
                 whole = {
@@ -37,10 +37,10 @@ def stack(count: int, make: Callable[[int], tuple[PackedWeight, int]], together:
             for name, part in tensors.items():
                 whole[name][e : e + together] = part.unflatten(0, (together, -1))
             if each.format != format:
-                common = format.common.order
+                common = format.for_any_values.order
                 layout.reorder_codes(whole["blocks"][:e], format.code, format.order, common)
                 layout.reorder_codes(whole["blocks"][e : e + together], format.code, each.format.order, common)
-                format = format.common
+                format = format.for_any_values
             del each, tensors, part  # before the next is made
     parts = whole["blocks"], whole.get("channel_scale"), whole.get("row_sum")
     return PackedWeight(*parts, first["n"] // together, first["k"], format), group_size
