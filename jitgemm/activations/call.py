@@ -15,7 +15,7 @@ from jitgemm.activations.arguments import CODES, POINTERS, Outputs, activation_o
 from jitgemm.activations.arguments import gate_of, rows_like
 from jitgemm.activations.scheme import NO_PROLOGUE, Activation, Prologue
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
-from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch import Launch, Operands, run_prepared
 from jitgemm.tensors import check_tensor
 
@@ -89,7 +89,7 @@ def quantize_activations(
     maybe, and of the values of y that they stand for; what is said of rows below holds for blocks then.
 
     All in fp32, each operation rounded to nearest even; codes too. The CPU gives the same bits, but for gates
-    (y within 2^-17 |y| + 2^-120) and `rms_norm` (y within 2^-17 |y| for k up to 2^16), whose codes may differ where y
+    (y within 2^-17 |y| + 2^-120) and `rms_norm` (y within 2^-17 |y| for k up to 2^16), whose codes may shapes_differ where y
     is as close to a tie. A row's result does not depend on the other rows, nor on m.
 
     Rows of zeros get codes that stand for 0, and scale 2^-126. A row whose y holds a NaN gets scale NaN, so that all
@@ -139,7 +139,7 @@ def quantize_activations(
         check_tensor("x", x)
     activation, gate = activation_of(dtype, scheme, affine), gate_of(silu_mul, gelu_mul)
     rows = x if x.dim() == 2 else as_rows("x", x)
-    through_op = traced(x, x if residual is None else residual)
+    through_op = needs_dispatcher(x, x if residual is None else residual)
     total = residual_out
     # Of rows alone the plan that is remembered says whether they fit.
     if (residual is not None or total is not None) and (residual is None or through_op or x.dim() != 2):

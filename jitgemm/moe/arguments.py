@@ -22,9 +22,9 @@ from jitgemm.runtime.checks import ALIGNMENT, Pointer, address_of, check_address
 from jitgemm.runtime.checks import check_device, check_rows, check_vector
 from jitgemm.runtime.launch import Operands, check_once
 from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
-from jitgemm.tensors import describe, differ, dtype_name, known
-from jitgemm.weight.packed import AnyWeight, Weight, check_packed
-from jitgemm.weight.parts import PackedWeight
+from jitgemm.tensors import describe, shapes_differ, dtype_name, statically_true
+from jitgemm.weight.packed import AnyWeight, Weight
+from jitgemm.weight.parts import PackedWeight, check_packed
 
 ROUTE_POINTERS = (
     Pointer("ids", "topk_ids", 4),
@@ -128,7 +128,7 @@ class ExpertsCall:
         _check_matrix("x", x, None, w13.k, REAL_TYPES)
         check_runs("x", x)
         check_routing(self.topk_ids, experts, self.expert_map)
-        if known(self.topk_ids.shape[0] != x.shape[0]):
+        if statically_true(self.topk_ids.shape[0] != x.shape[0]):
             raise ValueError(f"topk_ids: expected shape [{x.shape[0]}, top_k], got {list(self.topk_ids.shape)}")
         _check_exact("topk_weights", self.topk_weights, self.topk_ids.shape, REAL_TYPES)
         _check_biases(w13, w2, self.bias13, self.bias2)
@@ -254,11 +254,11 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
     check_plain("topk_ids", check_tensor("topk_ids", topk_ids))
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids: expected int32 or int64, got {dtype_name(topk_ids.dtype)}")
-    if topk_ids.dim() != 2 or known(topk_ids.shape[1] < 1):
+    if topk_ids.dim() != 2 or statically_true(topk_ids.shape[1] < 1):
         raise ValueError(f"topk_ids: expected shape [tokens, top_k], top_k at least 1, got {list(topk_ids.shape)}")
     if not topk_ids.is_contiguous():
         raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(topk_ids.stride())}")
-    if known(topk_ids.shape[0] * topk_ids.shape[1] > MAX_ROWS):
+    if statically_true(topk_ids.shape[0] * topk_ids.shape[1] > MAX_ROWS):
         raise ValueError(f"topk_ids: expected at most {MAX_ROWS} elements, got {topk_ids.numel()}")
     check_runs("topk_ids", topk_ids)
     if not 1 <= check_int("experts", experts) <= MAX_EXPERTS:
@@ -266,7 +266,7 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
     if expert_map is not None:
         check_tensor("expert_map", expert_map)
         sizes = expert_map.shape
-        if len(sizes) != 1 or known(sizes[0] < 1) or known(sizes[0] > MAX_GLOBAL_EXPERTS):
+        if len(sizes) != 1 or statically_true(sizes[0] < 1) or statically_true(sizes[0] > MAX_GLOBAL_EXPERTS):
             raise ValueError(
                 f"expert_map: expected shape [global_experts], 1 to {MAX_GLOBAL_EXPERTS} of them, got "
                 f"{list(expert_map.shape)}"
@@ -359,7 +359,7 @@ def _check_exact(name: str, tensor: torch.Tensor, shape: Any, types: tuple[str, 
     """A contiguous tensor of this shape."""
     check_plain(name, check_tensor(name, tensor))
     check_dtype(name, tensor.dtype, types)
-    if differ(tensor.shape, shape) or not tensor.is_contiguous():
+    if shapes_differ(tensor.shape, shape) or not tensor.is_contiguous():
         raise ValueError(
             f"{name}: expected a contiguous tensor of shape {list(shape)}, got {list(tensor.shape)} with strides "
             f"{tuple(tensor.stride())}"
@@ -374,7 +374,7 @@ def _check_matrix(
         check_plain(name, tensor)
     check_dtype(name, tensor.dtype, types)
     sizes = zip((rows, columns), tensor.shape)
-    if tensor.dim() != 2 or any(wanted is not None and known(wanted != size) for wanted, size in sizes):
+    if tensor.dim() != 2 or any(wanted is not None and statically_true(wanted != size) for wanted, size in sizes):
         expected = f"[{'rows' if rows is None else rows}, {'columns' if columns is None else columns}]"
         raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
     check_rows(name, tensor)

@@ -17,14 +17,14 @@ from jitgemm.activations.arguments import CODES, Outputs, activation_of
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import Activation, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import Lhs, split_lhs
+from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.call import contiguous
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
 from jitgemm.moe.arguments import ExpertsCall, check_call_once, check_out, check_weights
 from jitgemm.moe.arguments import make_gate, tokens_activation
 from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
-from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
 from jitgemm.weight.packed import AnyWeight, Weight
 from jitgemm.weight.parts import PackedWeight
@@ -77,7 +77,7 @@ def fused_experts(
     Args:
         x: bfloat16, float16 or float32 [tokens, k], stride 1 along k, rows a multiple of 16 bytes apart; aligned so.
         w13: W4Weight or W8Weight of E experts [2 * inter, k], gate and up projections, E at most 1024.
-        w2: the same, [n, inter]; the widths may differ.
+        w2: the same, [n, inter]; the widths may shapes_differ.
         topk_ids: int32 or int64 [tokens, top_k], contiguous: experts of each token. A choice that is none of 0..E-1 is
             skipped.
         topk_weights: float32, bfloat16 or float16 [tokens, top_k], contiguous.
@@ -113,7 +113,7 @@ def fused_experts(
     check_flag("batch_invariant", batch_invariant)
     gate, tokens = make_gate(activation, order, limit, alpha), tokens_activation(w13, lhs_dtype, scheme, affine)
     rest = expert_map, bias13, bias2, addend, batch_invariant
-    if not traced(x, x if out is None else out):
+    if not needs_dispatcher(x, x if out is None else out):
         return _run(ExpertsCall(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest, out))
     result = _call_op(x, w13, w2, topk_ids, topk_weights, gate, tokens, *rest)
     if out is None:
@@ -224,9 +224,9 @@ def launch(call: ExpertsCall, out: torch.Tensor, sent: Lhs | None = None, expect
         expected_m = call.topk_ids.numel() / (call.experts if call.expert_map is None else call.expert_map.numel())
     (offsets, gather, inverse), lhs = _sorted(call, sent, expected_m)
     hidden, rows = _workspace(call)
-    contiguous(Weight, lhs, call.w13, hidden, offsets, call.bias13, gather, expected_m, call.batch_invariant)
+    contiguous(ANY, lhs, call.w13, hidden, offsets, call.bias13, gather, expected_m, call.batch_invariant)
     codes = quantize(QuantizeCall(hidden, call.activation, Prologue(gate=call.gate), row_count=offsets[-1:]))
-    contiguous(Weight, lhs_of(codes), call.w2, rows, offsets, call.bias2, None, expected_m, call.batch_invariant)
+    contiguous(ANY, lhs_of(codes), call.w2, rows, offsets, call.bias2, None, expected_m, call.batch_invariant)
     combine(rows, inverse, call.topk_weights, out, addend=call.addend)
 
 

@@ -9,11 +9,11 @@ import torch
 from jitgemm.activations.arguments import CODES
 from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
-from jitgemm.gemm.problem import Lhs, split_lhs
+from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.call import expected_rows_of, masked
 from jitgemm.moe.arguments import MaskedCall, check_call_once, check_weights, make_gate, tokens_activation
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, lhs_of, op_gate, op_weights, weights_of_op
-from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_flag, check_tensor
 from jitgemm.weight.packed import Weight
 
@@ -62,7 +62,7 @@ def fused_experts_masked(
     experts = getattr(w13, "experts", None) or check_weights(w13, w2)
     expected_rows = expected_rows_of(experts, expected_m)
     lhs = split_lhs(x, "x") if isinstance(x, (tuple, list)) else (x, None, None)
-    if not traced(lhs[0], out):
+    if not needs_dispatcher(lhs[0], out):
         _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, gate, tokens, bias13, bias2, batch_invariant))
         return
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
@@ -80,9 +80,9 @@ def _run(call: MaskedCall) -> None:
     expected_m = call.expected_rows / out.shape[0]
     hidden = torch.empty((*out.shape[:2], w13.n), dtype=out.dtype, device=out.device)
     lhs = _quantise(call, call.x, NO_PROLOGUE) if call.x_scale is None else lhs_of((call.x, call.x_scale, call.x_zero))
-    masked(Weight, lhs, w13, hidden, sizes, expected_m, call.bias13, invariant)
+    masked(ANY, lhs, w13, hidden, sizes, expected_m, call.bias13, invariant)
     lhs = _quantise(call, hidden, Prologue(gate=call.gate))
-    masked(Weight, lhs, call.w2, out, sizes, expected_m, call.bias2, invariant)
+    masked(ANY, lhs, call.w2, out, sizes, expected_m, call.bias2, invariant)
 
 
 def _quantise(call: MaskedCall, x: torch.Tensor, prologue: Prologue) -> Lhs:

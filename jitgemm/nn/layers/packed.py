@@ -12,7 +12,7 @@ import torch
 
 from jitgemm.activations.scheme import ACTIVATIONS, Activation, activation_name, activation_named
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.runtime.dispatch import traced
+from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.tensors import check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.state import TENSORS
@@ -67,7 +67,7 @@ class Packed(torch.nn.Module):
         ):
             return weight
         # Replaced without asking the module: for good, or under a tracer for as long as it traces.
-        if traced(buffers["blocks"], buffers["blocks"]):
+        if needs_dispatcher(buffers["blocks"], buffers["blocks"]):
             return weight.with_tensors(*(buffers[name] for name in TENSORS))
         return self._bind()
 
@@ -140,7 +140,7 @@ class Packed(torch.nn.Module):
                 return str(error)
             mine = self._weight
             # What depends on values may differ, and takes the same room.
-            formats = {weight.format.common for weight in (mine, other)}
+            formats = {weight.format.for_any_values for weight in (mine, other)}
             if mine.shape != other.shape or mine.group_size != other.group_size or len(formats) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
         number = state_dict.get(prefix + "activation_type")
@@ -196,7 +196,7 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 def _check_codes(weight: Weight, activation: str, scheme: Activation) -> None:
     if scheme.dtype not in weight.format.lhs_types:
-        either = " or for any activations" if len(weight.format.common.lhs_types) > 1 else ""
+        either = " or for any activations" if len(weight.format.for_any_values.lhs_types) > 1 else ""
         other = activation_name(weight.format.lhs_types[0])
         raise ValueError(f"weight: expected one packed for {activation}{either}, got one for {other}")
     if scheme.affine and weight.row_sum is None:
