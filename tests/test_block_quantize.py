@@ -16,7 +16,7 @@ from jitgemm.activations.arguments import activation_of
 from jitgemm.activations.call import QuantizeCall
 from jitgemm.activations.kernel import block_dims, quantize_source, quantize_spec, smem_bytes
 from jitgemm.activations.reference import LARGEST
-from jitgemm.activations.scheme import Gate
+from jitgemm.activations.scheme import SILU_MUL, Gate
 from jitgemm.jit.cache import KernelCache
 from jitgemm.moe.kernel import front_spec, layer_specs, source_of
 
@@ -158,7 +158,7 @@ SPECS = [
     (k, quantize_spec(k, x, q, block=True, **arguments))
     for k, x, q in ((512, "bf16", "e4m3"), (7168, "bf16", "e4m3"), (8192, "fp32", "s8"), (40960, "fp16", "s8"))
     for arguments in (
-        {}, {"silu_mul": True}, {"rms_norm": True}, {"permuted": True}, {"rms_norm": True, "permuted": True},
+        {}, {"gate": SILU_MUL}, {"rms_norm": True}, {"permuted": True}, {"rms_norm": True, "permuted": True},
         {"rms_norm": True, "residual": True}, {"rms_norm": True, "residual": True, "permuted": True},
     )
     if k <= 2**15 or "permuted" not in arguments

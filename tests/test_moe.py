@@ -506,7 +506,6 @@ SPECS += [CombineSpec(row, out) for row, out in (("bf16", "bf16"), ("fp16", "fp3
 def test_gates_have_kernels_of_their_own():
     assert len({spec.label for spec in GATE_SPECS}) == len(GATE_SPECS)
     assert len({quantize_source(spec).source for spec in GATE_SPECS}) == len(GATE_SPECS)
-    assert quantize_spec(64, "bf16", "s8", silu_mul=True) == quantize_spec(64, "bf16", "s8", gate=SILU_MUL)
     with pytest.raises(ValueError, match="gate: expected a kind of"):
         quantize_spec(64, "bf16", "s8", gate=Gate("relu"))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from jitgemm.activations.kernel import QuantizeSpec
@@ -10,53 +12,35 @@ from jitgemm.activations.plan import row_bytes
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, ROUTE_POINTERS
-from jitgemm.moe.kernel import (
-    COMBINE_NAME,
-    COMBINE_THREADS,
-    FRONT_NAME,
-    FRONT_THREADS,
-    MAX_EXPERTS,
-    MAX_GLOBAL_EXPERTS,
-    ROUTE_NAME,
-    CombineSpec,
-    FrontSpec,
-    RouteSpec,
-    combine_blocks,
-    route_launch,
-    route_smem_bytes,
-    route_spec,
-    route_threads,
-    source_of,
-)
+from jitgemm.moe.kernel import COMBINE_THREADS, ENTRIES, FRONT_THREADS, MAX_EXPERTS, MAX_GLOBAL_EXPERTS
+from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, combine_blocks, route_launch, route_smem_bytes
+from jitgemm.moe.kernel import route_spec, route_threads, source_of
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.runtime.loaded import KernelFamily
 from jitgemm.runtime.launch import ArgumentBlock, Launch
 from jitgemm.tensors import TYPE_NAMES
 
-ROUTE_ARGUMENTS = ArgumentBlock(
-    ROUTE_POINTERS, choices="I", top_k="I", experts="I", global_experts="I", run="I", id_bytes="I"
-)
+_ROUTE_VALUES = dict.fromkeys(("choices", "top_k", "experts", "global_experts", "run", "id_bytes"), "I")
+ROUTE_ARGUMENTS = ArgumentBlock(ROUTE_POINTERS, **_ROUTE_VALUES)
 """`RouteArgs` in include/jitgemm/moe/route.cuh."""
-FRONT_ARGUMENTS = ArgumentBlock(
-    FRONT_POINTERS, x_row_bytes="Q", choices="I", top_k="I", experts="I", global_experts="I", run="I", id_bytes="I",
-    m="I", k="I", scale_block_stride="Q",
-)  # fmt: skip
+FRONT_ARGUMENTS = ArgumentBlock(FRONT_POINTERS, x_row_bytes="Q", **_ROUTE_VALUES, m="I", k="I", scale_block_stride="Q")
 """`FrontArgs` in include/jitgemm/moe/front.cuh."""
 COMBINE_ARGUMENTS = ArgumentBlock(
     COMBINE_POINTERS, addend_row_bytes="Q", out_row_bytes="Q", tokens="I", top_k="I", n="I", weights_type="i"
 )
 """`CombineArgs` in include/jitgemm/moe/combine.cuh."""
 
+_SMEM_BYTES = {
+    RouteSpec: route_smem_bytes(32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
+    FrontSpec: route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
+    CombineSpec: 0,
+}
 _CALL = "the layer once with these shapes"
-ROUTES: KernelFamily[RouteSpec] = KernelFamily(
-    ROUTE_NAME, source_of, lambda spec: route_smem_bytes(32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS), _CALL
-)
-FRONTS: KernelFamily[FrontSpec] = KernelFamily(
-    FRONT_NAME, source_of, lambda spec: route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS), _CALL
-)
-COMBINES: KernelFamily[CombineSpec] = KernelFamily(COMBINE_NAME, source_of, lambda spec: 0, _CALL)
-FAMILIES = {RouteSpec: ROUTES, FrontSpec: FRONTS, CombineSpec: COMBINES, QuantizeSpec: QUANTIZERS}
+FAMILIES: dict[type, KernelFamily[Any]] = {QuantizeSpec: QUANTIZERS} | {
+    kind: KernelFamily(f"jitgemm_{name}", source_of, lambda spec: _SMEM_BYTES[type(spec)], _CALL)
+    for kind, (name, _) in ENTRIES.items()
+}
 """By the class of what `layer_specs` lists."""
 
 
@@ -83,7 +67,7 @@ def prepare_route(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
     spec = route_spec(topk_ids.numel())
     threads = route_threads(spec, topk_ids.numel(), experts)
     values, smem = _route_values(topk_ids, experts, expert_map, threads, spec.ctas)
-    kernel = ROUTES.load(spec, topk_ids.get_device())
+    kernel = FAMILIES[RouteSpec].load(spec, topk_ids.get_device())
     return Launch(kernel, ROUTE_ARGUMENTS, values, grid=spec.ctas, threads=(threads, 1), smem_bytes=smem)
 
 
@@ -95,7 +79,7 @@ def prepare_front(
     values, smem = _route_values(topk_ids, experts, expert_map, FRONT_THREADS, 1)
     values |= {"x_row_bytes": row_bytes(x), "m": m, "k": k}
     values["scale_block_stride"] = 4 * ceil_div(m, 4)  # as `QuantizeCall.new_outputs` lays them out
-    kernel = FRONTS.load(spec, x.get_device())
+    kernel = FAMILIES[FrontSpec].load(spec, x.get_device())
     # A CTA for each token beside the one that routes: there are few tokens.
     return Launch(kernel, FRONT_ARGUMENTS, values, grid=1 + m, threads=(FRONT_THREADS, 1), smem_bytes=smem)
 
@@ -106,7 +90,7 @@ def prepare_combine(
 ) -> Launch:  # fmt: skip
     """For rows of one shape and type. It waits for the kernel before it, as does the next."""
     (tokens, n), device = out.shape, rows.get_device()
-    kernel = COMBINES.load(CombineSpec(TYPE_NAMES[rows.dtype], TYPE_NAMES[out.dtype]), device)
+    kernel = FAMILIES[CombineSpec].load(CombineSpec(TYPE_NAMES[rows.dtype], TYPE_NAMES[out.dtype]), device)
     driver.use_context(device)
     resident = max(1, driver.resident_ctas(kernel, COMBINE_THREADS, 0))
     values = {
