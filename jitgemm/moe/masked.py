@@ -19,24 +19,11 @@ from jitgemm.weight.packed import Weight
 
 
 def fused_experts_masked(
-    x: torch.Tensor | Lhs,
-    w13: Weight,
-    w2: Weight,
-    out: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: float,
-    *,
-    activation: str = "silu",
-    order: str = "gate_up",
-    limit: float | None = None,
-    alpha: float = 1.702,
-    lhs_dtype: torch.dtype | None = None,
-    affine: bool = False,
-    scheme: str = "token",
-    bias13: torch.Tensor | None = None,
-    bias2: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> None:
+    x: torch.Tensor | Lhs, w13: Weight, w2: Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: float, *,
+    activation: str = "silu", order: str = "gate_up", limit: float | None = None, alpha: float = 1.702,
+    lhs_dtype: torch.dtype | None = None, affine: bool = False, scheme: str = "token",
+    bias13: torch.Tensor | None = None, bias2: torch.Tensor | None = None, batch_invariant: bool = False,
+) -> None:  # fmt: skip
     """out[e, i] = w2[e] · Q(act(g, u)) + bias2[e] for i < masked_m[e], where (g, u) = w13[e] · Q(x[e, i]) + bias13[e].
 
     DeepEP's low-latency form between its dispatch and its combine, which weighs and sums. Four launches: quantise, GEMM,
