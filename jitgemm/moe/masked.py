@@ -11,7 +11,8 @@ from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.activations.scheme import NO_PROLOGUE, Prologue
 from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.call import expected_rows_of, masked
-from jitgemm.moe.arguments import MaskedCall, check_call_once, check_weights, make_gate, tokens_activation
+from jitgemm.moe.arguments import MaskedCall, check_call_once, check_experts, check_weights
+from jitgemm.moe.arguments import make_gate, tokens_activation
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, lhs_of, op_gate, op_weights, weights_of_op
 from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import check_flag, check_tensor
@@ -52,6 +53,7 @@ def fused_experts_masked(
     if not needs_dispatcher(lhs[0], out):
         _run(MaskedCall(*lhs, w13, w2, out, masked_m, expected_rows, gate, tokens, bias13, bias2, batch_invariant))
         return
+    check_experts(w13, w2, tokens)
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
         check_tensor(name, tensor)
     torch.ops.jitgemm.fused_experts_masked(

@@ -51,15 +51,8 @@ def _route_values(
     device_of(topk_ids.get_device())  # refuses what is no Hopper
     choices, global_experts = topk_ids.numel(), 0 if expert_map is None else expert_map.numel()
     run, smem = route_launch(threads, ctas, choices, experts, global_experts)
-    values = {
-        "choices": choices,
-        "top_k": topk_ids.shape[1],
-        "experts": experts,
-        "global_experts": global_experts,
-        "run": run,
-        "id_bytes": topk_ids.element_size(),
-    }
-    return values, smem
+    values = choices, topk_ids.shape[1], experts, global_experts, run, topk_ids.element_size()
+    return dict(zip(_ROUTE_VALUES, values, strict=True)), smem
 
 
 def prepare_route(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Launch:
@@ -77,8 +70,8 @@ def prepare_front(
     """The routing, and quantising of the tokens beside it. It waits for the kernel before it, as does the next."""
     m, k = x.shape
     values, smem = _route_values(topk_ids, experts, expert_map, FRONT_THREADS, 1)
-    values |= {"x_row_bytes": row_bytes(x), "m": m, "k": k}
-    values["scale_block_stride"] = 4 * ceil_div(m, 4)  # as `QuantizeCall.new_outputs` lays them out
+    # Scales as `QuantizeCall.new_outputs` lays them out.
+    values |= {"x_row_bytes": row_bytes(x), "m": m, "k": k, "scale_block_stride": 4 * ceil_div(m, 4)}
     kernel = FAMILIES[FrontSpec].load(spec, x.get_device())
     # A CTA for each token beside the one that routes: there are few tokens.
     return Launch(kernel, FRONT_ARGUMENTS, values, grid=1 + m, threads=(FRONT_THREADS, 1), smem_bytes=smem)
