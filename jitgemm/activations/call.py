@@ -155,7 +155,7 @@ def quantize_activations(
             total = rows.new_empty(rows.shape)
         prologue = Prologue(rms_norm, eps, gate, residual, total, permutation)
         written = quantize(QuantizeCall(rows, activation, prologue, scale, zero, None, None, outputs))
-    results = tuple(out) if out is not None else tuple(written) if affine else tuple(written[:2])
+    results: tuple[torch.Tensor, ...] = tuple(out) if out is not None else written if affine else written[:2]
     if out is None and x.dim() != 2:  # results of rows, as x's shape has them
         lead = x.shape[:-1]
         results = tuple(each.view((*lead, *each.shape[1:])) for each in results)
