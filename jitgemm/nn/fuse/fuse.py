@@ -288,7 +288,7 @@ def _untouchable(block: torch.nn.Module, *names: str) -> str | None:
             return f"the forward of {name} was replaced"
         split = getattr(module, "split", None) if isinstance(module, PackedLinear) else None
         if split is not None and not split.plain:
-            return f"{name} changes the layout of its input or output, or agrees with other ranks on scales"
+            return f"{name} changes the layout of its input or output"
     return None
 
 

@@ -207,8 +207,6 @@ class PackedLinear(Packed):
     def quantise(self, rows: torch.Tensor, **front: Any) -> tuple[torch.Tensor, ...]:
         """rows [m, in_features] as the GEMM takes them; front: what `quantize_activations` computes of them first."""
         permutation = self._buffers["permutation"]
-        if self.split is not None and self.split.agreed:
-            return self.split.quantise(rows, self.lhs_dtype, permutation, **front)
         scheme, scale = self.scheme, self._buffers["input_scale"]
         return quantize_activations(
             rows, self.lhs_dtype, scheme=scheme.scheme, affine=scheme.affine, scale=scale, permutation=permutation, **front
