@@ -25,7 +25,7 @@ from jitgemm.nn.fuse.fuse import fuse_
 from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.fuse.trial import lists
 from jitgemm.nn.layers.shard_weight import Cut
-from jitgemm.nn.load.load import plan_for
+from jitgemm.nn.load.plan import plan_for
 from jitgemm.nn.quantize.replaceable import PACKED
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.warm.formats import LayersOfFloats, LayersOfPlan, experts_of

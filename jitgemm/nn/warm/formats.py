@@ -82,7 +82,7 @@ class LayersOfPlan:
                 static, order = (each and self.checkpoint.read(each, _CPU) for each in held)
             else:
                 format, weight, canonical = self._packed([[layer]], cut)
-                static, order = canonical.input_scale if layer.static else None, canonical.permutation
+                static, order = canonical.input_scale, canonical.permutation
         bias = self.checkpoint.info(layer.names["bias"]).dtype if "bias" in layer.names else None
         return Look(
             layer.n // (cut.world if cut is not None and cut.dim == "n" else 1),
@@ -100,7 +100,7 @@ class LayersOfPlan:
         experts: Any = self.plan.layers[name]
         n, k = experts.form.sizes[part]
         with errors_that_name(self.checkpoint, experts.prefix):
-            if experts.projections is None:
+            if not experts.projections:
                 names = self.checkpoint.layer(f"{experts.prefix}.{('w13', 'w2')[part]}")
                 weight = parts_without_data(self.checkpoint, names).weight
                 format, k = weight.format, k // (cut.world if cut is not None and part else 1)
