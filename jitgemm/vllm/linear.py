@@ -21,7 +21,7 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, as_rows
 from jitgemm.checkpoint.layouts import PARTS, G
-from jitgemm.nn.layers.parts import LHS_DTYPES
+from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.vllm.layouts import BLOCK, Layout, TensorLayout, Touched, floats
 from jitgemm.weight.quantize import quantize_w4, quantize_w8

@@ -22,7 +22,7 @@ from jitgemm.nn.layers.shard_weight import unpacked
 from jitgemm.nn.layers.experts import packed_experts
 from jitgemm.nn.layers.gate import decoded
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear
-from jitgemm.nn.layers.parts import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
+from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
 from jitgemm.vllm.experts import JitGemmMoEMethod
 from jitgemm.vllm.layouts import Layout
 from jitgemm.vllm.linear import CHILD, JitGemmLinearMethod, loaded, part_of
