@@ -24,10 +24,10 @@ from jitgemm.errors import JitGemmError
 from jitgemm.jit.entry import MAX_SPILL_BYTES
 from jitgemm.kernel.formats import BLOCK_K, WeightFormat, tuned_order
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.kernel.tactics import for_k
+from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select.devices import DeviceSpec, device_spec
 from jitgemm.select.registers import registers_needed
-from jitgemm.select.shapes import legal_kernels, refused_kernels
+from jitgemm.select.legal import legal_kernels, refused_kernels
 
 FORMATS = (
     "e4m3_g128", "int8_g128", "e4m3_ch", "int8_ch", "e4m3_g128_any", "int8_g128_any", "e4m3_g128z", "int8_g128z",
@@ -70,7 +70,7 @@ def sample(
     rng, found = random.Random(seed), {}
     for legal, kernels in ((True, legal_kernels), (False, refused_kernels)):
         some = [
-            for_k(spec, LONG_K) if rng.random() < 0.5 else spec
+            with_k_rules(spec, LONG_K) if rng.random() < 0.5 else spec
             for spec in kernels(fmt.lhs, weight, device, out)
             if abs(spec.consumer_registers - registers_needed(spec)) <= within
         ]

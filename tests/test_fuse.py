@@ -319,6 +319,20 @@ def test_codes_that_the_merged_order_does_not_hold_are_refused():
     assert builders.same_bits(logits(model), exact)
 
 
+def test_scales_that_the_merged_strips_do_not_share_are_refused():
+    model = build(hidden_size=256)
+    jitgemm.nn.quantize_(model, bits=8, activation="e4m3", block=128)
+    q = torch.randn((192, 256), generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    rows = W8A8Linear(jitgemm.pack_w8(q, 0.01 * (1 + torch.arange(384).reshape(192, 2))))
+    fuse_(model)
+    (run,) = model.model.layers[0].post_attention_layernorm.joint.runs
+    assert run.weight.format.strip_scales
+    exact = logits(model)
+    with pytest.raises(RuntimeError, match="gate_proj.meta: expected one scale for every 64 rows, .*; call .*unfuse_"):
+        model.load_state_dict({f"model.layers.0.{GATE}.{name}": x for name, x in rows.state_dict().items()}, False)
+    assert builders.same_bits(logits(model), exact)
+
+
 @pytest.mark.parametrize("activation", ["int8", "e4m3", "e4m3_block"])
 def test_layers_of_8_bits_are_merged_and_come_back(activation):
     model = build("Qwen2")

@@ -3,9 +3,9 @@
 Files::
 
     choose     the choice
-    shapes     the kernels that exist
+    legal      the kernels that exist
     registers  about how many registers a kernel takes
-    model      how long a kernel takes
-    loads      how many rows experts get
+    cost       how long a kernel takes
+    routings   how many rows experts get
     devices    figures of the GPUs
 """

@@ -38,10 +38,10 @@ SCALE_REGISTERS = 12
 
 def registers_needed(spec: KernelSpec) -> int:
     """Registers of a consumer thread: promoted sums, sums in flight in the tensor cores, the rest."""
-    fmt, sums = spec.format, spec.multiply_n / 2
+    fmt, sums = spec.format, spec.wgmma_n / 2
     rest = OVERHEAD_REGISTERS
     if promote_records(spec):
-        in_flight = units_in_flight(spec) * spec.multiply_n / spec.halves / 2
+        in_flight = units_in_flight(spec) * spec.wgmma_n / spec.halves / 2
         sums += in_flight * (CONVERTED if spec.lhs == "s8" and spec.halves == 1 and not spec.token_rows else 1)
         rest += SCALE_REGISTERS if spec.lhs_group and not spec.token_rows else 0
         rest -= SET_REGISTERS if spec.lhs == "s8" and fmt.scale_rows < 4 and fragment_sets(spec) == 1 else 0

@@ -299,14 +299,14 @@ def _kind(linear: PackedLinear) -> tuple[Any, ...]:
     """What must agree for one GEMM; not what depends on values, as weights have a format in common."""
     weight, bias = linear.weight, linear.bias
     bias_dtype = None if bias is None else bias.dtype
-    return weight.format.common, weight.row_sum is None, bias_dtype, linear.batch_invariant
+    return weight.format.for_any_values, weight.row_sum is None, bias_dtype, linear.batch_invariant
 
 
 def in_common(formats: Sequence[WeightFormat]) -> WeightFormat:
     """The format of one weight that holds all of these."""
     first = formats[0]
     zero_point, orders = any(each.zero_point for each in formats), {each.order for each in formats}
-    order = first.order if len(orders) == 1 and not zero_point else first.common.order
+    order = first.order if len(orders) == 1 and not zero_point else first.for_any_values.order
     strips = all(each.strip_scales for each in formats)
     return replace(first, zero_point=zero_point, order=order, strip_scales=strips)
 

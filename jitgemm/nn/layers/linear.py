@@ -18,6 +18,7 @@ from jitgemm.checkpoint.files import Source, opened
 from jitgemm.checkpoint.reader import target_device
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.gemm.call import gemm
+from jitgemm.gemm.problem import ANY
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, WeightFormat, ceil_div
 from jitgemm.nn.layers.packed import LHS_DTYPES, Packed, Parts, state_dict_parts
@@ -25,8 +26,8 @@ from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.runtime.checks import ALIGNMENT
 from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.pack import check_group_size
-from jitgemm.weight.packed import W4Weight, W8Weight, Weight, check_packed
-from jitgemm.weight.parts import format_group
+from jitgemm.weight.packed import W4Weight, W8Weight, Weight
+from jitgemm.weight.parts import check_packed, format_group
 from jitgemm.weight.quantize import CLIP_STEPS, quantize_w4, quantize_w8
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class PackedLinear(Packed):
         """
         weight = self.weight
         bias = self._buffers["bias"] if bias is None else bias
-        gemm(Weight, lhs, weight, out, bias, self.batch_invariant)
+        gemm(ANY, lhs, weight, out, bias, self.batch_invariant)
         if self.split is not None and self.split.sums:
             self.split.sum(out)
 

@@ -12,7 +12,7 @@ import torch
 
 from jitgemm.activations.scheme import ACTIVATIONS, NAMED, activation_name, activation_named
 from jitgemm.dtypes import REAL_TYPES, torch_dtype
-from jitgemm.runtime.dispatch import traced
+from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.tensors import check_dtype, describe, dtype_name
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.state import TENSORS
@@ -128,7 +128,7 @@ class Packed(Described):
         ):
             return weight
         # Replaced without asking the module: for good, or under a tracer for as long as it traces.
-        if traced(buffers["blocks"], buffers["blocks"]):
+        if needs_dispatcher(buffers["blocks"], buffers["blocks"]):
             return weight.with_tensors(*(buffers[name] for name in TENSORS))
         return self._bind()
 
@@ -183,7 +183,7 @@ class Packed(Described):
                 return str(error)
             mine = self._weight
             # What depends on values may differ, and takes the same room.
-            facts = {(weight.shape, weight.group_size, weight.format.common) for weight in (mine, other)}
+            facts = {(weight.shape, weight.group_size, weight.format.for_any_values) for weight in (mine, other)}
             if len(facts) > 1:
                 return f"{prefix}meta: expected {mine!r}, got {other!r}"
         number, mine = state_dict.get(prefix + "activation_type"), [ACTIVATIONS.index(self.activation)]
@@ -237,7 +237,7 @@ def _moved(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> 
 def _check_weight(weight: Weight, activation: str) -> None:
     scheme, types = NAMED[activation], weight.format.lhs_types
     if scheme.dtype not in types:
-        either = " or for any activations" if len(weight.format.common.lhs_types) > 1 else ""
+        either = " or for any activations" if len(weight.format.for_any_values.lhs_types) > 1 else ""
         raise ValueError(
             f"weight: expected one packed for {activation}{either}, got one for {activation_name(types[0])}"
         )

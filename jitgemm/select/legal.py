@@ -45,8 +45,8 @@ FEW_STAGE_TOKENS tokens, by warpgroups along k and `_decodes_slowly`. More cost 
 
 def illegal(spec: KernelSpec, device: DeviceSpec) -> str | None:
     """Why this kernel cannot run on the device, or would spill badly; None when it can be chosen."""
-    if spec.multiply_n % spec.halves or spec.multiply_n // spec.halves not in wgmma_shapes(spec.lhs):
-        return f"wgmma has no N of {spec.multiply_n}/{spec.halves} for {spec.lhs}"
+    if spec.wgmma_n % spec.halves or spec.wgmma_n // spec.halves not in wgmma_shapes(spec.lhs):
+        return f"wgmma has no N of {spec.wgmma_n}/{spec.halves} for {spec.lhs}"
     if spec.token_rows and (spec.block_m % (STRIP_ROWS * spec.halves) or spec.warpgroups_k * spec.split_k > 1):
         return "with tokens as wgmma's rows a warpgroup has 64 of them in each half, and all of k"
     if spec.token_rows and not (spec.shared_weights and spec.format.group_size == spec.lhs_group == LHS_GROUP):
@@ -125,7 +125,7 @@ def _enumerate(
     lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int = 0, lhs_group: int = 0
 ) -> Iterator[KernelSpec]:
     """Kernels with tiles of `block_m` tokens, with the stages they get."""
-    strips, fmt = fmt.strip_scales and lhs_group, fmt.of_kernels
+    strips, fmt = fmt.strip_scales and lhs_group, fmt.kernel_format
     every = [*_shapes(block_m), *(_grouped_shapes(block_m) if experts else ())]
     every += _token_row_shapes(block_m) if strips else ()
     for shape in every:

@@ -19,8 +19,8 @@ from jitgemm.kernel.formats import BLOCK_K, STRIP_ROWS, Problem, ceil_div
 from jitgemm.kernel.spec import KernelSpec, slice_tokens, stage_weight_bytes
 from jitgemm.kernel.tactics import engine_stages, token_widths, prefetch_stages, promote_records, split_blocks
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.loads import filled, token_tiles, weights_read
-from jitgemm.select.shapes import launched_clusters, units_along_n
+from jitgemm.select.routings import filled, token_tiles, weights_read
+from jitgemm.select.legal import launched_clusters, units_along_n
 
 TILE_US = 0.979
 """Start of a kernel and epilogue of a tile."""
@@ -129,12 +129,12 @@ def costs(spec: KernelSpec, device: DeviceSpec) -> Costs:
     multiplies = 2 if fmt.offset else 1  # offsets take a multiply by ones
     groups = max(1, fmt.scale_rows)
     ops_per_cycle = device.tensor_ops_per_us * cycle / device.num_sms
-    multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.multiply_n / ops_per_cycle
+    multiply = multiplies * 2 * STRIP_ROWS * BLOCK_K * spec.wgmma_n / ops_per_cycle
     decode = DECODE_CYCLES[fmt.decoder(spec.lhs).cost]
     every = promote_records(spec)
     products = spec.lhs_group and fmt.group_size and not spec.token_rows
     cycles = PROMOTE_CYCLES[spec.lhs] + (SCALE_CYCLES if products else 0.0)
-    promote = multiplies * groups / every * spec.multiply_n / 2 * cycles if every else 0.0
+    promote = multiplies * groups / every * spec.wgmma_n / 2 * cycles if every else 0.0
     serial = max(multiply, decode) + RECORD_CYCLES
     # Halves are promoted beside each other's multiplies where a record has several groups, else after them.
     if groups > 1:
