@@ -15,13 +15,11 @@ from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
 from jitgemm.activations.scheme import ADDED_NORM, GATES, NO_PROLOGUE, NORM, Activation, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
-from jitgemm.gemm import launch as gemms
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
-from jitgemm.kernel import render
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
@@ -87,7 +85,7 @@ def warmup(
     needed: dict[str, KernelSource] = {}  # by cache key
     on_gpu: dict[tuple[Spec, int], str] = {}
     for spec, index, _ in kernels(model, max_m, dtypes, device, compiled):
-        source = render.kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)
+        source = source_of(spec)
         key = source.key(nvrtc)
         needed.setdefault(key, source)
         if index is not None:
@@ -111,7 +109,7 @@ def warmup(
     for (spec, index), key in on_gpu.items():
         if key not in failed:
             with torch.cuda.device(index):
-                (gemms.KERNELS if isinstance(spec, KernelSpec) else FAMILIES[type(spec)]).load(spec, index)
+                FAMILIES[spec.family].load(spec, index)
     if failed:
         first = next(iter(failed.values()))
         raise CompileError(
@@ -162,7 +160,7 @@ def kernels(
         for dtype in dtypes:
             given = TYPE_NAMES[dtype], figures, max_m
             for spec in _linear_specs(layer, fronts, *given) if fronts else _experts_specs(layer, *given):
-                debug = settings.debug() and isinstance(spec, KernelSpec)
+                debug = settings.debug() and spec.kind == "gemm"
                 yield replace(spec, debug=True) if debug else spec, index, label
 
 
