@@ -6,12 +6,13 @@ Pure functions over frozen dataclasses; no torch, no driver. The algorithms are 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_specs, render_config
 from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.render import kernel_source
 
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
@@ -38,6 +39,8 @@ _VECTOR = 8
 class RouteSpec:
     """Everything that is a compile-time constant of a routing kernel: CTAs that share the work, 1 or `CLUSTER`."""
 
+    kind, family = "routing", "route"
+
     ctas: int
 
     @property
@@ -49,6 +52,8 @@ class RouteSpec:
 class FrontSpec:
     """Everything that is a compile-time constant of a kernel that routes and quantises: the quantiser's constants."""
 
+    kind, family = "routing", "front"
+
     quantizer: QuantizeSpec
 
     @property
@@ -59,6 +64,8 @@ class FrontSpec:
 @dataclass(frozen=True, slots=True)
 class CombineSpec:
     """Everything that is a compile-time constant of a combining kernel: names of the types of rows and result."""
+
+    kind, family = "routing", "combine"
 
     row: str
     out: str
@@ -169,11 +176,10 @@ extern "C" __global__ void __launch_bounds__({threads})
 """
 
 
-def source_of(spec: RouteSpec | FrontSpec | CombineSpec | QuantizeSpec) -> KernelSource:
-    """A kernel of the layer as the cache keys and compiles it."""
+def source_of(spec: Any) -> KernelSource:
+    """A kernel of any family as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
 
-    if isinstance(spec, QuantizeSpec):
-        return quantize_source(spec)
-    header = {RouteSpec: "moe/route", FrontSpec: "moe/front", CombineSpec: "moe/combine"}[type(spec)]
-    return KernelSource(spec.label, asdict(spec), render(spec), headers(header), OPTIONS)
+    if spec.kind == "routing":
+        return KernelSource(spec.label, asdict(spec), render(spec), headers(f"moe/{spec.family}"), OPTIONS)
+    return quantize_source(spec) if spec.kind == "quantizer" else kernel_source(spec)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from jitgemm.activations.arguments import Outputs
-from jitgemm.activations.kernel import QuantizeSpec
 from jitgemm.activations.plan import KERNELS as QUANTIZERS
 from jitgemm.activations.plan import row_bytes
 from jitgemm.dtypes import DTYPES
+from jitgemm.gemm.launch import KERNELS as GEMMS
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, ROUTE_POINTERS, Routing
 from jitgemm.moe.kernel import (
@@ -57,8 +59,10 @@ FRONTS: KernelFamily[FrontSpec] = KernelFamily(
     FRONT_NAME, source_of, lambda spec: route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS), _CALL
 )
 COMBINES: KernelFamily[CombineSpec] = KernelFamily(COMBINE_NAME, source_of, lambda spec: 0, _CALL)
-FAMILIES = {RouteSpec: ROUTES, FrontSpec: FRONTS, CombineSpec: COMBINES, QuantizeSpec: QUANTIZERS}
-"""By the class of what `layer_specs` lists."""
+FAMILIES: dict[str, KernelFamily[Any]] = {
+    "gemm": GEMMS, "quantize": QUANTIZERS, "route": ROUTES, "front": FRONTS, "combine": COMBINES
+}  # fmt: skip
+"""By `family` of specs."""
 
 
 def _route_values(
