@@ -318,7 +318,7 @@ def test_weights_of_8_bits_are_those_of_pack_w8(run):
         assert common.weight_format(codes, "s8", 128, False, "fp32", False, 256, 8) == weight.format
     arguments = ["--bits", "8", "--lhs", "int8", "--scale-dtype", "fp32"]
     label = run("explain", "64", "4096", "7168", *arguments, "--json").json["chosen"]
-    assert KernelSpec.from_label(label).format == weight.format.of_kernels
+    assert KernelSpec.from_label(label).format == weight.format.kernel_format
     kernels = run("warmup", "--shape", "4096,7168", *arguments, "--dry-run", "--json").json["kernels"]
     assert label in [kernel["label"] for kernel in kernels]
     assert len({kernel["key"] for kernel in kernels}) == len(kernels)

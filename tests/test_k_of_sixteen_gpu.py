@@ -30,11 +30,11 @@ from jitgemm.activations.call import quantize
 from jitgemm.activations.scheme import Gate
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Gemm
-from jitgemm.kernel.tactics import for_k
+from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.moe.route import route_and_quantize
 from jitgemm.nn import W4A8Linear, W8A8Linear
 from jitgemm.select.devices import device_spec
-from jitgemm.select.shapes import legal_kernels
+from jitgemm.select.legal import legal_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_cache")]
 
@@ -138,7 +138,7 @@ def test_every_way_through_the_kernel(bits, lhs_type, way):
     for spec in random.Random(1).sample(found, 2):
         out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
         operands = Gemm(*lhs, None, rhs, out, None)
-        GemmLaunch(operands, for_k(spec, k)).launch(operands)
+        GemmLaunch(operands, with_k_rules(spec, k)).launch(operands)
         assert_right(out, lhs, rhs, has_rms=False)
 
 

@@ -23,9 +23,9 @@ from jitgemm.tensors import (
     check_no_grad,
     check_plain,
     check_tensor,
-    differ,
+    shapes_differ,
     dtype_name,
-    known,
+    statically_true,
 )
 
 POINTERS = (
@@ -151,10 +151,10 @@ def check_arguments(inputs: Inputs) -> None:
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
     check_rows("x", x, may_overlap=True)
-    if gate and known(x.shape[1] % (2 * K_ALIGNMENT) != 0):
+    if gate and statically_true(x.shape[1] % (2 * K_ALIGNMENT) != 0):
         raise ValueError(f"x: expected 2k columns with a gate, k a multiple of {K_ALIGNMENT}, got {x.shape[1]}")
     k, limit = inputs.k, most_k(permutation is not None, block)
-    if known(k < K_ALIGNMENT) or known(k % K_ALIGNMENT != 0) or known(k > limit):
+    if statically_true(k < K_ALIGNMENT) or statically_true(k % K_ALIGNMENT != 0) or statically_true(k > limit):
         suffix = "" if permutation is None else " with a permutation"
         raise ValueError(
             f"x: expected k to be a multiple of {K_ALIGNMENT} from {K_ALIGNMENT} to {limit}{suffix}, got {k}"
@@ -180,7 +180,7 @@ def check_arguments(inputs: Inputs) -> None:
     if row_count is not None and check_tensor("row_count", row_count).dim() != 1:
         raise ValueError(f"row_count: expected shape [1] or [parts], got {list(row_count.shape)}")
     parts = 1 if row_count is None else max(1, row_count.numel())
-    if known(inputs.rows % parts != 0):
+    if statically_true(inputs.rows % parts != 0):
         raise ValueError(f"row_count: expected as many elements as {inputs.rows} rows have equal parts, got {parts}")
     for name, value, types, elements in (
         ("scale", scale, ("fp32",), 1),
@@ -202,7 +202,7 @@ def check_arguments(inputs: Inputs) -> None:
 def rows_like(name: str, value: object, x: torch.Tensor) -> torch.Tensor:
     """The tensor as rows, of x's shape, type and device."""
     tensor = check_tensor(name, value)
-    if differ(tensor.shape, x.shape):
+    if shapes_differ(tensor.shape, x.shape):
         raise ValueError(f"{name}: expected shape {list(x.shape)}, x's, got {list(tensor.shape)}")
     if tensor.dtype != x.dtype:
         check_dtype("x", x.dtype, REAL_TYPES)
@@ -234,14 +234,16 @@ def check_out(
             raise ValueError(f"{name}: expected a tensor that does not require grad, got one that does")
     q, lead = out[0], tuple(x.shape[:-1])
     shape = (*lead, x.shape[-1] // 2 if gated else x.shape[-1])
-    if differ(q.shape, shape):
+    if shapes_differ(q.shape, shape):
         raise ValueError(f"out[0]: expected shape {list(shape)}, got {list(q.shape)}")
     rows = as_rows("out[0]", q)
     check_rows("out[0]", rows)
     if block:
         return rows, _check_block_scale(out[1], (*lead, ceil_div(shape[-1], LHS_GROUP))), None
     for i, tensor in enumerate(out[1:], 1):
-        if (differ(tensor.shape, lead) and differ(tensor.shape, (*lead, 1))) or not tensor.is_contiguous():
+        if (
+            shapes_differ(tensor.shape, lead) and shapes_differ(tensor.shape, (*lead, 1))
+        ) or not tensor.is_contiguous():
             raise ValueError(
                 f"out[{i}]: expected a contiguous tensor of shape {list(lead)} or {[*lead, 1]}, got "
                 f"{list(tensor.shape)} with strides {tuple(tensor.stride())}"
@@ -251,13 +253,18 @@ def check_out(
 
 def _check_block_scale(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The scales to write to as rows, of any strides without overlap."""
-    if differ(scale.shape, shape):
+    if shapes_differ(scale.shape, shape):
         raise ValueError(f"out[1]: expected shape {list(shape)}, got {list(scale.shape)}")
     rows = as_rows("out[1]", scale)
     (m, blocks), (down, across) = rows.shape, rows.stride()
-    several_rows, several_blocks = known(m > 1), known(blocks > 1)
-    shared = (several_rows and known(down <= 0)) or (several_blocks and known(across <= 0))
-    crossed = several_rows and several_blocks and known(down < blocks * across) and known(across < m * down)
+    several_rows, several_blocks = statically_true(m > 1), statically_true(blocks > 1)
+    shared = (several_rows and statically_true(down <= 0)) or (several_blocks and statically_true(across <= 0))
+    crossed = (
+        several_rows
+        and several_blocks
+        and statically_true(down < blocks * across)
+        and statically_true(across < m * down)
+    )
     if shared or crossed:
         raise ValueError(f"out[1]: expected elements that do not overlap, got strides {tuple(scale.stride())}")
     return rows

@@ -24,7 +24,7 @@ from jitgemm.activations.reference import quantize_reference
 from jitgemm.activations.scheme import SCHEMES, SILU_MUL
 from jitgemm.dtypes import LHS_TYPES
 from jitgemm.runtime.checks import check_addresses
-from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_dtype, check_flag, check_tensor
 
@@ -164,7 +164,7 @@ def quantize_activations(
     if gelu_mul is not None:
         gate = gate_of(silu_mul, gelu_mul)
     block = scheme == "block"
-    through_op = traced(x, x if residual is None else residual)
+    through_op = needs_dispatcher(x, x if residual is None else residual)
     into = residual_out
     # Of rows alone `quantize` sees by the plan that it remembers whether they fit.
     if (residual is not None or into is not None) and (residual is None or through_op or x.dim() != 2):

@@ -19,9 +19,9 @@ from jitgemm.kernel.formats import MAX_ROWS
 from jitgemm.moe.kernel import MAX_EXPERTS, MAX_GLOBAL_EXPERTS
 from jitgemm.runtime.checks import ALIGNMENT, Pointer, check_device, check_rows, check_vector
 from jitgemm.tensors import check_dtype, check_float, check_int, check_no_grad, check_plain, check_tensor
-from jitgemm.tensors import describe, differ, dtype_name, known
-from jitgemm.weight.packed import AnyWeight, Weight, check_packed
-from jitgemm.weight.parts import PackedWeight
+from jitgemm.tensors import describe, shapes_differ, dtype_name, statically_true
+from jitgemm.weight.packed import AnyWeight, Weight
+from jitgemm.weight.parts import PackedWeight, check_packed
 
 ROUTE_POINTERS = (
     Pointer("ids", "topk_ids", 4),
@@ -154,11 +154,11 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
     check_plain("topk_ids", check_tensor("topk_ids", topk_ids))
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"topk_ids: expected int32 or int64, got {dtype_name(topk_ids.dtype)}")
-    if topk_ids.dim() != 2 or known(topk_ids.shape[1] < 1):
+    if topk_ids.dim() != 2 or statically_true(topk_ids.shape[1] < 1):
         raise ValueError(f"topk_ids: expected shape [tokens, top_k], top_k at least 1, got {list(topk_ids.shape)}")
     if not topk_ids.is_contiguous():
         raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(topk_ids.stride())}")
-    if known(topk_ids.shape[0] * topk_ids.shape[1] > MAX_ROWS):
+    if statically_true(topk_ids.shape[0] * topk_ids.shape[1] > MAX_ROWS):
         raise ValueError(f"topk_ids: expected at most {MAX_ROWS} elements, got {topk_ids.numel()}")
     if topk_ids.device.type not in ("cuda", "cpu"):
         raise ValueError(f"topk_ids: expected a CUDA or CPU tensor, got one on {topk_ids.device}")
@@ -167,7 +167,7 @@ def check_routing(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
     if expert_map is not None:
         check_tensor("expert_map", expert_map)
         sizes = expert_map.shape
-        if len(sizes) != 1 or known(sizes[0] < 1) or known(sizes[0] > MAX_GLOBAL_EXPERTS):
+        if len(sizes) != 1 or statically_true(sizes[0] < 1) or statically_true(sizes[0] > MAX_GLOBAL_EXPERTS):
             raise ValueError(
                 f"expert_map: expected shape [global_experts], 1 to {MAX_GLOBAL_EXPERTS} of them, got "
                 f"{list(expert_map.shape)}"
@@ -232,7 +232,7 @@ def check_arguments(layer: Layer) -> None:
     if x.device.type not in ("cuda", "cpu"):
         raise ValueError(f"x: expected a CUDA or CPU tensor, got one on {x.device}")
     check_routing(topk_ids, experts, expert_map)
-    if known(topk_ids.shape[0] != tokens):
+    if statically_true(topk_ids.shape[0] != tokens):
         raise ValueError(f"topk_ids: expected shape [{tokens}, top_k], got {list(topk_ids.shape)}")
     _check_weights(topk_weights, topk_ids)
     check_biases(w13, w2, bias13, bias2)
@@ -322,7 +322,7 @@ def _check_matrix(
         check_plain(name, tensor)
     check_dtype(name, tensor.dtype, types)
     sizes = zip((rows, columns), tensor.shape)
-    if tensor.dim() != 2 or any(wanted is not None and known(wanted != size) for wanted, size in sizes):
+    if tensor.dim() != 2 or any(wanted is not None and statically_true(wanted != size) for wanted, size in sizes):
         expected = f"[{'rows' if rows is None else rows}, {'columns' if columns is None else columns}]"
         raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
     check_rows(name, tensor)
@@ -331,7 +331,7 @@ def _check_matrix(
 def _check_weights(topk_weights: torch.Tensor, choices: torch.Tensor) -> None:
     check_plain("topk_weights", check_tensor("topk_weights", topk_weights))
     check_dtype("topk_weights", topk_weights.dtype, REAL_TYPES)
-    if differ(topk_weights.shape, choices.shape) or not topk_weights.is_contiguous():
+    if shapes_differ(topk_weights.shape, choices.shape) or not topk_weights.is_contiguous():
         raise ValueError(
             f"topk_weights: expected a contiguous tensor of shape {list(choices.shape)}, got "
             f"{list(topk_weights.shape)} with strides {tuple(topk_weights.stride())}"
@@ -341,7 +341,7 @@ def _check_weights(topk_weights: torch.Tensor, choices: torch.Tensor) -> None:
 def _check_bias(name: str, bias: torch.Tensor, shape: tuple[int, int]) -> None:
     check_plain(name, check_tensor(name, bias))
     check_dtype(name, bias.dtype, ("bf16", "fp32"))
-    if differ(bias.shape, shape) or not bias.is_contiguous():
+    if shapes_differ(bias.shape, shape) or not bias.is_contiguous():
         raise ValueError(
             f"{name}: expected a contiguous tensor of shape {list(shape)}, got {list(bias.shape)} with strides "
             f"{tuple(bias.stride())}"

@@ -17,14 +17,14 @@ from jitgemm.activations.arguments import Inputs, Outputs
 from jitgemm.activations.call import quantize
 from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES, torch_dtype
-from jitgemm.gemm.problem import Lhs, split_lhs
+from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.call import contiguous
 from jitgemm.kernel.formats import LHS_GROUP, MAX_ROWS, ceil_div, format_named
 from jitgemm.moe.arguments import LAYER_POINTERS, Layer, check_arguments, check_out, check_weights, make_gate
 from jitgemm.moe.kernel import GATHER_M
 from jitgemm.moe.route import combine, route, route_and_quantize
 from jitgemm.runtime.checks import address_of, check_addresses
-from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.runtime.launch_cache import this_thread
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, take_rows
 from jitgemm.weight.packed import AnyWeight, Weight, as_weight
@@ -117,7 +117,7 @@ def fused_experts(
         x, w13, w2, topk_ids, topk_weights, make_gate(activation, order, limit, alpha), lhs_dtype, affine, expert_map,
         bias13, bias2, addend, batch_invariant, by_block(scheme),
     )  # fmt: skip
-    if traced(x, x if out is None else out):
+    if needs_dispatcher(x, x if out is None else out):
         result = _call_op(layer)
         if out is None:
             return result
@@ -313,9 +313,9 @@ def _multiply(
     choices = topk_ids.numel()
     memory = torch.empty(choices * max(w13.n, w2.n), dtype=x.dtype, device=x.device)
     hidden, rows = (memory[: choices * n].view(choices, n) for n in (w13.n, w2.n))
-    contiguous(Weight, lhs, w13, hidden, offsets, bias13, gather, expected_m, batch_invariant)
+    contiguous(ANY, lhs, w13, hidden, offsets, bias13, gather, expected_m, batch_invariant)
     made = Inputs(hidden, dtype, False, affine, None, None, gate, None, 0.0, None, offsets[-1:], block)
-    contiguous(Weight, _lhs(quantize(made)), w2, rows, offsets, bias2, None, expected_m, batch_invariant)
+    contiguous(ANY, _lhs(quantize(made)), w2, rows, offsets, bias2, None, expected_m, batch_invariant)
     combine(rows, inverse, topk_weights, out, addend=addend)
 
 

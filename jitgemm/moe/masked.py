@@ -10,12 +10,12 @@ from jitgemm.activations.arguments import Inputs
 from jitgemm.activations.call import quantize
 from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import REAL_TYPES
-from jitgemm.gemm.problem import Lhs, split_lhs
+from jitgemm.gemm.problem import ANY, Lhs, split_lhs
 from jitgemm.gemm.call import expected_rows_of, masked
 from jitgemm.moe.arguments import MASKED_POINTERS, check_experts, check_masked, make_gate, parts_of
 from jitgemm.moe.call import GATE_SCHEMA, WEIGHTS_SCHEMA, by_block, lhs_dtype_of, op_gate, op_weights, weights_of_op
 from jitgemm.runtime.launch import check_addresses_once
-from jitgemm.runtime.dispatch import define_op, traced
+from jitgemm.runtime.dispatch import define_op, needs_dispatcher
 from jitgemm.tensors import TYPE_NAMES, check_flag, check_tensor
 from jitgemm.weight.packed import Weight
 
@@ -66,7 +66,7 @@ def fused_experts_masked(
     expected_rows = expected_rows_of(check_experts(w13, w2, dtype, affine, block), expected_m)
     lhs = split_lhs(x, "x") if isinstance(x, (tuple, list)) else (x, None, None)
     rest = dtype, affine, bias13, bias2, batch_invariant, block
-    if not traced(lhs[0], out):
+    if not needs_dispatcher(lhs[0], out):
         _run(*lhs, w13, w2, out, masked_m, expected_rows, gate, *rest)
         return
     for name, tensor in (("x", lhs[0]), ("out", out), ("masked_m", masked_m)):
@@ -93,8 +93,8 @@ def _run(*arguments: Any) -> None:
 
     lhs = quantise(x, None) if x_scale is None else (x, x_scale) if x_zero is None else (x, x_scale, x_zero)
     hidden = torch.empty((experts, max_m, w13.n), dtype=out.dtype, device=out.device)
-    masked(Weight, lhs, w13, hidden, masked_m, expected_m, bias13, batch_invariant)
-    masked(Weight, quantise(hidden, gate), w2, out, masked_m, expected_m, bias2, batch_invariant)
+    masked(ANY, lhs, w13, hidden, masked_m, expected_m, bias13, batch_invariant)
+    masked(ANY, quantise(hidden, gate), w2, out, masked_m, expected_m, bias2, batch_invariant)
 
 
 def _check(*arguments: Any) -> None:

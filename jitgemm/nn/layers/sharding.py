@@ -12,9 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 
-from jitgemm.activations.call import quantize_activations
-from jitgemm.activations.reference import LARGEST, MIN_SCALE
-
 
 @dataclass(frozen=True)
 class Sharding:
@@ -45,7 +42,6 @@ class LinearSharding(Sharding):
         mesh: of one dimension.
         input_layout, output_layout: of plain tensors that go in, and of what comes out.
         local_output: whether a plain tensor comes out, or a DTensor.
-        agreed: whether a token's scale is that of its whole row, found by an all-reduce.
     """
 
     dim: str
@@ -53,7 +49,6 @@ class LinearSharding(Sharding):
     input_layout: Placement
     output_layout: Placement
     local_output: bool = True
-    agreed: bool = False
 
     @property
     def wanted(self) -> Placement:
@@ -74,7 +69,7 @@ class LinearSharding(Sharding):
     def plain(self) -> bool:
         """Whether plain tensors go in and come out without a change of layout."""
         unchanged = self.input_layout == self.wanted and self.output_layout == self.given != Partial()
-        return unchanged and self.local_output and not self.agreed
+        return unchanged and self.local_output
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's input of the layer's, a plain tensor."""
@@ -95,24 +90,6 @@ class LinearSharding(Sharding):
         distributed = DTensor.from_local(y, self.mesh, [self.given], run_check=False)
         distributed = distributed.redistribute(self.mesh, [self.output_layout])
         return distributed.to_local() if self.local_output else distributed
-
-    def quantise(
-        self, rows: torch.Tensor, dtype: torch.dtype, permutation: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        """rows [m, this rank's k] as `quantize_activations` gives them of the whole rows, bit for bit.
-
-        All ranks exchange the largest value of every row, and each codes its columns by what the whole row's scale is.
-        """
-        y = rows.float()
-        largest = y.abs().amax(1)
-        largest = torch.where(largest.isfinite(), largest, torch.inf)  # a maximum need not pass a NaN on
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        # By a tensor: CUDA multiplies by the rounded reciprocal of a number.
-        scale = (largest / torch.full_like(largest, LARGEST[dtype])).clamp(min=MIN_SCALE)
-        scale = torch.where(largest.isfinite(), scale, torch.nan)
-        scaled = y * (1 / scale)[:, None]
-        q, _ = quantize_activations(scaled, dtype, scheme="tensor", scale=scale.new_ones(1), permutation=permutation)
-        return q, scale
 
 
 @dataclass(frozen=True)

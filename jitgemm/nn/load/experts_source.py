@@ -27,7 +27,7 @@ from jitgemm.checkpoint.files import Checkpoint, Part
 from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.gate import decoded, interleaved
-from jitgemm.nn.layers.parts import LHS_DTYPES, ON_CPU
+from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU
 from jitgemm.nn.load.layer_source import INPUT_TENSORS, LayerSource, is_quantised, parts_without_data, zero_bias
 from jitgemm.nn.quantize.stacked import BIASES, PARAMETERS, Form
 from jitgemm.weight.packed import Weight

@@ -17,7 +17,7 @@ from jitgemm.checkpoint.format import INPUT_SCALES, INPUT_ZERO_POINTS, KV_CACHE_
 from jitgemm.checkpoint.reader import LayerHeader, errors_that_name, layer_header, read_header
 from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, LHS_GROUP
-from jitgemm.nn.layers.parts import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
+from jitgemm.nn.layers.packed import LHS_DTYPES, ON_CPU, Parts, state_dict_parts
 from jitgemm.nn.layers.shard_weight import Cut, part_of_bias, part_of_weight, unpacked
 
 OF_CACHE = "scale of the KV cache or attention, not quantised here"

@@ -19,7 +19,7 @@ from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.layers.shard_weight import Cut
 from jitgemm.nn.layers.sharding import ExpertSharding
 from jitgemm.nn.load.layer_source import LayerSource
-from jitgemm.nn.parallel.styles import ColwiseParallel, ExpertParallel, RowwiseParallel, Style, rank_of, sharding_of
+from jitgemm.nn.parallel.styles import ColwiseParallel, ExpertParallel, RowwiseParallel, Style, rank_of
 
 STYLES: dict[str, Callable[[], Style]] = {
     "colwise": ColwiseParallel,
@@ -113,7 +113,7 @@ class ShardingPlan:
         """Says of a layer that was cut when it was read how it is divided."""
         style = self.style(name)
         if style is not None:
-            layer.split = sharding_of(layer, layer.in_features, style, self.mesh)
+            layer.split = style.sharding(self.mesh)
 
     def expert_split(self, name: str, experts: int) -> ExpertSharding | None:
         """What this rank has of a layer's experts; None for all of them."""
