@@ -27,7 +27,7 @@ fractions too fine to be exact in fp32. Other fractional zeros of mode original 
 in fp32: with 4-bit q and 11-bit zero and scale each product is exact, and the sum is the same number rounded once.
 
 Read from BitBLAS 0.1.0.post1 (module/__init__.py, ops/general_matmul, lop3_permutate_impl.py, quantization/utils.py)
-and GPTQModel 7.7.0. Knows no files: tensors and config come from the caller.
+and GPTQModel 7.7.0.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.affine import float_zero, integer_zero, scaled_zero
-from jitgemm.checkpoint.bits import AWQ_ORDER, unpack_nibbles
+from jitgemm.checkpoint.bits import AWQ_ORDER, float_zero, integer_zero, scaled_zero, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import Format, Headers, Scheme, Sizes
+from jitgemm.checkpoint.format import Config, Format, Headers, Scheme, Sizes, check_setting, setting
 from jitgemm.checkpoint.layouts import FLOATS, INT8, G, K, N, TensorLayout, stored
-from jitgemm.checkpoint.settings import Config, check_setting, setting
 from jitgemm.tensors import describe, dtype_name
 from jitgemm.weight.pack import MAX_ZERO
 
@@ -88,7 +86,7 @@ class _BitBlas(Format):
         size, settings = setting(config, "group_size"), config or {}
         return Scheme(self.name, group_size=size, zero_points=True, form=mode or "", found=found, settings=settings)
 
-    def tensors(self, scheme: Scheme, k: int | None = None) -> dict[str, TensorLayout]:
+    def tensors(self, scheme: Scheme) -> dict[str, TensorLayout]:
         return {"qweight": stored(INT8, N, K / 2), "scales": stored(FLOATS, N, G), **scheme.found}
 
     def sizes(self, headers: Mapping[str, Any], scheme: Scheme) -> Sizes:

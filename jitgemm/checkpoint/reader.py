@@ -15,7 +15,7 @@ from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.canonical import PART_MULTIPLES, CanonicalWeight, TensorInfo, check_values, concat
 from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint, Part, Source, opened
-from jitgemm.checkpoint.format import Format, Scheme, Sizes, static_scale
+from jitgemm.checkpoint.format import INPUT_SCALES, Format, Scheme, Sizes
 from jitgemm.checkpoint.layouts import Dim, N
 from jitgemm.weight.packed import W4Weight, W8Weight
 
@@ -239,7 +239,8 @@ def read_header(
         n, k = read["weight_shape"].tolist()
         read["weight_shape"] = read["weight_shape"].new_tensor([n // world, k] if dim == "n" else [n, k // world])
     weight = header.format.read(_Found(header.format, read), header.scheme)
-    weight = replace(weight, bias=read.get("bias"), input_scale=static_scale(read))
+    static = next((read[name].reshape(1).float() for name in INPUT_SCALES if name in read), None)
+    weight = replace(weight, bias=read.get("bias"), input_scale=static)
     check_values(weight)
     if weight.note:
         checkpoint.warn(weight.note)

@@ -23,7 +23,7 @@ from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
 from jitgemm.checkpoint.compressed_tensors_config import for_layer
 from jitgemm.checkpoint.files import Checkpoint, weights_of
-from jitgemm.checkpoint.settings import setting
+from jitgemm.checkpoint.format import setting
 from jitgemm.checkpoint.gptq import overridden
 from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.activations.scheme import activation_named

@@ -15,7 +15,7 @@ import torch
 from jitgemm.checkpoint import formats, layouts
 from jitgemm.checkpoint.canonical import TensorInfo
 from jitgemm.checkpoint.format import Scheme
-from jitgemm.checkpoint.layouts import PARTS, K, N
+from jitgemm.checkpoint.layouts import PARTS, G, K, N
 from jitgemm.checkpoint.reader import scheme_of
 from jitgemm.kernel.formats import K_ALIGNMENT, ceil_div
 
@@ -163,11 +163,13 @@ def layout_of(config: Mapping[str, Any], k: int, scale: torch.dtype, codes: str,
     except ValueError as error:
         raise Unsupported(str(error)) from error
     _check(scheme, config)
-    tensors = {
-        name: TensorLayout((scale,) if each.is_scale else each.dtypes, each.dims)
-        for name, each in format.tensors(scheme, k).items()
-    }
     columns = scheme.columns(k)
+    tensors = {
+        name: TensorLayout(
+            (scale,) if each.is_scale else each.dtypes, tuple(1 if d == G and not columns else d for d in each.dims)
+        )
+        for name, each in format.tensors(scheme).items()
+    }
     strategy = "channel" if scheme.strategy == "group" and not columns else scheme.strategy
     called = {own: name for own, name in _CALLED.items() if own in tensors and name in names}
     codes, called = scheme.code if scheme.eight_bits else "", called if format.name == "w8a8" else {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.settings import setting
+from jitgemm.checkpoint.format import setting
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
 from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.kernel.formats import WeightFormat
