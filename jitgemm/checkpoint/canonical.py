@@ -160,8 +160,12 @@ class CanonicalWeight:
         start, stop = rank * size // world, (rank + 1) * size // world
         if dim == "k":
             return replace(self.columns(start, stop), bias=self.bias if rank == 0 else None)
-        bias = None if self.bias is None else self.bias[start:stop]
-        return replace(self, q=self.q[start:stop], bias=bias, **self.parameters(lambda values: values[start:stop]))
+        return self.rows(slice(start, stop))
+
+    def rows(self, rows: slice | torch.Tensor) -> CanonicalWeight:
+        """The layer of some of its rows, with their bias; rows: a slice or indices."""
+        bias = None if self.bias is None else self.bias[rows]
+        return replace(self, q=self.q[rows], bias=bias, **self.parameters(lambda values: values[rows]))
 
     def columns(self, start: int, stop: int) -> CanonicalWeight:
         """The layer for columns start..stop - 1 of its input, with its bias.
