@@ -30,16 +30,7 @@ import torch
 
 from jitgemm.checkpoint.bits import AWQ_ORDER, integer_zero, unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
-from jitgemm.checkpoint.format import (
-    Config,
-    Headers,
-    Scheme,
-    Sizes,
-    check_setting,
-    flag,
-    group_size_of,
-    setting,
-)
+from jitgemm.checkpoint.format import Config, Headers, Scheme, Sizes, check_setting, flag, group_size_of, setting
 from jitgemm.checkpoint.gptq import Gptq, overridden
 from jitgemm.checkpoint.layouts import FLOATS, INT32, Dim, G, K, N, TensorLayout, fits, stored
 from jitgemm.kernel.formats import ceil_div

@@ -158,9 +158,9 @@ class CanonicalWeight:
             got = f"{size} / {world} = {size / world:g}"
             raise ValueError(f"tp_size: expected {dim} / tp_size to be a multiple of {multiple}, got {got}")
         start, stop = rank * size // world, (rank + 1) * size // world
-        if dim == "k":
-            return replace(self.columns(start, stop), bias=self.bias if rank == 0 else None)
-        return self.rows(slice(start, stop))
+        if dim == "n":
+            return self.rows(slice(start, stop))
+        return replace(self.columns(start, stop), bias=self.bias if rank == 0 else None)
 
     def rows(self, rows: slice | torch.Tensor) -> CanonicalWeight:
         """The layer of some of its rows, with their bias; rows: a slice or indices."""
@@ -176,20 +176,19 @@ class CanonicalWeight:
         Raises:
             ValueError: an activation order mixes these columns with others in one group.
         """
-        per_channel = self.group_size >= self.k
-        size = stop - start if per_channel else math.gcd(self.group_size, start, stop)
-        if size != self.group_size and not per_channel:
-            if size % min(GROUP_SIZES):
-                raise ValueError(
-                    f"tp_size: expected a rank's columns to be a multiple of {min(GROUP_SIZES)} in groups of "
-                    f"{self.group_size}, got columns {start}..{stop - 1}"
-                )
+        if per_channel := self.group_size >= self.k:
+            size = stop - start
+        elif (size := math.gcd(self.group_size, start, stop)) % min(GROUP_SIZES) and size != self.group_size:
+            raise ValueError(
+                f"tp_size: expected a rank's columns to be a multiple of {min(GROUP_SIZES)} in groups of "
+                f"{self.group_size}, got columns {start}..{stop - 1}"
+            )
+        elif size != self.group_size:
             warnings.warn(
                 f"tp_size: a rank's columns end inside groups of {self.group_size}: scales are repeated over groups of "
                 f"{size}, exactly; the GEMM applies them {self.group_size // size} times as often, which takes longer",
                 stacklevel=2,
             )
-        parameters = self._repeated(size) if not per_channel else {}
         permutation, picked, groups = None, slice(start, stop), slice(start // size, stop // size)
         if self.permutation is not None:
             # The groups that hold this rank's columns, wherever the permutation has put them.
@@ -200,18 +199,17 @@ class CanonicalWeight:
                     f"tp_dim: activation order cannot be cut along k here: its groups mix input columns {start}.."
                     f"{stop - 1} of a rank with those of other ranks; cut along n, or give every rank the whole layer"
                 )
-            picked = mine.nonzero().flatten()
+            picked, groups = mine.nonzero().flatten(), whole.all(1).nonzero().flatten()
             permutation = self.permutation[picked] - start
-            groups = whole.all(1).nonzero().flatten()
-        parameters = {name: values if values is None else values[:, groups] for name, values in parameters.items()}
+        parameters = {} if per_channel else self.regrouped(size).parameters(lambda values: values[:, groups])
         return replace(self, q=self.q[:, picked], **parameters, group_size=size, permutation=permutation)
 
-    def _repeated(self, size: int) -> dict[str, torch.Tensor | None]:
-        """scale, zero and offset for groups of `size` columns, which divides the group size, or k's one group."""
+    def regrouped(self, size: int) -> CanonicalWeight:
+        """The same values with groups of `size` columns, which divides the group size, or k's one group."""
         if size == self.group_size:
-            return self.parameters(lambda values: values)
+            return self
         groups = torch.arange(ceil_div(self.k, size), device=self.q.device) * size // min(self.group_size, self.k)
-        return self.parameters(lambda values: values[:, groups])
+        return replace(self, group_size=size, **self.parameters(lambda values: values[:, groups]))
 
     def with_zero_points(self) -> CanonicalWeight:
         """The same values with codes 0..15 (0..255) and zero points; itself if it has them, or codes of floats."""
@@ -242,9 +240,10 @@ class CanonicalWeight:
             size = max((each for each in GROUP_SIZES if each < self.k and each <= 128), default=0)
             if not size:
                 raise ValueError(f"offset: expected k above {min(GROUP_SIZES)} for a float zero point, got {self.k}")
+        parameters = self.regrouped(size).parameters(lambda values: values)
         if CODE_BYTES[self.code].dtype is None:
             options = {"permutation": self.permutation, "group_size": size, "k": self.k, "code": self.code}
-            return pack_w4(self.q, **self._repeated(size), **options, lhs_dtype=lhs_dtype)
+            return pack_w4(self.q, **parameters, **options, lhs_dtype=lhs_dtype)
         if self.zero is not None:
             raise ValueError(
                 "zero: expected none, as packed 8-bit weights have no zero points, got some: `read_layer(...)."
@@ -253,7 +252,7 @@ class CanonicalWeight:
         if lhs_dtype not in (None, self.q.dtype):
             expected = f"None or {dtype_name(self.q.dtype)}, the type of the 8-bit weight"
             raise ValueError(f"lhs_dtype: expected {expected}, got {dtype_name(lhs_dtype)}")
-        weight = pack_w8(self.q, self._repeated(size)["scale"], group_size=min(size, self.k))
+        weight = pack_w8(self.q, parameters["scale"], group_size=min(size, self.k))
         if self.permutation is None:
             return weight
         return weight.with_tensors(weight.blocks, weight.channel_scale, weight.row_sum, self.permutation)
@@ -286,16 +285,13 @@ def concat(weights: Sequence[CanonicalWeight]) -> CanonicalWeight:
     only("scale dtype", lambda w: dtype_name(w.scale.dtype))
     for name in ("offset", "permutation", "input_scale"):
         only(f"kind of {name}", lambda w, name=name: "none" if getattr(w, name) is None else "given")
-    for name in ("permutation", "input_scale"):
-        value = getattr(first, name)
-        if value is not None and not all(torch.equal(value, getattr(w, name)) for w in weights):
+        values = [getattr(w, name) for w in weights]
+        if name != "offset" and values[0] is not None and not all(torch.equal(values[0], each) for each in values):
             raise ValueError(
                 f"prefix: layers to be joined along n must have one {name}, got different ones; load them one by one"
             )
-    if any(bias.dtype != biases[0].dtype for bias in biases):
-        raise ValueError(
-            f"prefix: layers to be joined along n must have one bias dtype, got {[b.dtype for b in biases]}"
-        )
+    if len({bias.dtype for bias in biases}) > 1:
+        only("bias dtype", lambda w: w.bias if w.bias is None else dtype_name(w.bias.dtype))
     bias = [w.q.new_zeros(w.n, dtype=biases[0].dtype) if w.bias is None else w.bias for w in weights if biases]
     joined = {
         name: None if getattr(first, name) is None else torch.cat([getattr(w, name) for w in weights])

@@ -51,21 +51,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.bits import (
-    HIGH_FIRST,
-    check_codes,
-    float_zero,
-    integer_zero,
-    minus,
-    twos_complement,
-    unpack_nibbles,
-)
+from jitgemm.checkpoint.bits import HIGH_FIRST, check_codes, float_zero, integer_zero, minus, twos_complement
+from jitgemm.checkpoint.bits import unpack_nibbles
 from jitgemm.checkpoint.canonical import CanonicalWeight, TensorInfo
 from jitgemm.checkpoint.format import Config, Format, Headers, Inputs, Scheme, Sizes, check_known, group_size_of
 from jitgemm.checkpoint.format import inputs_of, setting
@@ -136,16 +128,41 @@ class _TorchAo(Format):
         return Sizes(*(shape or (size["n"], size.get("k", several))))
 
     def described(self, metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
-        return _described(metadata, prefix)
+        """Class, size and activations of a subclass, in compressed-tensors' words: {"_type": ..., "_data": {"shape":
+        [n, k], ...}} under its name. prefix is that of a layer, or a parameter that stacks experts."""
+        try:
+            whole = json.loads(metadata.get(prefix) or metadata[f"{prefix}.weight".lstrip(".")])
+            data, said = whole.get("_data", {}), {"class": whole["_type"]}
+            said |= {key: _plain(data[key]) for key in ("shape", "target_dtype") if key in data}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return {}
+        named, given = _plain(data.get("activation_quantization")), data.get("act_quant_kwargs")
+        inputs: dict[str, Any] = {"strategy": "token", "dynamic": True}
+        if str(named).lower() == "int8_asym_per_token":
+            inputs |= {"type": "int", "symmetric": False}
+        elif named is not None:
+            inputs["strategy"] = named
+        elif _plain(data.get("activation_dtype")) == "float8_e4m3fn":
+            inputs["type"] = "float"
+        elif given is not None:
+            static = "act_quant_scale" in whole.get("_tensor_data_names", ())
+            inputs = _activations(given["_data"]) | {"dynamic": not static}
+        else:
+            return said
+        return said | {"input_activations": inputs}
 
     def read(self, tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> CanonicalWeight:
-        sizes, form = self.sizes(tensors, scheme), scheme.form
+        sizes, form, settings = self.sizes(tensors, scheme), scheme.form, scheme.settings
         if form == _TILES:
-            name, parameters = scheme.found
-            shape = setting(scheme.settings, "shape")
-            k = shape[1] if shape else setting(scheme.settings, "in_features")
-            q = _codes(name, tensors[name], len(tensors[parameters]), scheme.group_size, k)
-            return _without_padding(tinygemm(q, tensors[parameters], scheme.group_size), shape)
+            (name, codes), (_, parameters) = ((name, tensors[name]) for name in scheme.found)
+            shape = setting(settings, "shape")
+            k = shape[1] if shape else setting(settings, "in_features")
+            q = _codes(name, codes, len(parameters), scheme.group_size, k)
+            size = group_size_of(q.shape[1], len(parameters), scheme.group_size, "scales_and_zeros")
+            n, k = shape or q.shape
+            if q.shape[0] < n or q.shape[1] < k:
+                raise ValueError(f"weight: expected qdata for at least [{n}, {k}], got {list(q.shape)}")
+            return tinygemm(q[:n, :k], parameters[: ceil_div(k, size), :n], size)
         qdata, scale, zero = tensors[_QDATA], tensors[_SCALE], tensors.get(_ZERO)
         if scheme.eight_bits:
             for name in (_ZERO, _FLAT + "act_quant_zero_point"):
@@ -236,11 +253,10 @@ def _blocks(tensors: Mapping[str, Any], code: str) -> Layout:
 # ---- codes and parameters ----------------------------------------------------------------------------------------------
 
 
-def tinygemm(q: torch.Tensor, parameters: torch.Tensor, group_size: int | None) -> CanonicalWeight:
-    """(q - 8) * scale + zero, of codes 0..15 [n, k] and [G, n, 2]; group_size: None where only the shapes say."""
+def tinygemm(q: torch.Tensor, parameters: torch.Tensor, group_size: int) -> CanonicalWeight:
+    """(q - 8) * scale + zero, of codes 0..15 [n, k] and [G, n, 2]."""
     scale, zero = (parameters[..., i].T.contiguous() for i in (0, 1))
-    size = group_size_of(q.shape[1], len(parameters), group_size, "scales_and_zeros")
-    return float_zero(minus(q, 8), scale, zero, size)
+    return float_zero(minus(q.contiguous(), 8), scale, zero, group_size)
 
 
 def _codes(name: str, codes: torch.Tensor, groups: int, group_size: int | None, k: int | None) -> torch.Tensor:
@@ -262,11 +278,10 @@ def _is_packed(name: str, codes: torch.Tensor, groups: int, group_size: int | No
     if k is not None:
         return columns != k
     size = group_size if (group_size or 0) > 0 else None
-    fitting = [
-        each for each in (columns, 2 * columns) if (ceil_div(each, size) == groups if size else each % groups == 0)
-    ]
+    wrong = [ceil_div(k, size) - groups if size else k % groups for k in (columns, 2 * columns)]
+    fitting = [each for each in (1, 2) if not wrong[each - 1]]
     if len(fitting) == 1:
-        return fitting[0] != columns
+        return fitting[0] == 2
     least, most = (int(each) for each in codes.aminmax())
     if most <= 15 and least == most:
         raise ValueError(
@@ -291,11 +306,7 @@ def unpack_tiles(words: torch.Tensor) -> torch.Tensor:
 def unpacked(
     name: str, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int
 ) -> CanonicalWeight:
-    """(q - zero) * scale with q int8 [n, k] of -8..7; scale and zero [n, G], zero integers in any dtype.
-
-    Raises:
-        ValueError: values out of range, or a zero that is no integer.
-    """
+    """(q - zero) * scale with q int8 [n, k] of -8..7; scale and zero [n, G], zero integers in any dtype."""
     check_codes(name, q, -8, 7)
     if zero is None:
         return CanonicalWeight(q, scale, group_size=group_size)
@@ -304,59 +315,23 @@ def unpacked(
     return integer_zero((q + 8).view(torch.uint8), scale, zero.to(torch.int32) + 8, group_size, name="zero_point + 8")
 
 
-def _without_padding(weight: CanonicalWeight, shape: Sequence[int] | None) -> CanonicalWeight:
-    """The first n rows and k columns, if a shape is known."""
-    n, k = shape or (weight.n, weight.k)
-    if (weight.n, weight.k) == (n, k):
-        return weight
-    if weight.n < n or weight.k < k:
-        raise ValueError(f"weight: expected qdata for at least [{n}, {k}], got [{weight.n}, {weight.k}]")
-    parameters = weight.parameters(lambda values: values[:n, : ceil_div(k, weight.group_size)].contiguous())
-    return replace(weight, q=weight.q[:n, :k].contiguous(), **parameters)
-
-
-# ---- what the file's metadata say --------------------------------------------------------------------------------------
-
-
-def _described(metadata: Mapping[str, str], prefix: str) -> Mapping[str, Any]:
-    """Class, size and activations of a subclass, in compressed-tensors' words: {"_type": ..., "_data": {"shape": [n, k],
-    ...}} under its name. prefix is that of a layer, or a parameter that stacks experts."""
-    try:
-        whole = json.loads(metadata.get(prefix) or metadata[f"{prefix}.weight".lstrip(".")])
-        data = whole.get("_data", {})
-        said = {"class": whole["_type"]} | {key: _plain(data[key]) for key in ("shape", "target_dtype") if key in data}
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return {}
-    per_token = {"strategy": "token", "dynamic": True}
-    named, given = _plain(data.get("activation_quantization")), data.get("act_quant_kwargs")
-    if named is not None:
-        known = per_token | {"type": "int", "symmetric": False}
-        asymmetric = str(named).lower() == "int8_asym_per_token"
-        said["input_activations"] = known if asymmetric else {"strategy": named, "dynamic": True}
-    elif _plain(data.get("activation_dtype")) == "float8_e4m3fn":
-        said["input_activations"] = per_token | {"type": "float"}
-    elif given is not None:
-        said["input_activations"] = _activations(given) | {
-            "dynamic": "act_quant_scale" not in whole.get("_tensor_data_names", ())
-        }
-    return said
-
-
-def _activations(given: Mapping[str, Any]) -> dict[str, Any]:
+def _activations(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What act_quant_kwargs say, apart from whether the scale is static."""
-    settings = given["_data"]
-    granularity, dtype = settings["granularity"], _plain(settings.get("float8_dtype", "int8"))
+    kind, inner = settings["granularity"]["_type"], settings["granularity"].get("_data") or {}
+    dtype, (rows, columns) = _plain(settings.get("float8_dtype", "int8")), inner.get("block_size", (0, 0))
     said = {"type": {"float8_e4m3fn": "float", "int8": "int"}.get(dtype, dtype)}
     said["symmetric"] = _plain(settings.get("mapping_type")) != "ASYMMETRIC"
-    strategies = {"PerRow": "token", "PerToken": "token", "PerTensor": "tensor", "PerBlock": "group"}
-    inner = granularity.get("_data") or {}
-    said["strategy"] = strategies.get(granularity["_type"], granularity["_type"])
-    if granularity["_type"] == "PerRow" and inner.get("dim", -1) not in (-1, 1):
-        said["strategy"] = f"PerRow of dim {inner['dim']}"
-    if said["strategy"] == "group":
-        rows, columns = inner["block_size"]
-        said |= {"group_size": columns} if rows == 1 else {"strategy": f"PerBlock of {rows} x {columns}"}
-    return said
+    if kind == "PerBlock" and rows == 1:
+        return said | {"strategy": "group", "group_size": columns}
+    if kind == "PerRow" and inner.get("dim", -1) not in (-1, 1):
+        kind = f"PerRow of dim {inner['dim']}"
+    known = {
+        "PerRow": "token",
+        "PerToken": "token",
+        "PerTensor": "tensor",
+        "PerBlock": f"PerBlock of {rows} x {columns}",
+    }
+    return said | {"strategy": known.get(kind, kind)}
 
 
 def _plain(value: Any) -> Any:
