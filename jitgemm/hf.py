@@ -29,8 +29,8 @@ from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.kernel.formats import GROUP_SIZES
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.load.load import fill_tensors, make_layer, plan_for, read_tensor, warn_of
-from jitgemm.nn.load.plan import Plan, never_saved
+from jitgemm.nn.load.load import fill_tensors, make_layer, read_tensor, warn_of
+from jitgemm.nn.load.plan import Plan, never_saved, plan_for
 from jitgemm.nn.quantize.quantize import check_options, choose, quantised, warn_of_experts
 from jitgemm.nn.quantize.swap import SAVED, Placeholder, describe_to_transformers, put_layers, put_module
 from jitgemm.nn.report import Report
@@ -275,8 +275,7 @@ class JitGemmQuantizer(HfQuantizer):
         """Bytes that the layer of that name takes, about."""
         plan, layer = self._plan, self._plan.layers.get(name)
         if layer is not None:
-            names = layer.names.values() if layer.form is None else layer.files
-            infos = [plan.checkpoint.info(each) for each in names]
+            infos = [plan.checkpoint.info(name) for name in layer.files]
             return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
         tensors = _tensors(plan.model.get_submodule(name)).values()
         if name in self._chosen:

@@ -24,7 +24,7 @@ from jitgemm.dtypes import REAL_TYPES
 from jitgemm.nn.fuse.fuse import block_lists, fuse_
 from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.layers.shard_weight import Cut
-from jitgemm.nn.load.load import plan_for
+from jitgemm.nn.load.plan import plan_for
 from jitgemm.nn.quantize.replaceable import PACKED
 from jitgemm.nn.report import by_reason
 from jitgemm.nn.warm.formats import LayersOfFloats, LayersOfPlan, experts_of
