@@ -101,11 +101,11 @@ def table(
     """
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     folds = {column: column in left and column not in _WHOLE for column in columns}
-    widths = {column: max(cell_len(text) for text in texts) for column, *texts in zip(columns, columns, *cells)}
+    widths = {column: max(map(cell_len, texts)) for column, *texts in zip(columns, columns, *cells)}
+    widths |= {column: min(widths[column], _FOLDED) for column in columns if folds[column]}
     shown = list(columns)
     for column in drop:
-        needed = sum(min(widths[name], _FOLDED) if folds[name] else widths[name] for name in shown)
-        if needed + 2 * (len(shown) - 1) <= out().width:
+        if sum(widths[name] + 2 for name in shown) - 2 <= out().width:
             break
         shown.remove(column)
     made = Table(box=None, pad_edge=False, header_style="bold")
@@ -141,13 +141,13 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def note(message: str, style: str = "dim") -> None:
+    err().print(message, style=style, markup=False, soft_wrap=True)
+
+
 def fail(message: str, code: int) -> None:
-    err().print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    note(f"error: {message}", "red")
     raise typer.Exit(code)
-
-
-def note(message: str) -> None:
-    err().print(message, style="dim", markup=False, soft_wrap=True)
 
 
 def weight_format(

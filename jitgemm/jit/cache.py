@@ -296,7 +296,7 @@ def _files(root: Path, name: re.Pattern[str]) -> list[Path]:
 def _describe(root: Path, name: re.Pattern[str]) -> Iterator[EntryInfo]:
     for path in _files(root, name):
         with suppress(OSError):
-            yield describe_entry(root, path)
+            yield describe_entry(path)
 
 
 def _remove_leftovers(root: Path, older_than_s: float) -> None:
