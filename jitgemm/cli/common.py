@@ -25,7 +25,7 @@ from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, WeightForm
 from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
-"""Exit codes beside 0: a check found something, wrong arguments, the work failed."""
+"""Exit codes other than 0: a check found something, wrong arguments, the work failed."""
 
 LHS_TYPES = {"fp8": "e4m3", "e4m3": "e4m3", "int8": "s8"}
 """Types of activations: the names that people use, and the package's."""
@@ -54,7 +54,7 @@ HELP = {
 
 
 def layer_option(flag: str, more: str = "", **options: Any) -> Any:
-    """One of HELP's options. more: what the command says of it besides."""
+    """One of HELP's options; more: help that is the command's own."""
     return typer.Option(flag, help=HELP[flag] + more, **options)
 
 
