@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from jitgemm.gemm.call import contiguous, gemm, masked
-from jitgemm.gemm.e8m0 import fp32_scales
 from jitgemm.gemm.grouped import rows_of_m_indices
-from jitgemm.gemm.problem import experts_of
+from jitgemm.gemm.problem import ANY, experts_of, fp32_scales
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.device import device_of
 from jitgemm.tensors import check_dtype, check_int, check_tensor, describe
@@ -63,7 +62,7 @@ def fp8_gemm_nt(
     """
     if c is not None:
         raise ValueError(f"c: expected None, as results are not added to a tensor, got a {type(c).__name__}")
-    gemm(Weight, a, _weight(b, recipe, recipe_a, recipe_b), d)
+    gemm(ANY, a, _weight(b, recipe, recipe_a, recipe_b), d)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
@@ -97,7 +96,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     rows = rows_of_m_indices(indices, experts_of(weight), name)
     if indices.shape != check_tensor("d", d).shape[:1]:
         raise ValueError(f"{name}: expected shape {list(d.shape[:1])}, got {list(indices.shape)}")
-    contiguous(Weight, a, weight, d, rows)
+    contiguous(ANY, a, weight, d, rows)
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -115,7 +114,7 @@ def m_grouped_fp8_gemm_nt_masked(
     Raises:
         As `m_grouped_gemm_w8a8_nt_masked` and `pack_w8`; ValueError for another recipe.
     """
-    masked(Weight, a, _weight(b, recipe, recipe_a, recipe_b), d, masked_m, expected_m)
+    masked(ANY, a, _weight(b, recipe, recipe_a, recipe_b), d, masked_m, expected_m)
 
 
 def _older(call: Callable[..., None]) -> Callable[..., None]:

@@ -35,8 +35,6 @@ from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.kernel.formats import LHS_GROUP
-from jitgemm.kernel.render import kernel_source
-from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import source_of
 from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
@@ -256,10 +254,10 @@ def enumerate_jobs(found: Iterable[tuple[Any, str]]) -> list[Job]:
     jobs: dict[Any, Job] = {}
     nvrtc, debug = nvrtc_info(), settings.debug()
     for kernel, layer in found:
-        if debug and isinstance(kernel, KernelSpec):
+        if debug and kernel.kind == "gemm":
             kernel = replace(kernel, debug=True)
         if kernel not in jobs:
-            source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else source_of(kernel)
+            source = source_of(kernel)
             jobs[kernel] = Job(source, source.key(nvrtc))
         if layer not in jobs[kernel].layers:
             jobs[kernel].layers.append(layer)
