@@ -163,15 +163,15 @@ class JitGemmConfig(QuantizationConfig):
     def get_cache_scale_mapper(self) -> Any:
         """How the scales of a quantised cache are called, which is the checkpoint's own business.
 
-        Drops experts that jitgemm packed, which are read from the files.
-
-        Raises:
-            ValueError: vLLM loads such experts again.
+        Drops experts that jitgemm packed, which are read from the files. Raises ValueError where vLLM loads them again.
         """
         theirs = self._checkpoints_own()
         found = super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
-        packed = [name for name, suffixes in self._headers.items() if "gate" in suffixes]
-        packed = [name for name in packed if self.saved and f"{name}.w13" in self._headers]
+        packed = {
+            re.escape(name.rpartition(".")[2])
+            for name, suffixes in self._headers.items()
+            if self.saved and "gate" in suffixes and f"{name}.w13" in self._headers
+        }
         if not packed:
             return found
         from vllm.model_executor.models.utils import WeightsMapper
@@ -180,8 +180,7 @@ class JitGemmConfig(QuantizationConfig):
 
         if any(map(read_before, self.from_files)):
             raise ValueError(LOADED_ONCE)
-        kinds = "|".join({re.escape(name.rpartition(".")[2]) for name in packed})
-        names = re.compile(rf"(^|\.)({kinds})\.(gate|w13\.\w+|w2\.\w+)$")
+        names = re.compile(rf"(^|\.)({'|'.join(packed)})\.(gate|w13\.\w+|w2\.\w+)$")
         dropped = WeightsMapper(orig_to_new_regex={names: None})
         return dropped if found is None else found | dropped
 

@@ -43,7 +43,7 @@ class Layout:
         tensors: by what stands behind the layer's name.
         group_size: columns of k with a scale; 0 where there is one for a row, or for the whole weight.
         called: {name in `tensors`: what the files have behind the layer's name instead}.
-        by_row: whether the parameter has each row of a block's scales BLOCK times, once for each row of the weight.
+        by_row: whether the parameter has a block's scales once for each row of the weight.
         name, config: of the layer in the files, and what says `scheme` of it.
     """
 
@@ -86,12 +86,12 @@ class Layout:
         return {"n": n, "k": k, "G": ceil_div(k, group), "parts": parts, "group": group}
 
     def cut(self, widths: Sequence[int], n: int, k: int, whole: int) -> Layout:
-        """The layout for a rank's rows and columns: with a scale for each row where a block's rows are not together.
+        """The layout for a rank: with a scale for each row where a block's rows are not together.
 
         Args:
-            widths: rows of each of the layers that are joined, on a rank.
+            widths: this rank's rows of each of the layers that are joined.
             n: rows of all ranks.
-            k, whole: columns of a rank, and of all.
+            k, whole: columns of this rank, and of all.
 
         Raises:
             Unsupported: no weight can hold them.
@@ -141,12 +141,10 @@ def layout_of(
     """The layout that a checkpoint's config describes.
 
     Args:
-        config: the model's quantization_config.
-        name: of the layer, by which configs differ.
         k: columns of the whole layer, of all ranks.
         dtype: the model's, in which GPTQ, AWQ and compressed-tensors mostly have their scales.
         header: {suffix: safetensors' type} of the layer's tensors; {} where no header is known.
-        experts: of checkpoints of several formats without headers, whether it is one of an expert.
+        experts: whether it is one of an expert, which decides where a format has both and no header is known.
 
     Raises:
         Unsupported: there is no reader for such a layer, or it is not quantised.

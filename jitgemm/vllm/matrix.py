@@ -143,9 +143,8 @@ class Matrix:
     def marks(self, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> Marks:
         """What a loader is asked to write: of linears, by the number or letter of a joined layer."""
         part = next(iter((*shard, *shards.values())), None)
-        part = "qkv".index(part) if part in ("q", "k", "v") else part
-        parts = part if isinstance(part, (tuple, list)) else [part if isinstance(part, int) else None]
-        return frozenset((part, None) for part in parts)
+        parts = part if isinstance(part, (tuple, list)) else [{"q": 0, "k": 1, "v": 2}.get(part, part)]
+        return frozenset((part if isinstance(part, int) else None, None) for part in parts)
 
     def shares(self, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
         """A file's tensor as one of which vLLM's share is the rank's: a row for each of a block's, and touched columns."""
