@@ -27,7 +27,6 @@ from jitgemm import settings
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.activations.scheme import GELU_MULS, SILU_MUL
 from jitgemm.cli import common, main
-from jitgemm.cli import warmup as cli_warmup
 from jitgemm.cli.cache import describe_spec, kind_of
 from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache, process_cache
@@ -169,7 +168,7 @@ def test_check_says_by_its_exit_code_whether_all_is_warm(run, warm):
     ],
 )
 def test_a_slow_build_is_noted_and_fails_a_strict_warmup_alone(run, monkeypatch, slow, shown, said):
-    monkeypatch.setattr(cli_warmup, "kernel_source", lambda spec: replace(slow, label=spec.label))
+    monkeypatch.setattr("jitgemm.moe.kernel.kernel_source", lambda spec: replace(slow, label=spec.label))
     options = FEW
     done = run("warmup", *options)
     assert done.code == 0 and re.search(shown, done.stdout)

@@ -70,6 +70,8 @@ class QuantizeSpec:
         ctas: CTAs, a cluster, that share a row.
     """
 
+    kind, family = "quantizer", "quantize"
+
     x: str
     q: str
     vectors: int

@@ -6,12 +6,13 @@ Pure functions over frozen dataclasses; no torch, no driver. The algorithms are 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jitgemm.activations.kernel import QuantizeSpec, quantize_source, quantize_specs, render_config
 from jitgemm.activations.scheme import Gate
 from jitgemm.dtypes import DTYPES
 from jitgemm.kernel.formats import ceil_div
+from jitgemm.kernel.render import kernel_source
 
 if TYPE_CHECKING:
     from jitgemm.jit.source import KernelSource
@@ -36,6 +37,8 @@ _VECTOR = 8
 class RouteSpec:
     """Everything that is a compile-time constant of a routing kernel: CTAs that share the work, 1 or `CLUSTER`."""
 
+    kind, family = "routing", "route"
+
     ctas: int
 
     @property
@@ -46,6 +49,8 @@ class RouteSpec:
 @dataclass(frozen=True, slots=True)
 class FrontSpec:
     """Everything that is a compile-time constant of a kernel that routes and quantises: the quantiser's constants."""
+
+    kind, family = "routing", "front"
 
     quantizer: QuantizeSpec
 
@@ -58,6 +63,8 @@ class FrontSpec:
 class CombineSpec:
     """Everything that is a compile-time constant of a combining kernel: names of the types of rows and result."""
 
+    kind, family = "routing", "combine"
+
     row: str
     out: str
 
@@ -66,12 +73,8 @@ class CombineSpec:
         return f"combine-{self.row}-{self.out}"
 
 
-ENTRIES = {
-    RouteSpec: ("route", "route"),
-    FrontSpec: ("route_and_quantize", "front"),
-    CombineSpec: ("combine", "combine"),
-}
-"""(function, which the kernel calls and whose name it has behind "jitgemm_", header) by the class of the spec."""
+ENTRIES = {"route": "route", "front": "route_and_quantize", "combine": "combine"}
+"""The function that a family's kernel calls, and has in its name behind "jitgemm_"."""
 
 
 def route_spec(choices: int) -> RouteSpec:
@@ -139,7 +142,7 @@ def combine_blocks(tokens: int, n: int) -> int:
 
 def render(spec: RouteSpec | FrontSpec | CombineSpec) -> str:
     """The CUDA source of a kernel; the entry point is named in `ENTRIES`."""
-    name, header = ENTRIES[type(spec)]
+    name, header = ENTRIES[spec.family], spec.family
     bounds, cluster, constants, config = str(COMBINE_THREADS), "", "jitgemm::Config", ""
     if isinstance(spec, RouteSpec):
         bounds, constants = "1024, 1", str(spec.ctas)
@@ -162,10 +165,10 @@ jitgemm_{name}(const __grid_constant__ jitgemm::{header.title()}Args args) {{
 """
 
 
-def source_of(spec: RouteSpec | FrontSpec | CombineSpec | QuantizeSpec) -> KernelSource:
-    """A kernel of the layer as the cache keys and compiles it."""
+def source_of(spec: Any) -> KernelSource:
+    """A kernel of any family as the cache keys and compiles it."""
     from jitgemm.jit.source import OPTIONS, KernelSource, headers
 
-    if isinstance(spec, QuantizeSpec):
-        return quantize_source(spec)
-    return KernelSource(spec.label, asdict(spec), render(spec), headers(f"moe/{ENTRIES[type(spec)][1]}"), OPTIONS)
+    if spec.kind == "routing":
+        return KernelSource(spec.label, asdict(spec), render(spec), headers(f"moe/{spec.family}"), OPTIONS)
+    return quantize_source(spec) if spec.kind == "quantizer" else kernel_source(spec)

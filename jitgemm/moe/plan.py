@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from jitgemm.activations.kernel import QuantizeSpec
 from jitgemm.activations.plan import KERNELS as QUANTIZERS
 from jitgemm.activations.plan import row_bytes
 from jitgemm.dtypes import DTYPES
+from jitgemm.gemm.launch import KERNELS as GEMMS
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.moe.arguments import COMBINE_POINTERS, FRONT_POINTERS, ROUTE_POINTERS
 from jitgemm.moe.kernel import COMBINE_THREADS, ENTRIES, FRONT_THREADS, MAX_EXPERTS, MAX_GLOBAL_EXPERTS
-from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, combine_blocks, route_launch, route_smem_bytes
+from jitgemm.moe.kernel import CombineSpec, FrontSpec, combine_blocks, route_launch, route_smem_bytes
 from jitgemm.moe.kernel import route_spec, route_threads, source_of
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
@@ -32,16 +32,16 @@ COMBINE_ARGUMENTS = ArgumentBlock(
 """`CombineArgs` in include/jitgemm/moe/combine.cuh."""
 
 _SMEM_BYTES = {
-    RouteSpec: route_smem_bytes(32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
-    FrontSpec: route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
-    CombineSpec: 0,
+    "route": route_smem_bytes(32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
+    "front": route_smem_bytes(FRONT_THREADS // 32, MAX_EXPERTS, MAX_GLOBAL_EXPERTS),
+    "combine": 0,
 }
 _CALL = "the layer once with these shapes"
-FAMILIES: dict[type, KernelFamily[Any]] = {QuantizeSpec: QUANTIZERS} | {
-    kind: KernelFamily(f"jitgemm_{name}", source_of, lambda spec: _SMEM_BYTES[type(spec)], _CALL)
-    for kind, (name, _) in ENTRIES.items()
+FAMILIES: dict[str, KernelFamily[Any]] = {"gemm": GEMMS, "quantize": QUANTIZERS} | {
+    family: KernelFamily(f"jitgemm_{name}", source_of, lambda spec: _SMEM_BYTES[spec.family], _CALL)
+    for family, name in ENTRIES.items()
 }
-"""By the class of what `layer_specs` lists."""
+"""By `family` of specs."""
 
 
 def _route_values(
@@ -60,7 +60,7 @@ def prepare_route(topk_ids: torch.Tensor, experts: int, expert_map: torch.Tensor
     spec = route_spec(topk_ids.numel())
     threads = route_threads(spec, topk_ids.numel(), experts)
     values, smem = _route_values(topk_ids, experts, expert_map, threads, spec.ctas)
-    kernel = FAMILIES[RouteSpec].load(spec, topk_ids.get_device())
+    kernel = FAMILIES["route"].load(spec, topk_ids.get_device())
     return Launch(kernel, ROUTE_ARGUMENTS, values, grid=spec.ctas, threads=(threads, 1), smem_bytes=smem)
 
 
@@ -72,7 +72,7 @@ def prepare_front(
     values, smem = _route_values(topk_ids, experts, expert_map, FRONT_THREADS, 1)
     # Scales as `QuantizeCall.new_outputs` lays them out.
     values |= {"x_row_bytes": row_bytes(x), "m": m, "k": k, "scale_block_stride": 4 * ceil_div(m, 4)}
-    kernel = FAMILIES[FrontSpec].load(spec, x.get_device())
+    kernel = FAMILIES["front"].load(spec, x.get_device())
     # A CTA for each token beside the one that routes: there are few tokens.
     return Launch(kernel, FRONT_ARGUMENTS, values, grid=1 + m, threads=(FRONT_THREADS, 1), smem_bytes=smem)
 
@@ -83,7 +83,7 @@ def prepare_combine(
 ) -> Launch:  # fmt: skip
     """For rows of one shape and type. It waits for the kernel before it, as does the next."""
     (tokens, n), device = out.shape, rows.get_device()
-    kernel = FAMILIES[CombineSpec].load(CombineSpec(TYPE_NAMES[rows.dtype], TYPE_NAMES[out.dtype]), device)
+    kernel = FAMILIES["combine"].load(CombineSpec(TYPE_NAMES[rows.dtype], TYPE_NAMES[out.dtype]), device)
     driver.use_context(device)
     resident = max(1, driver.resident_ctas(kernel, COMBINE_THREADS, 0))
     values = {
