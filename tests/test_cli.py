@@ -26,7 +26,6 @@ from tiny_kernel import serialised_kernel, spilling_kernel
 from jitgemm import settings
 from jitgemm.activations.kernel import quantize_source, quantize_spec
 from jitgemm.cli import common, main
-from jitgemm.cli import warmup as cli_warmup
 from jitgemm.cli.cache import describe_spec, kind_of
 from jitgemm.errors import CacheMissError
 from jitgemm.jit.cache import KernelCache, process_cache

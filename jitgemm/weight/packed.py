@@ -1,7 +1,6 @@
 """W4Weight and W8Weight, weights in the kernel's order: their tensors, what they hold, and back to codes and scales.
 
-The order of the bytes is `layout.py`'s business, making a weight `pack.py`'s and `pack8.py`'s. Knows nothing of kernels
-or the driver.
+The order of the bytes is `layout.py`'s business, making a weight `pack.py`'s. Knows nothing of kernels or the driver.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ import torch
 from jitgemm.dtypes import LHS_TYPES, REAL_TYPES
 from jitgemm.kernel.formats import ceil_div
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_tensor, check_values, dtype_name
-from jitgemm.weight.pack import check_group_size, pack_w4
-from jitgemm.weight.pack8 import BLOCK, pack_w8
+from jitgemm.weight.pack import BLOCK, check_group_size, pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import check_sizes, format_group
 
