@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING or "torch" in sys.modules or not _command_runs():
     from jitgemm.activations.call import quantize_activations
     from jitgemm.gemm.int8_out import gemm_w4a8_int8_nt
-    from jitgemm.gemm.names import (
+    from jitgemm.gemm.call import (
         gemm_w4a8_bf16_nt,
         gemm_w4a8_nt,
         gemm_w8a8_bf16_nt,
