@@ -129,7 +129,7 @@ def resident_ctas(kernel: LoadedKernel, threads: int, smem_bytes: int) -> int:
 # ---- tensor maps -----------------------------------------------------------------------------------------------------
 
 _ELEMENTS = {
-    name: cu.CUtensorMapDataType[f"CU_TENSOR_MAP_DATA_TYPE_{type}"]
+    name: getattr(cu.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{type}")
     for name, type in (("u8", "UINT8"), ("bf16", "BFLOAT16"), ("fp16", "FLOAT16"), ("fp32", "FLOAT32"))
 }
 _ELEMENT_STRIDES = [cu.cuuint32_t(1), cu.cuuint32_t(1)]
