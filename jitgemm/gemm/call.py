@@ -273,8 +273,8 @@ class _Call(Gemm):
 
 
 def gemm(
-    bits: tuple[int, ...], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor, bias: torch.Tensor | None = None,
-    batch_invariant: bool = False, kernel: str | None = None,
+    bits: tuple[int, ...], lhs: tuple[torch.Tensor, ...], rhs: AnyWeight, out: torch.Tensor,
+    bias: torch.Tensor | None = None, batch_invariant: bool = False, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """`gemm_w4a8_nt` for a weight whose codes have one of these numbers of bits."""
     if getattr(rhs, "bits", 0) not in bits:

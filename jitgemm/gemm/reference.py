@@ -31,11 +31,7 @@ _BUDGET = 1 << 25
 
 
 def gemm_w4a8_reference(
-    lhs: Lhs,
-    rhs: Weight,
-    *,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    lhs: Lhs, rhs: Weight, *, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """lhs · rhsᵀ with scales, rounded once; for weights of 8 bits too.
 

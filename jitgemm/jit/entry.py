@@ -148,7 +148,7 @@ def _read_metadata(file: BinaryIO, key: str) -> tuple[dict, bytes, bytes]:
         raise BadEntry("metadata of another schema")
     if metadata.get("key") != key:
         raise BadEntry("holds another kernel than its name says")
-    values = {"serialised": ""} | metadata
+    values: dict[str, Any] = {"serialised": ""} | metadata
     values["nvrtc.build"] = values["nvrtc"].get("build") if isinstance(values.get("nvrtc"), dict) else None
     for name, kind in _FIELDS.items():
         if not isinstance(values.get(name), kind):

@@ -93,12 +93,7 @@ _DRIVER_NAMES = {
 }
 """Names as the driver reports them. Nothing but the whole name counts: an H800 is no H8, an H200 no H20."""
 
-_SHORT = {
-    "sms": "num_sms",
-    "smem": "smem_per_block",
-    "hbm": "hbm_bytes_per_us",
-    "tensor": "tensor_ops_per_us",
-}
+_SHORT = {"sms": "num_sms", "smem": "smem_per_block", "hbm": "hbm_bytes_per_us", "tensor": "tensor_ops_per_us"}
 
 
 def device_spec(name: str) -> DeviceSpec:

@@ -180,13 +180,10 @@ class JitGemmConfig(QuantizationConfig):
             return found
         from vllm.model_executor.models.utils import WeightsMapper
 
-        from jitgemm.vllm.saved import read_before
+        from jitgemm.vllm.saved import LOADED_ONCE, read_before
 
         if any(map(read_before, self.from_files)):
-            raise ValueError(
-                "expected a model that jitgemm saved to be loaded once, got reload_weights; weights that change are "
-                "loaded again from the checkpoint before packing"
-            )
+            raise ValueError(LOADED_ONCE)
         kinds = "|".join({re.escape(name.rpartition(".")[2]) for name in packed})
         names = re.compile(rf"(^|\.)({kinds})\.(gate|w13\.\w+|w2\.\w+)$")
         dropped = WeightsMapper(orig_to_new_regex={names: None})

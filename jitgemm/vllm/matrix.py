@@ -24,7 +24,7 @@ from jitgemm.checkpoint.canonical import pack_experts
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.checkpoint.layouts import PARTS, G
 from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
-from jitgemm.nn.layers.parts import LHS_DTYPES, Parts
+from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
 from jitgemm.nn.load.layer_source import LayerSource
 from jitgemm.vllm.layouts import BLOCK, Layout
 from jitgemm.weight.quantize import quantize_w4, quantize_w8
@@ -165,19 +165,16 @@ class Matrix:
 
     # ---- what was loaded ---------------------------------------------------------------------------------------------
 
-    def ready(self, layer: torch.nn.Module) -> bool:
-        """Whether the layer has the parameters, which `take` removes."""
-        return all(layer._parameters.get(name) is not None for name in self.parameters.values())
+    def params(self, layer: torch.nn.Module) -> dict[str, Any]:
+        """The layer's parameters; None for one that `take` removed."""
+        return {suffix: layer._parameters.get(name) for suffix, name in self.parameters.items()}
 
-    def take(self, layer: torch.nn.Module) -> dict[str, Any]:
-        """The parameters, which the layer no longer has."""
+    def take(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """What the parameters hold, which the layer no longer has."""
         params = {suffix: layer._parameters.pop(name) for suffix, name in self.parameters.items()}
         for param in params.values():
             param.written = frozenset()
-        return params
-
-    def params(self, layer: torch.nn.Module) -> dict[str, Any]:
-        return {suffix: layer._parameters[name] for suffix, name in self.parameters.items()}
+        return {suffix: param.data for suffix, param in params.items()}
 
     def lacking(self, layer: torch.nn.Module, part: int, expert: int | None = None) -> list[str]:
         """What the reader needs of one of the joined layers, and no file holds."""
@@ -224,7 +221,7 @@ class Matrix:
 
     def parts(self, layer: torch.nn.Module) -> Parts:
         """Packs what was loaded; the layer's parameters are gone."""
-        tensors = {suffix: param.data for suffix, param in self.take(layer).items()}
+        tensors = self.take(layer)
         if self.layout.format is None:
             return self.quantised(tensors["weight"])
         return self.source(tensors).read(next(iter(tensors.values())).device, columns=self.own)
@@ -338,7 +335,7 @@ class ExpertsMatrix(Matrix):
         return expected
 
     def parts(self, layer: torch.nn.Module) -> Parts:
-        tensors = {suffix: param.data for suffix, param in self.take(layer).items()}
+        tensors = self.take(layer)
         first = next(iter(tensors.values()))
         if self.layout.format is None:
             return self.quantised(first)
@@ -410,9 +407,9 @@ class Packing:
             initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        if not all(matrix.ready(layer) for matrix in self.matrices):
+        if any(param is None for matrix in self.matrices for param in matrix.params(layer).values()):
             return
-        for matrix in self.matrices:
+        for matrix in self.matrices if self.layout.tensors else ():
             if not self.made_up or any(map(written, matrix.params(layer).values())):
                 matrix.check(layer)
         module = self.module(layer, *(matrix.parts(layer) for matrix in self.matrices))

@@ -3,7 +3,6 @@
 linear             W4A8Linear and W8A8Linear
 experts            W4A8Experts and W8A8Experts
 packed             what both are made of: a packed weight whose tensors are a module's buffers
-parts              what a packed layer is made of, from a state dict
 gate               the gate between an expert's two GEMMs
 settle             marks a model's weights as written
 shard_weight       a rank's part of a packed weight

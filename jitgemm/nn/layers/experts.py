@@ -19,8 +19,7 @@ from jitgemm.moe.call import fused_experts
 from jitgemm.moe.masked import fused_experts_masked
 from jitgemm.nn.layers.gate import decoded, encoded
 from jitgemm.nn.layers.linear import is_dtensor
-from jitgemm.nn.layers.packed import Packed
-from jitgemm.nn.layers.parts import state_dict_parts
+from jitgemm.nn.layers.packed import Packed, state_dict_parts
 from jitgemm.tensors import check_dtype, check_no_grad
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 

@@ -20,7 +20,6 @@ from jitgemm.nn.layers.shard_weight import Cut, part_of_bias, part_of_experts, p
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.fuse.fused import ADVICE, MergedLinear, ProjectionView
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
 
 
@@ -130,7 +129,7 @@ class ExpertParallel(ParallelStyle):
         mine = slice(split.mine.start, split.mine.stop)
         for part in (module.w13, module.w2):
             bias = None if part.bias is None else part.bias[mine].clone()
-            part.take(Packed(part_of_experts(part.weight, mine), bias, activation=part.activation))
+            part.take(part.parts._replace(weight=part_of_experts(part.weight, mine), bias=bias))
         module.num_experts, module.split = split.experts, split
         return module
 
@@ -151,7 +150,7 @@ def _divide(layer: PackedLinear, style: Style, mesh: DeviceMesh) -> PackedLinear
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     bias = part_of_bias(layer.bias, *cut)
-    layer.take(type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale))
+    layer.take(layer.parts._replace(weight=weight, bias=bias))
     layer.in_features, layer.out_features, layer.split = weight.k, weight.n, style.sharding(mesh)
     return layer
 
