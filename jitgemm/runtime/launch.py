@@ -135,16 +135,9 @@ class Launch:
     __slots__ = ("number", "_block", "_bound", "_device", "_driver", "_launch", "_maps", "_remembered", "_values")
 
     def __init__(
-        self,
-        kernel: driver.LoadedKernel,
-        block: ArgumentBlock,
-        values: Mapping[str, float],
-        *,
-        grid: int,
-        threads: tuple[int, int],
-        smem_bytes: int,
-        maps: Sequence[tuple[int, driver.TileMap]] = (),
-    ):
+        self, kernel: driver.LoadedKernel, block: ArgumentBlock, values: Mapping[str, float], *, grid: int,
+        threads: tuple[int, int], smem_bytes: int, maps: Sequence[tuple[int, driver.TileMap]] = (),
+    ):  # fmt: skip
         from jitgemm.runtime import driver
 
         self.number = next(_numbers)

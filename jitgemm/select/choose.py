@@ -138,19 +138,9 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
 
 
 def kernels_for(
-    n: int,
-    k: int,
-    lhs: str,
-    format: WeightFormat,
-    device: DeviceSpec,
-    max_m: int,
-    *,
-    out: str = "bf16",
-    batch_invariant: bool = False,
-    experts: int = 0,
-    lhs_group: int = 0,
-    lhs_e8m0: bool = False,
-) -> list[KernelSpec]:
+    n: int, k: int, lhs: str, format: WeightFormat, device: DeviceSpec, max_m: int, *, out: str = "bf16",
+    batch_invariant: bool = False, experts: int = 0, lhs_group: int = 0, lhs_e8m0: bool = False,
+) -> list[KernelSpec]:  # fmt: skip
     """Every kernel that `choose` can return for this layer with m up to `max_m`, in order of m, each once.
 
     With experts m counts the rows of all of them, and the kernels are those of every routing.

@@ -29,17 +29,10 @@ _ALL = MAX_ROWS
 
 
 def pack_w4(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None = None,
-    *,
-    offset: torch.Tensor | None = None,
-    permutation: torch.Tensor | None = None,
-    group_size: int | str,
-    k: int | None = None,
-    lhs_dtype: torch.dtype | None = None,
-    code: str = "int4",
-) -> W4Weight:
+    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, *, offset: torch.Tensor | None = None,
+    permutation: torch.Tensor | None = None, group_size: int | str, k: int | None = None,
+    lhs_dtype: torch.dtype | None = None, code: str = "int4",
+) -> W4Weight:  # fmt: skip
     """Pack a 4-bit weight, or one of E experts, into the kernel's order, once, on the device where it is.
 
     The weight is (q - zero) * scale + offset; scales and offsets are applied as they are, never rounded or converted.
@@ -201,15 +194,9 @@ def pack_w8(q: torch.Tensor, scale: torch.Tensor, *, group_size: int | str | Non
 
 
 def pack_codes(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-    *,
-    k: int,
-    canonical: bool = False,
-    format: WeightFormat,
-) -> PackedWeight:
+    q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None, offset: torch.Tensor | None = None, *,
+    k: int, canonical: bool = False, format: WeightFormat,
+) -> PackedWeight:  # fmt: skip
     """Codes that the format holds, in its order; the arguments are `layout.pack_records`', with experts or without."""
     *lead, n, _ = q.shape
     shape = (*lead, layout.strips_of(n), layout.kblocks_of(k), format.record_bytes)

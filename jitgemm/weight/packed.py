@@ -176,12 +176,9 @@ class Weight(WeightBase):
             return self.with_tensors(moved["blocks"], *(moved.get(name) for name in TENSORS[1:]))
 
     def with_tensors(
-        self,
-        blocks: torch.Tensor,
-        channel_scale: torch.Tensor | None,
-        row_sum: torch.Tensor | None,
+        self, blocks: torch.Tensor, channel_scale: torch.Tensor | None, row_sum: torch.Tensor | None,
         permutation: torch.Tensor | None,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """The same weight over other tensors, such as copies on another device; checked and settled like a new one."""
         sizes = (self.n, self.k, self.group_size, self.format, self.layout_version)
         weight = type(self)(blocks, channel_scale, *sizes, row_sum, permutation)

@@ -32,15 +32,9 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 def quantize_w4(
-    w: torch.Tensor,
-    group_size: int | str,
-    *,
-    symmetric: bool = True,
-    scale_dtype: torch.dtype = torch.bfloat16,
-    full_range: bool = True,
-    clip_steps: int = CLIP_STEPS,
-    lhs_dtype: torch.dtype | None = None,
-) -> W4Weight:
+    w: torch.Tensor, group_size: int | str, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16,
+    full_range: bool = True, clip_steps: int = CLIP_STEPS, lhs_dtype: torch.dtype | None = None,
+) -> W4Weight:  # fmt: skip
     """Quantise a weight to 4 bits: per group, the scale (and zero point) of least squared error among those tried.
 
     ::
