@@ -103,6 +103,11 @@ def every_order() -> Iterator[tuple[Code, Order]]:
             yield code, order
 
 
+def numbered_orders() -> dict[tuple[int, int], tuple[Code, Order]]:
+    """Every order with its code, by the bits of codes and the order's number."""
+    return {(code.bits, order.number): (code, order) for code, order in every_order()}
+
+
 def typed_code(lhs: str) -> str:
     """The code whose values are of this type of activations: "e4m3", or "int8" for "s8"."""
     return next(code.name for code in CODES.values() if code.lhs_type == lhs)
