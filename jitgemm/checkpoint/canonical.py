@@ -18,8 +18,7 @@ from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, K_ALIGNMENT, ceil_div
 from jitgemm.tensors import TYPE_NAMES, describe, dtype_name, one_of
 from jitgemm.weight.codes import CODE_BYTES
-from jitgemm.weight.pack import pack_w4
-from jitgemm.weight.pack8 import pack_w8
+from jitgemm.weight.pack import pack_w4, pack_w8
 from jitgemm.weight.packed import W4Weight, W8Weight, Weight
 from jitgemm.weight.parts import INTEGERS, dequantize_groups
 

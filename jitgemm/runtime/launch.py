@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -32,25 +31,20 @@ class Call(Protocol):
     Attributes:
         pointers: what its launch has addresses of.
         empty: there is nothing to do. Asked of checked arguments.
+        check: raises TypeError or ValueError unless the arguments fit together.
+        operands: gives the tensors, in the order of `pointers`, those that the call makes among them.
+        run_reference: does on the CPU what the kernel does.
+        prepare: makes the launch, while the operands' device is the current one.
     """
 
     @property
     def pointers(self) -> Sequence[Pointer]: ...
-
     @property
     def empty(self) -> bool: ...
-
-    def check(self) -> None:
-        """Raises TypeError or ValueError unless the arguments fit together."""
-
-    def operands(self) -> Operands:
-        """The tensors, in the order of `pointers`, those that the call makes among them."""
-
-    def run_reference(self, operands: Operands) -> None:
-        """Does on the CPU what the kernel does."""
-
-    def prepare(self, operands: Operands) -> Launch:
-        """The launch, made while the operands' device is the current one."""
+    def check(self) -> None: ...
+    def operands(self) -> Operands: ...
+    def run_reference(self, operands: Operands) -> None: ...
+    def prepare(self, operands: Operands) -> Launch: ...
 
 
 def run_prepared(key: Hashable, layouts: Sequence[torch.Tensor], call: Call) -> Operands:
@@ -89,13 +83,6 @@ def prepare(key: Hashable, layouts: Sequence[torch.Tensor], call: Call, operands
     return launch
 
 
-def check_once(key: Hashable, layouts: Sequence[torch.Tensor], check: Callable[[], None]) -> None:
-    """Checks a call of several launches, unless this thread has checked one of this key and these layouts."""
-    if this_thread.cache.find_plan(key, layouts) is None:
-        check()
-        this_thread.cache.add_plan(key, layouts, check_once)  # of such a call there is nothing else to remember
-
-
 def check_addresses_once(name: str, pointers: Sequence[Pointer], tensors: Operands) -> None:
     """`check_addresses` for a call of several launches, before the first of them.
 
@@ -104,8 +91,10 @@ def check_addresses_once(name: str, pointers: Sequence[Pointer], tensors: Operan
     """
     if torch.compiler.is_compiling() or needs_dispatcher(tensors[0], tensors[0]):
         return
-    layouts = [tensor for tensor in tensors if tensor is not None]
-    check_once((name, *map(address_of, tensors)), layouts, partial(check_addresses, pointers, tensors))
+    key, layouts = (name, *map(address_of, tensors)), [tensor for tensor in tensors if tensor is not None]
+    if this_thread.cache.find_plan(key, layouts) is None:
+        check_addresses(pointers, tensors)
+        this_thread.cache.add_plan(key, layouts, True)
 
 
 class ArgumentBlock:
@@ -146,16 +135,9 @@ class Launch:
     __slots__ = ("number", "_block", "_bound", "_device", "_driver", "_launch", "_maps", "_remembered", "_values")
 
     def __init__(
-        self,
-        kernel: driver.LoadedKernel,
-        block: ArgumentBlock,
-        values: Mapping[str, float],
-        *,
-        grid: int,
-        threads: tuple[int, int],
-        smem_bytes: int,
-        maps: Sequence[tuple[int, driver.TileMap]] = (),
-    ):
+        self, kernel: driver.LoadedKernel, block: ArgumentBlock, values: Mapping[str, float], *, grid: int,
+        threads: tuple[int, int], smem_bytes: int, maps: Sequence[tuple[int, driver.TileMap]] = (),
+    ):  # fmt: skip
         from jitgemm.runtime import driver
 
         self.number = next(_numbers)
