@@ -26,6 +26,10 @@ from jitgemm.weight.packed import Weight
 _ROWS = "rows"
 """The parameter of the numbers, in the files' layers, of a rank's rows: 1 for the first, 0 for rows that none has."""
 _CPU = torch.device("cpu")
+LOADED_ONCE = (
+    "expected a model that jitgemm saved to be loaded once, got reload_weights; weights that change are loaded again from "
+    "the checkpoint before packing"
+)
 
 
 class SavedMatrix(Matrix):
@@ -49,10 +53,7 @@ class SavedMatrix(Matrix):
 
         def kept(param: Any, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> None:
             if param.is_meta:
-                raise ValueError(
-                    f"{self.names[0]}: expected a model that jitgemm saved to be loaded once, got reload_weights; "
-                    "weights that change are loaded again from the checkpoint before packing"
-                )
+                raise ValueError(f"{self.names[0]}: {LOADED_ONCE}")
             ((part, _),) = self.marks(loaded_weight, *shard, **shards)
             param.kept = getattr(param, "kept", {}) | {part: loaded_weight}
             if load is not None:
@@ -61,13 +62,9 @@ class SavedMatrix(Matrix):
 
         return kept
 
-    def check(self, layer: torch.nn.Module) -> None:
-        """What lacks, `state_dict_parts` names."""
-
     def parts(self, layer: torch.nn.Module) -> Parts:
-        params = self.take(layer)
-        rows = params.pop(_ROWS).data
-        kept = {suffix: getattr(param, "kept", {}) for suffix, param in params.items()}
+        kept = {suffix: getattr(param, "kept", {}) for suffix, param in self.params(layer).items() if suffix != _ROWS}
+        rows = self.take(layer)[_ROWS]
         whole = all(None in parts for parts in kept.values() if parts)  # one layer, or one that the files have joined
         names = {None: self.names[0]} if whole else dict(enumerate(self.names))
         found = {}
@@ -76,10 +73,12 @@ class SavedMatrix(Matrix):
             tensors = {prefix + suffix: parts[part].to(rows.device) for suffix, parts in kept.items() if part in parts}
             found[name] = state_dict_parts(tensors, prefix)
         activation = one_activation(found, self.wanted, self.option)
+        columns = self.rank * self.k, (self.rank + 1) * self.k
         weights = []
         for parts, mine in zip(found.values(), [rows] if whole else rows.split(list(self.widths))):
-            weight = rows_of(unpacked(parts.weight), mine.flatten().long())
-            columns = self.rank * self.k, (self.rank + 1) * self.k
+            numbers = mine.flatten().long()
+            weight, none = unpacked(parts.weight).rows((numbers - 1).clamp(min=0)), (numbers == 0)[:, None]
+            weight = replace(weight, **weight.parameters(lambda values: values.masked_fill(none, 0)))
             weights.append(weight if self.k == self.whole else weight.columns(*columns))
         packed = concat(weights).pack(LHS_DTYPES[activation])
         scales = [parts.input_scale for parts in found.values() if parts.input_scale is not None]
@@ -100,25 +99,19 @@ class SavedExperts(ExpertsMatrix):
         layer.register_buffer(self.buffer, torch.empty(1), persistent=False)
         self.config.from_files.add(layer)
 
-    def ready(self, layer: torch.nn.Module) -> bool:
-        return self.buffer in layer._buffers
-
-    def check(self, layer: torch.nn.Module) -> None:
-        """What lacks, `state_dict_parts` names."""
+    def params(self, layer: torch.nn.Module) -> dict[str, Any]:
+        return {self.buffer: layer._buffers.get(self.buffer)}
 
     def gate(self, expected: Gate) -> Gate:
-        gate = self._gate()
-        if gate._replace(order=expected.order) != expected:
-            raise ValueError(f"{self.module}.gate: expected {expected}, as the model has it, got {gate}")
-        return gate
-
-    def _gate(self) -> Gate:
-        return decoded(self.config.files().read(f"{self.module}.gate", _CPU))
+        if self.found._replace(order=expected.order) != expected:
+            raise ValueError(f"{self.module}.gate: expected {expected}, as the model has it, got {self.found}")
+        return self.found
 
     def parts(self, layer: torch.nn.Module) -> Parts:
         """This rank's experts, in their order on it."""
         device = layer._buffers.pop(self.buffer).device
         files, prefix, count = self.config.files(), f"{self.module}.{self.part}.", layer.moe_config.num_experts
+        self.found = decoded(files.read(f"{self.module}.gate", _CPU))
         names = files.layer(prefix)
         if (held := files.info(names["blocks"]).shape[0]) != count:
             raise ValueError(f"{prefix}blocks: expected {count} experts, as the model has, got {held}")
@@ -126,8 +119,7 @@ class SavedExperts(ExpertsMatrix):
         mine = sorted((e for e in range(count) if places[e] >= 0), key=lambda e: places[e])
         shared = {names[each]: files.read(names[each], _CPU) for each in ON_CPU if each in names}
         of_one = [full for full in names.values() if full not in shared]
-        size = len(self.widths) * self.rows, self.whole
-        rows = self._rows_of_rank().to(device)
+        size, ranks = (len(self.widths) * self.rows, self.whole), self.rows // self.widths[0] * (self.whole // self.k)
         biases: dict[int, torch.Tensor | None] = {}
 
         def parts_of(i: int) -> Parts:
@@ -140,27 +132,25 @@ class SavedExperts(ExpertsMatrix):
 
         def make(i: int) -> Weight:
             parts = parts_of(i) if i else first
-            biases[i] = parts.bias
-            if self.widths[0] == self.rows and self.k == self.whole:
+            if ranks == 1:
+                biases[i] = parts.bias
                 return parts.weight
-            weight = replace(unpacked(parts.weight), bias=parts.bias)
-            if self.k == self.whole:
-                weight = weight.rows(rows)
-            else:
-                weight = weight.columns(self.rank * self.k, (self.rank + 1) * self.k)
-            biases[i] = weight.bias if self.k == self.whole or self.rank == 0 else None
+            weight = self._of_rank(replace(unpacked(parts.weight), bias=parts.bias), ranks)
+            biases[i] = weight.bias
             return weight.pack(LHS_DTYPES[parts.activation])
 
         weight = type(first.weight).stacked(len(mine), make)
         given = [bias for bias in biases.values() if bias is not None]
         return Parts(weight, torch.stack(given) if given else None, first.activation, None)
 
-    def _rows_of_rank(self) -> torch.Tensor:
-        """Of w13, in the order of the files' gate."""
-        own = torch.arange(self.rank * self.widths[0], (self.rank + 1) * self.widths[0])
-        if self._gate().order == "interleaved":
-            return torch.stack((2 * own, 2 * own + 1), 1).flatten()
-        return torch.cat((own, own + self.rows))
+    def _of_rank(self, weight: CanonicalWeight, ranks: int) -> CanonicalWeight:
+        """Columns of w2, or rows of w13 in the order of the files' gate."""
+        if self.part == "w2":
+            return weight.shard("k", self.rank, ranks)
+        own = torch.arange(self.widths[0], device=weight.q.device) + self.rank * self.widths[0]
+        interleaved = self.found.order == "interleaved"
+        pairs = torch.stack((2 * own, 2 * own + 1), 1) if interleaved else torch.stack((own, own + self.rows))
+        return weight.rows(pairs.flatten())
 
 
 def read_before(layer: torch.nn.Module) -> bool:
@@ -179,9 +169,3 @@ def one_activation(found: Mapping[str, Parts], wanted: str | None, option: str) 
                 f"{'the options say' if wanted else first + ' was'}"
             )
     return activation
-
-
-def rows_of(weight: CanonicalWeight, numbers: torch.Tensor) -> CanonicalWeight:
-    """The rows of these numbers, from 1 on; number 0 is a row of zeros."""
-    rows, none = weight.rows((numbers - 1).clamp(min=0)), (numbers == 0)[:, None]
-    return replace(rows, **rows.parameters(lambda values: values.masked_fill(none, 0)))
