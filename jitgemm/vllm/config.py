@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from jitgemm.checkpoint import formats
 from jitgemm.checkpoint.autoround import translated
-from jitgemm.checkpoint.compressed_tensors_config import for_layer
+from jitgemm.checkpoint.compressed_tensors import for_layer
 from jitgemm.checkpoint.files import Checkpoint, weights_of
 from jitgemm.checkpoint.format import setting
 from jitgemm.checkpoint.gptq import overridden

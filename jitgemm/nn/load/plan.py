@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from jitgemm.checkpoint.compressed_tensors_config import stored_otherwise
+from jitgemm.checkpoint.compressed_tensors import stored_otherwise
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.load.experts_source import StackedSource

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from jitgemm.checkpoint.compressed_tensors_config import online_transform
+from jitgemm.checkpoint.compressed_tensors import online_transform
 from jitgemm.checkpoint.files import Checkpoint
 from jitgemm.nn.layers.linear import PackedLinear
 from jitgemm.nn.load.experts_source import ExpertsSource, StackedSource
