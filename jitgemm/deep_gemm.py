@@ -20,15 +20,13 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from jitgemm.gemm.call import gemm
-from jitgemm.gemm.e8m0 import fp32_scales
-from jitgemm.gemm.call import contiguous, masked
+from jitgemm.gemm.call import contiguous, gemm, masked
 from jitgemm.gemm.grouped import rows_of_m_indices
-from jitgemm.gemm.problem import experts_of
+from jitgemm.gemm.problem import ANY, experts_of, fp32_scales
 from jitgemm.kernel.formats import LHS_GROUP, ceil_div
 from jitgemm.runtime.device import device_of
 from jitgemm.tensors import check_dtype, check_int, check_tensor, describe
@@ -52,16 +50,10 @@ _PACKED_IN_EVERY_CALL = (
 
 
 def fp8_gemm_nt(
-    a: Pair,
-    b: Pair | Weight,
-    d: torch.Tensor,
-    c: torch.Tensor | None = None,
-    recipe: Recipe | None = None,
-    recipe_a: Part | None = None,
-    recipe_b: Part | None = None,
-    compiled_dims: str = "nk",
+    a: Pair, b: Pair | Weight, d: torch.Tensor, c: torch.Tensor | None = None, recipe: Recipe | None = None,
+    recipe_a: Part | None = None, recipe_b: Part | None = None, compiled_dims: str = "nk",
     disable_ue8m0_cast: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """d [m, n] = a · bᵀ.
 
     Raises:
@@ -70,30 +62,16 @@ def fp8_gemm_nt(
     """
     if c is not None:
         raise ValueError(f"c: expected None, as results are not added to a tensor, got a {type(c).__name__}")
-    gemm(Weight, a, _weight(b, recipe, recipe_a, recipe_b), d)
-
-
-def gemm_fp8_fp8_bf16_nt(lhs: Pair, rhs: Pair | Weight, out: torch.Tensor) -> None:
-    """`fp8_gemm_nt` by its older name."""
-    fp8_gemm_nt(lhs, rhs, out)
+    gemm(ANY, a, _weight(b, recipe, recipe_a, recipe_b), d)
 
 
 def m_grouped_fp8_gemm_nt_contiguous(
-    a: Pair,
-    b: Pair | Weight,
-    d: torch.Tensor,
-    grouped_layout: torch.Tensor | None = None,
-    recipe: Recipe | None = None,
-    recipe_a: Part | None = None,
-    recipe_b: Part | None = None,
-    compiled_dims: str = "nk",
-    disable_ue8m0_cast: bool = False,
-    use_psum_layout: bool = False,
-    ensure_zero_padding: bool = True,
-    expected_m_for_psum_layout: int | None = None,
-    *,
+    a: Pair, b: Pair | Weight, d: torch.Tensor, grouped_layout: torch.Tensor | None = None,
+    recipe: Recipe | None = None, recipe_a: Part | None = None, recipe_b: Part | None = None,
+    compiled_dims: str = "nk", disable_ue8m0_cast: bool = False, use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True, expected_m_for_psum_layout: int | None = None, *,
     m_indices: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """d[i] = a[i] · b[grouped_layout[i]]ᵀ; rows of index -1 are left alone.
 
     Args:
@@ -118,21 +96,14 @@ def m_grouped_fp8_gemm_nt_contiguous(
     rows = rows_of_m_indices(indices, experts_of(weight), name)
     if indices.shape != check_tensor("d", d).shape[:1]:
         raise ValueError(f"{name}: expected shape {list(d.shape[:1])}, got {list(indices.shape)}")
-    contiguous(Weight, a, weight, d, rows)
+    contiguous(ANY, a, weight, d, rows)
 
 
 def m_grouped_fp8_gemm_nt_masked(
-    a: Pair,
-    b: Pair | Weight,
-    d: torch.Tensor,
-    masked_m: torch.Tensor,
-    expected_m: int,
-    recipe: Recipe | None = None,
-    recipe_a: Part | None = None,
-    recipe_b: Part | None = None,
-    compiled_dims: str = "nk",
-    disable_ue8m0_cast: bool = False,
-) -> None:
+    a: Pair, b: Pair | Weight, d: torch.Tensor, masked_m: torch.Tensor, expected_m: int,
+    recipe: Recipe | None = None, recipe_a: Part | None = None, recipe_b: Part | None = None,
+    compiled_dims: str = "nk", disable_ue8m0_cast: bool = False,
+) -> None:  # fmt: skip
     """d[e, i] = a[e, i] · b[e]ᵀ for i < masked_m[e].
 
     Args:
@@ -143,57 +114,46 @@ def m_grouped_fp8_gemm_nt_masked(
     Raises:
         As `m_grouped_gemm_w8a8_nt_masked` and `pack_w8`; ValueError for another recipe.
     """
-    masked(Weight, a, _weight(b, recipe, recipe_a, recipe_b), d, masked_m, expected_m)
+    masked(ANY, a, _weight(b, recipe, recipe_a, recipe_b), d, masked_m, expected_m)
 
 
+def _older(call: Callable[..., None]) -> Callable[..., None]:
+    def by_older_names(lhs: Pair, rhs: Pair | Weight, out: torch.Tensor, *groups: Any, **options: Any) -> None:
+        """The same call by the names that it and its operands had first."""
+        call(lhs, rhs, out, *groups, **options)
+
+    return by_older_names
+
+
+gemm_fp8_fp8_bf16_nt = _older(fp8_gemm_nt)
+m_grouped_gemm_fp8_fp8_bf16_nt_contiguous = _older(m_grouped_fp8_gemm_nt_contiguous)
+m_grouped_gemm_fp8_fp8_bf16_nt_masked = _older(m_grouped_fp8_gemm_nt_masked)
 fp8_m_grouped_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
 
 
-def m_grouped_gemm_fp8_fp8_bf16_nt_contiguous(
-    lhs: Pair, rhs: Pair | Weight, out: torch.Tensor, m_indices: torch.Tensor
-) -> None:
-    """`m_grouped_fp8_gemm_nt_contiguous` by its older name."""
-    m_grouped_fp8_gemm_nt_contiguous(lhs, rhs, out, m_indices=m_indices)
+def _with_transposed(call: Callable[..., None], *names: str) -> Callable[..., None]:
+    def transposed(a: Pair, b: Pair | Weight, d: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        """The _nt call's product. An n in the name: w is [k, n] and its scales [ceil(k / 128), ceil(n / 128)], with E in
+        front where it is grouped. A t in front: x is [k, m] and its scales [ceil(k / 128), m]; x is copied, as values
+        along k have to lie next to one another.
+        """
+        if "a" in names:
+            x, scale = _transposed("a", a)
+            a = x.contiguous(), scale
+        call(a, _transposed("b", b) if "b" in names else b, d, *arguments, **options)
+
+    return transposed
 
 
-def m_grouped_gemm_fp8_fp8_bf16_nt_masked(
-    lhs: Pair, rhs: Pair | Weight, out: torch.Tensor, masked_m: torch.Tensor, expected_m: int
-) -> None:
-    """`m_grouped_fp8_gemm_nt_masked` by its older name."""
-    m_grouped_fp8_gemm_nt_masked(lhs, rhs, out, masked_m, expected_m)
-
-
-def fp8_gemm_nn(a: Pair, b: Pair, d: torch.Tensor, *arguments: Any, **options: Any) -> None:
-    """d [m, n] = a · b, with w [k, n] and its scales [ceil(k / 128), ceil(n / 128)]; the rest as `fp8_gemm_nt`."""
-    fp8_gemm_nt(a, _transposed("b", b), d, *arguments, **options)
-
-
-def fp8_gemm_tn(a: Pair, b: Pair, d: torch.Tensor, *arguments: Any, **options: Any) -> None:
-    """d [m, n] = aᵀ · b, with x [k, m] and its scales [ceil(k / 128), m], and b as `fp8_gemm_nn` has it.
-
-    Copies x, whose values along k have to lie next to one another.
-    """
-    fp8_gemm_nt(_rows_of("a", a), _transposed("b", b), d, *arguments, **options)
-
-
-def fp8_gemm_tt(a: Pair, b: Pair | Weight, d: torch.Tensor, *arguments: Any, **options: Any) -> None:
-    """d [m, n] = aᵀ · bᵀ, with a as `fp8_gemm_tn` has it and b as `fp8_gemm_nt` has it."""
-    fp8_gemm_nt(_rows_of("a", a), b, d, *arguments, **options)
-
-
-def m_grouped_fp8_gemm_nn_contiguous(
-    a: Pair, b: Pair, d: torch.Tensor, grouped_layout: torch.Tensor, *arguments: Any, **options: Any
-) -> None:
-    """`m_grouped_fp8_gemm_nt_contiguous` with w [E, k, n] and its scales [E, ceil(k / 128), ceil(n / 128)]."""
-    m_grouped_fp8_gemm_nt_contiguous(a, _transposed("b", b), d, grouped_layout, *arguments, **options)
-
-
-fp8_fp4_gemm_nt, fp8_fp4_gemm_nn, fp8_fp4_gemm_tn, fp8_fp4_gemm_tt = fp8_gemm_nt, fp8_gemm_nn, fp8_gemm_tn, fp8_gemm_tt
+fp8_gemm_nn = fp8_fp4_gemm_nn = _with_transposed(fp8_gemm_nt, "b")
+fp8_gemm_tn = fp8_fp4_gemm_tn = _with_transposed(fp8_gemm_nt, "a", "b")
+fp8_gemm_tt = fp8_fp4_gemm_tt = _with_transposed(fp8_gemm_nt, "a")
+m_grouped_fp8_gemm_nn_contiguous = _with_transposed(m_grouped_fp8_gemm_nt_contiguous, "b")
+fp8_fp4_gemm_nt = fp8_gemm_nt
 m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
 m_grouped_fp8_fp4_gemm_nn_contiguous = m_grouped_fp8_gemm_nn_contiguous
 m_grouped_fp8_fp4_gemm_nt_masked = m_grouped_fp8_gemm_nt_masked
-"""The same functions, as in DeepGEMM. Pairs of packed FP4 codes raise TypeError."""
-
+"""DeepGEMM calls them so, too. Pairs of packed FP4 codes raise TypeError."""
 
 _MISSING = {
     name: reason
@@ -226,21 +186,33 @@ _MISSING = {
     for name in names.split()
 }
 """DeepGEMM's names that jitgemm does not have -> the reason, or what to call instead."""
+_FIXED: dict[str, tuple[object, str]] = {
+    "get_theoretical_mk_alignment_for_contiguous_layout": (1, "1: no alignment is faster than another."),
+    "get_pdl": (True, "True: a kernel starts before the kernel before it ends where that is safe."),
+    "get_tc_util": (100, "100: kernels use the tensor cores as much as they can."),
+    "set_pdl": (None, "Changes nothing: each call decides whether its kernel may start early."),
+    "set_tc_util": (None, "Changes nothing."),
+    "set_ignore_compile_dims": (None, "Changes nothing: kernels are not compiled for shapes."),
+    "set_block_size_multiple_of": (
+        None,
+        "Changes nothing: the selector chooses tiles, and results do not depend on it.",
+    ),
+}
+"""Settings that change no result -> what they return, whatever they are given, and why."""
 
 
-def _missing(name: str, reason: str) -> Callable[..., NoReturn]:
-    def call(*arguments: object, **options: object) -> NoReturn:
-        raise NotImplementedError(f"{name}: {reason}")
+def _stub(name: str) -> Callable[..., Any]:
+    def call(*arguments: object, **options: object) -> object:
+        if name in _MISSING:
+            raise NotImplementedError(f"{name}: {_MISSING[name]}")
+        return _FIXED[name][0]
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"NotImplementedError: {reason}."
+    call.__doc__ = f"NotImplementedError: {_MISSING[name]}." if name in _MISSING else _FIXED[name][1]
     return call
 
 
-globals().update({name: _missing(name, reason) for name, reason in _MISSING.items()})
-
-
-# ---- settings and layouts, none of which changes a result -------------------------------------------------------------
+globals().update({name: _stub(name) for name in (*_MISSING, *_FIXED)})
 
 _alignment = 1
 
@@ -256,11 +228,6 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
     _alignment = check_int("new_value", new_value)
 
 
-def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
-    """1: no alignment is faster than another."""
-    return 1
-
-
 get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 get_k_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout
 
@@ -271,32 +238,17 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
 
 
 def get_mn_major_tma_aligned_tensor(x: torch.Tensor) -> torch.Tensor:
-    """x itself: scales may have any strides, and fp32 ones need no packing."""
+    """x itself: scales may have any strides."""
     return x
 
 
-get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor
-
-
-def get_mn_major_tma_aligned_packed_ue8m0_tensor(
-    sf: torch.Tensor, psum_layout: torch.Tensor | None = None
-) -> torch.Tensor:
-    """sf itself, fp32 or packed: the calls take both."""
-    return sf
-
-
-def transform_sf_into_required_layout(
-    sf: torch.Tensor,
-    mn: int,
-    k: int,
-    recipe: Recipe | Part,
-    num_groups: int | None = None,
-    is_sfa: bool | None = None,
-    disable_ue8m0_cast: bool = False,
-    psum_layout: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """sf itself: the calls take scales as they are and check them."""
+def transform_sf_into_required_layout(sf: torch.Tensor, *layout: object, **options: object) -> torch.Tensor:
+    """sf itself: the calls take scales as they are, fp32 or packed, and check them."""
     return check_tensor("sf", sf)
+
+
+get_col_major_tma_aligned_tensor = get_mn_major_tma_aligned_tensor
+get_mn_major_tma_aligned_packed_ue8m0_tensor = transform_sf_into_required_layout
 
 
 def get_num_sms() -> int:
@@ -308,32 +260,6 @@ def set_num_sms(new_num_sms: int) -> None:
     """Warns where it is fewer than `get_num_sms()`: kernels use as many SMs as their tiles fill."""
     if check_int("new_num_sms", new_num_sms) < get_num_sms():
         _warn_once(f"set_num_sms({new_num_sms}): kernels of jitgemm may use all {get_num_sms()} SMs")
-
-
-def get_pdl() -> bool:
-    """True: a kernel starts before the kernel before it ends where that is safe."""
-    return True
-
-
-def set_pdl(new_enable_pdl: bool) -> None:
-    """Changes nothing: each call decides whether its kernel may start early."""
-
-
-def get_tc_util() -> int:
-    """100: kernels use the tensor cores as much as they can."""
-    return 100
-
-
-def set_tc_util(new_tc_util: int) -> None:
-    """Changes nothing."""
-
-
-def set_ignore_compile_dims(new_value: bool) -> None:
-    """Changes nothing: kernels are not compiled for shapes."""
-
-
-def set_block_size_multiple_of(new_value: int | tuple[int, int]) -> None:
-    """Changes nothing: the selector chooses tiles, and results do not depend on them."""
 
 
 def _weight(b: object, *recipes: object) -> Weight:
@@ -358,9 +284,8 @@ def _weight(b: object, *recipes: object) -> Weight:
 def _pair(name: str, pair: object, expected: str) -> Pair:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{name}: expected {expected}, got {type(pair).__name__}")
-    parts = ("w" if name == "b" else "x"), "scales"
-    values, scale = (check_tensor(f"{name}[{i}] ({part})", pair[i]) for i, part in enumerate(parts))
-    return values, scale
+    values = "w" if name == "b" else "x"
+    return check_tensor(f"{name}[0] ({values})", pair[0]), check_tensor(f"{name}[1] (scales)", pair[1])
 
 
 def _transposed(name: str, pair: object) -> Pair:
@@ -368,11 +293,6 @@ def _transposed(name: str, pair: object) -> Pair:
     if min(values.dim(), scale.dim()) < 2:
         raise ValueError(f"{name}: expected two dimensions and more, got {describe(values)} and {describe(scale)}")
     return values.mT, scale.mT
-
-
-def _rows_of(name: str, pair: object) -> Pair:
-    values, scale = _transposed(name, pair)
-    return values.contiguous(), scale
 
 
 @torch.compiler.disable

@@ -36,7 +36,7 @@ def one_of(types: tuple[str, ...]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def known(condition: Any) -> bool:
+def statically_true(condition: Any) -> bool:
     """Whether a condition on sizes holds for all that a tracer lets them be: to ask more would put a guard on the graph.
     The call checks again when it runs."""
     if isinstance(condition, bool) and not torch.compiler.is_compiling():  # Dynamo says that a SymBool is one
@@ -46,9 +46,9 @@ def known(condition: Any) -> bool:
     return statically_known_true(condition)
 
 
-def differ(shape: Sequence[Any], expected: Sequence[Any]) -> bool:
+def shapes_differ(shape: Sequence[Any], expected: Sequence[Any]) -> bool:
     """Whether two shapes are known to differ."""
-    return len(shape) != len(expected) or any(known(a != b) for a, b in zip(shape, expected))
+    return len(shape) != len(expected) or any(statically_true(a != b) for a, b in zip(shape, expected))
 
 
 def take_rows(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:

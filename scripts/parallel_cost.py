@@ -22,7 +22,7 @@ from jitgemm.cli import common
 from jitgemm.kernel.formats import Problem, WeightFormat, tuned_order
 from jitgemm.select.choose import choose
 from jitgemm.select.devices import DEVICES
-from jitgemm.select.model import predict
+from jitgemm.select.cost import predict
 
 # ---- figures. Rates in bytes per microsecond: 1e3 is 1 GB/s. ---------------------------------------------------------
 

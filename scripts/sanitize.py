@@ -25,7 +25,7 @@ from jitgemm.gemm.problem import Groups  # noqa: E402
 from jitgemm.kernel.formats import WeightFormat  # noqa: E402
 from jitgemm.kernel.spec import KernelSpec  # noqa: E402
 from jitgemm.runtime.device import device_of  # noqa: E402
-from jitgemm.select.shapes import legal_kernels  # noqa: E402
+from jitgemm.select.legal import legal_kernels  # noqa: E402
 
 # What the kernel must be, weight format, lhs type, (m, n, k) with tails on every side.
 G128, G32Z, CHANNEL = (128, False, "bf16"), (32, True, "fp16"), (builders.PER_CHANNEL, False, "fp32")

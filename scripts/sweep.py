@@ -28,10 +28,10 @@ from jitgemm.cli import common
 from jitgemm.kernel.formats import Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.select import model
+from jitgemm.select import cost
 from jitgemm.select.choose import band_end, candidates, choose
 from jitgemm.select.devices import DEVICES, DeviceSpec, device_spec
-from jitgemm.select.shapes import illegal
+from jitgemm.select.legal import illegal
 
 if TYPE_CHECKING:
     from benchmark_lib.timing import Timed
@@ -172,7 +172,7 @@ class Sweep:
             found: Timings = {}
             for *cell, us in document[name]:
                 lhs, fmt, lhs_group = FORMATS[cell[0]]
-                fmt = fmt.of_kernels
+                fmt = fmt.kernel_format
                 table = problem_of(tuple(cell)).table_size
                 shapes = (dict(zip(document["fields"], document["kernels"][index])) for index, _ in us)
                 kernels = (KernelSpec(lhs, fmt, experts=table, lhs_group=lhs_group, **shape) for shape in shapes)
@@ -393,7 +393,7 @@ def regrets(timings: Timings, device: DeviceSpec) -> list[Regret]:
     for cell, us in timings.items():
         problem = problem_of(cell)
         chosen, best = choose(problem, device), min(us, key=us.__getitem__)
-        likely = min(us, key=lambda kernel: model.predict(kernel, problem, device).predicted_us)
+        likely = min(us, key=lambda kernel: cost.predict(kernel, problem, device).predicted_us)
         regret = us[chosen] / us[best] - 1 if chosen in us else None
         found.append(Regret(cell, regret, us[likely] / us[best] - 1, chosen, best, us[best]))
     return found
@@ -441,7 +441,7 @@ GROUPED = ("TABLE_US", "REREAD")
 def constants(grouped: bool = False) -> list[tuple[str, Any]]:
     """(name, key) of every constant of the model that a fit may change; key is None for a scalar."""
     found: list[tuple[str, Any]] = []
-    for name, value in vars(model).items():
+    for name, value in vars(cost).items():
         if not name.isupper() or name in MEASURED or (name in GROUPED and not grouped):
             continue
         if isinstance(value, float):
@@ -464,11 +464,11 @@ def fit(sweeps: Sequence[tuple[Timings, DeviceSpec]], seconds: float, seed: int)
     """Random descent on the regret and on the error of predictions of near kernels, from the constants as they are."""
 
     def score_of(timings: Timings, device: DeviceSpec) -> float:
-        costs = {kernel: model.costs(kernel, device) for us in timings.values() for kernel in us}
+        costs = {kernel: cost.costs(kernel, device) for us in timings.values() for kernel in us}
         losses, errors = [], []
         for cell, us in timings.items():
             problem, best = problem_of(cell), min(us.values())
-            predicted = {kernel: model.times(kernel, costs[kernel], problem, device)[0].total for kernel in us}
+            predicted = {kernel: cost.times(kernel, costs[kernel], problem, device)[0].total for kernel in us}
             least = min(predicted.values())
             weights = {kernel: (value / least) ** (-1 / BLUR) for kernel, value in predicted.items()}
             losses.append(sum(weights[k] * us[k] for k in us) / sum(weights.values()) / best - 1)
@@ -480,14 +480,14 @@ def fit(sweeps: Sequence[tuple[Timings, DeviceSpec]], seconds: float, seed: int)
         return sum(score_of(*each) for each in sweeps)
 
     def get(name: str, key: Any) -> float:
-        return getattr(model, name) if key is None else getattr(model, name)[key]
+        return getattr(cost, name) if key is None else getattr(cost, name)[key]
 
     def put(values: dict[tuple[str, Any], float]) -> None:
         for (name, key), value in values.items():
             if key is None:
-                setattr(model, name, value)
+                setattr(cost, name, value)
             else:
-                getattr(model, name)[key] = value
+                getattr(cost, name)[key] = value
 
     rng = random.Random(seed)
     grouped = any(problem_of(cell).experts for timings, _ in sweeps for cell in timings)
@@ -657,7 +657,7 @@ def fit_command(
     seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to fit.")] = 300,
     seed: Annotated[int, typer.Option("--seed")] = 1,
 ) -> None:
-    """Finds constants for jitgemm/select/model.py that would do better on the fitted parts; needs no GPU."""
+    """Finds constants for jitgemm/select/cost.py that would do better on the fitted parts; needs no GPU."""
     parts = []
     for sweep in map(Sweep.read, files):
         fitted = {cell: us for cell, us in sweep.timings().items() if not held_out(*cell[1:3])}

@@ -15,7 +15,7 @@ from test_grouped import weight_of_experts
 import jitgemm
 from jitgemm.gemm import launch as gemms
 from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.e8m0 import fp32_scales, pack_e8m0
+from jitgemm.gemm.problem import fp32_scales, pack_e8m0
 from jitgemm.gemm.problem import Groups
 from jitgemm.gemm.reference import round_fp64
 from jitgemm.kernel.formats import Problem, WeightFormat
@@ -24,7 +24,7 @@ from jitgemm.kernel.spec import KernelSpec, smem_bytes
 from jitgemm.kernel.tactics import promote_records
 from jitgemm.select.choose import choose, kernel_named, kernels_for
 from jitgemm.select.devices import DEVICES
-from jitgemm.select.shapes import illegal, legal_kernels
+from jitgemm.select.legal import illegal, legal_kernels
 
 H200 = DEVICES["h200"]
 FORMATS = [(32, True, "bf16", False), (64, False, "fp32", True), (128, False, "bf16", False), (256, False, "fp16", False),

@@ -18,10 +18,10 @@ from test_grouped_gpu import assert_right as assert_groups_right
 from test_grouped_gpu import guarded, offsets_of
 
 import jitgemm
-from jitgemm.activations.arguments import Inputs
-from jitgemm.activations.call import quantize
+from jitgemm.activations.arguments import activation_of
+from jitgemm.activations.call import QuantizeCall, quantize
 from jitgemm.gemm.problem import Gemm
-from jitgemm.gemm.e8m0 import fp32_scales
+from jitgemm.gemm.problem import fp32_scales
 from jitgemm.gemm.launch import GemmLaunch
 from jitgemm.gemm.problem import Groups
 from jitgemm.kernel.formats import Problem, WeightFormat
@@ -29,7 +29,7 @@ from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.route import route_and_quantize
 from jitgemm.select.choose import candidates, choose
 from jitgemm.select.devices import device_spec
-from jitgemm.select.shapes import illegal, legal_kernels
+from jitgemm.select.legal import illegal, legal_kernels
 from jitgemm.tensors import TYPE_NAMES
 
 pytestmark = pytest.mark.gpu
@@ -276,7 +276,7 @@ def test_tokens_as_rows_give_the_bits_of_weights_as_rows(lhs_type, scales, out, 
         x_scale = of_every_kind(m, k, column_major=True)
     bias = builders.bias(3, n, device="cuda")
     spec = KernelSpec(
-        lhs_type, weight.format.of_kernels, stages=3, token_rows=True, lhs_group=128, lhs_e8m0=e8m0,
+        lhs_type, weight.format.kernel_format, stages=3, token_rows=True, lhs_group=128, lhs_e8m0=e8m0,
         out=TYPE_NAMES[out], **shape,
     )  # fmt: skip
     assert illegal(spec, device_spec("h200")) is None
@@ -319,7 +319,9 @@ def launch_groups_of_token_rows(lhs_type, gathered, shape, n, k, counts, launche
     lhs = builders.block_lhs(2, rows + first, k, lhs_type, device="cuda")
     index = torch.randint(0, rows, (rows + first,), generator=builders.generator(4), dtype=torch.int32).cuda()
     bias = torch.stack([builders.bias(e, n) for e in range(experts)]).cuda()
-    spec = KernelSpec(lhs_type, weight.format.of_kernels, stages=3, token_rows=True, lhs_group=128, experts=64, **shape)
+    spec = KernelSpec(
+        lhs_type, weight.format.kernel_format, stages=3, token_rows=True, lhs_group=128, experts=64, **shape
+    )
     assert illegal(spec, device_spec("h200")) is None
     before = torch.full((rows + first + 3, n), 3.0, dtype=torch.bfloat16, device="cuda")
     groups = Groups(offsets_of(counts, first), index if gathered else None, 0, rows)
@@ -590,7 +592,7 @@ def test_a_quantiser_and_a_gemm_in_a_graph():
 def test_routing_and_quantising_at_once_are_both(tokens, k):
     ids = torch.randint(0, 64, (tokens, 8), generator=builders.generator(k)).cuda()
     x = values(1, tokens, k, device="cuda")
-    inputs = Inputs(x, torch.float8_e4m3fn, False, False, None, None, None, None, 0.0, None, block=True)
+    inputs = QuantizeCall(x, activation_of(torch.float8_e4m3fn, "block", False))
     _, outputs = route_and_quantize(inputs, ids, 64, None)
     assert_same_bits(outputs[:2], quantize(inputs)[:2])
 

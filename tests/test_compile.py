@@ -30,10 +30,10 @@ from jitgemm.jit.source import OPTIONS, headers
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source, render
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.kernel.tactics import for_k
+from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select.choose import choose, kernels_for
 from jitgemm.select.devices import DEVICES
-from jitgemm.select.shapes import legal_kernels
+from jitgemm.select.legal import legal_kernels
 
 pytestmark = pytest.mark.nvrtc
 
@@ -55,7 +55,9 @@ def llama_kernels() -> list[KernelSpec]:
 def sampled_kernels() -> list[KernelSpec]:
     """One legal kernel of every other format for each lhs type, and of the Llama format one with spin limits."""
     draw = random.Random(2024)
-    found = [for_k(draw.choice(legal_kernels(lhs, LLAMA_FORMAT, H200)), 14336) for lhs in LHS_TYPES for _ in range(4)]
+    found = [
+        with_k_rules(draw.choice(legal_kernels(lhs, LLAMA_FORMAT, H200)), 14336) for lhs in LHS_TYPES for _ in range(4)
+    ]
     for format in (WeightFormat(*format) for format in builders.ALL_FORMATS):
         # Scale types differ in one load only: two of three are left to the GPU tests.
         if format.scale_type == ("fp32", "bf16", "fp16")[draw.randrange(3)] or format.group_size == 128:

@@ -6,10 +6,12 @@ import collections
 import contextlib
 import copy
 import functools
+import gc
 import io
 import pickle
 import shutil
 import sys
+import weakref
 
 import builders
 import pytest
@@ -24,7 +26,7 @@ from jitgemm.gemm.names import gemm_w4a8_nt, gemm_w8a8_nt
 from jitgemm.nn import PackedLinear, W4A8Linear, W8A8Linear, fuse_, load_, unfuse_
 from jitgemm.nn.fuse import fuse
 from jitgemm.nn.fuse.fused import FusedMLP, FusedNorm, MergedLinear, ProjectionView
-from jitgemm.nn.layers.parts import LHS_DTYPES
+from jitgemm.nn.layers.packed import LHS_DTYPES
 from jitgemm.nn.warm.warm import kernels
 
 transformers = pytest.importorskip("transformers")
@@ -314,6 +316,20 @@ def test_codes_that_the_merged_order_does_not_hold_are_refused():
         RuntimeError, match="k_proj.meta: expected codes in the order 'e4m3', got 'any'; call .*unfuse_"
     ):
         model.load_state_dict({n: x for n, x in other.state_dict().items() if "layers.0.self_attn.k_proj" in n}, False)
+    assert builders.same_bits(logits(model), exact)
+
+
+def test_scales_that_the_merged_strips_do_not_share_are_refused():
+    model = build(hidden_size=256)
+    jitgemm.nn.quantize_(model, bits=8, activation="e4m3", block=128)
+    q = torch.randn((192, 256), generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
+    rows = W8A8Linear(jitgemm.pack_w8(q, 0.01 * (1 + torch.arange(384).reshape(192, 2))))
+    fuse_(model)
+    (run,) = model.model.layers[0].post_attention_layernorm.joint.runs
+    assert run.weight.format.strip_scales
+    exact = logits(model)
+    with pytest.raises(RuntimeError, match="gate_proj.meta: expected one scale for every 64 rows, .*; call .*unfuse_"):
+        model.load_state_dict({f"model.layers.0.{GATE}.{name}": x for name, x in rows.state_dict().items()}, False)
     assert builders.same_bits(logits(model), exact)
 
 
@@ -678,6 +694,14 @@ def test_unfuse_goes_back_bit_for_bit(family):
     assert "fronts" not in vars(model.model.layers[0].mlp.down_proj)
     assert unfuse_(model) == []
     assert fuse_(model) == report  # and again
+
+
+def test_a_fused_shared_expert_keeps_none_of_its_linears():
+    model = quantised("Qwen2Moe", **MOE)
+    gate = weakref.ref(model.model.layers[0].mlp.shared_expert.gate_proj)
+    fuse_(model)
+    gc.collect()
+    assert gate() is None
 
 
 def test_nothing_is_resident_twice():

@@ -33,9 +33,9 @@ from jitgemm.kernel.codes import CODES
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.kernel.tactics import for_k
+from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select.choose import candidates, choose, kernels_for
-from jitgemm.select.shapes import illegal, legal_kernels
+from jitgemm.select.legal import illegal, legal_kernels
 from jitgemm.weight.pack import pack_w4
 from jitgemm.weight.packed import W4Weight
 
@@ -500,7 +500,7 @@ DRAWN_K = 4128
 
 def kernel_of(lhs: str, format: WeightFormat, out: str, number: int) -> KernelSpec:
     """The number-th legal kernel that has a feature; as in a call, k decides whether consumers copy activations."""
-    kernels = [for_k(spec, DRAWN_K) for spec in legal_kernels(lhs, format, device_figures(), out)]
+    kernels = [with_k_rules(spec, DRAWN_K) for spec in legal_kernels(lhs, format, device_figures(), out)]
     with_feature = [spec for spec in kernels if FEATURES[number % len(FEATURES)](spec)] or kernels
     return with_feature[number // len(FEATURES) % len(with_feature)]
 

@@ -65,21 +65,6 @@ def layers(mesh, name: str) -> torch.Tensor:
     return out.cpu()
 
 
-def agreed(mesh, name: str) -> None:
-    layer = LAYERS[name]().cuda()
-    x, rank = x_of(layer).cuda(), mesh.get_local_rank()
-    q, scale = layer.quantise(x)
-    whole = layer(x)
-    parallelize_module(layer, mesh, RowwiseParallel(agree_scales=True))
-    mine = columns_of(x, rank).contiguous()
-    codes, shared = layer.quantise(mine)
-    assert builders.same_bits(shared, scale)
-    assert builders.same_bits(codes.view(torch.int8), columns_of(q.view(torch.int8), rank).contiguous())
-    out = layer(mine)
-    assert near(out, whole)
-    assert builders.same_bits(in_a_graph(layer, mine), out)
-
-
 def on_rows(mesh, name: str) -> None:
     layer = LAYERS[name]().cuda()
     x = x_of(layer).cuda()
@@ -139,11 +124,6 @@ def test_divided_layers(both, name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows_of_dtensors_through_whole_layers(both, name):
     both(on_rows, name)
-
-
-@pytest.mark.parametrize("name", ["e4m3, groups of 128", "int8, per channel", "8 bits"])
-def test_agreed_scales(both, name):
-    both(agreed, name)
 
 
 def test_a_model(both):

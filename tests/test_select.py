@@ -32,11 +32,11 @@ from jitgemm.kernel.spec import (
 )
 from jitgemm.kernel.tactics import prefetch_stages, promote_records
 from jitgemm.select import choose as choice
-from jitgemm.select import model, shapes
+from jitgemm.select import cost, legal
 from jitgemm.select.choose import bands, candidates, choose, kernels_for
 from jitgemm.select.devices import _DRIVER_NAMES, DEVICES, DeviceSpec, device_from_properties, device_spec
-from jitgemm.select.model import predict
-from jitgemm.select.shapes import illegal, launched_clusters, legal_kernels, units_of_work
+from jitgemm.select.cost import predict
+from jitgemm.select.legal import illegal, launched_clusters, legal_kernels, units_of_work
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -180,7 +180,7 @@ def test_a_choice_costs_only_the_tiles_that_it_can_take():
     choice._choose.cache_clear()
     choice._costed.cache_clear()
     choose(Problem(16, 4096, 4096, "e4m3", WeightFormat(128, False, "bf16")), DEVICES["h200"])
-    assert choice._costed.cache_info().misses == len([rows for rows in shapes.BLOCK_MS if rows < 32])
+    assert choice._costed.cache_info().misses == len([rows for rows in legal.BLOCK_MS if rows < 32])
 
 
 def test_labels_tell_the_kernels_of_a_format_apart_but_for_ctas_per_sm():
@@ -450,7 +450,7 @@ def test_decode_takes_narrow_tiles_and_prefill_wide_ones():
 @given(problem=problems, device=devices)
 def test_equal_inputs_give_equal_outputs(problem, device):
     before = candidates(problem, device)
-    for cached in (choice._choose, choice._invariant_order, choice._costed, shapes.kernels):
+    for cached in (choice._choose, choice._invariant_order, choice._costed, legal.kernels):
         cached.cache_clear()
     copy = replace(problem, format=replace(problem.format))
     assert candidates(copy, replace(device)) == before
@@ -485,7 +485,7 @@ def test_the_rendered_source_checks_the_selector_s_shared_memory(problem, device
     assert re.findall(r"static_assert\(Shared<Config>::kBytes == (\d+),", render(spec)) == [str(smem_bytes(spec))]
 
 
-@pytest.mark.parametrize("block_m", shapes.BLOCK_MS)
+@pytest.mark.parametrize("block_m", legal.BLOCK_MS)
 @pytest.mark.parametrize(("split_k", "warpgroups_k"), [(1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (3, 2), (8, 2)])
 def test_shares_cover_a_tile_in_whole_runs_of_8(block_m, split_k, warpgroups_k):
     split = {"warpgroups_k": warpgroups_k, "split_k": split_k}
@@ -521,21 +521,21 @@ def test_prefetch_takes_some_stages_of_those_there_are(problem, device):
 def test_a_kernel_that_is_alone_in_its_family_has_every_stage_that_fits_unless_its_tile_is_narrow(problem, device):
     spec = choose(problem, device)
     deeper = replace(spec, stages=spec.stages + 1)
-    narrow = spec.block_m <= shapes.FEW_STAGE_TOKENS and spec.ctas_per_sm == 1 and spec.warpgroups >= 3
-    assert narrow or spec.stages == shapes.MAX_STAGES or "shared memory" in illegal(deeper, device)
+    narrow = spec.block_m <= legal.FEW_STAGE_TOKENS and spec.ctas_per_sm == 1 and spec.warpgroups >= 3
+    assert narrow or spec.stages == legal.MAX_STAGES or "shared memory" in illegal(deeper, device)
 
 
 def test_which_kernels_exist_does_not_depend_on_the_model(monkeypatch):
     layers = [(lhs, format, DEVICES["h200"]) for lhs in LHS_TYPES for format in FORMATS_OF[lhs][::5]]
     before = [legal_kernels(*layer) for layer in layers]
-    for name, value in vars(model).items():
+    for name, value in vars(cost).items():
         if name.isupper():
             changed = {key: 3 * each for key, each in value.items()} if isinstance(value, dict) else 3 * value
-            monkeypatch.setattr(model, name, changed)
-    shapes.kernels.cache_clear()
+            monkeypatch.setattr(cost, name, changed)
+    legal.kernels.cache_clear()
     assert [legal_kernels(*layer) for layer in layers] == before
-    source = (REPOSITORY / "jitgemm" / "select" / "shapes.py").read_text()
-    assert "select.model" not in source and "select import model" not in source
+    source = (REPOSITORY / "jitgemm" / "select" / "legal.py").read_text()
+    assert "select.cost" not in source and "select import cost" not in source
 
 
 @pytest.mark.parametrize(

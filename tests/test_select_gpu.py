@@ -11,7 +11,7 @@ from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime import driver
 from jitgemm.runtime.device import device_of
 from jitgemm.select.devices import _DRIVER_NAMES, DEVICES
-from jitgemm.select.shapes import launched_clusters, legal_kernels
+from jitgemm.select.legal import launched_clusters, legal_kernels
 
 pytestmark = pytest.mark.gpu
 

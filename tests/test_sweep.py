@@ -17,8 +17,8 @@ sys.path.append(str(ROOT / "scripts"))
 import sweep
 from sweep import Sweep, held_out, regrets, summary
 
-from jitgemm.select import model
-from jitgemm.select.shapes import illegal
+from jitgemm.select import cost
+from jitgemm.select.legal import illegal
 
 DATA = sorted((ROOT / "scripts" / "data").glob("sweep_*.json"))
 H200 = ROOT / "scripts" / "data" / "sweep_h200.json"
@@ -180,14 +180,14 @@ def test_a_fit_lowers_its_score_and_leaves_measured_constants_alone():
     assert ("TILE_US", None) in names and ("PROMOTE_CYCLES", "s8") in names
     assert not any(name in (*sweep.MEASURED, *sweep.GROUPED) for name, _ in names)
     assert set(sweep.constants(grouped=True)) == {*names, ("TABLE_US", None), ("REREAD", None)}
-    before = copy.deepcopy({name: value for name, value in vars(model).items() if name.isupper()})
+    before = copy.deepcopy({name: value for name, value in vars(cost).items() if name.isupper()})
     try:
-        model.TILE_US *= 3
+        cost.TILE_US *= 3
         found = sweep.fit([(timings, swept.device)], seconds=3, seed=1)
         assert found["TILE_US", None] != 3 * before["TILE_US"]
     finally:
         for name, value in before.items():
-            setattr(model, name, value)
+            setattr(cost, name, value)
 
 
 def test_the_command_reports_regret_for_both_parts():

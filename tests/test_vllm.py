@@ -588,7 +588,7 @@ def test_q_k_and_v_hold_the_ranks_heads(name, place):
 def test_joined_layers_that_no_file_holds_are_zeros_unless_none_does(monkeypatch, name):
     """Gemma 3n and 4 have no k and v in layers that share others', where vLLM makes them all the same."""
     said, real = [], torch.empty
-    monkeypatch.setattr("jitgemm.vllm.linear.logger.warning_once", lambda text, *given: said.append(text % given))
+    monkeypatch.setattr("jitgemm.vllm.matrix.logger.warning_once", lambda text, *given: said.append(text % given))
     monkeypatch.setattr(torch, "empty", lambda *size, **more: dirty(real(*size, **more)))
     tensors, dense = stored(CONFIGS[name], 128, 128)
     with rank():
@@ -993,7 +993,7 @@ def test_weights_that_vllm_makes_up_are_packed(monkeypatch):
     said = SimpleNamespace(
         load_config=SimpleNamespace(load_format="dummy"), scheduler_config=None, compilation_config=None
     )
-    monkeypatch.setattr("jitgemm.vllm.linear.get_current_vllm_config_or_none", lambda: said)
+    monkeypatch.setattr("jitgemm.vllm.matrix.get_current_vllm_config_or_none", lambda: said)
     with rank():
         layers = [row(CONFIGS["packed"], 64, 64), experts(made(CONFIGS["packed"]), "m.experts", (2, 64, 64), 1)]
     for layer in layers:
@@ -1227,7 +1227,7 @@ def test_what_is_not_read_of_a_saved_model_is_named(monkeypatch):
             process(layer)
         meta = torch.nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
         with pytest.raises(ValueError, match="m.gate_proj: expected a model that jitgemm saved .* got reload_weights"):
-            layer.quant_method._keep()(meta, torch.zeros(1))
+            layer.quant_method.matrices[0].keep()(meta, torch.zeros(1))
 
 
 class ParallelLMHead(torch.nn.Module):
@@ -1504,7 +1504,7 @@ def test_experts_of_sizes_in_multiples_of_16(name):
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
 def test_experts_that_are_packed_together_hold_what_each_of_them_does(monkeypatch, at_once):
     """AWQ's experts of two ranks, of which some have zero points that make their codes signed."""
-    monkeypatch.setattr("jitgemm.vllm.experts.AT_ONCE", at_once)
+    monkeypatch.setattr("jitgemm.vllm.matrix.AT_ONCE", at_once)
     tensors, dense = expert_tensors(CONFIGS["awq"], 6, 64, 64)
     for proj in SHARDS:
         q = tensors[4, proj]["scales"].T.double().repeat_interleave(32, 1)
@@ -1556,7 +1556,7 @@ def test_an_expert_that_no_file_holds_is_an_error(name, suffix):
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
 def test_static_input_scales_of_experts_may_be_anything(monkeypatch, name, at_once):
     """Calibration that no token of an expert came by leaves 0, or none."""
-    monkeypatch.setattr("jitgemm.vllm.experts.AT_ONCE", at_once)
+    monkeypatch.setattr("jitgemm.vllm.matrix.AT_ONCE", at_once)
     tensors, dense = expert_tensors(CONFIGS[name], 3, 64, 64)
     tensors[1, "up_proj"]["input_scale"].zero_()
     del tensors[2, "down_proj"]["input_scale"]

@@ -28,7 +28,7 @@ from jitgemm.kernel.render import kernel_source
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.select.choose import choose, kernel_named
 from jitgemm.select.devices import DEVICES
-from jitgemm.select.shapes import legal_kernels
+from jitgemm.select.legal import legal_kernels
 from jitgemm.weight.packed import Weight
 from jitgemm.weight.parts import PackedWeight
 
@@ -187,7 +187,7 @@ def test_weights_keep_what_the_format_says_of_strips():
     scale[7] *= 2
     rows = pack_w8(q, scale)
     mixed = W8Weight.stacked(2, (weight, rows).__getitem__)
-    assert mixed.format == rows.format == weight.format.common != weight.format
+    assert mixed.format == rows.format == weight.format.for_any_values != weight.format
     assert torch.equal(mixed[0].dequantize(), weight.dequantize())
     layers = [jitgemm.nn.W8A8Linear(each) for each in (weight, rows)]
     layers[1].load_state_dict(layers[0].state_dict())

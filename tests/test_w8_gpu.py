@@ -27,9 +27,9 @@ from jitgemm.gemm.reference import gemm_w4a8_reference
 from jitgemm.kernel.codes import typed_code
 from jitgemm.kernel.formats import GROUP_SIZES, Problem, WeightFormat
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.kernel.tactics import for_k
+from jitgemm.kernel.tactics import with_k_rules
 from jitgemm.select.choose import choose
-from jitgemm.select.shapes import legal_kernels
+from jitgemm.select.legal import legal_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -148,7 +148,7 @@ MODELS = [
 def sampled(problem: Problem, count: int = 12) -> list[KernelSpec]:
     """Some legal kernels of the problem."""
     legal = legal_kernels(problem.lhs, problem.format, device_figures(), problem.out)
-    return [for_k(spec, problem.k) for spec in random.Random(6).sample(legal, count)]
+    return [with_k_rules(spec, problem.k) for spec in random.Random(6).sample(legal, count)]
 
 
 SAMPLED = [

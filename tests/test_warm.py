@@ -118,7 +118,7 @@ def recorded():
         labels.add(family.source(spec).label)
         return driver.LoadedKernel(SimpleNamespace(label=""), None, index)
 
-    def chosen(problem, device, label):
+    def choose_all(problem, device):
         given = problem.n, problem.k, problem.lhs, problem.format, device, MAX_M * (top_k if problem.experts else 1)
         options = {"out": problem.out, "experts": problem.experts, "lhs_group": problem.lhs_group}
         labels.update(kernel_source(spec).label for spec in kernels_for(*given, **options))
@@ -127,7 +127,7 @@ def recorded():
     with pytest.MonkeyPatch.context() as patch:
         emulate(patch)
         patch.setattr(KernelFamily, "load", load)
-        patch.setattr(gemms, "chosen", chosen)
+        patch.setattr(gemms, "choose", choose_all)
         patch.setattr(driver.cu, "cuLaunchKernelEx", lambda *_: (driver.cu.CUresult.CUDA_SUCCESS,))
         yield labels
 

@@ -1,4 +1,4 @@
-"""`jitgemm cache`: look into the on-disk kernel cache, check it, make it smaller. Changes nothing unless told to."""
+"""`jitgemm cache`: look into the on-disk kernel cache, check it, make it smaller. Only `prune` and `clear` change it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ _SORTS = {
     "kernel": lambda info: info.metadata.get("label", ""),
 }
 """--sort's choices."""
-_METADATA = {"label": "", "spec": {}} | dict.fromkeys(("registers", "spill_bytes", "created", "seconds"), 0)
+_METADATA = {"label": "", "spec": {}, "registers": 0, "spill_bytes": 0, "created": 0, "seconds": 0, "serialised": ""}
 """What --json prints of an entry's metadata, and what stands for it where that cannot be read."""
+_KINDS = {"quantize": "quantizer", "route": "routing", "combine": "routing"}
 
 
 def entry_dict(info: EntryInfo) -> dict[str, Any]:
@@ -42,11 +43,7 @@ def entry_dict(info: EntryInfo) -> dict[str, Any]:
     facts = {name: getattr(info, name) for name in ("key", "path", "root", "problem", "size", "last_used")}
     facts |= {name: info.metadata.get(name, default) for name, default in _METADATA.items()}
     nvrtc = info.metadata.get("nvrtc", {}).get("build", "")
-    facts["serialised"] = info.metadata.get("serialised", "")
     return facts | {"kind": kind_of(facts["label"]) if info.ok else None, "nvrtc": nvrtc}
-
-
-_KINDS = {"quantize": "quantizer", "route": "routing", "combine": "routing"}
 
 
 def kind_of(label: str) -> str:
@@ -125,29 +122,18 @@ def ls(
 @common.guarded
 def info(as_json: common.Json = False) -> None:
     """Print the folders in use, with the number and size of the kernels in each."""
-    jit = settings.jit_mode()
-    entries = list(process_cache.entries())
-    roots = []
+    jit, entries, roots = settings.jit_mode(), list(process_cache.entries()), []
     for root in settings.cache_roots():
         inside = [entry for entry in entries if entry.root == root]
         good = [kind_of(entry.metadata["label"]) for entry in inside if entry.ok]
-        roots.append(
-            {
-                "path": str(root),
-                "exists": os.path.isdir(root),
-                "writable": _writable(root),
-                "kernels": len(good),
-                "quantizers": good.count("quantizer"),
-                "bad": len(inside) - len(good),
-                "size": sum(entry.size for entry in inside),
-            }
-        )
+        facts = {"path": str(root), "exists": os.path.isdir(root), "writable": _writable(root), "kernels": len(good)}
+        facts |= {"quantizers": good.count("quantizer"), "bad": len(inside) - len(good)}
+        roots.append(facts | {"size": sum(entry.size for entry in inside)})
     if as_json:
         common.print_json({"jit": jit, "roots": roots})
         return
     rows = []
-    for root in roots:
-        path, _, writable, *counts, size = root.values()
+    for path, _, writable, *counts, size in (root.values() for root in roots):
         rows.append((path, "yes" if writable else "no", *counts, common.show_size(size)))
     columns = ("folder", "writable", "kernels", "quantisers", "bad", "size")
     common.out().print(common.table(columns, rows, left=("folder",), drop=("bad", "quantisers")))
@@ -193,22 +179,18 @@ def show(
         text = entry.metadata["source" if source else "log"]
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
         return
-    shown = {"path": str(entry.path), "cubin_bytes": len(entry.cubin)} | entry.metadata
+    shown: dict[str, Any] = {"path": str(entry.path), "cubin_bytes": len(entry.cubin)} | entry.metadata
     if as_json:
         common.print_json(shown)
         return
-    rows = []
+    shown["created"] = f"{common.show_age(entry.metadata['created'])} ago"
+    shown |= {name: f"{len(shown[name].splitlines())} lines (--{name})" for name in ("source", "log")}
     for name, value in shown.items():
-        if name in ("source", "log"):
-            value = f"{len(str(value).splitlines())} lines (--{name})"
-        elif isinstance(value, dict):
-            value = ", ".join(f"{inner}={item}" for inner, item in value.items())
+        if isinstance(value, dict):
+            shown[name] = ", ".join(f"{inner}={item}" for inner, item in value.items())
         elif isinstance(value, list):
-            value = " ".join(map(str, value))
-        elif name == "created":
-            value = f"{common.show_age(value)} ago"
-        rows.append((name, value))
-    common.print_facts(rows)
+            shown[name] = " ".join(map(str, value))
+    common.print_facts(shown)
 
 
 @cache_app.command("verify")
@@ -272,13 +254,12 @@ def clear(
     as_json: common.Json = False,
 ) -> None:
     """Drop every kernel from the first folder that can be written. Asks first in a terminal."""
-    doomed = process_cache.prune(max_bytes=0, dry_run=True)
-    if dry_run:
-        _report_dropped(doomed, True, as_json)
-        return
-    if not yes and sys.stdin.isatty():
-        typer.confirm(f"Drop {len(doomed)} kernels from {process_cache.writable_root()}?", abort=True, err=True)
-    _report_dropped(process_cache.clear(), False, as_json)
+    dropped = process_cache.prune(max_bytes=0, dry_run=True)
+    if not dry_run:
+        if not yes and sys.stdin.isatty():
+            typer.confirm(f"Drop {len(dropped)} kernels from {process_cache.writable_root()}?", abort=True, err=True)
+        dropped = process_cache.clear()
+    _report_dropped(dropped, dry_run, as_json)
 
 
 def _report_dropped(dropped: list[EntryInfo], dry_run: bool, as_json: bool) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, Optional
 
@@ -25,61 +25,47 @@ from jitgemm.kernel.formats import BLOCK_K, GROUP_SIZES, K_ALIGNMENT, WeightForm
 from jitgemm.select.devices import DEVICES
 
 FOUND, USAGE, FAILED = 1, 2, 3
-"""Exit codes beside 0: a check found something, wrong arguments, the work failed."""
+"""Exit codes other than 0: a check found something, wrong arguments, the work failed."""
 
-
-class Lhs(str, Enum):
-    """Type of the activations, by the name people use."""
-
-    fp8 = "fp8"
-    e4m3 = "e4m3"
-    int8 = "int8"
-
-    @property
-    def kernel_type(self) -> str:
-        return {"fp8": "e4m3", "e4m3": "e4m3", "int8": "s8"}[self.value]
-
-
+LHS_TYPES = {"fp8": "e4m3", "e4m3": "e4m3", "int8": "s8"}
+"""Types of activations: the names that people use, and the package's."""
+Lhs = Enum("Lhs", {name: name for name in LHS_TYPES}, type=str)
 RealType = Enum("RealType", {name: name for name in REAL_TYPES}, type=str)
 """Types of scales, results and unquantised activations. Each is part of a kernel."""
 Codes = Enum("Codes", {name: name for name in ("any", "tuned")}, type=str)
 """Order of a weight's codes, by how it is asked for: `lhs_dtype` of `pack_w4` left out, or given."""
 
-# Options that mean the same to every command.
-LHS_HELP = "Type of the activations; fp8 and e4m3 are the same."
-GROUP_HELP = f"Values of k that share a scale: {', '.join(map(str, GROUP_SIZES))}, or k (or more), -1 or 'channel' for one per row of n."
-ZERO_HELP = "Weights have integer zero points (codes 0..15) instead of signed codes -8..7."
-CODES_HELP = (
-    "How the weights are packed: any, for activations of both types (pack_w4 without lhs_dtype, and e4m3 where a code "
-    "is -8); tuned, for those of --lhs alone (pack_w4 with lhs_dtype, jitgemm.nn)."
-)
-OUT_HELP = "Type of the result."
-SCALE_HELP = "Type of the weights' scales in the checkpoint."
-Scale = Annotated[RealType, typer.Option("--scale-dtype", help=SCALE_HELP)]
-BITS_HELP = (
-    "Bits of a weight. With 8 it has the activations' type, --codes says nothing, and groups of 128 are taken for those "
-    "of blocks, whose rows share scales."
-)
-Bits = Annotated[int, typer.Option("--bits", metavar="4|8", help=BITS_HELP)]
-OFFSET_HELP = "Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become."
-Offset = Annotated[bool, typer.Option("--offset", help=OFFSET_HELP)]
-BLOCK_SCALES_HELP = "Activations with a scale per token and 128 k, not one per token."
-BlockScales = Annotated[bool, typer.Option("--block-scales", help=BLOCK_SCALES_HELP)]
-E8M0_HELP = "GEMMs take activations with a packed power of two per token and 128 k, as DeepGEMM's."
-E8m0 = Annotated[bool, typer.Option("--e8m0", help=E8M0_HELP)]
+_GROUPS = ", ".join(map(str, GROUP_SIZES))
+HELP = {
+    "--lhs": "Type of the activations; fp8 and e4m3 are the same.",
+    "--group-size": f"Values of k that share a scale: {_GROUPS}, or k (or more), -1 or 'channel' for one per row of n.",
+    "--zero-point": "Weights have integer zero points (codes 0..15) instead of signed codes -8..7.",
+    "--offset": "Weights have a float offset per group, as torchao's, ExecuTorch's and QServe's zero points become.",
+    "--bits": "Bits of a weight. With 8 it has the activations' type, --codes says nothing, and groups of 128 are taken "
+    "for those of blocks, whose rows share scales.",
+    "--scale-dtype": "Type of the weights' scales in the checkpoint.",
+    "--codes": "How the weights are packed: any, for activations of both types (pack_w4 without lhs_dtype, and e4m3 "
+    "where a code is -8); tuned, for those of --lhs alone (pack_w4 with lhs_dtype, jitgemm.nn).",
+    "--out": "Type of the result.",
+    "--block-scales": "Activations with a scale per token and 128 k, not one per token.",
+    "--e8m0": "GEMMs take activations with a packed power of two per token and 128 k, as DeepGEMM's.",
+}
+"""Options that mean the same to every command."""
+
+
+def layer_option(flag: str, more: str = "", **options: Any) -> Any:
+    """One of HELP's options; more: help that is the command's own."""
+    return typer.Option(flag, help=HELP[flag] + more, **options)
+
+
 BatchInvariant = Annotated[
-    bool,
-    typer.Option("--batch-invariant", help="Calls are batch_invariant=True: a row's bits do not depend on m."),
+    bool, typer.Option("--batch-invariant", help="Calls are batch_invariant=True: a row's bits do not depend on m.")
 ]
-Device = Annotated[
-    Optional[str],
-    typer.Option(
-        "--device",
-        metavar="NAME",
-        help=f"Device to choose kernels for: {', '.join(DEVICES)}, or explicit figures such as 'h200,sms=66'. "
-        "Default: the Hopper GPU at hand, else h200.",
-    ),
-]
+_DEVICE_HELP = (
+    f"Device to choose kernels for: {', '.join(DEVICES)}, or explicit figures such as 'h200,sms=66'. Default: the Hopper "
+    "GPU at hand, else h200."
+)
+Device = Annotated[Optional[str], typer.Option("--device", metavar="NAME", help=_DEVICE_HELP)]
 _JSON_HELP = "Print JSON on stdout instead of a table, which leaves out columns in a narrow terminal."
 Json = Annotated[bool, typer.Option("--json", help=_JSON_HELP)]
 
@@ -115,11 +101,11 @@ def table(
     """
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     folds = {column: column in left and column not in _WHOLE for column in columns}
-    widths = {column: max(cell_len(text) for text in texts) for column, *texts in zip(columns, columns, *cells)}
+    widths = {column: max(map(cell_len, texts)) for column, *texts in zip(columns, columns, *cells)}
+    widths |= {column: min(widths[column], _FOLDED) for column in columns if folds[column]}
     shown = list(columns)
     for column in drop:
-        needed = sum(min(widths[name], _FOLDED) if folds[name] else widths[name] for name in shown)
-        if needed + 2 * (len(shown) - 1) <= out().width:
+        if sum(widths[name] + 2 for name in shown) - 2 <= out().width:
             break
         shown.remove(column)
     made = Table(box=None, pad_edge=False, header_style="bold")
@@ -131,11 +117,10 @@ def table(
     return made
 
 
-def print_facts(rows: Iterable[tuple[str, object]]) -> None:
+def print_facts(facts: Mapping[str, object]) -> None:
     """Names and values, one pair a line, nothing cut."""
-    rows = list(rows)
-    width = max((len(name) for name, _ in rows), default=0)
-    sys.stdout.write("".join(f"{name:<{width}}  {value}\n" for name, value in rows))
+    width = max(map(len, facts), default=0)
+    sys.stdout.write("".join(f"{name:<{width}}  {value}\n" for name, value in facts.items()))
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
@@ -156,36 +141,33 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def note(message: str, style: str = "dim") -> None:
+    err().print(message, style=style, markup=False, soft_wrap=True)
+
+
 def fail(message: str, code: int) -> None:
-    err().print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+    note(f"error: {message}", "red")
     raise typer.Exit(code)
-
-
-def note(message: str) -> None:
-    err().print(message, style="dim", markup=False, soft_wrap=True)
 
 
 def weight_format(
     codes: Codes, lhs: str, group_size: int, zero_point: bool, scale_type: str, offset: bool, k: int, bits: int = 4
 ) -> WeightFormat:
-    """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8, and groups of
-    128 with 8 bits to be blocks, whose rows share scales.
+    """The format of a weight of k columns that is packed so; e4m3's tuned order takes it to hold no code -8, and groups
+    of 128 with 8 bits to be blocks, whose rows share scales.
 
     Raises:
-        ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits.
+        ValueError: offsets per channel; zero points or offsets of 8 bits; neither 4 nor 8 bits; no group size.
     """
     code = {code.bits: code for code in (CODES["int4"], CODES[typed_code(lhs)])}.get(bits)
     if code is None or (zero_point and not code.orders[0].zero_decoders) or (offset and not code.offsets):
         raise ValueError(f"--bits: expected 4, or 8 without --zero-point and --offset, got {bits}")
     group = 0 if group_size >= k else group_size
-    if group and group not in GROUP_SIZES:
-        raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUP_SIZES))}, or k = {k}, got {group}")
     if offset and not group:
         raise ValueError(f"--offset: expected a --group-size below k, got {group_size or 'channel'} and k = {k}")
-    if code.lhs_type:
-        return WeightFormat(group, False, scale_type, lhs, code=code.name, strip_scales=group == BLOCK_K)
-    order = "any" if codes is Codes.any else tuned_order(lhs, group, zero_point, k)
-    return WeightFormat(group, zero_point, scale_type, order, offset)
+    orders = {"any": code.orders[0].name, "tuned": tuned_order(lhs, group, zero_point, k, code.name)}
+    strips = code.strip_scales and group == BLOCK_K
+    return WeightFormat(group, zero_point, scale_type, orders[codes.value], offset, code.name, strips)
 
 
 def parse_group_size(text: str) -> int:
@@ -194,7 +176,7 @@ def parse_group_size(text: str) -> int:
         return 0
     if text.isdecimal() and (int(text) in GROUP_SIZES or int(text) > GROUP_SIZES[-1]):
         return int(text)
-    raise ValueError(f"--group-size: expected one of {', '.join(map(str, GROUP_SIZES))} or 'channel', got {text!r}")
+    raise ValueError(f"--group-size: expected one of {_GROUPS} or 'channel', got {text!r}")
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -209,37 +191,37 @@ def parse_shape(text: str) -> tuple[int, int]:
     return n, k
 
 
+_SIZES = {"t": 1 << 40, "g": 1 << 30, "m": 1 << 20, "k": 1 << 10, "": 1}
+_AGES = {"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
 def parse_size(text: str) -> int:
     """Bytes from "500M", "2GiB" or a plain number; units are powers of 1024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"--max-size: expected a size such as 500M or 2G, got {text!r}")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
-_AGES = {"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1}
+    return int(_amount(text, r"([kmgt]?)(?:i?b)?", _SIZES, "--max-size: expected a size such as 500M or 2G"))
 
 
 def parse_age(text: str) -> float:
     """Seconds from "30d", "12h", "90m", "2w" or "45s"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip(), re.IGNORECASE)
+    return _amount(text, r"([smhdw])", _AGES, "--older-than: expected an age such as 30d, 12h or 90m")
+
+
+def _amount(text: str, unit: str, units: Mapping[str, int], expected: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*{unit}", text.strip().lower())
     if not match:
-        raise ValueError(f"--older-than: expected an age such as 30d, 12h or 90m, got {text!r}")
-    return float(match[1]) * _AGES[match[2].lower()]
+        raise ValueError(f"{expected}, got {text!r}")
+    return float(match[1]) * units[match[2]]
 
 
-def show_spills(spill_bytes: int, serialised: str) -> str:
-    """What slows a build down, for a table: bytes of spills, and whether ptxas serialised its wgmma."""
-    return f"{spill_bytes} serialised" if serialised else str(spill_bytes)
+def show_spills(spill_bytes: int | None, serialised: str | None) -> int | str | None:
+    """What slows a build down, for a table: bytes of spills, and whether ptxas serialised its wgmma. None: no build."""
+    return f"{spill_bytes} serialised" if serialised else spill_bytes
 
 
 def show_size(size: int) -> str:
     """Bytes for people."""
-    value, units = float(size), ["GiB", "MiB", "KiB", "B"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop()
-    return f"{value:.{0 if units[-1] == 'B' or value >= 100 else 1}f} {units[-1]}"
+    unit = next((unit for unit, bytes in _SIZES.items() if size >= bytes), "")
+    value = size / _SIZES[unit]
+    return f"{value:.{0 if not unit or value >= 100 else 1}f} {unit.upper() + 'iB' if unit else 'B'}"
 
 
 def show_age(stamp: float | None, now: float | None = None) -> str:

@@ -8,11 +8,15 @@ from typing import Annotated, Any, Optional
 import typer
 
 from jitgemm.cli import common
+from jitgemm.cli.common import layer_option
 from jitgemm.kernel.formats import K_ALIGNMENT, LHS_GROUP, Problem
 from jitgemm.kernel.spec import smem_bytes
 from jitgemm.runtime.device import pick_device
-from jitgemm.select import loads
+from jitgemm.select import cost
 from jitgemm.select.choose import Candidate, bands, candidates
+
+_EXPERTS = "A grouped GEMM of so many weights; M tokens choose experts."
+_TOP_K = "--experts: how many of them a token chooses."
 
 
 @common.guarded
@@ -20,26 +24,19 @@ def explain(
     m: Annotated[int, typer.Argument(min=1, help="Tokens.")],
     n: Annotated[int, typer.Argument(min=8, help="Rows of the weight: output features.")],
     k: Annotated[int, typer.Argument(min=K_ALIGNMENT, help="Columns of the weight: input features.")],
-    lhs: Annotated[common.Lhs, typer.Option("--lhs", help=common.LHS_HELP)] = common.Lhs.fp8,
-    group_size: Annotated[str, typer.Option("--group-size", metavar="G", help=common.GROUP_HELP)] = "128",
-    zero_point: Annotated[bool, typer.Option("--zero-point", help=common.ZERO_HELP)] = False,
-    offset: common.Offset = False,
-    bits: common.Bits = 4,
-    scale_dtype: common.Scale = common.RealType.bf16,
-    codes: Annotated[common.Codes, typer.Option("--codes", help=common.CODES_HELP)] = common.Codes.any,
-    out: Annotated[common.RealType, typer.Option("--out", help=common.OUT_HELP)] = common.RealType.bf16,
+    lhs: Annotated[common.Lhs, layer_option("--lhs")] = common.Lhs.fp8,
+    group_size: Annotated[str, layer_option("--group-size", metavar="G")] = "128",
+    zero_point: Annotated[bool, layer_option("--zero-point")] = False,
+    offset: Annotated[bool, layer_option("--offset")] = False,
+    bits: Annotated[int, layer_option("--bits", metavar="4|8")] = 4,
+    scale_dtype: Annotated[common.RealType, layer_option("--scale-dtype")] = common.RealType.bf16,
+    codes: Annotated[common.Codes, layer_option("--codes")] = common.Codes.any,
+    out: Annotated[common.RealType, layer_option("--out")] = common.RealType.bf16,
     batch_invariant: common.BatchInvariant = False,
-    block_scales: common.BlockScales = False,
-    e8m0: common.E8m0 = False,
-    experts: Annotated[
-        Optional[int],
-        typer.Option(
-            "--experts", metavar="E", min=1, help="A grouped GEMM of so many weights; M tokens choose experts."
-        ),
-    ] = None,
-    top_k: Annotated[
-        int, typer.Option("--top-k", metavar="K", min=1, help="--experts: how many of them a token chooses.")
-    ] = 1,
+    block_scales: Annotated[bool, layer_option("--block-scales")] = False,
+    e8m0: Annotated[bool, layer_option("--e8m0")] = False,
+    experts: Annotated[Optional[int], typer.Option("--experts", metavar="E", min=1, help=_EXPERTS)] = None,
+    top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help=_TOP_K)] = 1,
     device: common.Device = None,
     top: Annotated[int, typer.Option("--top", min=1, help="How many candidates to print.")] = 10,
     as_json: common.Json = False,
@@ -66,7 +63,7 @@ def explain(
       2  wrong arguments
     """
     target = pick_device(device)
-    kind, group = lhs.kernel_type, common.parse_group_size(group_size)
+    kind, group = common.LHS_TYPES[lhs.value], common.parse_group_size(group_size)
     format = common.weight_format(codes, kind, group, zero_point, scale_dtype.value, offset, k, bits)
     if top_k > (experts or 1):
         raise ValueError(f"--top-k: expected at most --experts ({experts or 'not given'}), got {top_k}")
@@ -80,56 +77,33 @@ def explain(
     first, last = bands(problem.m, problem.experts)[-1]
     found = [_facts(candidate, rank) for rank, candidate in enumerate(ranked[:top])]
     if as_json:
-        report = {
-            "problem": {name: value for name, value in asdict(problem).items() if name != "format"} | format.to_dict(),
-            "band": [first, last],
-            "device": asdict(target),
-            "chosen": ranked[0].kernel.label,
-            "candidates_in_all": len(ranked),
-            "candidates": found,
-        }
-        common.print_json(report)
+        facts = {name: value for name, value in asdict(problem).items() if name != "format"} | format.to_dict()
+        report = {"problem": facts, "band": [first, last], "device": asdict(target), "chosen": ranked[0].kernel.label}
+        common.print_json(report | {"candidates_in_all": len(ranked), "candidates": found})
         return
     terms = list(ranked[0].terms)
-    rows = [
-        (
-            ">" if each["chosen"] else "",
-            each["label"],
-            f"{each['predicted_us']:.2f}",
-            each["bound_by"],
-            *(f"{each['terms'][name]:.2f}" for name in terms),
-            each["waves"],
-            each["ctas"],
-            common.show_size(each["smem_bytes"]),
-        )
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        start = ">" if each["chosen"] else "", each["label"], f"{each['predicted_us']:.2f}", each["bound_by"]
+        times = (f"{each['terms'][name]:.2f}" for name in terms)
+        rows.append((*start, *times, each["waves"], each["ctas"], common.show_size(each["smem_bytes"])))
     columns = ("", "kernel", "predicted us", "bound by", *terms, "waves", "CTAs", "shared memory")
     drop = ("shared memory", "CTAs", "waves", *reversed(terms))
     common.out().print(common.table(columns, rows, left=("", "kernel", "bound by"), drop=drop))
     routed = ""
     if experts:
-        hit, most = loads.weights_read(experts, last), loads.most_rows(experts, last)
+        hit, most = cost.weights_read(experts, last), cost.most_rows(experts, last)
         routed = f" rows of {experts} experts, of which {hit:.3g} have rows on average and none more than {most}"
     shared = f"m = {first}..{last} share a kernel and are predicted for {last}{routed}"
-    common.note(
-        f"{target.name} ({target.num_sms} SMs), {shared}; "
-        f"{min(top, len(ranked))} of {len(ranked)} candidates\n{_why(ranked)}"
-    )
+    count = f"{min(top, len(ranked))} of {len(ranked)} candidates"
+    common.note(f"{target.name} ({target.num_sms} SMs), {shared}; {count}\n{_why(ranked)}")
 
 
 def _facts(candidate: Candidate, rank: int) -> dict[str, Any]:
-    return {
-        "label": candidate.kernel.label,
-        "chosen": rank == 0,
-        "predicted_us": candidate.predicted_us,
-        "bound_by": _bound(candidate),
-        "terms": candidate.terms,
-        "waves": candidate.waves,
-        "ctas": candidate.ctas,
-        "smem_bytes": smem_bytes(candidate.kernel),
-        "kernel": candidate.kernel.to_dict(),
-    }
+    kernel = candidate.kernel
+    facts = {"label": kernel.label, "chosen": rank == 0, "bound_by": _bound(candidate)}
+    facts |= {name: getattr(candidate, name) for name in ("predicted_us", "terms", "waves", "ctas")}
+    return facts | {"smem_bytes": smem_bytes(kernel), "kernel": kernel.to_dict()}
 
 
 def _bound(candidate: Candidate) -> str:

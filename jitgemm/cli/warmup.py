@@ -23,9 +23,11 @@ import typer
 from jitgemm import settings
 from jitgemm.activations.kernel import VARIANTS as QUANTIZER_VARIANTS
 from jitgemm.activations.kernel import quantize_specs
+from jitgemm.activations.scheme import ACTIVATIONS
 from jitgemm.cli import common
 from jitgemm.cli.cache import kind_of
-from jitgemm.dtypes import REAL_TYPES
+from jitgemm.cli.common import layer_option
+from jitgemm.dtypes import REAL_TYPES, torch_dtype
 from jitgemm.errors import JitGemmError
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads
@@ -33,46 +35,38 @@ from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
 from jitgemm.kernel.formats import LHS_GROUP
-from jitgemm.kernel.render import kernel_source
-from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import source_of
 from jitgemm.runtime.device import pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
 
-CodesSet = Enum("CodesSet", {name: name for name in ("any", "tuned", "both")}, type=str)
-"""`common.Codes`, or both of them."""
+ORDERS = {"any": [common.Codes.any], "tuned": [common.Codes.tuned], "both": list(common.Codes)}
+CodesSet = Enum("CodesSet", {name: name for name in ORDERS}, type=str)
 Use = Enum("Use", {name: name for name in ("linear", "fused", "compiled", "vllm")}, type=str)
 """How --model runs, see `jitgemm.nn.warm.ahead`."""
 
-Quantizer = tuple[str, tuple[str, ...]]
-"""A quantiser as --quantizer names it, such as "fp16+static+permuted": its input's type and its variants."""
 
+def pick_quantizers(texts: Sequence[str], block: bool) -> list[tuple[str, dict[str, Any]]]:
+    """What --quantizer asks for, such as "fp16+static+permuted": the type of the input and keywords of `quantize_specs`.
 
-def pick_quantizers(texts: Sequence[str], outs: Sequence[str], block: bool) -> list[Quantizer]:
-    """What --quantizer asks for; by default those of `jitgemm.nn.W4A8Linear`, whose result has its input's type.
-
-    With `block` all of them are "block", whatever they are else.
+    With `block` all of them are by block, whatever they are else.
     """
-    if texts == ["none"]:
-        return []
-    if "none" in texts:
+    found: list[tuple[str, dict[str, Any]]] = []
+    if "none" in texts and len(texts) > 1:
         raise ValueError(f"--quantizer: expected none alone, got {', '.join(texts)}")
-    found: list[Quantizer] = [] if texts else [(out, ()) for out in outs]
-    for text in texts:
-        x, *given = text.split("+")
-        if x not in REAL_TYPES or not set(given) <= QUANTIZER_VARIANTS.keys():
+    for text in texts if "none" not in texts else ():
+        x, *variants = text.split("+")
+        if x not in REAL_TYPES or not set(variants) <= QUANTIZER_VARIANTS.keys():
             raise ValueError(
                 f"--quantizer: expected one of {', '.join(REAL_TYPES)}, followed by any of "
                 f"{', '.join('+' + name for name in QUANTIZER_VARIANTS)}, or none; got {text!r}"
             )
-        gates = [name for name in dict.fromkeys(given) if "gate" in QUANTIZER_VARIANTS[name]]
-        if len(gates) > 1:
-            first, other = gates[0].partition("=")[0], gates[-1].partition("=")[0]
-            raise ValueError(f"{other}: expected one gate, got {first}, too, in {text!r}")
-        found.append((x, tuple(dict.fromkeys(given))))
-    more = ("block",) if block else ()
-    return list(dict.fromkeys((x, tuple(dict.fromkeys((*given, *more)))) for x, given in found))
+        first, *others = [name for name in dict.fromkeys(variants) if "gate" in QUANTIZER_VARIANTS[name]] or [""]
+        if others:
+            raise ValueError(f"{others[0].partition('=')[0]}: expected one gate, got {first}, too, in {text!r}")
+        flags = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
+        found.append((x, flags | {"block": True} if block else flags))
+    return found
 
 
 @dataclass
@@ -114,8 +108,9 @@ class Job:
         }
 
 
-_of_shape = partial(typer.Option, rich_help_panel="Layers by shape")
-_of_floats = partial(typer.Option, rich_help_panel="Layers by shape, or a --model in 16 bits")
+_SHAPES, _FLOATS = "Layers by shape", "Layers by shape, or a --model in 16 bits"
+_of_shape, _shape = (partial(option, rich_help_panel=_SHAPES) for option in (typer.Option, layer_option))
+_floats = partial(layer_option, rich_help_panel=_FLOATS)
 _of_model = partial(typer.Option, rich_help_panel="A model")
 _FOLDER = "A Hugging Face model's folder; headers and some rows of its files are read. May be repeated."
 _USE = "linear, as load_ leaves it; fused, after fuse_; compiled, under torch.compile; vllm, by its plug-in."
@@ -123,10 +118,9 @@ _QUANTIZER = (
     f"Quantisers of activations to --lhs, by the type of their input: {', '.join(REAL_TYPES)}, and what they do "
     f"besides: {', '.join('+' + name for name in QUANTIZER_VARIANTS)}. May be repeated. 'none': none."
 )
-_CODES = common.CODES_HELP + " Either one alone takes half the compile time of both."
-_KIND = "As load_ takes it: e4m3, int8, int8_affine, e4m3_block or int8_block."
+_KIND = f"As load_ takes it: {', '.join(ACTIVATIONS[:-1])} or {ACTIVATIONS[-1]}."
+_BOTH = " Either one alone takes half the compile time of both."
 _OUT = "the model's, else bf16"
-_LHS = f"{common.LHS_HELP} May be repeated."
 _STRICT = "Take a kernel that spills registers or serialises its wgmma for a failure."
 Some = Optional[list[str]]
 
@@ -142,29 +136,22 @@ def warmup(
         Optional[str], _of_model("--activation", metavar="KIND", help=_KIND, show_default="what its files say")
     ] = None,
     lhs: Annotated[
-        Optional[list[common.Lhs]], _of_shape("--lhs", metavar="TYPE", help=_LHS, show_default="fp8")
+        Optional[list[common.Lhs]], _shape("--lhs", " May be repeated.", metavar="TYPE", show_default="fp8")
     ] = None,
-    offset: Annotated[bool, _of_shape("--offset", help=common.OFFSET_HELP)] = False,
-    block_scales: Annotated[bool, _of_shape("--block-scales", help=common.BLOCK_SCALES_HELP)] = False,
-    e8m0: Annotated[bool, _of_shape("--e8m0", help=common.E8M0_HELP)] = False,
+    offset: Annotated[bool, _shape("--offset")] = False,
+    block_scales: Annotated[bool, _shape("--block-scales")] = False,
+    e8m0: Annotated[bool, _shape("--e8m0")] = False,
     quantizer: Annotated[
         Some, _of_shape("--quantizer", metavar="TYPE[+…]", help=_QUANTIZER, show_default="the types of --out")
     ] = None,
-    group_size: Annotated[
-        Optional[str], _of_floats("--group-size", metavar="G", help=common.GROUP_HELP, show_default="128")
-    ] = None,
-    zero_point: Annotated[bool, _of_floats("--zero-point", help=common.ZERO_HELP)] = False,
-    bits: Annotated[Optional[int], _of_floats("--bits", metavar="4|8", help=common.BITS_HELP, show_default="4")] = None,
+    group_size: Annotated[Optional[str], _floats("--group-size", metavar="G", show_default="128")] = None,
+    zero_point: Annotated[bool, _floats("--zero-point")] = False,
+    bits: Annotated[Optional[int], _floats("--bits", metavar="4|8", show_default="4")] = None,
     scale_dtype: Annotated[
-        Optional[common.RealType],
-        _of_floats("--scale-dtype", metavar="TYPE", help=common.SCALE_HELP, show_default="bf16"),
+        Optional[common.RealType], _floats("--scale-dtype", metavar="TYPE", show_default="bf16")
     ] = None,
-    codes: Annotated[
-        Optional[CodesSet], _of_floats("--codes", metavar="ORDER", help=_CODES, show_default="both")
-    ] = None,
-    out: Annotated[
-        Optional[list[common.RealType]], typer.Option("--out", metavar="TYPE", help=common.OUT_HELP, show_default=_OUT)
-    ] = None,
+    codes: Annotated[Optional[CodesSet], _floats("--codes", _BOTH, metavar="ORDER", show_default="both")] = None,
+    out: Annotated[Optional[list[common.RealType]], layer_option("--out", metavar="TYPE", show_default=_OUT)] = None,
     batch_invariant: common.BatchInvariant = False,
     max_m: Annotated[int, typer.Option("--max-m", min=1, metavar="M", help="Most tokens in one call.")] = 8192,
     device: common.Device = None,
@@ -209,38 +196,32 @@ def warmup(
             "off it, but for --activation"
         )
     target = pick_device(device)
-    outs = list(dict.fromkeys(choice.value for choice in out or []))
-    group = 128 if group_size is None else common.parse_group_size(group_size)
-    orders = list(common.Codes) if codes in (None, CodesSet.both) else [common.Codes(codes.value)]
+    outs = [choice.value for choice in out or []]
+    orders, group = ORDERS[codes.value if codes else "both"], common.parse_group_size(group_size or "128")
+    scale_type, width = scale_dtype.value if scale_dtype else "bf16", {None: 4}.get(bits, bits)
+    lhs_types = [common.LHS_TYPES[choice.value] for choice in lhs or [common.Lhs.fp8]]
+    quantizers = pick_quantizers(quantizer or outs or ["bf16"], block_scales)
+    groups = {LHS_GROUP if block_scales or e8m0 or flags.get("block") else 0 for _, flags in quantizers or [("", {})]}
     found: list[tuple[Any, str]] = []
-    lhs_types = list(dict.fromkeys(choice.kernel_type for choice in lhs or [common.Lhs.fp8]))
-    quantizers = pick_quantizers(quantizer or (), outs or ["bf16"], block_scales)
-    groups = {LHS_GROUP if "block" in variants else 0: None for _, variants in quantizers} or {0: None}
-    groups = {LHS_GROUP: None} if block_scales or e8m0 else groups
-    scales, width = (scale_dtype or common.RealType.bf16).value, 4 if bits is None else bits
-    for n, k in map(common.parse_shape, shape or ()):
-        for kind, (x, variants) in product(lhs_types, quantizers):
-            given = {name: value for each in variants for name, value in QUANTIZER_VARIANTS[each].items()}
-            found += [(spec, f"shape {n}x{k}") for spec in quantize_specs(k, x, kind, **given)]
-        wanted = product(lhs_types, orders, outs or ["bf16"], groups)
-        for kind, order, result, lhs_group in wanted:
-            format = common.weight_format(order, kind, group, zero_point, scales, offset, k, width)
-            options = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
-            gemms = kernels_for(n, k, kind, format, target, max_m, out=result, **options)
-            found += [(spec, f"shape {n}x{k}") for spec in gemms]
+    for (n, k), kind in product(map(common.parse_shape, shape or ()), lhs_types):
+        specs: list[Any] = [spec for x, flags in quantizers for spec in quantize_specs(k, x, kind, **flags)]
+        for order, result, lhs_group in product(orders, outs or ["bf16"], sorted(groups)):
+            format = common.weight_format(order, kind, group, zero_point, scale_type, offset, k, width)
+            more = {"batch_invariant": batch_invariant, "lhs_group": lhs_group, "lhs_e8m0": e8m0}
+            specs += kernels_for(n, k, kind, format, target, max_m, out=result, **more)
+        found += [(spec, f"shape {n}x{k}") for spec in specs]
     if model:
-        from jitgemm.dtypes import torch_dtype
         from jitgemm.nn.warm.ahead import dtype_of, models_ahead  # with torch and transformers
         from jitgemm.nn.warm.warm import kernels
 
-        said: dict[str, Any] = {"bits": bits} if bits else {}
-        said |= {"group_size": group or 1 << 30} if group_size else {}
-        said |= {"symmetric": False} if zero_point else {}
-        said |= {"scale_dtype": torch_dtype(scale_dtype.value)} if scale_dtype else {}
-        codes_of = ["e4m3" if order is common.Codes.tuned else "any" for order in orders]
+        options: dict[str, Any] = {"bits": bits} if bits else {}
+        options |= {"group_size": group or 1 << 30} if group_size else {}
+        options |= {"symmetric": False} if zero_point else {}
+        options |= {"scale_dtype": torch_dtype(scale_type)} if scale_dtype else {}
+        of_model = [{"any": "any", "tuned": "e4m3"}[order.value] for order in orders]
         for folder in model:
             folder = folder.parent if folder.name == "config.json" else folder
-            for each in models_ahead(folder, use.value, tp, ep, activation, said, codes_of, batch_invariant):
+            for each in models_ahead(folder, use.value, tp, ep, activation, options, of_model, batch_invariant):
                 types = [torch_dtype(name) for name in outs] or [dtype_of(each)]
                 needed = kernels(each, max_m, types, device or target.name, use is Use.compiled)
                 found += [(spec, layer) for spec, _, layer in needed]
@@ -257,8 +238,8 @@ def warmup(
     _report(plan, target, max_m, seconds, as_json)
     slow = [job for job in plan if job.entry and job.entry.slow_because]
     for job in slow:
-        said = f"{job.source.label} is slower than it should be: {job.entry.slow_because}"
-        common.note(f"failed: {said}" if strict else said)
+        slower = f"{job.source.label} is slower than it should be: {job.entry.slow_because}"
+        common.note(f"failed: {slower}" if strict else slower)
     unstored = [job for job in plan if job.status == "unstored"]
     if unstored:
         common.note(f"{len(unstored)} kernels are not stored: {unstored[0].entry.unwritten}")
@@ -273,10 +254,10 @@ def enumerate_jobs(found: Iterable[tuple[Any, str]]) -> list[Job]:
     jobs: dict[Any, Job] = {}
     nvrtc, debug = nvrtc_info(), settings.debug()
     for kernel, layer in found:
-        if debug and isinstance(kernel, KernelSpec):
+        if debug and kernel.kind == "gemm":
             kernel = replace(kernel, debug=True)
         if kernel not in jobs:
-            source = kernel_source(kernel) if isinstance(kernel, KernelSpec) else source_of(kernel)
+            source = source_of(kernel)
             jobs[kernel] = Job(source, source.key(nvrtc))
         if layer not in jobs[kernel].layers:
             jobs[kernel].layers.append(layer)
@@ -304,36 +285,24 @@ def _compile(jobs: list[Job], threads: int) -> None:
 def _report(jobs: list[Job], device: DeviceSpec, max_m: int, seconds: float, as_json: bool) -> None:
     statuses = ("cached", "compiled", "unstored", "missing", "failed")
     counts = {status: sum(job.status == status for job in jobs) for status in statuses}
-    kernels = [job.to_dict() for job in jobs]
+    kernels, layers = (
+        [job.to_dict() for job in jobs],
+        list(dict.fromkeys(layer for job in jobs for layer in job.layers)),
+    )
     if as_json:
-        common.print_json(
-            {
-                "device": device.name,
-                "max_m": max_m,
-                "seconds": round(seconds, 3),
-                "summary": counts,
-                "layers": list(dict.fromkeys(layer for job in jobs for layer in job.layers)),
-                "kernels": kernels,
-            }
-        )
+        facts = {"device": device.name, "max_m": max_m, "seconds": round(seconds, 3), "summary": counts}
+        common.print_json(facts | {"layers": layers, "kernels": kernels})
         return
-    rows = [
-        (
-            each["label"],
-            each["status"],
-            each["registers"],
-            None if each["spill_bytes"] is None else common.show_spills(each["spill_bytes"], each["serialised"]),
-            None if each["seconds"] is None else f"{each['seconds']:.2f} s",
-            each["key"][:12],
-            len(each["layers"]),
+    rows = []
+    for each in kernels:
+        spills = common.show_spills(each["spill_bytes"], each["serialised"])
+        took = None if each["seconds"] is None else f"{each['seconds']:.2f} s"
+        rows.append(
+            (each["label"], each["status"], each["registers"], spills, took, each["key"][:12], len(each["layers"]))
         )
-        for each in kernels
-    ]
     columns = ("kernel", "status", "registers", "spills", "compiled in", "key", "layers")
     drop = ("layers", "compiled in", "registers")
     common.out().print(common.table(columns, rows, left=("kernel", "status", "key"), drop=drop))
-    said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    common.note(
-        f"{len({layer for job in jobs for layer in job.layers})} layers on {device.name}, m up to {max_m}: {len(jobs)} "
-        f"kernels, {said}, {seconds:.1f} s"
-    )
+    known = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    where = f"{len(layers)} layers on {device.name}, m up to {max_m}"
+    common.note(f"{where}: {len(jobs)} kernels, {known}, {seconds:.1f} s")

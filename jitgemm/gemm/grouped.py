@@ -7,7 +7,7 @@ import torch
 from jitgemm import settings
 from jitgemm.kernel.formats import MAX_ROWS, TABLE_SIZES
 from jitgemm.runtime.checks import check_device
-from jitgemm.runtime.dispatch import traced
+from jitgemm.runtime.dispatch import needs_dispatcher
 from jitgemm.tensors import check_dtype, check_flag, check_int, check_plain, check_tensor, dtype_name
 from jitgemm.weight.ready import capturing
 
@@ -30,7 +30,7 @@ def rows_of_m_indices(m_indices: torch.Tensor, experts: int, name: str = "m_indi
         raise ValueError(f"{name}: expected shape [M], got {list(m_indices.shape)}")
     rows = torch.arange(m_indices.shape[0], dtype=torch.int32, device=m_indices.device)
     of = torch.where((m_indices >= 0) & (m_indices < experts), m_indices, experts).long()
-    if not traced(of, of) and (of.is_cpu or (settings.debug() and not capturing(of.device))):
+    if not needs_dispatcher(of, of) and (of.is_cpu or (settings.debug() and not capturing(of.device))):
         runs = torch.unique_consecutive(of)
         found, counts = runs[runs < experts].unique(return_counts=True)
         if bool((counts > 1).any()):

@@ -13,8 +13,9 @@ import secrets
 import stat
 import struct
 import warnings
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -73,9 +74,9 @@ class EntryInfo:
     root: Path
     size: int
     last_used: float
-    problem: str | None = None
-    foreign: bool = False
-    metadata: dict = field(default_factory=dict)
+    problem: str | None
+    foreign: bool
+    metadata: dict
 
     @property
     def ok(self) -> bool:
@@ -90,22 +91,19 @@ class UntrustedEntry(BadEntry):
     """A file that somebody who is not trusted wrote or can write."""
 
 
-def open_entry(path: Path) -> BinaryIO:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     """A file of the cache, open for reading. Raises OSError, BadEntry for no regular file, and UntrustedEntry."""
     # Without O_NONBLOCK a FIFO would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise BadEntry("not a regular file")
         if status.st_mode & stat.S_IWOTH:
             raise UntrustedEntry("everybody can write it")
         if status.st_uid not in (0, os.geteuid()) and _open_to_all(path.parent):
             raise UntrustedEntry(f"user {status.st_uid} wrote it where everybody can write")
-        return open(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
+        yield file
 
 
 def _open_to_all(folder: Path) -> bool:
@@ -131,8 +129,8 @@ def _checksum(text: bytes, cubin: bytes) -> bytes:
     return hashlib.sha256(struct.pack("<Q", len(text)) + text + cubin).digest()
 
 
-def _read_header(file: BinaryIO) -> tuple[bytes, bytes, int]:
-    """(metadata text, expected sha256, cubin bytes) of an open entry, left at its cubin. Raises BadEntry."""
+def _read_metadata(file: BinaryIO, key: str) -> tuple[dict, bytes, bytes]:
+    """(metadata, as text too, expected sha256) of an open entry, left at its cubin. Raises BadEntry."""
     head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
         raise BadEntry("not a kernel cache entry")
@@ -141,10 +139,7 @@ def _read_header(file: BinaryIO) -> tuple[bytes, bytes, int]:
     expected, size = _HEADER.size + text_bytes + cubin_bytes, os.fstat(file.fileno()).st_size
     if size != expected:
         raise BadEntry(f"{size} bytes long, {expected} expected")
-    return file.read(text_bytes), digest, cubin_bytes
-
-
-def _parse_metadata(text: bytes, key: str) -> dict:
+    text = file.read(text_bytes)
     try:
         metadata = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -153,46 +148,58 @@ def _parse_metadata(text: bytes, key: str) -> dict:
         raise BadEntry("metadata of another schema")
     if metadata.get("key") != key:
         raise BadEntry("holds another kernel than its name says")
+    values: dict[str, Any] = {"serialised": ""} | metadata
+    values["nvrtc.build"] = values["nvrtc"].get("build") if isinstance(values.get("nvrtc"), dict) else None
     for name, kind in _FIELDS.items():
-        if not isinstance(metadata.get(name), kind):
+        if not isinstance(values.get(name), kind):
             raise BadEntry(f"metadata without a proper {name}")
-    if not isinstance(metadata["nvrtc"].get("build"), str) or not isinstance(metadata.get("serialised", ""), str):
-        raise BadEntry("metadata without a proper nvrtc.build or serialised")
-    return metadata
+    return metadata, text, digest
 
 
 _FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("label", "source", "log"), str),
-    **dict.fromkeys(("spec", "nvrtc"), dict),
+    **dict.fromkeys(("label", "source", "log", "serialised", "nvrtc.build"), str),
     **dict.fromkeys(("registers", "spill_bytes", "stack_bytes"), int),
     **dict.fromkeys(("seconds", "created"), (int, float)),
+    "spec": dict,
 }
 """Metadata that is read again, by type. `serialised` may be missing."""
 
 
-def read_entry(file: BinaryIO, key: str) -> tuple[dict, bytes]:
-    """(metadata, cubin) of an open entry, checked against its checksum and `key`. Raises BadEntry."""
-    text, digest, cubin_bytes = _read_header(file)
-    cubin = file.read(cubin_bytes)
-    if _checksum(text, cubin) != digest:
-        raise BadEntry("checksum mismatch")
-    return _parse_metadata(text, key), cubin
+def load_entry(path: Path, *, aside: bool = False) -> Entry:
+    """The entry of a file, checked against its checksum and its name's key. Raises OSError, BadEntry and UntrustedEntry.
+
+    With `aside` a bad file that is trusted is renamed to *.bad, unless another process has put a new file there since.
+    """
+    key = path.name.partition(".")[0]
+    with _opened(path) as file:
+        try:
+            metadata, text, digest = _read_metadata(file, key)
+            cubin = file.read()
+            if _checksum(text, cubin) != digest:
+                raise BadEntry("checksum mismatch")
+            return Entry(key, path, metadata, cubin)
+        except BadEntry as problem:
+            with suppress(OSError):
+                if aside and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                    os.replace(path, path.with_suffix(SET_ASIDE))
+                    said = f"kernel cache entry set aside as {path.stem}{SET_ASIDE}: {problem}"
+                    warnings.warn(said, stacklevel=2)
+            raise
 
 
-def describe_entry(root: Path, path: Path) -> EntryInfo:
+def describe_entry(path: Path) -> EntryInfo:
     """What a file of the cache says of itself. Raises OSError when it is gone."""
-    key = path.name.split(".", 1)[0]
-    status = path.stat()
-    base = EntryInfo(key, path, root, status.st_size, status.st_mtime)
+    key, status = path.name.partition(".")[0], path.stat()
+    metadata, problem, foreign = {}, None, False
     try:
         if path.name.endswith(SET_ASIDE):
             raise BadEntry("set aside")
-        with open_entry(path) as file:
-            data = _parse_metadata(_read_header(file)[0], key)
-        return replace(base, metadata={name: data[name] for name in data if name not in ("source", "log")})
+        with _opened(path) as file:
+            read = _read_metadata(file, key)[0]
+        metadata = {name: read[name] for name in read if name not in ("source", "log")}
     except (BadEntry, OSError) as error:
-        foreign = isinstance(error, UntrustedEntry) and status.st_uid != os.geteuid()
-        return replace(base, problem=str(error), foreign=foreign)
+        problem, foreign = str(error), isinstance(error, UntrustedEntry) and status.st_uid != os.geteuid()
+    return EntryInfo(key, path, path.parent, status.st_size, status.st_mtime, problem, foreign, metadata)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -212,11 +219,3 @@ def write_atomically(path: Path, data: bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-
-
-def set_aside(path: Path, seen: os.stat_result, problem: BadEntry) -> None:
-    """Rename a bad entry to *.bad, unless another process has put a new file there since it was read."""
-    with suppress(OSError):
-        if os.path.samestat(os.stat(path), seen):
-            os.replace(path, path.with_suffix(SET_ASIDE))
-            warnings.warn(f"kernel cache entry set aside as {path.stem}{SET_ASIDE}: {problem}", stacklevel=2)

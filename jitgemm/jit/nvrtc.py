@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import site
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,12 +23,12 @@ from typing import Any
 from jitgemm import settings
 from jitgemm.errors import CompileError
 
-# Where NVIDIA's wheels put the library and what they are called, in the order in which cuda.pathfinder looks: the wheel
-# of CUDA 13 wins even under cuda-bindings 12.
-_WHEELS = (
-    ("nvidia/cu13/lib/libnvrtc.so.13", "nvidia_cuda_nvrtc"),
-    ("nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "nvidia_cuda_nvrtc_cu12"),
-)
+# Where NVIDIA's wheels put the library and what they are called. CUDA 13's wins even under cuda-bindings 12, as the
+# bindings themselves look.
+_WHEELS = {
+    "nvidia/cu13/lib/libnvrtc.so.13": "nvidia_cuda_nvrtc",
+    "nvidia/cuda_nvrtc/lib/libnvrtc.so.12": "nvidia_cuda_nvrtc_cu12",
+}
 _INSTALL = "install it with `pip install jitgemm[cu12]` or `pip install jitgemm[cu13]`"
 _PROGRAM_NAME = b"jitgemm.cu"  # constant, so that no name reaches the cubin
 
@@ -48,7 +47,7 @@ class NvrtcInfo:
         version: (major, minor).
         build: full version, such as "12.9.86". Where only (major, minor) is known, the library's size stands in for the
             rest, as "12.9+106244480".
-        library: path of the shared library, or None when it could not be told.
+        library: path of the shared library, or None where it is not known.
     """
 
     version: tuple[int, int]
@@ -58,9 +57,9 @@ class NvrtcInfo:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin and what ptxas said of it: registers of the hungriest entry; bytes of spills, of stack and of static
-    shared memory; what it said of serialised wgmma, or ""; `seconds` of wall clock, NVRTC's loading left out; `built`,
-    the cubin before yield hints were set in it, or None where none were."""
+    """A cubin and what ptxas reported: registers of the hungriest entry; bytes of spills, of stack and of static shared
+    memory; its line on serialised wgmma, or ""; `seconds` of wall clock, NVRTC's loading left out; `built`, the cubin
+    before yield hints were set in it, or None where none were."""
 
     cubin: bytes
     log: str
@@ -81,23 +80,22 @@ def nvrtc_info() -> NvrtcInfo:
         CompileError: there is none.
     """
     library = _mapped_library() or _wheel_library()
-    build = _build_of(library) if library else None
-    if build is not None:
-        major, minor = map(int, build.split(".")[:2])
-        return NvrtcInfo((major, minor), build, library)
-    major, minor = _call(_load(), "Version")  # toolkits, conda and broken installations: only the library knows
-    library, build = _mapped_library(), f"{major}.{minor}"
-    if library is not None:
-        told = _build_of(library) or ""
-        build = told if told.split(".")[:2] == [str(major), str(minor)] else f"{build}+{os.path.getsize(library)}"
-    return NvrtcInfo((major, minor), build, library)
+    build = _build_of(library)
+    if not build:  # toolkits, conda and broken installations: only the library knows
+        with _gate:
+            version = "{}.{}".format(*_call(_load(), "Version"))
+        library = _mapped_library()
+        build = _build_of(library)
+        if not build.startswith(version + "."):
+            build = f"{version}+{os.path.getsize(library)}" if library else version
+    major, minor = re.findall(r"\d+", build)[:2]
+    return NvrtcInfo((int(major), int(minor)), build, library)
 
 
 # A fork while a thread is inside NVRTC leaves the child with NVRTC's own locks held for ever. So a fork waits a second
 # for those threads, and holds back others meanwhile; a child of one that waited in vain compiles nothing.
 _FORK_TIMEOUT_S = 1.0
-_load_lock, _gate, _idle, _in_flight = threading.Lock(), threading.RLock(), threading.Condition(), 0
-_hooked = _locks_held = False
+_gate, _idle, _in_flight, _locks_held = threading.RLock(), threading.Condition(), 0, False
 
 
 def _before_fork() -> None:
@@ -107,27 +105,29 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _load_lock, _gate, _idle, _in_flight, _locks_held
-    _locks_held = _locks_held or _in_flight > 0
-    _load_lock, _gate, _idle, _in_flight = threading.Lock(), threading.RLock(), threading.Condition(), 0
+    global _gate, _idle, _in_flight, _locks_held
+    _gate, _idle, _in_flight, _locks_held = threading.RLock(), threading.Condition(), 0, _locks_held or _in_flight > 0
+
+
+@lru_cache(maxsize=1)
+def _watch_forks() -> None:
+    """At the first compilation, not at import: processes that compile nothing fork as ever."""
+    release = lambda: _gate.release()  # noqa: E731 - the gate of then
+    os.register_at_fork(before=_before_fork, after_in_parent=release, after_in_child=_after_fork_in_child)
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    global _hooked, _in_flight
+    global _in_flight
     if _locks_held:
         raise CompileError(
             "this process was forked while its parent compiled a kernel, and NVRTC's locks are held in it for ever: "
             "fork before or after that, start processes by spawn, or compile ahead (jitgemm warmup)"
         )
-    with _gate:
-        if not _hooked:  # not at import: processes that compile nothing fork as ever
-            os.register_at_fork(
-                before=_before_fork, after_in_parent=lambda: _gate.release(), after_in_child=_after_fork_in_child
-            )
-            _hooked = True
-        with _idle:
-            _in_flight += 1
+    with _gate, _idle:
+        _watch_forks()
+        _load()
+        _in_flight += 1
     try:
         yield
     finally:
@@ -149,25 +149,22 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
         name: what messages and kept files call the kernel; does not reach the cubin.
 
     Raises:
-        CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or refused the source, which is kept;
+        CompileError: NVRTC is missing, is not the one `nvrtc_info()` reported, or does not compile the source, which is kept;
             the message says where. Or the process was forked while its parent compiled for more than a second.
     """
     nvrtc = _load()
     _check_is_reported(nvrtc)
-    names = sorted(headers)
     # NVRTC 12.9 brought a cache of its own, whose hits leave the log empty.
-    extra = ("--no-cache",) if nvrtc_info().version >= (12, 9) else ()
-    flags = [option.encode() for option in (*options, *extra)]
+    flags = [*options, "--no-cache"] if nvrtc_info().version >= (12, 9) else options
+    names = sorted(headers)
+    texts, includes = [headers[each].encode() for each in names], [each.encode() for each in names]
     started = time.perf_counter()
-    texts = [headers[header].encode() for header in names]
-    (program,) = _call(
-        nvrtc, "CreateProgram", source.encode(), _PROGRAM_NAME, len(names), texts, [header.encode() for header in names]
-    )
+    (program,) = _call(nvrtc, "CreateProgram", source.encode(), _PROGRAM_NAME, len(names), texts, includes)
     try:
-        (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        (code,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
         log = _read(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
-        if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise _failure(f"NVRTC refused kernel {name} ({_text(nvrtc, code)})", log, name, source)
+        if code.value:
+            raise _failure(f"NVRTC refused kernel {name} ({code.name})", log, name, source)
         cubin = _read(nvrtc, program, "CUBIN")
     finally:
         _call(nvrtc, "DestroyProgram", program)
@@ -191,40 +188,37 @@ def compile_cubin(source: str, headers: Mapping[str, str], options: Sequence[str
     )
 
 
+@lru_cache(maxsize=1)
 def _load() -> Any:
-    """cuda.bindings.nvrtc with its library loaded."""
+    """cuda.bindings.nvrtc with its library loaded; threads come here through the gate at first."""
     try:
         from cuda.bindings import nvrtc
 
-        with _load_lock:
-            library = None if _mapped_libraries() else _wheel_library()
-            if library and not library.startswith(tuple(os.path.join(folder, "") for folder in _site_folders())):
-                ctypes.CDLL(library)  # the bindings take what is loaded, and do not look there themselves
-            nvrtc.nvrtcVersion()  # loading happens at the first call, and threads would race through it
+        library = None if _mapped_libraries() else _wheel_library()
+        if library:
+            ctypes.CDLL(library)  # the bindings take what is loaded, and look in fewer folders themselves
+        nvrtc.nvrtcVersion()  # the bindings load at the first call
     except (ImportError, OSError, RuntimeError) as error:  # RuntimeError is the bindings' for a missing library
         raise CompileError(
             f"NVRTC or cuda.bindings is missing: {_INSTALL} ({error}). NVRTC's wheel was looked for in "
-            f"{', '.join(_folders()) or 'no folder'}, then its library by the dynamic linker, which LD_LIBRARY_PATH "
-            "sends to other folders"
+            f"{', '.join(filter(None, sys.path)) or 'no folder'}, then its library by the dynamic linker, which "
+            "LD_LIBRARY_PATH sends to other folders"
         ) from error
     return nvrtc
 
 
 def _check_is_reported(nvrtc: Any) -> None:
-    """Refuse to file a kernel under an NVRTC that did not compile it."""
-    info = nvrtc_info()
-    major, minor = _call(nvrtc, "Version")
-    # Other libraries may have loaded an NVRTC of their own beside ours.
-    mapped, library = _mapped_libraries(), info.library
-    try:
-        moved = bool(mapped) and library is not None and not any(os.path.samefile(each, library) for each in mapped)
-    except OSError:
-        moved = True  # replaced on disk since it was loaded
-    if (major, minor) != info.version or moved:
-        raise CompileError(
-            f"NVRTC {info.build} ({info.library}) was found, but NVRTC {major}.{minor} ({', '.join(mapped)}) was "
-            "loaded: two NVRTCs are installed; keep the wheel of one CUDA line"
-        )
+    """CompileError instead of a kernel under the name of an NVRTC that did not compile it."""
+    info, version = nvrtc_info(), tuple(_call(nvrtc, "Version"))
+    mapped = _mapped_libraries()  # other libraries may have loaded an NVRTC of their own, too
+    with suppress(OSError):  # replaced on disk since it was loaded
+        ours = not (mapped and info.library) or any(os.path.samefile(each, info.library) for each in mapped)
+        if ours and version == info.version:
+            return
+    raise CompileError(
+        "NVRTC {} ({}) was found, but NVRTC {}.{} ({}) was loaded: two NVRTCs are installed; keep the wheel of one CUDA "
+        "line".format(info.build, info.library, *version, ", ".join(mapped))
+    )
 
 
 def _mapped_libraries() -> list[str]:
@@ -241,38 +235,23 @@ def _mapped_library() -> str | None:
     return max(_mapped_libraries(), key=os.path.basename, default=None)
 
 
-def _site_folders() -> list[str]:
-    """Where the bindings look for wheels, in their order."""
-    folders = list(site.getsitepackages())
-    if site.ENABLE_USER_SITE:
-        folders.insert(1 if sys.prefix != sys.base_prefix else 0, site.getusersitepackages())
-    return folders
-
-
-def _folders() -> list[str]:
-    """Where this module looks: behind the bindings' folders all that Python imports from, such as .pth files' folders."""
-    return list(dict.fromkeys([*_site_folders(), *filter(None, sys.path)]))
-
-
 def _wheel_library() -> str | None:
-    """The library of a wheel that the bindings find, or else that Python would import from."""
-    searches = _site_folders(), _folders()
-    paths = (os.path.join(at, relative) for folders in searches for relative, _ in _WHEELS for at in folders)
+    """The library of the first wheel where Python imports from."""
+    folders = [os.path.abspath(folder) for folder in sys.path if folder]
+    paths = (os.path.join(folder, relative) for relative in _WHEELS for folder in folders)
     return next(filter(os.path.exists, paths), None)
 
 
-def _build_of(library: str) -> str | None:
-    """Full version from the dist-info of the library's wheel or from a toolkit's file name; None if neither says."""
-    for relative, distribution in _WHEELS:
-        if library.endswith("/" + relative):
-            folder = library[: -len(relative)]
-            pattern = re.compile(rf"{distribution}-([^-]+)\.dist-info")
-            builds = [match[1] for match in map(pattern.fullmatch, os.listdir(folder)) if match]
-            # Two are left by a broken upgrade: then only the library itself knows.
-            if len(builds) == 1:
+def _build_of(library: str | None) -> str:
+    """Full version from the dist-info of the library's wheel or from a toolkit's file name; "" if neither says."""
+    for relative, distribution in _WHEELS.items():
+        if library and library.endswith("/" + relative):
+            files = "\n".join(os.listdir(library[: -len(relative)]))
+            builds = re.findall(rf"^{distribution}-([^-\n]+)\.dist-info$", files, re.MULTILINE)
+            if len(builds) == 1:  # a broken upgrade leaves two: then only the library itself knows
                 return builds[0]
-    match = re.search(r"libnvrtc\.so\.(\d+\.\d+\.\d+)$", os.path.realpath(library))
-    return match[1] if match else None
+    match = re.search(r"libnvrtc\.so\.(\d+\.\d+\.\d+)$", os.path.realpath(library or ""))
+    return match[1] if match else ""
 
 
 def _read(nvrtc: Any, program: Any, what: str) -> bytes:
@@ -287,21 +266,16 @@ def _read(nvrtc: Any, program: Any, what: str) -> bytes:
 def _call(nvrtc: Any, name: str, *arguments: Any) -> list[Any]:
     """The results of an NVRTC call. Raises CompileError."""
     code, *results = getattr(nvrtc, f"nvrtc{name}")(*arguments)
-    if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise CompileError(f"nvrtc{name} failed: {_text(nvrtc, code)}")
+    if code.value:
+        raise CompileError(f"nvrtc{name} failed: {code.name}")
     return results
-
-
-def _text(nvrtc: Any, code: Any) -> str:
-    found, text = nvrtc.nvrtcGetErrorString(code)
-    return text.decode() if found == nvrtc.nvrtcResult.NVRTC_SUCCESS and text else str(code)
 
 
 def _failure(message: str, log: str, name: str, source: str) -> CompileError:
     """A CompileError whose source is kept: in the dump folder if there is one, else in a temporary file."""
     import tempfile
 
-    path: str | None = None
+    path = None
     try:
         folder = settings.dump_dir()
         if folder is not None:
@@ -309,8 +283,7 @@ def _failure(message: str, log: str, name: str, source: str) -> CompileError:
         descriptor, path = tempfile.mkstemp(prefix=f"jitgemm-{name}-", suffix=".cu", dir=folder)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(source)
+        kept = f"source kept in {path}"
     except OSError as error:
         kept = f"source could not be kept: {error}"
-    else:
-        kept = f"source kept in {path}"
     return CompileError(f"{message}\n{kept}\nNVRTC's log:\n{log or '(empty)'}", log=log, source_path=path)

@@ -21,7 +21,7 @@ class Decoder:
 
     Attributes:
         codec: C++ type, of include/jitgemm/gemm/codec.cuh or of `source`.
-        cost: which of `jitgemm.select.model.DECODE_CYCLES` it takes.
+        cost: which of `jitgemm.select.cost.DECODE_CYCLES` it takes.
         source: C++ that defines the codec, where codec.cuh does not.
     """
 

@@ -112,7 +112,7 @@ class WeightFormat:
 
     @property
     def tuned(self) -> bool:
-        """Whether the order is another than `common`'s."""
+        """Whether the order is another than `for_any_values`'s."""
         return self.order != CODES[self.code].orders[0].name
 
     @property
@@ -191,13 +191,13 @@ class WeightFormat:
         return dict(names.get(name, (name, value)) for name, value in asdict(self).items())
 
     @property
-    def common(self) -> WeightFormat:
+    def for_any_values(self) -> WeightFormat:
         """The same apart from what depends on a weight's values: codes in the order that holds all, and scales that rows
         need not share."""
         return replace(self, order=CODES[self.code].orders[0].name, strip_scales=False)
 
     @property
-    def of_kernels(self) -> WeightFormat:
+    def kernel_format(self) -> WeightFormat:
         """The format as kernels have it: they read scales per channel by a run-time type, and those of strips that share
         them (`KernelSpec.token_rows`) lie where others do."""
         return replace(self, scale_type=self.scale_type if self.group_size else "fp32", strip_scales=False)

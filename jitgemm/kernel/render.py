@@ -65,7 +65,7 @@ def _config(spec: KernelSpec, smem_bytes: int) -> str:
     fmt = spec.format
     constants = {
         "u32 kBlockM": spec.block_m,
-        "u32 kSums": spec.multiply_n // 2,
+        "u32 kSums": spec.wgmma_n // 2,
         "bool kTokenRows": str(spec.token_rows).lower(),
         "u32 kStrips": spec.strips,
         "u32 kWarpgroupsM": spec.warpgroups_m,

@@ -24,8 +24,10 @@ class KernelSpec:
     """Everything that is a compile-time constant of a kernel. Equal specs render to the same source.
 
     Attributes:
+        kind: what a kernel computes, "gemm", "quantizer" or "routing", for people; every spec has one.
+        family: of which template it is; by it tables have what renders and loads a spec.
         lhs: type of the activations.
-        format: of the weight, as `WeightFormat.of_kernels`; its scale_type is "fp32" for per-channel kernels, which
+        format: of the weight, as `WeightFormat.kernel_format`; its scale_type is "fp32" for per-channel kernels, which
             read their scales by a run-time type.
         block_m: tokens per tile (wgmma's N over all `halves`, but with `token_rows`).
         halves: 1, or 2 when a warpgroup multiplies and promotes its tokens in two halves; with `token_rows` one half
@@ -40,7 +42,7 @@ class KernelSpec:
         stages: pipeline depth; one stage holds `warpgroups_k` blocks of 128 k.
         ctas_per_sm: CTAs that are to fit an SM together; bounds the registers.
         direct: the consumers copy the activations of the prefetched stages also where `direct_lhs` would leave them to
-            the copy engine; `tactics.for_k` sets it.
+            the copy engine; `tactics.with_k_rules` sets it.
         token_rows: wgmma's M are tokens, 64 for each half of a warpgroup, and its N all rows of n of the tile; half of
             them in tiles of 64 x 256, of which two warpgroups have the same tokens. A thread then has sums of two
             tokens, whose scales per 128 k it multiplies by one for each strip of the weights: for 8-bit weights of a
@@ -51,6 +53,8 @@ class KernelSpec:
         lhs_e8m0: those scales come as packed exponents, four k-blocks to an int32.
         debug: barrier waits trap after a spin limit instead of hanging.
     """
+
+    kind, family = "gemm", "gemm"
 
     lhs: str
     format: WeightFormat
@@ -96,7 +100,7 @@ class KernelSpec:
         return self.warpgroups_m * self.warpgroups_n * self.warpgroups_k
 
     @property
-    def multiply_n(self) -> int:
+    def wgmma_n(self) -> int:
         """wgmma's N over all halves; a thread has half as many sums."""
         return self.halves * self.block_n // self.warpgroups_n if self.token_rows else self.block_m
 
@@ -302,6 +306,6 @@ def smem_bytes(spec: KernelSpec) -> int:
     barriers += 8 * 2 * reducers if spec.split_k > 1 else 0
     factors = ((0 if spec.lhs_group else size) + 3 * STRIP_ROWS) * 4
     if spec.token_rows:  # every warpgroup stores its tokens, and has the bias of all columns
-        reducers, columns = spec.warpgroups, spec.multiply_n // spec.halves
+        reducers, columns = spec.warpgroups, spec.wgmma_n // spec.halves
         out_panel, factors = columns // STRIP_ROWS * out_panel, columns * 4
     return spec.stages * stage_bytes(spec) + reducers * (out_panel + slots + factors) + barriers + 12 * spec.experts

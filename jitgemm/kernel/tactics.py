@@ -52,7 +52,7 @@ def units_in_flight(spec: KernelSpec) -> int:
         return 1
     if factors == 1:
         return spec.halves
-    fit = IN_FLIGHT_REGISTERS // (spec.multiply_n // spec.halves // 2) // spec.halves
+    fit = IN_FLIGHT_REGISTERS // (spec.wgmma_n // spec.halves // 2) // spec.halves
     return spec.halves * max(1, min(factors, fit))
 
 
@@ -82,7 +82,7 @@ def multiply_widths(spec: KernelSpec) -> tuple[int, ...]:
     to 12 % faster where tensor cores or conversions bind (docs/moe.md). With several factors a record, or zero points,
     a loop takes ptxas seconds, and registers run short.
     """
-    full, fmt = spec.multiply_n, spec.format
+    full, fmt = spec.wgmma_n, spec.format
     cuts = spec.experts > 0 and full >= 64 and not spec.token_rows and spec.warpgroups_k == spec.split_k == 1
     cuts = cuts and fmt.scale_rows <= 1 and not (fmt.offset or fmt.zero_point)
     # Sums that stay in the tensor cores for the whole tile lie by halves of the full width.
@@ -116,7 +116,7 @@ def pins_shared_base(spec: KernelSpec) -> bool:
 #
 # The copy engine does, or the consumers themselves: for a few tokens the engine takes twice as long from the wait to
 # the first byte. Up to DIRECT_LHS_TOKENS the consumers always do. Wider tiles and four warpgroups along k gain by it
-# only where weights still to be asked for would keep the engine busy, which k decides: `for_k` sets `direct`.
+# only where weights still to be asked for would keep the engine busy, which k decides: `with_k_rules` sets `direct`.
 
 DIRECT_LHS_TOKENS = 16
 """Up to so many tokens consumers copy the first activations of every kernel that can."""
@@ -144,7 +144,7 @@ def engine_stages(spec: KernelSpec) -> float:
     return min(spec.stages, PREFETCH_BYTES[1] // stage_weight_bytes(spec))
 
 
-def for_k(spec: KernelSpec, k: int) -> KernelSpec:
+def with_k_rules(spec: KernelSpec, k: int) -> KernelSpec:
     """The kernel as it serves a weight of this k best."""
     stages = ceil_div(split_blocks(spec, ceil_div(k, BLOCK_K)), spec.warpgroups_k)
     return replace(spec, direct=not _always_direct(spec) and stages > engine_stages(spec))

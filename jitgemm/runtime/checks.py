@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from jitgemm.kernel.formats import MAX_ROWS
-from jitgemm.tensors import check_dtype, check_plain, check_tensor, known
+from jitgemm.tensors import check_dtype, check_plain, check_tensor, statically_true
 
 ALIGNMENT = 16
 """Addresses and row strides of TMA tensors are multiples of so many bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
@@ -20,19 +20,19 @@ ALIGNMENT = 16
 def check_rows(name: str, tensor: torch.Tensor, *, may_overlap: bool = False) -> None:
     """A matrix with contiguous rows whose stride TMA can walk."""
     rows, columns = tensor.shape
-    if known(tensor.stride(1) != 1) and known(columns > 1):
+    if statically_true(tensor.stride(1) != 1) and statically_true(columns > 1):
         raise ValueError(f"{name}: expected stride 1 along its columns, got strides {tuple(tensor.stride())}")
-    if known(rows > MAX_ROWS):
+    if statically_true(rows > MAX_ROWS):
         raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {rows}")
-    if known(rows < 2):  # one row has no stride to walk
+    if statically_true(rows < 2):  # one row has no stride to walk
         return
     unit = ALIGNMENT // tensor.element_size()
-    if known(tensor.stride(0) % unit != 0):
+    if statically_true(tensor.stride(0) % unit != 0):
         raise ValueError(
             f"{name}: expected a row stride that is a multiple of {unit} elements ({ALIGNMENT} bytes), "
             f"got {tensor.stride(0)}"
         )
-    if known(tensor.stride(0) < columns) and not may_overlap:
+    if statically_true(tensor.stride(0) < columns) and not may_overlap:
         raise ValueError(
             f"{name}: expected rows that do not overlap (row stride at least {columns}), "
             f"got row stride {tensor.stride(0)}"
@@ -44,8 +44,8 @@ def check_vector(name: str, value: object, types: tuple[str, ...], elements: int
     tensor = check_tensor(name, value)
     check_dtype(name, tensor.dtype, types)
     check_plain(name, tensor)
-    several = known(elements > 1)
-    if known(tensor.numel() != elements) or (several and tensor.dim() != 1):
+    several = statically_true(elements > 1)
+    if statically_true(tensor.numel() != elements) or (several and tensor.dim() != 1):
         expected = f"shape [{elements}]" if several else "one element"
         raise ValueError(f"{name}: expected {expected}, got shape {list(tensor.shape)}")
     if not tensor.is_contiguous():

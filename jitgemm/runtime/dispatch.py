@@ -13,7 +13,7 @@ from jitgemm.tensors import PLAIN
 _is_compiling = torch.compiler.is_compiling
 
 
-def traced(x: object, out: object) -> bool:
+def needs_dispatcher(x: object, out: object) -> bool:
     """Whether this is not plain eager execution: a compiler, tensor subclasses, a dispatch mode, a functorch transform."""
     # A compiler first: it cannot follow the rest.
     if _is_compiling() or type(x) not in PLAIN or type(out) not in PLAIN:

@@ -1,9 +1,9 @@
-"""The choice: of the kernels that exist (`shapes`), the one that the model predicts to be the fastest (`model`).
+"""The choice: of the kernels that exist (`legal`), the one that the model predicts to be the fastest (`cost`).
 
 Pure functions of a problem's band over m and a device's figures; no torch, no driver, no table of tuned shapes.
 
 A grouped GEMM (`Problem.experts`) is chosen for the rows that all its experts have together: how many each one has is
-known to the device alone, so that the prediction is the mean over a few routings (`loads`).
+known to the device alone, so that the prediction is the mean over a few routings (`cost.routings`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from functools import lru_cache
 
 from jitgemm.kernel.formats import Problem, WeightFormat, ceil_div
 from jitgemm.kernel.spec import KernelSpec
-from jitgemm.kernel.tactics import for_k
-from jitgemm.select import loads, model, shapes
+from jitgemm.kernel.tactics import with_k_rules
+from jitgemm.select import cost, legal
 from jitgemm.select.devices import DeviceSpec
-from jitgemm.select.model import Candidate, Costs
+from jitgemm.select.cost import Candidate, Costs
 
 
 def bands(max_m: int, experts: int = 0) -> list[tuple[int, int]]:
@@ -55,14 +55,14 @@ def _costed(
     lhs: str, fmt: WeightFormat, device: DeviceSpec, out: str, block_m: int, experts: int, lhs_group: int
 ) -> tuple[tuple[KernelSpec, Costs], ...]:
     """The legal kernels with tiles of `block_m` tokens, with their costs, which no problem changes."""
-    every = shapes.kernels(lhs, fmt, device, out, block_m, experts, lhs_group)
-    return tuple((spec, model.costs(spec, device)) for spec in every)
+    every = legal.kernels(lhs, fmt, device, out, block_m, experts, lhs_group)
+    return tuple((spec, cost.costs(spec, device)) for spec in every)
 
 
 def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSpec, Costs]]:
     order = _invariant_order(replace(problem, m=1), device) if problem.batch_invariant else None
-    rows = loads.most_rows(problem.experts, problem.m)
-    for block_m in shapes.BLOCK_MS:
+    rows = cost.most_rows(problem.experts, problem.m)
+    for block_m in legal.BLOCK_MS:
         if block_m >= 2 * max(rows, 8):
             break  # half of the tile would be padding: a lower one does
         formats = problem.lhs, problem.format, device, problem.out
@@ -73,7 +73,7 @@ def _considered(problem: Problem, device: DeviceSpec) -> Iterator[tuple[KernelSp
 
 def _as_asked(spec: KernelSpec, problem: Problem) -> KernelSpec:
     """The kernel with what costs nothing to choose."""
-    return replace(for_k(spec, problem.k), lhs_e8m0=problem.lhs_e8m0)
+    return replace(with_k_rules(spec, problem.k), lhs_e8m0=problem.lhs_e8m0)
 
 
 def _rank(us: float, spec: KernelSpec) -> tuple[float, int, int, str]:
@@ -87,7 +87,7 @@ def _at_band_end(problem: Problem) -> Problem:
 def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
     """Every legal kernel for the problem with its prediction, best first; ties go to the smaller tile."""
     problem = _at_band_end(problem)
-    found = [model.candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
+    found = [cost.candidate(spec, costs, problem, device) for spec, costs in _considered(problem, device)]
     found.sort(key=lambda c: _rank(c.predicted_us, c.kernel))
     return [replace(candidate, kernel=_as_asked(candidate.kernel, problem)) for candidate in found]
 
@@ -96,7 +96,7 @@ def candidates(problem: Problem, device: DeviceSpec) -> list[Candidate]:
 def _choose(problem: Problem, device: DeviceSpec) -> KernelSpec:
     best: tuple[float, KernelSpec] | None = None
     for spec, costs in _considered(problem, device):
-        us = model.times(spec, costs, problem, device)[0].total
+        us = cost.times(spec, costs, problem, device)[0].total
         if best is None or us < best[0] or (us == best[0] and _rank(us, spec) < _rank(*best)):
             best = us, spec
     if best is None:
@@ -117,7 +117,7 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
             it sums k in another order than batch-invariant calls, which are asked for.
     """
     spec = KernelSpec.from_label(label)
-    fmt = problem.format.of_kernels
+    fmt = problem.format.kernel_format
     operands = replace(
         spec, lhs=problem.lhs, format=fmt, out=problem.out, experts=problem.table_size, lhs_group=problem.lhs_group,
         lhs_e8m0=problem.lhs_e8m0,
@@ -126,7 +126,7 @@ def kernel_named(label: str, problem: Problem, device: DeviceSpec) -> KernelSpec
         raise ValueError(f"kernel: expected one for these operands, such as {operands.label}, got {label}")
     if spec.token_rows and not problem.format.strip_scales:
         raise ValueError(f"kernel: expected one for weights whose strips do not share scales, got {label}")
-    reason = shapes.illegal(spec, device)
+    reason = legal.illegal(spec, device)
     if reason is not None:
         raise ValueError(f"kernel: expected one that an {device.name} can run, got {label}: {reason}")
     if problem.batch_invariant:
@@ -184,7 +184,7 @@ def _invariant_order(layer: Problem, device: DeviceSpec) -> tuple[int, int]:
         rows = m * max(1, round(layer.experts * EXPERTS_PER_TOKEN))
         problem = replace(layer, m=rows, batch_invariant=False)
         for spec, costs in _considered(problem, device):
-            us = model.times(spec, costs, problem, device)[0].total
+            us = cost.times(spec, costs, problem, device)[0].total
             best[_order(spec)] = min(us, best.get(_order(spec), math.inf))
         least = min(best.values())
         for order, us in best.items():

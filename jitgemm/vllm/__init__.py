@@ -2,8 +2,9 @@
 
     config   which layers are quantised, and how: the quantisation config that vLLM asks
     layouts  the tensors that a layer of each checkpoint format has, and how ranks cut them
-    linear   the method of vLLM's linears
-    saved    the methods of vLLM's linears, output layer and experts in a model that jitgemm packed and saved
+    matrix   a weight of a layer: its tensors as vLLM's parameters, loaded by a rank, and packed
+    saved    the same in a model that jitgemm packed and saved
+    linear   the methods of vLLM's linears and of its output layer
     experts  the method of vLLM's fused experts
     fusion   norms, residuals and gates computed by quantisers, in the graphs that vLLM compiles
     warm     kernels, once the last layer is packed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,26 +19,31 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from jitgemm.checkpoint import formats
-from jitgemm.checkpoint.autoround import translated
-from jitgemm.checkpoint.compressed_tensors import for_layer
-from jitgemm.checkpoint.files import Checkpoint, weights_of
-from jitgemm.checkpoint.format import setting
-from jitgemm.checkpoint.gptq import overridden
-from jitgemm.nn.quantize.replaceable import ROUTERS
 from jitgemm.activations.scheme import activation_named
-from jitgemm.vllm.layouts import Layout, Unsupported, check_readable, floats, layout_of
+from jitgemm.checkpoint.files import Checkpoint, weights_of
+from jitgemm.checkpoint.gptq import skipped
+from jitgemm.nn.quantize.replaceable import ROUTERS
+from jitgemm.vllm.layouts import Layout, Unsupported, floats, layout_of
 from jitgemm.vllm.warm import Layers, Warmer
 
 NAME = "jitgemm"
 logger = init_logger("vllm." + __name__)
 
-_OPTIONS = {"activation": None, "lm_head": None, "bits": 4, "group_size": 128, "symmetric": True, "ignore": ()}
-"""What a user may say, and what it is otherwise."""
+_OPTIONS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "activation": (None, lambda value: value is None or activation_named(value), ""),
+    "lm_head": (None, lambda value: value in (None, "e4m3", "int8"), "e4m3, int8 or None"),
+    "bits": (4, lambda value: value in (4, 8), "4 or 8"),
+    "group_size": (
+        128,
+        lambda value: type(value) is int and (value > 0 or value == -1),
+        "a positive integer, or -1 for one group a row",
+    ),
+    "symmetric": (True, lambda value: isinstance(value, bool), "true or false"),
+    "ignore": ((), lambda value: _check_rules("ignore", value) or True, ""),
+}
+"""What a user may say: what it is otherwise, a check, and what that expects."""
 _LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_FLOATS = (*_DTYPES, "F64")
-_SCALES = ("weight_scale", "scales", "weight_scale_inv")
+_FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 @register_quantization_config(NAME)
@@ -69,7 +74,7 @@ class JitGemmConfig(QuantizationConfig):
             _check_rules(key, (self.checkpoint or {}).get(key) or [])
         for rule in (self.checkpoint or {}).get("dynamic") or ():
             _check_expression("dynamic", rule.removeprefix("-:").removeprefix("+:"))
-        self.options: dict[str, Any] = dict(_OPTIONS)
+        self.options: dict[str, Any] = {name: default for name, (default, _, _) in _OPTIONS.items()}
         self._set(options or {})
         self.warmer = Warmer()
         self.from_files = Layers()
@@ -86,19 +91,11 @@ class JitGemmConfig(QuantizationConfig):
         unknown = set(options) - set(_OPTIONS)
         if unknown:
             raise ValueError(f"jitgemm: expected the options {', '.join(_OPTIONS)}, got {', '.join(sorted(unknown))}")
+        for name, value in options.items():
+            _, fits, expected = _OPTIONS[name]
+            if not fits(value):
+                raise ValueError(f"{name}: expected {expected}, got {value!r}")
         self.options |= options
-        if self.options["activation"] is not None:
-            activation_named(self.options["activation"])
-        if self.options["lm_head"] not in (None, "e4m3", "int8"):
-            raise ValueError(f"lm_head: expected e4m3, int8 or None, got {self.options['lm_head']!r}")
-        if self.options["bits"] not in (4, 8):
-            raise ValueError(f"bits: expected 4 or 8, got {self.options['bits']!r}")
-        size = self.options["group_size"]
-        if type(size) is not int or size < 1 and size != -1:
-            raise ValueError(f"group_size: expected a positive integer, or -1 for one group a row, got {size!r}")
-        if not isinstance(self.options["symmetric"], bool):
-            raise ValueError(f"symmetric: expected true or false, got {self.options['symmetric']!r}")
-        _check_rules("ignore", self.options["ignore"])
 
     # ---- what vLLM asks of a config ----------------------------------------------------------------------------------
 
@@ -177,19 +174,16 @@ class JitGemmConfig(QuantizationConfig):
         """
         theirs = self._checkpoints_own()
         found = super().get_cache_scale_mapper() if theirs is None else theirs.get_cache_scale_mapper()
-        packed = [name.removesuffix(".w13") for name in self._headers if name.endswith(".w13") and self.saved]
-        packed = [name for name in packed if "gate" in self._headers.get(name, ())]
+        packed = [name for name, suffixes in self._headers.items() if "gate" in suffixes]
+        packed = [name for name in packed if self.saved and f"{name}.w13" in self._headers]
         if not packed:
             return found
         from vllm.model_executor.models.utils import WeightsMapper
 
-        from jitgemm.vllm.saved import read_before
+        from jitgemm.vllm.saved import LOADED_ONCE, read_before
 
         if any(map(read_before, self.from_files)):
-            raise ValueError(
-                "expected a model that jitgemm saved to be loaded once, got reload_weights; weights that change are "
-                "loaded again from the checkpoint before packing"
-            )
+            raise ValueError(LOADED_ONCE)
         kinds = "|".join({re.escape(name.rpartition(".")[2]) for name in packed})
         names = re.compile(rf"(^|\.)({kinds})\.(gate|w13\.\w+|w2\.\w+)$")
         dropped = WeightsMapper(orig_to_new_regex={names: None})
@@ -217,57 +211,52 @@ class JitGemmConfig(QuantizationConfig):
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
         from jitgemm.vllm.experts import JitGemmMoEMethod
-        from jitgemm.vllm.linear import JitGemmHeadMethod, JitGemmLinearMethod
-        from jitgemm.vllm.saved import JitGemmSavedHeadMethod, JitGemmSavedMethod, JitGemmSavedMoEMethod
+        from jitgemm.vllm.linear import JitGemmLinearMethod
 
-        if hasattr(layer, "num_embeddings"):  # which stays in its type, but for
-            names = self._names(prefix)
-            name = names[0]
-            given = self.saved or self.checkpoint is not None
-            if given and name in self._headers and self._quantised(name, layer):
-                if self.saved and type(layer).__name__ == "ParallelLMHead":
-                    return JitGemmSavedHeadMethod.of(self, layer, names)
-                return self._checkpoints_head(layer, prefix, self._headers[name])
-            head = self.options["lm_head"] is not None and type(layer).__name__ == "ParallelLMHead"
-            return JitGemmHeadMethod(self, layer) if head else None
+        if hasattr(layer, "num_embeddings"):
+            return self._of_embedding(layer, prefix)
         if not isinstance(layer, (LinearBase, RoutedExperts)):
             theirs = self._checkpoints_own()
             return None if theirs is None else theirs.get_quant_method(layer, prefix)
         experts = isinstance(layer, RoutedExperts)
-        if experts and any(_packed(self._headers[name]) for name in self._in_all_experts(prefix)):
-            raise ValueError(
-                f"{prefix}: expected packed experts as one module has them all, got some that are packed one by one; "
-                "serve the checkpoint that they were made from"
-            )
-
-        def unquantised() -> QuantizeMethodBase:
-            return UnquantizedFusedMoEMethod(layer.moe_config) if experts else UnquantizedLinearMethod()
-
-        names = self._experts_names(prefix) if experts else self._names(prefix)
-        joined = (self._in_all_experts(prefix) if experts else []) or names
+        names, joined = self._experts_names(prefix) if experts else (self._names(prefix),) * 2
         quantised = {name: self._quantised(name, layer, prefix) for name in joined}
         if len(set(quantised.values())) > 1:
             one_of_each = dict({each: (name, each) for name, each in quantised.items()}.values())
             raise ValueError(f"{prefix}: expected all or none of its layers to be quantised, got such as {one_of_each}")
-        if not quantised[names[0]]:
-            return unquantised()
-        stacked = (
-            self._headers.get(self._in_file.get(prefix.removesuffix(".routed_experts"), ""), {}) if experts else {}
-        )
-        if "gate_up_proj_scale_inv" in stacked and self.checkpoint and not self.checkpoint.get("weight_block_size"):
+        theirs = None
+        if all(quantised.values()):
+            try:
+                return (JitGemmMoEMethod if experts else JitGemmLinearMethod).of(self, layer, names)
+            except Unsupported as reason:
+                theirs = self._checkpoints_own()
+                if theirs is None and (self.saved or self.checkpoint is not None):
+                    raise ValueError(f"{prefix}: {reason}") from reason
+                logger.warning_once("jitgemm: vLLM's own kernels serve layers such as %s: %s", prefix, str(reason))
+        if theirs is not None:
+            return theirs.get_quant_method(layer, prefix)
+        return UnquantizedFusedMoEMethod(layer.moe_config) if experts else UnquantizedLinearMethod()
+
+    def _of_embedding(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of an embedding or an output layer; None for one that stays in its type."""
+        from jitgemm.vllm.linear import JitGemmHeadMethod
+
+        names, head = self._names(prefix), type(layer).__name__ == "ParallelLMHead"
+        header = self._headers.get(names[0], {})
+        given = self.saved or self.checkpoint is not None
+        if not (given and header and self._quantised(names[0], layer)):
+            ours = head and self.options["lm_head"] is not None
+            return JitGemmHeadMethod(self, names, floats(torch.get_default_dtype())) if ours else None
+        if head and self.saved:
+            return JitGemmHeadMethod(self, names, Layout())
+        theirs = self._checkpoints_own()
+        method = None if theirs is None else theirs.get_quant_method(layer, prefix)
+        if method is None:
             raise ValueError(
-                f"{prefix}: expected the scales of experts one by one or in blocks, got gate_up_proj_scale_inv with one "
-                "for each expert, which vLLM's models do not load"
+                f"{prefix}: expected its weight in floats, or a config of vLLM's that reads it, got {', '.join(header)}"
             )
-        try:
-            makes: Any = (JitGemmLinearMethod, JitGemmSavedMethod), (JitGemmMoEMethod, JitGemmSavedMoEMethod)
-            return makes[experts][self.saved].of(self, layer, names)
-        except Unsupported as reason:
-            theirs = self._checkpoints_own()
-            if theirs is None and (self.saved or self.checkpoint is not None):
-                raise ValueError(f"{prefix}: {reason}") from reason
-            logger.warning_once("jitgemm: vLLM's own kernels serve layers such as %s: %s", prefix, str(reason))
-            return unquantised() if theirs is None else theirs.get_quant_method(layer, prefix)
+        logger.warning_once("jitgemm: vLLM's own kernels serve %s, which the checkpoint has quantised", prefix)
+        return method
 
     # ---- what the methods ask ----------------------------------------------------------------------------------------
 
@@ -278,27 +267,19 @@ class JitGemmConfig(QuantizationConfig):
             Unsupported: jitgemm has no reader for them.
             ValueError: their configs differ.
         """
+        if self.saved:
+            return Layout()
         if self.checkpoint is None:
             return floats(dtype)
-        found = []
-        for name in names:
-            config, header = self.config_of(name), self._headers.get(name, {})
-            if config.get("activation_scale_ub") is not None:
-                logger.warning_once(
-                    "jitgemm: activation_scale_ub %s is not applied: a token's scale grows with its largest value",
-                    config["activation_scale_ub"],
-                )
-            codes = header.get("weight", "" if experts else "F8_E4M3")
-            layout = layout_of(config, k, _scale_dtype(header, config, dtype), codes, header)
-            found.append((layout, config.get("input_activations"), setting(config, "sym", "zero_point")))
-        if any(each != found[0] for each in found):
+        if (bound := self.checkpoint.get("activation_scale_ub")) is not None:
+            text = "jitgemm: activation_scale_ub %s is not applied: a token's scale grows with its largest value"
+            logger.warning_once(text, bound)
+        first, *others = [
+            layout_of(self.checkpoint, name, k, dtype, self._headers.get(name, {}), experts) for name in names
+        ]
+        if any(each != first for each in others):
             raise ValueError(f"{', '.join(names)}: expected one way of quantising layers that vLLM joins, got several")
-        return found[0][0]
-
-    def check_readable(self, layout: Layout, names: Iterable[str], k: int) -> None:
-        """Raises Unsupported for layers of k columns of which a setting is not one that jitgemm reads."""
-        for name in names if self.checkpoint is not None else ():
-            check_readable(layout, self.config_of(name), k)
+        return first
 
     def files(self) -> Checkpoint:
         """The checkpoint's files, once vLLM has them on this machine."""
@@ -315,11 +296,6 @@ class JitGemmConfig(QuantizationConfig):
         """What the files hold of layers but for their biases, which vLLM loads."""
         return sorted({suffix for name in names for suffix in self._headers[name]} - {"bias"})
 
-    def activation(self, layout: Layout) -> str | None:
-        """What the user wants a layer's input quantised to, if its weight can meet it; None: as the checkpoint says."""
-        wanted = self.options["activation"]
-        return wanted if wanted is None or wanted.startswith(layout.codes) else None
-
     # ---- names and rules ---------------------------------------------------------------------------------------------
 
     def _names(self, prefix: str) -> list[str]:
@@ -331,33 +307,32 @@ class JitGemmConfig(QuantizationConfig):
                 return [self._in_file.get(name, name) for name in names]
         return parts or [prefix]
 
-    def _experts_names(self, prefix: str) -> list[str]:
-        """One expert's layers, or those of all that jitgemm packed."""
-        start = prefix.removesuffix(".routed_experts") + ".0."
-        found = [name for vllms, name in self._in_file.items() if vllms.startswith(start)]
-        if not found and self.saved:
-            found = [below[part] for below in [self._below(prefix)] for part in ("w13", "w2") if part in below]
-        return found or [start + name for name in ("gate_proj", "up_proj", "down_proj")]
+    def _experts_names(self, prefix: str) -> tuple[list[str], list[str]]:
+        """What the files call one expert's layers, or those of all that jitgemm packed; and the layers of all experts.
 
-    def _below(self, prefix: str) -> dict[str, str]:
-        """{its name behind the prefix: what the files call it} of each layer below one of vLLM's experts."""
-        start = prefix.removesuffix(".routed_experts") + "."
-        return {vllms[len(start) :]: name for vllms, name in self._in_file.items() if vllms.startswith(start)}
-
-    def _in_all_experts(self, prefix: str) -> list[str]:
-        """What the files call the layers of all experts; none where no header is known."""
-        return [name for rest, name in self._below(prefix).items() if rest.partition(".")[0].isdigit()]
-
-    def _checkpoints_head(self, layer: torch.nn.Module, prefix: str, found: Mapping[str, str]) -> QuantizeMethodBase:
-        """vLLM's own method of an output layer or an embedding that the checkpoint has quantised."""
-        theirs = self._checkpoints_own()
-        method = None if theirs is None else theirs.get_quant_method(layer, prefix)
-        if method is None:
+        Raises:
+            ValueError: the files have them in a form that vLLM's models do not load.
+        """
+        module = prefix.removesuffix(".routed_experts")
+        start = module + "."
+        below = {vllms[len(start) :]: name for vllms, name in self._in_file.items() if vllms.startswith(start)}
+        every = [name for rest, name in below.items() if rest.partition(".")[0].isdigit()]
+        if any(_packed(self._headers[name]) for name in every):
             raise ValueError(
-                f"{prefix}: expected its weight in floats, or a config of vLLM's that reads it, got {', '.join(found)}"
+                f"{prefix}: expected packed experts as one module has them all, got some that are packed one by one; "
+                "serve the checkpoint that they were made from"
             )
-        logger.warning_once("jitgemm: vLLM's own kernels serve %s, which the checkpoint has quantised", prefix)
-        return method
+        stacked = self._headers.get(self._in_file.get(module, ""), {})
+        if "gate_up_proj_scale_inv" in stacked and self.checkpoint and not self.checkpoint.get("weight_block_size"):
+            raise ValueError(
+                f"{prefix}: expected the scales of experts one by one or in blocks, got gate_up_proj_scale_inv with one "
+                "for each expert, which vLLM's models do not load"
+            )
+        names = [name for rest, name in below.items() if rest.startswith("0.")]
+        if not names and self.saved:
+            names = [below[part] for part in ("w13", "w2") if part in below]
+        names = names or [f"{start}0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+        return names, every or names
 
     def _quantised(self, name: str, layer: torch.nn.Module, prefix: str = "") -> bool:
         """Whether a layer is quantised in the checkpoint, or is to be where nothing is.
@@ -375,24 +350,7 @@ class JitGemmConfig(QuantizationConfig):
             found = self._headers[name]
             return bool(set(found) - {"weight", "bias"}) or found.get("weight") not in _FLOATS
         rules = [rule for key in _LEFT_OUT for rule in self.checkpoint.get(key) or ()]
-        skipped = (rule[2:] for rule in self.checkpoint.get("dynamic") or () if rule.startswith("-:"))
-        return not _named(name, rules) and not any(re.match(rule, name) for rule in skipped)
-
-    def config_of(self, name: str) -> Mapping[str, Any]:
-        """What the checkpoint's config says of a layer. Raises Unsupported for a layer that it refuses."""
-        try:
-            config = translated(self.checkpoint, name) or {}
-            format = formats.by_method(config.get("quant_method"))
-            reason = None if format is None else format.left_out(config, name)
-            if reason is not None:
-                raise Unsupported(reason)
-            if format is not None and format.name == "compressed-tensors":
-                return for_layer(config, name)
-            if format is not None and format.name in ("gptq", "awq"):
-                return {**overridden(config, name), "dynamic": None}
-        except ValueError as error:
-            raise Unsupported(str(error)) from error
-        return config
+        return not _named(name, rules) and skipped(self.checkpoint, name) is None
 
     def _checkpoints_own(self) -> QuantizationConfig | None:
         """vLLM's config of the checkpoint, if it has one."""
@@ -442,10 +400,3 @@ def _named(name: str, rules: Iterable[str]) -> bool:
         elif f".{rule.strip('.')}." in f".{name}." or fnmatchcase(name, rule):
             return True
     return False
-
-
-def _scale_dtype(header: Mapping[str, str], config: Mapping[str, Any], dtype: torch.dtype) -> torch.dtype:
-    """The type in which the files hold a layer's scales; where no header tells, what such files mostly have."""
-    said = next((header[suffix] for suffix in _SCALES if suffix in header), "")
-    floats = config.get("quant_method") not in ("compressed-tensors", "gptq", "awq")
-    return _DTYPES.get(said, torch.float32 if floats else dtype)

@@ -1,19 +1,20 @@
-"""How a layer is divided among the ranks of a mesh, and what that asks of its input and its output.
+"""How layers and their inputs are divided among the ranks of a mesh. Imported where the first mesh or DTensor is met.
 
-Knows `torch.distributed` and tensors; no layers. What divides a layer is `jitgemm.nn.parallel`.
+A layer: each rank has a part of the weight, and what that asks of input and output says its `Sharding`; styles of
+`jitgemm.nn.parallel` divide. DTensors as activations of whole layers and of ops: each rank computes its own rows, which
+depend on no others, so any layout of them holds for the result. A packed weight has no rows or columns that DTensor
+could cut: weights are plain tensors of each rank. Knows no layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
-
-from jitgemm.activations.call import quantize_activations
-from jitgemm.activations.reference import LARGEST, MIN_SCALE
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class LinearSharding(Sharding):
         mesh: of one dimension.
         input_layout, output_layout: of plain tensors that go in, and of what comes out.
         local_output: whether a plain tensor comes out, or a DTensor.
-        agreed: whether a token's scale is that of its whole row, found by an all-reduce.
     """
 
     dim: str
@@ -53,7 +53,6 @@ class LinearSharding(Sharding):
     input_layout: Placement
     output_layout: Placement
     local_output: bool = True
-    agreed: bool = False
 
     @property
     def wanted(self) -> Placement:
@@ -74,7 +73,7 @@ class LinearSharding(Sharding):
     def plain(self) -> bool:
         """Whether plain tensors go in and come out without a change of layout."""
         unchanged = self.input_layout == self.wanted and self.output_layout == self.given != Partial()
-        return unchanged and self.local_output and not self.agreed
+        return unchanged and self.local_output
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's input of the layer's, a plain tensor."""
@@ -95,24 +94,6 @@ class LinearSharding(Sharding):
         distributed = DTensor.from_local(y, self.mesh, [self.given], run_check=False)
         distributed = distributed.redistribute(self.mesh, [self.output_layout])
         return distributed.to_local() if self.local_output else distributed
-
-    def quantise(
-        self, rows: torch.Tensor, dtype: torch.dtype, permutation: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        """rows [m, this rank's k] as `quantize_activations` gives them of the whole rows, bit for bit.
-
-        All ranks exchange the largest value of every row, and each codes its columns by what the whole row's scale is.
-        """
-        y = rows.float()
-        largest = y.abs().amax(1)
-        largest = torch.where(largest.isfinite(), largest, torch.inf)  # a maximum need not pass a NaN on
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        # By a tensor: CUDA multiplies by the rounded reciprocal of a number.
-        scale = (largest / torch.full_like(largest, LARGEST[dtype])).clamp(min=MIN_SCALE)
-        scale = torch.where(largest.isfinite(), scale, torch.nan)
-        scaled = y * (1 / scale)[:, None]
-        q, _ = quantize_activations(scaled, dtype, scheme="tensor", scale=scale.new_ones(1), permutation=permutation)
-        return q, scale
 
 
 @dataclass(frozen=True)
@@ -141,3 +122,72 @@ class ExpertSharding(Sharding):
         """int32 [all experts]: this rank's number of each, -1 for others'."""
         numbers = torch.arange(self.world * self.experts, dtype=torch.int32, device=device) - self.rank * self.experts
         return torch.where((numbers >= 0) & (numbers < self.experts), numbers, -1)
+
+
+# ---- DTensors as activations -----------------------------------------------------------------------------------------
+
+ROWS = {"quantize_activations": ("x",), "gemm_w4a8_nt": ("x", "x_scale", "x_zero", "out")}
+"""By op: its arguments that have a row for each token. The others are the same on all ranks."""
+
+
+def on_parts(
+    forward: Callable[[torch.Tensor], torch.Tensor], x: DTensor, split: LinearSharding | None = None
+) -> torch.Tensor:
+    """forward, a module's, of each rank's rows of x [..., k]: a DTensor of x's layout.
+
+    Partial sums are summed and columns gathered before. With `split`, of a divided module that takes and gives plain
+    tensors, x is brought into its layout, and a plain tensor comes out.
+    """
+    if split is not None:
+        return forward(split.enter(x))
+    last = x.dim() - 1
+    whole = [Replicate() if each.is_partial() or getattr(each, "dim", None) == last else each for each in x.placements]
+    x = x.redistribute(placements=whole)
+    return _distributed(forward(x.to_local()), x, x.shape[:-1])
+
+
+def _distributed(part: torch.Tensor, x: DTensor, lead: tuple[int, ...]) -> DTensor:
+    """The DTensor [*lead, ...] of x's layout whose part on this rank is `part`."""
+    shape = torch.Size((*lead, *part.shape[len(lead) :]))
+    # Ranks may have other numbers of rows, so the sizes are said. Scales per block stand in columns, 4 rows aligned.
+    by_columns = part.dim() == 2 and part.stride(0) == 1 != part.shape[1]
+    stride = (1, -(-shape[0] // 4) * 4) if by_columns else torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _by_rows(_class: type, op: Any, _types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """An op on each rank's rows, of which no layout is changed: `register_torch_dispatch`'s rule for DTensors."""
+    given = dict(zip((argument.name for argument in op._schema.arguments), args)) | (kwargs or {})
+    name = op._schema.name.removeprefix("jitgemm::")
+    x = given["x"]
+    if not isinstance(x, DTensor):
+        raise TypeError(f"x: expected a DTensor beside others in {name}, got {type(x).__name__}")
+    if any(each not in (Replicate(), Shard(0)) for each in x.placements):
+        raise ValueError(
+            f"x: expected placements Replicate() or Shard(0) in {name}, as a row's scale is of the whole row, got "
+            f"{x.placements}; redistribute it first"
+        )
+    for key, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        layout = tensor.placements if isinstance(tensor, DTensor) else None
+        if key in ROWS[name]:
+            if layout != x.placements or tensor.device_mesh != x.device_mesh:
+                if layout is not None or tensor.numel() != 1 or key == "out":  # one scale for all rows may be plain
+                    got = type(tensor).__name__ if layout is None else f"{layout} on {tensor.device_mesh}"
+                    raise ValueError(
+                        f"{key}: expected a DTensor with {x.placements} on {x.device_mesh} in {name}, as x is, got {got}"
+                    )
+        elif layout is not None and any(each != Replicate() for each in layout):
+            raise ValueError(
+                f"{key}: expected a plain tensor or one with Replicate() in {name}, got {layout}; "
+                "jitgemm.nn.parallel divides weights"
+            )
+        if layout is not None:
+            given[key] = tensor.to_local()
+    results = op(**given)
+    return tuple(_distributed(each, x, x.shape[:1]) for each in results) if results else results
+
+
+for _name in ROWS:
+    torch.library.register_torch_dispatch(f"jitgemm::{_name}", DTensor, _by_rows)

@@ -15,23 +15,43 @@ from torch.distributed.tensor.parallel import ColwiseParallel as _Colwise
 from torch.distributed.tensor.parallel import RowwiseParallel as _Rowwise
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-import jitgemm.nn.layers.dtensor  # noqa: F401 - registers what the ops do with DTensors
-from jitgemm.kernel.formats import LHS_GROUP
-from jitgemm.nn.layers.shard_weight import Cut, part_of_bias, part_of_experts, part_of_weight
+from jitgemm.nn.layers.shard_weight import Cut, part_of, part_of_experts
 from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.fuse.fused import ADVICE, MergedLinear, ProjectionView
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.layers.packed import Packed
 from jitgemm.nn.layers.sharding import ExpertSharding, LinearSharding
 
 
 class _Divides(ParallelStyle):
-    """Divides packed Linears; other layers go to the style of PyTorch that the class has beside it."""
+    """Divides packed Linears; other layers go to the style of PyTorch that is the class's other base."""
+
+    dim: str
+    input_layouts: tuple[Placement, ...]
+    output_layouts: tuple[Placement, ...]
+    use_local_output: bool
+
+    def sharding(self, mesh: DeviceMesh) -> LinearSharding:
+        """What divides a layer so among the ranks of a mesh."""
+        layouts = self.input_layouts[0], self.output_layouts[0]
+        return LinearSharding(mesh.get_group(), self.dim, mesh, *layouts, self.use_local_output)
 
     def _apply(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         if not isinstance(module, PackedLinear):
             return super()._apply(module, device_mesh)  # type: ignore[safe-super]
-        return _divide(module, self, device_mesh)  # type: ignore[arg-type]
+        name = module.weight.layer or type(module).__name__
+        if isinstance(module, (ProjectionView, MergedLinear)):
+            raise ValueError(f"{name}: expected a layer that is not fused; {ADVICE}")
+        if module.split is not None:
+            raise ValueError(
+                f"{name}: expected a whole layer, got one that is divided along {module.split.dim} already"
+            )
+        try:
+            module.take(part_of(module.parts, Cut(self.dim, *rank_of(device_mesh))))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        module.in_features, module.out_features = module.weight.k, module.weight.n
+        module.split = self.sharding(device_mesh)
+        return module
 
 
 class ColwiseParallel(_Divides, _Colwise):
@@ -50,24 +70,21 @@ class ColwiseParallel(_Divides, _Colwise):
     """
 
     dim = "n"
-    agree_scales = False
 
 
 class RowwiseParallel(_Divides, _Rowwise):
     """Each rank multiplies in_features / ranks columns of the input; the ranks' results are summed.
 
     Every rank's part is rounded to the output's type before the sum, and so is each addition: for R ranks and bf16 the
-    result is within R * 2^-8 of the sum of the parts' magnitudes. The bias is rank 0's, so that it counts once.
+    result is within R * 2^-8 of the sum of the parts' magnitudes. The bias is rank 0's, so that it counts once. A token
+    is quantised with the scale of the rank's own columns, which is never larger than its whole row's: codes are as fine
+    or finer, but not the whole layer's. With a static scale or one per 128 columns they are.
 
     Args:
         input_layouts: layout of a plain input: None for Shard(-1), or Replicate(), of which each rank takes its
             columns, or another Shard(dim), by an all-to-all.
         output_layouts: None for Replicate(), by an all-reduce; or Shard(dim), by a reduce-scatter.
         use_local_output: whether a plain tensor comes out; else a DTensor.
-        agree_scales: quantise each token with the scale of its whole row, found by an all-reduce of m maxima in fp32
-            before the quantiser: the codes are then those of the whole layer. Default: the scale of the rank's own
-            columns, which is never larger and so codes no worse, but other codes come out. What has a static scale or
-            one per 128 columns has the whole layer's codes anyway.
 
     in_features / ranks must be a multiple of 16; at multiples of 128 and of the group size the packed weight is cut
     without packing it again. A cut through groups, at multiples of 32, repeats their scales over smaller ones, with a
@@ -75,17 +92,6 @@ class RowwiseParallel(_Divides, _Rowwise):
     """
 
     dim = "k"
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        agree_scales: bool = False,
-    ):
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.agree_scales = agree_scales
 
 
 class ExpertParallel(ParallelStyle):
@@ -134,48 +140,12 @@ class ExpertParallel(ParallelStyle):
         split = self.sharding_of(name, module.num_experts, device_mesh)
         mine = slice(split.mine.start, split.mine.stop)
         for part in (module.w13, module.w2):
-            bias = None if part.bias is None else part.bias[mine].clone()
-            part.take(Packed(part_of_experts(part.weight, mine), bias, activation=part.activation))
+            part.take(part_of_experts(part.parts, mine))
         module.num_experts, module.split = split.experts, split
         return module
 
 
 Style = ColwiseParallel | RowwiseParallel
-
-
-def _divide(layer: PackedLinear, style: Style, mesh: DeviceMesh) -> PackedLinear:
-    """Makes the layer this rank's part of it, in place."""
-    name = layer.weight.layer or type(layer).__name__
-    if isinstance(layer, (ProjectionView, MergedLinear)):
-        raise ValueError(f"{name}: expected a layer that is not fused; {ADVICE}")
-    if layer.split is not None:
-        raise ValueError(f"{name}: expected a whole layer, got one that is divided along {layer.split.dim} already")
-    try:
-        cut = Cut(style.dim, *rank_of(mesh))
-        weight = part_of_weight(layer.weight, *cut, layer.lhs_dtype)
-        split = sharding_of(layer, weight.k, style, mesh)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    bias = part_of_bias(layer.bias, *cut)
-    layer.take(type(layer)(weight, bias, activation=layer.activation, input_scale=layer.input_scale))
-    layer.in_features, layer.out_features, layer.split = weight.k, weight.n, split
-    return layer
-
-
-def sharding_of(layer: PackedLinear, k: int, style: Style, mesh: DeviceMesh) -> LinearSharding:
-    """What divides a layer as the style says; k: columns of a rank. Raises ValueError for scales that cannot agree."""
-    by_block = layer.scheme.block
-    if style.agree_scales and layer.scheme.affine:
-        raise ValueError(
-            f"agree_scales: expected symmetric activations, got {layer.activation}, whose zero points differ too"
-        )
-    if style.agree_scales and by_block and k % LHS_GROUP:
-        raise ValueError(
-            f"agree_scales: expected a multiple of {LHS_GROUP} columns a rank for {layer.activation}, got {k}"
-        )
-    agreed = style.agree_scales and not by_block and layer.input_scale is None
-    layouts = style.input_layouts[0], style.output_layouts[0]
-    return LinearSharding(mesh.get_group(), style.dim, mesh, *layouts, style.use_local_output, agreed)
 
 
 def rank_of(mesh: DeviceMesh) -> tuple[int, int]:

@@ -9,20 +9,19 @@ from typing import Any
 
 import torch
 
-from jitgemm.checkpoint.format import setting
 from jitgemm.checkpoint.canonical import CanonicalWeight, concat
+from jitgemm.checkpoint.layouts import N
 from jitgemm.checkpoint.reader import errors_that_name
 from jitgemm.kernel.formats import WeightFormat
 from jitgemm.nn.fuse.fused import in_common
 from jitgemm.nn.layers.experts import PackedExperts, packed_experts
 from jitgemm.nn.layers.linear import LINEARS, PackedLinear, empty_weight
 from jitgemm.nn.layers.shard_weight import Cut, part_of_weight
-from jitgemm.nn.load.plan import Plan
 from jitgemm.nn.load.layer_source import LayerSource, parts_without_data
-from jitgemm.nn.quantize.replaceable import Replaceable
+from jitgemm.nn.load.plan import Plan
 from jitgemm.nn.quantize.quantize import choose, quantised
+from jitgemm.nn.quantize.replaceable import Replaceable
 from jitgemm.nn.warm.warm import block_of
-from jitgemm.weight.packed import Weight
 
 ROWS = 128
 """Rows of a layer that are read to see its format: whole blocks with one scale, and words of packed codes."""
@@ -65,61 +64,58 @@ class LayersOfPlan:
     """
 
     def __init__(self, plan: Plan):
-        self.model, self.plan, self.checkpoint, self.head = plan.model, plan, plan.checkpoint, plan.replaceable.head
+        self.model, self.layers, self.checkpoint, self.head = (
+            plan.model,
+            plan.layers,
+            plan.checkpoint,
+            plan.replaceable.head,
+        )
         self.places = {name: plan.replaceable.places[name] for name in plan.layers}
         self.forms = {name: layer.form for name, layer in plan.layers.items() if layer.form is not None}
         self._seen: dict[tuple[str, str], dict[Any, int]] = {}
 
     def look(self, name: str, cut: Cut | None) -> Look:
-        layer: Any = self.plan.layers[name]
-        static: torch.Tensor | None
+        layer: Any = self.layers[name]
+        values: dict[str, torch.Tensor | None]
         with errors_that_name(self.checkpoint, layer.prefix):
             if layer.header is None:
-                parts = parts_without_data(self.checkpoint, layer.names) if cut is None else None
-                weight = (parts or layer.read(_CPU, cut)).weight
-                format = weight.format
-                held = (layer.names.get(suffix) for suffix in ("input_scale", "permutation"))
-                static, order = (each and self.checkpoint.read(each, _CPU) for each in held)
+                parts = parts_without_data(self.checkpoint, layer.names) if cut is None else layer.read(_CPU, cut)
+                weight, format = parts.weight, parts.weight.format
+                held = {suffix: layer.names.get(suffix) for suffix in ("input_scale", "permutation")}
+                values = {suffix: full and self.checkpoint.read(full, _CPU) for suffix, full in held.items()}
             else:
-                format, weight, canonical = self._packed([[layer]], cut)
-                static, order = canonical.input_scale if layer.static else None, canonical.permutation
+                format, weight, joined = self._packed([[layer]], cut)
+                values = {"input_scale": joined.input_scale, "permutation": joined.permutation}
         bias = self.checkpoint.info(layer.names["bias"]).dtype if "bias" in layer.names else None
-        return Look(
-            layer.n // (cut.world if cut is not None and cut.dim == "n" else 1),
-            weight.k,
-            weight.group_size,
-            format,
-            layer.activation,
-            torch.float32 if bias == torch.float16 else bias,
-            self._number(name, "static", static),
-            self._number(name, "order", order),
-        )
+        bias = torch.float32 if bias == torch.float16 else bias
+        n = layer.n // (cut.world if cut is not None and cut.dim == "n" else 1)
+        numbers = (self._number(name, suffix, value) for suffix, value in values.items())
+        return Look(n, weight.k, weight.group_size, format, layer.activation, bias, *numbers)
 
     def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
         """w13 or w2 of some experts."""
-        experts: Any = self.plan.layers[name]
-        n, k = experts.form.sizes[part]
+        experts: Any = self.layers[name]
+        (n, k), world = experts.form.sizes[part], 1 if cut is None else cut.world
         with errors_that_name(self.checkpoint, experts.prefix):
-            if experts.projections is None:
+            if not experts.projections:
                 names = self.checkpoint.layer(f"{experts.prefix}.{('w13', 'w2')[part]}")
                 weight = parts_without_data(self.checkpoint, names).weight
-                format, k = weight.format, k // (cut.world if cut is not None and part else 1)
+                format = weight.format
             else:
                 format, weight, _ = self._packed([experts.projections[part][e] for e in which], cut)
-                k = weight.k
-        n //= cut.world if cut is not None and not part else 1
+        n, k = (n, k // world) if part else (n // world, k)
         return Look(n, k, min(weight.group_size, k), format, experts.activation)
 
     def _packed(
         self, layers: Iterable[Sequence[LayerSource]], cut: Cut | None
-    ) -> tuple[WeightFormat, Weight, CanonicalWeight]:
+    ) -> tuple[WeightFormat, Any, CanonicalWeight]:
         """Layers, of parts that are joined, in the format of all: by the first rows of one, or by all where none tells."""
         for whole in (False, True):
             formats: list[WeightFormat] = []
             for parts in layers:
                 joined = concat([self._rows(layer, cut, whole) for layer in parts])
                 weight = joined.pack(parts[0].lhs_dtype)
-                if not whole and all(self._tells(layer, weight.format) for layer in parts):
+                if not whole and all(_tells(layer, weight.format) for layer in parts):
                     return weight.format, weight, joined
                 formats.append(weight.format)
         return in_common(formats), weight, joined
@@ -134,21 +130,8 @@ class LayersOfPlan:
         rows = ROWS if size % ROWS == 0 else size
         if whole or not size or layer.n % rows or (by_rows and layer.n % cut.world):
             return layer.canonical(_CPU, cut)
-        part = "n", cut.rank * size // rows if by_rows else 0, layer.n // rows
-        weight = layer.canonical(_CPU, part)
+        weight = layer.canonical(_CPU, ("n", cut.rank * size // rows if by_rows else 0, layer.n // rows))
         return weight if cut is None or by_rows else weight.shard(*cut)
-
-    def _tells(self, layer: LayerSource, format: WeightFormat) -> bool:
-        """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8."""
-        if not format.complete:
-            return False
-        headers = {suffix: self.checkpoint.info(name) for suffix, name in layer.names.items()}
-        if format.strip_scales and any("scale" in suffix and layer.n in each.shape for suffix, each in headers.items()):
-            return False
-        zeros = [each.dtype for suffix, each in headers.items() if "zero" in suffix]
-        symmetric = setting(layer.header.scheme.settings, "sym") is True
-        integers = format.zero_point and not any(dtype.is_floating_point for dtype in zeros)
-        return not zeros or symmetric or format.offset or integers
 
     def _number(self, name: str, what: str, value: torch.Tensor | None) -> int | None:
         """Which of the values this is that the layers of a block have; None for none."""
@@ -156,6 +139,19 @@ class LayersOfPlan:
             return None
         seen = self._seen.setdefault((block_of(name), what), {})
         return seen.setdefault(tuple(value.flatten().tolist()), len(seen))
+
+
+def _tells(layer: LayerSource, format: WeightFormat) -> bool:
+    """Whether a format of some rows is that of all: a later code may be -8, a later zero point another than 8."""
+    scheme = layer.header.scheme
+    tensors = layer.header.format.tensors(scheme)
+    by_row = any("scale" in suffix and N in each.dims for suffix, each in tensors.items())
+    if not format.complete or (format.strip_scales and by_row):
+        return False
+    zeros = [each.dtype for suffix, each in tensors.items() if "zero" in suffix]
+    if not zeros or not scheme.zero_points or format.offset:
+        return True
+    return format.zero_point and not any(dtype.is_floating_point for dtype in zeros)
 
 
 class LayersOfFloats:
@@ -174,9 +170,9 @@ class LayersOfFloats:
         return self._look(linear.out_features, linear.in_features, cut, None if linear.bias is None else torch.float32)
 
     def part(self, name: str, part: int, which: range, cut: Cut | None) -> Look:
-        return self._look(*self.forms[name].sizes[part], cut, None)
+        return self._look(*self.forms[name].sizes[part], cut)
 
-    def _look(self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None) -> Look:
+    def _look(self, n: int, k: int, cut: Cut | None, bias: torch.dtype | None = None) -> Look:
         fast = {"clip_steps": 0} if self.bits == 4 else {}
         few = quantised(torch.nn.Linear(k, 8, bias=False), None, self.bits, **fast, **self.options)
         weight, lhs = few.weight, few.lhs_dtype

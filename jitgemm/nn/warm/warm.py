@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,30 +12,26 @@ import torch
 
 from jitgemm import settings
 from jitgemm.activations.kernel import QuantizeSpec, quantize_specs
-from jitgemm.activations.scheme import ADDED_NORM, GATES, NO_PROLOGUE, NORM, Activation, Gate, Prologue
+from jitgemm.activations.scheme import ADDED_NORM, GATES, NO_PROLOGUE, NORM, Gate, Prologue
 from jitgemm.dtypes import REAL_TYPES
 from jitgemm.errors import CacheMissError, CompileError, JitGemmError
-from jitgemm.gemm import launch as gemms
 from jitgemm.jit.cache import process_cache
 from jitgemm.jit.compile_many import compile_all, default_threads
 from jitgemm.jit.entry import Entry
 from jitgemm.jit.nvrtc import nvrtc_info
 from jitgemm.jit.source import KernelSource
-from jitgemm.kernel import render
 from jitgemm.kernel.formats import LHS_GROUP
 from jitgemm.kernel.spec import KernelSpec
 from jitgemm.moe.kernel import CombineSpec, FrontSpec, RouteSpec, layer_specs, source_of
 from jitgemm.moe.plan import FAMILIES
-from jitgemm.nn.quantize.replaceable import check_model
-from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.fuse.fused import FUSED
+from jitgemm.nn.layers.experts import PackedExperts
 from jitgemm.nn.layers.linear import PackedLinear
-from jitgemm.nn.layers.packed import Packed
+from jitgemm.nn.quantize.replaceable import check_model
 from jitgemm.runtime.device import device_of, pick_device
 from jitgemm.select.choose import kernels_for
 from jitgemm.select.devices import DeviceSpec
 from jitgemm.tensors import TYPE_NAMES, check_dtype, check_int
-from jitgemm.weight.packed import Weight
 
 Spec = KernelSpec | QuantizeSpec | RouteSpec | FrontSpec | CombineSpec
 MOST_TOP_K = 16
@@ -82,19 +78,22 @@ def warmup(
     check_model(model)
     if check_int("max_m", max_m) < 1:
         raise ValueError(f"max_m: expected at least 1, got {max_m}")
-    dtypes = _dtypes(model, dtype)
+    if dtype is not None:
+        check_dtype("dtype", dtype, REAL_TYPES)
+    own = dict.fromkeys(p.dtype for p in model.parameters() if TYPE_NAMES.get(p.dtype) in REAL_TYPES)
+    dtypes = list(own) or [torch.bfloat16] if dtype is None else [dtype]
     nvrtc = nvrtc_info()
     needed: dict[str, KernelSource] = {}  # by cache key
     on_gpu: dict[tuple[Spec, int], str] = {}
     for spec, index, _ in kernels(model, max_m, dtypes, device, compiled):
-        source = render.kernel_source(spec) if isinstance(spec, KernelSpec) else source_of(spec)
+        source = source_of(spec)
         key = source.key(nvrtc)
         needed.setdefault(key, source)
         if index is not None:
             on_gpu[spec, index] = key
-    found = {key: process_cache.lookup(key) for key in needed}
     if not needed:
         warnings.warn("warmup: the model holds no layer of jitgemm.nn, so there is nothing to compile", stacklevel=2)
+    found = {key: process_cache.lookup(key) for key in needed}
     missing = {key: needed[key] for key, entry in found.items() if entry is None or entry.path is None}
     if missing and not build:
         first, command = next(iter(missing.values())).label, _command(model, max_m, device, compiled)
@@ -111,7 +110,7 @@ def warmup(
     for (spec, index), key in on_gpu.items():
         if key not in failed:
             with torch.cuda.device(index):
-                (gemms.KERNELS if isinstance(spec, KernelSpec) else FAMILIES[type(spec)]).load(spec, index)
+                FAMILIES[spec.family].load(spec, index)
     if failed:
         first = next(iter(failed.values()))
         raise CompileError(
@@ -131,14 +130,6 @@ def _command(model: torch.nn.Module, max_m: int, device: str | None, compiled: b
     return f"jitgemm warmup --model {folder} --for {use} --max-m {max_m}" + (f" --device {device}" if device else "")
 
 
-def _dtypes(model: torch.nn.Module, dtype: torch.dtype | None) -> list[torch.dtype]:
-    if dtype is not None:
-        check_dtype("dtype", dtype, REAL_TYPES)
-        return [dtype]
-    found = dict.fromkeys(p.dtype for p in model.parameters() if TYPE_NAMES.get(p.dtype) in REAL_TYPES)
-    return list(found) or [torch.bfloat16]
-
-
 def kernels(
     model: torch.nn.Module, max_m: int, dtypes: Sequence[torch.dtype], device: str | None, compiled: bool = False
 ) -> Iterator[tuple[Spec, int | None, str]]:
@@ -152,18 +143,41 @@ def kernels(
             fronts, parts = tuple(dict.fromkeys((*fronts, *more.get(name, ())))), [layer]
         elif isinstance(layer, PackedExperts):
             parts = [layer.w13, layer.w2]
-        if not parts or (key := (_kind(layer, parts, fronts), where := parts[0].weight.device)) in seen:
+        if not parts:
+            continue
+        where, weights = parts[0].weight.device, [part.weight for part in parts]
+        kind = [(x.weight.shape, x.weight.format, x.weight.permutation is not None, x.scheme) for x in parts]
+        own = fronts or (layer.gate, layer.top_k, layer.batched)
+        if (key := (*kind, own, layer.batch_invariant, where)) in seen:
             continue
         seen.add(key)
         count = [] if fronts else [str(layer.num_experts)]
-        label = " ".join([name, *count, *(f"{part.weight.n}x{part.weight.k}" for part in parts)]).strip()
+        label = " ".join([name, *count, *(f"{weight.n}x{weight.k}" for weight in weights)]).strip()
         index = where.index if where.type == "cuda" else None
         figures = pick_device(device) if index is None else device_of(index)
         for dtype in dtypes:
-            given = TYPE_NAMES[dtype], figures, max_m
-            for spec in _linear_specs(layer, fronts, *given) if fronts else _experts_specs(layer, *given):
-                debug = settings.debug() and isinstance(spec, KernelSpec)
+            for spec in _specs(layer, parts, fronts, TYPE_NAMES[dtype], figures, max_m):
+                debug = settings.debug() and spec.kind == "gemm"
                 yield replace(spec, debug=True) if debug else spec, index, label
+
+
+def _specs(
+    layer: Any, parts: Sequence[Any], fronts: Sequence[Prologue], x: str, figures: DeviceSpec, max_m: int
+) -> Iterator[Spec]:
+    """The kernels of a Linear, or of experts, which have no fronts."""
+    scheme, rows, experts = parts[0].scheme, max_m, {}
+    for front in fronts:
+        flags = scheme.flags | front.flags | {"permuted": layer.weight.permutation is not None}
+        yield from quantize_specs(layer.weight.k, x, scheme.dtype, **flags)
+    if not fronts:
+        sizes, flags = (layer.hidden_dim, layer.intermediate_dim), {"affine": scheme.affine, "block": scheme.block}
+        yield from layer_specs(*sizes, x, scheme.dtype, layer.gate, **flags, masked=layer.batched)
+        rows, experts = max_m * (layer.top_k or min(layer.num_experts, MOST_TOP_K)), {"experts": layer.num_experts}
+    group = LHS_GROUP if scheme.block else 0
+    for weight in (part.weight for part in parts):
+        sizes = weight.n, weight.k, scheme.dtype, weight.format, figures, rows
+        options = {"batch_invariant": layer.batch_invariant, "lhs_group": group} | experts
+        yield from kernels_for(*sizes, out=x, **options)
 
 
 NORMS = (NORM, ADDED_NORM)
@@ -219,40 +233,6 @@ def block_of(name: str) -> str:
     """The element of a list of blocks that a module stands in."""
     found = re.match(r"(?:.*\.)?\d+(?=\.)", name)
     return found[0] if found else ""
-
-
-def _kind(layer: Any, parts: Sequence[Packed], fronts: Sequence[Prologue]) -> Hashable:
-    """What decides which kernels a layer needs."""
-    weights = tuple((x.weight.shape, x.weight.format, x.weight.permutation is not None, x.scheme) for x in parts)
-    more = fronts if isinstance(layer, PackedLinear) else (layer.gate, layer.top_k, layer.batched)
-    return weights, layer.batch_invariant, more
-
-
-def _linear_specs(
-    layer: PackedLinear, fronts: Sequence[Prologue], x: str, figures: DeviceSpec, max_m: int
-) -> Iterator[Spec]:
-    weight, scheme = layer.weight, layer.scheme
-    for front in fronts:
-        flags = scheme.flags | front.flags | {"permuted": weight.permutation is not None}
-        yield from quantize_specs(weight.k, x, scheme.dtype, **flags)
-    yield from _gemms(weight, layer, scheme, figures, max_m, x)
-
-
-def _experts_specs(layer: PackedExperts, x: str, figures: DeviceSpec, max_m: int) -> Iterator[Spec]:
-    scheme, sizes = layer.w13.scheme, (layer.hidden_dim, layer.intermediate_dim)
-    affine, block = scheme.affine, scheme.block
-    yield from layer_specs(*sizes, x, scheme.dtype, layer.gate, affine=affine, block=block, masked=layer.batched)
-    rows = max_m * (layer.top_k or min(layer.num_experts, MOST_TOP_K))
-    for part in (layer.w13, layer.w2):
-        yield from _gemms(part.weight, layer, scheme, figures, rows, x, experts=layer.num_experts)
-
-
-def _gemms(
-    weight: Weight, layer: Any, scheme: Activation, figures: DeviceSpec, rows: int, out: str, **more: Any
-) -> Iterator[Spec]:
-    group = LHS_GROUP if scheme.block else 0
-    sizes = weight.n, weight.k, scheme.dtype, weight.format, figures, rows
-    yield from kernels_for(*sizes, out=out, batch_invariant=layer.batch_invariant, lhs_group=group, **more)
 
 
 def _compile(sources: list[KernelSource], threads: int) -> list[tuple[Entry, bool] | JitGemmError]:

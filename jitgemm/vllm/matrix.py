@@ -1,0 +1,434 @@
+"""A weight of one of vLLM's layers: the parameters that a rank loads its tensors into, and the packed weight of them.
+
+vLLM cuts and joins the tensors (tensor parallelism, q, k and v, gate and up); `jitgemm.checkpoint` reads the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import wraps
+from itertools import product
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor import parameter as parameters
+from vllm.model_executor.utils import set_weight_attrs
+
+from jitgemm.activations.scheme import Gate
+from jitgemm.checkpoint.canonical import pack_experts
+from jitgemm.checkpoint.files import Checkpoint
+from jitgemm.checkpoint.layouts import PARTS, G
+from jitgemm.kernel.formats import STRIP_ROWS, ceil_div
+from jitgemm.nn.layers.packed import LHS_DTYPES, Parts
+from jitgemm.nn.load.layer_source import LayerSource
+from jitgemm.vllm.layouts import BLOCK, Layout
+from jitgemm.weight.quantize import quantize_w4, quantize_w8
+
+logger = init_logger("vllm." + __name__)
+CHILD = "jitgemm"
+"""What a layer calls the module of its packed weights."""
+AT_ONCE = 16 << 20
+"""Bytes of a checkpoint's codes that are packed at once, or those of one expert."""
+Marks = frozenset[tuple[int | None, int | None]]
+"""(which of the joined layers, of which expert) loaders have written; None stands for all."""
+
+
+class Matrix:
+    """The weight of a linear: of one layer, or of several one below the other.
+
+    Attributes:
+        config, layout, names, option: of its `Packing`.
+        widths: this rank's rows of each of the joined layers.
+        k, whole: columns of this rank, and of all.
+        touched: the first and one past the last column of the groups that its columns touch, all of which it loads;
+            None where they are whole groups.
+        own: its columns among those.
+        tensors: what the parameters hold, by suffix.
+        parameters: {suffix: name of the layer's parameter}.
+    """
+
+    rows: int | None = None
+    """Of a layer in the file, for loaders that expect no more; None for loaders that take a rank's from the start."""
+
+    def __init__(self, method: Packing, widths: Sequence[int], k: int, whole: int, rank: int = 0):
+        self.config, self.layout, self.names, self.option = method.config, method.layout, method.names, method.option
+        self.widths, self.k, self.whole, self.rank = widths, k, whole, rank
+        size, self.touched, self.own = self.layout.group_size, None, None
+        if k != whole and size and k % size:
+            start, stop = rank * k // size * size, min(ceil_div((rank + 1) * k, size) * size, whole)
+            self.touched, self.own, k = (start, stop), (rank * k - start, (rank + 1) * k - start), stop - start
+        self.sizes = self.layout.sizes(sum(widths), k, len(widths))
+        self.tensors = self.layout.tensors
+        self.parameters = {suffix: self.layout.called.get(suffix, suffix) for suffix in self.tensors}
+
+    @property
+    def wanted(self) -> str | None:
+        """What the user wants its input quantised to, if the weight can meet it; None: as the checkpoint says."""
+        wanted, scheme = self.config.options[self.option], self.layout.scheme
+        codes = scheme.code if scheme.eight_bits else ""
+        return wanted if wanted is None or wanted.startswith(codes) else None
+
+    # ---- parameters --------------------------------------------------------------------------------------------------
+
+    def create(self, layer: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
+        """Gives a layer the parameters; attributes: what vLLM wants them to have, its "weight_loader" among that."""
+        for suffix, name in self.parameters.items():
+            layer.register_parameter(name, self.parameter(suffix, attributes))
+
+    def parameter(self, suffix: str, attributes: Mapping[str, Any]) -> torch.nn.Parameter:
+        """An empty parameter of the class that cuts and joins such a tensor."""
+        tensor = self.tensors[suffix]
+        axes = {"output_dim": tensor.axis("n"), "input_dim": tensor.axis("k", "G")}
+        given: dict[str, Any] = {axis: dim for axis, dim in axes.items() if dim is not None}
+        kind: Any
+        if tensor.packed is not None:
+            given["packed_dim"], given["packed_factor"] = tensor.packed
+            kind = parameters.PackedvLLMParameter if "input_dim" in given else parameters.PackedColumnParameter
+        elif len(given) == 2:
+            kind = parameters.BlockQuantScaleParameter if tensor.per(0) > 1 else parameters.ModelWeightParameter
+        elif given:
+            kind = parameters.RowvLLMParameter if "input_dim" in given else parameters.ChannelQuantScaleParameter
+        else:
+            kind = parameters.PerTensorScaleParameter if PARTS in tensor.dims else parameters.BasevLLMParameter
+        data = torch.empty(tensor.shape(self.sizes), dtype=tensor.dtype)
+        if suffix.endswith("g_idx"):
+            data.copy_(self.in_order())
+        return kind(data=data, weight_loader=self.loader(suffix, attributes["weight_loader"]), **given)
+
+    def in_order(self) -> torch.Tensor:
+        """The group of each column, where columns are in the input's order."""
+        return torch.arange(self.sizes["k"]) // self.sizes["group"]
+
+    def loader(self, suffix: str, load: Callable[..., Any]) -> Callable[..., Any]:
+        """vLLM's loader for a parameter: it writes the rank's part, and notes it in `written`.
+
+        Raises ValueError for scales that the parameter's type cannot hold, and for tensors that joined layers share and
+        that differ.
+        """
+        shared = self.tensors[suffix].axis("n", "parts") is None
+
+        @wraps(load)
+        def loads(param: Any, loaded_weight: torch.Tensor, *where: Any, **named: Any) -> Any:
+            marks = self.marks(loaded_weight, *where, **named)
+            if param.is_meta and shared and not {part for part, _ in marks} & {0, None}:
+                return True  # vLLM counts numbers, to pack the layer once it has all: those that are shared, once
+            kind, given = param.dtype, loaded_weight.dtype
+            if "scale" in suffix and kind != given:
+                if not torch.equal(loaded_weight.to(kind).float(), loaded_weight.float()):
+                    wanted = f"numbers that {kind} holds, as no header told their type"
+                    raise ValueError(f"scale: expected {wanted}, got {given}")
+            result = self.load(load, suffix, param, loaded_weight, *where, **named)
+            if not param.is_meta:
+                param.written = written(param) | marks
+            return result
+
+        loads.notes = True  # type: ignore[attr-defined]
+        return loads
+
+    def load(
+        self, load: Callable[..., Any], suffix: str, param: Any, tensor: torch.Tensor, *where: Any, **named: Any
+    ) -> Any:
+        again = suffix.endswith("g_idx") and not param.is_meta and bool(written(param))
+        before = param.data.clone() if again else None
+        result = load(param, self.shares(suffix, tensor), *where, **named)
+        if before is not None and not torch.equal(before, param.data):
+            raise ValueError("g_idx: expected one activation order of layers that vLLM joins, got several")
+        return result
+
+    def marks(self, loaded_weight: torch.Tensor, *shard: Any, **shards: Any) -> Marks:
+        """What a loader is asked to write: of linears, by the number or letter of a joined layer."""
+        part = next(iter((*shard, *shards.values())), None)
+        part = "qkv".index(part) if part in ("q", "k", "v") else part
+        parts = part if isinstance(part, (tuple, list)) else [part if isinstance(part, int) else None]
+        return frozenset((part, None) for part in parts)
+
+    def shares(self, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A file's tensor as one of which vLLM's share is the rank's: a row for each of a block's, and touched columns."""
+        layout = self.tensors[suffix]
+        stacked = tensor.dim() - len(layout.dims)  # experts in front
+        if self.layout.by_row and suffix == "weight_scale_inv":
+            n = stacked + (layout.axis("n") or 0)
+            tensor = tensor.repeat_interleave(BLOCK, n)
+            tensor = tensor.narrow(n, 0, self.rows or tensor.shape[n])
+        axis = layout.axis("k", "G")
+        if self.touched is None or axis is None:
+            return tensor
+        each = self.layout.group_size if layout.dims[axis] == G else layout.per(axis)
+        start, stop = self.touched[0] // each, ceil_div(self.touched[1], each)
+        mine = tensor.narrow(stacked + axis, start, stop - start)
+        return torch.cat([mine] * (self.whole // self.k), stacked + axis)
+
+    # ---- what was loaded ---------------------------------------------------------------------------------------------
+
+    def params(self, layer: torch.nn.Module) -> dict[str, Any]:
+        """The layer's parameters; None for one that `take` removed."""
+        return {suffix: layer._parameters.get(name) for suffix, name in self.parameters.items()}
+
+    def take(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """What the parameters hold, which the layer no longer has."""
+        params = {suffix: layer._parameters.pop(name) for suffix, name in self.parameters.items()}
+        for param in params.values():
+            param.written = frozenset()
+        return {suffix: param.data for suffix, param in params.items()}
+
+    def lacking(self, layer: torch.nn.Module, part: int, expert: int | None = None) -> list[str]:
+        """What the reader needs of one of the joined layers, and no file holds."""
+        params, either = self.params(layer), {(part, expert), (part, None), (None, expert), (None, None)}
+        return [suffix for suffix in self.layout.needed if not written(params[suffix]) & either]
+
+    def check(self, layer: torch.nn.Module) -> None:
+        """Makes joined layers zeros that no file holds, and of tensors that files may lack what the lack means.
+
+        Raises:
+            ValueError: the files hold some of the tensors that a layer needs and lack others, or hold no layer.
+        """
+        names = self.names if len(self.names) == len(self.widths) else self.names[:1] * len(self.widths)
+        lacking = [self.lacking(layer, part) for part in range(len(names))]
+        missing = [part for part, lacks in enumerate(lacking) if len(lacks) == len(self.layout.needed)]
+        for part, lacks in enumerate(lacking):
+            if lacks and (part not in missing or len(missing) == len(names)):
+                raise ValueError(f"{', '.join(lacks)}: expected numbers, found none in the files (layer {names[part]})")
+        for suffix, param in self.params(layer).items():
+            self._fill(suffix, param, missing)
+        if missing:  # as k and v of layers that share others'
+            logger.warning_once("jitgemm: no file holds %s: zeros", ", ".join(names[part] for part in missing))
+
+    def _fill(self, suffix: str, param: Any, missing: Sequence[int]) -> None:
+        """Fills what was not loaded, which is of anything before where vLLM loads again."""
+        tensor, found = self.tensors[suffix], {part for part, _ in written(param)}
+        if suffix.endswith("g_idx") and not found:
+            param.data.copy_(self.in_order())
+        single, axis = tensor.dims == (PARTS,), tensor.axis("n", "parts")
+        if axis is None:
+            return
+        parts = param.data.split([1 if single else ceil_div(width, tensor.per(axis)) for width in self.widths], axis)
+        for part, values in enumerate(parts):
+            if single and found == {None}:  # one number for all
+                values.copy_(parts[0])
+            elif suffix == "input_scale" and part not in found:
+                values.fill_(torch.nan)
+            elif part in missing:
+                # Beside scales of zero, packed zero points are those of another layer: symmetric ones stay so.
+                other = next(each for i, each in enumerate(parts) if i not in missing)
+                values.fill_(other[0, 0] if suffix == "qzeros" else 0)
+
+    # ---- the packed weight -------------------------------------------------------------------------------------------
+
+    def parts(self, layer: torch.nn.Module) -> Parts:
+        """Packs what was loaded; the layer's parameters are gone."""
+        tensors = self.take(layer)
+        if self.layout.format is None:
+            return self.quantised(tensors["weight"])
+        return self.source(tensors).read(next(iter(tensors.values())).device, columns=self.own)
+
+    def quantised(self, weight: torch.Tensor) -> Parts:
+        """A weight in floats, packed as the user's options say."""
+        options, activation, k = self.config.options, self.wanted or "e4m3", weight.shape[-1]
+        codes = LHS_DTYPES[activation]
+        if options["bits"] == 8 or self.option == "lm_head":
+            return Parts(quantize_w8(weight, codes), None, activation, None)
+        size = options["group_size"] if 0 < options["group_size"] < k else k
+        packed = quantize_w4(weight, size, symmetric=options["symmetric"], lhs_dtype=codes)
+        return Parts(packed, None, activation, None)
+
+    def source(self, tensors: Mapping[str, torch.Tensor], times: int = 1) -> LayerSource:
+        """What vLLM loaded, as the reader takes it: one layer of all rows; times: how often it has the joined ones."""
+        assert self.layout.format is not None
+        found = {}
+        for suffix, tensor in tensors.items():
+            if suffix == "weight_shape":  # of the layer in the file
+                continue
+            if suffix.endswith("g_idx"):
+                # A rank's columns in order begin with a later group; -1 says that they stand in order.
+                tensor = tensor - tensor.min().clamp(min=0)
+            elif suffix == "input_scale":
+                given = tensor[~tensor.isnan()]
+                if not len(given):
+                    continue
+                tensor = given.max().reshape(1)
+            elif self.layout.tensors[suffix].dims == (PARTS,):
+                rows = torch.tensor([*self.widths] * times, device=tensor.device)
+                tensor = tensor.reshape(-1).repeat_interleave(rows)[:, None]
+            found[f"{self.layout.name}.{suffix}"] = tensor
+        checkpoint = Checkpoint(found, self.layout.read_config)
+        return LayerSource.find(checkpoint, self.layout.name, self.wanted, self.layout.format.name)
+
+
+class ExpertsMatrix(Matrix):
+    """w13 or w2 of fused experts: the same tensors, with this rank's experts in front.
+
+    Attributes:
+        part: "w13" or "w2".
+        count: experts of this rank.
+    """
+
+    def __init__(
+        self, method: Packing, part: str, count: int, widths: Sequence[int], k: int, whole: int, rank: int, rows: int
+    ):
+        super().__init__(method, widths, k, whole, rank)
+        self.part, self.count, self.rows = part, count, rows
+        self.parameters = {suffix: f"{part}_{name}" for suffix, name in self.parameters.items()}
+        # vLLM loads one number of an expert's input scale, and one of w2's scale of the whole weight.
+        single = [each for each in self.tensors if each == "input_scale" or part == "w2"]
+        single = [each for each in single if self.tensors[each].dims == (PARTS,)]
+        self.tensors = {**self.tensors, **{each: replace(self.tensors[each], dims=()) for each in single}}
+
+    def parameter(self, suffix: str, attributes: Mapping[str, Any]) -> torch.nn.Parameter:
+        tensor = self.tensors[suffix]
+        shape = (0,) if suffix.endswith("g_idx") else tensor.shape(self.sizes)  # which is looked at, not kept
+        param = torch.nn.Parameter(torch.empty((self.count, *shape), dtype=tensor.dtype), requires_grad=False)
+        said = {
+            "is_transposed": (tensor.axis("k", "G", "1") or 0) < (tensor.axis("n") or 0),
+            "quant_method": self.layout.strategy,
+            "weight_loader": self.loader(suffix, attributes["weight_loader"]),
+        }
+        set_weight_attrs(param, {**attributes, **said})
+        return param
+
+    def load(
+        self, load: Callable[..., Any], suffix: str, param: Any, tensor: torch.Tensor, *where: Any, **named: Any
+    ) -> Any:
+        """Tells vLLM's loader, which goes by names, its own name of a parameter that is called otherwise.
+
+        Raises ValueError for an activation order.
+        """
+        if suffix.endswith("g_idx"):
+            k = tensor.shape[-1]
+            order = torch.arange(k, device=tensor.device) // (self.layout.group_size or k)
+            if bool((tensor != order).any()) and not bool((tensor == -1).any()):
+                raise ValueError(
+                    f"g_idx: expected columns in the input's order, got an activation order of experts such as "
+                    f"{self.names[0]}, which share their quantised input"
+                )
+            return True
+        called = self.layout.called.get(suffix, suffix)
+        where = tuple(each.replace(called, suffix) if isinstance(each, str) else each for each in where)
+        named = {key: each.replace(called, suffix) if isinstance(each, str) else each for key, each in named.items()}
+        return load(param, self.shares(suffix, tensor), *where, **named)
+
+    def marks(
+        self, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, return_success: bool = False
+    ) -> Marks:  # type: ignore[override]
+        return frozenset({(int(shard_id == "w3"), None if loaded_weight.dim() == 3 else expert_id)})
+
+    def check(self, layer: torch.nn.Module) -> None:
+        """Raises ValueError for a tensor that no file holds of one of this rank's experts."""
+        places = layer.expert_map
+        mine = range(self.count) if places is None else [e for e, at in enumerate(places.tolist()) if at >= 0]
+        projections = ("down_proj",) if self.part == "w2" else ("gate_proj", "up_proj")
+        for e, (part, proj) in product(mine, enumerate(projections)):
+            lacking = [suffix for suffix in self.lacking(layer, part, e) if suffix != "input_scale"]  # which is unused
+            if lacking:
+                raise ValueError(
+                    f"{', '.join(self.parameters[suffix] for suffix in lacking)}: expected numbers for each of this "
+                    f"rank's {self.count} experts, found none in the files for number {e}'s {proj} "
+                    f"(layer of {self.names[0]})"
+                )
+
+    def gate(self, expected: Gate) -> Gate:
+        """The gate of these experts, where the model has `expected`."""
+        return expected
+
+    def parts(self, layer: torch.nn.Module) -> Parts:
+        tensors = self.take(layer)
+        first = next(iter(tensors.values()))
+        if self.layout.format is None:
+            return self.quantised(first)
+        for suffix, tensor in tensors.items():
+            if suffix.endswith("g_idx"):
+                tensors[suffix] = self.in_order().to(tensor).expand(self.count, -1)
+            elif suffix == "input_scale":
+                tensor.fill_(1)  # unused
+        together = self._together(first)
+
+        def source(e: int) -> LayerSource:
+            rows = {suffix: self._rows(suffix, tensor[e : e + together]) for suffix, tensor in tensors.items()}
+            return self.source(rows, together)
+
+        def read(e: int) -> Any:
+            weight = source(e).canonical(first.device)
+            return weight if self.own is None else weight.columns(*self.own)
+
+        one = source(0)
+        packed = pack_experts(self.count, read, one.lhs_dtype, one.bits, together)
+        return Parts(packed, None, one.activation, None)
+
+    def _together(self, codes: torch.Tensor) -> int:
+        """How many experts are packed at a time: kernels that pack one take less time than Python does to launch them."""
+        if sum(self.widths) % (BLOCK if self.layout.strategy == "block" else STRIP_ROWS):
+            return 1
+        most = max(1, AT_ONCE // codes[0].nbytes)
+        return max(each for each in range(1, self.count + 1) if self.count % each == 0 and each <= most)
+
+    def _rows(self, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Tensors [experts, ...] as one of all their rows; as the first where rows do not count."""
+        layout = self.layout.tensors[suffix]
+        if layout.dims == (PARTS,):
+            return tensor.flatten()
+        axis = layout.axis("n")
+        return tensor[0] if axis is None else tensor.movedim(0, axis).flatten(axis, axis + 1)
+
+
+class Packing:
+    """What jitgemm's methods of vLLM's layers have in common: parameters of matrices, packed for `module` to join.
+
+    Attributes:
+        config: the model's `JitGemmConfig`.
+        names: what the checkpoint calls the layers that vLLM joins; the first speaks for all.
+        layout: how they are stored.
+        option: of the config's, which says the activation.
+    """
+
+    option = "activation"
+
+    def __init__(self, config: Any, names: list[str], layout: Layout, *given: Any):
+        super().__init__(*given)
+        self.config, self.names, self.layout = config, names, layout
+        self.matrices: Sequence[Any] = ()
+        self.made_up = False  # by vLLM (--load-format dummy), which calls no loaders
+        self.uses_meta_device = layout.format is None and bool(layout.tensors)
+
+    def create(self, layer: torch.nn.Module, dtype: torch.dtype, attributes: Mapping[str, Any]) -> None:
+        """Gives a layer its parameters."""
+        config = get_current_vllm_config_or_none()
+        self.made_up = config is not None and config.load_config.load_format == "dummy"
+        with torch.device("meta") if self.uses_meta_device else nullcontext():
+            for matrix in self.matrices:
+                matrix.create(layer, attributes)
+        self.config.warmer.expect(layer, dtype)
+        if self.uses_meta_device:  # vLLM packs it once it is read: a model in floats never is on the GPU as a whole
+            from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+
+            initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if any(param is None for matrix in self.matrices for param in matrix.params(layer).values()):
+            return
+        for matrix in self.matrices if self.layout.tensors else ():
+            if not self.made_up or any(map(written, matrix.params(layer).values())):
+                matrix.check(layer)
+        module = self.module(layer, *(matrix.parts(layer) for matrix in self.matrices))
+        module.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.install(layer, module)
+
+    def install(self, layer: torch.nn.Module, module: torch.nn.Module) -> None:
+        """Gives a layer its packed weights; if it has some, into the same memory, which CUDA graphs hold."""
+        from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES
+
+        SKIP_MODULES.update(type(each).__name__ for each in module.modules())  # else reloaded layers lose it
+        if (old := layer._modules.get(CHILD)) is None:
+            layer.add_module(CHILD, module)
+        else:
+            old.load_state_dict(module.state_dict())
+        self.config.warmer.packed(layer, getattr(layer, CHILD))
+
+
+def written(param: Any) -> Marks:
+    """What the loaders have written in a parameter; all, where a model has put its own loader there."""
+    replaced = not hasattr(getattr(param, "weight_loader", None), "notes")
+    return frozenset({(None, None)}) if replaced else getattr(param, "written", frozenset())
